@@ -1,0 +1,192 @@
+"""The schema of a run's YAML file. Every key that exists is declared here; anything else is refused.
+
+Imports neither jax nor transformers: a file is checked before anything slow starts. `rl/configfile.py` reads the files and
+turns what pydantic says into file:line messages.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+import rl.algorithms
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _shorthand(key: str):
+    """Lets `field: text` stand for `field: {key: text}`."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+
+
+class WandbOptions(Strict):
+    """Mirror of events.jsonl to Weights & Biases. Without an account use mode: offline."""
+
+    project: str = "duet"
+    name: str | None = None
+    mode: Literal["online", "offline"] = "offline"
+
+
+class RunOptions(Strict):
+    dir: str = Field("runs/default", description="folder of the run; an existing run there is continued")
+    checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end of a stage")
+    keep_checkpoints: int = Field(2, ge=1)
+    log_every: int = Field(1, ge=1, description="steps between lines on the console")
+    wandb: WandbOptions | None = None
+    tensorboard: bool = False
+
+
+class ModelOptions(Strict):
+    source: str = Field(description="Hugging Face directory, or the name of a file in configs/models/")
+    overrides: dict[str, Any] = Field({}, description="keys of the Hugging Face configuration to change; random weights only")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the matrix products")
+    param_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype in which weights are stored")
+    remat: Literal["none", "full", "minimal", "save_dot_except_mlp", "save_qkv_proj", "save_out_proj"] = "full"
+    scan: bool = Field(True, description="scan over stacked layers when training (False: unrolled)")
+
+
+class TokenizerOptions(Strict):
+    source: str = Field(description="directory of a tokenizer, or a built-in one: bytes, characters")
+    alphabet: str | None = Field(None, description="characters: the characters that exist")
+    chat_template: str | None = Field(None, description="file of a jinja chat template that replaces the tokenizer's own")
+
+
+class MeshOptions(Strict):
+    """Number of devices along each axis; -1 takes what is left. `rules` maps logical axis names to mesh axes."""
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+    expert: int = 1
+    context: int = 1
+    rules: dict[str, list[str]] = {}
+
+
+class GeneratorOptions(Strict):
+    slots: int = Field(64, ge=1, description="completions decoded at the same time")
+    prefill_chunk: int = Field(256, ge=1, description="prompt tokens per prefill call")
+    tokens_per_dispatch: int = Field(16, ge=1, description="decoding steps between two looks of the host")
+
+
+class ColumnNames(Strict):
+    prompt: str = "prompt"
+    completion: str = "completion"
+    messages: str = "messages"
+
+
+class DataOptions(Strict):
+    """Either `task` (problems generated in code) or `path` (a JSONL, CSV or Parquet file, a folder, or a hub name)."""
+
+    task: str | None = Field(None, description="arithmetic, or any reasoning-gym task by name")
+    options: dict[str, Any] = Field({}, description="options of the task")
+    path: str | None = None
+    split: str = "train"
+    columns: ColumnNames = ColumnNames()
+    prompt_template: str | None = Field(None, description="text with {column} fields that makes the prompt from a row")
+    system: str | None = Field(None, description="system message put before the prompt; implies chat")
+    chat: bool = Field(False, description="render plain prompts as a user message through the chat template")
+    limit: int | None = Field(None, ge=1, description="use only the first rows")
+
+    @model_validator(mode="after")
+    def _one_source(self):
+        if (self.task is None) == (self.path is None):
+            raise ValueError("give exactly one of `task` and `path`")
+        return self
+
+
+class SamplingOptions(Strict):
+    temperature: float = Field(1.0, ge=0.0)
+    top_k: int = Field(0, ge=0, description="0: all")
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    max_new_tokens: int = Field(256, ge=1)
+    stop: list[str] = []
+    stop_token_ids: list[int] = Field([], description="besides the tokenizer's end-of-sequence token")
+
+
+class EvaluationOptions(Strict):
+    """Before the first and after the last step of every stage, and every `every` steps."""
+
+    data: Annotated[DataOptions, _shorthand("path")]
+    every: int = Field(0, ge=0, description="steps; 0: only first and last")
+    problems: int = Field(256, ge=1)
+    samples: int = Field(0, ge=0, description="sampled completions for each problem, for pass@k; 0: greedy only")
+    k: list[int] = Field([1], description="values of k for eval/pass@k; each at most `samples`")
+    temperature: float = Field(1.0, gt=0.0)
+    correct_at: float = Field(1.0, description="a completion counts as correct from this reward on")
+
+
+class RewardOptions(Strict):
+    name: str = Field(description="registered name, package.module:function, file.py:function, or entry point")
+    weight: float = 1.0
+    options: dict[str, Any] = Field({}, description="keyword arguments handed to the function")
+
+
+class RewardSettings(Strict):
+    functions: list[Annotated[RewardOptions, _shorthand("name")]] = Field(min_length=1)
+    workers: int = Field(2, ge=1)
+    timeout_s: float = Field(10.0, gt=0.0, description="deadline of one call on one group of completions")
+    on_error: Literal["continue", "stop"] = "continue"
+
+
+class OptimizerOptions(Strict):
+    learning_rate: float = Field(1e-5, gt=0.0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    final_fraction: float = Field(0.0, ge=0.0, le=1.0, description="last learning rate of linear and cosine, as a share")
+    weight_decay: float = Field(0.0, ge=0.0)
+    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(0.999, ge=0.0, lt=1.0)
+    eps: float = Field(1e-8, gt=0.0)
+    clip_norm: float | None = Field(1.0, gt=0.0)
+
+
+class AlgorithmOptions(BaseModel):
+    """`name` and the fields of that algorithm's dataclass in rl/algorithms/."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @model_validator(mode="after")
+    def _known(self):
+        rl.algorithms.get(self.name, **(self.model_extra or {}))
+        return self
+
+
+class StageOptions(Strict):
+    algorithm: Annotated[AlgorithmOptions, _shorthand("name")]
+    steps: int = Field(ge=0, description="generation batches (grpo, ppo) or optimiser steps (sft)")
+    prompts_per_step: int = Field(32, ge=1, description="prompts (grpo, ppo) or demonstrations (sft) of one step")
+    samples_per_prompt: int = Field(8, ge=1, description="completions of each prompt: the group")
+    updates_per_step: int = Field(1, ge=1, description="optimiser updates made from the completions of one step")
+    micro_batch: int | None = Field(None, ge=1, description="rows in one gradient computation; changes speed and memory only")
+    optimizer: OptimizerOptions = OptimizerOptions()
+    critic: OptimizerOptions = Field(OptimizerOptions(), description="optimizer of the critic (ppo)")
+    sampling: SamplingOptions = SamplingOptions()
+    data: Annotated[DataOptions, _shorthand("path")] | None = Field(None, description="instead of the run's data")
+    rewards: RewardSettings | None = Field(None, description="instead of the run's rewards")
+
+    @model_validator(mode="after")
+    def _even(self):
+        if self.prompts_per_step % self.updates_per_step:
+            raise ValueError("`prompts_per_step` must be a multiple of `updates_per_step`")
+        return self
+
+
+class RunConfig(Strict):
+    run: RunOptions = RunOptions()
+    seed: int = 0
+    platform: Literal["auto", "cpu", "tpu", "gpu"] = "auto"
+    model: Annotated[ModelOptions, _shorthand("source")]
+    tokenizer: Annotated[TokenizerOptions, _shorthand("source")] | None = Field(None, description="default: the model's directory")
+    mesh: MeshOptions = MeshOptions()
+    generator: GeneratorOptions = GeneratorOptions()
+    max_length: int = Field(1024, ge=2, description="tokens of a prompt and its completion together; the cache's length")
+    data: Annotated[DataOptions, _shorthand("path")] | None = None
+    rewards: RewardSettings | None = None
+    evaluation: EvaluationOptions | None = None
+    stages: list[StageOptions] = Field(min_length=1)
+    every_stage: dict[str, Any] = Field({}, description="laid over each stage, e.g. to make any run small")
