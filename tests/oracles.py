@@ -133,12 +133,18 @@ def reference_logits(model, tokens_BT: np.ndarray, **inputs) -> np.ndarray:
         return model(torch.tensor(tokens_BT), use_cache=False, **inputs).logits.numpy()
 
 
-def perturbed(model, seed: int = 0):
-    """A model of ours with every norm, bias and router correction moved by N(0, 0.3), in place."""
-    import jax.numpy as jnp
+def random_model(config, seed: int = 0, runtime=None, mesh=None):
+    """A model of ours with weights drawn by numpy (compiles nothing): matrices N(0, 0.2), norms N(1, 0.3), biases N(0, 0.3)."""
+    import jax
 
-    rng = np.random.default_rng(seed)
-    for path, array in model.params.items():
-        if path.endswith(("norm.weight", "bias")):
-            model.params[path] = array + jnp.asarray(rng.normal(0, 0.3, array.shape), array.dtype)
-    return model
+    from policy.config import Runtime
+    from policy.model import Graph, Model
+    from policy.sharding import layout
+
+    graph = Graph(config, runtime or Runtime(), mesh or layout({"fsdp": 1}, devices=jax.devices()[:1]))
+    rng, params = np.random.default_rng(seed), {}
+    for path in sorted(graph.paths):
+        mean, std = (1.0, 0.3) if path.endswith("norm.weight") else (0.0, 0.3 if path.endswith("bias") else 0.2)
+        array = rng.normal(mean, std, graph.shapes[path].shape).astype(graph.shapes[path].dtype)
+        params[path] = jax.device_put(array, graph.sharding(path))
+    return Model(graph, params)
