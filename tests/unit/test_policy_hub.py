@@ -97,7 +97,7 @@ def test_saving_again_leaves_nothing_of_the_old_model(tmp_path, monkeypatch):
     model = random_model(families.read(configuration("Llama")), seed=1)
     policy.save(model, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-    assert policy.load(tmp_path).config == model.config
+    assert policy.load(tmp_path).config.layers == model.config.layers
 
 
 @pytest.mark.parametrize(
