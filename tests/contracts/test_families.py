@@ -30,7 +30,8 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def tiny(kind):
-    return configuration(kind, **STANDARD[kind])
+    """Two layers: of the mixtures of experts one is dense."""
+    return configuration(kind, **STANDARD[kind] | {"num_hidden_layers": 2})
 
 
 @pytest.fixture(scope="module", params=STANDARD)

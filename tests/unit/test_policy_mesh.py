@@ -11,9 +11,12 @@ import sys
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
-from oracles import STANDARD, configuration, tokens
+from oracles import STANDARD, configuration, random_model, tokens
 
-from policy.sharding import layout
+import policy
+from policy import families
+from policy.config import Runtime
+from policy.sharding import DEFAULT_RULES, Layout, layout
 
 MESHES = {
     "fsdp8": {"fsdp": 8},
@@ -22,31 +25,38 @@ MESHES = {
 }
 
 
-def on_eight_devices() -> dict:
-    """What the tests below look at, computed in this process: mesh -> differences and shardings."""
+def logits_on_eight_devices() -> dict:
+    """mesh -> how far its logits are from those of one device, and how the weights lie."""
     import numpy as np
 
-    import policy
-    from policy import families
-    from policy.config import Runtime
-
-    config = families.read(configuration("DeepseekV3", **STANDARD["DeepseekV3"]))
-    one = policy.create(config, seed=5)
+    config = families.read(configuration("DeepseekV3", **STANDARD["DeepseekV3"] | {"num_hidden_layers": 2}))
     row = tokens(8, 12)
-    expected = np.asarray(one.logits(row))
-    unrolled = policy.create(config, seed=5, runtime=Runtime(scan=False))
-    found = {"unrolled": {"weights": difference(one, unrolled)}}
+    expected = np.asarray(random_model(config).logits(row))
+    found = {}
     for name, degrees in MESHES.items():
-        model = policy.create(config, seed=5, mesh=layout(degrees))
-        jax.block_until_ready(model.params)
+        model = random_model(config, mesh=layout(degrees))
         logits = jax.block_until_ready(model.logits(row))
         found[name] = {
-            "weights": difference(one, model),
             "logits": float(np.abs(np.asarray(logits) - expected).max()),
             "devices": min(len(array.sharding.device_set) for array in model.params.values()),
             "share": max_share(model),
-            "as_told": all(array.sharding == model.graph.sharding(path) for path, array in model.params.items()),
         }
+    return found
+
+
+def weights_on_eight_devices(*kinds: str) -> dict:
+    """kind -> "unrolled" or mesh -> how far fresh weights are from those of a scanned model on one device."""
+    found = {}
+    for kind in kinds:
+        config = families.read(configuration(kind, num_hidden_layers=2))
+        one = policy.create(config, seed=5)
+        found[kind] = {"unrolled": difference(one, policy.create(config, seed=5, runtime=Runtime(scan=False)))}
+        for name, degrees in MESHES.items() if kind == "DeepseekV3" else [("fsdp4_tensor2", MESHES["fsdp4_tensor2"])]:
+            model = policy.create(config, seed=5, mesh=layout(degrees))
+            jax.block_until_ready(model.params)
+            assert all(array.sharding == model.graph.sharding(path) for path, array in model.params.items())
+            found[kind][name] = difference(one, model)
+        found[kind]["another seed"] = difference(one, policy.create(config, seed=6))
     return found
 
 
@@ -62,11 +72,11 @@ def max_share(model) -> float:
     return held / sum(array.nbytes for array in model.params.values())
 
 
-@pytest.fixture(scope="module")
-def results():
+def run(*arguments: str) -> dict:
+    """The JSON that this file prints as a program with eight devices."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, __file__, *arguments],
         env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,
         text=True,
@@ -76,24 +86,27 @@ def results():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_first_weights_do_not_depend_on_scan(results):
-    assert results["unrolled"]["weights"] == 0.0
+def test_logits_on_a_mesh_equal_those_of_one_device():
+    found = run("logits")
+    for mesh in MESHES:
+        assert found[mesh]["logits"] < 1e-5, mesh
+        assert found[mesh]["devices"] == 8
+        assert found[mesh]["share"] < 0.4, f"{mesh}: most weights are whole on every device"
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_first_weights_do_not_depend_on_the_mesh(results, mesh):
-    assert results[mesh]["weights"] == 0.0
+def check_fresh_weights(*kinds):
+    for found in run("weights", *kinds).values():
+        assert found.pop("another seed") > 0.1
+        assert len(found) >= 2 and set(found.values()) == {0.0}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_logits_on_a_mesh_equal_those_of_one_device(results, mesh):
-    assert results[mesh]["logits"] < 1e-5
+def test_fresh_weights_depend_on_the_seed_only():
+    check_fresh_weights("Llama")
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_weights_are_spread_as_the_rules_say(results, mesh):
-    assert results[mesh]["devices"] == 8 and results[mesh]["as_told"]
-    assert results[mesh]["share"] < 0.4, "most weights are whole on every device"
+@pytest.mark.slow
+def test_fresh_weights_of_experts_depend_on_the_seed_only():
+    check_fresh_weights("DeepseekV3", "Qwen3Moe")
 
 
 class EightDevices:
@@ -103,8 +116,6 @@ class EightDevices:
 
 
 def spec(axes, shape, degrees=None):
-    from policy.sharding import DEFAULT_RULES, Layout
-
     mesh = EightDevices()
     mesh.shape = dict.fromkeys(("data", "fsdp", "tensor", "expert", "context"), 1) | (degrees or {"fsdp": 4, "tensor": 2})
     return Layout(mesh, tuple(DEFAULT_RULES.items())).spec(axes, shape)
@@ -145,4 +156,5 @@ def test_a_rule_with_an_unknown_axis_is_refused():
 
 
 if __name__ == "__main__":
-    print(json.dumps(on_eight_devices()))
+    what, *kinds = sys.argv[1:]
+    print(json.dumps(logits_on_eight_devices() if what == "logits" else weights_on_eight_devices(*kinds)))
