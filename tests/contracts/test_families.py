@@ -18,8 +18,8 @@ import pytest
 from oracles import STANDARD, configuration, random_model, tokens
 
 import policy
-from policy import families, head, modes
 from policy import cache as caches
+from policy import families, head, modes
 from policy.config import Moe, Runtime
 from policy.hf import UnsupportedModel
 from policy.model import Graph
@@ -102,7 +102,8 @@ def test_the_tree_does_not_depend_on_how_it_is_computed(kind):
 def test_router_biases_stay_float32_and_are_not_trained(kind):
     graph = Graph(families.read(tiny(kind)), Runtime("bfloat16", "bfloat16"), layout({"fsdp": 1}))
     biased = any(
-        isinstance(layer.feed_forward, Moe) and layer.feed_forward.router.correction_bias for layer in graph.config.layers
+        isinstance(layer.feed_forward, Moe) and layer.feed_forward.router.correction_bias
+        for layer in graph.config.layers
     )
     assert bool(graph.untrained) == biased
     for path, shape in graph.shapes.items():
