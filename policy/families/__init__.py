@@ -1,9 +1,10 @@
 """Decoder families, one file each, found by listing this folder. Free of jax.
 
-A family file holds ARCHITECTURES and MODEL_TYPES (which Hugging Face configurations are its own), `read(hf) -> DecoderConfig`,
-NAMES (how its weights are stored; policy/names.py) and DEFAULTS (values of absent keys; here the class of transformers rules).
-Optional: SKIP, patterns of stored tensors that are not read; SKIP_EXTRA_LAYERS, True where layers past num_hidden_layers are not
-read either; `empty_tensors(hf)`, names and shapes of tensors without elements that transformers expects to find.
+A family file holds ARCHITECTURES and MODEL_TYPES (which Hugging Face configurations are its own), `read(hf) ->
+DecoderConfig`, NAMES (how its weights are stored; policy/names.py) and DEFAULTS (values of absent keys; here the class
+of transformers rules). Optional: SKIP, patterns of stored tensors that are not read; SKIP_EXTRA_LAYERS, True where
+layers past num_hidden_layers are not read either; `empty_tensors(hf)`, names and shapes of tensors without elements
+that transformers expects to find.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ def find(hf: dict) -> ModuleType:
                 return module
     types = sorted(t for module in modules for t in module.MODEL_TYPES)
     raise UnsupportedModel(
-        f"no family for architectures={hf.get('architectures')}, model_type={hf.get('model_type')!r}; known model types: {', '.join(types)}"
+        f"no family for architectures={hf.get('architectures')}, model_type={hf.get('model_type')!r}; "
+        f"known model types: {', '.join(types)}"
     )
 
 
 def read(hf: dict) -> DecoderConfig:
-    """The decoder that a Hugging Face configuration describes. Raises UnsupportedModel with the key that is missing or unknown."""
+    """The decoder that a Hugging Face configuration describes. Raises UnsupportedModel with the key that is missing or
+    unknown."""
     module = find(hf)
     try:
         return module.read(hf)

@@ -1,7 +1,7 @@
 """Every decoder family in policy/families/, found by listing, passes the same checks. Needs no torch.
 
-tests/contracts/golden/ holds the tree of weights of a tiny model of each kind. A change of those files changes checkpoints; to
-write them again after a change that is meant:
+tests/contracts/golden/ holds the tree of weights of a tiny model of each kind. A change of those files changes
+checkpoints; to write them again after a change that is meant:
 
     DUET_WRITE_GOLDEN=1 python -m pytest tests/contracts/test_families.py -k tree
 """

@@ -185,8 +185,8 @@ def test_left_padding_and_log_probabilities_equal_those_of_transformers(kind, tm
 
 @pytest.mark.parametrize("kind", ["Llama", pytest.param("Qwen3Moe", marks=pytest.mark.slow), "DeepseekV3"])
 def test_gradients_equal_those_of_torch(kind, tmp_path):
-    """Every weight's gradient of a loss of log-probabilities and entropies. Ours are compared after policy.save wrote them down
-    under the names of transformers, as if they were weights."""
+    """Every weight's gradient of a loss of log-probabilities and entropies. Ours are compared after policy.save wrote
+    them down under the names of transformers, as if they were weights."""
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
     from policy import hub
 

@@ -1,6 +1,7 @@
 """The same model on eight devices: equal first weights, equal logits, and every array where the rules say.
 
-The devices are forced ones of a CPU, in a process of its own. There, programs that overlap can deadlock: each is waited for.
+The devices are forced ones of a CPU, in a process of its own. There, programs that overlap can deadlock: each is waited
+for.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Mixture of experts: the grouped products in every layout, the routers, their statistics and the update of the bias."""
+"""Mixture of experts: the grouped products in every layout, the routers, their statistics and the update of the
+bias."""
 
 from functools import partial
 
