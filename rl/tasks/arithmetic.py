@@ -36,7 +36,7 @@ class Options:
     """Text put behind the demonstration."""
     eval_share: float = 0.1
     """Share of the problems held out for evaluation, chosen by a hash of the problem."""
-    problems: int = 100_000
+    problems: int = 50_000
     """Most distinct problems of both splits together."""
 
     def __post_init__(self):
