@@ -219,7 +219,8 @@ def validate(tree: Item) -> tuple[RunConfig | None, list[Problem]]:
         try:
             return RunConfig.model_validate(values), problems
         except ValidationError as error:
-            found = error.errors(include_url=False)
+            # A misspelt key is also a missing one: the misspelling first.
+            found = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
             problems += [problem for one in found for problem in _problems(one)]
             unknown = [one["loc"] for one in found if one["type"] == "extra_forbidden"]
             if len(unknown) < len(found):
