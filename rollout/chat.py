@@ -52,8 +52,6 @@ def render_conversation(tokenizer, messages: Messages, last_only: bool = False) 
     _check_one_beginning(tokenizer, ids)
     # A token belongs to the assistant if its first character does; tokens of one character's bytes share its offset.
     mask = [int(any(a <= start < b for a, b in spans)) for start, _ in encoded["offset_mapping"]]
-    if not any(mask):
-        raise ChatError("the assistant's turns are empty after the chat template")
     return ids, mask
 
 
@@ -112,7 +110,10 @@ def _span(tokenizer, messages: Messages, turn: int, text: str) -> tuple[int, int
         end = place + len(content)
         end += len(closing) if text.startswith(closing, end) else 0
     # White space behind the end of a turn is never sampled: generation has stopped by then.
-    return start, max(len(text[:end].rstrip()), start + len(content))
+    end = len(text[:end].rstrip())
+    if end <= start:
+        raise ChatError(f"the chat template writes nothing for message {turn}")
+    return start, end
 
 
 def _check_one_beginning(tokenizer, ids: list[int]) -> None:
