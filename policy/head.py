@@ -19,9 +19,7 @@ def logits(hidden_ME: jax.Array, weight_VE: jax.Array) -> jax.Array:
     return jnp.einsum("...e,ve->...v", hidden_ME, weight_VE.astype(hidden_ME.dtype), preferred_element_type=jnp.float32)
 
 
-def logprobs(
-    hidden_ME: jax.Array, weight_VE: jax.Array, targets_M: jax.Array, temperature
-) -> tuple[jax.Array, jax.Array]:
+def logprobs(hidden_ME: jax.Array, weight_VE: jax.Array, targets_M: jax.Array, temperature) -> tuple[jax.Array, jax.Array]:
     """(logp, entropy), float32[M]: log softmax(logits / temperature) at `targets`, and the entropy of that distribution.
 
     Works through the tokens in chunks of at most CHUNK_LOGITS logits; the backward pass computes the logits again, so nothing

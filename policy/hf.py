@@ -43,9 +43,7 @@ def rope(hf: dict, dim: int, *, interleaved: bool = False) -> Rope:
         case "yarn":
             scaling = YarnScaling(
                 factor=float(s["factor"]),
-                original_max_position=int(
-                    first(s, "original_max_position_embeddings", default=hf.get("max_position_embeddings"))
-                ),
+                original_max_position=int(first(s, "original_max_position_embeddings", default=hf.get("max_position_embeddings"))),
                 beta_fast=float(first(s, "beta_fast", default=32)),
                 beta_slow=float(first(s, "beta_slow", default=1)),
                 truncate=bool(first(s, "truncate", default=True)),

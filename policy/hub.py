@@ -131,17 +131,14 @@ def _read_layer(files: _Files, place, n: int, shape: tuple[int, ...]) -> np.ndar
 def _refuse_unread(files: _Files, config: DecoderConfig) -> None:
     hf = json.loads(config.hf)
     skip = [
-        p.replace("{num_hidden_layers}", str(hf["num_hidden_layers"]))
-        for p in getattr(families.get(config.family), "SKIP", ())
+        p.replace("{num_hidden_layers}", str(hf["num_hidden_layers"])) for p in getattr(families.get(config.family), "SKIP", ())
     ]
     if config.tied_head:
         skip.append(re.escape(names.TOP["lm_head"].name))
     extra = sorted(name for name in files.unread if not any(re.fullmatch(pattern, name) for pattern in skip))
     if extra:
         more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
-        raise ModelFileError(
-            f"unexpected tensors {', '.join(extra[:5])}{more}: the configuration has no place for them"
-        )
+        raise ModelFileError(f"unexpected tensors {', '.join(extra[:5])}{more}: the configuration has no place for them")
 
 
 def _stored(graph, params) -> Iterator[tuple[str, np.ndarray]]:
@@ -167,9 +164,7 @@ def write(directory, graph, params) -> None:
     config = graph.config
     hf = json.loads(config.hf)
     if families.read(hf) != config:
-        raise ValueError(
-            "this DecoderConfig no longer matches its Hugging Face configuration; change keys there instead"
-        )
+        raise ValueError("this DecoderConfig no longer matches its Hugging Face configuration; change keys there instead")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for old in (*directory.glob("*.safetensors"), *directory.glob("*.safetensors.index.json")):
@@ -187,10 +182,7 @@ def write(directory, graph, params) -> None:
         where[name] = len(shards)
     save_file(shards[-1], directory / f"part-{len(shards):05d}", metadata={"format": "pt"})
     count = len(shards)
-    files = {
-        i: "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
-        for i in range(1, count + 1)
-    }
+    files = {i: "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
     for i, name in files.items():
         (directory / f"part-{i:05d}").rename(directory / name)
     if count > 1:

@@ -37,8 +37,7 @@ def read(hf: dict) -> DecoderConfig:
     mixer = _mixer(hf)
     dense, moe = Mlp(hf["intermediate_size"]), _moe(hf)
     kinds = hf.get("mlp_layer_types") or [
-        "dense" if i < first(hf, "first_k_dense_replace", default=0) else "sparse"
-        for i in range(hf["num_hidden_layers"])
+        "dense" if i < first(hf, "first_k_dense_replace", default=0) else "sparse" for i in range(hf["num_hidden_layers"])
     ]
     return DecoderConfig(
         vocab_size=hf["vocab_size"],

@@ -32,8 +32,7 @@ def mixers(hf: dict) -> list[Attention]:
     head_dim = first(hf, "head_dim", default=128)
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
     kinds = hf.get("layer_types") or [
-        "sliding_attention" if window and i >= hf.get("max_window_layers", 28) else "full_attention"
-        for i in range(layers)
+        "sliding_attention" if window and i >= hf.get("max_window_layers", 28) else "full_attention" for i in range(layers)
     ]
     bias = bool(hf.get("attention_bias", False))
     return [

@@ -35,9 +35,7 @@ def read(hf: dict) -> DecoderConfig:
     )
     moe, dense = Moe(router, hf["moe_intermediate_size"]), Mlp(hf["intermediate_size"])
     step, only_dense = first(hf, "decoder_sparse_step", default=1), hf.get("mlp_only_layers") or []
-    layers = [
-        LayerSpec(mixer, dense if i in only_dense or (i + 1) % step else moe) for i in range(hf["num_hidden_layers"])
-    ]
+    layers = [LayerSpec(mixer, dense if i in only_dense or (i + 1) % step else moe) for i in range(hf["num_hidden_layers"])]
     return DecoderConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
