@@ -63,7 +63,8 @@ def reduce_metrics(stacked: dict[str, Any]) -> dict[str, Any]:
         else:
             reduced[key] = values.sum(axis=0)
     if "sampler/ess" in reduced:
-        reduced["sampler/ess"] = reduced["sampler/is_ratio_mean"] ** 2 / reduced["sampler/is_ratio_square_mean"]
+        square_mean = reduced["sampler/is_ratio_square_mean"].clip(min=1e-30)  # 0 where the batch has no token
+        reduced["sampler/ess"] = reduced["sampler/is_ratio_mean"] ** 2 / square_mean
     return reduced
 
 

@@ -41,7 +41,7 @@ def policy_loss(options, inputs: PolicyInputs):
     )
     tokens = _tokens(inputs)
     log_ratio = tokens.logp - tokens.old
-    ratio, per_token, metrics = _clipped(options, tokens, log_ratio, inputs)
+    per_token, metrics = _clipped(options, tokens, log_ratio, inputs)
     if options.off_policy_delta is not None:
         per_token = jnp.where(_off_policy(options, tokens), 0.0, per_token)
     if options.top_entropy is not None:
@@ -55,6 +55,7 @@ def policy_loss(options, inputs: PolicyInputs):
     if tokens.ref is not None:
         kl = _kl(options.kl, tokens, log_ratio)
         metrics["kl/ref"] = _token_mean(kl, tokens, inputs)
+        metrics["kl/ref_clamped"] = _count(jnp.abs(tokens.logp - tokens.ref) > MAX_LOG_RATIO, tokens)
         if options.kl_coef:
             loss = loss + options.kl_coef * aggregate(kl, inputs, tokens.sequences, options.aggregation)
     if tokens.entropy is not None:
@@ -176,27 +177,31 @@ def _token_mean(values, tokens: Tokens, inputs: PolicyInputs):
     return aggregate(values, inputs, tokens.sequences, "token")
 
 
+def _count(chosen, tokens: Tokens):
+    return (chosen & tokens.mask).sum().astype(jnp.float32)
+
+
 def _clamp(log_ratio):
     return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _importance_ratio(kind: str, tokens: Tokens, log_ratio):
-    """exp(lp - lo) of the token, or of its sequence with the mean in place of the sum, [N,T]."""
-    if kind == "token":
-        return jnp.exp(_clamp(log_ratio))
-    mean = tokens.sequences.spread(tokens.sequences.mean(log_ratio))
-    if kind == "sequence":
-        return jnp.exp(_clamp(mean))
-    # The value of the sequence's ratio with the gradient of the token's.
-    mean = jax.lax.stop_gradient(mean) + tokens.logp - jax.lax.stop_gradient(tokens.logp)
-    return jnp.exp(jnp.clip(mean, -MAX_LOG_RATIO, MAX_SEQUENCE_LOG_RATIO))
+    """exp(lp - lo) of the token, or with its mean over the sequence; and where that was clamped. [N,T]."""
+    highest = MAX_LOG_RATIO
+    if kind != "token":
+        log_ratio = tokens.sequences.spread(tokens.sequences.mean(log_ratio))
+    if kind == "sequence_token":  # the value of the sequence's ratio with the gradient of the token's
+        log_ratio = jax.lax.stop_gradient(log_ratio) + tokens.logp - jax.lax.stop_gradient(tokens.logp)
+        highest = MAX_SEQUENCE_LOG_RATIO
+    clamped = (log_ratio < -MAX_LOG_RATIO) | (log_ratio > highest)
+    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, highest)), clamped
 
 
 def _clipped(options, tokens: Tokens, log_ratio, inputs: PolicyInputs):
-    """Ratio and loss of each token [N,T], and the clip fractions (with TRL's names and definitions)."""
+    """Loss of each token [N,T], and the clip fractions (with TRL's names and definitions)."""
     low, high = options.clip_bounds
     advantages = tokens.advantages
-    ratio = _importance_ratio(options.ratio, tokens, log_ratio)
+    ratio, clamped = _importance_ratio(options.ratio, tokens, log_ratio)
     if options.delta is not None:
         ratio = jnp.minimum(ratio, options.delta)
     per_token = jnp.maximum(-ratio * advantages, -jnp.clip(ratio, low, high) * advantages)
@@ -209,18 +214,17 @@ def _clipped(options, tokens: Tokens, log_ratio, inputs: PolicyInputs):
     below = ((ratio < low) & (advantages < 0)).astype(jnp.float32)
     above = ((ratio > high) & (advantages > 0)).astype(jnp.float32)
     sequences = tokens.sequences
-    clamped = (jnp.abs(log_ratio) > MAX_LOG_RATIO).astype(jnp.float32)
     metrics |= {
         "clip_ratio/low_mean": _token_mean(below, tokens, inputs),
         "clip_ratio/low_min": jnp.where(sequences.length_NS > 0, sequences.mean(below), 1.0).min(),
         "clip_ratio/high_mean": _token_mean(above, tokens, inputs),
         "clip_ratio/high_max": sequences.mean(above).max(),
         "clip_ratio/region_mean": _token_mean(below + above, tokens, inputs),
-        "clip_ratio/log_ratio_clamped": jnp.where(tokens.mask, clamped, 0.0).sum(),
+        "clip_ratio/log_ratio_clamped": _count(clamped, tokens),
         "kl/approx_update": _token_mean(-log_ratio, tokens, inputs),
         "sequences/empty": (sequences.exists_NS & (sequences.length_NS == 0)).sum().astype(jnp.float32),
     }
-    return ratio, per_token, metrics
+    return per_token, metrics
 
 
 def _off_policy(options, tokens: Tokens):

@@ -142,7 +142,7 @@ class GroupRelative:
     std_eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
 
     def advantages(self, rewards, lengths=None) -> np.ndarray:
-        """float[P,G] rewards, NaN where there is no score -> float[P,G]. See `group_advantages`; lengths play no part."""
+        """float[P,G] rewards, NaN: no score -> float[P,G], as `group_advantages` says; `lengths` plays no part."""
         return group_advantages(rewards, self.scale, self.std_eps)
 
 
