@@ -1,0 +1,46 @@
+"""Decoder families, one file each, found by listing this folder. Free of jax.
+
+A family file holds ARCHITECTURES and MODEL_TYPES (which Hugging Face configurations are its own), `read(hf) -> DecoderConfig`,
+and NAMES (how its weights are stored; policy/names.py). Optional: SKIP, patterns of stored tensors that are not read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+from policy.config import DecoderConfig
+from policy.hf import UnsupportedModel
+
+
+def known() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def get(name: str) -> ModuleType:
+    return importlib.import_module(f"policy.families.{name}")
+
+
+def find(hf: dict) -> ModuleType:
+    """The family of a Hugging Face configuration: by `architectures` first, by `model_type` second."""
+    modules = [get(name) for name in known()]
+    for key, attribute in (("architectures", "ARCHITECTURES"), ("model_type", "MODEL_TYPES")):
+        value = hf.get(key)
+        wanted = {value} if isinstance(value, str) else set(value or ())
+        for module in modules:
+            if wanted & set(getattr(module, attribute)):
+                return module
+    types = sorted(t for module in modules for t in module.MODEL_TYPES)
+    raise UnsupportedModel(
+        f"no family for architectures={hf.get('architectures')}, model_type={hf.get('model_type')!r}; known model types: {', '.join(types)}"
+    )
+
+
+def read(hf: dict) -> DecoderConfig:
+    """The decoder that a Hugging Face configuration describes. Raises UnsupportedModel with the key that is missing or unknown."""
+    module = find(hf)
+    try:
+        return module.read(hf)
+    except KeyError as missing:
+        raise UnsupportedModel(f"{hf.get('model_type')}: the configuration lacks {missing}") from None

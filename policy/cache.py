@@ -1,0 +1,113 @@
+"""What a token may look at. No cache: the tokens of its own call. A cache: what earlier calls left there as well.
+
+A layer hands its new keys and values (or latents) to `extend` and gets back everything visible; it never asks for a mode.
+Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension, B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from policy.config import Attention, DecoderConfig, LatentAttention, LayerSpec
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Step:
+    """Where the tokens of a call sit: position inside the document and segment (0: padding), both int32[B, T].
+
+    `rotations` holds the (cos, sin) tables of every rotary embedding of the decoder, filled in by the decoder.
+    """
+
+    positions: jax.Array
+    segments: jax.Array
+    rotations: dict[str, Any] | None = None
+
+
+class Visible(NamedTuple):
+    """What the queries of a call may look at: named arrays [B, K, C, D], and where each of the C entries sits."""
+
+    arrays: dict[str, jax.Array]
+    positions: jax.Array
+    segments: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """The entries of one layer: arrays [R, S, K, C, D] of which this layer owns [index]."""
+
+    arrays: dict[str, jax.Array]
+    index: jax.Array | int
+
+
+def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visible, LayerCache | None]:
+    """Adds `new` ([B, K, T, D] each, row b for slot b) at the step's positions; returns all that is visible.
+
+    Padding is not written: its position is moved past the end and the scatter drops it. Entries past a query's own position
+    may be left from an earlier owner of the slot; attention masks them, because their position is larger.
+    """
+    if cache is None:
+        return Visible(new, step.positions, step.segments), None
+    arrays, seen = {}, {}
+    B, T = step.positions.shape
+    rows = jnp.arange(B)[:, None]
+    for name, value in new.items():
+        array = cache.arrays[name]
+        at = jnp.where(step.segments != 0, step.positions, array.shape[3] + jnp.arange(T))
+        value = jnp.swapaxes(value, 1, 2).astype(array.dtype)
+        arrays[name] = array.at[cache.index, rows, :, at].set(value, mode="drop", unique_indices=True)
+        seen[name] = arrays[name][cache.index]
+    length = next(iter(seen.values())).shape[2]
+    positions = jnp.broadcast_to(jnp.arange(length), (B, length))
+    return Visible(seen, positions, jnp.ones_like(positions)), replace(cache, arrays=arrays)
+
+
+# Logical axes of every cache array [R, S, K, C, D].
+AXES = (None, "cache_batch", "cache_heads", None, None)
+
+
+def _shapes(spec: LayerSpec) -> dict[str, tuple[int, int]]:
+    """(heads, dimension) of what one token leaves in the cache of a layer."""
+    match spec.mixer:
+        case Attention(kv_heads=heads, head_dim=dim):
+            return {"k": (heads, dim), "v": (heads, dim)}
+        case LatentAttention(kv_lora_rank=rank, rope=rope):
+            return {"latent": (1, rank + rope.dim)}
+        case None:
+            return {}
+
+
+def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool) -> tuple:
+    """An empty cache of `slots` rows of `length` tokens: for each stack a tuple of parts, each a tuple over the pattern of
+    named arrays. A scanned stack has one part with all its repeats, an unrolled one a part with one layer for each repeat
+    (on CPU, reading a layer out of one stacked array costs a copy of it at every step)."""
+
+    def part(stack, repeats):
+        return tuple(
+            {name: jnp.zeros((repeats, slots, heads, length, dim), dtype) for name, (heads, dim) in _shapes(spec).items()}
+            for spec in stack.pattern
+        )
+
+    return tuple(
+        (part(stack, stack.repeats),) if scan else tuple(part(stack, 1) for _ in range(stack.repeats)) for stack in config.stacks
+    )
+
+
+def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tuple:
+    """Copies row rows[i] of `prefix` (a shorter cache) to slot slots[i] of `cache`; slots past the end (all different) are skipped."""
+
+    def copy(into, source):
+        return into.at[:, slots, :, : source.shape[3]].set(source[:, rows], mode="drop", unique_indices=True)
+
+    return jax.tree.map(copy, cache, prefix)
+
+
+def bytes_per_token(config: DecoderConfig, dtype) -> int:
+    """Bytes that one token leaves in the cache, over all layers."""
+    numbers = sum(heads * dim for spec in config.layers for heads, dim in _shapes(spec).values())
+    return numbers * jnp.dtype(dtype).itemsize

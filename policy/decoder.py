@@ -1,0 +1,120 @@
+"""The decoder: embedding, stacks of layers, final norm. The only forward pass; training, prefill and decoding all use it.
+
+B rows, T tokens, E hidden, V vocabulary, R repeats of a stack.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from policy.cache import LayerCache, Step
+from policy.config import DecoderConfig, Runtime, Stack
+from policy.layers.layer import Layer
+from policy.layers.norms import RMSNorm
+from policy.layers.parameter import normal, weight
+from policy.layers.rope import rotation
+
+_ATTENTION = ("query_proj", "key_proj", "value_proj")
+# What the backward pass finds saved instead of computing it again, by name of the checkpointed tensors.
+REMAT_SAVES = {
+    "full": (),
+    "minimal": (*_ATTENTION, "mla_q", "mla_kv", "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo"),
+    "save_dot_except_mlp": (*_ATTENTION, "out_proj"),
+    "save_qkv_proj": _ATTENTION,
+    "save_out_proj": ("out_proj",),
+}
+
+
+class LayerStack(nnx.Module):
+    """`repeats` copies of a pattern of layers, their weights stacked along axis 0."""
+
+    def __init__(self, stack: Stack, config: DecoderConfig, rngs: nnx.Rngs):
+        self.repeats = stack.repeats
+        self.layers = nnx.List([_stacked(spec, config, rngs, stack.repeats) for spec in stack.pattern])
+
+    def __call__(self, x_BTE: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
+        """Returns (x_BTE, cache parts or None, router statistics: for each layer of the pattern {name: [R, ...]})."""
+        graph, weights = nnx.split(self.layers)
+
+        def repeat(x, part, one, index):
+            """One repeat of the pattern; `part` holds the cache arrays of one or all repeats."""
+            statistics, arrays = [], []
+            for i, layer in enumerate(nnx.merge(graph, one)):
+                view = None if part is None else LayerCache(part[i], index)
+                x, view, found = layer(x, step, view, runtime)
+                statistics.append(found)
+                arrays.append(None if view is None else view.arrays)
+            return x, None if part is None else tuple(arrays), tuple(statistics)
+
+        if runtime.remat != "none" and cache is None:
+            policy = jax.checkpoint_policies.save_only_these_names(*REMAT_SAVES[runtime.remat])
+            repeat = jax.checkpoint(repeat, policy=policy, prevent_cse=not runtime.scan)
+        if (len(cache) > 1) if cache is not None else not runtime.scan:
+            return self._unrolled(x_BTE, cache, weights, repeat)
+
+        def body(carry, xs):
+            x, part, statistics = repeat(*carry, *xs)
+            return (x, part), statistics
+
+        carry = (x_BTE, None if cache is None else cache[0])
+        (x, part), statistics = jax.lax.scan(body, carry, (weights, jnp.arange(self.repeats)))
+        return x, None if cache is None else (part,), statistics
+
+    def _unrolled(self, x_BTE, cache, weights, repeat):
+        """The same repeats one after the other, each with a cache part of its own."""
+        parts, found = [], []
+        for r in range(self.repeats):
+            one = jax.tree.map(lambda a, r=r: a[r], weights)
+            x_BTE, part, statistics = repeat(x_BTE, None if cache is None else cache[r], one, 0)
+            parts.append(part)
+            found.append(statistics)
+        statistics = jax.tree.map(lambda *a: jnp.stack(a), *found)
+        return x_BTE, None if cache is None else tuple(parts), statistics
+
+
+def _stacked(spec, config, rngs, repeats):
+    """Layers of one spec, created with a random key each and stacked along a new axis named "layers"."""
+
+    @nnx.split_rngs(splits=repeats)
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def create(rngs):
+        return Layer(spec, config, rngs)
+
+    return create(rngs)
+
+
+class Decoder(nnx.Module):
+    """tokens -> hidden states after the final norm. The head (policy/head.py) turns those into logits or log-probabilities."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.config = config
+        shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed_vocab")
+        self.embed_tokens = weight(rngs, shape, axes, normal(config.initializer_range))
+        self.stacks = nnx.List([LayerStack(stack, config, rngs) for stack in config.stacks])
+        self.norm = RMSNorm(config.hidden_size, config.norm, rngs)
+        if not config.tied_head:
+            self.lm_head = weight(rngs, shape, axes, normal(config.initializer_range))
+
+    def __call__(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
+        """(hidden [B, T, E], cache, router statistics). `cache` is what policy.cache.create made, or None to look at this call's
+        tokens only. Statistics are keyed by the path of the feed-forward, e.g. "stacks.1.layers.0.feed_forward"."""
+        config = self.config
+        x = self.embed_tokens[...][tokens_BT].astype(runtime.dtype)
+        if config.embedding_scale != 1.0:
+            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        ropes = {str(m.rope): m.rope for m in (s.mixer for s in config.layers) if m is not None and m.rope is not None}
+        rotations = {key: rotation(rope, step.positions) for key, rope in ropes.items()}
+        step = Step(step.positions, step.segments, rotations)
+        caches, statistics = [], {}
+        for s, stack in enumerate(self.stacks):
+            x, part, found = stack(x, step, None if cache is None else cache[s], runtime)
+            caches.append(part)
+            statistics |= {f"stacks.{s}.layers.{i}.feed_forward": each for i, each in enumerate(found) if each}
+        return self.norm(x), None if cache is None else tuple(caches), statistics
+
+    @property
+    def head_weight(self) -> jax.Array:
+        """[V, E]: the output projection, which is the embedding table where the head is tied."""
+        return (self.embed_tokens if self.config.tied_head else self.lm_head)[...]

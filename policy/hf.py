@@ -1,0 +1,85 @@
+"""Parts of a Hugging Face configuration that many families share, read into ours. Free of jax."""
+
+from __future__ import annotations
+
+import math
+
+from policy.config import LayerSpec, LinearScaling, Llama3Scaling, Rope, Stack, YarnScaling
+
+
+class UnsupportedModel(ValueError):
+    """A configuration that asks for something the decoder does not compute."""
+
+
+def first(hf: dict, *keys: str, default=None):
+    """The value of the first key that is there and not null."""
+    return next((hf[key] for key in keys if hf.get(key) is not None), default)
+
+
+def rope_parameters(hf: dict) -> dict:
+    """The rotary settings as one dict with `rope_type`: transformers 5 writes `rope_parameters`, older files `rope_theta` and
+    `rope_scaling`."""
+    settings = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+    settings["rope_type"] = first(settings, "rope_type", "type", default="default")
+    settings["rope_theta"] = first(settings, "rope_theta", default=first(hf, "rope_theta", default=10000.0))
+    return settings
+
+
+def rope(hf: dict, dim: int, *, interleaved: bool = False) -> Rope:
+    """The rotary embedding over `dim` dimensions that this configuration asks for."""
+    s = rope_parameters(hf)
+    match s["rope_type"]:
+        case "default":
+            scaling = None
+        case "linear":
+            scaling = LinearScaling(float(s["factor"]))
+        case "llama3":
+            scaling = Llama3Scaling(
+                factor=float(s["factor"]),
+                low_freq_factor=float(s["low_freq_factor"]),
+                high_freq_factor=float(s["high_freq_factor"]),
+                original_max_position=int(s["original_max_position_embeddings"]),
+            )
+        case "yarn":
+            scaling = YarnScaling(
+                factor=float(s["factor"]),
+                original_max_position=int(first(s, "original_max_position_embeddings", default=hf.get("max_position_embeddings"))),
+                beta_fast=float(first(s, "beta_fast", default=32)),
+                beta_slow=float(first(s, "beta_slow", default=1)),
+                truncate=bool(first(s, "truncate", default=True)),
+                attention_factor=yarn_attention_factor(s),
+            )
+        case other:
+            raise UnsupportedModel(f"rope_type {other!r} is not supported; known: default, linear, llama3, yarn")
+    return Rope(dim=dim, theta=float(s["rope_theta"]), scaling=scaling, interleaved=interleaved)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def yarn_attention_factor(s: dict) -> float:
+    """What multiplies cos and sin: the explicit value; else the ratio of the two mscales; else the one of mscale 1."""
+    if s.get("attention_factor") is not None:
+        return float(s["attention_factor"])
+    factor = float(s["factor"])
+    if s.get("mscale") and s.get("mscale_all_dim"):
+        return yarn_mscale(factor, s["mscale"]) / yarn_mscale(factor, s["mscale_all_dim"])
+    return yarn_mscale(factor)
+
+
+def stacks(layers: list[LayerSpec]) -> tuple[Stack, ...]:
+    """The fewest repeating patterns that spell these layers: at each place the pattern (of at most 8 layers) that covers most."""
+    found, start = [], 0
+    while start < len(layers):
+        best = (1, 1)
+        for period in range(1, 9):
+            pattern, repeats = layers[start : start + period], 1
+            while layers[start + repeats * period : start + (repeats + 1) * period] == pattern:
+                repeats += 1
+            if repeats > 1 and period * repeats > best[0] * best[1]:
+                best = (period, repeats)
+        period, repeats = best
+        found.append(Stack(tuple(layers[start : start + period]), repeats))
+        start += period * repeats
+    return tuple(found)

@@ -1,0 +1,76 @@
+"""Multi-head latent attention (arXiv 2405.04434, section 2.1). E hidden, H heads, r and c ranks of the query and key-value
+latents, N / R / V dimensions of the part without rotation, the rotated part and the values."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from policy.cache import LayerCache, Step, extend
+from policy.config import DecoderConfig, LatentAttention, Runtime
+from policy.layers.attention import Mask, attend
+from policy.layers.norms import RMSNorm
+from policy.layers.parameter import normal, weight
+from policy.layers.rope import rotate
+
+
+class MultiHeadLatentAttention(nnx.Module):
+    """Keys and values are linear in a normalised latent of c numbers; one rotated key of R numbers is shared by all heads.
+
+    Without a cache keys and values are expanded. With one, only (latent, rotated key) is kept, c + R numbers a token, and the
+    expansion is absorbed into the query and the output: the same function, with one key-value head of c + R.
+    """
+
+    def __init__(self, spec: LatentAttention, config: DecoderConfig, rngs: nnx.Rngs):
+        self.spec = spec
+        E, H, c, r = config.hidden_size, spec.heads, spec.kv_lora_rank, spec.q_lora_rank
+        N, R, V = spec.nope_dim, spec.rope.dim, spec.v_dim
+        init = normal(config.initializer_range)
+        if r is None:
+            self.q_proj = weight(rngs, (E, H, N + R), ("embed", "q_heads", "kv"), init)
+        else:
+            self.q_a_proj = weight(rngs, (E, r), ("embed", "q_lora_up_proj"), init)
+            self.q_a_layernorm = RMSNorm(r, spec.norm, rngs)
+            self.q_b_proj = weight(rngs, (r, H, N + R), ("q_lora", "q_heads", "kv"), init)
+        self.kv_a_proj = weight(rngs, (E, c + R), ("embed", "kv_lora_up_proj"), init)
+        self.kv_a_layernorm = RMSNorm(c, spec.norm, rngs)
+        self.kv_b_proj = weight(rngs, (c, H, N + V), ("kv_lora", "kv_heads", "kv_head_dim"), init)
+        self.o_proj = weight(rngs, (H, V, E), ("heads", "kv", "embed"), init)
+
+    def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
+        """Returns (x_BTE, cache)."""
+        spec, dtype = self.spec, x_BTE.dtype
+        table = step.rotations[str(spec.rope)]
+        q_nope, q_rope = jnp.split(self._queries(x_BTE), [spec.nope_dim], axis=-1)
+        q_rope = rotate(q_rope, spec.rope, table)
+        latent, k_rope = jnp.split(x_BTE @ self.kv_a_proj[...].astype(dtype), [spec.kv_lora_rank], axis=-1)
+        latent = checkpoint_name(self.kv_a_layernorm(latent), "mla_kv")
+        k_rope = rotate(k_rope[:, None], spec.rope, table)
+        kv_b = self.kv_b_proj[...].astype(dtype)
+        if cache is None:
+            expanded = jnp.einsum("btc,chd->bhtd", latent, kv_b)
+            k_nope, values = jnp.split(expanded, [spec.nope_dim], axis=-1)
+            keys = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope, (*k_nope.shape[:3], spec.rope.dim))], axis=-1)
+            keys, values = checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
+            visible, _ = extend(None, step, k=keys, v=values)
+            q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
+            out = attend(q * spec.scale, keys, values, Mask(step, visible, None), runtime.attention_chunk)
+        else:
+            w_k, w_v = jnp.split(kv_b, [spec.nope_dim], axis=-1)
+            visible, cache = extend(cache, step, latent=jnp.concatenate([latent[:, None], k_rope], axis=-1))
+            keys = visible.arrays["latent"]
+            q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
+            values = keys[..., : spec.kv_lora_rank]
+            out = attend(q * spec.scale, keys, values, Mask(step, visible, None), runtime.attention_chunk)
+            out = jnp.einsum("bhtc,chd->bhtd", out, w_v)
+        out = jnp.einsum("bhtd,hde->bte", out, self.o_proj[...].astype(dtype))
+        return checkpoint_name(out, "out_proj"), cache
+
+    def _queries(self, x_BTE: jax.Array) -> jax.Array:
+        dtype = x_BTE.dtype
+        if self.spec.q_lora_rank is None:
+            return jnp.einsum("bte,ehd->bhtd", x_BTE, self.q_proj[...].astype(dtype))
+        latent = checkpoint_name(self.q_a_layernorm(x_BTE @ self.q_a_proj[...].astype(dtype)), "mla_q")
+        return jnp.einsum("btr,rhd->bhtd", latent, self.q_b_proj[...].astype(dtype))

@@ -1,0 +1,49 @@
+"""Dense feed-forward."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from policy.config import DecoderConfig, Mlp
+from policy.layers.parameter import normal, weight, zeros
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+}
+
+
+class FeedForward(nnx.Module):
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate. Weights [E, I] and [I, E]."""
+
+    def __init__(self, spec: Mlp, config: DecoderConfig, rngs: nnx.Rngs):
+        self.spec = spec
+        E, I = config.hidden_size, spec.width
+        init = normal(config.initializer_range)
+        for name in self._inputs:
+            setattr(self, f"{name}_proj", weight(rngs, (E, I), ("embed", "mlp"), init))
+            if spec.bias:
+                setattr(self, f"{name}_bias", weight(rngs, (I,), ("mlp",), zeros))
+        self.down_proj = weight(rngs, (I, E), ("mlp", "embed"), init)
+        if spec.bias:
+            self.down_bias = weight(rngs, (E,), ("norm",), zeros)
+
+    @property
+    def _inputs(self) -> tuple[str, ...]:
+        return ("gate", "up") if self.spec.gated else ("up",)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        act = ACTIVATIONS[self.spec.activation]
+        hidden = [checkpoint_name(self._linear(x, name), f"mlpwi_{i}") for i, name in enumerate(self._inputs)]
+        inner = act(hidden[0]) * hidden[1] if self.spec.gated else act(hidden[0])
+        return checkpoint_name(self._linear(inner, "down"), "mlpwo")
+
+    def _linear(self, x: jax.Array, name: str) -> jax.Array:
+        out = x @ getattr(self, f"{name}_proj")[...].astype(x.dtype)
+        return out + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.spec.bias else out

@@ -1,0 +1,26 @@
+"""How a weight is declared: one line gives its shape, its logical axes and its first value."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class RouterBias(nnx.Variable):
+    """A selection bias of a router: moved by a rule of its own, never by a gradient; always float32."""
+
+
+def normal(std: float):
+    return jax.nn.initializers.normal(std)
+
+
+ones = jax.nn.initializers.ones
+zeros = jax.nn.initializers.zeros
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init) -> nnx.Param:
+    """A trained array of `shape` whose dimension i carries the logical axis name `axes[i]`; float32 until it is placed."""
+    if len(shape) != len(axes):
+        raise ValueError(f"shape {shape} and axes {axes} differ in length")
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), out_sharding=axes)

@@ -1,0 +1,74 @@
+"""Rotary position embedding (arXiv 2104.09864) and its rescalings for longer contexts."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policy.config import LinearScaling, Llama3Scaling, Rope, YarnScaling
+
+
+def frequencies(rope: Rope) -> np.ndarray:
+    """Angle per position of each rotated pair, float32[dim / 2]."""
+    base = rope.theta ** (-np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
+    match rope.scaling:
+        case None:
+            scaled = base
+        case LinearScaling(factor):
+            scaled = base / factor
+        case Llama3Scaling():
+            scaled = _llama3(base, rope.scaling)
+        case YarnScaling():
+            scaled = _yarn(base, rope, rope.scaling)
+    return scaled.astype(np.float32)
+
+
+def _llama3(base: np.ndarray, s: Llama3Scaling) -> np.ndarray:
+    """Long wavelengths are divided by the factor, short ones kept, those between interpolated."""
+    wavelength = 2 * math.pi / base
+    longest, shortest = s.original_max_position / s.low_freq_factor, s.original_max_position / s.high_freq_factor
+    span = s.high_freq_factor - s.low_freq_factor
+    smooth = (s.original_max_position / wavelength - s.low_freq_factor) / span if span else np.zeros_like(base)
+    between = (1 - smooth) * base / s.factor + smooth * base
+    return np.where(wavelength < shortest, base, np.where(wavelength > longest, base / s.factor, between))
+
+
+def _yarn(base: np.ndarray, rope: Rope, s: YarnScaling) -> np.ndarray:
+    """NTK-by-parts (arXiv 2309.00071): dimensions that turn often keep their frequency, slow ones are divided."""
+
+    def dimension(rotations: float) -> float:
+        return rope.dim * math.log(s.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(s.beta_fast), dimension(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(rope.dim // 2) - low) / (high - low), 0, 1)
+    return base * (1 - ramp) + base / s.factor * ramp
+
+
+def rotation(rope: Rope, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin), float32[B, T, dim / 2], of the angles at these positions."""
+    angles = positions_BT[..., None].astype(jnp.float32) * frequencies(rope)
+    factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(x_BHTD: jax.Array, rope: Rope, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the first `rope.dim` of the last dimension of x; the rest passes through. float32 inside, x.dtype outside."""
+    cos, sin = (t[:, None] for t in table)
+    turned, rest = x_BHTD[..., : rope.dim].astype(jnp.float32), x_BHTD[..., rope.dim :]
+    if rope.interleaved:
+        pairs = turned.reshape(*turned.shape[:-1], rope.dim // 2, 2)
+        u, v = pairs[..., 0], pairs[..., 1]
+        out = jnp.stack([u * cos - v * sin, v * cos + u * sin], axis=-1).reshape(turned.shape)
+    else:
+        u, v = jnp.split(turned, 2, axis=-1)
+        out = jnp.concatenate([u * cos - v * sin, v * cos + u * sin], axis=-1)
+    out = out.astype(x_BHTD.dtype)
+    return jnp.concatenate([out, rest], axis=-1) if rest.shape[-1] else out

@@ -1,0 +1,160 @@
+"""A decoder with its weights: what load and create return, and what trainer and generator share."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from policy import head, modes
+from policy.config import DecoderConfig, Runtime
+from policy.decoder import Decoder
+from policy.layers.parameter import RouterBias
+from policy.sharding import Layout, layout
+
+
+class Graph:
+    """The static half of a model: what arrays it needs, and how to run it on them. Holds no array.
+
+    Weights are a flat dict from path ("stacks.0.layers.0.mixer.q_proj") to array, in any order.
+    """
+
+    def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
+        self.config, self.runtime, self.layout = config, runtime, layout
+        with nnx.use_eager_sharding(False):
+            abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+        self._definition, state = nnx.split(abstract)
+        flat = nnx.to_flat_state(state)
+        self._treedef = jax.tree.structure(state)
+        self.paths = tuple(".".join(map(str, path)) for path, _ in flat)
+        variables = [variable for _, variable in flat]
+        self.axes = {path: v.get_metadata("out_sharding") for path, v in zip(self.paths, variables, strict=True)}
+        self.untrained = frozenset(p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, RouterBias))
+        self.shapes = {
+            path: jax.ShapeDtypeStruct(v.shape, jnp.float32 if path in self.untrained else jnp.dtype(runtime.param_dtype))
+            for path, v in zip(self.paths, variables, strict=True)
+        }
+
+    def sharding(self, path: str) -> jax.sharding.NamedSharding:
+        return self.layout.sharding(self.axes[path], self.shapes[path].shape)
+
+    @property
+    def shardings(self) -> dict[str, jax.sharding.NamedSharding]:
+        return {path: self.sharding(path) for path in self.paths}
+
+    def decoder(self, params: dict[str, jax.Array]) -> Decoder:
+        """The module on these arrays; to be called inside a jitted function."""
+        return nnx.merge(self._definition, jax.tree.unflatten(self._treedef, [params[path] for path in self.paths]))
+
+    def precision(self):
+        """Context of every forward pass: with dtype float32, matrix products at full precision on every platform."""
+        return jax.default_matmul_precision("highest" if self.runtime.dtype == "float32" else "default")
+
+    def init(self, seed: int) -> dict[str, jax.Array]:
+        """Fresh weights, created where they live; the same for any mesh."""
+
+        def create(key):
+            decoder = Decoder(self.config, nnx.Rngs(key))
+            leaves = dict(zip(self.paths, jax.tree.leaves(nnx.state(decoder)), strict=True))
+            return {path: leaves[path].astype(self.shapes[path].dtype) for path in self.paths}
+
+        with nnx.use_eager_sharding(False):
+            return jax.jit(create, out_shardings=self.shardings)(jax.random.key(seed))
+
+    def logprobs(self, params, tokens_BT, step, temperature):
+        """modes.train on these weights: (logp, entropy, router statistics)."""
+        with self.precision():
+            return modes.train(self.decoder(params), tokens_BT, step, temperature, self.runtime)
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return sum(math.prod(shape.shape) for shape in self.shapes.values())
+
+
+class Model:
+    """`params` is the one reference to the weights: the trainer rebinds it after each step, the generator reads it at each call."""
+
+    def __init__(self, graph: Graph, params: dict[str, jax.Array]):
+        self.graph, self.params = graph, params
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.graph.config
+
+    def logits(self, tokens, positions=None, segments=None) -> jax.Array:
+        """int[B, T] -> float32[B, T, V]. Segment 0 is padding; None: one full segment. Positions count from 0 in each segment."""
+        return self._logits(self.params, *self._arguments(tokens, positions, segments))
+
+    def logprobs(self, tokens, positions=None, segments=None, temperature=1.0) -> tuple[jax.Array, jax.Array]:
+        """(logp, entropy), float32[B, T]. logp[t] is about token t given the tokens before it, at logits / temperature;
+        entropy[t] is of the distribution that token t was drawn from. Both are 0 at the first token of a segment and on padding.
+        """
+        return self._logprobs(self.params, *self._arguments(tokens, positions, segments), jnp.float32(temperature))
+
+    def _arguments(self, tokens, positions, segments):
+        tokens = jnp.asarray(tokens, jnp.int32)
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be [rows, length], got shape {tokens.shape}")
+        for name, array in (("positions", positions), ("segments", segments)):
+            if array is not None and jnp.shape(array) != tokens.shape:
+                raise ValueError(f"{name} must have the shape of tokens, {tokens.shape}, got {jnp.shape(array)}")
+        step = modes.sit(tokens, positions, segments)
+        return tokens, step
+
+    @cached_property
+    def _logits(self):
+        def run(params, tokens, step):
+            with self.graph.precision():
+                decoder = self.graph.decoder(params)
+                hidden, _, _ = decoder(tokens, step, None, self.graph.runtime)
+                return head.logits(hidden, decoder.head_weight)
+
+        return jax.jit(run)
+
+    @cached_property
+    def _logprobs(self):
+        return jax.jit(lambda *args: self.graph.logprobs(*args)[:2])
+
+
+def create(
+    config: DecoderConfig | str,
+    seed: int = 0,
+    dtype: str = "float32",
+    *,
+    runtime: Runtime | None = None,
+    mesh: Layout | None = None,
+) -> Model:
+    """A model with random weights. `config` is a DecoderConfig or the name of a file in configs/models/.
+
+    `runtime` (default: both dtypes are `dtype`) and `mesh` (default: one device) say how and where it is computed.
+    """
+    from policy import hub
+
+    if isinstance(config, str):
+        config = hub.preset(config)
+    graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
+    return Model(graph, graph.init(seed))
+
+
+def load(directory, dtype: str = "float32", *, runtime: Runtime | None = None, mesh: Layout | None = None) -> Model:
+    """The model in a Hugging Face directory (config.json and safetensors)."""
+    from policy import hub
+
+    config = hub.read_config(directory)
+    graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
+    return Model(graph, hub.read_weights(directory, graph))
+
+
+def save(model: Model, directory) -> None:
+    """Writes a Hugging Face directory that transformers loads with no missing or unexpected keys."""
+    from policy import hub
+
+    hub.write(directory, model.graph, model.params)
+
+
+def _one_device() -> Layout:
+    return layout({"fsdp": 1}, devices=jax.devices()[:1])

@@ -1,0 +1,50 @@
+"""The three ways to use one forward pass: train, prefill, autoregressive. B rows, T tokens, E hidden, V vocabulary."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from policy import head
+from policy.cache import Step
+from policy.config import Runtime
+from policy.decoder import Decoder
+
+
+def sit(tokens_BT, positions=None, segments=None) -> Step:
+    """Where tokens sit when little is said: one full segment a row, and positions that count from 0 inside each segment."""
+    segments = jnp.ones(tokens_BT.shape, jnp.int32) if segments is None else jnp.asarray(segments, jnp.int32)
+    if positions is None:
+        index = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        start = jnp.where(first_of_segment(segments), index, 0)
+        positions = index - jax.lax.cummax(start, axis=1)
+    return Step(jnp.asarray(positions, jnp.int32), segments)
+
+
+def first_of_segment(segments_BT: jax.Array) -> jax.Array:
+    """bool[B, T]: tokens before which there is no token of the same segment."""
+    before = jnp.pad(segments_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return segments_BT != before
+
+
+def train(decoder: Decoder, tokens_BT, step: Step, temperature, runtime: Runtime):
+    """(logp [B, T], entropy [B, T], router statistics). logp[t] is about token t given the tokens before it, at logits /
+    temperature; both are 0 at the first token of a segment and on padding."""
+    hidden, _, statistics = decoder(tokens_BT, step, None, runtime)
+    before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    logp, entropy = head.logprobs(before.reshape(-1, hidden.shape[-1]), decoder.head_weight, tokens_BT.reshape(-1), temperature)
+    scored = (step.segments != 0) & ~first_of_segment(step.segments)
+    return *(jnp.where(scored, a.reshape(tokens_BT.shape), 0.0) for a in (logp, entropy)), statistics
+
+
+def prefill(decoder: Decoder, tokens_BT, step: Step, cache: tuple, runtime: Runtime) -> tuple:
+    """The cache with these tokens added, row b to slot b. No logits: decoding starts from the last token of the prompt."""
+    return decoder(tokens_BT, step, cache, runtime)[1]
+
+
+def autoregressive(decoder: Decoder, tokens_B, lengths_B, active_B, cache: tuple, runtime: Runtime):
+    """One token for every slot: (logits float32[B, V] of the next token, cache). `lengths` are the tokens already cached, and so
+    the position of `tokens`; slots that are not active leave the cache as it is."""
+    step = Step(lengths_B[:, None], active_B[:, None].astype(jnp.int32))
+    hidden, cache, _ = decoder(tokens_B[:, None], step, cache, runtime)
+    return head.logits(hidden[:, 0], decoder.head_weight), cache
