@@ -107,9 +107,7 @@ def _merged(paths: list[str | Path], overrides: list[str]) -> Item:
         except ConfigError as error:
             problems.append(str(error))
     if not layers and not problems:
-        problems.append(
-            "no configuration: name a YAML file (rl-train configs/quickstart.yml) or the directory of a run"
-        )
+        problems.append("no configuration: name a YAML file (rl-train configs/quickstart.yml) or the directory of a run")
     for number, text in enumerate(overrides, start=1):
         try:
             if text.partition("=")[0].strip() != "resume":

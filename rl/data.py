@@ -376,9 +376,7 @@ def _library_rows(options: DataOptions, held_out: bool, directory: Path | None) 
 
     split = options.split or ("test" if held_out else "train")
     try:
-        saved = directory is not None and any(
-            (directory / name).is_file() for name in ("state.json", "dataset_dict.json")
-        )
+        saved = directory is not None and any((directory / name).is_file() for name in ("state.json", "dataset_dict.json"))
         if saved:
             dataset: Any = datasets.load_from_disk(str(directory))
             if isinstance(dataset, datasets.DatasetDict):

@@ -35,7 +35,9 @@ class Evaluation:
     def run(self, generator: Generator, params: SamplingParams) -> dict[str, float]:
         """eval/greedy_accuracy, eval/reward_mean, eval/pass@k; `params` gives lengths and stops, temperatures are ours."""
         began, options = time.perf_counter(), self.options
-        greedy = SamplingParams(max_new_tokens=params.max_new_tokens, temperature=0, stop=params.stop, stop_token_ids=params.stop_token_ids)
+        greedy = SamplingParams(
+            max_new_tokens=params.max_new_tokens, temperature=0, stop=params.stop, stop_token_ids=params.stop_token_ids
+        )
         totals = self._totals(generator, greedy)[:, 0]
         found = {
             "eval/greedy_accuracy": float(np.mean(self._correct(totals))),

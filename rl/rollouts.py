@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rewards import Handle, Runner, Scores
+from rewards import Runner, Scores
+from rewards.runner import Handle
 from rl.batch import Batch, pack, spread
 from rl.config import SamplingOptions
 from rl.data import Example
@@ -44,9 +45,7 @@ class Rollouts:
 
     def batch(self, limit: int) -> Batch:
         """One row for each completion after its prompt; the mask is on the completion, its stop token included."""
-        rows = [
-            (self.problems[p].ids + c.tokens, [0] * len(self.problems[p].ids) + [1] * len(c.tokens)) for p, c in self.flat
-        ]
+        rows = [(self.problems[p].ids + c.tokens, [0] * len(self.problems[p].ids) + [1] * len(c.tokens)) for p, c in self.flat]
         batch = pack(rows, limit)
         return batch.replace(
             prompt=np.asarray([p for p, _ in self.flat], np.int32),
@@ -138,7 +137,5 @@ def metrics(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
         "time/sample": rollouts.seconds,
     }
     if ended.any():
-        found |= {
-            f"completion/{name}_terminated_length": float(getattr(lengths[ended], name)()) for name in ("mean", "min", "max")
-        }
+        found |= {f"completion/{name}_terminated_length": float(getattr(lengths[ended], name)()) for name in ("mean", "min", "max")}
     return found | scores.metrics

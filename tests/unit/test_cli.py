@@ -14,9 +14,7 @@ HEAVY = ("jax", "pydantic", "transformers", "datasets", "numpy", "yaml", "rich",
 
 def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=60
-    )
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=60)
 
 
 @pytest.mark.parametrize("command", ["train_main(['--help'])", "main(['--help'])", "main(['train', '--help'])"])

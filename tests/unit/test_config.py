@@ -32,9 +32,7 @@ def folder(tmp_path, monkeypatch):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    (tmp_path / "reward.py").write_text(
-        "def score(prompts, completions, **columns):\n    return [0.0] * len(prompts)\n"
-    )
+    (tmp_path / "reward.py").write_text("def score(prompts, completions, **columns):\n    return [0.0] * len(prompts)\n")
     (tmp_path / "run.yml").write_text(GOOD.replace("MODEL", "model").replace("REWARD", "reward.py"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -189,9 +187,7 @@ def test_a_bad_override_is_reported_with_its_number(folder, override, part):
 
 
 def test_overrides_change_lists_by_index_and_extend_shorthands(folder):
-    config = load(
-        ["run.yml"], ["stages.1.algorithm.epsilon=0.3", "model.dtype=bfloat16", "rewards.functions.0.weight=2"]
-    )
+    config = load(["run.yml"], ["stages.1.algorithm.epsilon=0.3", "model.dtype=bfloat16", "rewards.functions.0.weight=2"])
     assert config.stages[1].algorithm.name == "grpo"
     assert config.stages[1].algorithm.model_extra["epsilon"] == 0.3
     assert (config.model.source, config.model.dtype) == ("model", "bfloat16")
