@@ -153,7 +153,7 @@ def check(spec: str, options: dict | None = None, columns: Iterable[str] | None 
     options = dict(options or {})
     function = locate(spec).function
     takes = parameters(function, spec)
-    reserved = {*TEXTS, "completion_lengths", "truncated"}
+    reserved = {*TEXTS, *GIVEN}
     hints = _hints(function)
     for key, value in options.items():
         if key in reserved:

@@ -1,4 +1,4 @@
-"""Soft overlong punishment: a price that rises over the last tokens before the limit (DAPO, arXiv 2503.14476, eq. 13)."""
+"""Soft overlong punishment: a price that rises over the last tokens before the limit (DAPO, arXiv:2503.14476)."""
 
 from rewards.registry import reward
 
@@ -11,7 +11,7 @@ EXAMPLES = [
 ]
 
 
-def _check(limit: int | None = None, cache: int | None = None) -> None:
+def _check(limit: int | None = None, cache: int | None = None, **_) -> None:
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit}: give the longest completion, in tokens")
     if cache is not None and (cache < 1 or (limit is not None and cache > limit)):
