@@ -14,6 +14,7 @@ options; every other key is a column. A module with several rewards has a dict o
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 from dataclasses import dataclass
@@ -91,12 +92,16 @@ def main(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    console = Console(soft_wrap=True)
+    log = logging.getLogger("duet.rewards")
+    log.addFilter(_nothing)  # faults are printed below
     try:
         report = test_examples(spec, options, timeout_s)
     except RewardError as error:
         console.print(Text(str(error), style="red"))
         return 2
+    finally:
+        log.removeFilter(_nothing)
     table = Table("", "prompt", "completion", "expected", "got")
     for outcome in report.outcomes:
         sign = Text("ok", style="green") if outcome.passed else Text("FAIL", style="red")
@@ -167,6 +172,10 @@ def _outcome(runner: Runner, example: dict) -> Outcome:
     else:
         passed = math.isclose(got, expected, abs_tol=_TOLERANCE)
     return Outcome(example, expected, got, fault, passed)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def _cell(value: object) -> str:

@@ -24,8 +24,9 @@ def soft_overlong(
 ):
     """0 up to limit - cache tokens, then falling in a line to -1 at the limit, -1 above it.
 
-    limit: tokens, default `max_new_tokens` of the sampling. cache: tokens over which it falls, default a fifth of the
-    limit (4096 of 20480 in the paper), at least 1.
+    completion_lengths, max_new_tokens: tokens of each completion, and the most that are sampled; given by the run.
+    limit: tokens, default max_new_tokens.
+    cache: tokens over which it falls, default a fifth of the limit (4096 of 20480 in the paper), at least 1.
     """
     most = max_new_tokens if limit is None else limit
     if most is None:

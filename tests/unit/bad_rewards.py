@@ -159,5 +159,6 @@ def forks_and_returns_twice(prompts, completions):
 
 
 def leaves_an_alarm(prompts, completions):
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    time.sleep(0.15)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)  # would end the next call
     return _scores(completions, bad=0.5)

@@ -116,7 +116,7 @@ def mark(monkeypatch):
 def test_a_faulty_reward_costs_only_its_own_samples(name, mark):
     hangs = FAULTS[name] == "timeout"
     memory = 512 if name == "takes_memory" else None
-    with Runner(options(f"{BAD}:{name}", timeout_s=1.0 if hangs else 30.0, memory_limit_mb=memory)) as runner:
+    with Runner(options(f"{BAD}:{name}", timeout_s=0.6 if hangs else 30.0, memory_limit_mb=memory)) as runner:
         scores = runner.score(["p"] * 3, ["bad", "ab", "abc"], {}, groups=[0, 0, 1])
     np.testing.assert_array_equal(scores.rewards[:, 0], [math.nan, 2.0, 3.0])
     np.testing.assert_array_equal(scores.total, [math.nan, 2.0, 3.0])
