@@ -49,7 +49,7 @@ HARMLESS = ["floods", "leaves_children", "forks_and_returns_twice", "leaves_an_a
 PARENT = """
 import signal, sys
 from rewards import Runner, RunnerOptions
-signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGINT, lambda *_: None)  # a handler is not inherited by workers, SIG_IGN would be
 runner = Runner(RunnerOptions(((sys.argv[1], 1.0, {}),), workers=1, timeout_s=900.0))
 print(runner.score(["p"], ["a"], {}).total[0])
 """
