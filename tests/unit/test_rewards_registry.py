@@ -101,6 +101,17 @@ def test_two_rewards_of_one_name_are_refused(folder):
         load("own.py:exact_answer")
 
 
+def test_two_functions_of_one_file_cannot_share_a_name(folder):
+    (folder / "own.py").write_text(
+        "from rewards import reward\n"
+        "@reward('shared-name')\ndef one(completions):\n    return [1.0]\n"
+        "@reward('shared-name')\ndef two(completions):\n    return [2.0]\n"
+    )
+    with pytest.raises(RewardError, match="'shared-name' of .* is taken"):
+        load("own.py:one")
+    registry._registered.pop("shared-name")
+
+
 FILE = """
 from rewards import reward
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rewards import RewardError, RewardFailed, Runner, RunnerOptions
+from rewards import RewardError, RewardFailed, Runner, RunnerOptions, pool
 
 BAD = Path(__file__).with_name("bad_rewards.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,6 +149,42 @@ def test_workers_start_with_the_first_call_are_kept_and_end_with_the_runner(mark
             runner.score(["p"] * 8, ["a"] * 8, {"answer": ["a"] * 8})
         assert first <= set(processes_marked(mark))
     assert none_left(mark)
+
+
+@LINUX
+def test_a_worker_with_too_many_children_is_replaced(mark, monkeypatch):
+    monkeypatch.setattr(pool, "_MOST_CHILDREN", 6)
+    with Runner(options(f"{BAD}:leaves_children")) as runner:
+        for _ in range(12):
+            assert runner.score(["p"], ["ab"], {}).total[0] == 2.0
+            assert len(processes_marked(mark)) <= 8  # worker, guard, six children
+    assert none_left(mark)
+
+
+def test_a_process_that_something_else_ended_costs_no_sample(tmp_path):
+    text = f"""
+import os, pathlib, signal
+first = pathlib.Path({str(tmp_path / "first")!r})
+def ended_once(completions):
+    if not first.exists():
+        first.touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [1.0]
+"""
+    with Runner(options(f"{written(tmp_path, text)}:ended_once")) as runner:
+        scores = runner.score(["p"], ["a"], {})
+    assert scores.total[0] == 1.0
+    assert scores.faults == []
+    assert scores.metrics["reward/retried"] == 1
+
+
+def test_a_reward_that_uses_jax_leaves_the_accelerators_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    path = written(
+        tmp_path, "import os\ndef f(completions):\n    return [float(os.environ['JAX_PLATFORMS'] == 'cpu')]\n"
+    )
+    with Runner(options(f"{path}:f")) as runner:
+        assert runner.score(["p"], ["a"], {}).total[0] == 1.0
 
 
 @LINUX
