@@ -37,8 +37,11 @@ def length(
 ):
     """-penalty * tokens; with a target -penalty * |tokens - target|, never below `floor`.
 
-    penalty: price of one token. target: tokens that cost nothing. only_longer: what is shorter than the target costs
-    nothing either. Tokens are those of the completion, its stop token included.
+    completion_lengths: tokens of each completion, its stop token included; given by the run.
+    penalty: price of one token, not negative.
+    target: number of tokens that costs nothing.
+    only_longer: what is shorter than the target costs nothing either.
+    floor: lowest score.
     """
     scores = []
     for tokens in completion_lengths:

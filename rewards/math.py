@@ -15,11 +15,22 @@ EXAMPLES = [
     {"prompt": "2 + 2?", "completion": "the answer is \\boxed{5}", "answer": "\\boxed{4}", "score": 0.0},
     {"prompt": "sides?", "completion": "\\boxed{\\left( 3, \\text{ 4 } \\right)}", "answer": "(3, 4)", "score": 1.0},
     {"prompt": "2 + 2?", "completion": "I do not know", "answer": "4", "score": 0.0},
+    {"prompt": "2 + 2?", "completion": "\\boxed{3x+4}", "answer": "4", "score": 0.0},
+    {
+        "prompt": "2 + 2?",
+        "completion": "\\boxed{x = 4.0}",
+        "answer": "4",
+        "options": {"verifier": "text"},
+        "score": 1.0,
+    },
+    {"prompt": "a half?", "completion": "It is 1/2.", "answer": "0.5", "options": {"verifier": "text"}, "score": 1.0},
     {"prompt": "Prove it.", "completion": "\\boxed{1}", "answer": None, "score": None},
 ]
 
-_DECORATION = re.compile(r"\\(?:left|right|displaystyle|,|;|:|!)|\\text\s*\{([^{}]*)\}|\\mathrm\s*\{([^{}]*)\}|[\s$]|\\ ")
-_ONLY_NUMBER = re.compile(r"[-−]?[$]?[\d.,]+(?:/\d+)?%?")
+_DECORATION = re.compile(
+    r"\\(?:left|right|displaystyle|,|;|:|!)|\\text\s*\{([^{}]*)\}|\\mathrm\s*\{([^{}]*)\}|[\s$]|\\ "
+)
+_ONLY_NUMBER = re.compile(r"[-−]?(?:[\d.,]+(?:/\d+)?(?:\\?%)?|\\[dt]?frac\{\d+\}\{\d+\})")
 
 
 def _installed() -> bool:
@@ -37,13 +48,12 @@ def _prepare() -> None:
     if _installed():
         import math_verify
 
-        math_verify.parse("$1$", parsing_timeout=None)  # builds its parser, 1 s the first time
+        math_verify.parse("$1$", parsing_timeout=None)  # imports sympy and builds the parser
 
 
 @reward(check=_check, prepare=_prepare)
 def math(prompts, completions, answer, verifier: str = "auto"):
-    """1.0 if the answer in the completion is mathematically equal to `answer`, else 0.0; None where there is no `answer`
-    to compare with.
+    """1.0 if the answer in the completion is mathematically equal to `answer`, else 0.0; None where `answer` is None.
 
     verifier: "math-verify" (symbolic comparison by that package), "text" (the rule below), or "auto": math-verify where
     it is installed. Text: the inside of the last \\boxed{}, else of `<answer>`, else what follows `####`, else the last
@@ -59,41 +69,41 @@ def math(prompts, completions, answer, verifier: str = "auto"):
 
 def _equal_symbolic(completion: str, right: str) -> float | None:
     """By math-verify, its own timeouts off: they use signals, and the runner's deadline is a hard one."""
-    from math_verify import verify
+    from math_verify import parse, verify
 
     expected = _parsed(right)
     if not expected:
         return None
-    from math_verify import parse
-
-    given = parse(completion, parsing_timeout=None)
+    last = boxed(completion)  # of several boxes math-verify makes a set
+    given = parse(completion if last is None else f"\\boxed{{{last}}}", parsing_timeout=None)
     return float(verify(expected, given, timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=4096)
-def _parsed(right: str) -> tuple:
+def _parsed(right: str) -> list:
     from math_verify import parse
 
     marked = right if "$" in right or "\\boxed" in right else f"${right}$"
-    return tuple(parse(marked, parsing_timeout=None))
+    return parse(marked, parsing_timeout=None)
 
 
 def _equal_text(completion: str, right: str) -> float | None:
-    expected = _plain(_answer(right))
-    given = _plain(_answer(completion))
+    expected = _plain(_marked(right))
     if not expected:
         return None
+    given = _plain(_marked(completion))
     if given == expected:
         return 1.0
-    if boxed(completion) is None and given == _plain(completion):  # nothing marks the answer: the last number is it
-        return numeric_answer([""], [completion], [expected])[0] if _ONLY_NUMBER.fullmatch(expected) else 0.0
-    numbers = [re.sub(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}", r"\1/\2", side) for side in (given, expected)]
-    if all(_ONLY_NUMBER.fullmatch(number) for number in numbers):
-        return numeric_answer([""], [numbers[0]], [numbers[1]])[0]
-    return 0.0
+    if not _ONLY_NUMBER.fullmatch(expected):
+        return 0.0
+    is_marked = _marked(completion) != completion
+    if is_marked and not _ONLY_NUMBER.fullmatch(given.rpartition("=")[2]):  # 3x + 5 is not 5
+        return 0.0
+    return numeric_answer([""], [given if is_marked else completion], [expected])[0]
 
 
-def _answer(text: str) -> str:
+def _marked(text: str) -> str:
+    """The part of a text that is marked as its answer, or all of it."""
     inside = boxed(text)
     return answer_span(text) if inside is None else inside
 

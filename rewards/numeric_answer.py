@@ -29,15 +29,15 @@ _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}")
 _LONGEST = 400  # digits of a number; longer ones are no answer to anything and cost quadratic time
 
 
-def _check(tolerance: float = 1e-6, relative_tolerance: float = 0.0) -> None:
+def _check(tolerance: float = 1e-6, relative_tolerance: float = 0.0, **_) -> None:
     if tolerance < 0 or relative_tolerance < 0:
         raise ValueError("tolerance and relative_tolerance are distances and cannot be negative")
 
 
 @reward(check=_check)
 def numeric_answer(prompts, completions, answer, tolerance: float = 1e-6, relative_tolerance: float = 0.0):
-    """1.0 if the last number of the completion is within the tolerance of `answer`, else 0.0; None where `answer` is None
-    or holds no number.
+    """1.0 if the last number of the completion is within the tolerance of `answer`, else 0.0; None where `answer` holds
+    no number.
 
     Read as numbers: 1,234.5, $5, -3, 2e5, 3/4, \\frac{3}{4}, 75%. A number with a percent sign equals the number itself
     and a hundredth of it, for data sets are of two minds; two numbers with the sign are compared as they are.

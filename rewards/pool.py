@@ -14,6 +14,7 @@ from rewards.registry import Parameters
 
 _LOG = logging.getLogger("duet.rewards")
 _LOAD_LIMIT_S = 120.0
+_MOST_CHILDREN = 256
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Lane:
         cells, failure, _ = self._attempt(batch, slot, samples, self._timeout_s)
         if failure is None:
             return cells
-        if len(samples) == 1 or failure.kind in ("load", "closed"):
+        if failure.kind in ("load", "closed") or (len(samples) == 1 and failure.kind != "died"):
             return [failure] * len(samples)
         with batch.lock:
             batch.retried += 1
@@ -125,10 +126,14 @@ class Lane:
         message = {"call": slot, "count": len(samples), "arguments": arguments}
         began = time.monotonic()
         try:
-            cells, failure = _checked(self._process.ask(message, timeout_s), len(samples))
+            answer = self._process.ask(message, timeout_s)
+            cells, failure = _checked(answer, len(samples))
+            seconds = time.monotonic() - began
+            if answer.get("children", 0) > _MOST_CHILDREN:  # a reward that starts processes and never ends them
+                self._drop()
         except WorkerLost as lost:
+            seconds = time.monotonic() - began
             cells, failure = [], self._lost(lost, lost.kind)
-        seconds = time.monotonic() - began
         with batch.lock:
             batch.seconds.append(seconds)
         self._busy = False

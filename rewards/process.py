@@ -38,6 +38,7 @@ class WorkerLost(Exception):
 class WorkerProcess:
     """One process in a session of its own: Ctrl-C in the terminal does not reach it, and killing its group takes the
     children of the reward along. What it prints is read while a call runs, and the last 4,000 bytes are kept.
+    A reward that uses jax gets the CPU, for the accelerators are the run's own.
 
     Used by one thread; only `kill` may be called from another.
     """
@@ -57,7 +58,7 @@ class WorkerProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=theirs,
                 start_new_session=True,
-                env={**os.environ, MARKER: self._mark},
+                env={**os.environ, MARKER: self._mark, "JAX_PLATFORMS": "cpu"},
             )
         except OSError:
             for descriptor in (self._request, self._response, self._lifeline):
@@ -171,13 +172,15 @@ class WorkerProcess:
     def _death(self) -> WorkerLost:
         status = self._exit_status()
         if status is None:
-            return WorkerLost("died", f"the worker closed its pipe{self._printed()}")
+            return WorkerLost("died", f"the worker ended or closed its pipe{self._printed()}")
         how = "exit code" if status.si_code == os.CLD_EXITED else "killed by signal"
         return WorkerLost("died", f"the worker process ended ({how} {status.si_status}){self._printed()}")
 
     def _exit_status(self):
         """How the process ended, or None if it does not within half a second. Leaves it to be waited for: until then
         its id, which is the id of its group, belongs to nobody else."""
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+            return None
         until = time.monotonic() + _GRACE_S
         while time.monotonic() < until:
             status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -39,8 +39,9 @@ def _check(pattern: str = "", match: str = "fullmatch", **_) -> None:
 def regex_format(prompts, completions, pattern: str, match: str = "fullmatch", ignore_case: bool = False):
     """1.0 if `pattern` matches, else 0.0.
 
+    pattern: regular expression in Python's syntax; `.` matches newlines too.
     match: "fullmatch" (all of the completion, white space at its ends apart) or "search" (anywhere in it).
-    ignore_case: match without case. `.` matches newlines too.
+    ignore_case: match without case.
     """
     compiled = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
     matches = compiled.fullmatch if match == "fullmatch" else compiled.search

@@ -94,8 +94,9 @@ def _register(function: RewardFunction, name: str, hooks: Hooks) -> RewardFuncti
     if not re.fullmatch(r"[\w.-]+", name):
         raise RewardError(f"reward name {name!r}: use letters, digits, `_`, `-` and `.` only")
     file = _source(function)
-    other = _source(_registered[name]) if name in _registered else _builtins().get(name)
-    if other is not None and other != file:
+    other = _source(_registered[name]) if name in _registered else _builtins().get(name, file)
+    again = name not in _registered or _registered[name].__qualname__ == function.__qualname__
+    if other != file or not again:  # the same file may be loaded twice, as a module and by its path
         raise RewardError(f"reward name {name!r} of {file} is taken by {other}; give another one: @reward('name')")
     function.__duet_hooks__ = hooks
     _registered[name] = function
@@ -153,7 +154,7 @@ def check(spec: str, options: dict | None = None, columns: Iterable[str] | None 
     options = dict(options or {})
     function = locate(spec).function
     takes = parameters(function, spec)
-    reserved = {*TEXTS, "completion_lengths", "truncated"}
+    reserved = {*TEXTS, *GIVEN}
     hints = _hints(function)
     for key, value in options.items():
         if key in reserved:

@@ -6,7 +6,8 @@ importing the function do not count). What a fault costs:
 - a score that is NaN, infinite or no number: this sample has no score;
 - a call that raises, ends the process or returns the wrong length or type: the completions of the group are scored once
   more, one by one, so that only those that fail alone have no score. A function that compares the completions of a
-  group sees one of them then;
+  group sees one of them then. A single completion is tried again only if the process ended, which may have come from
+  outside (out of memory, a scheduler that signals every process);
 - a call that exceeds its deadline: the worker is killed with its children and replaced, and the completions are scored
   one by one too, all of them within another `timeout_s`: each gets an equal share of what is left of it.
 

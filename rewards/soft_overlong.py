@@ -1,4 +1,4 @@
-"""Soft overlong punishment: a price that rises over the last tokens before the limit (DAPO, arXiv 2503.14476, eq. 13)."""
+"""Soft overlong punishment: a price that rises over the last tokens before the limit (DAPO, arXiv:2503.14476)."""
 
 from rewards.registry import reward
 
@@ -11,7 +11,7 @@ EXAMPLES = [
 ]
 
 
-def _check(limit: int | None = None, cache: int | None = None) -> None:
+def _check(limit: int | None = None, cache: int | None = None, **_) -> None:
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit}: give the longest completion, in tokens")
     if cache is not None and (cache < 1 or (limit is not None and cache > limit)):
@@ -24,8 +24,9 @@ def soft_overlong(
 ):
     """0 up to limit - cache tokens, then falling in a line to -1 at the limit, -1 above it.
 
-    limit: tokens, default `max_new_tokens` of the sampling. cache: tokens over which it falls, default a fifth of the
-    limit (4096 of 20480 in the paper), at least 1.
+    completion_lengths, max_new_tokens: tokens of each completion, and the most that are sampled; given by the run.
+    limit: tokens, default max_new_tokens.
+    cache: tokens over which it falls, default a fifth of the limit (4096 of 20480 in the paper), at least 1.
     """
     most = max_new_tokens if limit is None else limit
     if most is None:

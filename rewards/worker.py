@@ -6,6 +6,8 @@ answer, and nothing that comes back can execute anything in the run (no pickle).
     {"load": slot, "spec": ..., "options": {...}}  -> {"ok": true} or {"error": kind, "text": traceback}
     {"call": slot, "count": n, "arguments": {...}} -> {"values": [...], "bad": [[index, kind, text], ...]} or error
 
+Every answer says besides how many child processes there are, so that the run can replace a worker that gathers them.
+
 Beside the worker stands its guard, a fork that does nothing but wait for the end of the run or of the worker, and then
 kills whatever the worker left: a reward that hangs inside C code holds the interpreter lock, so that no thread of the
 worker could do it.
@@ -60,6 +62,7 @@ def main(request: int, response: int, lifeline: int, parent: int, memory_limit_m
     loaded: dict[int, tuple] = {}
     while (message := _read(request)) is not None:
         answer = _load(message, loaded) if "load" in message else _call(message, loaded)
+        answer["children"] = _children()
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the reward left behind would end the next call
         if os.getpid() != own:  # a fork of the reward that came back here instead of ending
             os._exit(0)
@@ -150,6 +153,16 @@ def _text_of_error(error: BaseException) -> str:
     return text if len(text) <= _TEXT_LIMIT else "[...]\n" + text[-_TEXT_LIMIT:]
 
 
+def _children() -> int:
+    """Number of child processes, the guard and those ended but not waited for too; 0 where the system does not say."""
+    count = 0
+    with suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/children") as file:
+                count += len(file.read().split())
+    return count
+
+
 def _read(descriptor: int) -> dict | None:
     head = _read_exactly(descriptor, HEAD_BYTES)
     body = _read_exactly(descriptor, frame_length(head)) if head else b""
@@ -183,11 +196,13 @@ def _start_guard(request: int, response: int, lifeline: int, parent: int) -> Non
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
-    watched = [lifeline]
+    watched = select.poll()
+    watched.register(lifeline, select.POLLIN)
     with suppress(AttributeError, OSError):
-        watched += [os.pidfd_open(worker), os.pidfd_open(parent)]
+        for process in (worker, parent):
+            watched.register(os.pidfd_open(process), select.POLLIN)
     with suppress(BaseException):
-        select.select(watched, [], [])
+        watched.poll()
     kill_marked(os.environ[MARKER])
     kill_group(worker)
     os._exit(0)
