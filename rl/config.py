@@ -71,9 +71,7 @@ class ModelOptions(Strict):
     shorthand: ClassVar[str | None] = "source"
 
     source: str = Field(description="Hugging Face directory, or the name of a file in configs/models/")
-    overrides: dict[str, Any] = Field(
-        {}, description="keys of the Hugging Face configuration to change; random weights only"
-    )
+    overrides: dict[str, Any] = Field({}, description="keys of the Hugging Face configuration to change; random weights only")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the matrix products")
     param_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype in which weights are stored")
     remat: Literal["none", "full", "minimal", "save_dot_except_mlp", "save_qkv_proj", "save_out_proj"] = "full"
@@ -85,9 +83,7 @@ class TokenizerOptions(Strict):
 
     source: str = Field(description="directory of a tokenizer, or a built-in one: bytes, characters")
     alphabet: str | None = Field(None, description="characters: the characters that exist")
-    chat_template: str | None = Field(
-        None, description="file of a jinja chat template that replaces the tokenizer's own"
-    )
+    chat_template: str | None = Field(None, description="file of a jinja chat template that replaces the tokenizer's own")
 
 
 class MeshOptions(Strict):
@@ -177,9 +173,7 @@ class OptimizerOptions(Strict):
     learning_rate: float = Field(1e-5, gt=0.0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
-    final_fraction: float = Field(
-        0.0, ge=0.0, le=1.0, description="last learning rate of linear and cosine, as a share"
-    )
+    final_fraction: float = Field(0.0, ge=0.0, le=1.0, description="last learning rate of linear and cosine, as a share")
     weight_decay: float = Field(0.0, ge=0.0)
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
     beta2: float = Field(0.999, ge=0.0, lt=1.0)
@@ -209,9 +203,7 @@ class StageOptions(Strict):
     prompts_per_step: int = Field(32, ge=1, description="prompts (grpo, ppo) or demonstrations (sft) of one step")
     samples_per_prompt: int = Field(8, ge=1, description="completions of each prompt: the group")
     updates_per_step: int = Field(1, ge=1, description="optimiser updates made from the completions of one step")
-    micro_batch: int | None = Field(
-        None, ge=1, description="rows in one gradient computation; changes speed and memory only"
-    )
+    micro_batch: int | None = Field(None, ge=1, description="rows in one gradient computation; changes speed and memory only")
     optimizer: OptimizerOptions = OptimizerOptions()
     critic: OptimizerOptions = Field(OptimizerOptions(), description="optimizer of the critic (ppo)")
     sampling: SamplingOptions = SamplingOptions()
@@ -233,9 +225,7 @@ class RunConfig(Strict):
     tokenizer: TokenizerOptions | None = Field(None, description="default: the model's directory")
     mesh: MeshOptions = MeshOptions()
     generator: GeneratorOptions = GeneratorOptions()
-    max_length: int = Field(
-        1024, ge=2, description="tokens of a prompt and its completion together; the cache's length"
-    )
+    max_length: int = Field(1024, ge=2, description="tokens of a prompt and its completion together; the cache's length")
     data: DataOptions | None = None
     rewards: RewardSettings | None = None
     evaluation: EvaluationOptions | None = None

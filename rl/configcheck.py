@@ -140,7 +140,7 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
             check(reward.name, reward.options)
         except RewardError as error:
             text = str(error)
-            option = [("options", key) for key in reward.options if f"`{key}`" in text]
+            option = [("options", key) for key in reward.options if f"option {key!r}" in text]
             yield (*path, "functions", number, *(option[0] if option else ("name",))), text
     names = [reward.name for reward in settings.functions]
     for number, name in enumerate(names):

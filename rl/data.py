@@ -65,6 +65,11 @@ class Dataset:
     def __getitem__(self, index: int) -> Example:
         return self.examples[index]
 
+    @property
+    def columns(self) -> set[str]:
+        """Names of the columns that every row has, as rewards can ask for them."""
+        return set.intersection(*(set(example.columns) for example in self.examples))
+
     def __iter__(self) -> Iterator[Example]:
         return iter(self.examples)
 
@@ -376,9 +381,7 @@ def _library_rows(options: DataOptions, held_out: bool, directory: Path | None) 
 
     split = options.split or ("test" if held_out else "train")
     try:
-        saved = directory is not None and any(
-            (directory / name).is_file() for name in ("state.json", "dataset_dict.json")
-        )
+        saved = directory is not None and any((directory / name).is_file() for name in ("state.json", "dataset_dict.json"))
         if saved:
             dataset: Any = datasets.load_from_disk(str(directory))
             if isinstance(dataset, datasets.DatasetDict):

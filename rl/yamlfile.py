@@ -117,9 +117,7 @@ def _scalar(node, where: str, problems: list[str]) -> Any:
         if kind == "int":
             return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
         if kind == "float":
-            return (
-                float(text.replace(".inf", "inf").replace(".nan", "nan").lower()) if text[-1] in "fFnN" else float(text)
-            )
+            return float(text.replace(".inf", "inf").replace(".nan", "nan").lower()) if text[-1] in "fFnN" else float(text)
     except (ValueError, KeyError):
         problems.append(f"{where}: `{text}` is not a value of the type {kind}")
         return None

@@ -81,9 +81,7 @@ def _text(tokenizer, messages: Messages, add_generation_prompt: bool) -> str:
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
     except TemplateError as error:
         raise ChatError(f"the chat template refuses the conversation: {error}") from None
 
@@ -119,6 +117,4 @@ def _span(tokenizer, messages: Messages, turn: int, text: str) -> tuple[int, int
 def _check_one_beginning(tokenizer, ids: list[int]) -> None:
     beginning = tokenizer.bos_token_id
     if beginning is not None and len(ids) > 1 and ids[0] == ids[1] == beginning:
-        raise ChatError(
-            "two beginnings of sequence: the chat template or the prompt writes one that the tokenizer adds as well"
-        )
+        raise ChatError("two beginnings of sequence: the chat template or the prompt writes one that the tokenizer adds as well")

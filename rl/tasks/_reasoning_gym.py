@@ -54,8 +54,7 @@ def _configured(name: str, options: dict[str, Any], split: Split, size: int):
             from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(
-            f"no task {name} ({nearest(name, names())}); the tasks of reasoning-gym need pip install 'duet-rl[tasks]' "
-            f"({error})"
+            f"no task {name} ({nearest(name, names())}); the tasks of reasoning-gym need pip install 'duet-rl[tasks]' ({error})"
         ) from None
     if name not in DATASETS:
         raise ValueError(f"no task {name}, neither own nor of reasoning-gym ({nearest(name, [*names(), *DATASETS])})")

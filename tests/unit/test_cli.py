@@ -14,9 +14,7 @@ HEAVY = ("jax", "pydantic", "transformers", "datasets", "numpy", "yaml", "rich",
 
 def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=60
-    )
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=60)
 
 
 @pytest.mark.parametrize("command", ["train_main(['--help'])", "main(['--help'])", "main(['train', '--help'])"])
@@ -101,3 +99,16 @@ def test_the_platform_is_chosen_before_jax_is_imported(monkeypatch):
     assert os.environ["JAX_PLATFORMS"] == "left alone"
     cli._choose_platform("cpu")
     assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+def test_a_reward_is_tried_on_its_examples_without_jax():
+    code = """
+import sys
+from rl import cli
+code = cli.main(["reward", "test", sys.argv[1]])
+print("code", code, "loaded", [name for name in ("jax", "transformers", "pydantic") if name in sys.modules])
+"""
+    done = python(code, "numeric_answer")
+    assert "code 0 loaded []" in done.stdout, done.stdout + done.stderr
+    done = python(code, "numeric_answr")
+    assert "code 2 loaded []" in done.stdout and "numeric_answer" in done.stdout + done.stderr

@@ -32,9 +32,7 @@ def folder(tmp_path, monkeypatch):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    (tmp_path / "reward.py").write_text(
-        "def score(prompts, completions, **columns):\n    return [0.0] * len(prompts)\n"
-    )
+    (tmp_path / "reward.py").write_text("def score(prompts, completions, **columns):\n    return [0.0] * len(prompts)\n")
     (tmp_path / "run.yml").write_text(GOOD.replace("MODEL", "model").replace("REWARD", "reward.py"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -135,8 +133,10 @@ def test_a_bad_key_or_value_is_reported_with_its_place(folder, old, new, line, p
 def test_all_errors_are_reported_at_once_also_those_behind_an_unknown_key(folder):
     said = message(edited("max_length: 64", "max_lenght: 64\nseed: 0\nrun: {dirr: x}"))
     assert "max_lenght" in said and "run.dirr" in said
-    said = message(edited("model}", "nothing, dtyp: 1}"))
-    assert "model.dtyp" in said and "no directory nothing" in said
+    said = message(edited("model}", "nothing, dtyp: 1}"), overrides=["data.task=x", "seed=-1", "run.log_every=0"])
+    for part in ("model.dtyp", "no directory nothing", "no task x", "override 2: seed", "override 3: run.log_every"):
+        assert part in said
+    assert len(said.splitlines()) == 5
 
 
 FILES = [
@@ -189,9 +189,7 @@ def test_a_bad_override_is_reported_with_its_number(folder, override, part):
 
 
 def test_overrides_change_lists_by_index_and_extend_shorthands(folder):
-    config = load(
-        ["run.yml"], ["stages.1.algorithm.epsilon=0.3", "model.dtype=bfloat16", "rewards.functions.0.weight=2"]
-    )
+    config = load(["run.yml"], ["stages.1.algorithm.epsilon=0.3", "model.dtype=bfloat16", "rewards.functions.0.weight=2"])
     assert config.stages[1].algorithm.name == "grpo"
     assert config.stages[1].algorithm.model_extra["epsilon"] == 0.3
     assert (config.model.source, config.model.dtype) == ("model", "bfloat16")
@@ -272,3 +270,12 @@ def test_the_command_line_reports_bad_configurations_as_text_with_exit_code_2(fo
     assert "3 problems" in bad.stderr and "bad.yml:5: max_lenght" in bad.stderr and "override 1" in bad.stderr
     good = run_check("run.yml")
     assert good.returncode == 0 and "learning_rate: 0.001" in good.stdout
+
+
+def test_a_reward_that_does_not_load_is_reported_at_its_line_as_one_problem(folder):
+    write("broken.py", "import nothing_of_this_name\n")
+    bad = run_check(edited("reward.py:score", "broken.py:score"))
+    assert bad.returncode == 2 and "problems" not in bad.stderr
+    assert "bad.yml:4: rewards.functions.0.name" in bad.stderr and "nothing_of_this_name" in bad.stderr
+    options = "[{name: exact_answer, options: {colum: x}}]"
+    assert message(edited('["reward.py:score"]', options)).startswith("bad.yml:4: rewards.functions.0.options.colum")
