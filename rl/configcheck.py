@@ -22,7 +22,12 @@ def problems(config: RunConfig) -> list[tuple[tuple, str]]:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path that does not exist can be the name of a dataset on the Hugging Face hub."""
+    """Whether a path that does not exist can be the name of a dataset on the Hugging Face hub.
+
+    `data/trian` beside a folder `data` is a misspelt path.
+    """
+    if "/" in path and Path(path).parent.is_dir():
+        return False
     return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path)) and not path.endswith(_FILE_ENDINGS)
 
 

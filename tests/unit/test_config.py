@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rl import configfile
 from rl.configfile import load
@@ -91,6 +92,7 @@ BAD = [
     ("task: arithmetic", "task: arithmetic, options: {term: 2}", 3, "data.options.term", ["nearest: terms"]),
     ("task: arithmetic", "task: arithmetic, options: {terms: 1}", 3, "data.options.terms", ["between 2 and 8"]),
     ("task: arithmetic", "path: missing.jsonl", 3, "data.path", ["no such file"]),
+    ("task: arithmetic", "path: model/data", 3, "data.path", ["no such file"]),
     ("task: arithmetic", "task: arithmetic, path: run.yml", 3, "data", ["exactly one of"]),
     ("REWARD:score", "missing.py:score", 4, "rewards.functions.0", ["missing.py"]),
     ("REWARD:score", "REWARD:scores", 4, "rewards.functions.0", ["score"]),
@@ -232,6 +234,7 @@ def test_the_resolved_configuration_loads_to_the_same_run(folder):
     again = load(["runs/config.yml"])
     assert again == config
     assert again.run.wandb.name == "1e5" and again.stages[0].optimizer.learning_rate == 1.2345678901234567e-9
+    assert yaml.safe_load(configfile.resolved_yaml(config))["run"]["wandb"] == config.run.wandb.model_dump()
     assert "epsilon:" in configfile.resolved_yaml(config)
     assert "weight_decay" not in configfile.changed_yaml(config)
 
