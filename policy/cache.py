@@ -99,7 +99,8 @@ def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool)
 
 
 def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tuple:
-    """Copies row rows[i] of `prefix` (a shorter cache) to slot slots[i] of `cache`; slots past the end (all different) are skipped."""
+    """Copies row rows[i] of `prefix` (a shorter cache) to slot slots[i] of `cache`; slots past the end, all different, are
+    skipped."""
 
     def copy(into, source):
         return into.at[:, slots, :, : source.shape[3]].set(source[:, rows], mode="drop", unique_indices=True)

@@ -61,9 +61,7 @@ class Lane:
     is unblocked by the answer, the deadline, the end of the worker or `stop`. Ends at None in the queue.
     """
 
-    def __init__(
-        self, calls: queue.Queue, functions: tuple[Function, ...], timeout_s: float, memory_limit_mb: int | None
-    ):
+    def __init__(self, calls: queue.Queue, functions: tuple[Function, ...], timeout_s: float, memory_limit_mb: int | None):
         self._calls = calls
         self._functions = functions
         self._timeout_s = timeout_s

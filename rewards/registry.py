@@ -233,8 +233,7 @@ def _address(function: RewardFunction, name: str) -> str:
     file = _source(function)
     if not os.path.isfile(file):
         raise RewardError(
-            f"reward {name!r} was defined in {file}, which is no file; "
-            "put it in one, so that worker processes can import it"
+            f"reward {name!r} was defined in {file}, which is no file; put it in one, so that worker processes can import it"
         )
     return f"{file}:{name}"
 
@@ -291,9 +290,7 @@ def _member(module: types.ModuleType, name: str, spec: str) -> RewardFunction:
     here = {key: f for key, f in _registered.items() if f.__module__ == module.__name__}
     if name in here:
         return here[name]
-    own = [
-        key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
-    ]
+    own = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
     raise RewardError(f"reward {spec}: no function {name!r} there{_nearest(name, {*own, *here})}")
 
 

@@ -181,6 +181,13 @@ class OptimizerOptions(Strict):
     clip_norm: float | None = Field(1.0, gt=0.0)
 
 
+class RouterOptions(Strict):
+    """How the routers of mixture-of-experts layers are kept balanced."""
+
+    bias_rate: float = Field(1e-3, ge=0.0, description="step of the selection bias after each update; 0: it stays")
+    balance_coef: float = Field(0.0, ge=0.0, description="weight of the sequence-wise balance loss (DeepSeek-V3: 1e-4)")
+
+
 class AlgorithmOptions(Strict):
     """`name` and the fields of that algorithm's dataclass in rl/algorithms/, defaults filled in."""
 
@@ -206,6 +213,7 @@ class StageOptions(Strict):
     micro_batch: int | None = Field(None, ge=1, description="rows in one gradient computation; changes speed and memory only")
     optimizer: OptimizerOptions = OptimizerOptions()
     critic: OptimizerOptions = Field(OptimizerOptions(), description="optimizer of the critic (ppo)")
+    router: RouterOptions = RouterOptions()
     sampling: SamplingOptions = SamplingOptions()
     data: DataOptions | None = Field(None, description="instead of the run's data")
     rewards: RewardSettings | None = Field(None, description="instead of the run's rewards")

@@ -33,7 +33,8 @@ def find(hf: dict) -> ModuleType:
                 return module
     types = sorted(t for module in modules for t in module.MODEL_TYPES)
     raise UnsupportedModel(
-        f"no family for architectures={hf.get('architectures')}, model_type={hf.get('model_type')!r}; known model types: {', '.join(types)}"
+        f"no family for architectures={hf.get('architectures')}, model_type={hf.get('model_type')!r}; "
+        f"known model types: {', '.join(types)}"
     )
 
 

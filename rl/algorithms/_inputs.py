@@ -54,9 +54,7 @@ class Sequences:
 
     def _packed_sum(self, values_NT):
         places = values_NT.shape[1] + 1
-        return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=places))(
-            values_NT, self.segments_NT
-        )
+        return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=places))(values_NT, self.segments_NT)
 
     def sum(self, values_NT):
         """Sum of the masked tokens of each sequence, [N,S]."""

@@ -36,9 +36,7 @@ class Tokens:
 def policy_loss(options, inputs: PolicyInputs):
     """The loss of `PolicyGradient`, whose options are given -> (scalar, metrics)."""
     _check_inputs(options, inputs)
-    inputs = with_totals(
-        inputs, options.aggregation == "prompt", options.count_empty_sequences, top_entropy=options.top_entropy
-    )
+    inputs = with_totals(inputs, options.aggregation == "prompt", options.count_empty_sequences, top_entropy=options.top_entropy)
     tokens = _tokens(inputs)
     log_ratio = tokens.logp - tokens.old
     per_token, metrics = _clipped(options, tokens, log_ratio, inputs)

@@ -31,9 +31,7 @@ class PolicyGradient:
     epsilon: float = Field(0.2, ge=0, description="the ratio is clipped below 1 - epsilon where A < 0")
     epsilon_high: float | None = Field(None, ge=0, description="and above 1 + epsilon_high where A > 0; None: epsilon")
     delta: float | None = Field(None, gt=1, description="cap of the ratio where A < 0 (arXiv:2505.07291)")
-    dual_clip: float | None = Field(
-        None, gt=1, description="c: the loss is at most -c A where A < 0 (arXiv:1912.09729)"
-    )
+    dual_clip: float | None = Field(None, gt=1, description="c: the loss is at most -c A where A < 0 (arXiv:1912.09729)")
     ratio: Literal["token", "sequence", "sequence_token"] = Field(
         "token", description="sequence: length-normalised ratio of the sequence (GSPO, arXiv:2507.18071)"
     )
@@ -62,9 +60,7 @@ class PolicyGradient:
     def _consistent(self):
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         if self.delta is not None and self.delta <= 1 + high:
-            raise ValueError(
-                f"delta ({self.delta}) must be above 1 + epsilon_high ({1 + high}): it caps beyond the clipping"
-            )
+            raise ValueError(f"delta ({self.delta}) must be above 1 + epsilon_high ({1 + high}): it caps beyond the clipping")
         if self.kl == "k1" and self.kl_coef:
             raise ValueError(
                 "kl: k1 is no loss, the expectation of its gradient is zero. Use k3, k2 or unbiased; "
@@ -116,9 +112,7 @@ class PolicyGradient:
         """
         from rl.algorithms._inputs import with_totals
 
-        return with_totals(
-            inputs, self.aggregation == "prompt", self.count_empty_sequences, top_entropy=self.top_entropy
-        )
+        return with_totals(inputs, self.aggregation == "prompt", self.count_empty_sequences, top_entropy=self.top_entropy)
 
     def loss(self, inputs):
         """Loss and metrics of a `PolicyInputs`, as (float32 scalar, dict of float32 scalars).

@@ -60,7 +60,7 @@ def assert_same(actual, expected, name=""):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @settings(max_examples=5, deadline=None)
-@given(seed=SEEDS, size=st.sampled_from([1, 2, 3]))
+@given(seed=SEEDS, size=st.sampled_from([1, 4]))
 def test_micro_batches_add_up_to_the_batch(options, seed, size):
     algorithm = rl.algorithms.get("grpo", **options)
     loss, metrics, gradients = run(algorithm, random_batch(seed))
