@@ -8,6 +8,7 @@ working directory.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import typing
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+import rl.algorithms
 from rl import yamlfile
 from rl.config import AlgorithmOptions, RunConfig, accepted_types
 from rl.errors import ConfigError
@@ -66,7 +68,12 @@ def resolved_yaml(config: RunConfig) -> str:
 
 def changed_yaml(config: RunConfig) -> str:
     """The part of the configuration that differs from the defaults, for people."""
-    return yamlfile.dump(config.model_dump(exclude_defaults=True))
+    changed = config.model_dump(exclude_defaults=True)
+    for stage, shown in zip(config.stages, changed["stages"], strict=True):
+        defaults = dataclasses.asdict(rl.algorithms.get(stage.algorithm.name))
+        options = {key: value for key, value in stage.algorithm.model_extra.items() if value != defaults[key]}
+        shown["algorithm"] = {"name": stage.algorithm.name} | options
+    return yamlfile.dump(changed)
 
 
 def packaged(name: str | Path) -> Path | None:

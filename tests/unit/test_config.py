@@ -224,6 +224,7 @@ def test_a_mistake_in_every_stage_is_said_once(folder):
 
 def test_the_resolved_configuration_loads_to_the_same_run(folder):
     tricky = [
+        "stages.1.algorithm.epsilon=0.3",
         "run.wandb.name='1e5'",
         "run.wandb.project='on'",
         "stages.0.optimizer.learning_rate=1.2345678901234567e-9",
@@ -236,7 +237,9 @@ def test_the_resolved_configuration_loads_to_the_same_run(folder):
     assert again.run.wandb.name == "1e5" and again.stages[0].optimizer.learning_rate == 1.2345678901234567e-9
     assert yaml.safe_load(configfile.resolved_yaml(config))["run"]["wandb"] == config.run.wandb.model_dump()
     assert "epsilon:" in configfile.resolved_yaml(config)
-    assert "weight_decay" not in configfile.changed_yaml(config)
+    shown = yaml.safe_load(configfile.changed_yaml(config))
+    assert "weight_decay" not in shown["stages"][0]["optimizer"]
+    assert shown["stages"][1]["algorithm"] == {"name": "grpo", "epsilon": 0.3}
 
 
 def test_a_run_directory_stands_for_its_configuration_and_stays_its_own_place(folder):
