@@ -11,10 +11,11 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.errors import DuetError
+from rl.errors import ConfigError, DuetError
 
 _PLATFORMS = {"cpu": "cpu", "tpu": "tpu,cpu", "gpu": "cuda,cpu"}
 
@@ -83,13 +84,12 @@ def _guarded(act, arguments: argparse.Namespace) -> int:
 
 
 def _say_error(error: DuetError) -> None:
-    lines = str(error).splitlines()
-    kind = {2: "configuration", 3: "data", 4: "model", 5: "resources", 6: "reward"}.get(error.exit_code)
-    head = "interrupted" if error.exit_code == 75 else f"error in the {kind}" if kind else "error"
-    body = [f" {lines[0]}"] if len(lines) == 1 else [f" {len(lines)} problems", *(f"\n  {line}" for line in lines)]
-    if error.exit_code != 2 and len(lines) > 1:
-        body = ["".join(f"\n  {line}" for line in lines)]
-    print(f"{head}:{''.join(body)}", file=sys.stderr)
+    text = str(error)
+    if isinstance(error, ConfigError):
+        # Lines that start with white space go on from the line before.
+        count = sum(not line[:1].isspace() for line in text.splitlines())
+        text = text if count == 1 else f"{count} problems\n" + textwrap.indent(text, "  ")
+    print(f"{error.heading}: {text}", file=sys.stderr)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -132,7 +132,7 @@ def _choose_platform(platform: str) -> None:
 
 
 def _reward_test(arguments: argparse.Namespace) -> int:
-    from rewards.check_cli import main as check
+    from rewards.check import main as check
 
     return check(arguments.reward)
 

@@ -239,3 +239,10 @@ class RunConfig(Strict):
     evaluation: EvaluationOptions | None = None
     stages: list[StageOptions] = Field(min_length=1)
     every_stage: dict[str, Any] = Field({}, description="laid over each stage, e.g. to make any run small")
+
+    @property
+    def stage_names(self) -> list[str]:
+        """sft, grpo, ...; repeated ones grpo-2, grpo-3."""
+        kinds = [stage.algorithm.name for stage in self.stages]
+        counts = [kinds[: number + 1].count(kind) for number, kind in enumerate(kinds)]
+        return [kind if count == 1 else f"{kind}-{count}" for kind, count in zip(kinds, counts, strict=True)]

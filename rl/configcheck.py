@@ -22,7 +22,12 @@ def problems(config: RunConfig) -> list[tuple[tuple, str]]:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path that does not exist can be the name of a dataset on the Hugging Face hub."""
+    """Whether a path that does not exist can be the name of a dataset on the Hugging Face hub.
+
+    `data/trian` beside a folder `data` is a misspelt path.
+    """
+    if "/" in path and Path(path).parent.is_dir():
+        return False
     return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path)) and not path.endswith(_FILE_ENDINGS)
 
 
@@ -140,7 +145,7 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
             check(reward.name, reward.options)
         except RewardError as error:
             text = str(error)
-            option = [("options", key) for key in reward.options if f"`{key}`" in text]
+            option = [("options", key) for key in reward.options if f"option {key!r}" in text]
             yield (*path, "functions", number, *(option[0] if option else ("name",))), text
     names = [reward.name for reward in settings.functions]
     for number, name in enumerate(names):

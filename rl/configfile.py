@@ -8,6 +8,7 @@ working directory.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import typing
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+import rl.algorithms
 from rl import yamlfile
 from rl.config import AlgorithmOptions, RunConfig, accepted_types
 from rl.errors import ConfigError
@@ -24,7 +26,9 @@ from rl.yamlfile import Item
 RESOLVED = "config.yml"
 """Name of the resolved configuration inside a run's directory."""
 
-# configs/ lies beside this package in a checkout and in an installation alike.
+# configs/ lies beside this package in a checkout and in an installation alike. importlib.resources does not find it after
+# `pip install -e` on Python 3.11: a folder without Python files is a namespace package, and `files` raises
+# NotADirectoryError on the finder's placeholder.
 PACKAGED = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -48,7 +52,10 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> RunConfi
     tree = _merged(list(paths), list(overrides))
     config, problems = validate(tree)
     if config is not None:
-        problems += configcheck.problems(config)
+        # What disagrees with a value that was left out, and so stood at its default, is no finding.
+        left_out = [path[:-1] for path, text in problems if not text.startswith("unknown")]
+        found = configcheck.problems(config)
+        problems += [one for one in found if not any(near and one[0][: len(near)] == near for near in left_out)]
     if problems:
         raise ConfigError(_report(tree, problems))
     return config
@@ -61,7 +68,12 @@ def resolved_yaml(config: RunConfig) -> str:
 
 def changed_yaml(config: RunConfig) -> str:
     """The part of the configuration that differs from the defaults, for people."""
-    return yamlfile.dump(config.model_dump(exclude_defaults=True))
+    changed = config.model_dump(exclude_defaults=True)
+    for stage, shown in zip(config.stages, changed["stages"], strict=True):
+        defaults = dataclasses.asdict(rl.algorithms.get(stage.algorithm.name))
+        options = {key: value for key, value in stage.algorithm.model_extra.items() if value != defaults[key]}
+        shown["algorithm"] = {"name": stage.algorithm.name} | options
+    return yamlfile.dump(changed)
 
 
 def packaged(name: str | Path) -> Path | None:
@@ -144,7 +156,7 @@ def _read(path: str | Path, is_run: bool = False) -> Item:
         raise ConfigError(f"{path}: no such file{nearest(Path(path).name, names)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    tree = yamlfile.parse(text, lambda line: f"{file if Path(path).is_dir() else path}:{line}")
+    tree = yamlfile.parse(text, lambda line: f"{file}:{line}")
     if tree.value is None:
         raise ConfigError(f"{path}: the file is empty")
     if not isinstance(tree.value, dict):
@@ -210,30 +222,34 @@ def _is_model(kind: Any) -> bool:
 
 
 def validate(tree: Item) -> tuple[RunConfig | None, list[Problem]]:
-    """The configuration if the schema accepts it without its unknown keys, and what is wrong with the tree."""
+    """The configuration, and what the schema has against the tree.
+
+    What the schema refuses is left out and the rest tried again, so that names and paths are checked in the same go;
+    the configuration is None where that fails, for instance because a required key is wrong.
+    """
     values = yamlfile.plain(tree)
-    problems: list[Problem] = []
-    for _ in range(2):
-        try:
-            return RunConfig.model_validate(values), problems
-        except ValidationError as error:
-            # A misspelt key is also a missing one: the misspelling first.
-            found = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
-            problems += [problem for one in found for problem in _problems(one)]
-            unknown = [one["loc"] for one in found if one["type"] == "extra_forbidden"]
-            if len(unknown) < len(found):
-                return None, problems
-            # Only unknown keys: without them the rest can be checked too, and reported in the same go.
-            for *parents, last in unknown:
-                parent = _at(values, parents)
-                parent.pop(last)
-    return None, problems
+    try:
+        return RunConfig.model_validate(values), []
+    except ValidationError as error:
+        # A misspelt key is also a missing one: the misspelling first.
+        found = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
+    problems = [problem for one in found for problem in _problems(one)]
+    if not all(_left_out(values, path) for path, _ in problems):
+        return None, problems
+    try:
+        return RunConfig.model_validate(values), problems
+    except ValidationError:
+        return None, problems
 
 
-def _at(values: Any, path: Sequence) -> Any:
-    for part in path:
+def _left_out(values: Any, path: tuple) -> bool:
+    """Takes the key at `path` out of `values`; False if it is not a key there."""
+    for part in path[:-1]:
         values = values[part] if isinstance(values, (dict, list)) else None
-    return values
+    if not isinstance(values, dict) or not path or path[-1] not in values:
+        return False
+    del values[path[-1]]
+    return True
 
 
 def _problems(error: dict) -> list[Problem]:
@@ -276,5 +292,6 @@ def _report(tree: Item, problems: list[Problem]) -> str:
         place = yamlfile.locate(tree, path)
         dotted = ".".join(map(str, path))
         # One line of `every_stage` is wrong in every stage: say it once.
-        lines.setdefault((place, text, path[2:] if path[:1] == ("stages",) else path), f"{place}: {dotted}: {text}")
+        key = (place, text, path[2:] if path[:1] == ("stages",) else path)
+        lines.setdefault(key, f"{place}: {dotted}: {text}".replace("\n", "\n    "))
     return "\n".join(lines.values())

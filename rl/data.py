@@ -65,6 +65,11 @@ class Dataset:
     def __getitem__(self, index: int) -> Example:
         return self.examples[index]
 
+    @property
+    def columns(self) -> set[str]:
+        """Names of the columns that every row has, as rewards can ask for them."""
+        return set.intersection(*(set(example.columns) for example in self.examples))
+
     def __iter__(self) -> Iterator[Example]:
         return iter(self.examples)
 

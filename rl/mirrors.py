@@ -6,13 +6,15 @@ A mirror that fails says so once and is left out from then on; it never stops a 
 from __future__ import annotations
 
 import math
+import secrets
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from rl.config import RunConfig, WandbOptions
+from rl.config import RunConfig
 
 Metrics = Mapping[str, "float | int | None"]
 
@@ -43,14 +45,33 @@ class Mirror(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a stage stands in its run: its steps, and the number that its step 0 (the evaluation before its first update)
+    has when the steps of all stages are counted through."""
+
+    steps: int
+    before: int
+
+
+def places(config: RunConfig) -> dict[str, Place]:
+    """The place of every stage by its name; the same for a run that is continued."""
+    found, before = {}, 0
+    for name, stage in zip(config.stage_names, config.stages, strict=True):
+        found[name] = Place(stage.steps, before)
+        before += stage.steps + 1
+    return found
+
+
 def mirrors(config: RunConfig, directory: Path) -> list[Mirror]:
     """The mirrors that a configuration asks for; the console always."""
-    console = LiveConsole(config.run.log_every) if sys.stdout.isatty() else PlainConsole(config.run.log_every)
-    wanted = [console]
+    stages = places(config)
+    console = LiveConsole if sys.stdout.isatty() else PlainConsole
+    wanted = [_Guarded("the console", lambda: console(stages, config.run.log_every))]
     if config.run.tensorboard:
-        wanted.append(_Guarded("TensorBoard", lambda: TensorBoard(directory / "tensorboard")))
+        wanted.append(_Guarded("TensorBoard", lambda: TensorBoard(stages, directory / "tensorboard")))
     if config.run.wandb is not None:
-        wanted.append(_Guarded("wandb", lambda: Wandb(config.run.wandb, config, directory)))
+        wanted.append(_Guarded("wandb", lambda: Wandb(stages, config, directory)))
     return wanted
 
 
@@ -97,17 +118,17 @@ def line(stage: str, step: int, steps: int, metrics: Metrics) -> str:
 class PlainConsole:
     """One line every `log_every` steps, and for each step that evaluated and the last."""
 
-    def __init__(self, log_every: int):
+    def __init__(self, stages: Mapping[str, Place], log_every: int):
+        self._stages = stages
         self._every = log_every
-        self._steps = 0
 
     def start_stage(self, name: str, steps: int, first_step: int) -> None:
-        self._steps = steps
         self.note(f"stage {name}: {steps} steps" + (f", going on after {first_step}" if first_step else ""))
 
     def step(self, stage: str, step: int, metrics: Metrics) -> None:
-        if step % self._every == 0 or step == self._steps or any(name.startswith("eval/") for name in metrics):
-            print(line(stage, step, self._steps, metrics), flush=True)
+        steps = self._stages[stage].steps
+        if step % self._every == 0 or step == steps or _evaluated(metrics):
+            print(line(stage, step, steps, metrics), flush=True)
 
     def note(self, text: str) -> None:
         print(text, flush=True)
@@ -119,9 +140,10 @@ class PlainConsole:
 class LiveConsole:
     """A progress bar for a terminal; steps that evaluated, and notes, scroll above it."""
 
-    def __init__(self, log_every: int):
+    def __init__(self, stages: Mapping[str, Place], log_every: int):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        self._stages = stages
         self._every = log_every
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -130,22 +152,18 @@ class LiveConsole:
             TimeRemainingColumn(),
             TextColumn("{task.fields[shown]}", markup=False),
         )
-        self._task = None
-        self._steps = 0
+        self._tasks: dict[str, Any] = {}
 
     def start_stage(self, name: str, steps: int, first_step: int) -> None:
-        self._progress.start()
-        if self._task is not None:
-            self._progress.stop_task(self._task)
-        self._steps = steps
-        self._task = self._progress.add_task(name, total=steps, completed=first_step, shown="")
+        self._progress.update(self._task(name), completed=first_step)
 
     def step(self, stage: str, step: int, metrics: Metrics) -> None:
-        text = line(stage, step, self._steps, metrics)
-        if any(name.startswith("eval/") for name in metrics):
+        task, steps = self._task(stage), self._stages[stage].steps
+        text = line(stage, step, steps, metrics)
+        if _evaluated(metrics):
             self.note(text)
-        if step % self._every == 0 or step == self._steps:
-            self._progress.update(self._task, completed=step, shown=text.partition("  ")[2])
+        if step % self._every == 0 or step == steps:
+            self._progress.update(task, completed=step, shown=text.partition("  ")[2])
 
     def note(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
@@ -153,22 +171,31 @@ class LiveConsole:
     def close(self) -> None:
         self._progress.stop()
 
+    def _task(self, stage: str):
+        if stage not in self._tasks:
+            for task in self._tasks.values():
+                self._progress.stop_task(task)
+            self._progress.start()
+            self._tasks[stage] = self._progress.add_task(stage, total=self._stages[stage].steps, shown="")
+        return self._tasks[stage]
+
 
 class TensorBoard:
     """Scalars at the running number of the step over all stages."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, stages: Mapping[str, Place], directory: Path):
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory))
-        self._count = _Counter()
+        self._stages = stages
+        # tensorboardX names its file by the second: a run continued at once would overwrite what it had written.
+        self._writer = SummaryWriter(str(directory), filename_suffix=f".{secrets.token_hex(4)}")
 
     def start_stage(self, name: str, steps: int, first_step: int) -> None:
-        self._count.start_stage(steps)
+        pass
 
     def step(self, stage: str, step: int, metrics: Metrics) -> None:
         for name, value in _numbers(metrics).items():
-            self._writer.add_scalar(name, value, self._count(step))
+            self._writer.add_scalar(name, value, self._stages[stage].before + step)
         self._writer.flush()
 
     def note(self, text: str) -> None:
@@ -179,12 +206,20 @@ class TensorBoard:
 
 
 class Wandb:
-    """A Weights & Biases run; `mode: offline` writes to the run's directory and needs no account."""
+    """A Weights & Biases run; `mode: offline` writes to the run's directory and needs no account. A run that is continued
+    goes on under the id it had."""
 
-    def __init__(self, options: WandbOptions, config: RunConfig, directory: Path):
+    def __init__(self, stages: Mapping[str, Place], config: RunConfig, directory: Path):
         import wandb
 
+        self._stages = stages
+        file = directory / "wandb-id"
+        if not file.exists():
+            file.write_text(secrets.token_hex(4))
+        options = config.run.wandb
         self._run = wandb.init(
+            id=file.read_text(),
+            resume="allow",
             project=options.project,
             name=options.name or directory.name,
             mode=options.mode,
@@ -192,13 +227,12 @@ class Wandb:
             config=config.model_dump(),
             settings=wandb.Settings(console="off", silent=True),
         )
-        self._count = _Counter()
 
     def start_stage(self, name: str, steps: int, first_step: int) -> None:
-        self._count.start_stage(steps)
+        pass
 
     def step(self, stage: str, step: int, metrics: Metrics) -> None:
-        self._run.log({"stage": stage, **_numbers(metrics)}, step=self._count(step))
+        self._run.log({"stage": stage, **_numbers(metrics)}, step=self._stages[stage].before + step)
 
     def note(self, text: str) -> None:
         pass
@@ -207,20 +241,8 @@ class Wandb:
         self._run.finish()
 
 
-class _Counter:
-    """Turns the step of a stage into a number that goes on through all stages: step 0 of a stage, where it is evaluated
-    before its first update, comes after the last step of the stage before."""
-
-    def __init__(self):
-        self._before = 0
-        self._steps = 0
-
-    def start_stage(self, steps: int) -> None:
-        self._before += self._steps
-        self._steps = steps + 1
-
-    def __call__(self, step: int) -> int:
-        return self._before + step
+def _evaluated(metrics: Metrics) -> bool:
+    return any(name.startswith("eval/") for name in metrics)
 
 
 def _numbers(metrics: Metrics) -> dict[str, float]:

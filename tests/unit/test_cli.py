@@ -98,4 +98,17 @@ def test_the_platform_is_chosen_before_jax_is_imported(monkeypatch):
     cli._choose_platform("auto")
     assert os.environ["JAX_PLATFORMS"] == "left alone"
     cli._choose_platform("cpu")
-    assert os.environ["JAX_PLATFORMS"] == "cpu"
+    assert os.environ["JAX_PLATFORMS"] == "cpu" and "jax" not in sys.modules
+
+
+def test_a_reward_is_tried_on_its_examples_without_jax():
+    code = """
+import sys
+from rl import cli
+code = cli.main(["reward", "test", sys.argv[1]])
+print("code", code, "loaded", [name for name in ("jax", "transformers", "pydantic") if name in sys.modules])
+"""
+    done = python(code, "numeric_answer")
+    assert "code 0 loaded []" in done.stdout, done.stdout + done.stderr
+    done = python(code, "numeric_answr")
+    assert "code 2 loaded []" in done.stdout and "numeric_answer" in done.stdout + done.stderr

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rl import configfile
 from rl.configfile import load
@@ -91,6 +92,7 @@ BAD = [
     ("task: arithmetic", "task: arithmetic, options: {term: 2}", 3, "data.options.term", ["nearest: terms"]),
     ("task: arithmetic", "task: arithmetic, options: {terms: 1}", 3, "data.options.terms", ["between 2 and 8"]),
     ("task: arithmetic", "path: missing.jsonl", 3, "data.path", ["no such file"]),
+    ("task: arithmetic", "path: model/data", 3, "data.path", ["no such file"]),
     ("task: arithmetic", "task: arithmetic, path: run.yml", 3, "data", ["exactly one of"]),
     ("REWARD:score", "missing.py:score", 4, "rewards.functions.0", ["missing.py"]),
     ("REWARD:score", "REWARD:scores", 4, "rewards.functions.0", ["score"]),
@@ -133,8 +135,10 @@ def test_a_bad_key_or_value_is_reported_with_its_place(folder, old, new, line, p
 def test_all_errors_are_reported_at_once_also_those_behind_an_unknown_key(folder):
     said = message(edited("max_length: 64", "max_lenght: 64\nseed: 0\nrun: {dirr: x}"))
     assert "max_lenght" in said and "run.dirr" in said
-    said = message(edited("model}", "nothing, dtyp: 1}"))
-    assert "model.dtyp" in said and "no directory nothing" in said
+    said = message(edited("model}", "nothing, dtyp: 1}"), overrides=["data.task=x", "seed=-1", "run.log_every=0"])
+    for part in ("model.dtyp", "no directory nothing", "no task x", "override 2: seed", "override 3: run.log_every"):
+        assert part in said
+    assert len(said.splitlines()) == 5
 
 
 FILES = [
@@ -220,6 +224,7 @@ def test_a_mistake_in_every_stage_is_said_once(folder):
 
 def test_the_resolved_configuration_loads_to_the_same_run(folder):
     tricky = [
+        "stages.1.algorithm.epsilon=0.3",
         "run.wandb.name='1e5'",
         "run.wandb.project='on'",
         "stages.0.optimizer.learning_rate=1.2345678901234567e-9",
@@ -230,8 +235,11 @@ def test_the_resolved_configuration_loads_to_the_same_run(folder):
     again = load(["runs/config.yml"])
     assert again == config
     assert again.run.wandb.name == "1e5" and again.stages[0].optimizer.learning_rate == 1.2345678901234567e-9
+    assert yaml.safe_load(configfile.resolved_yaml(config))["run"]["wandb"] == config.run.wandb.model_dump()
     assert "epsilon:" in configfile.resolved_yaml(config)
-    assert "weight_decay" not in configfile.changed_yaml(config)
+    shown = yaml.safe_load(configfile.changed_yaml(config))
+    assert "weight_decay" not in shown["stages"][0]["optimizer"]
+    assert shown["stages"][1]["algorithm"] == {"name": "grpo", "epsilon": 0.3}
 
 
 def test_a_run_directory_stands_for_its_configuration_and_stays_its_own_place(folder):
@@ -268,3 +276,12 @@ def test_the_command_line_reports_bad_configurations_as_text_with_exit_code_2(fo
     assert "3 problems" in bad.stderr and "bad.yml:5: max_lenght" in bad.stderr and "override 1" in bad.stderr
     good = run_check("run.yml")
     assert good.returncode == 0 and "learning_rate: 0.001" in good.stdout
+
+
+def test_a_reward_that_does_not_load_is_reported_at_its_line_as_one_problem(folder):
+    write("broken.py", "import nothing_of_this_name\n")
+    bad = run_check(edited("reward.py:score", "broken.py:score"))
+    assert bad.returncode == 2 and "problems" not in bad.stderr
+    assert "bad.yml:4: rewards.functions.0.name" in bad.stderr and "nothing_of_this_name" in bad.stderr
+    options = "[{name: exact_answer, options: {colum: x}}]"
+    assert message(edited('["reward.py:score"]', options)).startswith("bad.yml:4: rewards.functions.0.options.colum")

@@ -14,8 +14,8 @@ from rl.events import EVENTS, SAMPLES, EventLog, Events, read
 STAGES = ["sft", "grpo"]
 
 
-def config(**run) -> RunConfig:
-    stages = [{"algorithm": "sft", "steps": 2}, {"algorithm": "grpo", "steps": 3}]
+def config(steps=(2, 3), **run) -> RunConfig:
+    stages = [{"algorithm": "sft", "steps": steps[0]}, {"algorithm": "grpo", "steps": steps[1]}]
     return RunConfig.model_validate({"model": "tiny", "stages": stages, "run": run})
 
 
@@ -86,7 +86,7 @@ def test_damage_before_the_last_line_is_an_error_with_its_line(tmp_path):
 
 
 def test_a_pipe_gets_plain_lines_every_few_steps_and_for_evaluations_and_the_last(tmp_path, capsys):
-    events = Events(config(log_every=2), tmp_path)
+    events = Events(config((2, 5), log_every=2), tmp_path)
     events.start_stage("grpo", 5)
     for step in range(1, 6):
         extra = {"eval/greedy_accuracy": 0.25} if step == 3 else {}
@@ -106,8 +106,9 @@ def test_a_pipe_gets_plain_lines_every_few_steps_and_for_evaluations_and_the_las
 def test_a_terminal_gets_a_progress_bar(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     events = Events(config(), tmp_path)
+    events.step("grpo", 0, {"eval/greedy_accuracy": 0.25})
     events.start_stage("grpo", 3)
-    events.step("grpo", 1, {"reward/mean": 0.5, "eval/greedy_accuracy": 0.25})
+    events.step("grpo", 1, {"reward/mean": 0.5})
     events.note("saved [step 1]")
     events.close()
     said = capsys.readouterr().out
@@ -116,27 +117,27 @@ def test_a_terminal_gets_a_progress_bar(tmp_path, capsys, monkeypatch):
 
 def test_tensorboard_counts_steps_through_all_stages(tmp_path):
     from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.record_writer import RecordWriter  # noqa: F401  (the format read below)
 
-    events = Events(config(tensorboard=True), tmp_path)
-    for stage, steps in (("sft", 2), ("grpo", 1)):
-        events.start_stage(stage, steps)
-        for step in range(steps + 1):
-            events.step(stage, step, {"loss": step / 2, "nothing": float("nan")})
+    events = Events(config((2, 1), tensorboard=True), tmp_path)
+    for stage, step in (("sft", 0), ("sft", 1), ("sft", 2), ("grpo", 0)):
+        events.step(stage, step, {"loss": step / 2, "nothing": float("nan")})
     events.close()
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    data, found = file.read_bytes(), []
+    events = Events(config((2, 1), tensorboard=True), tmp_path)
+    events.start_stage("grpo", 1, 0)
+    events.step("grpo", 1, {"loss": 0.5})
+    events.close()
+    data, found = b"".join(file.read_bytes() for file in (tmp_path / "tensorboard").iterdir()), []
     while data:
         length = int.from_bytes(data[:8], "little")
         event = Event.FromString(data[12 : 12 + length])
         found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
         data = data[16 + length :]
-    assert found == [("loss", 0, 0.0), ("loss", 1, 0.5), ("loss", 2, 1.0), ("loss", 3, 0.0), ("loss", 4, 0.5)]
+    assert sorted(found) == [("loss", 0, 0.0), ("loss", 1, 0.5), ("loss", 2, 1.0), ("loss", 3, 0.0), ("loss", 4, 0.5)]
 
 
 def test_a_failing_mirror_warns_once_and_the_record_goes_on(tmp_path, monkeypatch):
     class Broken:
-        def __init__(self, directory):
+        def __init__(self, stages, directory):
             pass
 
         def start_stage(self, *arguments):
@@ -167,4 +168,12 @@ def test_wandb_offline_needs_no_account_and_writes_to_the_run(tmp_path, monkeypa
         warnings.simplefilter("error", UserWarning)
         events.step("sft", 1, {"loss": 0.5})
         events.close()
+        Events(config(wandb={"project": "p"}), tmp_path).close()
+    (identity,) = {path.stem.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*/*.wandb")}
+    assert identity == (tmp_path / "wandb-id").read_text()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_repeated_stages_get_numbers():
+    stages = [{"algorithm": name, "steps": 1} for name in ("sft", "grpo", "sft", "sft")]
+    assert RunConfig.model_validate({"model": "tiny", "stages": stages}).stage_names == ["sft", "grpo", "sft-2", "sft-3"]
