@@ -7,6 +7,17 @@ import math
 from policy.config import LayerSpec, LinearScaling, Llama3Scaling, Rope, Stack, YarnScaling
 
 
+# `hidden_act` of a configuration -> the name of policy.config.Mlp.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
 class UnsupportedModel(ValueError):
     """A configuration that asks for something the decoder does not compute."""
 
@@ -16,12 +27,30 @@ def first(hf: dict, *keys: str, default=None):
     return next((hf[key] for key in keys if hf.get(key) is not None), default)
 
 
+def activation(hf: dict) -> str:
+    """The name in policy.config.Mlp of the configuration's `hidden_act`."""
+    name = hf["hidden_act"]
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(f"hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
 def rope_parameters(hf: dict) -> dict:
-    """The rotary settings as one dict with `rope_type`: transformers 5 writes `rope_parameters`, older files `rope_theta` and
-    `rope_scaling`."""
-    settings = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+    """The rotary settings as one dict with `rope_type`, `rope_theta` and `original_max_position_embeddings`: transformers 5
+    writes `rope_parameters`, older files `rope_theta` and `rope_scaling`, which wins where both are there, as in transformers.
+    """
+    settings = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            raise UnsupportedModel(f"rope_parameters.{key}: rotary settings for each layer type are not supported")
     settings["rope_type"] = first(settings, "rope_type", "type", default="default")
     settings["rope_theta"] = first(settings, "rope_theta", default=first(hf, "rope_theta", default=10000.0))
+    if first(settings, "partial_rotary_factor", default=first(hf, "partial_rotary_factor", default=1.0)) != 1.0:
+        raise UnsupportedModel("partial_rotary_factor is not supported: all of a head rotates")
+    original = first(hf, "original_max_position_embeddings", default=settings.get("original_max_position_embeddings"))
+    settings["original_max_position_embeddings"] = hf["max_position_embeddings"] if original is None else original
+    if settings["rope_type"] == "yarn" and settings["factor"] is None:
+        settings["factor"] = hf["max_position_embeddings"] / settings["original_max_position_embeddings"]
     return settings
 
 
@@ -43,7 +72,7 @@ def rope(hf: dict, dim: int, *, interleaved: bool = False) -> Rope:
         case "yarn":
             scaling = YarnScaling(
                 factor=float(s["factor"]),
-                original_max_position=int(first(s, "original_max_position_embeddings", default=hf.get("max_position_embeddings"))),
+                original_max_position=int(s["original_max_position_embeddings"]),
                 beta_fast=float(first(s, "beta_fast", default=32)),
                 beta_slow=float(first(s, "beta_slow", default=1)),
                 truncate=bool(first(s, "truncate", default=True)),

@@ -17,10 +17,20 @@ from policy.config import DecoderConfig
 from policy.hf import UnsupportedModel
 
 SHARD_BYTES = 5 * 10**9
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class ModelFileError(ValueError):
     """A model directory that cannot be read: a file or tensor that is missing, extra or of the wrong shape, by name."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Also reads 1e-6 as a number; YAML 1.1 wants 1.0e-6."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def presets() -> list[str]:
@@ -34,7 +44,7 @@ def preset(name: str, overrides: dict | None = None) -> DecoderConfig:
     if name not in presets():
         raise UnsupportedModel(f"no model preset {name!r}; there are {', '.join(presets())}")
     text = (importlib.resources.files("configs") / "models" / f"{name}.yml").read_text()
-    return families.read(yaml.safe_load(text) | (overrides or {}))
+    return families.read(yaml.load(text, _Loader) | (overrides or {}))
 
 
 def read_hf(directory) -> dict:
@@ -46,8 +56,14 @@ def read_hf(directory) -> dict:
         raise ModelFileError(f"{path}: no such file; a model directory holds config.json and *.safetensors") from None
     except json.JSONDecodeError as error:
         raise ModelFileError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise ModelFileError(f"{path}: not UTF-8 text: {error}") from None
+    if not isinstance(hf, dict):
+        raise ModelFileError(f"{path}: expected an object with the keys of a configuration, found {type(hf).__name__}")
     if hf.get("quantization_config"):
-        raise UnsupportedModel(f"{path}: quantised weights are not supported; dequantise them first")
+        raise UnsupportedModel(
+            f"{path}: quantization_config: quantised weights are not supported; dequantise them first"
+        )
     return hf
 
 
@@ -56,34 +72,58 @@ def read_config(directory) -> DecoderConfig:
 
 
 class _Files:
-    """The tensors of a directory by name, opened lazily."""
+    """The tensors of a directory by name, opened lazily. Which files: model.safetensors, or those that the index lists, or all."""
 
     def __init__(self, directory):
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        paths = sorted(Path(directory).glob("*.safetensors"))
-        if not paths:
-            raise ModelFileError(f"{directory}: no *.safetensors file")
+        self.directory = Path(directory)
         self._owner = {}
-        for path in paths:
+        for path in self._paths():
             try:
                 handle = safe_open(path, framework="numpy")
-            except Exception as error:
-                raise ModelFileError(f"{path}: not a safetensors file: {error}") from None
+            except FileNotFoundError:
+                raise ModelFileError(f"{path}: no such file, but {INDEX} lists it") from None
+            except SafetensorError as error:
+                raise ModelFileError(f"{path}: not a whole safetensors file: {error}") from None
             self._owner |= dict.fromkeys(handle.keys(), handle)  # noqa: SIM118 (not a dict)
         self.unread = set(self._owner)
+
+    def _paths(self) -> list[Path]:
+        if (single := self.directory / SINGLE).exists():
+            return [single]
+        if (index := self.directory / INDEX).exists():
+            try:
+                return [
+                    self.directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+                ]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ModelFileError(f"{index}: not an index with a weight_map: {error}") from None
+        if paths := sorted(self.directory.glob("*.safetensors")):
+            return paths
+        raise ModelFileError(f"{self.directory}: no *.safetensors file")
 
     def __contains__(self, name: str) -> bool:
         return name in self._owner
 
+    def empty(self, name: str) -> bool:
+        """Whether the tensor has no elements."""
+        return 0 in self._owner[name].get_slice(name).get_shape()
+
     def read(self, name: str, shape: tuple[int, ...], part: slice | None = None) -> np.ndarray:
         """The whole tensor, checked against `shape`, or `part` of its second dimension."""
         if name not in self._owner:
-            raise ModelFileError(f"missing tensor {name}, expected with shape {list(shape)}")
+            raise ModelFileError(f"{self.directory}: missing tensor {name}, expected with shape {list(shape)}")
         self.unread.discard(name)
         view = self._owner[name].get_slice(name)
         if tuple(view.get_shape()) != tuple(shape):
-            raise ModelFileError(f"tensor {name} has shape {view.get_shape()}, expected {list(shape)}")
+            raise ModelFileError(
+                f"{self.directory}: tensor {name} has shape {view.get_shape()}, expected {list(shape)}"
+            )
+        if view.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            raise ModelFileError(
+                f"{self.directory}: tensor {name} is {view.get_dtype()}: quantised weights are not supported"
+            )
         return view[:] if part is None else view[:, part]
 
 
@@ -129,20 +169,26 @@ def _read_layer(files: _Files, place, n: int, shape: tuple[int, ...]) -> np.ndar
 
 
 def _refuse_unread(files: _Files, config: DecoderConfig) -> None:
-    hf = json.loads(config.hf)
-    skip = [
-        p.replace("{num_hidden_layers}", str(hf["num_hidden_layers"])) for p in getattr(families.get(config.family), "SKIP", ())
-    ]
+    family = families.get(config.family)
+    skip = list(getattr(family, "SKIP", ()))
     if config.tied_head:
         skip.append(re.escape(names.TOP["lm_head"].name))
-    extra = sorted(name for name in files.unread if not any(re.fullmatch(pattern, name) for pattern in skip))
+    layer = re.compile(names.LAYER_PREFIX.replace(".", r"\.").format(n=r"(\d+)"))
+
+    def skipped(name: str) -> bool:
+        past = getattr(family, "SKIP_EXTRA_LAYERS", False) and (found := layer.match(name))
+        return (past and int(found[1]) >= len(config.layers)) or any(re.fullmatch(pattern, name) for pattern in skip)
+
+    extra = sorted(name for name in files.unread if not skipped(name) and not files.empty(name))
     if extra:
         more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
-        raise ModelFileError(f"unexpected tensors {', '.join(extra[:5])}{more}: the configuration has no place for them")
+        raise ModelFileError(
+            f"{files.directory}: unexpected tensors {', '.join(extra[:5])}{more}: the configuration has no place for them"
+        )
 
 
 def _stored(graph, params) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor as it is stored, by stored name."""
+    """Every tensor as it is stored, by stored name; those without elements last."""
     for path, place, layers in places(graph):
         array = np.asarray(params[path])
         if layers is None:
@@ -155,6 +201,9 @@ def _stored(graph, params) -> Iterator[tuple[str, np.ndarray]]:
                     yield prefix + place.name.format(e=e), np.ascontiguousarray(expert.T)
             else:
                 yield prefix + place.name, place.write(layer)
+    expected = getattr(families.get(graph.config.family), "empty_tensors", None)
+    for name, shape in expected(json.loads(graph.config.hf)).items() if expected else ():
+        yield name, np.zeros(shape, np.dtype(graph.runtime.param_dtype))
 
 
 def write(directory, graph, params) -> None:
@@ -164,7 +213,9 @@ def write(directory, graph, params) -> None:
     config = graph.config
     hf = json.loads(config.hf)
     if families.read(hf) != config:
-        raise ValueError("this DecoderConfig no longer matches its Hugging Face configuration; change keys there instead")
+        raise ValueError(
+            "this DecoderConfig no longer matches its Hugging Face configuration; change keys there instead"
+        )
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for old in (*directory.glob("*.safetensors"), *directory.glob("*.safetensors.index.json")):
@@ -182,12 +233,12 @@ def write(directory, graph, params) -> None:
         where[name] = len(shards)
     save_file(shards[-1], directory / f"part-{len(shards):05d}", metadata={"format": "pt"})
     count = len(shards)
-    files = {i: "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
+    files = {i: SINGLE if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
     for i, name in files.items():
         (directory / f"part-{i:05d}").rename(directory / name)
     if count > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": {name: files[i] for name, i in where.items()}}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (directory / INDEX).write_text(json.dumps(index, indent=2))
     hf["dtype"] = graph.runtime.param_dtype
     hf.pop("torch_dtype", None)
     (directory / "config.json").write_text(json.dumps(hf, indent=2))

@@ -65,7 +65,11 @@ def layout(degrees: dict[str, int] | None = None, rules: dict[str, list[str]] | 
     Raises ValueError when the degrees do not multiply to the number of devices, or a rule names an unknown axis.
     """
     devices = jax.devices() if devices is None else devices
+    if unknown := set(degrees or ()) - set(AXES):
+        raise ValueError(f"mesh: unknown axis {', '.join(sorted(unknown))}; axes are {', '.join(AXES)}")
     sizes = dict.fromkeys(AXES, 1) | (degrees or {"fsdp": -1})
+    if wrong := {axis: n for axis, n in sizes.items() if n != -1 and n < 1}:
+        raise ValueError(f"mesh: {wrong} must be at least 1, or -1 for what is left")
     known = int(np.prod([n for n in sizes.values() if n != -1]))
     open_axes = [axis for axis, n in sizes.items() if n == -1]
     if len(open_axes) > 1:

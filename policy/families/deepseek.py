@@ -7,7 +7,7 @@ import json
 
 from policy import names
 from policy.config import DecoderConfig, LatentAttention, LayerSpec, Mlp, Moe, Norm, Router
-from policy.hf import UnsupportedModel, first, rope, rope_parameters, stacks, yarn_mscale
+from policy.hf import UnsupportedModel, activation, first, rope, rope_parameters, stacks, yarn_mscale
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
@@ -23,35 +23,93 @@ NAMES = (
         "mixer.kv_a_layernorm.weight": names.Plain("self_attn.kv_a_layernorm.weight"),
         "mixer.kv_b_proj": names.Linear("self_attn.kv_b_proj.weight"),
         "feed_forward.router.bias": names.Plain("mlp.gate.e_score_correction_bias"),
-        "feed_forward.shared.gate_proj": names.Linear("mlp.shared_experts.gate_proj.weight"),
-        "feed_forward.shared.up_proj": names.Linear("mlp.shared_experts.up_proj.weight"),
-        "feed_forward.shared.down_proj": names.Linear("mlp.shared_experts.down_proj.weight"),
+    }
+    | {
+        end.replace("feed_forward.", "feed_forward.shared."): type(place)(
+            place.name.replace("mlp.", "mlp.shared_experts.")
+        )
+        for end, place in names.MLP.items()
     }
 )
-SKIP = (r".*rotary_emb\.inv_freq", r"model\.layers\.{num_hidden_layers}\..*")  # the latter: multi-token prediction
+SKIP = (r".*rotary_emb\.inv_freq",)
+SKIP_EXTRA_LAYERS = True  # those past num_hidden_layers predict further tokens, which the decoder does not do
+# What a configuration that lacks a key means, by the classes of transformers.
+_DEFAULTS = {
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+DEFAULTS_V2 = _DEFAULTS | {
+    "max_position_embeddings": 2048,
+    "mlp_bias": False,
+    "first_k_dense_replace": 0,
+    "n_group": None,
+    "topk_group": None,
+    "topk_method": "greedy",
+    "num_experts_per_tok": None,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1407,
+    "routed_scaling_factor": 1.0,
+}
+DEFAULTS_V3 = _DEFAULTS | {
+    "max_position_embeddings": 4096,
+    "rope_interleave": True,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+EXPERTS_V2, EXPERTS_V3 = 64, 256
 
 
-def read(hf: dict) -> DecoderConfig:
-    if hf.get("attention_bias"):
+def is_v3(hf: dict) -> bool:
+    """Version 3 rather than 2: by `architectures` first, by `model_type` second."""
+    named = [name for name in hf.get("architectures") or () if name in ARCHITECTURES]
+    return named[0] == "DeepseekV3ForCausalLM" if named else hf.get("model_type") == "deepseek_v3"
+
+
+def read(stored: dict) -> DecoderConfig:
+    v3 = is_v3(stored)
+    hf = (DEFAULTS_V3 if v3 else DEFAULTS_V2) | stored
+    if hf["attention_bias"]:
         raise UnsupportedModel("deepseek: attention_bias is not supported")
-    mixer = _mixer(hf)
-    dense, moe = Mlp(hf["intermediate_size"]), _moe(hf)
-    kinds = hf.get("mlp_layer_types") or [
-        "dense" if i < first(hf, "first_k_dense_replace", default=0) else "sparse" for i in range(hf["num_hidden_layers"])
-    ]
+    bias = not v3 and bool(hf["mlp_bias"])
+    mixer, dense = _mixer(hf, v3), Mlp(hf["intermediate_size"], activation(hf), bias=bias)
+    experts = first(
+        hf, "n_routed_experts", "num_local_experts", "num_experts", default=EXPERTS_V3 if v3 else EXPERTS_V2
+    )
+    width, shared = hf["moe_intermediate_size"], hf["n_shared_experts"]
+    moe = Moe(
+        _router(hf, v3, experts),
+        width,
+        shared=Mlp(width * shared, activation(hf), bias=bias) if shared else None,
+        activation=activation(hf),
+    )
+    prefix = hf["first_k_dense_replace"]
     return DecoderConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
-        stacks=stacks([LayerSpec(mixer, dense if kind == "dense" else moe) for kind in kinds]),
-        norm=Norm(eps=first(hf, "rms_norm_eps", default=1e-6)),
+        stacks=stacks([LayerSpec(mixer, dense if i < prefix else moe) for i in range(hf["num_hidden_layers"])]),
+        norm=Norm(eps=hf["rms_norm_eps"]),
         family="deepseek",
-        hf=json.dumps(hf, sort_keys=True),
-        tied_head=bool(hf.get("tie_word_embeddings", False)),
-        initializer_range=first(hf, "initializer_range", default=0.02),
+        hf=json.dumps(stored, sort_keys=True),
+        tied_head=bool(hf["tie_word_embeddings"]),
+        initializer_range=hf["initializer_range"],
     )
 
 
-def _mixer(hf: dict) -> LatentAttention:
+def _mixer(hf: dict, v3: bool) -> LatentAttention:
     """The softmax scale grows by the square of yarn's mscale_all_dim; the latent norms use eps 1e-6 whatever rms_norm_eps is."""
     settings, nope, rotated = rope_parameters(hf), hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
     scale = (nope + rotated) ** -0.5
@@ -59,28 +117,41 @@ def _mixer(hf: dict) -> LatentAttention:
         scale *= yarn_mscale(float(settings["factor"]), settings["mscale_all_dim"]) ** 2
     return LatentAttention(
         heads=hf["num_attention_heads"],
-        q_lora_rank=hf.get("q_lora_rank"),
+        q_lora_rank=hf["q_lora_rank"],
         kv_lora_rank=hf["kv_lora_rank"],
         nope_dim=nope,
         v_dim=hf["v_head_dim"],
         scale=scale,
-        rope=rope(hf, rotated, interleaved=bool(first(hf, "rope_interleave", default=True))),
+        rope=rope(hf, rotated, interleaved=not v3 or bool(hf["rope_interleave"])),
     )
 
 
-def _moe(hf: dict) -> Moe:
-    v3 = hf.get("model_type") == "deepseek_v3" or "DeepseekV3ForCausalLM" in (hf.get("architectures") or ())
-    limited = v3 or hf.get("topk_method") == "group_limited_greedy"
-    router = Router(
-        experts=first(hf, "n_routed_experts", "num_local_experts", "num_experts"),
+def _router(hf: dict, v3: bool, experts: int) -> Router:
+    if not v3 and hf["topk_method"] not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModel(
+            f"topk_method {hf['topk_method']!r} is not supported; known: greedy, group_limited_greedy"
+        )
+    limited = v3 or hf["topk_method"] == "group_limited_greedy"
+    return Router(
+        experts=experts,
         experts_per_token=hf["num_experts_per_tok"],
         score="sigmoid" if v3 else "softmax",
         correction_bias=v3,
         groups=first(hf, "n_group", default=1) if limited else 1,
         topk_groups=first(hf, "topk_group", default=1) if limited else 1,
         group_score="top2" if v3 else "max",
-        renormalize=v3 and bool(hf.get("norm_topk_prob", True)),
-        scale=float(first(hf, "routed_scaling_factor", default=1.0)),
+        renormalize=v3 and bool(hf["norm_topk_prob"]),
+        scale=float(hf["routed_scaling_factor"]),
     )
-    width, shared = hf["moe_intermediate_size"], first(hf, "n_shared_experts", default=0)
-    return Moe(router, width, shared=Mlp(width * shared) if shared else None)
+
+
+def empty_tensors(hf: dict) -> dict[str, tuple[int, ...]]:
+    """Stored tensors without elements: with `n_shared_experts` 0 transformers keeps shared experts of width 0."""
+    found, E = {}, hf["hidden_size"]
+    defaults = DEFAULTS_V3 if is_v3(hf) else DEFAULTS_V2
+    if (defaults | hf)["n_shared_experts"] == 0:
+        for n in range((defaults | hf)["first_k_dense_replace"], hf["num_hidden_layers"]):
+            prefix = names.LAYER_PREFIX.format(n=n) + "mlp.shared_experts."
+            found |= {prefix + "gate_proj.weight": (0, E), prefix + "up_proj.weight": (0, E)}
+            found[prefix + "down_proj.weight"] = (E, 0)
+    return found

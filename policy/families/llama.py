@@ -6,18 +6,32 @@ import json
 
 from policy import names
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.hf import first, rope, stacks
+from policy.hf import activation, first, rope, stacks
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 MODEL_TYPES = ("llama",)
 NAMES = names.ATTENTION | names.MLP
 SKIP = (r".*rotary_emb\.inv_freq",)
 
+# What a configuration that lacks a key means, by the class of transformers.
+DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 
-def read(hf: dict) -> DecoderConfig:
+
+def read(stored: dict) -> DecoderConfig:
+    hf = DEFAULTS | stored
     heads = hf["num_attention_heads"]
     head_dim = first(hf, "head_dim", default=hf["hidden_size"] // heads)
-    bias = bool(hf.get("attention_bias", False))
+    bias = bool(hf["attention_bias"])
     mixer = Attention(
         heads=heads,
         kv_heads=first(hf, "num_key_value_heads", default=heads),
@@ -27,14 +41,14 @@ def read(hf: dict) -> DecoderConfig:
         bias=bias,
         out_bias=bias,
     )
-    mlp = Mlp(hf["intermediate_size"], bias=bool(hf.get("mlp_bias", False)))
+    mlp = Mlp(hf["intermediate_size"], activation(hf), bias=bool(hf["mlp_bias"]))
     return DecoderConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
         stacks=stacks([LayerSpec(mixer, mlp)] * hf["num_hidden_layers"]),
-        norm=Norm(eps=first(hf, "rms_norm_eps", default=1e-6)),
+        norm=Norm(eps=hf["rms_norm_eps"]),
         family="llama",
-        hf=json.dumps(hf, sort_keys=True),
-        tied_head=bool(hf.get("tie_word_embeddings", False)),
-        initializer_range=first(hf, "initializer_range", default=0.02),
+        hf=json.dumps(stored, sort_keys=True),
+        tied_head=bool(hf["tie_word_embeddings"]),
+        initializer_range=hf["initializer_range"],
     )

@@ -6,35 +6,55 @@ import json
 
 from policy import names
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.hf import first, rope, stacks
+from policy.hf import UnsupportedModel, activation, first, rope, stacks
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 MODEL_TYPES = ("qwen3",)
 NAMES = names.ATTENTION | names.MLP
 
+# What a configuration that lacks a key means, by the class of transformers.
+DEFAULTS = {
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
 
-def read(hf: dict) -> DecoderConfig:
+
+def read(stored: dict) -> DecoderConfig:
+    hf = DEFAULTS | stored
     return DecoderConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
-        stacks=stacks([LayerSpec(mixer, Mlp(hf["intermediate_size"])) for mixer in mixers(hf)]),
-        norm=Norm(eps=first(hf, "rms_norm_eps", default=1e-6)),
+        stacks=stacks([LayerSpec(mixer, Mlp(hf["intermediate_size"], activation(hf))) for mixer in mixers(hf)]),
+        norm=Norm(eps=hf["rms_norm_eps"]),
         family="qwen3",
-        hf=json.dumps(hf, sort_keys=True),
-        tied_head=bool(hf.get("tie_word_embeddings", False)),
-        initializer_range=first(hf, "initializer_range", default=0.02),
+        hf=json.dumps(stored, sort_keys=True),
+        tied_head=bool(hf["tie_word_embeddings"]),
+        initializer_range=hf["initializer_range"],
     )
 
 
 def mixers(hf: dict) -> list[Attention]:
     """The attention of each layer; layers named sliding_attention see `sliding_window` tokens."""
     heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
-    head_dim = first(hf, "head_dim", default=128)
-    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
-    kinds = hf.get("layer_types") or [
-        "sliding_attention" if window and i >= hf.get("max_window_layers", 28) else "full_attention" for i in range(layers)
+    head_dim = hf["head_dim"]
+    window = hf["sliding_window"] if hf["use_sliding_window"] else None
+    kinds = hf["layer_types"] or [
+        "sliding_attention" if window and i >= hf["max_window_layers"] else "full_attention" for i in range(layers)
     ]
-    bias = bool(hf.get("attention_bias", False))
+    if len(kinds) != layers or (unknown := set(kinds) - {"full_attention", "sliding_attention"}):
+        wrong = f"{len(kinds)} entries for {layers} layers" if len(kinds) != layers else ", ".join(sorted(unknown))
+        raise UnsupportedModel(f"layer_types: {wrong}; known: full_attention, sliding_attention, one for each layer")
+    bias = bool(hf["attention_bias"])
     return [
         Attention(
             heads=heads,
@@ -42,7 +62,7 @@ def mixers(hf: dict) -> list[Attention]:
             head_dim=head_dim,
             scale=head_dim**-0.5,
             rope=rope(hf, head_dim),
-            qk_norm=Norm(eps=first(hf, "rms_norm_eps", default=1e-6)),
+            qk_norm=Norm(eps=hf["rms_norm_eps"]),
             bias=bias,
             out_bias=bias,
             window=window if kind == "sliding_attention" else None,

@@ -6,17 +6,37 @@ import json
 
 from policy import names
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.hf import first, rope, stacks
+from policy.hf import activation, first, rope, stacks
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 MODEL_TYPES = ("qwen3_moe",)
 NAMES = names.ATTENTION | names.MLP | names.MOE
 
+# What a configuration that lacks a key means, by the class of transformers. `head_dim` is not declared there.
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+}
+EXPERTS = 128
 
-def read(hf: dict) -> DecoderConfig:
-    heads, eps = hf["num_attention_heads"], first(hf, "rms_norm_eps", default=1e-6)
+
+def read(stored: dict) -> DecoderConfig:
+    hf = DEFAULTS | stored
+    heads, eps = hf["num_attention_heads"], hf["rms_norm_eps"]
     head_dim = first(hf, "head_dim", default=hf["hidden_size"] // heads)
-    bias = bool(hf.get("attention_bias", False))
+    bias = bool(hf["attention_bias"])
     mixer = Attention(
         heads=heads,
         kv_heads=first(hf, "num_key_value_heads", default=heads),
@@ -26,23 +46,27 @@ def read(hf: dict) -> DecoderConfig:
         qk_norm=Norm(eps=eps),
         bias=bias,
         out_bias=bias,
-        window=hf.get("sliding_window") if hf.get("use_sliding_window") else None,
+        window=hf["sliding_window"] if hf["use_sliding_window"] else None,
     )
     router = Router(
-        experts=first(hf, "num_experts", "num_local_experts", "n_routed_experts", default=128),
-        experts_per_token=first(hf, "num_experts_per_tok", default=8),
-        renormalize=bool(hf.get("norm_topk_prob", False)),
+        experts=first(hf, "num_experts", "num_local_experts", "n_routed_experts", default=EXPERTS),
+        experts_per_token=hf["num_experts_per_tok"],
+        renormalize=bool(hf["norm_topk_prob"]),
     )
-    moe, dense = Moe(router, hf["moe_intermediate_size"]), Mlp(hf["intermediate_size"])
-    step, only_dense = first(hf, "decoder_sparse_step", default=1), hf.get("mlp_only_layers") or []
-    layers = [LayerSpec(mixer, dense if i in only_dense or (i + 1) % step else moe) for i in range(hf["num_hidden_layers"])]
+    moe = Moe(router, hf["moe_intermediate_size"], activation=activation(hf))
+    dense = Mlp(hf["intermediate_size"], activation(hf))
+    step, only_dense = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
+    sparse = [
+        i not in only_dense and router.experts > 0 and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])
+    ]
+    layers = [LayerSpec(mixer, moe if is_sparse else dense) for is_sparse in sparse]
     return DecoderConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
         stacks=stacks(layers),
         norm=Norm(eps=eps),
         family="qwen3_moe",
-        hf=json.dumps(hf, sort_keys=True),
-        tied_head=bool(hf.get("tie_word_embeddings", False)),
-        initializer_range=first(hf, "initializer_range", default=0.02),
+        hf=json.dumps(stored, sort_keys=True),
+        tied_head=bool(hf["tie_word_embeddings"]),
+        initializer_range=hf["initializer_range"],
     )

@@ -1,0 +1,138 @@
+"""What we save, transformers loads with nothing missing and nothing left over, and computes the same."""
+
+import json
+
+import numpy as np
+import pytest
+from oracles import STANDARD, configuration, edit_config, oracle, random_model, reference_logits, saved, tokens
+
+import policy
+from policy import families, hub
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+
+
+def reload(kind, directory, **kwargs):
+    import transformers
+
+    cls = getattr(transformers, f"{kind}ForCausalLM")
+    model, info = cls.from_pretrained(
+        directory, output_loading_info=True, dtype="auto", attn_implementation="eager", **kwargs
+    )
+    assert {key: list(value) for key, value in info.items() if value} == {}
+    return model.eval()
+
+
+CASES = {kind: (kind, STANDARD[kind]) for kind in STANDARD} | {
+    "Llama-biases": ("Llama", {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True}),
+    "DeepseekV2-mlp_bias": ("DeepseekV2", {"mlp_bias": True, "q_lora_rank": None}),
+    "DeepseekV3-no_shared": ("DeepseekV3", {"n_shared_experts": 0}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_loads_what_we_save(name, tmp_path):
+    kind, keys = CASES[name]
+    ours = random_model(families.read(configuration(kind, **keys)))
+    policy.save(ours, tmp_path)
+    row = tokens(2, 12)
+    found = reference_logits(reload(kind, tmp_path), row)
+    np.testing.assert_allclose(found, np.asarray(ours.logits(row)), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", STANDARD)
+def test_a_model_of_transformers_comes_back_bit_for_bit(kind, tmp_path):
+    theirs = oracle(kind, **STANDARD[kind])
+    policy.save(policy.load(saved(theirs, tmp_path / "in")), tmp_path / "out")
+    back = reload(kind, tmp_path / "out").state_dict()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(back[name], tensor), name
+
+
+def test_bfloat16_weights_come_back_as_bfloat16(tmp_path):
+    ours = random_model(
+        families.read(configuration("DeepseekV3")), runtime=policy.config.Runtime("bfloat16", "bfloat16")
+    )
+    policy.save(ours, tmp_path)
+    theirs = reload("DeepseekV3", tmp_path)
+    assert theirs.lm_head.weight.dtype == torch.bfloat16
+    assert theirs.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32
+
+
+def test_auto_classes_find_the_saved_model_and_several_shards(tmp_path, monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(hub, "SHARD_BYTES", 20_000)
+    ours = random_model(families.read(configuration("Qwen3Moe")))
+    policy.save(ours, tmp_path)
+    shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(shards) > 3
+    assert set(json.loads((tmp_path / hub.INDEX).read_text())["weight_map"].values()) == set(shards)
+    row = tokens(1, 12)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", attn_implementation="eager")
+    expected = np.asarray(ours.logits(row))
+    np.testing.assert_allclose(reference_logits(theirs.eval(), row), expected, atol=2e-5, rtol=0)
+    np.testing.assert_array_equal(np.asarray(policy.load(tmp_path).logits(row)), expected)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "DeepseekV2", "DeepseekV3"])
+def test_fused_experts_are_read_like_single_ones(kind, tmp_path):
+    from safetensors.torch import save_file
+
+    theirs = oracle(kind, **STANDARD[kind])
+    single = policy.load(saved(theirs, tmp_path))
+    state = {name: tensor.contiguous() for name, tensor in theirs.state_dict().items()}
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in state)
+    save_file(state, tmp_path / hub.SINGLE, metadata={"format": "pt"})
+    fused = policy.load(tmp_path)
+    for path, array in single.params.items():
+        np.testing.assert_array_equal(np.asarray(fused.params[path]), np.asarray(array), err_msg=path)
+
+
+@pytest.mark.parametrize("kind", STANDARD)
+def test_absent_keys_mean_what_the_class_of_transformers_says(kind, tmp_path):
+    """For every default of ours, a configuration without the key reads as one where transformers wrote its default."""
+    import transformers
+
+    full = getattr(transformers, f"{kind}Config")().to_dict()
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    bare = {key: full[key] for key in required} | {"model_type": full["model_type"]}
+    if kind == "DeepseekV2":  # transformers has no default that works
+        bare["num_experts_per_tok"] = full["num_experts_per_tok"] = 6
+    assert without_json(families.read(bare)) == without_json(families.read(full))
+
+
+def without_json(config):
+    import dataclasses
+
+    return dataclasses.replace(config, hf="")
+
+
+def test_a_head_on_disk_is_accepted_where_it_is_tied(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    theirs = oracle("Qwen3", tie_word_embeddings=True)
+    directory = saved(theirs, tmp_path)
+    state = load_file(directory / hub.SINGLE)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, directory / hub.SINGLE, metadata={"format": "pt"})
+    row = tokens(1, 12)
+    found = np.asarray(policy.load(directory).logits(row))
+    np.testing.assert_allclose(found, reference_logits(theirs, row), atol=2e-5, rtol=0)
+
+
+def test_a_row_of_old_rope_keys_survives_saving(tmp_path):
+    """config.json is written as it was read, so the old spelling still means the same to transformers."""
+    theirs = oracle("Llama", **STANDARD["Llama"])
+    directory = saved(theirs, tmp_path / "in")
+
+    def old(config):
+        settings = config.pop("rope_parameters")
+        config |= {"rope_theta": settings.pop("rope_theta"), "rope_scaling": settings}
+        settings["type"] = settings.pop("rope_type")
+
+    edit_config(directory, old)
+    policy.save(policy.load(directory), tmp_path / "out")
+    row = tokens(1, 12)
+    found = reference_logits(reload("Llama", tmp_path / "out"), row)
+    np.testing.assert_allclose(found, reference_logits(theirs, row), atol=1e-6, rtol=0)
