@@ -28,9 +28,7 @@ class _Loader(yaml.SafeLoader):
     """Also reads 1e-6 as a number; YAML 1.1 wants 1.0e-6."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 def presets() -> list[str]:
@@ -61,9 +59,7 @@ def read_hf(directory) -> dict:
     if not isinstance(hf, dict):
         raise ModelFileError(f"{path}: expected an object with the keys of a configuration, found {type(hf).__name__}")
     if hf.get("quantization_config"):
-        raise UnsupportedModel(
-            f"{path}: quantization_config: quantised weights are not supported; dequantise them first"
-        )
+        raise UnsupportedModel(f"{path}: quantization_config: quantised weights are not supported; dequantise them first")
     return hf
 
 
@@ -94,9 +90,7 @@ class _Files:
             return [single]
         if (index := self.directory / INDEX).exists():
             try:
-                return [
-                    self.directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-                ]
+                return [self.directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ModelFileError(f"{index}: not an index with a weight_map: {error}") from None
         if paths := sorted(self.directory.glob("*.safetensors")):
@@ -117,13 +111,9 @@ class _Files:
         self.unread.discard(name)
         view = self._owner[name].get_slice(name)
         if tuple(view.get_shape()) != tuple(shape):
-            raise ModelFileError(
-                f"{self.directory}: tensor {name} has shape {view.get_shape()}, expected {list(shape)}"
-            )
+            raise ModelFileError(f"{self.directory}: tensor {name} has shape {view.get_shape()}, expected {list(shape)}")
         if view.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            raise ModelFileError(
-                f"{self.directory}: tensor {name} is {view.get_dtype()}: quantised weights are not supported"
-            )
+            raise ModelFileError(f"{self.directory}: tensor {name} is {view.get_dtype()}: quantised weights are not supported")
         return view[:] if part is None else view[:, part]
 
 
@@ -213,9 +203,7 @@ def write(directory, graph, params) -> None:
     config = graph.config
     hf = json.loads(config.hf)
     if families.read(hf) != config:
-        raise ValueError(
-            "this DecoderConfig no longer matches its Hugging Face configuration; change keys there instead"
-        )
+        raise ValueError("this DecoderConfig no longer matches its Hugging Face configuration; change keys there instead")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for old in (*directory.glob("*.safetensors"), *directory.glob("*.safetensors.index.json")):

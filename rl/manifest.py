@@ -103,9 +103,7 @@ def _digest(value: Any) -> str:
 def _files(directory: Path) -> list[str]:
     """Relative paths of all files below, the manifest excepted."""
     walked = ((Path(parent).relative_to(directory), names) for parent, _, names in os.walk(directory))
-    return sorted(
-        path for parent, names in walked for name in names if (path := (parent / name).as_posix()) != MANIFEST
-    )
+    return sorted(path for parent, names in walked for name in names if (path := (parent / name).as_posix()) != MANIFEST)
 
 
 def _hash(path: Path, sync: bool = False) -> str:

@@ -66,9 +66,7 @@ def test_packed_documents_equal_the_documents_alone(model, padding_first):
 
 def test_a_batch_of_one_equals_its_row_in_a_batch(model):
     rows = tokens(3, 30, seed=2)
-    np.testing.assert_allclose(
-        np.asarray(model.logits(rows[1:2]))[0], np.asarray(model.logits(rows))[1], atol=1e-5, rtol=0
-    )
+    np.testing.assert_allclose(np.asarray(model.logits(rows[1:2]))[0], np.asarray(model.logits(rows))[1], atol=1e-5, rtol=0)
 
 
 def test_positions_given_are_used(model):
@@ -111,9 +109,7 @@ def gradients(model, row, segments):
 def assert_same_gradients(found, expected, tolerance):
     for path, want in expected.items():
         scale = np.abs(want).max() + 1e-6
-        np.testing.assert_allclose(
-            np.asarray(found[path]) / scale, np.asarray(want) / scale, atol=tolerance, rtol=0, err_msg=path
-        )
+        np.testing.assert_allclose(np.asarray(found[path]) / scale, np.asarray(want) / scale, atol=tolerance, rtol=0, err_msg=path)
 
 
 WAYS = [
@@ -171,9 +167,7 @@ def test_left_padding_and_log_probabilities_equal_those_of_transformers(kind, tm
     mask = np.ones((2, 12), int)
     mask[0, :5] = 0
     positions = np.maximum(mask.cumsum(1) - 1, 0)
-    expected = reference_logits(
-        theirs, row, attention_mask=torch.tensor(mask), position_ids=torch.tensor(positions)
-    )
+    expected = reference_logits(theirs, row, attention_mask=torch.tensor(mask), position_ids=torch.tensor(positions))
     found = np.asarray(ours.logits(row, segments=mask))
     np.testing.assert_allclose(found[mask != 0], expected[mask != 0], atol=2e-5, rtol=0)
     for temperature in (1.0, 0.7):

@@ -94,9 +94,7 @@ def test_a_class_with_a_call_is_a_reward(folder):
 
 
 def test_two_rewards_of_one_name_are_refused(folder):
-    (folder / "own.py").write_text(
-        "from rewards import reward\n@reward\ndef exact_answer(completions):\n    return [1.0]\n"
-    )
+    (folder / "own.py").write_text("from rewards import reward\n@reward\ndef exact_answer(completions):\n    return [1.0]\n")
     with pytest.raises(RewardError, match=r"'exact_answer' of .*own.py is taken by .*exact_answer.py"):
         load("own.py:exact_answer")
 

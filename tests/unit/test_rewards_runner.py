@@ -180,9 +180,7 @@ def ended_once(completions):
 
 def test_a_reward_that_uses_jax_leaves_the_accelerators_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    path = written(
-        tmp_path, "import os\ndef f(completions):\n    return [float(os.environ['JAX_PLATFORMS'] == 'cpu')]\n"
-    )
+    path = written(tmp_path, "import os\ndef f(completions):\n    return [float(os.environ['JAX_PLATFORMS'] == 'cpu')]\n")
     with Runner(options(f"{path}:f")) as runner:
         assert runner.score(["p"], ["a"], {}).total[0] == 1.0
 
