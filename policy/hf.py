@@ -6,7 +6,6 @@ import math
 
 from policy.config import LayerSpec, LinearScaling, Llama3Scaling, Rope, Stack, YarnScaling
 
-
 # `hidden_act` of a configuration -> the name of policy.config.Mlp.
 ACTIVATIONS = {
     "silu": "silu",

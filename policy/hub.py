@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import re
 from collections.abc import Iterator
@@ -16,6 +15,8 @@ from policy import families, names
 from policy.config import DecoderConfig
 from policy.hf import UnsupportedModel
 
+# Beside this package, in a checkout as in an installed copy (importlib.resources fails on editable installs of Python 3.11).
+PRESETS = Path(__file__).resolve().parents[1] / "configs" / "models"
 SHARD_BYTES = 5 * 10**9
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -33,15 +34,14 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\
 
 def presets() -> list[str]:
     """Names of the architectures in configs/models/."""
-    folder = importlib.resources.files("configs") / "models"
-    return sorted(entry.name.removesuffix(".yml") for entry in folder.iterdir() if entry.name.endswith(".yml"))
+    return sorted(entry.name.removesuffix(".yml") for entry in PRESETS.iterdir() if entry.name.endswith(".yml"))
 
 
 def preset(name: str, overrides: dict | None = None) -> DecoderConfig:
     """The architecture in configs/models/NAME.yml (the keys of a Hugging Face configuration), with some keys replaced."""
     if name not in presets():
         raise UnsupportedModel(f"no model preset {name!r}; there are {', '.join(presets())}")
-    text = (importlib.resources.files("configs") / "models" / f"{name}.yml").read_text()
+    text = (PRESETS / f"{name}.yml").read_text()
     return families.read(yaml.load(text, _Loader) | (overrides or {}))
 
 

@@ -49,10 +49,6 @@ class Run:
     stop: StopWish
     prompts: int = 0
 
-    @property
-    def stage_names(self) -> list[str]:
-        return [stage.name for stage in self.prepared.stages]
-
 
 def run(config: RunConfig) -> int:
     """Runs all stages, or what is left of them in an existing run directory, and exports the final weights. Returns 0.
@@ -114,7 +110,7 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
 
 
 def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: Path) -> None:
-    names = run.stage_names
+    names = run.config.stage_names
     first, after = 0, 0
     if saved is None:
         run.events.truncate_after(names, names[0], -1)
@@ -139,6 +135,7 @@ def _run_stage(run: Run, stage: Stage, after: int | None) -> None:
         evaluation = Evaluation(run.prepared.evaluation, run.prepared.held_out, stage.runner)
     stops = run.prepared.stop_ids
     params = rollouts.sampling_params(options.sampling, stops)
+    run.events.start_stage(stage.name, options.steps, after or 0)
     if after is None:
         after = 0
         state = trainer.start(run.model.params, run.config.seed + stage.index)
@@ -147,7 +144,6 @@ def _run_stage(run: Run, stage: Stage, after: int | None) -> None:
     else:
         state = run.checkpoints.restore(trainer.abstract())[1]
         run.model.params = state.policy.params
-    run.events.start_stage(stage.name, options.steps, after)
     take = partial(_rollout_step, params=params) if stage.algorithm.needs_rollouts else _supervised_step
     for step in range(after + 1, options.steps + 1):
         began = time.perf_counter()

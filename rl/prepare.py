@@ -51,7 +51,7 @@ def prepare(config: RunConfig) -> Prepared:
     """
     tokenizer, stops = _tokenizer(config)
     encoder = _Encoder(config, tokenizer)
-    names = stage_names(config)
+    names = config.stage_names
     runners: dict[str, Runner] = {}
     stages = []
     for index, options in enumerate(config.stages):
@@ -74,16 +74,6 @@ def prepare(config: RunConfig) -> Prepared:
         )
     held_out = encoder.held_out(config.evaluation, config.stages) if config.evaluation else []
     return Prepared(tokenizer, stops, stages, config.evaluation, held_out)
-
-
-def stage_names(config: RunConfig) -> list[str]:
-    """sft, grpo, ...; repeated ones grpo-2, grpo-3."""
-    names: list[str] = []
-    for stage in config.stages:
-        name = stage.algorithm.name
-        count = sum(other == name or other.startswith(f"{name}-") for other in names)
-        names.append(f"{name}-{count + 1}" if count else name)
-    return names
 
 
 def _tokenizer(config: RunConfig):
