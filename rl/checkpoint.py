@@ -198,7 +198,6 @@ class Checkpoints:
                 kept += 1
             else:
                 _remove(path)
-                self._damaged.discard(path.name)
 
     def _not_saved(self, number: int, error: BaseException) -> None:
         """Logs a storage error with what is still safe; raises any other."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from rl.checkpoint import CheckpointError, Checkpoints
+from rl.manifest import examine
 
 PROCESS = Path(__file__).with_name("checkpoint_process.py")
 
@@ -155,20 +156,25 @@ class _Killed(BaseException):
     ],
 )
 @pytest.mark.parametrize("again", [False, True])
-def test_a_kill_between_any_two_steps_leaves_a_checkpoint(copy, monkeypatch, place, expected, again):
+def test_a_kill_between_any_two_steps_leaves_a_checkpoint(copy, monkeypatch, caplog, place, expected, again):
     """`again`: the number exists already, and is being replaced."""
     number, expected_number = (3, 3) if again else (4, expected)
     checkpoints = Checkpoints(copy, keep=1)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
-    def killed(*_, **__):
+    def killed(path=None, *_, **__):
+        if place == "shutil.rmtree":
+            (path / "host.json").unlink()
         raise _Killed
 
     with monkeypatch.context() as patched:
         patched.setattr(place, killed)
         checkpoints.save(number, arrays(number), {"number": number}, wait=True)
     following = Checkpoints(copy, keep=1)
-    assert following.host() == (expected_number, {"number": expected_number})
+    with caplog.at_level(logging.WARNING, "duet.checkpoint"):
+        assert following.host() == (expected_number, {"number": expected_number})
+    assert "damaged" not in caplog.text
+    assert all(not examine(path)[1] for path in copy.iterdir() if path.name.isdigit())
     following.save(5, arrays(5), {"number": 5}, wait=True)
     assert [p.name for p in copy.iterdir()] == ["0000000005"]
 
