@@ -39,9 +39,7 @@ def test_a_state_comes_back_with_its_structure_dtypes_and_host(tmp_path):
     number, restored, restored_host = Checkpoints(tmp_path / "checkpoints", keep=2).restore(template(saved))
     assert (number, restored_host) == (3, host)
     assert jax.tree.structure(restored) == jax.tree.structure(saved)
-    assert [(x.dtype, x.shape) for x in jax.tree.leaves(restored)] == [
-        (x.dtype, x.shape) for x in jax.tree.leaves(saved)
-    ]
+    assert [(x.dtype, x.shape) for x in jax.tree.leaves(restored)] == [(x.dtype, x.shape) for x in jax.tree.leaves(saved)]
     assert bits(restored) == bits(saved)
 
 
@@ -64,9 +62,9 @@ def test_every_bit_pattern_survives(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, arrays, {}, wait=True)
     restored = checkpoints.restore(template(arrays))[1]
-    assert {
-        name: np.asarray(x).tobytes() == np.asarray(arrays[name]).tobytes() for name, x in restored.items()
-    } == dict.fromkeys(arrays, True)
+    assert {name: np.asarray(x).tobytes() == np.asarray(arrays[name]).tobytes() for name, x in restored.items()} == dict.fromkeys(
+        arrays, True
+    )
 
 
 def test_the_directory_is_made_by_the_first_save_and_nothing_is_found_before(tmp_path):

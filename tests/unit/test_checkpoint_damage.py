@@ -212,9 +212,7 @@ def test_a_limit_on_file_size_keeps_the_last_good_checkpoint(tmp_path):
     lines = [line for line in done.stdout.splitlines() if line.startswith("duet.checkpoint")]
     assert len(lines) == 4, done.stdout
     assert "absl ERROR" not in done.stdout
-    assert all(
-        "duet.checkpoint ERROR checkpoint 2 was NOT saved" in line and "File too large" in line for line in lines
-    )
+    assert all("duet.checkpoint ERROR checkpoint 2 was NOT saved" in line and "File too large" in line for line in lines)
 
 
 @pytest.mark.parametrize("tries", [2, pytest.param(10, marks=pytest.mark.slow)])
