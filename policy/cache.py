@@ -67,6 +67,10 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
     return Visible(seen, positions, jnp.ones_like(positions)), replace(cache, arrays=arrays)
 
 
+# Logical axes of every cache array [R, S, K, C, D].
+AXES = (None, "cache_batch", "cache_heads", None, None)
+
+
 def _shapes(spec: LayerSpec) -> dict[str, tuple[int, int]]:
     """(heads, dimension) of what one token leaves in the cache of a layer."""
     match spec.mixer:
@@ -85,21 +89,18 @@ def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool)
 
     def part(stack, repeats):
         return tuple(
-            {
-                name: jnp.zeros((repeats, slots, heads, length, dim), dtype)
-                for name, (heads, dim) in _shapes(spec).items()
-            }
+            {name: jnp.zeros((repeats, slots, heads, length, dim), dtype) for name, (heads, dim) in _shapes(spec).items()}
             for spec in stack.pattern
         )
 
     return tuple(
-        (part(stack, stack.repeats),) if scan else tuple(part(stack, 1) for _ in range(stack.repeats))
-        for stack in config.stacks
+        (part(stack, stack.repeats),) if scan else tuple(part(stack, 1) for _ in range(stack.repeats)) for stack in config.stacks
     )
 
 
 def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tuple:
-    """Copies row rows[i] of `prefix` (a shorter cache) to slot slots[i] of `cache`; slots past the end (all different) are skipped."""
+    """Copies row rows[i] of `prefix` (a shorter cache) to slot slots[i] of `cache`; slots past the end, all different, are
+    skipped."""
 
     def copy(into, source):
         return into.at[:, slots, :, : source.shape[3]].set(source[:, rows], mode="drop", unique_indices=True)

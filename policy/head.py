@@ -19,14 +19,11 @@ def logits(hidden_ME: jax.Array, weight_VE: jax.Array) -> jax.Array:
     return jnp.einsum("...e,ve->...v", hidden_ME, weight_VE.astype(hidden_ME.dtype), preferred_element_type=jnp.float32)
 
 
-def logprobs(
-    hidden_ME: jax.Array, weight_VE: jax.Array, targets_M: jax.Array, temperature
-) -> tuple[jax.Array, jax.Array]:
-    """(logp, entropy), float32[M]: log softmax(logits / temperature) at `targets`, and the entropy of that
-    distribution.
+def logprobs(hidden_ME: jax.Array, weight_VE: jax.Array, targets_M: jax.Array, temperature) -> tuple[jax.Array, jax.Array]:
+    """(logp, entropy), float32[M]: log softmax(logits / temperature) at `targets`, and the entropy of that distribution.
 
-    Works through the tokens in chunks of at most CHUNK_LOGITS logits; the backward pass computes the logits again, so
-    nothing of size [M, V] is kept. Differentiable in hidden and weight, through both results.
+    Works through the tokens in chunks of at most CHUNK_LOGITS logits; the backward pass computes the logits again, so nothing
+    of size [M, V] is kept. Differentiable in hidden and weight, through both results.
     """
     M = hidden_ME.shape[0]
     chunk = max(1, min(M, CHUNK_LOGITS // weight_VE.shape[0]))

@@ -3,7 +3,6 @@ table."""
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import re
 from collections.abc import Iterator
@@ -17,6 +16,8 @@ from policy import families, names
 from policy.config import DecoderConfig
 from policy.hf import UnsupportedModel
 
+# Beside this package, in a checkout as in an installed copy (importlib.resources fails on editable installs of Python 3.11).
+PRESETS = Path(__file__).resolve().parents[1] / "configs" / "models"
 SHARD_BYTES = 5 * 10**9
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -29,15 +30,12 @@ class _Loader(yaml.SafeLoader):
     """Also reads 1e-6 as a number; YAML 1.1 wants 1.0e-6."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 def presets() -> list[str]:
     """Names of the architectures in configs/models/."""
-    folder = importlib.resources.files("configs") / "models"
-    return sorted(entry.name.removesuffix(".yml") for entry in folder.iterdir() if entry.name.endswith(".yml"))
+    return sorted(entry.name.removesuffix(".yml") for entry in PRESETS.iterdir() if entry.name.endswith(".yml"))
 
 
 def preset(name: str, overrides: dict | None = None) -> DecoderConfig:
@@ -45,7 +43,7 @@ def preset(name: str, overrides: dict | None = None) -> DecoderConfig:
     replaced."""
     if name not in presets():
         raise UnsupportedModel(f"no model preset {name!r}; there are {', '.join(presets())}")
-    text = (importlib.resources.files("configs") / "models" / f"{name}.yml").read_text()
+    text = (PRESETS / f"{name}.yml").read_text()
     return families.read(yaml.load(text, _Loader) | (overrides or {}))
 
 
@@ -63,9 +61,7 @@ def read_hf(directory) -> dict:
     if not isinstance(hf, dict):
         raise ModelFileError(f"{path}: expected an object with the keys of a configuration, found {type(hf).__name__}")
     if hf.get("quantization_config"):
-        raise UnsupportedModel(
-            f"{path}: quantization_config: quantised weights are not supported; dequantise them first"
-        )
+        raise UnsupportedModel(f"{path}: quantization_config: quantised weights are not supported; dequantise them first")
     return hf
 
 
@@ -97,9 +93,7 @@ class _Files:
             return [single]
         if (index := self.directory / INDEX).exists():
             try:
-                return [
-                    self.directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-                ]
+                return [self.directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ModelFileError(f"{index}: not an index with a weight_map: {error}") from None
         if paths := sorted(self.directory.glob("*.safetensors")):
@@ -120,13 +114,9 @@ class _Files:
         self.unread.discard(name)
         view = self._owner[name].get_slice(name)
         if tuple(view.get_shape()) != tuple(shape):
-            raise ModelFileError(
-                f"{self.directory}: tensor {name} has shape {view.get_shape()}, expected {list(shape)}"
-            )
+            raise ModelFileError(f"{self.directory}: tensor {name} has shape {view.get_shape()}, expected {list(shape)}")
         if view.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            raise ModelFileError(
-                f"{self.directory}: tensor {name} is {view.get_dtype()}: quantised weights are not supported"
-            )
+            raise ModelFileError(f"{self.directory}: tensor {name} is {view.get_dtype()}: quantised weights are not supported")
         return view[:] if part is None else view[:, part]
 
 
@@ -188,8 +178,7 @@ def _refuse_unread(files: _Files, config: DecoderConfig) -> None:
     if extra:
         more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
         raise ModelFileError(
-            f"{files.directory}: unexpected tensors {', '.join(extra[:5])}{more}: the configuration has no place for "
-            "them"
+            f"{files.directory}: unexpected tensors {', '.join(extra[:5])}{more}: the configuration has no place for them"
         )
 
 
@@ -219,9 +208,7 @@ def write(directory, graph, params) -> None:
     config = graph.config
     hf = json.loads(config.hf)
     if families.read(hf) != config:
-        raise ValueError(
-            "this DecoderConfig no longer matches its Hugging Face configuration; change keys there instead"
-        )
+        raise ValueError("this DecoderConfig no longer matches its Hugging Face configuration; change keys there instead")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for old in (*directory.glob("*.safetensors"), *directory.glob("*.safetensors.index.json")):

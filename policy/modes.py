@@ -32,9 +32,7 @@ def train(decoder: Decoder, tokens_BT, step: Step, temperature, runtime: Runtime
     temperature; both are 0 at the first token of a segment and on padding."""
     hidden, _, statistics = decoder(tokens_BT, step, None, runtime)
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    logp, entropy = head.logprobs(
-        before.reshape(-1, hidden.shape[-1]), decoder.head_weight, tokens_BT.reshape(-1), temperature
-    )
+    logp, entropy = head.logprobs(before.reshape(-1, hidden.shape[-1]), decoder.head_weight, tokens_BT.reshape(-1), temperature)
     scored = (step.segments != 0) & ~first_of_segment(step.segments)
     return *(jnp.where(scored, a.reshape(tokens_BT.shape), 0.0) for a in (logp, entropy)), statistics
 

@@ -28,6 +28,8 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "vocab": ("tensor",),
     "exp": ("expert",),
+    "cache_batch": ("data", "fsdp", "expert"),
+    "cache_heads": ("tensor",),
 }
 
 
@@ -45,11 +47,7 @@ class Layout:
             chosen = []
             for axis in rules.get(name, ()) if name else ():
                 degree = self.mesh.shape[axis]
-                if (
-                    degree > 1
-                    and axis not in used
-                    and size % (degree * int(np.prod([self.mesh.shape[a] for a in chosen]))) == 0
-                ):
+                if degree > 1 and axis not in used and size % (degree * int(np.prod([self.mesh.shape[a] for a in chosen]))) == 0:
                     chosen.append(axis)
                     used.add(axis)
             dims.append(tuple(chosen) or None)
@@ -96,3 +94,10 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...], layout: Layout | None)
     if layout is None or layout.mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, layout.sharding(axes, x.shape))
+
+
+def settle(result, layout: Layout):
+    """`result`, waited for where programs must not overlap: on CPU with several devices overlapping collectives deadlock."""
+    if layout.mesh.size > 1 and layout.mesh.devices.flat[0].platform == "cpu":
+        jax.block_until_ready(result)
+    return result

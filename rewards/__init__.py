@@ -1,0 +1,39 @@
+"""Rewards: text in, numbers out. A reward is a function `(prompts, completions, **columns) -> list[float | None]`.
+
+    from rewards import reward
+
+    @reward
+    def short(prompts, completions, limit=80):
+        return [1.0 if len(text) <= limit else 0.0 for text in completions]
+
+`registry` finds a function by name, module or file; `runner` calls it in worker processes, which may fail; `check` runs
+it on its examples. A file of this folder that holds a function of its own name under `@reward` is a built-in reward.
+"""
+
+from importlib import import_module
+
+from rewards.registry import RewardError, RewardFailed, RewardFunction, known, load, reward
+from rewards.text import text_of
+
+__all__ = [
+    "Fault",
+    "RewardError",
+    "RewardFailed",
+    "RewardFunction",
+    "Runner",
+    "RunnerOptions",
+    "Scores",
+    "known",
+    "load",
+    "reward",
+    "text_of",
+]
+
+_NEEDS_NUMPY = ("Fault", "Runner", "RunnerOptions", "Scores")
+
+
+def __getattr__(name: str):
+    """Imports the runner, and numpy with it, only for those who use it: worker processes start without."""
+    if name in _NEEDS_NUMPY:
+        return getattr(import_module("rewards.runner"), name)
+    raise AttributeError(f"module 'rewards' has no attribute {name!r}")

@@ -1,25 +1,53 @@
 """The schema of a run's YAML file. Every key that exists is declared here; anything else is refused.
 
-Imports neither jax nor transformers: a file is checked before anything slow starts. `rl/configfile.py` reads the files and
-turns what pydantic says into file:line messages.
+Imports neither jax nor transformers: a file is checked before anything slow starts. `rl/configfile.py` reads the files
+and turns what pydantic says into file:line messages.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import dataclasses
+import types
+import typing
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 import rl.algorithms
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """Unknown keys and values of another type are refused; `1e3` is a whole number where one is wanted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    shorthand: ClassVar[str | None] = None
+    """Key for which a plain text stands: `model: tiny` is `model: {source: tiny}`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_people_write(cls, values):
+        if isinstance(values, str) and cls.shorthand:
+            return {cls.shorthand: values}
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        for name, field in cls.model_fields.items():
+            value, kinds = values.get(name), accepted_types(field.annotation)
+            if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
+                values[name] = int(value)
+            # A section left empty (`optimizer:` with every line below commented out) is the section's defaults.
+            elif name in values and value is None and type(None) not in kinds and not kinds <= {int, float, bool, str}:
+                del values[name]
+        return values
 
 
-def _shorthand(key: str):
-    """Lets `field: text` stand for `field: {key: text}`."""
-    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+def accepted_types(annotation: Any) -> set[Any]:
+    """The members of a union, or the type itself; `list[int]` counts as list."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return {kind for member in typing.get_args(annotation) for kind in accepted_types(member)}
+    if typing.get_origin(annotation) is Literal:
+        return {type(choice) for choice in typing.get_args(annotation)}
+    return {typing.get_origin(annotation) or annotation}
 
 
 class WandbOptions(Strict):
@@ -40,6 +68,8 @@ class RunOptions(Strict):
 
 
 class ModelOptions(Strict):
+    shorthand: ClassVar[str | None] = "source"
+
     source: str = Field(description="Hugging Face directory, or the name of a file in configs/models/")
     overrides: dict[str, Any] = Field({}, description="keys of the Hugging Face configuration to change; random weights only")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the matrix products")
@@ -49,6 +79,8 @@ class ModelOptions(Strict):
 
 
 class TokenizerOptions(Strict):
+    shorthand: ClassVar[str | None] = "source"
+
     source: str = Field(description="directory of a tokenizer, or a built-in one: bytes, characters")
     alphabet: str | None = Field(None, description="characters: the characters that exist")
     chat_template: str | None = Field(None, description="file of a jinja chat template that replaces the tokenizer's own")
@@ -80,10 +112,13 @@ class ColumnNames(Strict):
 class DataOptions(Strict):
     """Either `task` (problems generated in code) or `path` (a JSONL, CSV or Parquet file, a folder, or a hub name)."""
 
+    shorthand: ClassVar[str | None] = "path"
+
     task: str | None = Field(None, description="arithmetic, or any reasoning-gym task by name")
     options: dict[str, Any] = Field({}, description="options of the task")
-    path: str | None = None
-    split: str = "train"
+    path: str | None = Field(None, description="relative paths start at the working directory")
+    subset: str | None = Field(None, description="configuration of a hub dataset that has several")
+    split: str | None = Field(None, description="default: train; for evaluation eval (tasks) or test (hub)")
     columns: ColumnNames = ColumnNames()
     prompt_template: str | None = Field(None, description="text with {column} fields that makes the prompt from a row")
     system: str | None = Field(None, description="system message put before the prompt; implies chat")
@@ -110,7 +145,7 @@ class SamplingOptions(Strict):
 class EvaluationOptions(Strict):
     """Before the first and after the last step of every stage, and every `every` steps."""
 
-    data: Annotated[DataOptions, _shorthand("path")]
+    data: DataOptions
     every: int = Field(0, ge=0, description="steps; 0: only first and last")
     problems: int = Field(256, ge=1)
     samples: int = Field(0, ge=0, description="sampled completions for each problem, for pass@k; 0: greedy only")
@@ -120,13 +155,15 @@ class EvaluationOptions(Strict):
 
 
 class RewardOptions(Strict):
+    shorthand: ClassVar[str | None] = "name"
+
     name: str = Field(description="registered name, package.module:function, file.py:function, or entry point")
     weight: float = 1.0
     options: dict[str, Any] = Field({}, description="keyword arguments handed to the function")
 
 
 class RewardSettings(Strict):
-    functions: list[Annotated[RewardOptions, _shorthand("name")]] = Field(min_length=1)
+    functions: list[RewardOptions] = Field(min_length=1)
     workers: int = Field(2, ge=1)
     timeout_s: float = Field(10.0, gt=0.0, description="deadline of one call on one group of completions")
     on_error: Literal["continue", "stop"] = "continue"
@@ -144,20 +181,31 @@ class OptimizerOptions(Strict):
     clip_norm: float | None = Field(1.0, gt=0.0)
 
 
-class AlgorithmOptions(BaseModel):
-    """`name` and the fields of that algorithm's dataclass in rl/algorithms/."""
+class RouterOptions(Strict):
+    """How the routers of mixture-of-experts layers are kept balanced."""
+
+    bias_rate: float = Field(1e-3, ge=0.0, description="step of the selection bias after each update; 0: it stays")
+    balance_coef: float = Field(0.0, ge=0.0, description="weight of the sequence-wise balance loss (DeepSeek-V3: 1e-4)")
+
+
+class AlgorithmOptions(Strict):
+    """`name` and the fields of that algorithm's dataclass in rl/algorithms/, defaults filled in."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
+    shorthand: ClassVar[str | None] = "name"
+
     name: str
 
     @model_validator(mode="after")
     def _known(self):
-        rl.algorithms.get(self.name, **(self.model_extra or {}))
+        algorithm = rl.algorithms.get(self.name, **(self.model_extra or {}))
+        # A saved run says every number it used, so that it stays the same run when a default changes.
+        self.__pydantic_extra__.update({f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)})
         return self
 
 
 class StageOptions(Strict):
-    algorithm: Annotated[AlgorithmOptions, _shorthand("name")]
+    algorithm: AlgorithmOptions
     steps: int = Field(ge=0, description="generation batches (grpo, ppo) or optimiser steps (sft)")
     prompts_per_step: int = Field(32, ge=1, description="prompts (grpo, ppo) or demonstrations (sft) of one step")
     samples_per_prompt: int = Field(8, ge=1, description="completions of each prompt: the group")
@@ -165,8 +213,9 @@ class StageOptions(Strict):
     micro_batch: int | None = Field(None, ge=1, description="rows in one gradient computation; changes speed and memory only")
     optimizer: OptimizerOptions = OptimizerOptions()
     critic: OptimizerOptions = Field(OptimizerOptions(), description="optimizer of the critic (ppo)")
+    router: RouterOptions = RouterOptions()
     sampling: SamplingOptions = SamplingOptions()
-    data: Annotated[DataOptions, _shorthand("path")] | None = Field(None, description="instead of the run's data")
+    data: DataOptions | None = Field(None, description="instead of the run's data")
     rewards: RewardSettings | None = Field(None, description="instead of the run's rewards")
 
     @model_validator(mode="after")
@@ -178,15 +227,23 @@ class StageOptions(Strict):
 
 class RunConfig(Strict):
     run: RunOptions = RunOptions()
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     platform: Literal["auto", "cpu", "tpu", "gpu"] = "auto"
-    model: Annotated[ModelOptions, _shorthand("source")]
-    tokenizer: Annotated[TokenizerOptions, _shorthand("source")] | None = Field(None, description="default: the model's directory")
+    model: ModelOptions
+    tokenizer: TokenizerOptions | None = Field(None, description="default: the model's directory")
     mesh: MeshOptions = MeshOptions()
     generator: GeneratorOptions = GeneratorOptions()
     max_length: int = Field(1024, ge=2, description="tokens of a prompt and its completion together; the cache's length")
-    data: Annotated[DataOptions, _shorthand("path")] | None = None
+    data: DataOptions | None = None
     rewards: RewardSettings | None = None
     evaluation: EvaluationOptions | None = None
     stages: list[StageOptions] = Field(min_length=1)
     every_stage: dict[str, Any] = Field({}, description="laid over each stage, e.g. to make any run small")
+    if_given: dict[str, Any] = Field({}, description="laid over those sections that the files before have, e.g. evaluation")
+
+    @property
+    def stage_names(self) -> list[str]:
+        """sft, grpo, ...; repeated ones grpo-2, grpo-3."""
+        kinds = [stage.algorithm.name for stage in self.stages]
+        counts = [kinds[: number + 1].count(kind) for number, kind in enumerate(kinds)]
+        return [kind if count == 1 else f"{kind}-{count}" for kind, count in zip(kinds, counts, strict=True)]

@@ -1,0 +1,20 @@
+"""Prompts in, completions out. jax is imported at the first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollout.generator import Completion, Generator, GeneratorOptions
+    from rollout.sampling import SamplingParams
+
+_HOME = {"Generator": "generator", "GeneratorOptions": "generator", "Completion": "generator", "SamplingParams": "sampling"}
+__all__ = ["Completion", "Generator", "GeneratorOptions", "SamplingParams"]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'rollout' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"rollout.{_HOME[name]}"), name)

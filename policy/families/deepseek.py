@@ -25,9 +25,7 @@ NAMES = (
         "feed_forward.router.bias": names.Plain("mlp.gate.e_score_correction_bias"),
     }
     | {
-        end.replace("feed_forward.", "feed_forward.shared."): type(place)(
-            place.name.replace("mlp.", "mlp.shared_experts.")
-        )
+        end.replace("feed_forward.", "feed_forward.shared."): type(place)(place.name.replace("mlp.", "mlp.shared_experts."))
         for end, place in names.MLP.items()
     }
 )
@@ -86,9 +84,7 @@ def read(stored: dict) -> DecoderConfig:
         raise UnsupportedModel("deepseek: attention_bias is not supported")
     bias = not v3 and bool(hf["mlp_bias"])
     mixer, dense = _mixer(hf, v3), Mlp(hf["intermediate_size"], activation(hf), bias=bias)
-    experts = first(
-        hf, "n_routed_experts", "num_local_experts", "num_experts", default=EXPERTS_V3 if v3 else EXPERTS_V2
-    )
+    experts = first(hf, "n_routed_experts", "num_local_experts", "num_experts", default=EXPERTS_V3 if v3 else EXPERTS_V2)
     width, shared = hf["moe_intermediate_size"], hf["n_shared_experts"]
     moe = Moe(
         _router(hf, v3, experts),
@@ -129,9 +125,7 @@ def _mixer(hf: dict, v3: bool) -> LatentAttention:
 
 def _router(hf: dict, v3: bool, experts: int) -> Router:
     if not v3 and hf["topk_method"] not in ("greedy", "group_limited_greedy"):
-        raise UnsupportedModel(
-            f"topk_method {hf['topk_method']!r} is not supported; known: greedy, group_limited_greedy"
-        )
+        raise UnsupportedModel(f"topk_method {hf['topk_method']!r} is not supported; known: greedy, group_limited_greedy")
     limited = v3 or hf["topk_method"] == "group_limited_greedy"
     return Router(
         experts=experts,

@@ -56,9 +56,7 @@ def read(stored: dict) -> DecoderConfig:
     moe = Moe(router, hf["moe_intermediate_size"], activation=activation(hf))
     dense = Mlp(hf["intermediate_size"], activation(hf))
     step, only_dense = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
-    sparse = [
-        i not in only_dense and router.experts > 0 and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])
-    ]
+    sparse = [i not in only_dense and router.experts > 0 and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
     layers = [LayerSpec(mixer, moe if is_sparse else dense) for is_sparse in sparse]
     return DecoderConfig(
         vocab_size=hf["vocab_size"],

@@ -78,9 +78,7 @@ def _combine_backward(saved, g_NE: jax.Array):
     rows, weights, plan = saved
     g32 = g_NE.astype(jnp.float32)
     g_weights = jnp.einsum("nke,ne->nk", rows[plan.row].astype(jnp.float32), g32).astype(weights.dtype)
-    weight_of_row = (
-        jnp.zeros(rows.shape[0], jnp.float32).at[plan.row].set(weights.astype(jnp.float32), unique_indices=True)
-    )
+    weight_of_row = jnp.zeros(rows.shape[0], jnp.float32).at[plan.row].set(weights.astype(jnp.float32), unique_indices=True)
     g_rows = jnp.take(g32, plan.token, axis=0, mode="fill", fill_value=0) * weight_of_row[:, None]
     return g_rows.astype(rows.dtype), g_weights, None
 

@@ -1,0 +1,97 @@
+"""The algorithms of a run: every file in this folder without a leading underscore is one.
+
+An algorithm file defines the frozen dataclass `Algorithm`. Its fields are its YAML keys, and it says
+
+    needs_rollouts, needs_reference, needs_critic, needs_entropy    what the trainer has to provide
+    needs_old_logp(updates_per_step)    whether log-probabilities are taken before the first update
+    with_totals(PolicyInputs)           the whole optimiser batch with its counts, before it is cut into micro-batches
+    loss(PolicyInputs)                  device: (scalar, metrics), differentiable in logp and entropy
+    advantages(rewards, lengths)        host, with rollouts: float[P,G], NaN where there is no score -> float[P,G]
+    advantages_per_token(...), value_loss(...)    in its place with a critic; see `ppo`
+
+so that the trainer knows none of them by name. Nothing here imports jax before `PolicyInputs` or a loss is asked for:
+`get` also serves the check of a configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import pkgutil
+from typing import Any
+
+__all__ = ["PolicyInputs", "get", "known", "reduce_metrics"]
+
+
+def known() -> list[str]:
+    """Names of the algorithms, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def get(name: str, **options: Any):
+    """The algorithm `name` with these options; the rest keep their defaults.
+
+    Raises ValueError for an unknown algorithm, and pydantic's ValidationError (a ValueError that lists all faults, each
+    with its option) for an unknown option or a value of the wrong type or range.
+    """
+    if name not in known():
+        raise ValueError(f"unknown algorithm {name!r}{_nearest(name, known())}; known: {', '.join(known())}")
+    algorithm = importlib.import_module(f"{__name__}.{name}").Algorithm
+
+    from pydantic import ValidationError
+
+    try:
+        return algorithm(**options)
+    except ValidationError as error:
+        raise _with_nearest_names(error, name, [field.name for field in dataclasses.fields(algorithm)]) from None
+
+
+def reduce_metrics(stacked: dict[str, Any]) -> dict[str, Any]:
+    """Metrics of one optimiser batch from those of its M micro-batches, each stacked to an array [M].
+
+    Means are already divided by counts of the whole batch, so they are summed; `*_max` and `*_min` take the extreme,
+    and the effective sample size follows from the first two moments of the weights. Works on numpy and jax arrays, also
+    under jit.
+    """
+    reduced = {}
+    for key, values in stacked.items():
+        if key.endswith("_max"):
+            reduced[key] = values.max(axis=0)
+        elif key.endswith("_min"):
+            reduced[key] = values.min(axis=0)
+        else:
+            reduced[key] = values.sum(axis=0)
+    if "sampler/ess" in reduced:
+        square_mean = reduced["sampler/is_ratio_square_mean"].clip(min=1e-30)  # 0 where the batch has no token
+        reduced["sampler/ess"] = reduced["sampler/is_ratio_mean"] ** 2 / square_mean
+    return reduced
+
+
+def __getattr__(name: str):
+    if name == "PolicyInputs":
+        return importlib.import_module(f"{__name__}._inputs").PolicyInputs
+    if name in known():
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(str(name), names, n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _with_nearest_names(error, algorithm: str, names: list[str]):
+    """The same faults, with unknown options explained by the nearest valid name and the whole list."""
+    from pydantic import ValidationError
+    from pydantic_core import InitErrorDetails, PydanticCustomError
+
+    details = []
+    for fault in error.errors():
+        kind = fault["type"]
+        if kind == "unexpected_keyword_argument":
+            option = fault["loc"][-1]
+            text = f"{algorithm} has no option {option!r}{_nearest(option, names)}; its options: {', '.join(names)}"
+            kind = PydanticCustomError("unknown_option", "{text}", {"text": text})
+        details.append(InitErrorDetails(type=kind, loc=fault["loc"], input=fault["input"], ctx=fault.get("ctx", {})))
+    return ValidationError.from_exception_data(algorithm, details)

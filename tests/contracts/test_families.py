@@ -83,9 +83,7 @@ def test_a_required_key_that_lacks_is_named(kind, key):
 
 def test_the_tree_of_weights_is_the_golden_one(kind):
     graph = Graph(families.read(tiny(kind)), Runtime(), layout({"fsdp": 1}))
-    tree = {
-        path: {"shape": list(graph.shapes[path].shape), "axes": list(graph.axes[path])} for path in sorted(graph.paths)
-    }
+    tree = {path: {"shape": list(graph.shapes[path].shape), "axes": list(graph.axes[path])} for path in sorted(graph.paths)}
     file = GOLDEN / f"{kind}.json"
     if os.environ.get("DUET_WRITE_GOLDEN"):
         lines = (f" {json.dumps(path)}: {json.dumps(entry)}" for path, entry in tree.items())
@@ -101,10 +99,7 @@ def test_the_tree_does_not_depend_on_how_it_is_computed(kind):
 
 def test_router_biases_stay_float32_and_are_not_trained(kind):
     graph = Graph(families.read(tiny(kind)), Runtime("bfloat16", "bfloat16"), layout({"fsdp": 1}))
-    biased = any(
-        isinstance(layer.feed_forward, Moe) and layer.feed_forward.router.correction_bias
-        for layer in graph.config.layers
-    )
+    biased = any(isinstance(layer.feed_forward, Moe) and layer.feed_forward.router.correction_bias for layer in graph.config.layers)
     assert bool(graph.untrained) == biased
     for path, shape in graph.shapes.items():
         assert shape.dtype == (jnp.float32 if path in graph.untrained else jnp.bfloat16), path

@@ -66,9 +66,7 @@ def test_packed_documents_equal_the_documents_alone(model, padding_first):
 
 def test_a_batch_of_one_equals_its_row_in_a_batch(model):
     rows = tokens(3, 30, seed=2)
-    np.testing.assert_allclose(
-        np.asarray(model.logits(rows[1:2]))[0], np.asarray(model.logits(rows))[1], atol=1e-5, rtol=0
-    )
+    np.testing.assert_allclose(np.asarray(model.logits(rows[1:2]))[0], np.asarray(model.logits(rows))[1], atol=1e-5, rtol=0)
 
 
 def test_positions_given_are_used(model):
@@ -111,9 +109,7 @@ def gradients(model, row, segments):
 def assert_same_gradients(found, expected, tolerance):
     for path, want in expected.items():
         scale = np.abs(want).max() + 1e-6
-        np.testing.assert_allclose(
-            np.asarray(found[path]) / scale, np.asarray(want) / scale, atol=tolerance, rtol=0, err_msg=path
-        )
+        np.testing.assert_allclose(np.asarray(found[path]) / scale, np.asarray(want) / scale, atol=tolerance, rtol=0, err_msg=path)
 
 
 WAYS = [

@@ -16,9 +16,7 @@ def reload(kind, directory, **kwargs):
     import transformers
 
     cls = getattr(transformers, f"{kind}ForCausalLM")
-    model, info = cls.from_pretrained(
-        directory, output_loading_info=True, dtype="auto", attn_implementation="eager", **kwargs
-    )
+    model, info = cls.from_pretrained(directory, output_loading_info=True, dtype="auto", attn_implementation="eager", **kwargs)
     assert {key: list(value) for key, value in info.items() if value} == {}
     return model.eval()
 
@@ -50,9 +48,7 @@ def test_a_model_of_transformers_comes_back_bit_for_bit(kind, tmp_path):
 
 
 def test_bfloat16_weights_come_back_as_bfloat16(tmp_path):
-    ours = random_model(
-        families.read(configuration("DeepseekV3")), runtime=policy.config.Runtime("bfloat16", "bfloat16")
-    )
+    ours = random_model(families.read(configuration("DeepseekV3")), runtime=policy.config.Runtime("bfloat16", "bfloat16"))
     policy.save(ours, tmp_path)
     theirs = reload("DeepseekV3", tmp_path)
     assert theirs.lm_head.weight.dtype == torch.bfloat16

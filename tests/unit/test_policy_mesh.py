@@ -118,9 +118,7 @@ class EightDevices:
 
 def spec(axes, shape, degrees=None):
     mesh = EightDevices()
-    mesh.shape = dict.fromkeys(("data", "fsdp", "tensor", "expert", "context"), 1) | (
-        degrees or {"fsdp": 4, "tensor": 2}
-    )
+    mesh.shape = dict.fromkeys(("data", "fsdp", "tensor", "expert", "context"), 1) | (degrees or {"fsdp": 4, "tensor": 2})
     return Layout(mesh, tuple(DEFAULT_RULES.items())).spec(axes, shape)
 
 

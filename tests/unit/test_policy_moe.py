@@ -90,9 +90,7 @@ def router(seed=0, **keys):
 
 
 def test_a_sigmoid_router_chooses_with_the_bias_and_weighs_without():
-    layer = router(
-        score="sigmoid", correction_bias=True, groups=4, topk_groups=2, group_score="top2", renormalize=True, scale=2.5
-    )
+    layer = router(score="sigmoid", correction_bias=True, groups=4, topk_groups=2, group_score="top2", renormalize=True, scale=2.5)
     x = np.random.default_rng(3).normal(size=(40, E)).astype(np.float32)
     experts, weights, scores = (np.asarray(a) for a in layer(jnp.asarray(x)))
     s = 1 / (1 + np.exp(-x.astype(np.float64) @ np.asarray(layer.weight[...], np.float64)))

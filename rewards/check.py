@@ -1,0 +1,181 @@
+"""Runs a reward on its examples: what `rl reward test file.py:function` does.
+
+Examples stand beside the function, in a list of the module:
+
+    EXAMPLES = [
+        {"prompt": "2 + 2?", "completion": "4", "answer": "4", "score": 1.0},
+        {"prompt": "2 + 2?", "completion": "5", "answer": "4", "score": 0.0},
+    ]
+
+`prompt`, `completion` and the expected `score` (None: not applicable) are always there; `options` are the function's
+options; every other key is a column. A module with several rewards has a dict of such lists, by function name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from dataclasses import dataclass
+
+from rewards import registry
+from rewards.registry import RewardError
+from rewards.runner import Fault, Runner, RunnerOptions
+
+_TOLERANCE = 1e-6
+_OWN_KEYS = ("prompt", "completion", "score", "options")
+_SMOKE = ({"prompt": "What is 2 + 2?", "completion": "4"}, {"prompt": "What is 2 + 2?", "completion": ""})
+_HOW_TO = """\
+{spec} has no examples, so it was only called on two samples of no meaning. Add to its file:
+
+    EXAMPLES = [
+        {{"prompt": "2 + 2?", "completion": "4", {columns}"score": 1.0}},
+    ]"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One example: `expected` and `got` are scores or None; `fault` if it has none because the function failed."""
+
+    example: dict
+    expected: float | None
+    got: float | None
+    fault: Fault | None
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """`outcomes` of the examples that ran; `skipped`: number of those after a hang, which were not run; `advice`: what
+    to do about missing examples."""
+
+    spec: str
+    outcomes: list[Outcome]
+    skipped: int = 0
+    advice: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.outcomes) and not self.skipped and all(outcome.passed for outcome in self.outcomes)
+
+
+def test_examples(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> Report:
+    """Calls the reward on each of its examples in a worker process. `options` lie under those of an example.
+
+    Stops at the first example that takes more than `timeout_s` seconds. Without examples the function is called on two
+    generic samples, where it needs no column. Raises RewardError as `registry.check` does, and for malformed examples.
+    """
+    located = registry.locate(spec)
+    examples = _examples(located)
+    if examples is not None:
+        return _run(spec, examples, options or {}, timeout_s)
+    needed = [
+        name for name in registry.parameters(located.function, spec).required if name not in {*registry.GIVEN, *(options or {})}
+    ]
+    advice = _HOW_TO.format(spec=spec, columns="".join(f"{json.dumps(name)}: ..., " for name in needed))
+    if needed:
+        advice = advice.replace("only called on two samples of no meaning", "not called: it needs columns")
+        return Report(spec, [], advice=advice)
+    report = _run(spec, [dict(sample) for sample in _SMOKE], options or {}, timeout_s)
+    return Report(spec, report.outcomes, report.skipped, advice)
+
+
+test_examples.__test__ = False  # pytest collects what is called test_*, wherever it is imported
+
+
+def main(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> int:
+    """Prints the outcome of every example. Returns 0 if all passed, 1 if not, 2 if the reward cannot be used at all."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(soft_wrap=True)
+    log = logging.getLogger("duet.rewards")
+    log.addFilter(_nothing)  # faults are printed below
+    try:
+        report = test_examples(spec, options, timeout_s)
+    except RewardError as error:
+        console.print(Text(str(error), style="red"))
+        return 2
+    finally:
+        log.removeFilter(_nothing)
+    table = Table("", "prompt", "completion", "expected", "got")
+    for outcome in report.outcomes:
+        sign = Text("ok", style="green") if outcome.passed else Text("FAIL", style="red")
+        texts = (_cell(outcome.example["prompt"]), _cell(outcome.example["completion"]))
+        expected = _cell(outcome.expected) if "score" in outcome.example else "any"
+        table.add_row(sign, *map(Text, (*texts, expected, outcome.fault.kind if outcome.fault else _cell(outcome.got))))
+    if report.outcomes:
+        console.print(table)
+    for outcome in report.outcomes:
+        if outcome.fault is not None:
+            console.print(Text(f"{_cell(outcome.fault.completion)}: {outcome.fault.kind}\n{outcome.fault.traceback}"))
+    if report.advice:
+        console.print(Text(report.advice, style="yellow"))
+    elif report.skipped:
+        console.print(Text(f"{report.skipped} more not run after a call without an answer in {timeout_s:g} s"))
+    passed = sum(outcome.passed for outcome in report.outcomes)
+    console.print(Text(f"{spec}: {passed} of {len(report.outcomes)} passed", style="green" if report.passed else "red"))
+    return 0 if report.passed else 1
+
+
+def _examples(located: registry.Located) -> list[dict] | None:
+    module = sys.modules.get(located.function.__module__)
+    examples = getattr(module, "EXAMPLES", None)
+    if isinstance(examples, dict):
+        examples = examples.get(located.name)
+    if not examples:
+        return None
+    for number, example in enumerate(examples):
+        missing = [key for key in ("prompt", "completion", "score") if key not in example]
+        if missing:
+            raise RewardError(f"EXAMPLES[{number}] of {located.address} lacks {', '.join(map(repr, missing))}")
+    return examples
+
+
+def _run(spec: str, examples: list[dict], options: dict, timeout_s: float) -> Report:
+    """Examples of equal options share a worker."""
+    runners: dict[str, Runner] = {}
+    outcomes = []
+    try:
+        for number, example in enumerate(examples):
+            chosen = {**options, **example.get("options", {})}
+            key = repr(sorted(chosen.items()))
+            if key not in runners:
+                runners[key] = Runner(RunnerOptions(((spec, 1.0, chosen),), workers=1, timeout_s=timeout_s))
+            outcomes.append(_outcome(runners[key], example))
+            if outcomes[-1].fault is not None and outcomes[-1].fault.kind == "timeout":
+                return Report(spec, outcomes, skipped=len(examples) - number - 1)
+    finally:
+        for runner in runners.values():
+            runner.close()
+    return Report(spec, outcomes)
+
+
+def _outcome(runner: Runner, example: dict) -> Outcome:
+    given = {"completion_lengths": len(str(example["completion"]).split()), "truncated": False}
+    given.update({key: value for key, value in example.items() if key not in _OWN_KEYS})
+    columns = {key: value if key == "max_new_tokens" else [value] for key, value in given.items()}
+    scores = runner.score([example["prompt"]], [example["completion"]], columns)
+    fault = scores.faults[0] if scores.faults else None
+    got = None if math.isnan(scores.rewards[0, 0]) else float(scores.rewards[0, 0])
+    expected = example.get("score")
+    if fault is not None:
+        passed = False
+    elif "score" not in example:
+        passed = True
+    elif got is None or expected is None:
+        passed = got is expected
+    else:
+        passed = math.isclose(got, expected, abs_tol=_TOLERANCE)
+    return Outcome(example, expected, got, fault, passed)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+def _cell(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,52 @@
+"""A price on length, in tokens: for each token, or for each token away from a target."""
+
+from rewards.registry import reward
+
+EXAMPLES = [
+    {"prompt": "", "completion": "a b", "completion_lengths": 200, "score": -0.2},
+    {"prompt": "", "completion": "a b", "completion_lengths": 2, "options": {"penalty": 0.5}, "score": -1.0},
+    {"prompt": "", "completion": "a b", "completion_lengths": 100, "options": {"target": 100}, "score": 0.0},
+    {"prompt": "", "completion": "a b", "completion_lengths": 90, "options": {"target": 100}, "score": -0.01},
+    {
+        "prompt": "",
+        "completion": "a b",
+        "completion_lengths": 90,
+        "options": {"target": 100, "only_longer": True},
+        "score": 0.0,
+    },
+    {"prompt": "", "completion": "a b", "completion_lengths": 9000, "options": {"floor": -1.0}, "score": -1.0},
+]
+
+
+def _check(penalty: float = 0.001, target: int | None = None, **_) -> None:
+    if penalty < 0:
+        raise ValueError(f"penalty={penalty} would pay for length; give a number that is not negative")
+    if target is not None and target < 0:
+        raise ValueError(f"target={target} tokens")
+
+
+@reward(check=_check)
+def length(
+    prompts,
+    completions,
+    completion_lengths,
+    penalty: float = 0.001,
+    target: int | None = None,
+    only_longer: bool = False,
+    floor: float | None = None,
+):
+    """-penalty * tokens; with a target -penalty * |tokens - target|, never below `floor`.
+
+    completion_lengths: tokens of each completion, its stop token included; given by the run.
+    penalty: price of one token, not negative.
+    target: number of tokens that costs nothing.
+    only_longer: what is shorter than the target costs nothing either.
+    floor: lowest score.
+    """
+    scores = []
+    for tokens in completion_lengths:
+        excess = tokens if target is None else tokens - target
+        distance = max(excess, 0) if only_longer else abs(excess)
+        score = -penalty * distance if distance else 0.0
+        scores.append(score if floor is None else max(score, floor))
+    return scores

@@ -1,0 +1,53 @@
+"""The score that a reasoning-gym task gives itself (package reasoning-gym, extra `tasks`)."""
+
+import functools
+import importlib.util
+import json
+
+from rewards.registry import reward
+from rewards.text import answer_span, text_of
+
+_ENTRY = json.dumps({"question": "1 + 1 = ?", "answer": "2", "metadata": {}})
+EXAMPLES = [
+    {"prompt": "1 + 1 = ?", "completion": "2", "task": "basic_arithmetic", "entry": _ENTRY, "score": 1.0},
+    {
+        "prompt": "1 + 1 = ?",
+        "completion": "<think>1, 2</think><answer>2</answer>",
+        "task": "basic_arithmetic",
+        "entry": _ENTRY,
+        "score": 1.0,
+    },
+    {"prompt": "1 + 1 = ?", "completion": "3", "task": "basic_arithmetic", "entry": _ENTRY, "score": 0.0},
+]
+
+
+def _check(**_) -> None:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ValueError("reasoning-gym is not installed: pip install 'duet-rl[tasks]'")
+
+
+def _prepare() -> None:
+    import reasoning_gym  # noqa: F401  (2 s; paid here, not in the first call)
+
+
+@functools.lru_cache(maxsize=256)
+def _scorer(task: str):
+    import reasoning_gym
+
+    return reasoning_gym.get_score_answer_fn(task)
+
+
+@reward(check=_check, prepare=_prepare)
+def reasoning_gym(prompts, completions, task, entry, pattern: str | None = None):
+    """`score_answer` of the task, 0 to 1, on the answer in the completion.
+
+    task: column with the task's name; entry: column with the problem as a JSON text, as the task made it.
+    pattern: regular expression whose group 1 is the answer; without one, the inside of the last `<answer>...</answer>`,
+        else what follows the last `####`, else the whole completion.
+    """
+    scores = []
+    for completion, name, problem in zip(completions, task, entry, strict=True):
+        answer = answer_span(text_of(completion), pattern)
+        score = _scorer(name)(answer=None if answer is None else answer.strip(), entry=json.loads(problem))
+        scores.append(float(score))
+    return scores

@@ -1,0 +1,48 @@
+"""1.0 where the completion has the form that a regular expression says."""
+
+import re
+
+from rewards.registry import reward
+from rewards.text import text_of
+
+_THINK = r"<think>.*?</think>\s*<answer>.*?</answer>"
+EXAMPLES = [
+    {
+        "prompt": "2 + 2?",
+        "completion": "<think>two and two</think>\n<answer>4</answer>\n",
+        "options": {"pattern": _THINK},
+        "score": 1.0,
+    },
+    {"prompt": "2 + 2?", "completion": "<answer>4</answer>", "options": {"pattern": _THINK}, "score": 0.0},
+    {
+        "prompt": "2 + 2?",
+        "completion": "So <ANSWER>4</ANSWER> it is",
+        "options": {"pattern": "<answer>", "match": "search", "ignore_case": True},
+        "score": 1.0,
+    },
+    {"prompt": "2 + 2?", "completion": "4", "options": {"pattern": "<answer>", "match": "search"}, "score": 0.0},
+]
+
+
+def _check(pattern: str = "", match: str = "fullmatch", **_) -> None:
+    if match not in ("fullmatch", "search"):
+        raise ValueError(f"match is 'fullmatch' or 'search', not {match!r}")
+    if not pattern:
+        raise ValueError("it needs the option `pattern`, a regular expression")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from None
+
+
+@reward(check=_check)
+def regex_format(prompts, completions, pattern: str, match: str = "fullmatch", ignore_case: bool = False):
+    """1.0 if `pattern` matches, else 0.0.
+
+    pattern: regular expression in Python's syntax; `.` matches newlines too.
+    match: "fullmatch" (all of the completion, white space at its ends apart) or "search" (anywhere in it).
+    ignore_case: match without case.
+    """
+    compiled = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
+    matches = compiled.fullmatch if match == "fullmatch" else compiled.search
+    return [float(matches(text_of(completion).strip()) is not None) for completion in completions]

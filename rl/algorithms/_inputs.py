@@ -1,0 +1,105 @@
+"""What a loss is computed from, and sums over the sequences in it.
+
+Shapes: N rows of T tokens; S places for sequences in a row: 1, or T + 1 where rows are packed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PolicyInputs:
+    """Arrays of an optimiser batch, or of a micro-batch of it, for `algorithm.loss`. Absent is None.
+
+    Where `mask` is 0 every other array may hold anything, NaN included. A jax pytree; `max_length` is static.
+    """
+
+    mask: jax.Array  # [N,T] 1 where the token is trained on: not on prompts, padding and what tools wrote
+    logp: jax.Array | None = None  # float32[N,T] log-probability of token t under the policy, with gradient
+    old_logp: jax.Array | None = None  # before the first update of this batch; None: equal to logp
+    sampler_logp: jax.Array | None = None  # as the generator gave them
+    ref_logp: jax.Array | None = None  # of the reference model
+    entropy: jax.Array | None = None  # of the distribution that token t was drawn from, with gradient
+    advantages: jax.Array | None = None  # [N] or [N,T]
+    segments: jax.Array | None = None  # int[N,T] in 0..T: sequence within the row, 0 is padding; None: one a row
+    prompt: jax.Array | None = None  # int[N] number of the prompt (the group); -1: a row that only fills up the batch
+    num_tokens: jax.Array | None = None  # scalar: sum of mask over the optimiser batch; None: counted here
+    num_sequences: jax.Array | None = None  # scalar
+    num_prompts: jax.Array | None = None  # scalar
+    prompt_tokens: jax.Array | None = None  # [N] or [N,T]: sum of mask over all completions of the prompt
+    entropy_threshold: jax.Array | None = None  # scalar: quantile of the batch's entropies for `top_entropy`
+    max_length: int | None = dataclasses.field(default=None, metadata={"static": True})  # largest completion, tokens
+
+
+class Sequences:
+    """Sums over each sequence of a batch of rows, whether a row is one sequence or several packed ones."""
+
+    def __init__(self, inputs: PolicyInputs):
+        self.mask_NT = jnp.asarray(inputs.mask) != 0
+        self.segments_NT = None if inputs.segments is None else jnp.asarray(inputs.segments)
+        if self.segments_NT is not None:
+            present_NS = self._packed_sum(jnp.ones(self.mask_NT.shape, jnp.float32)) > 0
+            self.exists_NS = present_NS.at[:, 0].set(False)
+        elif inputs.prompt is not None:
+            self.exists_NS = (jnp.asarray(inputs.prompt) >= 0)[:, None]
+        else:
+            self.exists_NS = jnp.ones((self.mask_NT.shape[0], 1), bool)
+        self.length_NS = self.sum(jnp.ones(self.mask_NT.shape, jnp.float32))
+
+    def _packed_sum(self, values_NT):
+        places = values_NT.shape[1] + 1
+        return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=places))(values_NT, self.segments_NT)
+
+    def sum(self, values_NT):
+        """Sum of the masked tokens of each sequence, [N,S]."""
+        values_NT = jnp.where(self.mask_NT, values_NT, 0.0)
+        if self.segments_NT is None:
+            return values_NT.sum(1, keepdims=True)
+        return self._packed_sum(values_NT)
+
+    def mean(self, values_NT):
+        """Mean over the masked tokens of each sequence, 0 where there is none, [N,S]."""
+        return self.sum(values_NT) / jnp.maximum(self.length_NS, 1.0)
+
+    def spread(self, values_NS):
+        """The value of each token's sequence, [N,T]."""
+        if self.segments_NT is None:
+            return jnp.broadcast_to(values_NS, self.mask_NT.shape)
+        return jnp.take_along_axis(values_NS, self.segments_NT, axis=1)
+
+
+def with_totals(inputs, by_prompt: bool = False, count_empty: bool = True, top_entropy: float | None = None):
+    """`inputs` with the totals that are None counted from its own rows, as if they were the whole optimiser batch.
+
+    `count_empty`: sequences and prompts with no token in the mask count in the number of sequences and of prompts.
+    """
+    sequences = Sequences(inputs)
+    found = {}
+    if inputs.num_tokens is None:
+        found["num_tokens"] = sequences.length_NS.sum()
+    if inputs.num_sequences is None:
+        counted_NS = sequences.exists_NS if count_empty else sequences.length_NS > 0
+        found["num_sequences"] = counted_NS.sum().astype(jnp.float32)
+    if by_prompt and (inputs.prompt_tokens is None or inputs.num_prompts is None):
+        found |= _prompt_totals(inputs, sequences, count_empty)
+    if top_entropy is not None and inputs.entropy_threshold is None and inputs.entropy is not None:
+        entropy_NT = jnp.where(sequences.mask_NT, jax.lax.stop_gradient(inputs.entropy), jnp.nan)
+        found["entropy_threshold"] = jnp.nanquantile(entropy_NT, 1.0 - top_entropy)
+    return dataclasses.replace(inputs, **found)
+
+
+def _prompt_totals(inputs, sequences: Sequences, count_empty: bool) -> dict:
+    if inputs.prompt is None:
+        raise ValueError("aggregation 'prompt' needs PolicyInputs.prompt, or prompt_tokens and num_prompts")
+    prompt_N = jnp.asarray(inputs.prompt)
+    same_NN = ((prompt_N[:, None] == prompt_N[None, :]) & (prompt_N >= 0)[:, None]).astype(jnp.float32)
+    tokens_N = same_NN @ sequences.length_NS.sum(1)
+    counted_N = (prompt_N >= 0) if count_empty else tokens_N > 0
+    prompts = jnp.where(counted_N, 1.0 / jnp.maximum(same_NN.sum(1), 1.0), 0.0).sum()
+    return {"prompt_tokens": tokens_N, "num_prompts": prompts}

@@ -1,0 +1,284 @@
+"""Losses on the device: from log-probabilities and advantages to a scalar and its metrics.
+
+Shapes: N rows of T tokens; S places for sequences in a row. lp, lo, ls, lr are current, old, sampler's and reference's
+log-probabilities. Every array is replaced where the mask is 0 *before* any exp or difference: 0 * inf is NaN in a
+gradient. All sums are float32. Metrics that are means are divided by counts of the whole optimiser batch, so those of
+its micro-batches add up (`rl.algorithms.reduce_metrics`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from rl.algorithms._inputs import PolicyInputs, Sequences, with_totals
+
+MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: finite, and far beyond any clip range; the gradient is 0 outside
+MAX_SEQUENCE_LOG_RATIO = 10.0  # of `sequence_token`, as in verl
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The arrays of a `PolicyInputs` in float32, without what stood where the mask is 0. All [N,T]; absent is None."""
+
+    sequences: Sequences
+    mask: jax.Array
+    logp: jax.Array
+    old: jax.Array
+    sampler: jax.Array | None
+    ref: jax.Array | None
+    entropy: jax.Array | None
+    advantages: jax.Array
+
+
+def policy_loss(options, inputs: PolicyInputs):
+    """The loss of `PolicyGradient`, whose options are given -> (scalar, metrics)."""
+    _check_inputs(options, inputs)
+    inputs = with_totals(inputs, options.aggregation == "prompt", options.count_empty_sequences, top_entropy=options.top_entropy)
+    tokens = _tokens(inputs)
+    log_ratio = tokens.logp - tokens.old
+    per_token, metrics = _clipped(options, tokens, log_ratio, inputs)
+    if options.off_policy_delta is not None:
+        per_token = jnp.where(_off_policy(options, tokens), 0.0, per_token)
+    if options.top_entropy is not None:
+        per_token = jnp.where(tokens.entropy >= inputs.entropy_threshold, per_token, 0.0)
+    if tokens.sampler is not None:
+        weight, sampler_metrics = _correction(options, tokens, inputs)
+        per_token = per_token * weight
+        metrics |= sampler_metrics
+    loss = aggregate(per_token, inputs, tokens.sequences, options.aggregation)
+    metrics["policy_loss"] = loss
+    if tokens.ref is not None:
+        kl = _kl(options.kl, tokens, log_ratio)
+        metrics["kl/ref"] = _token_mean(kl, tokens, inputs)
+        metrics["kl/ref_clamped"] = _count(jnp.abs(tokens.logp - tokens.ref) > MAX_LOG_RATIO, tokens)
+        if options.kl_coef:
+            loss = loss + options.kl_coef * aggregate(kl, inputs, tokens.sequences, options.aggregation)
+    if tokens.entropy is not None:
+        entropy = _token_mean(tokens.entropy, tokens, inputs)
+        metrics["entropy"] = entropy
+        if options.entropy_coef:
+            loss = loss - options.entropy_coef * entropy
+    return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
+
+
+def supervised_loss(options, inputs: PolicyInputs):
+    """-logp, or -p logp with a constant p, averaged over the tokens of the optimiser batch -> (scalar, metrics)."""
+    if inputs.logp is None:
+        raise ValueError("PolicyInputs.logp is missing")
+    inputs = with_totals(inputs)
+    tokens = _tokens(inputs)
+    nll = _token_mean(-tokens.logp, tokens, inputs)
+    loss = nll
+    if options.loss_type == "dft":
+        loss = _token_mean(-jax.lax.stop_gradient(jnp.exp(tokens.logp)) * tokens.logp, tokens, inputs)
+    metrics = {"nll": nll}
+    if tokens.entropy is not None:
+        metrics["entropy"] = _token_mean(tokens.entropy, tokens, inputs)
+    return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
+
+
+def value_loss(values, old_values, returns, inputs: PolicyInputs, clip: float | None):
+    """Half the token mean of the squared error of the critic, clipped: of `values` and of `values` within `clip` of
+    `old_values`, the larger error counts (Schulman et al., PPO2) -> (scalar, metrics). Arrays [N,T]."""
+    inputs = with_totals(inputs)
+    sequences = Sequences(inputs)
+    values, old, returns = (_masked(x, sequences.mask_NT) for x in (values, old_values, returns))
+    old, returns = jax.lax.stop_gradient((old, returns))
+    error = (values - returns) ** 2
+    clipped = error if clip is None else (jnp.clip(values, old - clip, old + clip) - returns) ** 2
+    loss = 0.5 * aggregate(jnp.maximum(error, clipped), inputs, sequences, "token")
+    fraction = aggregate((clipped > error).astype(jnp.float32), inputs, sequences, "token")
+    metrics = {
+        "value/loss": loss,
+        "value/clip_frac": fraction,
+        "value/mean": aggregate(values, inputs, sequences, "token"),
+    }
+    return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
+
+
+def aggregate(per_token, inputs: PolicyInputs, sequences: Sequences, how: str):
+    """float[N,T] -> scalar: this batch's share of the mean over the whole optimiser batch, whose totals `inputs` holds.
+
+    token: over tokens; sequence: over sequences of the mean over their tokens; sequence_sum: over sequences of the sum
+    of their tokens; constant: the same divided by the maximum length; prompt: over prompts of the mean over their
+    tokens.
+    """
+    if how == "sequence":
+        return sequences.mean(per_token).sum() / _at_least_one(inputs.num_sequences)
+    if how == "prompt":
+        tokens = _at_least_one(inputs.prompt_tokens)
+        per_token = per_token / (tokens[:, None] if tokens.ndim == 1 else tokens)
+    total = jnp.where(sequences.mask_NT, per_token, 0.0).sum()
+    if how == "token":
+        return total / _at_least_one(inputs.num_tokens)
+    if how == "prompt":
+        return total / _at_least_one(inputs.num_prompts)
+    if how == "sequence_sum":
+        return total / _at_least_one(inputs.num_sequences)
+    return total / (_at_least_one(inputs.num_sequences) * inputs.max_length)
+
+
+def _check_inputs(options, inputs: PolicyInputs) -> None:
+    needed = {
+        "logp": True,
+        "advantages": True,
+        "ref_logp": options.kl_coef > 0,
+        "sampler_logp": options.correction is not None,
+        "entropy": options.needs_entropy,
+        "max_length": options.aggregation == "constant",
+    }
+    missing = [name for name, need in needed.items() if need and getattr(inputs, name) is None]
+    if missing:
+        raise ValueError(f"PolicyInputs.{', '.join(missing)} missing: needed with these options")
+    if options.off_policy_delta is not None and inputs.sampler_logp is None and inputs.old_logp is None:
+        raise ValueError("off_policy_delta compares with PolicyInputs.sampler_logp or old_logp: both are missing")
+
+
+def _masked(values, mask):
+    return jnp.where(mask, jnp.asarray(values, jnp.float32), 0.0)
+
+
+def _tokens(inputs: PolicyInputs) -> Tokens:
+    sequences = Sequences(inputs)
+    mask = sequences.mask_NT
+
+    def fixed(values):
+        return None if values is None else jax.lax.stop_gradient(_masked(values, mask))
+
+    logp = _masked(inputs.logp, mask)
+    advantages = inputs.advantages
+    if advantages is None:
+        advantages = jnp.zeros(mask.shape[0])
+    advantages = jnp.asarray(advantages, jnp.float32)
+    if advantages.ndim == 1:
+        advantages = advantages[:, None]
+    return Tokens(
+        sequences=sequences,
+        mask=mask,
+        logp=logp,
+        old=jax.lax.stop_gradient(logp) if inputs.old_logp is None else fixed(inputs.old_logp),
+        sampler=fixed(inputs.sampler_logp),
+        ref=fixed(inputs.ref_logp),
+        entropy=None if inputs.entropy is None else _masked(inputs.entropy, mask),
+        advantages=fixed(advantages),
+    )
+
+
+def _at_least_one(count):
+    return jnp.maximum(jnp.asarray(count, jnp.float32), 1.0)
+
+
+def _token_mean(values, tokens: Tokens, inputs: PolicyInputs):
+    return aggregate(values, inputs, tokens.sequences, "token")
+
+
+def _count(chosen, tokens: Tokens):
+    return (chosen & tokens.mask).sum().astype(jnp.float32)
+
+
+def _clamp(log_ratio):
+    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _importance_ratio(kind: str, tokens: Tokens, log_ratio):
+    """exp(lp - lo) of the token, or with its mean over the sequence; and where that was clamped. [N,T]."""
+    highest = MAX_LOG_RATIO
+    if kind != "token":
+        log_ratio = tokens.sequences.spread(tokens.sequences.mean(log_ratio))
+    if kind == "sequence_token":  # the value of the sequence's ratio with the gradient of the token's
+        log_ratio = jax.lax.stop_gradient(log_ratio) + tokens.logp - jax.lax.stop_gradient(tokens.logp)
+        highest = MAX_SEQUENCE_LOG_RATIO
+    clamped = (log_ratio < -MAX_LOG_RATIO) | (log_ratio > highest)
+    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, highest)), clamped
+
+
+def _clipped(options, tokens: Tokens, log_ratio, inputs: PolicyInputs):
+    """Loss of each token [N,T], and the clip fractions (with TRL's names and definitions)."""
+    low, high = options.clip_bounds
+    advantages = tokens.advantages
+    ratio, clamped = _importance_ratio(options.ratio, tokens, log_ratio)
+    if options.delta is not None:
+        ratio = jnp.minimum(ratio, options.delta)
+    per_token = jnp.maximum(-ratio * advantages, -jnp.clip(ratio, low, high) * advantages)
+    metrics = {}
+    if options.dual_clip is not None:
+        bound = -options.dual_clip * advantages
+        bounded = (advantages < 0) & (per_token > bound)
+        per_token = jnp.where(bounded, bound, per_token)
+        metrics["clip_ratio/dual_mean"] = _token_mean(bounded.astype(jnp.float32), tokens, inputs)
+    below = ((ratio < low) & (advantages < 0)).astype(jnp.float32)
+    above = ((ratio > high) & (advantages > 0)).astype(jnp.float32)
+    sequences = tokens.sequences
+    metrics |= {
+        "clip_ratio/low_mean": _token_mean(below, tokens, inputs),
+        "clip_ratio/low_min": jnp.where(sequences.length_NS > 0, sequences.mean(below), 1.0).min(),
+        "clip_ratio/high_mean": _token_mean(above, tokens, inputs),
+        "clip_ratio/high_max": sequences.mean(above).max(),
+        "clip_ratio/region_mean": _token_mean(below + above, tokens, inputs),
+        "clip_ratio/log_ratio_clamped": _count(clamped, tokens),
+        "kl/approx_update": _token_mean(-log_ratio, tokens, inputs),
+        "sequences/empty": (sequences.exists_NS & (sequences.length_NS == 0)).sum().astype(jnp.float32),
+    }
+    return per_token, metrics
+
+
+def _off_policy(options, tokens: Tokens):
+    """Tokens with A < 0 in sequences that the policy has moved away from since they were sampled, bool[N,T]."""
+    before = tokens.old if tokens.sampler is None else tokens.sampler
+    drift = tokens.sequences.mean(before - jax.lax.stop_gradient(tokens.logp))
+    return (tokens.advantages < 0) & (tokens.sequences.spread(drift) > options.off_policy_delta)
+
+
+def _correction(options, tokens: Tokens, inputs: PolicyInputs):
+    """Detached weight of each token's policy loss for the difference of sampler and trainer, [N,T], and metrics."""
+    sequences, low_high = tokens.sequences, options.correction_bounds
+    difference = tokens.old - tokens.sampler
+    ratio = jnp.exp(_clamp(difference))
+    kind = options.correction
+    if kind in ("sequence_truncate", "sequence_mask"):
+        bounded = sequences.spread(jnp.exp(_clamp(sequences.sum(difference))))
+    elif kind == "geometric_mask":
+        bounded = sequences.spread(jnp.exp(_clamp(sequences.mean(difference))))
+    else:
+        bounded = ratio
+    outside = (bounded < low_high[0]) | (bounded > low_high[1])
+    if kind is None:
+        weight = jnp.ones_like(ratio)
+    elif kind.endswith("truncate"):
+        weight = jnp.clip(bounded, *low_high)
+    else:
+        weight = jnp.where(outside, 0.0, ratio if kind == "geometric_mask" else bounded)
+    mean, square = _token_mean(ratio, tokens, inputs), _token_mean(ratio**2, tokens, inputs)
+    metrics = {
+        "sampler/logp_diff_mean": _token_mean(jnp.abs(difference), tokens, inputs),
+        "sampler/logp_diff_max": jnp.where(tokens.mask, jnp.abs(difference), 0.0).max(),
+        "sampler/mult_prob_error": _token_mean(jnp.exp(jnp.abs(_clamp(difference))), tokens, inputs),
+        "sampler/kl": _token_mean(-difference, tokens, inputs),
+        "sampler/k3_kl": _token_mean(ratio - difference - 1.0, tokens, inputs),
+        "sampler/is_ratio_mean": mean,
+        "sampler/is_ratio_square_mean": square,
+        "sampler/is_ratio_min": jnp.where(tokens.mask, ratio, jnp.exp(MAX_LOG_RATIO)).min(),
+        "sampler/is_ratio_max": jnp.where(tokens.mask, ratio, 0.0).max(),
+        "sampler/ess": mean**2 / jnp.maximum(square, jnp.finfo(jnp.float32).tiny),
+    }
+    if kind is not None:
+        metrics["sampler/is_oob_ratio"] = _token_mean(outside.astype(jnp.float32), tokens, inputs)
+    return weight, metrics
+
+
+def _kl(estimator: str, tokens: Tokens, log_ratio):
+    """Estimate of KL(policy || reference) at each token, [N,T] (Schulman 2020, joschu.net/blog/kl-approx.html).
+
+    unbiased: k3 weighted by the token's ratio, with its gradient: right in expectation also off-policy (DeepSeek-V3.2).
+    """
+    difference = tokens.logp - tokens.ref
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference**2
+    difference = _clamp(difference)
+    k3 = jnp.exp(-difference) + difference - 1.0
+    return k3 if estimator == "k3" else jnp.exp(_clamp(log_ratio)) * k3

@@ -1,0 +1,135 @@
+"""Proximal policy optimisation with a critic (Schulman et al. 2017, arXiv:1707.06347; as in RLHF, arXiv:2203.02155).
+
+The reward of a token is -kl_reward_coef * (old_logp - ref_logp), plus the score of the completion on its last token;
+advantages are generalised advantage estimates (arXiv:1506.02438), whitened over all tokens of the batch, so that long
+completions weigh more in mean and deviation. Shapes: N completions of T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from rl.algorithms._options import algorithm_options
+from rl.algorithms._policy_gradient import PolicyGradient
+
+
+@algorithm_options
+class Algorithm(PolicyGradient):
+    """Advantages of each token from a critic, the clipped loss, and the critic's own loss."""
+
+    name: ClassVar[str] = "ppo"
+    needs_critic: ClassVar[bool] = True
+
+    gamma: float = Field(1.0, ge=0, le=1, description="discount of a reward one token later")
+    lam: float = Field(0.95, ge=0, le=1, description="lambda of generalised advantage estimation")
+    whiten: bool = Field(True, description="advantages to mean 0 and variance 1 over the tokens of the batch")
+    kl_reward_coef: float = Field(0.05, ge=0, description="weight of the KL penalty in the rewards; 0: none")
+    value_clip: float | None = Field(0.2, gt=0, description="clipping range of a value around the old one; null: none")
+    value_init_std: float = Field(0.0, ge=0, description="standard deviation of the value head's first weights")
+    critic_warmup: int = Field(0, ge=0, description="first steps in which only the critic learns")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    def needs_old_logp(self, updates_per_step: int) -> bool:
+        """The rewards hold old log-probabilities, and they are wanted before the first update."""
+        return self.kl_reward_coef > 0 or super().needs_old_logp(updates_per_step)
+
+    def advantages_per_token(self, scores, old_logp, ref_logp, values, mask):
+        """Advantages and returns of each token, and metrics. On the host.
+
+        scores: float[N], not finite where a completion has no score: such a row takes no part, here gets zeros, and
+        belongs out of the mask of the losses too. old_logp, ref_logp (both unused and None without `kl_reward_coef`),
+        mask: [N,T]. values: [N,T], the value of the state *before* token t. Returns (advantages, returns, metrics),
+        float[N,T].
+        """
+        scores_N = np.asarray(scores, np.float64)
+        scored_N = np.isfinite(scores_N)
+        mask_NT = (np.asarray(mask) != 0) & scored_N[:, None]
+        rewards_NT, metrics = np.zeros(mask_NT.shape), {}
+        if self.kl_reward_coef:
+            if old_logp is None or ref_logp is None:
+                raise ValueError("kl_reward_coef needs old_logp and ref_logp")
+            kl_NT = np.asarray(old_logp, np.float64) - np.asarray(ref_logp, np.float64)
+            rewards_NT = np.where(mask_NT, -self.kl_reward_coef * kl_NT, 0.0)
+            metrics["kl/reward"] = float(kl_NT[mask_NT].mean()) if mask_NT.any() else 0.0
+        rows = np.flatnonzero(mask_NT.any(axis=1))
+        last = mask_NT.shape[1] - 1 - np.argmax(mask_NT[rows, ::-1], axis=1)
+        rewards_NT[rows, last] += scores_N[rows]
+        advantages_NT, returns_NT = gae(rewards_NT, values, mask_NT, self.gamma, self.lam)
+        metrics |= value_metrics(values, returns_NT, mask_NT)
+        if self.whiten:
+            advantages_NT = whiten(advantages_NT, mask_NT)
+        return advantages_NT, returns_NT, metrics
+
+    def value_loss(self, values, old_values, returns, inputs):
+        """The critic's share of a micro-batch: `inputs` is its PolicyInputs, of which mask and num_tokens are used.
+
+        Returns (scalar, metrics); both add up over micro-batches as those of `loss` do.
+        """
+        from rl.algorithms import _losses
+
+        return _losses.value_loss(values, old_values, returns, inputs, self.value_clip)
+
+
+def gae(rewards, values, mask, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
+    """Generalised advantage estimates and returns (advantage + value) of each token, float[N,T]; 0 where `mask` is 0.
+
+    values[:, t] is the value of the state before token t; after the last token it is 0. Where the mask is 0 (what a
+    tool wrote) the recursion goes on unchanged, as if the token were not there. Computed in float64; float32 stays
+    float32.
+    """
+    rewards, values = np.asarray(rewards), np.asarray(values)
+    dtype = np.result_type(rewards.dtype, values.dtype, np.float32)
+    mask_NT = np.asarray(mask) != 0
+    rewards_NT = np.where(mask_NT, rewards, 0).astype(np.float64)
+    values_NT = np.where(mask_NT, values, 0).astype(np.float64)
+    advantages_NT = np.zeros(mask_NT.shape)
+    next_value_N = next_advantage_N = np.zeros(mask_NT.shape[0])
+    for t in reversed(range(mask_NT.shape[1])):
+        surprise_N = rewards_NT[:, t] + gamma * next_value_N - values_NT[:, t]
+        advantage_N = surprise_N + gamma * lam * next_advantage_N
+        next_value_N = np.where(mask_NT[:, t], values_NT[:, t], next_value_N)
+        next_advantage_N = np.where(mask_NT[:, t], advantage_N, next_advantage_N)
+        advantages_NT[:, t] = np.where(mask_NT[:, t], advantage_N, 0.0)
+    return advantages_NT.astype(dtype), (advantages_NT + values_NT).astype(dtype)
+
+
+def whiten(values, mask) -> np.ndarray:
+    """(values - mean) / sqrt(variance + 1e-8) over masked tokens, with n - 1; 0 elsewhere and for a single token."""
+    values, mask = np.asarray(values), np.asarray(mask) != 0
+    chosen = values[mask].astype(np.float64)
+    whitened = np.zeros(values.shape, values.dtype)
+    if chosen.size > 1:
+        whitened[mask] = (chosen - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)
+    return whitened
+
+
+def value_metrics(values, returns, mask) -> dict[str, float]:
+    """How well the critic foresaw the returns: 1 - var(returns - values) / (var(returns) + 1e-5), and their mean."""
+    mask = np.asarray(mask) != 0
+    if not mask.any():
+        return {"value/explained_variance": 0.0, "value/return_mean": 0.0}
+    values, returns = np.asarray(values, np.float64)[mask], np.asarray(returns, np.float64)[mask]
+    explained = 1.0 - (returns - values).var() / (returns.var() + 1e-5)
+    return {"value/explained_variance": float(explained), "value/return_mean": float(returns.mean())}
+
+
+def value_loss(values, old_values, returns, mask, clip: float | None):
+    """Half the token mean of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), a scalar. Arrays [N,T]."""
+    return _value_loss(values, old_values, returns, mask, clip)[0]
+
+
+def value_clip_fraction(values, old_values, returns, mask, clip: float | None):
+    """Share of the tokens whose clipped error is the larger one in `value_loss`, a scalar."""
+    return _value_loss(values, old_values, returns, mask, clip)[1]["value/clip_frac"]
+
+
+def _value_loss(values, old_values, returns, mask, clip):
+    from rl.algorithms import _inputs, _losses
+
+    return _losses.value_loss(values, old_values, returns, _inputs.PolicyInputs(mask=mask), clip)

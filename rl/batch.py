@@ -1,0 +1,66 @@
+"""Rows for the device: tokens of prompts and completions, padded to one of few lengths. N rows, T tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What an update is computed from; absent is None. Rows that only fill up the batch have segment 0 and prompt -1."""
+
+    tokens: np.ndarray  # int32[N, T]
+    segments: np.ndarray  # int32[N, T], 0 on padding
+    mask: np.ndarray  # float32[N, T], 1 on the tokens that are trained on
+    prompt: np.ndarray  # int32[N], number of the prompt within the batch
+    sampler_logp: np.ndarray | None = None  # float32[N, T], as the generator gave them
+    old_logp: np.ndarray | None = None
+    ref_logp: np.ndarray | None = None
+    entropy: np.ndarray | None = None  # at the old weights; gives the threshold of `top_entropy`
+    advantages: np.ndarray | None = None  # float32[N] or [N, T]
+    old_values: np.ndarray | None = None
+    returns: np.ndarray | None = None
+
+    def rows(self, chosen: slice) -> Batch:
+        return jax.tree.map(lambda a: a[chosen], self)
+
+    def replace(self, **changes) -> Batch:
+        return dataclasses.replace(self, **changes)
+
+    def filled(self, multiple: int) -> Batch:
+        """With rows of padding added until their number is a multiple of `multiple`."""
+        missing = -len(self.prompt) % multiple
+        if not missing:
+            return self
+        padded = jax.tree.map(lambda a: np.concatenate([a, np.zeros((missing, *a.shape[1:]), a.dtype)]), self)
+        padded.prompt[len(self.prompt) :] = -1
+        return padded
+
+
+def padded_length(longest: int, limit: int) -> int:
+    """The row length for a longest row: a multiple of an eighth of `limit` (at least 16), so that at most 8 shapes compile."""
+    unit = max(16, -(-limit // 8))
+    return min(limit, -(-longest // unit) * unit)
+
+
+def pack(rows: Sequence[tuple[Sequence[int], Sequence[int]]], limit: int) -> Batch:
+    """One row for each (ids, mask), padded on the right."""
+    N, T = len(rows), padded_length(max(len(ids) for ids, _ in rows), limit)
+    tokens, segments, mask = np.zeros((N, T), np.int32), np.zeros((N, T), np.int32), np.zeros((N, T), np.float32)
+    for i, (ids, trained) in enumerate(rows):
+        tokens[i, : len(ids)], segments[i, : len(ids)], mask[i, : len(ids)] = ids, 1, trained
+    return Batch(tokens=tokens, segments=segments, mask=mask, prompt=np.arange(N, dtype=np.int32))
+
+
+def spread(values: Sequence[Sequence[float]], mask_NT: np.ndarray) -> np.ndarray:
+    """Values of each row's masked tokens, in order, at their places in float32[N, T]; 0 elsewhere."""
+    out = np.zeros(mask_NT.shape, np.float32)
+    for row, numbers in enumerate(values):
+        out[row, np.flatnonzero(mask_NT[row])] = numbers
+    return out

@@ -1,0 +1,141 @@
+"""The commands `rl-train` and `rl`.
+
+Nothing heavy is imported before it is needed: `--help` answers in a fraction of a second, and a configuration is
+checked without jax. Exit codes: 0 done, 1 a bug, and those of `rl.errors`; 130 after Ctrl-C when there is nothing to
+continue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl.errors import ConfigError, DuetError
+
+_PLATFORMS = {"cpu": "cpu", "tpu": "tpu,cpu", "gpu": "cuda,cpu"}
+
+_TRAIN_HELP = """\
+CONFIG is a YAML file, the name of a packaged one (quickstart, tiny), or the directory of a run, which is continued.
+Several are laid over each other from left to right; key=value overrides come last:
+
+  rl-train configs/quickstart.yml
+  rl-train configs/grpo_deepseek.yml tiny.yml stages.0.steps=3 run.dir=runs/try
+  rl-train runs/try                (the same: rl-train resume=runs/try)
+"""
+
+
+def train_main(argv: Sequence[str] | None = None) -> int:
+    """The command `rl-train`; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="rl-train",
+        description="Train a language model as the configuration says: stages of SFT, GRPO and PPO.",
+        epilog=_TRAIN_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_train_arguments(parser)
+    return _guarded(_train, parser.parse_args(argv))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command `rl`; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="rl", description="Reinforcement learning of language models.")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    train = verbs.add_parser(
+        "train",
+        help="train as a configuration says (the same as rl-train)",
+        epilog=_TRAIN_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_train_arguments(train)
+    train.set_defaults(act=_train)
+    reward = verbs.add_parser("reward", help="work on reward functions")
+    actions = reward.add_subparsers(dest="action", metavar="ACTION", required=True)
+    test = actions.add_parser("test", help="run a reward function on its examples and show the scores")
+    test.add_argument("reward", help="registered name, package.module:function, or file.py:function")
+    test.set_defaults(act=_reward_test)
+    arguments = parser.parse_args(argv)
+    return _guarded(arguments.act, arguments)
+
+
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="files first, then overrides")
+    parser.add_argument("--check", action="store_true", help="check the configuration, print it, and stop")
+
+
+def _guarded(act, arguments: argparse.Namespace) -> int:
+    """Runs a verb; errors of a known kind become text and an exit code."""
+    try:
+        return act(arguments) or 0
+    except DuetError as error:
+        _say_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe has gone (`rl-train ... | head`); a second complaint at exit would hide that.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _say_error(error: DuetError) -> None:
+    text = str(error)
+    if isinstance(error, ConfigError):
+        # Lines that start with white space go on from the line before.
+        count = sum(not line[:1].isspace() for line in text.splitlines())
+        text = text if count == 1 else f"{count} problems\n" + textwrap.indent(text, "  ")
+    print(f"{error.heading}: {text}", file=sys.stderr)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Configuration files and overrides: an argument `key.path=value` that names no file is an override."""
+    overrides = [text for text in arguments if re.match(r"[\w.\s-]*=", text) and not Path(text).exists()]
+    return [text for text in arguments if text not in overrides], overrides
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from rl import configfile
+
+    config = configfile.load(*split_arguments(arguments.config))
+    _show(configfile.changed_yaml(config))
+    if arguments.check:
+        print("the configuration is good")
+        return 0
+    _choose_platform(config.platform)
+    from rl.loop import run
+
+    return run(config)
+
+
+def _show(text: str) -> None:
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.syntax import Syntax
+
+        Console().print(Syntax(text, "yaml", background_color="default"))
+    else:
+        print(text, flush=True)
+
+
+def _choose_platform(platform: str) -> None:
+    """jax reads JAX_PLATFORMS when it is imported; `auto` leaves the choice to jax or to the caller's environment."""
+    if platform not in _PLATFORMS:
+        return
+    os.environ["JAX_PLATFORMS"] = _PLATFORMS[platform]
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_platforms", _PLATFORMS[platform])
+
+
+def _reward_test(arguments: argparse.Namespace) -> int:
+    from rewards.check import main as check
+
+    return check(arguments.reward)
+
+
+if __name__ == "__main__":
+    sys.exit(train_main())

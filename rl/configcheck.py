@@ -1,0 +1,199 @@
+"""What a configuration says that its schema cannot judge: names, paths, and numbers that must fit each other.
+
+Quick and free of jax: it runs before anything is built, and for `rl-train --check`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rl.config import DataOptions, EvaluationOptions, MeshOptions, RewardSettings, RunConfig, StageOptions
+
+_FILE_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_BUILT_IN_TOKENIZERS = ("bytes", "characters")
+
+
+def problems(config: RunConfig) -> list[tuple[tuple, str]]:
+    """Everything wrong as (path of keys, what and how to mend it)."""
+    return list(_problems(config))
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path that does not exist can be the name of a dataset on the Hugging Face hub.
+
+    `data/trian` beside a folder `data` is a misspelt path.
+    """
+    if "/" in path and Path(path).parent.is_dir():
+        return False
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path)) and not path.endswith(_FILE_ENDINGS)
+
+
+def supervised(stage: StageOptions) -> bool:
+    """Whether a stage learns from demonstrations: it samples nothing and needs no rewards."""
+    import rl.algorithms
+
+    return not rl.algorithms.get(stage.algorithm.name, **stage.algorithm.model_extra).needs_rollouts
+
+
+def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    directory = Path(config.run.dir)
+    if directory.exists() and not directory.is_dir():
+        yield ("run", "dir"), f"{directory} exists and is not a directory"
+    yield from _model(config)
+    yield from _tokenizer(config)
+    yield from _mesh(config.mesh)
+    if config.data:
+        yield from _data(("data",), config.data)
+    if config.rewards:
+        yield from _rewards(("rewards",), config.rewards)
+    if config.evaluation:
+        yield from _evaluation(config, config.evaluation)
+    for number, stage in enumerate(config.stages):
+        yield from _stage(("stages", number), stage, config)
+
+
+def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    from rl.configfile import model_presets, nearest
+
+    path, source = ("model", "source"), config.model.source
+    directory = Path(source)
+    if source in model_presets():
+        return
+    if not directory.exists():
+        hint = nearest(source, list(model_presets()))
+        yield path, f"no directory {source}, and no model of that name in configs/models/{hint}"
+    elif not (directory / "config.json").is_file():
+        yield path, f"{source} holds no config.json, so it is no Hugging Face model directory"
+    elif config.model.overrides and any(directory.glob("*.safetensors")):
+        yield (
+            ("model", "overrides"),
+            f"{source} holds weights; overrides change the shape of a model that starts from random weights only",
+        )
+
+
+def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    from rl.configfile import nearest
+
+    if config.tokenizer is None:
+        directory = Path(config.model.source)
+        if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+            yield ("tokenizer",), f"{directory} holds no tokenizer; name a directory that does, or `bytes`"
+        return
+    source, alphabet = config.tokenizer.source, config.tokenizer.alphabet
+    if source == "characters" and not alphabet:
+        yield ("tokenizer", "alphabet"), "`characters` needs an alphabet: the characters that exist, as one text"
+    if source != "characters" and alphabet is not None:
+        yield ("tokenizer", "alphabet"), f"only `characters` takes an alphabet, the tokenizer is {source}"
+    if alphabet is not None and len(set(alphabet)) < len(alphabet):
+        yield ("tokenizer", "alphabet"), "a character occurs twice"
+    if source not in _BUILT_IN_TOKENIZERS:
+        directory = Path(source)
+        if not directory.exists():
+            yield ("tokenizer", "source"), f"no directory {source}{nearest(source, _BUILT_IN_TOKENIZERS)}"
+        elif not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+            yield ("tokenizer", "source"), f"{source} holds none of {', '.join(_TOKENIZER_FILES)}"
+    template = config.tokenizer.chat_template
+    if template is not None and not Path(template).is_file():
+        yield ("tokenizer", "chat_template"), f"no such file: {template}"
+
+
+def _mesh(mesh: MeshOptions) -> Iterator[tuple[tuple, str]]:
+    from rl.configfile import nearest
+
+    axes = [name for name in type(mesh).model_fields if name != "rules"]
+    for name in axes:
+        size = getattr(mesh, name)
+        if size < 1 and size != -1:
+            yield ("mesh", name), f"must be at least 1, or -1 for the devices that are left, got {size}"
+    if sum(getattr(mesh, name) == -1 for name in axes) > 1:
+        yield ("mesh",), "only one axis can be -1 (fsdp is, unless it is set)"
+    for logical, names in mesh.rules.items():
+        for name in names:
+            if name not in axes:
+                yield ("mesh", "rules", logical), f"no mesh axis {name}{nearest(name, axes)}"
+
+
+def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
+    if data.task is not None:
+        import rl.tasks
+
+        try:
+            rl.tasks.check(data.task, data.options)
+        except ValueError as error:
+            options = [key for key in data.options if f"`{key}`" in str(error)]
+            yield (*path, *(("options", *options[:1]) if options else ("task",))), str(error)
+        for key in ("subset", "prompt_template"):
+            if getattr(data, key) is not None:
+                yield (*path, key), f"a task takes no {key}; its own options stand under `options`"
+    else:
+        from rl.configfile import packaged
+
+        if data.options:
+            yield (*path, "options"), "only a task takes options"
+        if not Path(data.path).exists() and not packaged(data.path) and not is_hub_name(data.path):
+            yield (*path, "path"), f"no such file or directory: {data.path} (from {Path.cwd()})"
+
+
+def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str]]:
+    from rewards.registry import RewardError, check
+
+    for number, reward in enumerate(settings.functions):
+        try:
+            check(reward.name, reward.options)
+        except RewardError as error:
+            text = str(error)
+            option = [("options", key) for key in reward.options if f"option {key!r}" in text]
+            yield (*path, "functions", number, *(option[0] if option else ("name",))), text
+    names = [reward.name for reward in settings.functions]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            yield (*path, "functions", number, "name"), f"{name} is listed twice"
+
+
+def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tuple[tuple, str]]:
+    yield from _data(("evaluation", "data"), evaluation.data)
+    yield from _held_out_alike(config, evaluation.data)
+    if config.rewards is None and not all(stage.rewards for stage in config.stages):
+        yield ("evaluation",), "needs rewards to tell correct completions; add `rewards`"
+    if evaluation.samples == 0 and "k" in evaluation.model_fields_set and evaluation.k != [1]:
+        yield ("evaluation", "samples"), "pass@k needs sampled completions, at least as many as the largest k"
+    for k in evaluation.k:
+        if k < 1 or (evaluation.samples and k > evaluation.samples):
+            yield ("evaluation", "k"), f"each k lies between 1 and samples ({evaluation.samples}), got {k}"
+
+
+def _held_out_alike(config: RunConfig, held_out: DataOptions) -> Iterator[tuple[tuple, str]]:
+    """A problem is held out by its hash and `eval_share`: with another share, training would see evaluation's."""
+    for data in [config.data, *(stage.data for stage in config.stages)]:
+        if data and data.task == held_out.task is not None:
+            shares = [one.options.get("eval_share") for one in (data, held_out)]
+            if shares[0] != shares[1]:
+                path = ("evaluation", "data", "options", "eval_share")
+                yield path, f"{shares[1]} here and {shares[0]} in training (None: the default); they must be the same"
+
+
+def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    name = stage.algorithm.name
+    if stage.data:
+        yield from _data((*path, "data"), stage.data)
+    if stage.rewards:
+        yield from _rewards((*path, "rewards"), stage.rewards)
+    if not (stage.data or config.data):
+        yield (*path, "data"), f"{name} needs data, here or for the whole run (`data`)"
+    rows = stage.prompts_per_step // stage.updates_per_step
+    if not supervised(stage):
+        rows *= stage.samples_per_prompt
+        if not (stage.rewards or config.rewards):
+            yield (*path, "rewards"), f"{name} needs rewards, here or for the whole run (`rewards`)"
+        if stage.sampling.temperature == 0:
+            yield (*path, "sampling", "temperature"), "0 is greedy: nothing to learn from equal completions"
+    if (not supervised(stage) or config.evaluation) and stage.sampling.max_new_tokens >= config.max_length:
+        yield (
+            (*path, "sampling", "max_new_tokens"),
+            f"{stage.sampling.max_new_tokens} leaves no room for a prompt in max_length ({config.max_length})",
+        )
+    if stage.micro_batch and stage.micro_batch > rows:
+        yield (*path, "micro_batch"), f"{stage.micro_batch} rows, but one update has {rows}; leave it out or lower it"

@@ -1,0 +1,41 @@
+"""The critic of PPO: a decoder of the policy's architecture with a linear value head on its final hidden states."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from policy.model import Graph
+
+VALUE_HEAD = "value_head"
+
+
+class Critic:
+    """Values of states. Weights: those of the trunk (without an output projection), and VALUE_HEAD float32[E]."""
+
+    def __init__(self, policy: Graph):
+        self.trunk = Graph(dataclasses.replace(policy.config, tied_head=True), policy.runtime, policy.layout)
+        self.untrained = self.trunk.untrained
+        self.axes = self.trunk.axes | {VALUE_HEAD: (None,)}
+
+    @property
+    def shardings(self) -> dict:
+        return self.trunk.shardings | {VALUE_HEAD: self.trunk.layout.replicated}
+
+    def init(self, params: dict[str, jax.Array], std: float, seed: int) -> dict[str, jax.Array]:
+        """A copy of the policy's trunk with a fresh value head, normal with deviation `std` (0: every value starts at 0)."""
+
+        def create(params, key):
+            head = std * jax.random.normal(key, (self.trunk.config.hidden_size,), jnp.float32)
+            return {path: jnp.copy(params[path]) for path in self.trunk.paths} | {VALUE_HEAD: head}
+
+        return jax.jit(create, out_shardings=self.shardings)(params, jax.random.key(seed))
+
+    def values(self, params, tokens_BT, step) -> tuple[jax.Array, dict]:
+        """(float32[B, T], router statistics): at t the value of the state before token t; 0 at t = 0."""
+        with self.trunk.precision():
+            hidden, _, statistics = self.trunk.decoder(params)(tokens_BT, step, None, self.trunk.runtime)
+            values = jnp.einsum("bte,e->bt", hidden.astype(jnp.float32), params[VALUE_HEAD])
+        return jnp.pad(values[:, :-1], ((0, 0), (1, 0))), statistics

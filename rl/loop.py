@@ -1,0 +1,245 @@
+"""The run: its stages one after the other, each step from prompts to new weights.
+
+    run -> _run_stage -> _supervised_step, or _rollout_step:
+        prompts -> generator -> rewards -> advantages -> updates, in place -> events
+
+Every number is a function of the configuration: prompts of (seed, stage, step), draws of (seed, prompt id, sample, position).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import policy
+from policy import hub
+from policy.config import Runtime
+from policy.hf import UnsupportedModel
+from policy.model import Graph, Model
+from policy.sharding import layout
+from rewards import RewardFailed
+from rl import data, rollouts
+from rl.batch import pack
+from rl.checkpoint import Checkpoints
+from rl.config import RunConfig
+from rl.errors import ConfigError, Interrupted, ModelError, ResourceError, RewardStop
+from rl.evaluation import Evaluation
+from rl.events import Events
+from rl.folder import RunFolder, StopWish
+from rl.prepare import Prepared, Stage, prepare
+from rl.trainer import RunState, Trainer
+from rollout import Generator, GeneratorOptions
+
+
+@dataclass
+class Run:
+    """What the stages of a run share. `prompts` counts the prompts sampled so far: the id of the next one."""
+
+    config: RunConfig
+    prepared: Prepared
+    model: Model
+    generator: Generator
+    events: Events
+    checkpoints: Checkpoints
+    stop: StopWish
+    prompts: int = 0
+
+
+def run(config: RunConfig) -> int:
+    """Runs all stages, or what is left of them in an existing run directory, and exports the final weights. Returns 0.
+
+    Raises one of rl.errors; `Interrupted` after SIGTERM or Ctrl-C, once the state is saved.
+    """
+    prepared = prepare(config)
+    try:
+        with RunFolder(config) as folder, StopWish() as stop:
+            checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints)
+            saved = checkpoints.host()
+            model = _model(config, prepared, with_weights=saved is None)
+            generator = Generator(
+                model,
+                max_length=config.max_length,
+                slots=config.generator.slots,
+                seed=config.seed,
+                tokenizer=prepared.tokenizer,
+                options=GeneratorOptions(
+                    prefill_chunk=config.generator.prefill_chunk, tokens_per_dispatch=config.generator.tokens_per_dispatch
+                ),
+            )
+            events = Events(config, folder.path)
+            try:
+                _run_stages(Run(config, prepared, model, generator, events, checkpoints, stop), saved, folder.path)
+            finally:
+                checkpoints.close()
+                events.close()
+    except RewardFailed as error:
+        raise RewardStop(str(error)) from None
+    finally:
+        prepared.close()
+    return 0
+
+
+def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model:
+    """The model on its mesh; without weights when a checkpoint will bring them."""
+    options = config.model
+    runtime = Runtime(options.dtype, options.param_dtype, options.remat, options.scan)
+    try:
+        mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)
+    except (ValueError, RuntimeError) as error:
+        raise ResourceError(f"{error} (platform: {config.platform})") from None
+    try:
+        from_directory = Path(options.source).is_dir()
+        decoder = hub.read_config(options.source) if from_directory else hub.preset(options.source, options.overrides)
+        if len(prepared.tokenizer) > decoder.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {len(prepared.tokenizer)} tokens, the model's vocab_size is {decoder.vocab_size}; use the "
+                "model's own tokenizer, or set model.overrides.vocab_size for random weights"
+            )
+        if not with_weights:
+            return Model(Graph(decoder, runtime, mesh), {})
+        if from_directory:
+            return policy.load(options.source, runtime=runtime, mesh=mesh)
+        return policy.create(decoder, config.seed, runtime=runtime, mesh=mesh)
+    except (hub.ModelFileError, UnsupportedModel) as error:
+        raise ModelError(f"model {options.source}: {error}") from None
+
+
+def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: Path) -> None:
+    names = run.config.stage_names
+    first, after = 0, 0
+    if saved is None:
+        run.events.truncate_after(names, names[0], -1)
+    else:
+        host = saved[1]
+        first, after, run.prompts = host["stage"], host["step"], host["prompts"]
+        run.events.truncate_after(names, names[first], after)
+        run.events.note(f"continuing {folder} after step {after} of {names[first]}")
+    for stage in run.prepared.stages[first:]:
+        _run_stage(run, stage, after if saved is not None and stage.index == first else None)
+    policy.save(run.model, folder / "export")
+    run.prepared.tokenizer.save_pretrained(folder / "export")
+    run.events.note(f"final weights in {folder / 'export'}")
+
+
+def _run_stage(run: Run, stage: Stage, after: int | None) -> None:
+    """All steps of a stage; those beyond `after` if a checkpoint of this stage is to be continued."""
+    options = stage.options
+    trainer = Trainer(run.model.graph, options, stage.algorithm)
+    evaluation = None
+    if run.prepared.evaluation:
+        evaluation = Evaluation(run.prepared.evaluation, run.prepared.held_out, stage.runner)
+    stops = run.prepared.stop_ids
+    params = rollouts.sampling_params(options.sampling, stops)
+    run.events.start_stage(stage.name, options.steps, after or 0)
+    if after is None:
+        after = 0
+        state = trainer.start(run.model.params, run.config.seed + stage.index)
+        if evaluation:
+            run.events.step(stage.name, 0, evaluation.run(run.generator, params))
+    else:
+        state = run.checkpoints.restore(trainer.abstract())[1]
+        run.model.params = state.policy.params
+    take = partial(_rollout_step, params=params) if stage.algorithm.needs_rollouts else _supervised_step
+    for step in range(after + 1, options.steps + 1):
+        began = time.perf_counter()
+        state, metrics = take(run, stage, trainer, state, step)
+        metrics["time/step"] = time.perf_counter() - began
+        if evaluation and evaluation.due(step, options.steps):
+            metrics |= evaluation.run(run.generator, params)
+        run.events.step(stage.name, step, metrics)
+        _save_and_stop(run, stage, state, step)
+
+
+def _save_and_stop(run: Run, stage: Stage, state: RunState, step: int) -> None:
+    """Writes a checkpoint where one is due, and stops the run if that is wanted."""
+    options, stages = run.config.run, run.prepared.stages
+    last = step == stage.options.steps
+    wanted = run.stop.wanted
+    if last or wanted or (options.checkpoint_every and step % options.checkpoint_every == 0):
+        number = sum(s.options.steps + 1 for s in stages[: stage.index]) + step
+        run.events.sync()
+        host = {"stage": stage.index, "step": step, "prompts": run.prompts}
+        run.checkpoints.save(number, state, host, wait=bool(wanted))
+    if wanted:
+        raise Interrupted(f"{wanted}: saved after step {step} of {stage.name}; continue with `rl-train {run.config.run.dir}`")
+
+
+def _order(run: Run, stage: Stage, rows: int, numbers: range) -> list[int]:
+    """The rows of the dataset that these running numbers take; every stage goes through the data in an order of its own."""
+    return [data.order(run.config.seed * 1000 + stage.index, rows, number) for number in numbers]
+
+
+def _supervised_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int) -> tuple[RunState, dict]:
+    """One update on the next `prompts_per_step` demonstrations."""
+    P, U = stage.options.prompts_per_step, stage.options.updates_per_step
+    chosen = _order(run, stage, len(stage.demonstrations), range((step - 1) * P, step * P))
+    batch = pack([stage.demonstrations[row] for row in chosen], run.config.max_length)
+    return _update(run, trainer, state, [batch.rows(slice(u * P // U, (u + 1) * P // U)) for u in range(U)], step)
+
+
+def _rollout_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int, *, params) -> tuple[RunState, dict]:
+    """Samples groups, scores them, and makes `updates_per_step` updates of whole groups each."""
+    options, algorithm = stage.options, stage.algorithm
+    P, G, U = options.prompts_per_step, options.samples_per_prompt, options.updates_per_step
+    ids = range(run.prompts, run.prompts + P)
+    run.prompts += P
+    problems = [stage.problems[row] for row in _order(run, stage, len(stage.problems), range((step - 1) * P, step * P))]
+    params = rollouts.sampling_params(options.sampling, params.stop_token_ids, n=G)
+    found = rollouts.collect(run.generator, stage.runner, problems, params, ids)
+    batch = found.batch(run.config.max_length)
+
+    began = time.perf_counter()
+    if algorithm.needs_old_logp(U):
+        old_logp, entropy = trainer.logprobs(state.policy.params, batch)
+        batch = batch.replace(old_logp=old_logp, entropy=entropy)
+    if state.reference is not None:
+        batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch)[0])
+    if state.critic is not None:
+        batch = batch.replace(old_values=trainer.values(state, batch))
+    scored_from = time.perf_counter()
+    scores = found.scores.result()
+    metrics = {"time/logprob": scored_from - began, "time/reward": time.perf_counter() - scored_from}
+
+    unscored = ~np.isfinite(scores.total)
+    batch = batch.replace(mask=np.where(unscored[:, None], 0.0, batch.mask).astype(np.float32))
+    if state.critic is not None:
+        advantages, returns, estimated = algorithm.advantages_per_token(
+            scores.total, batch.old_logp, batch.ref_logp, batch.old_values, batch.mask
+        )
+        batch = batch.replace(advantages=advantages.astype(np.float32), returns=returns.astype(np.float32))
+        metrics |= estimated
+        per_sample = advantages.sum(axis=1) / np.maximum(batch.mask.sum(axis=1), 1)
+    else:
+        per_sample = algorithm.advantages(scores.total.reshape(P, G)).reshape(-1)
+        batch = batch.replace(advantages=per_sample.astype(np.float32))
+    metrics |= {f"advantage/{name}": float(getattr(per_sample, name)()) for name in ("mean", "std", "min", "max")}
+
+    critic_only = state.critic is not None and step <= algorithm.critic_warmup
+    rows = P * G // U
+    parts = [batch.rows(slice(u * rows, (u + 1) * rows)) for u in range(U)]
+    state, updated = _update(run, trainer, state, parts, step, critic_only=critic_only)
+    run.events.samples(rollouts.records(found, scores, per_sample, stage.name, step))
+    return state, rollouts.metrics(found, scores) | metrics | updated
+
+
+def _update(run: Run, trainer: Trainer, state: RunState, batches: list, step: int, **how) -> tuple[RunState, dict]:
+    """An update for each batch; metrics are their means. The model sees the new weights at once: they are the same arrays."""
+    began, every = time.perf_counter(), []
+    for batch in batches:
+        state, metrics = trainer.update(state, batch, **how)
+        run.model.params = state.policy.params
+        every.append(metrics)
+    every = jax.device_get(every)
+    seconds = time.perf_counter() - began
+    tokens = sum(int((batch.segments != 0).sum()) for batch in batches)
+    means = {key: float(np.mean([metrics[key] for metrics in every])) for key in every[0]}
+    return state, means | {
+        "optim/lr": float(trainer.policy.rate((step - 1) * len(batches))),
+        "time/update": seconds,
+        "perf/train_tokens_per_s": tokens / max(seconds, 1e-9),
+    }

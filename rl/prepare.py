@@ -1,0 +1,148 @@
+"""Everything of a run that can be wrong and is cheap to look at, before a model is built: tokenizer, data, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rl.algorithms
+from rewards import RewardError, Runner, RunnerOptions
+from rl import data
+from rl.config import DataOptions, EvaluationOptions, RewardSettings, RunConfig, StageOptions
+from rl.errors import ConfigError, DataError
+from rl.rollouts import Problem
+from rollout import chat
+from rollout.tokenizer import load_tokenizer, stop_ids
+
+Row = tuple[list[int], list[int]]  # ids of a demonstration, and 1 where a token is learnt
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage, ready to run. `problems` for rollouts or `demonstrations` for supervised training; the other is None."""
+
+    index: int
+    name: str
+    options: StageOptions
+    algorithm: object
+    problems: Sequence[Problem] | None
+    demonstrations: Sequence[Row] | None
+    runner: Runner | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    tokenizer: object
+    stop_ids: tuple[int, ...]
+    stages: list[Stage]
+    evaluation: EvaluationOptions | None
+    held_out: Sequence[Problem]
+
+    def close(self) -> None:
+        for runner in {id(s.runner): s.runner for s in self.stages if s.runner}.values():
+            runner.close()
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Reads tokenizer and data and checks every length.
+
+    Raises ConfigError for a tokenizer or reward that cannot be used, DataError for data that is malformed, empty or too long.
+    """
+    tokenizer, stops = _tokenizer(config)
+    encoder = _Encoder(config, tokenizer)
+    names = config.stage_names
+    runners: dict[str, Runner] = {}
+    stages = []
+    for index, options in enumerate(config.stages):
+        algorithm = rl.algorithms.get(options.algorithm.name, **options.algorithm.model_extra)
+        source, rewards = options.data or config.data, options.rewards or config.rewards
+        runner = None
+        if rewards and (algorithm.needs_rollouts or config.evaluation):
+            runner = runners.setdefault(rewards.model_dump_json(), None) or _runner(rewards)
+            runners[rewards.model_dump_json()] = runner
+        stages.append(
+            Stage(
+                index=index,
+                name=names[index],
+                options=options,
+                algorithm=algorithm,
+                problems=encoder.problems(source, options) if algorithm.needs_rollouts else None,
+                demonstrations=None if algorithm.needs_rollouts else encoder.demonstrations(source),
+                runner=runner,
+            )
+        )
+    held_out = encoder.held_out(config.evaluation, config.stages) if config.evaluation else []
+    return Prepared(tokenizer, stops, stages, config.evaluation, held_out)
+
+
+def _tokenizer(config: RunConfig):
+    directory = config.model.source if Path(config.model.source).is_dir() else None
+    try:
+        if config.tokenizer is None:
+            tokenizer = load_tokenizer(directory)
+        else:
+            tokenizer = load_tokenizer(config.tokenizer.source, config.tokenizer.alphabet, config.tokenizer.chat_template)
+        return tokenizer, stop_ids(tokenizer, directory)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"tokenizer: {error}") from None
+
+
+def _runner(settings: RewardSettings) -> Runner:
+    functions = tuple((f.name, f.weight, f.options) for f in settings.functions)
+    try:
+        return Runner(RunnerOptions(functions, settings.workers, settings.timeout_s, settings.on_error))
+    except RewardError as error:
+        raise ConfigError(f"rewards: {error}") from None
+
+
+class _Encoder:
+    """Datasets as token ids, checked against the cache's length; a dataset that several stages use is read once."""
+
+    def __init__(self, config: RunConfig, tokenizer):
+        self._config, self._tokenizer = config, tokenizer
+        self._read: dict[tuple, object] = {}
+
+    def problems(self, source: DataOptions, stage: StageOptions, *, held_out: bool = False) -> list[Problem]:
+        dataset = self._load(source, held_out=held_out)
+        encoded = self._once(("problems", source.model_dump_json(), held_out), lambda: [self._problem(e) for e in dataset])
+        lengths = {id(p.example): len(p.ids) for p in encoded}
+        longest = self._config.max_length - stage.sampling.max_new_tokens
+        advice = f"raise max_length ({self._config.max_length}) or lower sampling.max_new_tokens ({stage.sampling.max_new_tokens})"
+        data.check_lengths(dataset, lambda example: lengths[id(example)], longest, advice)
+        return encoded
+
+    def demonstrations(self, source: DataOptions) -> list[Row]:
+        dataset = self._load(source, demonstrations=True)
+        rows = self._once(("rows", source.model_dump_json()), lambda: [self._row(example) for example in dataset])
+        lengths = {id(example): len(ids) for example, (ids, _) in zip(dataset, rows, strict=True)}
+        advice = f"raise max_length ({self._config.max_length}) or leave these rows out"
+        data.check_lengths(dataset, lambda example: lengths[id(example)], self._config.max_length, advice)
+        return rows
+
+    def held_out(self, options: EvaluationOptions, stages: Sequence[StageOptions]) -> list[Problem]:
+        longest = max(stages, key=lambda stage: stage.sampling.max_new_tokens)
+        return self.problems(options.data, longest, held_out=True)[: options.problems]
+
+    def _load(self, source: DataOptions, **kind: bool) -> data.Dataset:
+        return self._once(("data", source.model_dump_json(), *kind.items()), lambda: data.load(source, **kind))
+
+    def _once(self, key: tuple, make):
+        if key not in self._read:
+            self._read[key] = make()
+        return self._read[key]
+
+    def _problem(self, example: data.Example) -> Problem:
+        return Problem(example, self._guarded(example, lambda: chat.render_prompt(self._tokenizer, example.prompt)))
+
+    def _row(self, example: data.Example) -> Row:
+        return self._guarded(
+            example, lambda: chat.encode_example(self._tokenizer, example.prompt, example.completion, example.messages)
+        )
+
+    @staticmethod
+    def _guarded(example: data.Example, encode):
+        try:
+            return encode()
+        except ValueError as error:
+            raise DataError(f"{example.where}: {error}") from None

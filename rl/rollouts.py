@@ -1,0 +1,141 @@
+"""From problems to scored completions: what the generator wrote, and what the rewards say of it.
+
+P prompts, G completions of each, F reward functions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rewards import Runner, Scores
+from rewards.runner import Handle
+from rl.batch import Batch, pack, spread
+from rl.config import SamplingOptions
+from rl.data import Example
+from rollout import Completion, Generator, SamplingParams
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An example with its prompt as token ids."""
+
+    example: Example
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The completions of one step, [P][G], and the scores that are on their way."""
+
+    problems: Sequence[Problem]
+    prompt_ids: Sequence[int]
+    completions: list[list[Completion]]
+    scores: Handle
+    seconds: float
+
+    @property
+    def flat(self) -> list[tuple[int, Completion]]:
+        """(number of the prompt, completion) of each sample, groups together."""
+        return [(p, completion) for p, group in enumerate(self.completions) for completion in group]
+
+    def batch(self, limit: int) -> Batch:
+        """One row for each completion after its prompt; the mask is on the completion, its stop token included."""
+        rows = [(self.problems[p].ids + c.tokens, [0] * len(self.problems[p].ids) + [1] * len(c.tokens)) for p, c in self.flat]
+        batch = pack(rows, limit)
+        return batch.replace(
+            prompt=np.asarray([p for p, _ in self.flat], np.int32),
+            sampler_logp=spread([c.logprobs for _, c in self.flat], batch.mask),
+        )
+
+
+def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes) -> SamplingParams:
+    """Those of the configuration, with the tokenizer's own ends of a completion added."""
+    settings = {
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "stop": tuple(options.stop),
+        "stop_token_ids": tuple(sorted({*options.stop_token_ids, *stop_ids})),
+    }
+    return SamplingParams(**(settings | changes))
+
+
+def collect(
+    generator: Generator, runner: Runner, problems: Sequence[Problem], params: SamplingParams, prompt_ids: Sequence[int]
+) -> Rollouts:
+    """Completes the prompts and starts scoring; the rewards run in their own processes while the device goes on."""
+    began = time.perf_counter()
+    completions = generator.generate([problem.ids for problem in problems], params, ids=prompt_ids)
+    seconds = time.perf_counter() - began
+    flat = [(p, c) for p, group in enumerate(completions) for c in group]
+    examples = [problems[p].example for p, _ in flat]
+    names = sorted({name for example in examples for name in example.columns})
+    columns: dict[str, Any] = {name: [example.columns.get(name) for example in examples] for name in names}
+    columns |= {
+        "completion_lengths": [len(c.tokens) for _, c in flat],
+        "truncated": [c.finish == "length" for _, c in flat],
+        "max_new_tokens": params.max_new_tokens,
+    }
+    texts = [_as_written(example.prompt, c.text) for example, (_, c) in zip(examples, flat, strict=True)]
+    handle = runner.start([example.prompt for example in examples], texts, columns, [p for p, _ in flat])
+    return Rollouts(problems, prompt_ids, completions, handle, seconds)
+
+
+def _as_written(prompt, text: str):
+    """A completion in the form of its prompt: text after text, a message of the assistant after messages."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def records(rollouts: Rollouts, scores: Scores, advantages, stage: str, step: int) -> list[dict]:
+    """A line of samples.jsonl for each completion; `advantages` float[P * G]: of a completion, or the mean of its tokens."""
+    lines = []
+    sample_of = {}
+    for i, (p, completion) in enumerate(rollouts.flat):
+        sample_of[p] = sample_of.get(p, -1) + 1
+        lines.append(
+            {
+                "stage": stage,
+                "step": step,
+                "prompt_id": int(rollouts.prompt_ids[p]),
+                "sample": sample_of[p],
+                "prompt": rollouts.problems[p].example.prompt,
+                "completion": completion.text,
+                "tokens": completion.tokens,
+                "finish": completion.finish,
+                "rewards": dict(zip(scores.names, scores.rewards[i].tolist(), strict=True)),
+                "reward": float(scores.total[i]),
+                "advantage": float(advantages[i]),
+            }
+        )
+    return lines
+
+
+def metrics(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
+    """Rewards and lengths of a step, by the names of docs/metrics.md. NaN where nothing was scored."""
+    G = len(rollouts.completions[0])
+    totals = scores.total.reshape(-1, G)
+    scored = totals[np.isfinite(totals)]
+    lengths = np.asarray([len(c.tokens) for _, c in rollouts.flat])
+    ended = np.asarray([c.finish == "stop" for _, c in rollouts.flat])
+    flat_groups = [np.ptp(group[np.isfinite(group)]) == 0 if np.isfinite(group).any() else True for group in totals]
+    found = {
+        "reward/mean": float(scored.mean()) if scored.size else float("nan"),
+        "reward/std": float(scored.std(ddof=1)) if scored.size > 1 else 0.0,
+        "reward/frac_zero_std": float(np.mean(flat_groups)),
+        "completion/mean_length": float(lengths.mean()),
+        "completion/min_length": float(lengths.min()),
+        "completion/max_length": float(lengths.max()),
+        "completion/truncated_ratio": float(1 - ended.mean()),
+        "perf/sample_tokens_per_s": float(lengths.sum() / max(rollouts.seconds, 1e-9)),
+        "time/sample": rollouts.seconds,
+    }
+    if ended.any():
+        found |= {f"completion/{name}_terminated_length": float(getattr(lengths[ended], name)()) for name in ("mean", "min", "max")}
+    return found | scores.metrics

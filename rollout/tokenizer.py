@@ -1,0 +1,119 @@
+"""Tokenizers: two that are built in code, and any Hugging Face directory.
+
+The built-in ones are ordinary `PreTrainedTokenizerFast` objects: saved with `save_pretrained`, any program reads them
+with `AutoTokenizer`. Code that a tokenizer's directory may hold is never run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
+"""Ids 0 to 7 of the built-in tokenizers."""
+
+BUILT_IN = ("bytes", "characters")
+
+# Turns of the assistant end with the end-of-sequence token, at which generation stops; the others with <|end|>.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|' + message['role'] + '|>' -}}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}
+{%- else -%}
+{{- message['content'] + '<|end|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+def load_tokenizer(source: str | Path, alphabet: str | None = None, chat_template: str | Path | None = None):
+    """A `PreTrainedTokenizerFast`.
+
+    Args:
+        source: `characters`, `bytes`, or a directory with a tokenizer.
+        alphabet: the characters that `characters` knows.
+        chat_template: file of a jinja template that replaces the tokenizer's own.
+
+    Raises:
+        ValueError: no tokenizer there, no end-of-sequence token, or an alphabet that does not fit the source.
+    """
+    if (source == "characters") != (alphabet is not None):
+        raise ValueError("`characters`, and no other tokenizer, needs an alphabet")
+    if source == "characters":
+        tokenizer = characters(alphabet)
+    elif source == "bytes":
+        tokenizer = byte_level()
+    else:
+        tokenizer = _from_directory(Path(source))
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{source}: the tokenizer has no end-of-sequence token; set eos_token in its configuration")
+    return tokenizer
+
+
+def characters(alphabet: str):
+    """One token for each character of `alphabet`; any other character is <unk>."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+
+    if not alphabet or len(set(alphabet)) < len(alphabet):
+        raise ValueError(f"an alphabet holds each of its characters once, got {alphabet!r}")
+    vocabulary = {token: number for number, token in enumerate([*SPECIALS, *alphabet])}
+    # [\s\S]: a dot leaves out line breaks.
+    splitter = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    return _wrapped(models.WordLevel(vocabulary, unk_token="<unk>"), splitter, decoders.Fuse())
+
+
+def byte_level():
+    """One token for each byte of the UTF-8 form, so that any text comes back unchanged."""
+    from tokenizers import decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*SPECIALS, *letters])}
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return _wrapped(models.BPE(vocabulary, []), splitter, decoders.ByteLevel())
+
+
+def stop_ids(tokenizer, directory: str | Path | None = None) -> tuple[int, ...]:
+    """Tokens that end a completion: the tokenizer's end of sequence, and those of the model's generation_config.json.
+
+    Chat models list several there (end of turn, end of text); a generator that knows only one runs on.
+    """
+    found = {tokenizer.eos_token_id}
+    file = Path(directory) / "generation_config.json" if directory is not None else None
+    if file is not None and file.is_file():
+        listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        found.update(listed if isinstance(listed, list) else [listed])
+    return tuple(sorted(token for token in found if token is not None))
+
+
+def _wrapped(model: Any, splitter: Any, decoder: Any):
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(model)
+    backend.pre_tokenizer, backend.decoder = splitter, decoder
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=list(SPECIALS[4:]),
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _from_directory(directory: Path):
+    from transformers import AutoTokenizer
+
+    if not directory.is_dir():
+        raise ValueError(f"no tokenizer {directory}: give a directory or one of {', '.join(BUILT_IN)}")
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{directory}: no tokenizer can be read from it: {error}") from None

@@ -1,0 +1,82 @@
+"""Every algorithm in rl/algorithms, found by listing the folder, keeps the promises that the trainer relies on."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import rl.algorithms
+
+ALGORITHMS = rl.algorithms.known()
+ROWS, WIDTH = 4, 3
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    mask = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], np.float32)
+    names = ("logp", "old_logp", "sampler_logp", "ref_logp", "entropy")
+    arrays = {name: np.where(mask, rng.normal(-1, 0.2, mask.shape), np.nan).astype(np.float32) for name in names}
+    arrays["entropy"] = np.abs(arrays["entropy"])
+    return rl.algorithms.PolicyInputs(
+        mask=mask,
+        advantages=np.array([1.0, -1.0, 0.5, -0.5], np.float32),
+        prompt=np.zeros(ROWS, np.int32),
+        max_length=WIDTH,
+        **arrays,
+    )
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_its_name_is_its_file_and_every_option_has_a_default_and_a_description(name):
+    algorithm = rl.algorithms.get(name)
+    assert algorithm.name == name
+    for field in dataclasses.fields(algorithm):
+        assert algorithm.__pydantic_fields__[field.name].description, field.name
+    values = {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm)}
+    assert rl.algorithms.get(name, **values) == algorithm
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_it_says_what_it_needs(name):
+    algorithm = rl.algorithms.get(name)
+    for need in ("needs_rollouts", "needs_reference", "needs_critic", "needs_entropy"):
+        assert isinstance(getattr(algorithm, need), bool), need
+    assert isinstance(algorithm.needs_old_logp(1), bool)
+    estimator = "advantages_per_token" if algorithm.needs_critic else "advantages"
+    assert hasattr(algorithm, estimator) == algorithm.needs_rollouts
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_its_loss_compiles_and_gives_finite_float32_scalars(name):
+    algorithm = rl.algorithms.get(name)
+    loss, metrics = jax.jit(algorithm.loss)(batch())
+    for key, value in {"loss": loss, **metrics}.items():
+        assert value.shape == (), key
+        assert value.dtype == np.float32, key
+        assert np.isfinite(value), key
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_micro_batches_add_up_and_padding_gets_no_gradient(name):
+    algorithm = rl.algorithms.get(name)
+    arrays = algorithm.with_totals(batch())
+    gradient_of = jax.grad(lambda logp, part: algorithm.loss(dataclasses.replace(part, logp=logp))[0])
+    whole = np.asarray(gradient_of(arrays.logp, arrays))
+    parts = []
+    for row in range(ROWS):
+        part = jax.tree.map(lambda array, row=row: array[row : row + 1] if np.ndim(array) else array, arrays)
+        parts.append(gradient_of(part.logp, part))
+    np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-6)
+    assert not whole[arrays.mask == 0].any()
+    assert whole.any()
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if hasattr(rl.algorithms.get(name), "advantages")])
+def test_equal_and_absent_rewards_have_no_advantage(name):
+    rewards = np.array([[0.1, 0.1, 0.1], [np.nan, np.nan, 1.0], [0.0, np.nan, 1.0]])
+    advantages = rl.algorithms.get(name).advantages(rewards)
+    assert advantages.shape == rewards.shape
+    assert not advantages[:2].any()
+    assert advantages[2, 1] == 0
+    assert advantages[2, 0] < 0 < advantages[2, 2]

@@ -1,0 +1,130 @@
+"""Every task of rl/tasks/, found by listing the folder, and several options of each."""
+
+import dataclasses
+import importlib
+
+import pytest
+
+from rl import tasks
+from rl.tasks import arithmetic
+
+OPTIONS = {
+    "arithmetic": [
+        {},
+        {"operations": ["+", "-"], "terms": 3, "max_operand": 12, "style": "scratchpad"},
+        {"operations": ["*"], "max_operand": 30, "style": "scratchpad"},
+        {"operations": ["+", "-", "*"], "terms": 4, "problems": 3000, "style": "reversed", "end": "."},
+        {"max_operand": 999_999, "terms": 8, "problems": 2000, "prompt": "What is {problem}?"},
+    ]
+}
+CASES = [(name, options) for name in tasks.names() for options in OPTIONS.get(name, [{}])]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_the_splits_are_fixed_and_share_no_problem(name, options):
+    train, held_out = (tasks.problems(name, options, split) for split in ("train", "eval"))
+    assert train and held_out
+    assert tasks.problems(name, options, "train") == train and tasks.problems(name, options, "eval") == held_out
+    prompts = [{problem.prompt for problem in split} for split in (train, held_out)]
+    assert not prompts[0] & prompts[1]
+    assert [len(split) for split in prompts] == [len(train), len(held_out)]
+    seen = {problem.prompt + problem.completion for problem in train if problem.completion is not None}
+    assert not any(problem.prompt + str(problem.completion) in seen for problem in held_out)
+    assert all(problem.columns["answer"] for problem in (*train, *held_out))
+
+
+@pytest.mark.parametrize("name", tasks.names())
+def test_unknown_options_and_splits_are_refused_and_all_options_are_described(name):
+    kind = importlib.import_module(f"rl.tasks.{name}").Options
+    first = dataclasses.fields(kind)[0].name
+    with pytest.raises(ValueError, match=rf"no option `{first}x` \(nearest: {first}"):
+        tasks.check(name, {first + "x": 1})
+    with pytest.raises(ValueError, match="splits train and eval"):
+        tasks.problems(name, {}, "test")
+
+
+def test_an_unknown_task_names_the_nearest():
+    with pytest.raises(ValueError, match="no task arithmetics"):
+        tasks.check("arithmetics", {})
+
+
+def test_arithmetic_demonstrations_are_right():
+    for _, options in CASES:
+        style = options.get("style", "plain")
+        for problem in tasks.problems("arithmetic", options, "eval")[:200]:
+            text, end = problem.columns["problem"], options.get("end", "")
+            # The expressions hold digits and + - * only, as python writes them; no other oracle is as plain.
+            assert set(text) <= set("0123456789+-*")
+            right = str(arithmetic_oracle(text))
+            written = problem.completion.removesuffix(end)
+            assert problem.columns["answer"] == (right[::-1] if style == "reversed" else right)
+            if style == "scratchpad":
+                assert {arithmetic_oracle(part) for part in written.split("=")} == {int(right)}
+            else:
+                assert written == problem.columns["answer"]
+
+
+def arithmetic_oracle(text: str) -> int:
+    """Value of an expression by python's own parser, without running it."""
+    import ast
+    import operator
+
+    functions = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.USub: operator.neg}
+
+    def value(node):
+        if isinstance(node, ast.BinOp):
+            return functions[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.UnaryOp):
+            return functions[type(node.op)](value(node.operand))
+        return int(node.value)
+
+    return value(ast.parse(text, mode="eval").body)
+
+
+def test_a_problem_and_its_rearrangements_are_held_out_together():
+    identity = arithmetic.identity
+    assert identity("12+34") == identity("34+12") != identity("12-34") != identity("34-12")
+    assert identity("3*4+5") == identity("5+4*3") != identity("3*5+4")
+    train = {p.columns["problem"] for p in tasks.problems("arithmetic", {}, "train")}
+    held_out = {p.columns["problem"] for p in tasks.problems("arithmetic", {}, "eval")}
+    assert len(held_out) >= 512
+    assert all("+".join(reversed(problem.split("+"))) not in train for problem in held_out)
+
+
+def test_all_problems_are_counted_and_reached():
+    options = arithmetic.Options(operations=["+", "*"], terms=3, min_operand=2, max_operand=4)
+    expressions = {arithmetic.expression(number, options) for number in range(arithmetic.count(options))}
+    assert len(expressions) == arithmetic.count(options) == 4 * 27
+    found = tasks.problems("arithmetic", dataclasses.asdict(options), "train")
+    found += tasks.problems("arithmetic", dataclasses.asdict(options), "eval")
+    assert {problem.columns["problem"] for problem in found} == expressions
+
+
+def test_scratchpads_are_written_as_documented():
+    write = arithmetic.demonstration
+    assert write("57+68", "scratchpad") == "15+110=125"
+    assert write("57-68", "scratchpad") == "-1-10=-11"
+    assert write("12*34", "scratchpad") == "48+360=408"
+    assert write("2*30+4", "scratchpad") == "60+4=4+60=64"
+    assert write("2+3", "scratchpad") == "5"
+    assert write("57+68", "reversed") == "521"
+
+
+def test_reasoning_gym_tasks_are_split_by_the_problem():
+    pytest.importorskip("reasoning_gym")
+    options = {"size": 60, "eval_size": 20, "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    train, held_out = (tasks.problems("chain_sum", options, split) for split in ("train", "eval"))
+    assert (len(train), len(held_out)) == (60, 20)
+    assert not {p.prompt for p in train} & {p.prompt for p in held_out}
+    with pytest.raises(ValueError, match=r"no option `sizee` \(nearest: size"):
+        tasks.check("chain_sum", {"sizee": 1})
+    with pytest.raises(ValueError, match="nearest: chain_sum"):
+        tasks.check("chain_summ", {})
+
+
+def test_without_reasoning_gym_the_error_says_what_to_install(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match=r"pip install 'duet-rl\[tasks\]'"):
+        tasks.check("chain_sum", {})

@@ -1,0 +1,96 @@
+"""Options are checked when an algorithm is made, without jax, with messages that say how to go on."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+import rl.algorithms
+
+
+def test_known_lists_the_files_of_algorithms():
+    assert {"grpo", "ppo", "sft"} <= set(rl.algorithms.known())
+    assert not [name for name in rl.algorithms.known() if name.startswith("_")]
+
+
+def test_unknown_algorithm():
+    with pytest.raises(ValueError, match=r"unknown algorithm 'gpro', did you mean 'grpo'\?; known: .*ppo"):
+        rl.algorithms.get("gpro")
+
+
+def test_unknown_option_names_the_nearest_and_the_valid_ones():
+    with pytest.raises(ValueError, match=r"grpo has no option 'epsilom', did you mean 'epsilon'\?.*kl_coef") as caught:
+        rl.algorithms.get("grpo", epsilom=0.1)
+    assert "needs_critic" not in str(caught.value)
+
+
+def test_all_faults_are_reported_at_once_each_with_its_option():
+    with pytest.raises(ValidationError) as caught:
+        rl.algorithms.get("grpo", epsilom=0.1, delta=True, scale="grup", kl_coef=-1)
+    assert {fault["loc"] for fault in caught.value.errors()} == {("epsilom",), ("delta",), ("scale",), ("kl_coef",)}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("grpo", {"epsilon": "0.2"}, "valid number"),
+        ("grpo", {"epsilon": float("nan")}, "finite"),
+        ("grpo", {"aggregation": "tokens"}, "'token', 'sequence'"),
+        ("grpo", {"kl": "k1", "kl_coef": 0.1}, "expectation of its gradient is zero"),
+        ("grpo", {"delta": 1.2}, "must be above 1 \\+ epsilon_high"),
+        ("grpo", {"correction_max": 2.0}, "do nothing without correction"),
+        ("grpo", {"correction": "token_mask", "correction_min": 4.0}, "correction_min .* below correction_max"),
+        ("grpo", {"top_entropy": 1.5}, "less than or equal to 1"),
+        ("grpo", {"gamma": 0.9}, "no option 'gamma'"),
+        ("ppo", {"lam": 2}, "less than or equal to 1"),
+        ("ppo", {"critic_warmup": 1.5}, "valid integer"),
+        ("sft", {"loss_type": "mse"}, "'nll' or 'dft'"),
+    ],
+)
+def test_bad_values(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        rl.algorithms.get(name, **options)
+
+
+def test_integers_are_taken_as_numbers_and_algorithms_are_frozen_and_hashable():
+    algorithm = rl.algorithms.get("grpo", epsilon=1)
+    assert algorithm == rl.algorithms.get("grpo", epsilon=1.0)
+    assert hash(algorithm) == hash(rl.algorithms.get("grpo", epsilon=1.0))
+    with pytest.raises(AttributeError):
+        algorithm.epsilon = 2.0
+
+
+def test_what_the_trainer_has_to_provide():
+    grpo = rl.algorithms.get("grpo")
+    assert grpo.needs_rollouts
+    assert not (grpo.needs_critic or grpo.needs_reference or grpo.needs_entropy or grpo.needs_old_logp(1))
+    assert grpo.needs_old_logp(2)
+    assert rl.algorithms.get("grpo", kl_coef=0.1).needs_reference
+    assert rl.algorithms.get("grpo", entropy_coef=-0.1).needs_entropy
+    selective = rl.algorithms.get("grpo", top_entropy=0.2)
+    assert selective.needs_entropy
+    assert selective.needs_old_logp(1)
+    assert not rl.algorithms.get("sft").needs_rollouts
+
+
+def test_validation_imports_no_jax():
+    program = (
+        "import sys, rl.algorithms\n"
+        "assert 'numpy' not in sys.modules\n"
+        "[rl.algorithms.get(name) for name in rl.algorithms.known()]\n"
+        "rl.algorithms.ppo.gae\n"
+        "assert 'jax' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_an_unknown_attribute_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="nothing"):
+        rl.algorithms.nothing  # noqa: B018
+
+
+def test_reduce_metrics():
+    stacked = {"loss": np.array([1.0, 2.0]), "x_max": np.array([1.0, 5.0]), "x_min": np.array([1.0, -5.0])}
+    assert rl.algorithms.reduce_metrics(stacked) == {"loss": 3.0, "x_max": 5.0, "x_min": -5.0}

@@ -1,0 +1,114 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl import cli
+from rl.errors import ConfigError, DataError, Interrupted
+
+ROOT = Path(cli.__file__).parent.parent
+HEAVY = ("jax", "pydantic", "transformers", "datasets", "numpy", "yaml", "rich", "wandb", "tokamax")
+
+
+def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=60)
+
+
+@pytest.mark.parametrize("command", ["train_main(['--help'])", "main(['--help'])", "main(['train', '--help'])"])
+def test_help_imports_nothing_heavy(command):
+    code = f"""
+import sys
+from rl import cli
+try:
+    cli.{command}
+except SystemExit as end:
+    print("code", end.code, "loaded", [name for name in {HEAVY} if name in sys.modules])
+"""
+    done = python(code)
+    assert "usage: rl" in done.stdout and "code 0 loaded []" in done.stdout, done.stdout + done.stderr
+
+
+def test_arguments_with_an_equals_sign_are_overrides_unless_a_file_has_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a=b.yml").write_text("")
+    files, overrides = cli.split_arguments(["x.yml", "a=b.yml", "stages.1.steps=3", "runs/a", "data.path=/x=y"])
+    assert files == ["x.yml", "a=b.yml", "runs/a"]
+    assert overrides == ["stages.1.steps=3", "data.path=/x=y"]
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("no such key"), 2), (DataError("row 3"), 3)])
+def test_known_errors_are_text_and_their_exit_code(error, code, monkeypatch, capsys):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "_train", fail)
+    assert cli.main(["train", "x.yml"]) == code
+    said = capsys.readouterr().err
+    assert str(error) in said and "Traceback" not in said
+
+
+def test_an_interrupted_run_says_so_with_exit_code_75_and_a_bug_keeps_its_traceback(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise Interrupted("saved; continue with rl-train runs/a")
+
+    monkeypatch.setattr(cli, "_train", interrupted)
+    assert cli.train_main(["x.yml"]) == 75
+    assert capsys.readouterr().err.startswith("interrupted: saved")
+
+    def bug(arguments):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "_train", bug)
+    with pytest.raises(ZeroDivisionError):
+        cli.train_main(["x.yml"])
+
+
+def test_ctrl_c_before_anything_was_saved_ends_with_130(monkeypatch):
+    def stop(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_train", stop)
+    assert cli.train_main(["x.yml"]) == 130
+
+
+def test_checking_a_configuration_imports_no_jax(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "run.yml").write_text(
+        "model: model\ntokenizer: bytes\ndata: {task: arithmetic}\n"
+        "rewards: {functions: [exact_answer]}\nstages: [{algorithm: grpo, steps: 1}]\n"
+    )
+    code = f"""
+import os, sys
+os.chdir({str(tmp_path)!r})
+from rl import cli
+code = cli.train_main(["--check", "run.yml"])
+print("code", code, "loaded", [name for name in ("jax", "transformers", "datasets") if name in sys.modules])
+"""
+    done = python(code)
+    assert "code 0 loaded []" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_platform_is_chosen_before_jax_is_imported(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "left alone")
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    cli._choose_platform("auto")
+    assert os.environ["JAX_PLATFORMS"] == "left alone"
+    cli._choose_platform("cpu")
+    assert os.environ["JAX_PLATFORMS"] == "cpu" and "jax" not in sys.modules
+
+
+def test_a_reward_is_tried_on_its_examples_without_jax():
+    code = """
+import sys
+from rl import cli
+code = cli.main(["reward", "test", sys.argv[1]])
+print("code", code, "loaded", [name for name in ("jax", "transformers", "pydantic") if name in sys.modules])
+"""
+    done = python(code, "numeric_answer")
+    assert "code 0 loaded []" in done.stdout, done.stdout + done.stderr
+    done = python(code, "numeric_answr")
+    assert "code 2 loaded []" in done.stdout and "numeric_answer" in done.stdout + done.stderr

@@ -1,0 +1,298 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl import configfile
+from rl.configfile import load
+from rl.errors import ConfigError
+
+GOOD = """\
+model: {source: MODEL}
+tokenizer: bytes
+data: {task: arithmetic}
+rewards: {functions: ["REWARD:score"]}
+max_length: 64
+stages:
+  - algorithm: sft
+    steps: 2
+    optimizer:
+      learning_rate: 1e-3
+  - algorithm: grpo
+    steps: 3
+    sampling: {max_new_tokens: 8}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a model, a reward and a good configuration."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (tmp_path / "reward.py").write_text("def score(prompts, completions, **columns):\n    return [0.0] * len(prompts)\n")
+    (tmp_path / "run.yml").write_text(GOOD.replace("MODEL", "model").replace("REWARD", "reward.py"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(name: str, text: str) -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def edited(old: str, new: str, name: str = "bad.yml") -> str:
+    text = Path("run.yml").read_text()
+    assert old in text
+    return write(name, text.replace(old, new))
+
+
+def message(*paths, overrides=()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(paths, overrides)
+    return str(caught.value)
+
+
+def test_the_good_configuration_loads_and_numbers_are_read_as_people_write_them(folder):
+    config = load(["run.yml"], ["stages.1.optimizer.learning_rate=1e-5", "stages.0.steps=1e3"])
+    assert config.model.source == "model"
+    assert config.stages[0].optimizer.learning_rate == 1e-3
+    assert config.stages[1].optimizer.learning_rate == 1e-5
+    assert config.stages[0].steps == 1000 and type(config.stages[0].steps) is int
+
+
+BAD = [
+    # (old text, new text, line, path, further parts of the message)
+    ("max_length: 64", "max_lenght: 64", 5, "max_lenght", ["unknown key", "nearest: max_length"]),
+    ("    steps: 3", "    stepz: 3", 12, "stages.1.stepz", ["nearest: steps"]),
+    ("learning_rate: 1e-3", "learning_rat: 1e-3", 10, "stages.0.optimizer.learning_rat", ["nearest: learning_rate"]),
+    ("max_new_tokens: 8", "max_tokens: 8", 13, "stages.1.sampling.max_tokens", ["nearest: max_new_tokens"]),
+    ("{source: MODEL}", "{source: model, dtyp: float32}", 1, "model.dtyp", ["nearest: dtype"]),
+    ("{source: MODEL}", "{dtype: float32}", 1, "model.source", ["required"]),
+    ("    steps: 3\n", "", 11, "stages.1.steps", ["required"]),
+    ("steps: 3", "steps: many", 12, "stages.1.steps", ["whole number", "'many'"]),
+    ("steps: 3", "steps: true", 12, "stages.1.steps", ["whole number", "True"]),
+    ("steps: 3", 'steps: "3"', 12, "stages.1.steps", ["whole number"]),
+    ("steps: 3", "steps: 2.5", 12, "stages.1.steps", ["2.5"]),
+    ("steps: 3", "steps: -1", 12, "stages.1.steps", ["greater than or equal to 0", "-1"]),
+    ("steps: 3", "steps:", 12, "stages.1.steps", ["None"]),
+    ("max_length: 64", "max_length: [64]", 5, "max_length", ["whole number", "a list"]),
+    ("max_length: 64", "platform: gpus", 5, "platform", ["nearest: gpu", "valid: auto, cpu, gpu, tpu"]),
+    ("max_length: 64", "run: {tensorboard: on}", 5, "run.tensorboard", ["true or false", "'on'"]),
+    ("max_length: 64", "run: [1]", 5, "run", ["mapping"]),
+    ("max_length: 64", "max_length: 64\nmax_length: 65", 6, "", ["`max_length` is written twice", "bad.yml:5"]),
+    ("algorithm: grpo", "algorithm: grop", 11, "stages.1.algorithm", ["unknown algorithm", "grpo", "ppo", "sft"]),
+    ("algorithm: grpo", "algorithm: {name: grpo, epsilonn: 1}", 11, "stages.1.algorithm.epsilonn", ["'epsilon'"]),
+    ("algorithm: grpo", "algorithm: {name: grpo, epsilon: x}", 11, "stages.1.algorithm.epsilon", ["number", "'x'"]),
+    ("algorithm: grpo", "algorithm: {name: grpo, scale: goup}", 11, "stages.1.algorithm.scale", ["nearest: group"]),
+    ("task: arithmetic", "task: arithmetics", 3, "data.task", ["nearest: arithmetic"]),
+    ("task: arithmetic", "task: arithmetic, options: {term: 2}", 3, "data.options.term", ["nearest: terms"]),
+    ("task: arithmetic", "task: arithmetic, options: {terms: 1}", 3, "data.options.terms", ["between 2 and 8"]),
+    ("task: arithmetic", "path: missing.jsonl", 3, "data.path", ["no such file"]),
+    ("task: arithmetic", "path: model/data", 3, "data.path", ["no such file"]),
+    ("task: arithmetic", "task: arithmetic, path: run.yml", 3, "data", ["exactly one of"]),
+    ("REWARD:score", "missing.py:score", 4, "rewards.functions.0", ["missing.py"]),
+    ("REWARD:score", "REWARD:scores", 4, "rewards.functions.0", ["score"]),
+    ("REWARD:score", "exact_anser", 4, "rewards.functions.0", ["exact_anser"]),
+    ("{source: MODEL}", "modell", 1, "model", ["no directory modell"]),
+    ("tokenizer: bytes", "tokenizer: byte", 2, "tokenizer", ["nearest: bytes"]),
+    ("tokenizer: bytes", "tokenizer: characters", 2, "tokenizer", ["alphabet"]),
+    ("tokenizer: bytes\n", "", 1, "tokenizer", ["holds no tokenizer"]),
+    ("data: {task: arithmetic}\n", "", 6, "stages.0.data", ["sft needs data"]),
+    ('rewards: {functions: ["REWARD:score"]}\n', "", 10, "stages.1.rewards", ["grpo needs rewards"]),
+    ("max_new_tokens: 8", "max_new_tokens: 64", 13, "stages.1.sampling.max_new_tokens", ["max_length (64)"]),
+    ("steps: 3", "steps: 3\n    micro_batch: 257", 13, "stages.1.micro_batch", ["256"]),
+    ("max_length: 64", "mesh: {data: -1}", 5, "mesh", ["only one axis"]),
+    ("max_length: 64", "mesh: {rules: {embed: [fspd]}}", 5, "mesh.rules.embed", ["nearest: fsdp"]),
+    (
+        "max_length: 64",
+        "evaluation: {data: {task: arithmetic}, samples: 4, k: [1, 8]}",
+        5,
+        "evaluation.k",
+        ["between 1 and samples (4)", "8"],
+    ),
+    (
+        "max_length: 64",
+        "evaluation: {data: {task: arithmetic, options: {eval_share: 0.3}}}",
+        5,
+        "evaluation.data.options.eval_share",
+        ["0.3 here", "must be the same"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "line", "path", "parts"), BAD, ids=[f"{b[3]}: {b[1][:30]}" for b in BAD])
+def test_a_bad_key_or_value_is_reported_with_its_place(folder, old, new, line, path, parts):
+    filled = [text.replace("MODEL", "model").replace("REWARD", "reward.py") for text in (old, new)]
+    said = message(edited(*filled))
+    assert said.startswith(f"bad.yml:{line}: {path}"), said
+    assert all(part in said for part in parts), said
+
+
+def test_all_errors_are_reported_at_once_also_those_behind_an_unknown_key(folder):
+    said = message(edited("max_length: 64", "max_lenght: 64\nseed: 0\nrun: {dirr: x}"))
+    assert "max_lenght" in said and "run.dirr" in said
+    said = message(edited("model}", "nothing, dtyp: 1}"), overrides=["data.task=x", "seed=-1", "run.log_every=0"])
+    for part in ("model.dtyp", "no directory nothing", "no task x", "override 2: seed", "override 3: run.log_every"):
+        assert part in said
+    assert len(said.splitlines()) == 5
+
+
+FILES = [
+    ("", "the file is empty"),
+    ("# nothing\n", "the file is empty"),
+    ("- a\n", ":1: the file holds a list"),
+    ("text\n", ":1: the file holds a single value"),
+    ("a: [1\nb: 2\n", ":2: not valid YAML (column"),
+    ("a: 1\n\tb: 2\n", ":2: not valid YAML"),
+    ("a: 1\n---\nb: 2\n", "not valid YAML"),
+    ("a: &x [*x]\n", ":1: an alias (*) stands inside"),
+    ("a: !!python/object/apply:os.system [ls]\n", ": unknown key"),
+    ("a: !!python/name:os.system\n", ":1: the tag tag:yaml.org,2002:python/name:os.system is not supported"),
+    ("[1]: 2\n", ":1: a key must be plain text"),
+]
+
+
+@pytest.mark.parametrize(("text", "part"), FILES)
+def test_a_file_that_is_no_configuration_is_refused(folder, text, part):
+    said = message(write("bad.yml", text))
+    assert said.startswith("bad.yml") and part in said
+
+
+def test_files_that_cannot_be_read_are_named(folder):
+    assert "nothing.yml: no such file" in message("nothing.yml")
+    assert "model: a directory without config.yml" in message("model")
+    Path("latin.yml").write_bytes(b"a: \xff\n")
+    assert "latin.yml: cannot be read" in message("latin.yml")
+    assert "no configuration" in message()
+    assert "nowhere: no such directory" in message(overrides=["resume=nowhere"])
+
+
+OVERRIDES = [
+    ("stages.2.steps=3", "override 1: stages.2: `stages` is a list, and its entries are 0 to 1"),
+    ("stages.first.steps=3", "override 1: stages.first: `stages` is a list"),
+    ("stages.0.steps=", "no value after `=`"),
+    ("stages.0.steps = ", "no value after `=`"),
+    ("=3", "an override is key.path=value"),
+    ("stages..steps=3", "an override is key.path=value"),
+    ("stages.0.stepz=3", "override 1: stages.0.stepz: unknown key (nearest: steps"),
+    ("stages.0.steps=x", "override 1: stages.0.steps: must be a whole number"),
+    ("stages.0.steps=[1", "override 1: not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("override", "part"), OVERRIDES)
+def test_a_bad_override_is_reported_with_its_number(folder, override, part):
+    said = message("run.yml", overrides=[override])
+    assert said.startswith("override 1: ") and part in said
+
+
+def test_overrides_change_lists_by_index_and_extend_shorthands(folder):
+    config = load(["run.yml"], ["stages.1.algorithm.epsilon=0.3", "model.dtype=bfloat16", "rewards.functions.0.weight=2"])
+    assert config.stages[1].algorithm.name == "grpo"
+    assert config.stages[1].algorithm.model_extra["epsilon"] == 0.3
+    assert (config.model.source, config.model.dtype) == ("model", "bfloat16")
+    assert (config.rewards.functions[0].name, config.rewards.functions[0].weight) == ("reward.py:score", 2)
+
+
+def test_later_files_win_and_a_list_replaces_a_list(folder):
+    write("over.yml", "max_length: 32\nstages: [{algorithm: sft, steps: 7}]\nrun: {dir: there}\n")
+    config = load(["run.yml", "over.yml"], ["max_length=48"])
+    assert (config.max_length, len(config.stages), config.stages[0].steps) == (48, 1, 7)
+    assert config.run.dir == "there" and config.data.task == "arithmetic"
+    assert load(["over.yml", "run.yml"]).max_length == 64
+
+
+def test_every_stage_is_laid_over_each_stage_and_overrides_win_over_it(folder):
+    write("small.yml", "every_stage:\n  steps: 1\n  sampling: {max_new_tokens: 4}\n")
+    config = load(["run.yml", "small.yml"], ["stages.1.steps=9"])
+    assert [stage.steps for stage in config.stages] == [1, 9]
+    assert [stage.sampling.max_new_tokens for stage in config.stages] == [4, 4]
+    assert config.stages[0].optimizer.learning_rate == 1e-3
+    assert config.every_stage == {}
+    assert "small.yml:1: every_stage: there are no stages" in message("small.yml", "run.yml")
+
+
+def test_if_given_is_laid_over_sections_that_are_there_and_makes_no_new_ones(folder):
+    write("small.yml", "if_given:\n  rewards: {workers: 1}\n  evaluation: {problems: 3}\n")
+    assert load(["run.yml"]).evaluation is None
+    config = load(["run.yml", "small.yml"])
+    assert config.rewards.workers == 1 and config.rewards.functions and config.evaluation is None and config.if_given == {}
+    write("watched.yml", "evaluation: {data: {task: arithmetic}, problems: 50}\n")
+    assert load(["run.yml", "watched.yml", "small.yml"], ["stages.0.sampling.max_new_tokens=4"]).evaluation.problems == 3
+    write("wrong.yml", "if_given:\n  rewards: {workerz: 1}\n")
+    assert message("run.yml", "wrong.yml").startswith("wrong.yml:2: rewards.workerz: unknown key")
+
+
+def test_a_mistake_in_every_stage_is_said_once(folder):
+    write("small.yml", "every_stage:\n  stepz: 1\n")
+    said = message("run.yml", "small.yml")
+    assert said.startswith("small.yml:2: stages.0.stepz: unknown key") and "\n" not in said
+
+
+def test_the_resolved_configuration_loads_to_the_same_run(folder):
+    tricky = [
+        "stages.1.algorithm.epsilon=0.3",
+        "run.wandb.name='1e5'",
+        "run.wandb.project='on'",
+        "stages.0.optimizer.learning_rate=1.2345678901234567e-9",
+    ]
+    config = load(["run.yml"], tricky)
+    Path("runs").mkdir()
+    write("runs/config.yml", configfile.resolved_yaml(config.model_copy(update={"run": config.run})))
+    again = load(["runs/config.yml"])
+    assert again == config
+    assert again.run.wandb.name == "1e5" and again.stages[0].optimizer.learning_rate == 1.2345678901234567e-9
+    assert yaml.safe_load(configfile.resolved_yaml(config))["run"]["wandb"] == config.run.wandb.model_dump()
+    assert "epsilon:" in configfile.resolved_yaml(config)
+    shown = yaml.safe_load(configfile.changed_yaml(config))
+    assert "weight_decay" not in shown["stages"][0]["optimizer"]
+    assert shown["stages"][1]["algorithm"] == {"name": "grpo", "epsilon": 0.3}
+
+
+def test_a_run_directory_stands_for_its_configuration_and_stays_its_own_place(folder):
+    config = load(["run.yml"], ["run.dir=elsewhere"])
+    Path("runs/a").mkdir(parents=True)
+    write("runs/a/config.yml", configfile.resolved_yaml(config))
+    for again in (load(["runs/a"]), load([], ["resume=runs/a"]), load(["runs/a"], ["seed=1"])):
+        assert again.run.dir == "runs/a" and again.stages == config.stages
+    assert again.seed == 1
+
+
+def test_packaged_configurations_are_found_from_anywhere(folder, monkeypatch):
+    monkeypatch.setattr(configfile, "PACKAGED", folder / "pkg")
+    (folder / "pkg" / "models").mkdir(parents=True)
+    write("pkg/models/small.yml", "x: 1\n")
+    write("pkg/quick.yml", Path("run.yml").read_text().replace("{source: model}", "small"))
+    for name in ("quick", "quick.yml", "configs/quick.yml"):
+        assert load([name]).model.source == "small"
+    assert "nearest: quick.yml" in message("quik.yml")
+    assert "nearest: small" in message("quick", overrides=["model=smal"])
+    write("quick.yml", Path("run.yml").read_text())
+    assert load(["quick.yml"]).model.source == "model"
+
+
+def run_check(*arguments: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(Path(configfile.__file__).parent.parent)}
+    command = [sys.executable, "-m", "rl.cli", "--check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+
+
+def test_the_command_line_reports_bad_configurations_as_text_with_exit_code_2(folder):
+    bad = run_check(edited("max_length: 64", "max_lenght: 64\nplatform: gpus"), "stages.0.steps=x")
+    assert bad.returncode == 2 and "Traceback" not in bad.stderr
+    assert "3 problems" in bad.stderr and "bad.yml:5: max_lenght" in bad.stderr and "override 1" in bad.stderr
+    good = run_check("run.yml")
+    assert good.returncode == 0 and "learning_rate: 0.001" in good.stdout
+
+
+def test_a_reward_that_does_not_load_is_reported_at_its_line_as_one_problem(folder):
+    write("broken.py", "import nothing_of_this_name\n")
+    bad = run_check(edited("reward.py:score", "broken.py:score"))
+    assert bad.returncode == 2 and "problems" not in bad.stderr
+    assert "bad.yml:4: rewards.functions.0.name" in bad.stderr and "nothing_of_this_name" in bad.stderr
+    options = "[{name: exact_answer, options: {colum: x}}]"
+    assert message(edited('["reward.py:score"]', options)).startswith("bad.yml:4: rewards.functions.0.options.colum")

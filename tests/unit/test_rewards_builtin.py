@@ -1,0 +1,127 @@
+"""Cases of the built-in rewards beyond their examples."""
+
+import pytest
+
+from rewards import RewardError, text_of
+from rewards.math import math
+from rewards.numeric_answer import numeric_answer
+from rewards.registry import check
+from rewards.soft_overlong import soft_overlong
+from rewards.text import answer_span, boxed
+
+
+@pytest.mark.parametrize(
+    "completion, answer, score",
+    [
+        ("the answer is 1,234", "1234", 1.0),
+        ("1,234,567.5", 1234567.5, 1.0),
+        ("it is 12,34", "34", 1.0),  # no separator of thousands
+        ("from 7-3", "3", 1.0),  # a minus between numbers is no sign
+        ("x = -3", "-3", 1.0),
+        ("x = −3", "-3", 1.0),  # U+2212
+        ("(-3)", -3, 1.0),
+        ("-$5", "-5", 1.0),
+        ("$-5", "-5", 1.0),
+        ("about 2.5e3 m", 2500, 1.0),
+        ("3 / 4", ".75", 1.0),
+        ("5/0", "5", 0.0),  # no number at all
+        ("50%", "50", 1.0),
+        ("50%", "0.5", 1.0),
+        ("50%", "50%", 1.0),
+        ("0.5%", "50%", 0.0),
+        ("0.5", "50\\%", 1.0),
+        ("5000", "50%", 0.0),
+        ("42.", "42", 1.0),
+        ("3.0000001", "3", 1.0),
+        ("3.00001", "3", 0.0),
+        ("9" * 5000, "9", 0.0),
+        ("1e999", "1", 0.0),
+        ("10000001", "10000000", 0.0),
+        ("\\dfrac{1}{3}", "1/3", 1.0),
+        ("", "0", 0.0),
+        ("5", "five", None),
+        ([{"role": "assistant", "content": "so 4"}], 4, 1.0),
+    ],
+)
+def test_numbers_are_read_as_people_write_them(completion, answer, score):
+    assert numeric_answer(["p"], [completion], [answer]) == [score]
+
+
+def test_tolerances_are_distances():
+    assert numeric_answer(["p"] * 2, ["104", "106"], [100] * 2, tolerance=5) == [1.0, 0.0]
+    assert numeric_answer(["p"] * 2, ["-104", "-106"], [-100] * 2, relative_tolerance=0.05) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "completion, answer, score",
+    [
+        ("\\boxed{\\dfrac{ 1 }{2}}", "0.5", 1.0),
+        ("\\boxed{x+1}", "$x + 1$", 1.0),
+        ("\\boxed{1}, or \\boxed{2}", "1", 0.0),
+        ("<answer>7</answer> then 8", "7", 1.0),
+        ("5 and then 7", "7", 1.0),
+        ("\\boxed{x = 7}", "7", 1.0),
+        ("\\boxed{7 apples}", "7", 0.0),
+        ("\\boxed{12", "12", 1.0),  # never closed: the last number
+        ("yes", "no", 0.0),
+        ("yes", "Solution. \\boxed{yes}", 1.0),
+        ("yes", "", None),
+    ],
+)
+def test_math_without_its_package_compares_text_and_numbers(completion, answer, score):
+    assert math(["p"], [completion], [answer], verifier="text") == [score]
+
+
+def test_math_with_its_package_compares_symbolically():
+    pytest.importorskip("math_verify")
+    completions = ["\\boxed{(x+1)^2}", "\\boxed{x^2+2x}", "\\boxed{\\sqrt{2}/2}"]
+    answers = ["x^2+2x+1", "x^2+2x+1", "\\frac{1}{\\sqrt{2}}"]
+    assert math(["p"] * 3, completions, answers, verifier="math-verify") == [1.0, 0.0, 1.0]
+
+
+def test_soft_overlong_of_the_paper():
+    """DAPO: limit 20480, cache 4096."""
+    lengths = [1, 16384, 16385, 18432, 20480, 20481]
+    scores = soft_overlong([""] * 6, [""] * 6, lengths, max_new_tokens=20480)
+    assert scores == [0.0, 0.0, -1 / 4096, -0.5, -1.0, -1.0]
+    with pytest.raises(ValueError, match="limit"):
+        soft_overlong([""], [""], [5])
+
+
+@pytest.mark.parametrize(
+    "name, options, words",
+    [
+        ("regex_format", {}, "needs the option `pattern`"),
+        ("regex_format", {"pattern": "("}, "is no regular expression"),
+        ("regex_format", {"pattern": "a", "match": "start"}, "'fullmatch' or 'search'"),
+        ("exact_answer", {"pattern": "["}, "is no regular expression"),
+        ("numeric_answer", {"tolerance": -1}, "cannot be negative"),
+        ("length", {"penalty": -0.1}, "pay for length"),
+        ("soft_overlong", {"limit": 10, "cache": 11}, "cache=11"),
+        ("math", {"verifier": "sympy"}, "verifier is"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(name, options, words):
+    with pytest.raises(RewardError, match=words):
+        check(name, options)
+
+
+def test_the_text_of_messages_is_what_the_assistant_said():
+    tool = [
+        {"role": "assistant", "content": "look"},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": [{"type": "text", "text": "it is "}, {"type": "text", "text": "42"}]},
+    ]
+    assert text_of(tool) == "look\nit is 42"
+    assert text_of([{"role": "user", "content": "hi"}]) == "hi"
+    assert text_of([{"role": "assistant", "content": None}]) == ""
+    assert text_of("plain") == "plain"
+
+
+def test_answers_are_the_last_ones():
+    assert answer_span("<answer>1</answer> <answer>\n2</answer>") == "\n2"
+    assert answer_span("work #### 3") == " 3"
+    assert answer_span("a=1, a=2", r"a=(\d)") == "2"
+    assert answer_span("a=1", r"b=\d") is None
+    assert boxed("\\boxed{1} \\boxed{\\frac{2}{3}} \\boxed{") == "\\frac{2}{3}"
+    assert boxed("\\boxed{") is None

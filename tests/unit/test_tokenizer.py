@@ -1,0 +1,129 @@
+import json
+
+import pytest
+
+from rollout.chat import ChatError, encode_example, render_conversation, render_prompt
+from rollout.tokenizer import SPECIALS, load_tokenizer, stop_ids
+
+ALPHABET = "0123456789+-*= \n"
+TALK = [
+    {"role": "system", "content": "short"},
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "é2"},
+    {"role": "user", "content": "again <|end|>"},
+    {"role": "assistant", "content": "3 "},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("bytes")
+
+
+@pytest.mark.parametrize("source", ["characters", "bytes"])
+def test_a_built_in_tokenizer_is_an_ordinary_directory(source, tmp_path):
+    from transformers import AutoTokenizer
+
+    made = load_tokenizer(source, ALPHABET if source == "characters" else None)
+    made.save_pretrained(tmp_path)
+    for again in (AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)):
+        text = "12 + 3=\n\n-9"
+        ids = again.encode(text)
+        assert ids == made.encode(text) and len(ids) == len(text)
+        assert again.decode(ids) == text
+        assert again.convert_ids_to_tokens(list(range(8))) == list(SPECIALS)
+        assert (again.pad_token_id, again.bos_token_id, again.eos_token_id, again.unk_token_id) == (0, 1, 2, 3)
+        assert len(again) == len(made) == 8 + (len(ALPHABET) if source == "characters" else 256)
+        chat = TALK[1:2]
+        assert again.apply_chat_template(chat, tokenize=False) == made.apply_chat_template(chat, tokenize=False)
+
+
+def test_bytes_bring_any_text_back_and_characters_mark_what_they_do_not_know(tokenizer):
+    text = "héé \U0001f600\n\t  x\x00 ,a 's  ' s" + "".join(map(chr, range(1, 700)))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(text)) == len(text.encode())
+    assert load_tokenizer("characters", "ab").encode("axb") == [8, 3, 9]
+
+
+def test_the_mask_covers_what_the_assistant_writes_and_nothing_else(tokenizer):
+    ids, mask = render_conversation(tokenizer, TALK)
+    learned = [i for i, m in zip(ids, mask, strict=True) if m]
+    assert tokenizer.decode(learned) == "é2<eos>3 <eos>"
+    marked = tokenizer.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
+    assert (ids, mask) == (marked["input_ids"], marked["assistant_masks"])
+
+
+def test_a_demonstration_continues_exactly_the_prompt_that_sampling_sees(tokenizer):
+    for prompt in ("1+1=", TALK[:2], TALK[:4]):
+        ids, mask = encode_example(tokenizer, prompt, "42")
+        shown = render_prompt(tokenizer, prompt)
+        assert ids[: len(shown)] == shown and mask == [0] * len(shown) + [1] * 3
+        assert tokenizer.decode(ids[len(shown) :]) == "42<eos>"
+    with pytest.raises(ValueError, match="completion or messages"):
+        encode_example(tokenizer, "1+1=")
+
+
+QWEN = (
+    "{%- for m in messages -%}{%- set last = loop.last -%}<|{{ m.role }}|>\n"
+    "{%- if m.role == 'assistant' and last -%}<think>\n\n</think>\n\n{%- endif -%}{{ m.content }}<eos>\n{% endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>\n{%- endif -%}"
+)
+CASES = {
+    "drops the thought of earlier turns": (QWEN, "é2<eos><think>\n\n</think>3 <eos>"),
+    "rewrites what came before": ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", None),
+    "drops the assistant": ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", None),
+    "begins twice": ("<bos><bos>{% for m in messages %}{{ m.content }}<eos>{% endfor %}", None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_templates_are_masked_by_position_or_refused(name, tmp_path):
+    template, learned = CASES[name]
+    (tmp_path / "chat.jinja").write_text(template)
+    tokenizer = load_tokenizer("bytes", chat_template=tmp_path / "chat.jinja")
+    if learned is None:
+        with pytest.raises(ChatError):
+            render_conversation(tokenizer, TALK)
+        return
+    ids, mask = render_conversation(tokenizer, TALK)
+    text = tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+    assert text == learned
+
+
+def test_messages_need_a_chat_template(tokenizer):
+    bare = load_tokenizer("bytes")
+    bare.chat_template = None
+    with pytest.raises(ChatError, match="no chat template"):
+        render_prompt(bare, TALK)
+
+
+def test_a_tokenizer_that_frames_its_text_keeps_its_beginning_and_loses_its_end():
+    from tokenizers.processors import TemplateProcessing
+
+    framed = load_tokenizer("characters", ALPHABET)
+    framed.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
+    assert render_prompt(framed, "1+1=") == [1, 9, 18, 9, 21]
+    ids, mask = encode_example(framed, "1+1=", "2")
+    assert ids == [1, 9, 18, 9, 21, 10, 2] and mask == [0, 0, 0, 0, 0, 1, 1]
+    with pytest.raises(ChatError, match="two beginnings"):
+        render_prompt(framed, "<bos>1")
+
+
+def test_stop_tokens_are_those_of_the_tokenizer_and_of_the_generation_configuration(tokenizer, tmp_path):
+    assert stop_ids(tokenizer) == stop_ids(tokenizer, tmp_path) == (2,)
+    for listed, found in ((7, (2, 7)), ([9, 2, 7], (2, 7, 9)), (None, (2,))):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+        assert stop_ids(tokenizer, tmp_path) == found
+
+
+def test_bad_tokenizers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs an alphabet"):
+        load_tokenizer("characters")
+    with pytest.raises(ValueError, match="each of its characters once"):
+        load_tokenizer("characters", "aa")
+    with pytest.raises(ValueError, match="give a directory or one of bytes, characters"):
+        load_tokenizer("byte")
+    with pytest.raises(ValueError, match="no tokenizer can be read"):
+        load_tokenizer(tmp_path)
