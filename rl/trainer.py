@@ -121,6 +121,7 @@ class Updater:
         new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, learner)
         metrics |= {
             "loss": loss,
+            "optim/lr": self.rate(learner.optimizer[-1].count),  # AdamW's last part counts the updates of its schedule
             "optim/grad_norm": norm,
             "optim/update_norm": optax.global_norm(changes),
             "optim/skipped": 1.0 - good,
