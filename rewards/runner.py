@@ -232,7 +232,7 @@ class Runner:
         metrics["reward/retried"] = float(batch.retried)
         if batch.seconds:
             for percent in (50, 99):
-                metrics[f"reward/latency_p{percent}_s"] = float(np.percentile(batch.seconds, percent))
+                metrics[f"time/reward_p{percent}_s"] = float(np.percentile(batch.seconds, percent))
         return metrics
 
 

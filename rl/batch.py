@@ -33,6 +33,16 @@ class Batch:
     def replace(self, **changes) -> Batch:
         return dataclasses.replace(self, **changes)
 
+    def without(self, rows_N: np.ndarray) -> Batch:
+        """The same batch with the rows where `rows` is true turned into rows that only fill it up: no loss, no router and no
+        count sees them."""
+        still = ~rows_N[:, None]
+        return self.replace(
+            segments=np.where(still, self.segments, 0).astype(np.int32),
+            mask=np.where(still, self.mask, 0).astype(np.float32),
+            prompt=np.where(rows_N, -1, self.prompt).astype(np.int32),
+        )
+
     def filled(self, multiple: int) -> Batch:
         """With rows of padding added until their number is a multiple of `multiple`."""
         missing = -len(self.prompt) % multiple

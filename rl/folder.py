@@ -1,23 +1,29 @@
-"""The directory of a run: one process at a time, one configuration for ever; and the wish to stop."""
+"""The directory of a run: one process at a time, one configuration from its first event on; and the wish to stop."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from rl import configfile
 from rl.config import RunConfig
 from rl.errors import ConfigError, ResourceError
+from rl.events import EVENTS
 
 # Keys that may differ when a run is continued: they change what is shown and kept, not what is computed.
 _FREE = ("run",)
 
 
 class RunFolder:
-    """Holds the lock of a run's directory while it is entered, and writes config.yml, or checks that it is the same run."""
+    """Holds the lock of a run's directory while it is entered, and writes config.yml, or checks that it is the same run.
+
+    A run that stopped before its first event (a model that cannot be read) leaves nothing to protect: another configuration
+    takes its place."""
 
     def __init__(self, config: RunConfig):
         self.path = Path(config.run.dir)
@@ -44,9 +50,32 @@ class RunFolder:
     def __exit__(self, *_) -> None:
         os.close(self._lock)
 
+    @property
+    def finished(self) -> bool:
+        """Whether the run in this directory has done all that it is to do."""
+        return self._exported.is_dir()
+
+    def export(self, write: Callable[[Path], None]) -> Path:
+        """Has `write(directory)` write the final weights. `export/` appears in one step, so a run that has it is finished."""
+        unfinished = self._exported.with_suffix(".tmp")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            write(unfinished)
+            unfinished.rename(self._exported)
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise ResourceError(
+                f"{self._exported}: the final weights cannot be written: {error}. Make room, then write them with `rl-train {self.path}`"
+            ) from None
+        return self._exported
+
+    @property
+    def _exported(self) -> Path:
+        return self.path / "export"
+
     def _claim(self) -> None:
-        file = self.path / "config.yml"
-        if file.exists():
+        file, events = self.path / "config.yml", self.path / EVENTS
+        if file.exists() and events.exists() and events.stat().st_size:
             theirs, ours = (_numbers(c) for c in (configfile.load([file]), self._config))
             if different := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
                 shown = "; ".join(f"{key}: {theirs.get(key)} there, {ours.get(key)} here" for key in different[:5])

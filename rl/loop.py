@@ -22,18 +22,23 @@ from policy.config import Runtime
 from policy.hf import UnsupportedModel
 from policy.model import Graph, Model
 from policy.sharding import layout
-from rewards import RewardFailed
+from rewards import RewardError, RewardFailed
 from rl import data, rollouts
 from rl.batch import pack
 from rl.checkpoint import Checkpoints
 from rl.config import RunConfig
-from rl.errors import ConfigError, Interrupted, ModelError, ResourceError, RewardStop
+from rl.errors import ConfigError, DataError, Interrupted, ModelError, ResourceError, RewardStop
 from rl.evaluation import Evaluation
 from rl.events import Events
 from rl.folder import RunFolder, StopWish
 from rl.prepare import Prepared, Stage, prepare
 from rl.trainer import RunState, Trainer
 from rollout import Generator, GeneratorOptions
+
+
+_FINISHED = """\
+{0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
+to train those weights further, give them to a new run as `model: {0}/export`."""
 
 
 @dataclass
@@ -52,12 +57,16 @@ class Run:
 
 def run(config: RunConfig) -> int:
     """Runs all stages, or what is left of them in an existing run directory, and exports the final weights. Returns 0.
+    A run that is finished is left as it is.
 
     Raises one of rl.errors; `Interrupted` after SIGTERM or Ctrl-C, once the state is saved.
     """
     prepared = prepare(config)
     try:
         with RunFolder(config) as folder, StopWish() as stop:
+            if folder.finished:
+                print(_FINISHED.format(folder.path))
+                return 0
             checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints)
             saved = checkpoints.host()
             model = _model(config, prepared, with_weights=saved is None)
@@ -73,12 +82,14 @@ def run(config: RunConfig) -> int:
             )
             events = Events(config, folder.path)
             try:
-                _run_stages(Run(config, prepared, model, generator, events, checkpoints, stop), saved, folder.path)
+                _run_stages(Run(config, prepared, model, generator, events, checkpoints, stop), saved, folder)
             finally:
                 checkpoints.close()
                 events.close()
     except RewardFailed as error:
         raise RewardStop(str(error)) from None
+    except RewardError as error:
+        raise DataError(f"rewards: {error}") from None
     finally:
         prepared.close()
     return 0
@@ -109,7 +120,7 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
         raise ModelError(f"model {options.source}: {error}") from None
 
 
-def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: Path) -> None:
+def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> None:
     names = run.config.stage_names
     first, after = 0, 0
     if saved is None:
@@ -118,12 +129,15 @@ def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: Path) -> None:
         host = saved[1]
         first, after, run.prompts = host["stage"], host["step"], host["prompts"]
         run.events.truncate_after(names, names[first], after)
-        run.events.note(f"continuing {folder} after step {after} of {names[first]}")
+        run.events.note(f"continuing {folder.path} after step {after} of {names[first]}")
     for stage in run.prepared.stages[first:]:
         _run_stage(run, stage, after if saved is not None and stage.index == first else None)
-    policy.save(run.model, folder / "export")
-    run.prepared.tokenizer.save_pretrained(folder / "export")
-    run.events.note(f"final weights in {folder / 'export'}")
+    run.events.note(f"final weights in {folder.export(partial(_export, run))}")
+
+
+def _export(run: Run, directory: Path) -> None:
+    policy.save(run.model, directory)
+    run.prepared.tokenizer.save_pretrained(directory)
 
 
 def _run_stage(run: Run, stage: Stage, after: int | None) -> None:
@@ -166,7 +180,9 @@ def _save_and_stop(run: Run, stage: Stage, state: RunState, step: int) -> None:
         host = {"stage": stage.index, "step": step, "prompts": run.prompts}
         run.checkpoints.save(number, state, host, wait=bool(wanted))
     if wanted:
-        raise Interrupted(f"{wanted}: saved after step {step} of {stage.name}; continue with `rl-train {run.config.run.dir}`")
+        newest = run.checkpoints.host()
+        saved = "saved" if newest and newest[0] == number else "NOT saved (see above)"
+        raise Interrupted(f"{wanted}: {saved} after step {step} of {stage.name}; continue with `rl-train {options.dir}`")
 
 
 def _order(run: Run, stage: Stage, rows: int, numbers: range) -> list[int]:
@@ -179,7 +195,7 @@ def _supervised_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, 
     P, U = stage.options.prompts_per_step, stage.options.updates_per_step
     chosen = _order(run, stage, len(stage.demonstrations), range((step - 1) * P, step * P))
     batch = pack([stage.demonstrations[row] for row in chosen], run.config.max_length)
-    return _update(run, trainer, state, [batch.rows(slice(u * P // U, (u + 1) * P // U)) for u in range(U)], step)
+    return _update(run, trainer, state, [batch.rows(slice(u * P // U, (u + 1) * P // U)) for u in range(U)])
 
 
 def _rollout_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int, *, params) -> tuple[RunState, dict]:
@@ -205,8 +221,7 @@ def _rollout_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, ste
     scores = found.scores.result()
     metrics = {"time/logprob": scored_from - began, "time/reward": time.perf_counter() - scored_from}
 
-    unscored = ~np.isfinite(scores.total)
-    batch = batch.replace(mask=np.where(unscored[:, None], 0.0, batch.mask).astype(np.float32))
+    batch = batch.without(~np.isfinite(scores.total))
     if state.critic is not None:
         advantages, returns, estimated = algorithm.advantages_per_token(
             scores.total, batch.old_logp, batch.ref_logp, batch.old_values, batch.mask
@@ -222,12 +237,12 @@ def _rollout_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, ste
     critic_only = state.critic is not None and step <= algorithm.critic_warmup
     rows = P * G // U
     parts = [batch.rows(slice(u * rows, (u + 1) * rows)) for u in range(U)]
-    state, updated = _update(run, trainer, state, parts, step, critic_only=critic_only)
+    state, updated = _update(run, trainer, state, parts, critic_only=critic_only)
     run.events.samples(rollouts.records(found, scores, per_sample, stage.name, step))
     return state, rollouts.metrics(found, scores) | metrics | updated
 
 
-def _update(run: Run, trainer: Trainer, state: RunState, batches: list, step: int, **how) -> tuple[RunState, dict]:
+def _update(run: Run, trainer: Trainer, state: RunState, batches: list, **how) -> tuple[RunState, dict]:
     """An update for each batch; metrics are their means. The model sees the new weights at once: they are the same arrays."""
     began, every = time.perf_counter(), []
     for batch in batches:
@@ -239,7 +254,6 @@ def _update(run: Run, trainer: Trainer, state: RunState, batches: list, step: in
     tokens = sum(int((batch.segments != 0).sum()) for batch in batches)
     means = {key: float(np.mean([metrics[key] for metrics in every])) for key in every[0]}
     return state, means | {
-        "optim/lr": float(trainer.policy.rate((step - 1) * len(batches))),
         "time/update": seconds,
         "perf/train_tokens_per_s": tokens / max(seconds, 1e-9),
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rl.algorithms
-from rewards import RewardError, Runner, RunnerOptions
+from rewards import RewardError, Runner, RunnerOptions, registry
 from rl import data
 from rl.config import DataOptions, EvaluationOptions, RewardSettings, RunConfig, StageOptions
 from rl.errors import ConfigError, DataError
@@ -52,27 +52,30 @@ def prepare(config: RunConfig) -> Prepared:
     tokenizer, stops = _tokenizer(config)
     encoder = _Encoder(config, tokenizer)
     names = config.stage_names
+    held_out = encoder.held_out(config.evaluation, config.stages) if config.evaluation else []
     runners: dict[str, Runner] = {}
     stages = []
     for index, options in enumerate(config.stages):
         algorithm = rl.algorithms.get(options.algorithm.name, **options.algorithm.model_extra)
         source, rewards = options.data or config.data, options.rewards or config.rewards
+        problems = encoder.problems(source, options) if algorithm.needs_rollouts else None
         runner = None
-        if rewards and (algorithm.needs_rollouts or config.evaluation):
-            runner = runners.setdefault(rewards.model_dump_json(), None) or _runner(rewards)
-            runners[rewards.model_dump_json()] = runner
+        if rewards and (problems or held_out):
+            for scored in filter(None, (problems, held_out)):
+                _check_columns(rewards, scored)
+            key = rewards.model_dump_json()
+            runner = runners[key] = runners.get(key) or _runner(rewards)
         stages.append(
             Stage(
                 index=index,
                 name=names[index],
                 options=options,
                 algorithm=algorithm,
-                problems=encoder.problems(source, options) if algorithm.needs_rollouts else None,
+                problems=problems,
                 demonstrations=None if algorithm.needs_rollouts else encoder.demonstrations(source),
                 runner=runner,
             )
         )
-    held_out = encoder.held_out(config.evaluation, config.stages) if config.evaluation else []
     return Prepared(tokenizer, stops, stages, config.evaluation, held_out)
 
 
@@ -94,6 +97,20 @@ def _runner(settings: RewardSettings) -> Runner:
         return Runner(RunnerOptions(functions, settings.workers, settings.timeout_s, settings.on_error))
     except RewardError as error:
         raise ConfigError(f"rewards: {error}") from None
+
+
+def _check_columns(settings: RewardSettings, problems: Sequence[Problem]) -> None:
+    """Every reward finds its columns in every row (null where it does not apply), so that the first rollout is not where a
+    missing one is noticed."""
+    first: dict[frozenset, data.Example] = {}
+    for problem in problems:
+        first.setdefault(frozenset(problem.example.columns), problem.example)
+    for columns, example in first.items():
+        for function in settings.functions:
+            try:
+                registry.check(function.name, function.options, columns)
+            except RewardError as error:
+                raise DataError(f"{example.where}: {error}") from None
 
 
 class _Encoder:
@@ -133,7 +150,10 @@ class _Encoder:
         return self._read[key]
 
     def _problem(self, example: data.Example) -> Problem:
-        return Problem(example, self._guarded(example, lambda: chat.render_prompt(self._tokenizer, example.prompt)))
+        ids = self._guarded(example, lambda: chat.render_prompt(self._tokenizer, example.prompt))
+        if not ids:
+            raise DataError(f"{example.where}: the prompt is empty: there is no token to go on from")
+        return Problem(example, ids)
 
     def _row(self, example: data.Example) -> Row:
         return self._guarded(

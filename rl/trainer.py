@@ -112,7 +112,7 @@ class Updater:
     def _update(self, learner: Learner, batch: Batch, inputs, *, micro_rows: int):
         trained, still = self._split(learner.params)
         grads, loss, metrics, statistics = self._gradients(trained, still, batch, inputs, micro_rows)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         if self._options.clip_norm is not None:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self._options.clip_norm / (norm + 1e-6)), grads)
         changes, state = self._transform.update(grads, learner.optimizer, trained)
@@ -121,8 +121,9 @@ class Updater:
         new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, learner)
         metrics |= {
             "loss": loss,
+            "optim/lr": self.rate(learner.optimizer[-1].count),  # AdamW's last part counts the updates of its schedule
             "optim/grad_norm": norm,
-            "optim/update_norm": optax.global_norm(changes),
+            "optim/update_norm": optax.tree.norm(changes),
             "optim/skipped": 1.0 - good,
         }
         return new, metrics | _load_metrics(statistics)

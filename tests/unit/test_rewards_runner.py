@@ -318,7 +318,7 @@ def faulty(completions):
     assert (scores.metrics["rewards/some/mean"], scores.metrics["rewards/some/std"]) == (2.0, 0.0)
     assert "rewards/faulty/mean" not in scores.metrics
     assert (scores.metrics["reward/not_applicable"], scores.metrics["reward/faults"]) == (6, 1)
-    assert scores.metrics["reward/latency_p50_s"] <= scores.metrics["reward/latency_p99_s"]
+    assert scores.metrics["time/reward_p50_s"] <= scores.metrics["time/reward_p99_s"]
 
 
 def test_equal_names_are_told_apart():

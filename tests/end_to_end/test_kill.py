@@ -1,0 +1,89 @@
+"""Runs that are killed, and checkpoints that are damaged, end with the bits of a run that nothing disturbed."""
+
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+import runs
+
+from rl import events
+
+
+def killed(directory, moment, delay: float = 0.0) -> bool:
+    """Starts or continues a run and kills it, workers and all, when `moment()` holds. False if it was finished before."""
+    running = runs.process(*runs.arguments(directory), stdout=None, stderr=None)
+    try:
+        while not moment() and running.poll() is None:
+            time.sleep(0.002)
+        time.sleep(delay)
+        alive = running.poll() is None
+    finally:
+        try:
+            os.killpg(running.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        running.wait()
+    return alive
+
+
+def reached(directory, stage: str, step: int):
+    def moment():
+        file = directory / "events.jsonl"
+        return file.exists() and f'{{"stage":"{stage}","step":{step},' in file.read_text()
+
+    return moment
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(unbroken, tmp_path):
+    directory = tmp_path / "run"
+    assert killed(directory, reached(directory, "grpo", 1))
+    assert not (directory / "export").exists()
+    assert runs.train(directory) == 0
+    runs.assert_same_run(directory, unbroken)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(unbroken, tmp_path, caplog):
+    directory = tmp_path / "run"
+    shutil.copytree(unbroken, directory)
+    shutil.rmtree(directory / "export")
+    newest = directory / "checkpoints" / "0000000009"
+    file = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert runs.train(directory) == 0
+    assert "checkpoint 9 is damaged" in caplog.text and str(file.relative_to(newest)) in caplog.text
+    runs.assert_same_run(directory, unbroken)
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_ends_with_the_same_bits(unbroken, tmp_path):
+    directory, draw = tmp_path / "run", random.Random(5)
+    checkpoints = directory / "checkpoints"
+    moments = [
+        lambda: (directory / "config.yml").exists(),  # while the model is made
+        lambda: (directory / "events.jsonl").exists(),  # in the first evaluation
+        reached(directory, "sft", 1),
+        lambda: any(checkpoints.glob("*.tmp-*")),  # while a checkpoint is written
+        reached(directory, "grpo", 0),
+        reached(directory, "grpo", 2),
+        reached(directory, "grpo-2", 0),
+        lambda: (directory / "export.tmp").exists() or (directory / "export").exists(),
+    ]
+    kills = [killed(directory, moment, delay=draw.choice([0, 0, 0.02, 0.3])) for moment in moments]
+    assert sum(kills) >= 6, kills
+    assert runs.train(directory) == 0
+    runs.assert_same_run(directory, unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_killed_at_a_random_moment_ends_with_the_same_bits(unbroken, tmp_path, seed):
+    directory, draw = tmp_path / "run", random.Random(seed)
+    events_before = draw.randint(1, len(events.read(unbroken / "events.jsonl")) - 1)
+    killed(directory, lambda: runs.lines(directory) >= events_before, delay=draw.random() * 0.2)
+    assert runs.train(directory) == 0
+    runs.assert_same_run(directory, unbroken)

@@ -1,0 +1,212 @@
+"""Whole runs: what they leave behind, and what happens when one is started again, watched or asked to stop."""
+
+import hashlib
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import runs
+
+import policy
+from rl import configfile, events
+from rl.checkpoint import Checkpoints
+from rl.folder import RunFolder
+from rl.trainer import Trainer
+
+STAGES = [("sft", 3), ("grpo", 3), ("grpo-2", 1)]
+SAMPLE_KEYS = {
+    *("stage", "step", "prompt_id", "sample", "prompt", "completion", "tokens", "finish", "rewards", "reward", "advantage"),
+}
+
+
+def digest(directory: Path) -> dict[str, str]:
+    """Every file below by its hash."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_every_step_is_an_event_and_every_stage_is_evaluated_at_both_ends(unbroken):
+    rows = events.read(unbroken / "events.jsonl")
+    assert [(row["stage"], row["step"]) for row in rows] == [(n, step) for n, steps in STAGES for step in range(steps + 1)]
+    evaluated = [(row["stage"], row["step"]) for row in rows if "eval/greedy_accuracy" in row["metrics"]]
+    assert evaluated == [("sft", 0), ("sft", 2), ("sft", 3), ("grpo", 0), ("grpo", 2), ("grpo", 3), ("grpo-2", 0), ("grpo-2", 1)]
+    for row in rows:
+        metrics = row["metrics"]
+        if (row["stage"], row["step"]) in evaluated:
+            assert 0 <= metrics["eval/greedy_accuracy"] <= 1 and 0 <= metrics["eval/pass@1"] <= metrics["eval/pass@2"] <= 1
+        if row["step"]:
+            assert {"loss", "entropy", "optim/grad_norm", "optim/lr", "moe/max_load", "time/step", "time/update"} <= metrics.keys()
+        if row["step"] and row["stage"] != "sft":
+            rewards = {"reward/mean", "reward/std", "reward/frac_zero_std", "rewards/digits/mean", "reward/faults"}
+            assert {*rewards, "kl/ref", "advantage/mean", "completion/mean_length", "time/sample"} <= metrics.keys()
+            assert metrics["sampler/logp_diff_max"] < 1e-5
+            # The second update of a step is measured against the log-probabilities from before the first.
+            assert abs(metrics["kl/approx_update"]) > 1e-6
+    values = [v for row in rows for v in row["metrics"].values()]
+    assert all(v is not None for v in values)
+
+
+def test_every_completion_is_a_sample_whose_numbers_agree_with_the_events(unbroken):
+    rows = events.read(unbroken / "samples.jsonl")
+    assert len(rows) == 4 * 4 * 4 and all(row.keys() == SAMPLE_KEYS for row in rows)
+    assert sorted({row["prompt_id"] for row in rows}) == list(range(16))  # counted through the stages
+    means = {(r["stage"], r["step"]): r["metrics"].get("reward/mean") for r in events.read(unbroken / "events.jsonl")}
+    for place in {(row["stage"], row["step"]) for row in rows}:
+        mine = [row for row in rows if (row["stage"], row["step"]) == place]
+        assert [row["sample"] for row in mine] == [0, 1, 2, 3] * 4
+        np.testing.assert_allclose(np.mean([row["reward"] for row in mine]), means[place], rtol=1e-6)
+        group = np.array([row["advantage"] for row in mine]).reshape(4, 4)
+        np.testing.assert_allclose(group.mean(axis=1), 0, atol=1e-6)
+    for row in rows:
+        assert row["rewards"] == {"digits": row["reward"]} and row["finish"] in ("stop", "length")
+        assert row["reward"] == sum(c.isdigit() for c in row["completion"]) / max(1, len(row["completion"]))
+        assert 1 <= len(row["tokens"]) <= 6 and (row["finish"] == "stop") == (row["tokens"][-1] == 2)
+
+
+def test_the_export_holds_the_last_weights_and_the_tokenizer(unbroken, tmp_path):
+    from transformers import AutoTokenizer
+
+    model = policy.load(unbroken / "export")
+    config = configfile.load([unbroken])
+    stage = config.stages[-1]
+    import rl.algorithms
+
+    algorithm = rl.algorithms.get(stage.algorithm.name, **stage.algorithm.model_extra)
+    checkpoints = Checkpoints(unbroken / "checkpoints", 2)
+    number, state, host = checkpoints.restore(Trainer(model.graph, stage, algorithm).abstract())
+    checkpoints.close()
+    assert (number, host) == (9, {"stage": 2, "step": 1, "prompts": 16})
+    jax.tree.map(np.testing.assert_array_equal, model.params, state.policy.params)
+    fresh = policy.create(model.config, config.seed)
+    moved = [path for path in model.params if not np.array_equal(model.params[path], fresh.params[path])]
+    assert set(moved) == set(model.params)
+    tokenizer = AutoTokenizer.from_pretrained(unbroken / "export")
+    assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34=" and tokenizer.eos_token_id == 2
+    assert sorted(path.name for path in (unbroken / "checkpoints").iterdir()) == ["0000000007", "0000000009"]
+    assert {"config.yml", "events.jsonl", "samples.jsonl", "checkpoints", "export"} <= {p.name for p in unbroken.iterdir()}
+
+
+def test_a_pipe_gets_the_configuration_and_plain_lines(unbroken):
+    text = (unbroken.parent / "stdout").read_text()
+    assert "\x1b" not in text and "max_length: 32" in text
+    assert text.index("stage sft: 3 steps") < text.index("sft 3/3") < text.index("stage grpo-2: 1 steps")
+    assert f"final weights in {unbroken / 'export'}" in text.splitlines()[-1]
+
+
+def test_a_finished_run_says_so_and_is_left_as_it_is(unbroken, capsys):
+    before = digest(unbroken)
+    assert runs.cli.train_main([str(unbroken)]) == 0
+    said = capsys.readouterr().out
+    assert f"{unbroken} is finished" in said and f"model: {unbroken}/export" in said and "stage sft" not in said
+    assert digest(unbroken) == before
+
+
+def test_a_run_is_not_continued_under_another_configuration(unbroken, capsys):
+    before = digest(unbroken)
+    assert runs.cli.train_main([str(unbroken), "stages.1.optimizer.learning_rate=0.5"]) == 2
+    said = capsys.readouterr().err
+    assert "stages.1.optimizer.learning_rate: 0.001 there, 0.5 here" in said and "Traceback" not in said
+    assert digest(unbroken) == before
+
+
+def test_a_run_in_use_is_left_alone(unbroken, capsys):
+    with RunFolder(configfile.load([unbroken])):
+        assert runs.cli.train_main([f"resume={unbroken}"]) == 5
+    assert "in use by another process" in capsys.readouterr().err
+
+
+def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(unbroken, tmp_path):
+    directory = tmp_path / "run"
+    running = runs.process(*runs.arguments(directory))
+    runs.wait_for(lambda: runs.lines(directory) >= 1, running)
+    running.send_signal(signal.SIGTERM)
+    code, _, err = runs.finish(running)
+    assert code == 75, err
+    assert f"SIGTERM: saved after step" in err and f"rl-train {directory}" in err and "Traceback" not in err
+    stage, step = [(row["stage"], row["step"]) for row in events.read(directory / "events.jsonl")][-1]
+    assert f"after step {step} of {stage}" in err and step > 0 and not (directory / "export").exists()
+
+    running = runs.process(str(directory))
+    reached = runs.lines(directory)
+    runs.wait_for(lambda: runs.lines(directory) > reached, running)
+    running.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(running)
+    assert code == 75 and "SIGINT: saved" in err, err
+    assert f"continuing {directory} after step {step} of {stage}" in out
+
+    assert runs.train(directory) == 0
+    runs.assert_same_run(directory, unbroken)
+
+
+def test_a_step_that_ends_on_a_full_disk_keeps_the_last_good_one_and_goes_on(tmp_path, monkeypatch, caplog):
+    from rl import checkpoint
+
+    seal, sealed = checkpoint.seal, []
+
+    def full(directory, content):
+        sealed.append(content["number"])
+        if len(sealed) > 1:
+            raise OSError(28, "No space left on device")
+        seal(directory, content)
+
+    monkeypatch.setattr(checkpoint, "seal", full)
+    assert runs.train(tmp_path / "run", ONLY_SFT, "run.checkpoint_every=1") == 0
+    assert sealed == [1, 2, 3]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["0000000001"]
+    assert "checkpoint 2 was NOT saved" in caplog.text and "safe up to checkpoint 1" in caplog.text
+    assert [step for _, step, _ in runs.numbers(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+ONLY_SFT = "stages=[{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, sampling: {max_new_tokens: 6}}]"
+
+
+@pytest.mark.slow
+def test_the_same_file_gives_the_same_bits_and_other_seeds_do_not(unbroken, tmp_path):
+    code, _, err = runs.finish(runs.process(*runs.arguments(tmp_path / "again")))
+    assert code == 0, err
+    runs.assert_same_run(tmp_path / "again", unbroken)
+    assert runs.train(tmp_path / "other", "seed=1") == 0
+    assert runs.samples(tmp_path / "other") != runs.samples(unbroken)
+
+
+@pytest.mark.slow
+def test_a_micro_batch_changes_the_speed_only(unbroken, tmp_path):
+    small = [f"stages.{n}.micro_batch=3" for n in range(3)]
+    assert runs.train(tmp_path / "run", *small) == 0
+    for ours, theirs in zip(runs.numbers(tmp_path / "run"), runs.numbers(unbroken), strict=True):
+        assert ours[:2] == theirs[:2] and ours[2].keys() == theirs[2].keys()
+        for key in ours[2]:
+            np.testing.assert_allclose(ours[2][key], theirs[2][key], rtol=1e-4, atol=1e-5, err_msg=f"{ours[:2]} {key}")
+    one, other = (policy.load(directory / "export").params for directory in (tmp_path / "run", unbroken))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, other)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_critic_that_warms_up(tmp_path):
+    stages = json.dumps(
+        [
+            {
+                "algorithm": {"name": "ppo", "critic_warmup": 1},
+                "steps": 3,
+                "prompts_per_step": 4,
+                "samples_per_prompt": 2,
+                "updates_per_step": 2,
+                "optimizer": {"learning_rate": 1e-3},
+                "critic": {"learning_rate": 1e-3},
+                "sampling": {"max_new_tokens": 6},
+            }
+        ]
+    )
+    assert runs.train(tmp_path / "run", f"stages={stages}", "run.checkpoint_every=1") == 0
+    rows = {row["step"]: row["metrics"] for row in events.read(tmp_path / "run" / "events.jsonl")}
+    assert "loss" not in rows[1] and rows[1]["value/loss"] > 0 and "value/explained_variance" in rows[1]
+    assert {"loss", "kl/ref", "kl/reward", "value/clip_frac", "value/return_mean"} <= rows[2].keys()
+    shutil.rmtree(tmp_path / "run" / "export")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "0000000003")
+    before = runs.numbers(tmp_path / "run"), runs.samples(tmp_path / "run")
+    assert runs.train(tmp_path / "run", f"stages={stages}", "run.checkpoint_every=1") == 0
+    assert (runs.numbers(tmp_path / "run"), runs.samples(tmp_path / "run")) == before

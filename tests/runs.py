@@ -1,0 +1,78 @@
+"""Whole runs for tests: in this process, or in one of their own; and what is compared of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rl import cli, events
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART, SMALL = ROOT / "configs" / "quickstart.yml", ROOT / "tests" / "end_to_end" / "small.yml"
+
+
+def arguments(directory, *more: str) -> list[str]:
+    return [str(QUICKSTART), str(SMALL), f"run.dir={directory}", *more]
+
+
+def train(directory, *more: str) -> int:
+    """Exit code of a small run in this process."""
+    return cli.train_main(arguments(directory, *more))
+
+
+def process(*given: str, **how) -> subprocess.Popen:
+    """`rl-train` in a process group of its own, with its output in pipes."""
+    command = [sys.executable, "-m", "rl.cli", *given]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **(pipes | how))
+
+
+def finish(running: subprocess.Popen, timeout: float = 300) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr); ends the process group if it takes too long."""
+    try:
+        out, err = running.communicate(timeout=timeout)
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.communicate()
+    return running.returncode, out, err
+
+
+def wait_for(condition, running: subprocess.Popen, timeout: float = 300) -> None:
+    """Returns when `condition()` holds; fails if the process ends before."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert running.poll() is None and time.monotonic() < deadline, running.communicate()
+        time.sleep(0.005)
+
+
+def lines(directory, name: str = events.EVENTS) -> int:
+    file = Path(directory) / name
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def numbers(directory) -> list[tuple]:
+    """Stage, step and metrics of every event, without those that measure time."""
+    rows = events.read(Path(directory) / events.EVENTS)
+    timed = ("time/", "perf/")
+    return [(r["stage"], r["step"], {k: v for k, v in r["metrics"].items() if not k.startswith(timed)}) for r in rows]
+
+
+def weights(directory) -> bytes:
+    return (Path(directory) / "export" / "model.safetensors").read_bytes()
+
+
+def samples(directory) -> bytes:
+    return (Path(directory) / events.SAMPLES).read_bytes()
+
+
+def assert_same_run(one, other) -> None:
+    """Every number, sample and weight, bit by bit."""
+    for ours, theirs in zip(numbers(one), numbers(other), strict=True):
+        assert ours == theirs
+    assert samples(one) == samples(other)
+    assert weights(one) == weights(other)

@@ -1,0 +1,47 @@
+import numpy as np
+import pytest
+
+from rl.batch import pack, padded_length, spread
+
+
+def rows(*lengths):
+    return [(list(range(10, 10 + n)), [0] * (n // 2) + [1] * (n - n // 2)) for n in lengths]
+
+
+def test_rows_are_padded_on_the_right_and_keep_their_masks():
+    batch = pack(rows(3, 20), limit=64)
+    assert batch.tokens.shape == (2, 32) and batch.prompt.tolist() == [0, 1]
+    assert batch.tokens[0].tolist() == [10, 11, 12] + [0] * 29
+    assert batch.segments.sum(1).tolist() == [3, 20] and batch.mask.sum(1).tolist() == [2, 10]
+    assert batch.mask[0].tolist() == [0, 1, 1] + [0] * 29
+
+
+@pytest.mark.parametrize("limit", [2, 16, 31, 32, 100, 1024, 4097])
+def test_few_lengths_occur_and_each_holds_its_rows(limit):
+    lengths = {padded_length(longest, limit) for longest in range(1, limit + 1)}
+    assert all(longest <= padded_length(longest, limit) <= limit for longest in range(1, limit + 1))
+    assert len(lengths) <= 8 and max(lengths) == limit
+
+
+def test_a_batch_is_filled_up_with_rows_that_count_for_nothing():
+    batch = pack(rows(4, 5, 6), limit=16).replace(advantages=np.ones(3, np.float32))
+    filled = batch.filled(4)
+    assert filled.tokens.shape == (4, 16) and filled.prompt.tolist() == [0, 1, 2, -1]
+    assert filled.segments[3].sum() == filled.mask[3].sum() == filled.advantages[3] == 0
+    np.testing.assert_array_equal(filled.tokens[:3], batch.tokens)
+    assert filled.old_logp is None and batch.filled(3) is batch
+
+
+def test_rows_left_out_count_for_nothing_and_the_others_stay():
+    batch = pack(rows(4, 5, 6), limit=16)
+    left = batch.without(np.array([False, True, False]))
+    assert left.prompt.tolist() == [0, -1, 2] and left.mask.sum(1).tolist() == [2, 0, 3]
+    assert left.segments.sum(1).tolist() == [4, 0, 6]
+    assert (left.mask.dtype, left.segments.dtype, left.prompt.dtype) == (np.float32, np.int32, np.int32)
+
+
+def test_numbers_are_spread_to_the_places_of_their_tokens():
+    mask = np.array([[0, 1, 1, 0], [1, 0, 0, 1]])
+    np.testing.assert_array_equal(spread([[1, 2], [3, 4]], mask), [[0, 1, 2, 0], [3, 0, 0, 4]])
+    with pytest.raises(ValueError, match="shape"):
+        spread([[1, 2]], np.array([[1, 1, 1]]))

@@ -1,0 +1,76 @@
+"""Accuracy and pass@k, with a generator and a reward that say what they are told."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rl.config import EvaluationOptions
+from rl.data import Example
+from rl.evaluation import Evaluation, pass_at_k
+from rl.rollouts import Problem
+from rollout import Completion, SamplingParams
+
+
+@pytest.mark.parametrize(("samples", "correct", "k"), [(4, 1, 2), (6, 3, 2), (5, 0, 3), (5, 5, 1), (5, 4, 2), (8, 2, 8)])
+def test_pass_at_k_is_the_share_of_choices_of_k_that_hold_a_correct_one(samples, correct, k):
+    choices = list(itertools.combinations(range(samples), k))
+    assert pass_at_k(samples, correct, k) == pytest.approx(np.mean([min(choice) < correct for choice in choices]))
+
+
+class Scripted:
+    """Generator and runner in one: sample j of problem i gets `scores[i][j]`; remembers what it was asked."""
+
+    def __init__(self, greedy, sampled):
+        self.scores, self.asked = {True: greedy, False: sampled}, []
+
+    def generate(self, prompts, params, ids):
+        self.asked.append((params, list(ids)))
+        return [[Completion([5], [0.0], "stop", "x") for _ in range(params.n)] for _ in prompts]
+
+    def start(self, prompts, texts, columns, groups):
+        rewards = np.asarray(self.scores[self.asked[-1][0].greedy], float).reshape(-1)
+        assert len(texts) == len(rewards)
+        return SimpleNamespace(result=lambda: SimpleNamespace(total=rewards))
+
+
+def evaluate(greedy, sampled=None, **options):
+    script = Scripted(greedy, sampled)
+    problems = [Problem(Example("1+1=", columns={"answer": "2"}), [7]) for _ in greedy]
+    settings = EvaluationOptions.model_validate({"data": {"task": "arithmetic"}} | options)
+    params = SamplingParams(n=3, max_new_tokens=9, temperature=0.7, top_k=3, stop=("!",), stop_token_ids=(2,))
+    return Evaluation(settings, problems, script).run(script, params), script.asked
+
+
+def test_a_completion_without_a_score_is_not_correct():
+    found, asked = evaluate([1.0, 0.0, math.nan, 2.0])
+    assert found["eval/greedy_accuracy"] == 0.5 and found["eval/reward_mean"] == 1.0
+    assert asked[0][0].greedy and asked[0][0].stop == ("!",) and asked[0][0].max_new_tokens == 9 and len(asked) == 1
+    assert not any(key.startswith("eval/pass@") for key in found)
+    found, _ = evaluate([math.nan, math.nan])
+    assert found["eval/greedy_accuracy"] == 0.0 and math.isnan(found["eval/reward_mean"])
+
+
+def test_pass_at_k_is_the_mean_over_problems_at_a_temperature_of_its_own():
+    sampled = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, math.nan, 1]]
+    found, asked = evaluate([0.0, 0.0, 0.0], sampled, samples=4, k=[1, 2], temperature=0.5)
+    assert found["eval/pass@1"] == pytest.approx((0.25 + 0 + 0.75) / 3)
+    assert found["eval/pass@2"] == pytest.approx((0.5 + 0 + 1) / 3)
+    assert asked[1][0].n == 4 and asked[1][0].temperature == 0.5 and asked[1][0].top_k == 0
+    # Draws from ids that no prompt of training has, the same at every evaluation.
+    assert asked[0][1] == asked[1][1] and min(asked[1][1]) >= 1 << 30
+
+
+def test_what_counts_as_correct_can_be_said():
+    assert evaluate([0.4, 0.6], correct_at=0.5)[0]["eval/greedy_accuracy"] == 0.5
+
+
+def test_evaluations_are_due_every_so_many_steps_and_after_the_last():
+    def due(steps, **options):
+        evaluation = Evaluation(EvaluationOptions.model_validate({"data": {"task": "arithmetic"}} | options), [], None)
+        return [step for step in range(1, steps + 1) if evaluation.due(step, steps)]
+
+    assert due(7, every=3) == [3, 6, 7]
+    assert due(7) == [7]

@@ -1,0 +1,114 @@
+"""The directory of a run, and signals that ask it to stop."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rl import configfile
+from rl.config import RunConfig
+from rl.errors import ConfigError, ResourceError
+from rl.events import EVENTS
+from rl.folder import RunFolder, StopWish
+
+
+def config(directory, **keys) -> RunConfig:
+    stages = [{"algorithm": "sft", "steps": 2}, {"algorithm": "grpo", "steps": 3}]
+    tree = {
+        "run": {"dir": str(directory)},
+        "model": "tiny-deepseek",
+        "tokenizer": "bytes",
+        "data": {"task": "arithmetic"},
+        "rewards": {"functions": ["exact_answer"]},
+        "stages": stages,
+    }
+    return RunConfig.model_validate(tree | keys)
+
+
+def begun(directory, **keys) -> RunConfig:
+    """The configuration of a run that has written its first event."""
+    made = config(directory, **keys)
+    with RunFolder(made):
+        (directory / EVENTS).write_text("{}\n")
+    return made
+
+
+def test_the_configuration_is_written_and_reads_back_as_the_same(tmp_path):
+    made = config(tmp_path / "run")
+    with RunFolder(made) as folder:
+        assert configfile.load([folder.path]) == made
+    with RunFolder(configfile.load([tmp_path / "run"])):
+        pass
+
+
+def test_a_run_is_not_continued_with_other_numbers(tmp_path):
+    begun(tmp_path)
+    before = (tmp_path / "config.yml").read_bytes()
+    with pytest.raises(ConfigError, match=r"seed: 0 there, 7 here") as error, RunFolder(config(tmp_path, seed=7)):
+        pass
+    assert f"rl-train {tmp_path}" in str(error.value) and (tmp_path / "config.yml").read_bytes() == before
+    longer = [{"algorithm": "sft", "steps": 2}, {"algorithm": "grpo", "steps": 4}]
+    with pytest.raises(ConfigError, match=r"stages\.1\.steps: 3 there, 4 here"), RunFolder(config(tmp_path, stages=longer)):
+        pass
+    with pytest.raises(ConfigError, match=r"stages\.1\.algorithm"), RunFolder(config(tmp_path, stages=longer[:1])):
+        pass
+
+
+def test_a_run_may_be_continued_with_another_way_of_keeping_it(tmp_path):
+    begun(tmp_path)
+    with RunFolder(config(tmp_path, run={"dir": str(tmp_path), "checkpoint_every": 7, "tensorboard": True})):
+        pass
+    assert configfile.load([tmp_path]).run.checkpoint_every == 7
+
+
+def test_a_run_that_never_began_gives_way_to_another_configuration(tmp_path):
+    for seed in (1, 2):
+        with RunFolder(config(tmp_path, seed=seed)):
+            (tmp_path / EVENTS).touch()
+    assert configfile.load([tmp_path]).seed == 2
+
+
+def test_a_directory_is_used_by_one_process_at_a_time(tmp_path):
+    made = config(tmp_path)
+    with RunFolder(made), pytest.raises(ResourceError, match="in use by another process"), RunFolder(made):
+        pass
+    with RunFolder(made):
+        pass
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match="cannot write to .*file/run: Not a directory"), RunFolder(config(tmp_path / "file/run")):
+        pass
+
+
+def test_a_run_is_finished_when_its_weights_are_written_completely(tmp_path):
+    def half(directory: Path):
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+        raise OSError(28, "No space left on device")
+
+    with RunFolder(config(tmp_path)) as folder:
+        with pytest.raises(ResourceError, match="No space left.*rl-train"):
+            folder.export(half)
+        assert not folder.finished and not list(tmp_path.glob("export*"))
+        (tmp_path / "export.tmp").mkdir()  # of a process that was killed
+        (tmp_path / "export.tmp" / "old").write_text("")
+        assert folder.export(lambda directory: (directory.mkdir(), (directory / "new").write_text(""))) == tmp_path / "export"
+        assert folder.finished and os.listdir(tmp_path / "export") == ["new"]
+
+
+def test_the_first_signal_is_a_wish_and_the_second_ctrl_c_stops_at_once():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with StopWish() as stop:
+        assert stop.wanted is None
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.wanted == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with StopWish() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.wanted == "SIGINT"
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
