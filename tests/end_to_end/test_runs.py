@@ -161,7 +161,9 @@ def test_a_step_that_ends_on_a_full_disk_keeps_the_last_good_one_and_goes_on(tmp
     assert [step for _, step, _ in runs.numbers(tmp_path / "run")] == [0, 1, 2, 3]
 
 
-ONLY_SFT = "stages=[{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, sampling: {max_new_tokens: 6}}]"
+ONLY_SFT = (
+    "stages=[{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, sampling: {max_new_tokens: 6}}]"
+)
 
 
 @pytest.mark.slow
