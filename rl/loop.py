@@ -35,7 +35,6 @@ from rl.prepare import Prepared, Stage, prepare
 from rl.trainer import RunState, Trainer
 from rollout import Generator, GeneratorOptions
 
-
 _FINISHED = """\
 {0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
 to train those weights further, give them to a new run as `model: {0}/export`."""

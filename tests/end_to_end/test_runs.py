@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import runs
 
 import policy
+import runs
 from rl import configfile, events
 from rl.checkpoint import Checkpoints
 from rl.folder import RunFolder
@@ -126,7 +126,7 @@ def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(unbroken
     running.send_signal(signal.SIGTERM)
     code, _, err = runs.finish(running)
     assert code == 75, err
-    assert f"SIGTERM: saved after step" in err and f"rl-train {directory}" in err and "Traceback" not in err
+    assert "SIGTERM: saved after step" in err and f"rl-train {directory}" in err and "Traceback" not in err
     stage, step = [(row["stage"], row["step"]) for row in events.read(directory / "events.jsonl")][-1]
     assert f"after step {step} of {stage}" in err and step > 0 and not (directory / "export").exists()
 
