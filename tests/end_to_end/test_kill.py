@@ -1,5 +1,6 @@
 """Runs that are killed, and checkpoints that are damaged, end with the bits of a run that nothing disturbed."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -21,10 +22,8 @@ def killed(directory, moment, delay: float = 0.0) -> bool:
         time.sleep(delay)
         alive = running.poll() is None
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         running.wait()
     return alive
 

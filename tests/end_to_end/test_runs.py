@@ -15,8 +15,12 @@ import policy
 from rl import configfile, events
 from rl.checkpoint import Checkpoints
 from rl.folder import RunFolder
+from rl.prepare import prepare
+from rl.tasks import arithmetic
 from rl.trainer import Trainer
 
+SFT = "{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, sampling: {max_new_tokens: 6}}"
+ONLY_SFT = f"stages=[{SFT}]"
 STAGES = [("sft", 3), ("grpo", 3), ("grpo-2", 1)]
 SAMPLE_KEYS = {
     *("stage", "step", "prompt_id", "sample", "prompt", "completion", "tokens", "finish", "rewards", "reward", "advantage"),
@@ -126,7 +130,7 @@ def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(unbroken
     running.send_signal(signal.SIGTERM)
     code, _, err = runs.finish(running)
     assert code == 75, err
-    assert f"SIGTERM: saved after step" in err and f"rl-train {directory}" in err and "Traceback" not in err
+    assert "SIGTERM: saved after step" in err and f"rl-train {directory}" in err and "Traceback" not in err
     stage, step = [(row["stage"], row["step"]) for row in events.read(directory / "events.jsonl")][-1]
     assert f"after step {step} of {stage}" in err and step > 0 and not (directory / "export").exists()
 
@@ -161,7 +165,43 @@ def test_a_step_that_ends_on_a_full_disk_keeps_the_last_good_one_and_goes_on(tmp
     assert [step for _, step, _ in runs.numbers(tmp_path / "run")] == [0, 1, 2, 3]
 
 
-ONLY_SFT = "stages=[{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, sampling: {max_new_tokens: 6}}]"
+def test_weights_that_find_no_room_are_written_by_the_next_start(tmp_path, capsys):
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    run = (tmp_path / "run", ONLY_SFT)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        assert runs.train(*run) == 5
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    assert "the final weights cannot be written" in said and f"rl-train {tmp_path / 'run'}" in said and "Traceback" not in said
+    assert not list((tmp_path / "run").glob("export*"))
+    assert runs.train(*run) == 0 and runs.weights(tmp_path / "run")
+
+
+def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_quickstart():
+    prepared = prepare(configfile.load([runs.QUICKSTART]))
+    prepared.close()
+
+    def what(text):
+        return arithmetic.identity(text.removesuffix("="))
+
+    sft, grpo = prepared.stages
+    trained = {what(problem.example.prompt) for problem in grpo.problems}
+    prompts = ([i for i, learnt in zip(ids, mask, strict=True) if not learnt] for ids, mask in sft.demonstrations)
+    demonstrated = {what(prepared.tokenizer.decode(ids)) for ids in prompts}
+    held_out = {what(problem.example.prompt) for problem in prepared.held_out}
+    assert len({problem.example.prompt for problem in prepared.held_out}) == 512  # 12+34 and 34+12 are on one side together
+    assert len(trained) > 3000 and demonstrated == trained
+    assert not held_out & trained
+    texts = {prepared.tokenizer.decode(ids) for ids, _ in sft.demonstrations} | {p.example.prompt for p in grpo.problems}
+    assert not any(text.startswith(problem.example.prompt) for problem in prepared.held_out for text in texts)
+
+
+ONLY_SFT = (
+    "stages=[{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, sampling: {max_new_tokens: 6}}]"
+)
 
 
 @pytest.mark.slow

@@ -79,7 +79,10 @@ def test_a_directory_is_used_by_one_process_at_a_time(tmp_path):
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ResourceError, match="cannot write to .*file/run: Not a directory"), RunFolder(config(tmp_path / "file/run")):
+    with (
+        pytest.raises(ResourceError, match="cannot write to .*file/run: Not a directory"),
+        RunFolder(config(tmp_path / "file/run")),
+    ):
         pass
 
 

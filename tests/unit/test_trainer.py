@@ -18,6 +18,7 @@ from policy.model import Model
 from rl.config import OptimizerOptions
 from rl.trainer import schedule
 
+
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
     """Nothing here is about speed or about bits between programs; without most passes XLA takes half the time."""
