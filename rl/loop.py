@@ -100,8 +100,10 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
     runtime = Runtime(options.dtype, options.param_dtype, options.remat, options.scan)
     try:
         mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
         raise ResourceError(f"{error} (platform: {config.platform})") from None
+    except RuntimeError as error:
+        raise ResourceError(f"platform: {config.platform} cannot be used here; set it to auto or cpu. jax says: {error}") from None
     try:
         from_directory = Path(options.source).is_dir()
         decoder = hub.read_config(options.source) if from_directory else hub.preset(options.source, options.overrides)
@@ -131,6 +133,8 @@ def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> 
         run.events.note(f"continuing {folder.path} after step {after} of {names[first]}")
     for stage in run.prepared.stages[first:]:
         _run_stage(run, stage, after if saved is not None and stage.index == first else None)
+    if not run.events.sync():
+        raise ResourceError(f"{folder.path}: the last events have no room; make some, and continue with `rl-train {folder.path}`")
     run.events.note(f"final weights in {folder.export(partial(_export, run))}")
 
 
@@ -175,9 +179,9 @@ def _save_and_stop(run: Run, stage: Stage, state: RunState, step: int) -> None:
     wanted = run.stop.wanted
     if last or wanted or (options.checkpoint_every and step % options.checkpoint_every == 0):
         number = sum(s.options.steps + 1 for s in stages[: stage.index]) + step
-        run.events.sync()
-        host = {"stage": stage.index, "step": step, "prompts": run.prompts}
-        run.checkpoints.save(number, state, host, wait=bool(wanted))
+        if run.events.sync():
+            host = {"stage": stage.index, "step": step, "prompts": run.prompts}
+            run.checkpoints.save(number, state, host, wait=bool(wanted))
     if wanted:
         newest = run.checkpoints.host()
         saved = "saved" if newest and newest[0] == number else "NOT saved (see above)"

@@ -15,8 +15,11 @@ from learners import batch, begin, host, same_bits, stage
 import policy
 from policy.layers.moe import bias_update
 from policy.model import Model
+from rl.batch import pack
 from rl.config import OptimizerOptions
 from rl.trainer import schedule
+from rollout import Generator, GeneratorOptions, SamplingParams
+
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -118,6 +121,24 @@ def test_an_update_happens_in_place_in_one_program():
     with pytest.raises(RuntimeError, match="deleted"):
         np.asarray(old["norm.weight"])
     model.logits(data.tokens[:1])
+
+
+def test_the_generator_reads_the_arrays_that_the_update_wrote():
+    data = batch()
+    trainer, state = begin(learners.dense(), stage("grpo"))
+    model = Model(learners.dense().graph, state.policy.params)
+    generator = Generator(model, max_length=16, slots=2, options=GeneratorOptions(tokens_per_dispatch=4))
+    prompt, params = [3, 5, 7], SamplingParams(max_new_tokens=8, temperature=1.0)
+    first = generator.generate([prompt], params)[0][0]
+    for _ in range(2):
+        state, _ = trainer.update(state, data)
+    with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+        generator.generate([prompt], params)  # not told of the new ones, it cannot go on with the old
+    model.params = state.policy.params
+    written = generator.generate([prompt], params)[0][0]
+    row = pack([(prompt + written.tokens, [0] * 3 + [1] * 8)], 16)
+    np.testing.assert_allclose(trainer.logprobs(state.policy.params, row)[0][0, 3:11], written.logprobs, atol=1e-5)
+    assert not np.allclose(first.logprobs, written.logprobs, atol=1e-3)
 
 
 def test_an_update_that_is_not_finite_changes_no_bit_and_is_counted():
