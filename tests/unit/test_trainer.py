@@ -21,7 +21,6 @@ from rl.trainer import schedule
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 
-
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
     """Nothing here is about speed or about bits between programs; without most passes XLA takes half the time."""
