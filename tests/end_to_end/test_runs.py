@@ -252,3 +252,25 @@ def test_a_run_with_a_critic_that_warms_up(tmp_path):
     before = runs.numbers(tmp_path / "run"), runs.samples(tmp_path / "run")
     assert runs.train(tmp_path / "run", f"stages={stages}", "run.checkpoint_every=1") == 0
     assert (runs.numbers(tmp_path / "run"), runs.samples(tmp_path / "run")) == before
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_stage_ends_early_when_its_metric_reaches_the_bound(tmp_path, reached):
+    bound = "{metric: loss, at_most: 100}" if reached else "{metric: eval/greedy_accuracy, at_least: 1}"
+    two = f"stages=[{SFT}, {SFT}]"
+    assert runs.train(tmp_path / "run", two, f"stages.0.until={bound}") == 0
+    steps = [(stage, step) for stage, step, _ in runs.numbers(tmp_path / "run")]
+    first = [("sft", 0), ("sft", 1)] if reached else [("sft", step) for step in range(4)]
+    assert steps == [*first, *(("sft-2", step) for step in range(4))]
+    ends = runs.numbers(tmp_path / "run")[len(first) - 1]
+    assert "eval/greedy_accuracy" in ends[2]  # evaluated after the last step, whichever it is
+
+
+def test_a_run_killed_after_a_stage_that_ended_early_goes_on_with_the_next(tmp_path):
+    how = (tmp_path / "run", f"stages=[{SFT}, {SFT}]", "stages.0.until={metric: loss, at_most: 100}", "run.checkpoint_every=0")
+    assert runs.train(*how) == 0
+    weights, numbers = runs.weights(tmp_path / "run"), runs.numbers(tmp_path / "run")
+    shutil.rmtree(max((tmp_path / "run" / "checkpoints").iterdir()))
+    shutil.rmtree(tmp_path / "run" / "export")
+    assert runs.train(*how) == 0
+    assert runs.weights(tmp_path / "run") == weights and runs.numbers(tmp_path / "run") == numbers
