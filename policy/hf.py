@@ -35,8 +35,9 @@ def activation(hf: dict) -> str:
 
 
 def rope_parameters(hf: dict) -> dict:
-    """The rotary settings as one dict with `rope_type`, `rope_theta` and `original_max_position_embeddings`: transformers 5
-    writes `rope_parameters`, older files `rope_theta` and `rope_scaling`, which wins where both are there, as in transformers.
+    """The rotary settings as one dict with `rope_type`, `rope_theta` and `original_max_position_embeddings`:
+    transformers 5 writes `rope_parameters`, older files `rope_theta` and `rope_scaling`, which wins where both are
+    there, as in transformers.
     """
     settings = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     for key, value in settings.items():
@@ -97,7 +98,8 @@ def yarn_attention_factor(s: dict) -> float:
 
 
 def stacks(layers: list[LayerSpec]) -> tuple[Stack, ...]:
-    """The fewest repeating patterns that spell these layers: at each place the pattern (of at most 8 layers) that covers most."""
+    """The fewest repeating patterns that spell these layers: at each place the pattern (of at most 8 layers) that
+    covers most."""
     found, start = [], 0
     while start < len(layers):
         best = (1, 1)

@@ -1,4 +1,5 @@
-"""Hugging Face directories in and out: config.json and safetensors, one parameter at a time, by the family's name table."""
+"""Hugging Face directories in and out: config.json and safetensors, one parameter at a time, by the family's name
+table."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def presets() -> list[str]:
 
 
 def preset(name: str, overrides: dict | None = None) -> DecoderConfig:
-    """The architecture in configs/models/NAME.yml (the keys of a Hugging Face configuration), with some keys replaced."""
+    """The architecture in configs/models/NAME.yml (the keys of a Hugging Face configuration), with some keys
+    replaced."""
     if name not in presets():
         raise UnsupportedModel(f"no model preset {name!r}; there are {', '.join(presets())}")
     text = (PRESETS / f"{name}.yml").read_text()
@@ -68,7 +70,8 @@ def read_config(directory) -> DecoderConfig:
 
 
 class _Files:
-    """The tensors of a directory by name, opened lazily. Which files: model.safetensors, or those that the index lists, or all."""
+    """The tensors of a directory by name, opened lazily. Which files: model.safetensors, or those that the index lists,
+    or all."""
 
     def __init__(self, directory):
         from safetensors import SafetensorError, safe_open
@@ -118,7 +121,8 @@ class _Files:
 
 
 def places(graph) -> Iterator[tuple[str, object, list[int] | None]]:
-    """For each path of ours: how it is stored, and the numbers of the layers that it stacks (None outside the layers)."""
+    """For each path of ours: how it is stored, and the numbers of the layers that it stacks (None outside the
+    layers)."""
     config = graph.config
     table = families.get(config.family).NAMES
     start = np.cumsum([0, *(len(stack.pattern) * stack.repeats for stack in config.stacks)])
@@ -132,7 +136,8 @@ def places(graph) -> Iterator[tuple[str, object, list[int] | None]]:
 
 
 def read_weights(directory, graph) -> dict[str, jax.Array]:
-    """All weights of `graph` from the safetensors of `directory`, each placed on the mesh before the next one is read."""
+    """All weights of `graph` from the safetensors of `directory`, each placed on the mesh before the next one is
+    read."""
     files = _Files(directory)
     params = {}
     for path, place, layers in places(graph):

@@ -46,8 +46,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Experts:
-    """One Linear per expert, `name` with {e}, stacked along axis 0. Also read from `fused` [experts, outputs, inputs], of which
-    ours is part number `part` of `parts` along the outputs."""
+    """One Linear per expert, `name` with {e}, stacked along axis 0. Also read from `fused` [experts, outputs, inputs],
+    of which ours is part number `part` of `parts` along the outputs."""
 
     name: str
     fused: str

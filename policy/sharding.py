@@ -1,4 +1,5 @@
-"""Where arrays live: the mesh, the table from logical axis names to mesh axes, and the one helper that constrains activations."""
+"""Where arrays live: the mesh, the table from logical axis names to mesh axes, and the one helper that constrains
+activations."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor", "expert", "context")
 
-# Logical axis of a weight or activation -> mesh axes, first ones first; an axis already used or that does not divide is dropped.
+# Logical axis of a weight or activation -> mesh axes, first ones first; an axis already used or that does not divide is
+# dropped.
 DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "length": ("context",),
@@ -60,7 +62,8 @@ class Layout:
 
 
 def layout(degrees: dict[str, int] | None = None, rules: dict[str, list[str]] | None = None, devices=None) -> Layout:
-    """A layout over `devices` (default: all). `degrees` gives the size of each axis; one may be -1 and takes what is left.
+    """A layout over `devices` (default: all). `degrees` gives the size of each axis; one may be -1 and takes what is
+    left.
 
     Raises ValueError when the degrees do not multiply to the number of devices, or a rule names an unknown axis.
     """

@@ -215,14 +215,17 @@ def kill_group(group: int) -> None:
 
 def kill_marked(mark: str) -> None:
     """Kills the processes, but this one, that inherited this mark in their environment: those too that left the
-    worker's process group. Linux only; elsewhere killing the group has to do. Repeated, for one may fork meanwhile."""
+    worker's process group. Linux only; elsewhere killing the group has to do. Repeated until two looks in a row find
+    none: one may fork meanwhile, and in the middle of an exec a process shows no environment."""
     wanted = f"{MARKER}={mark}".encode()
+    looks_left = 2
     for _ in range(20):
         found = [process for process in _processes() if process != os.getpid() and _carries(process, wanted)]
         for process in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
-        if not found:
+        looks_left = 2 if found else looks_left - 1
+        if not looks_left:
             return
         time.sleep(0.005)
 

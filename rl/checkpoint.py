@@ -13,12 +13,14 @@ unfinished, and removed by the next save.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,7 +67,8 @@ class Checkpoints:
     def save(self, number: int, arrays: Any, host: dict, wait: bool = False) -> None:
         """Copies the arrays to the host, then writes them in the background; `wait` returns when they are on the disk.
 
-        After the return the arrays may be donated. Saving the newest number again replaces it. An earlier save still
+        After the return the arrays may be donated. (On CPU the copy is a view of them: a step that is given one still
+        being written copies it instead of taking it.) Saving the newest number again replaces it. An earlier save still
         running is waited for.
 
         A full disk, a quota or a missing permission is not an error: it is logged, what was written is removed, older
@@ -195,11 +198,20 @@ class Checkpoints:
                 kept += 1
             else:
                 _remove(path)
-                self._damaged.discard(path.name)
 
     def _not_saved(self, number: int, error: BaseException) -> None:
         """Logs a storage error with what is still safe; raises any other."""
-        self._sweep()
+        # Orbax would raise the same error again in its next call.
+        failed, self._orbax = self._orbax, None
+        if failed is not None:
+            with contextlib.suppress(Exception):
+                failed.close()
+        # Writers of the failed save may still be at work, for as long as one write takes.
+        for _ in range(20):
+            self._sweep()
+            if not any(self._entries(_UNFINISHED)):
+                break
+            time.sleep(0.05)
         if not _is_storage_error(error):
             raise error
         safe = next((path for _, path in self._complete() if path.name not in self._damaged), None)

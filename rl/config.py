@@ -239,6 +239,7 @@ class RunConfig(Strict):
     evaluation: EvaluationOptions | None = None
     stages: list[StageOptions] = Field(min_length=1)
     every_stage: dict[str, Any] = Field({}, description="laid over each stage, e.g. to make any run small")
+    if_given: dict[str, Any] = Field({}, description="laid over those sections that the files before have, e.g. evaluation")
 
     @property
     def stage_names(self) -> list[str]:

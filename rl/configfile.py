@@ -2,7 +2,8 @@
 
 Layers are laid over each other from left to right: the files in the order given, then the overrides `a.b=value`,
 whose values are YAML. Mappings merge, everything else replaces; a list is changed by index (`stages.1.steps=3`).
-`every_stage` of a layer is laid over each stage there is at that point. Relative paths inside a file start at the
+`every_stage` of a layer is laid over each stage there is at that point, and `if_given` over those sections that there
+are. Relative paths inside a file start at the
 working directory.
 """
 
@@ -131,7 +132,7 @@ def _merged(paths: list[str | Path], overrides: list[str]) -> Item:
     tree = None
     for layer in layers:
         try:
-            tree = _with_every_stage(layer if tree is None else yamlfile.merge(tree, layer, shorthand))
+            tree = _with_if_given(_with_every_stage(layer if tree is None else yamlfile.merge(tree, layer, shorthand)))
         except ConfigError as error:
             problems.append(str(error))
     if problems:
@@ -192,6 +193,17 @@ def _with_every_stage(tree: Item) -> Item:
     merged = [yamlfile.merge(s, over, shorthand, ("stages", i)) for i, s in enumerate(stages.value)]
     rest = {key: item for key, item in tree.value.items() if key != "every_stage"}
     return Item(rest | {"stages": Item(merged, stages.where, stages.key_where)}, tree.where)
+
+
+def _with_if_given(tree: Item) -> Item:
+    over = tree.value.get("if_given")
+    if over is None or over.value in (None, {}):
+        return tree
+    if not isinstance(over.value, dict):
+        raise ConfigError(f"{over.place}: if_given: must be a mapping of sections of a run")
+    given = {key: item for key, item in over.value.items() if key in tree.value and tree.value[key].value is not None}
+    rest = Item({key: item for key, item in tree.value.items() if key != "if_given"}, tree.where)
+    return yamlfile.merge(rest, Item(given, over.where), shorthand) if given else rest
 
 
 def shorthand(path: tuple) -> str | None:

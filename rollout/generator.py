@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import jax
@@ -19,6 +18,7 @@ from policy import modes
 from policy.cache import Step
 from policy.model import Model
 from policy.sharding import settle
+from rollout.chat import render_prompt
 from rollout.sampling import SamplingParams, draw, uniforms
 from rollout.scheduler import Request, Scheduler
 
@@ -85,16 +85,23 @@ class Generator:
         """`params.n` completions of each prompt, as [prompt][sample].
 
         Prompts are lists of token ids, or strings with a tokenizer. `ids` are the prompt ids of the random draw, by default
-        range(len(prompts)), so that equal calls give equal tokens. Raises ValueError for an empty prompt, for token ids outside
-        the vocabulary, for a prompt that with max_new_tokens is longer than max_length (naming the prompt), and for stop strings
-        without a tokenizer.
+        range(len(prompts)), so that equal calls give equal tokens. A string is encoded as training encodes prompts: with the
+        special tokens that the tokenizer puts in front, without an end of sequence.
+
+        Raises ValueError, before anything is computed, for an empty prompt, for token ids outside the vocabulary, for a prompt
+        that with max_new_tokens is longer than max_length (naming the prompt), for strings without a tokenizer (prompts or stop
+        strings), and for ids that are not one for each prompt or outside 0..2^31 - 1.
         """
+        if isinstance(prompts, str):
+            raise ValueError("generate: prompts is one string; give a list of prompts")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("generate: stop strings need a tokenizer; pass one to Generator, or use stop_token_ids")
         encoded = [self._encode(i, prompt, params) for i, prompt in enumerate(prompts)]
         ids = range(len(encoded)) if ids is None else ids
         if len(ids) != len(encoded):
             raise ValueError(f"generate: {len(encoded)} prompts but {len(ids)} ids")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("generate: stop strings need a tokenizer; pass one to Generator, or use stop_token_ids")
+        if wrong := [i for i in ids if not 0 <= i < 2**31]:
+            raise ValueError(f"generate: prompt id {wrong[0]} is outside 0..{2**31 - 1}")
         requests = [
             Request(i, sample, prompt, int(prompt_id))
             for i, (prompt, prompt_id) in enumerate(zip(encoded, ids, strict=True))
@@ -108,7 +115,7 @@ class Generator:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"generate: prompt {i} is a string; pass a tokenizer to Generator, or token ids")
-            prompt = self.tokenizer.encode(prompt)
+            prompt = render_prompt(self.tokenizer, prompt)
         prompt = tuple(int(token) for token in prompt)
         if not prompt:
             raise ValueError(f"generate: prompt {i} is empty")
@@ -235,14 +242,13 @@ class _Programs:
     def __init__(self, graph, dispatch: int):
         self.graph, self._dispatch = graph, dispatch
         self._scan = jax.default_backend() != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
+        self._empty = jax.jit(self._empty_program, static_argnums=(0, 1))
         self._prefill = jax.jit(self._prefill_program, donate_argnums=1)
-        self._insert = jax.jit(caches.insert, donate_argnums=0)
+        self._insert = jax.jit(self._insert_program, donate_argnums=0)
         self._decode = jax.jit(self._decode_program, donate_argnums=1, static_argnames=("greedy", "filtered"))
 
     def empty(self, rows: int, length: int):
-        create = partial(caches.create, self.graph.config, rows, length, self.graph.runtime.dtype, scan=self._scan)
-        shardings = jax.tree.map(lambda a: self.graph.layout.sharding(caches.AXES, a.shape), jax.eval_shape(create))
-        return settle(jax.jit(create, out_shardings=shardings)(), self.graph.layout)
+        return settle(self._empty(rows, length), self.graph.layout)
 
     def prefill(self, params, cache, tokens_PC, start: int, lengths_P):
         return settle(self._prefill(params, cache, tokens_PC, np.int32(start), lengths_P), self.graph.layout)
@@ -260,13 +266,26 @@ class _Programs:
             np.uint32(seed % 2**32),
         )
         cache, tokens, logps = self._decode(params, cache, slots, *settings, greedy=sampling.greedy, filtered=sampling.filtered)
+        settle(cache, self.graph.layout)
         return cache, np.asarray(tokens), np.asarray(logps)
+
+    def _pinned(self, cache):
+        """The cache where it belongs: left to itself the compiler may lay out a result otherwise than the cache that was given
+        up for it, which is a copy now and another compilation at the next call."""
+        layout = self.graph.layout
+        return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, layout.sharding(caches.AXES, a.shape)), cache)
+
+    def _empty_program(self, rows: int, length: int):
+        return self._pinned(caches.create(self.graph.config, rows, length, self.graph.runtime.dtype, scan=self._scan))
+
+    def _insert_program(self, cache, prefix, slots, rows):
+        return self._pinned(caches.insert(cache, prefix, slots, rows))
 
     def _prefill_program(self, params, cache, tokens_PC, start, lengths_P):
         positions = start + jnp.broadcast_to(jnp.arange(tokens_PC.shape[1]), tokens_PC.shape)
         step = Step(positions, (positions < lengths_P[:, None]).astype(jnp.int32))
         with self.graph.precision():
-            return modes.prefill(self.graph.decoder(params), tokens_PC, step, cache, self.graph.runtime)
+            return self._pinned(modes.prefill(self.graph.decoder(params), tokens_PC, step, cache, self.graph.runtime))
 
     def _decode_program(self, params, cache, slots, temperature, filters, stops, seed, *, greedy, filtered):
         S = slots.token.shape[0]
@@ -296,4 +315,4 @@ class _Programs:
             blank = jnp.full((K, S), -1, jnp.int32), jnp.zeros((K, S), jnp.float32)
             start = (0, cache, slots.token, slots.cached, slots.left, slots.active != 0, *blank)
             _, cache, _, _, _, _, tokens, logps = jax.lax.while_loop(go_on, one, start)
-        return cache, tokens, logps
+        return self._pinned(cache), tokens, logps

@@ -65,14 +65,16 @@ def uniforms(seed: jax.Array, prompt_ids_S, samples_S, positions_S) -> jax.Array
 
 
 def keep(logits_SV: jax.Array, top_k, top_p, min_p) -> jax.Array:
-    """bool[S, V]: tokens that top-k, top-p and min-p leave."""
+    """bool[S, V]: tokens that top-k, top-p and min-p leave. A token as likely as the last one that is kept is kept too."""
     V = logits_SV.shape[-1]
     ranked = -jnp.sort(-logits_SV, axis=-1)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
     least = jax.lax.dynamic_index_in_dim(ranked, k - 1, axis=-1)
     probs = jax.nn.softmax(jnp.where(ranked >= least, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
-    least = jnp.min(jnp.where((before < top_p) & (ranked >= least), ranked, jnp.inf), axis=-1, keepdims=True)
+    # The sum over a large vocabulary may pass 1 before its end, which must not cut anything off at top_p 1.
+    likely = (before < top_p) | (top_p >= 1)
+    least = jnp.min(jnp.where(likely & (ranked >= least), ranked, jnp.inf), axis=-1, keepdims=True)
     return (logits_SV >= least) & (logits_SV >= ranked[:, :1] + jnp.log(min_p))
 
 
@@ -81,6 +83,9 @@ def draw(logits_SV: jax.Array, uniforms_S: jax.Array, filters: tuple | None) -> 
     of one Gumbel number for each token. `filters` is (top_k, top_p, min_p), or None to keep every token."""
     if filters is not None:
         logits_SV = jnp.where(keep(logits_SV, *filters), logits_SV, -jnp.inf)
-    cumulative = jnp.cumsum(jax.nn.softmax(logits_SV, axis=-1), axis=-1)
-    below = cumulative <= uniforms_S[:, None] * cumulative[:, -1:]
-    return jnp.sum(below, axis=-1).astype(jnp.int32)
+    probs = jax.nn.softmax(logits_SV, axis=-1)
+    # The sum is taken in blocks, whose rounding may raise it at a token of probability 0: those are passed over.
+    cumulative = jnp.where(probs > 0, jnp.cumsum(probs, axis=-1), 0.0)
+    passed = cumulative > uniforms_S[:, None] * jnp.max(cumulative, axis=-1, keepdims=True)
+    last = logits_SV.shape[-1] - 1
+    return jnp.min(jnp.where(passed, jnp.arange(last + 1, dtype=jnp.int32), last), axis=-1)

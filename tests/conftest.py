@@ -1,4 +1,5 @@
-"""For every test: jax on the CPU, no network, and one compilation cache for the session and the processes that it starts."""
+"""For every test: jax on the CPU, no network, and one compilation cache for the session and the processes that it
+starts."""
 
 import atexit
 import os

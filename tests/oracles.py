@@ -1,7 +1,8 @@
-"""Tiny models for the tests of the decoder: Hugging Face configurations, and the models of `transformers` that are their oracle.
+"""Tiny models for the tests of the decoder: Hugging Face configurations, and the models of `transformers` that are
+their oracle.
 
-Every constant tensor of an oracle (norm weights, biases, the correction bias of a router) is moved by N(0, 0.3): on a fresh model
-a norm that is skipped or swapped with another changes nothing.
+Every constant tensor of an oracle (norm weights, biases, the correction bias of a router) is moved by N(0, 0.3): on a
+fresh model a norm that is skipped or swapped with another changes nothing.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ def reference_logits(model, tokens_BT: np.ndarray, **inputs) -> np.ndarray:
 
 
 def random_model(config, seed: int = 0, runtime=None, mesh=None):
-    """A model of ours with weights drawn by numpy (compiles nothing): matrices N(0, 0.2), norms N(1, 0.3), biases N(0, 0.3)."""
+    """A model of ours with weights drawn by numpy (compiles nothing): matrices N(0, 0.2), norms N(1, 0.3), biases N(0,
+    0.3)."""
     import jax
 
     from policy.config import Runtime

@@ -1,9 +1,10 @@
 """Decoder families, one file each, found by listing this folder. Free of jax.
 
-A family file holds ARCHITECTURES and MODEL_TYPES (which Hugging Face configurations are its own), `read(hf) -> DecoderConfig`,
-NAMES (how its weights are stored; policy/names.py) and DEFAULTS (values of absent keys; here the class of transformers rules).
-Optional: SKIP, patterns of stored tensors that are not read; SKIP_EXTRA_LAYERS, True where layers past num_hidden_layers are not
-read either; `empty_tensors(hf)`, names and shapes of tensors without elements that transformers expects to find.
+A family file holds ARCHITECTURES and MODEL_TYPES (which Hugging Face configurations are its own), `read(hf) ->
+DecoderConfig`, NAMES (how its weights are stored; policy/names.py) and DEFAULTS (values of absent keys; here the class
+of transformers rules). Optional: SKIP, patterns of stored tensors that are not read; SKIP_EXTRA_LAYERS, True where
+layers past num_hidden_layers are not read either; `empty_tensors(hf)`, names and shapes of tensors without elements
+that transformers expects to find.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def find(hf: dict) -> ModuleType:
 
 
 def read(hf: dict) -> DecoderConfig:
-    """The decoder that a Hugging Face configuration describes. Raises UnsupportedModel with the key that is missing or unknown."""
+    """The decoder that a Hugging Face configuration describes. Raises UnsupportedModel with the key that is missing or
+    unknown."""
     module = find(hf)
     try:
         return module.read(hf)

@@ -1,5 +1,5 @@
-"""DeepSeek V2, V2-Lite, V3 and V3.1 (DeepseekV2ForCausalLM, DeepseekV3ForCausalLM): latent attention, and a dense prefix
-followed by mixtures of experts."""
+"""DeepSeek V2, V2-Lite, V3 and V3.1 (DeepseekV2ForCausalLM, DeepseekV3ForCausalLM): latent attention, and a dense
+prefix followed by mixtures of experts."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _mixer(hf: dict, v3: bool) -> LatentAttention:
-    """The softmax scale grows by the square of yarn's mscale_all_dim; the latent norms use eps 1e-6 whatever rms_norm_eps is."""
+    """The softmax scale grows by the square of yarn's mscale_all_dim; the latent norms use eps 1e-6 whatever
+    rms_norm_eps is."""
     settings, nope, rotated = rope_parameters(hf), hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
     scale = (nope + rotated) ** -0.5
     if settings["rope_type"] != "default" and settings.get("mscale_all_dim"):

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-import runs
 from oracles import configuration, random_model
 from safetensors.numpy import load_file, save_file
 
 import policy
+import runs
 from policy import families
 from policy.model import Graph
 from rl import cli, events

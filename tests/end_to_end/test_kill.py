@@ -8,8 +8,8 @@ import signal
 import time
 
 import pytest
-import runs
 
+import runs
 from rl import events
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import runs
 
 import policy
+import runs
 from rl import configfile, events
 from rl.checkpoint import Checkpoints
 from rl.folder import RunFolder

@@ -179,10 +179,10 @@ def test_left_padding_and_log_probabilities_equal_those_of_transformers(kind, tm
             assert not a[:, 1:][~scored].any() and not a[:, 0].any()
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe", "DeepseekV3"])
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("Qwen3Moe", marks=pytest.mark.slow), "DeepseekV3"])
 def test_gradients_equal_those_of_torch(kind, tmp_path):
-    """Every weight's gradient of a loss of log-probabilities and entropies. Ours are compared after policy.save wrote them down
-    under the names of transformers, as if they were weights."""
+    """Every weight's gradient of a loss of log-probabilities and entropies. Ours are compared after policy.save wrote
+    them down under the names of transformers, as if they were weights."""
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
     from policy import hub
 
@@ -206,7 +206,7 @@ def test_gradients_equal_those_of_torch(kind, tmp_path):
     checked = 0
     for (name, weight), (_, gradient) in zip(theirs.named_parameters(), same_names.named_parameters(), strict=True):
         scale = float(weight.grad.abs().max()) + 1e-6
-        error = float((weight.grad - gradient).abs().max()) / scale
+        error = float((weight.grad - gradient.detach()).abs().max()) / scale
         assert error < 1e-4, f"{name}: {error}"
         checked += scale > 1e-3
     assert checked > 20

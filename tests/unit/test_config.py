@@ -216,6 +216,17 @@ def test_every_stage_is_laid_over_each_stage_and_overrides_win_over_it(folder):
     assert "small.yml:1: every_stage: there are no stages" in message("small.yml", "run.yml")
 
 
+def test_if_given_is_laid_over_sections_that_are_there_and_makes_no_new_ones(folder):
+    write("small.yml", "if_given:\n  rewards: {workers: 1}\n  evaluation: {problems: 3}\n")
+    assert load(["run.yml"]).evaluation is None
+    config = load(["run.yml", "small.yml"])
+    assert config.rewards.workers == 1 and config.rewards.functions and config.evaluation is None and config.if_given == {}
+    write("watched.yml", "evaluation: {data: {task: arithmetic}, problems: 50}\n")
+    assert load(["run.yml", "watched.yml", "small.yml"], ["stages.0.sampling.max_new_tokens=4"]).evaluation.problems == 3
+    write("wrong.yml", "if_given:\n  rewards: {workerz: 1}\n")
+    assert message("run.yml", "wrong.yml").startswith("wrong.yml:2: rewards.workerz: unknown key")
+
+
 def test_a_mistake_in_every_stage_is_said_once(folder):
     write("small.yml", "every_stage:\n  stepz: 1\n")
     said = message("run.yml", "small.yml")

@@ -1,5 +1,6 @@
 """The runner keeps every fault of a reward out of the run."""
 
+import contextlib
 import json
 import logging
 import math
@@ -67,20 +68,26 @@ def written(tmp_path, text):
     return path
 
 
+@contextlib.contextmanager
 def run_of(spec):
-    """A run in a process group of its own, that scores one completion with a reward."""
-    return subprocess.Popen(
+    """A run in a process group of its own, that scores one completion with a reward; killed if it still is there."""
+    with subprocess.Popen(
         [sys.executable, "-c", PARENT, spec],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    ) as run:
+        try:
+            yield run
+        finally:
+            run.kill()
 
 
-def wait_for(path, run=None):
-    while not path.exists():
-        assert run is None or run.poll() is None
+def wait_until(condition, seconds=60.0):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
         time.sleep(0.01)
 
 
@@ -196,7 +203,7 @@ def slow(completions):
 """
     runner = Runner(options(f"{written(tmp_path, text)}:slow", timeout_s=900.0))
     handle = runner.start(["p"] * 2, ["a", "b"], {})
-    wait_for(begun)
+    wait_until(begun.exists)
     runner.close()
     with pytest.raises(RewardError, match="closed"):
         handle.result()
@@ -218,8 +225,8 @@ def stuck(completions):
     {body}
 """
     with run_of(f"{written(tmp_path, text)}:stuck") as run:
-        wait_for(begun, run)
-        assert len(processes_marked(mark)) >= 5  # the run, a worker, its guard, two children
+        wait_until(begun.exists)
+        wait_until(lambda: len(processes_marked(mark)) >= 5)  # the run, a worker, its guard, two children
         run.kill()
     assert none_left(mark)
 
@@ -235,7 +242,7 @@ def waits(completions):
     return [7.0]
 """
     with run_of(f"{written(tmp_path, text)}:waits") as run:
-        wait_for(begun, run)
+        wait_until(begun.exists)
         os.killpg(run.pid, signal.SIGINT)  # what a terminal does: the signal goes to the group in the foreground
         go_on.touch()
         assert run.communicate()[0].strip() == "7.0"

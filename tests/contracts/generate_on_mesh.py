@@ -1,0 +1,28 @@
+"""Run by test_generator.py where eight devices are forced: prints the greedy completions on each mesh given as JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from oracles import random_model
+from test_generator import GREEDY, MODELS, PROMPTS, WIDTH, configuration, families
+
+from policy.sharding import layout
+from rollout import Generator
+
+
+def main() -> None:
+    kind, keys = MODELS["deepseek-v3-groups-yarn"]
+    config, results = families.read(configuration(kind, **keys)), []
+    for mesh in json.loads(sys.argv[1]):
+        generator = Generator(random_model(config, seed=3, mesh=layout(mesh)), max_length=WIDTH, slots=8, seed=5)
+        for _ in range(2):
+            out = generator.generate(PROMPTS, GREEDY)
+        completions = [[[c.tokens, c.logprobs] for c in group] for group in out]
+        results.append({"completions": completions, "compiled": generator._programs._decode._cache_size()})
+    print(json.dumps(results))
+
+
+main()

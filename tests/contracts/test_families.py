@@ -1,0 +1,175 @@
+"""Every decoder family in policy/families/, found by listing, passes the same checks. Needs no torch.
+
+tests/contracts/golden/ holds the tree of weights of a tiny model of each kind. A change of those files changes
+checkpoints; to write them again after a change that is meant:
+
+    DUET_WRITE_GOLDEN=1 python -m pytest tests/contracts/test_families.py -k tree
+"""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import STANDARD, configuration, random_model, tokens
+
+import policy
+from policy import cache as caches
+from policy import families, head, modes
+from policy.config import Moe, Runtime
+from policy.hf import UnsupportedModel
+from policy.model import Graph
+from policy.modes import sit
+from policy.sharding import layout
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def tiny(kind):
+    """Two layers: of the mixtures of experts one is dense."""
+    return configuration(kind, **STANDARD[kind] | {"num_hidden_layers": 2})
+
+
+@pytest.fixture(scope="module", params=STANDARD)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(kind):
+    return random_model(families.read(tiny(kind)))
+
+
+def test_every_family_is_put_through_these_checks():
+    assert {families.read(tiny(kind)).family for kind in STANDARD} == set(families.known())
+
+
+@pytest.mark.parametrize("name", families.known())
+def test_no_two_families_claim_a_configuration(name):
+    family = families.get(name)
+    assert family.ARCHITECTURES or family.MODEL_TYPES
+    for other in families.known():
+        if other != name:
+            assert not set(family.ARCHITECTURES) & set(families.get(other).ARCHITECTURES)
+            assert not set(family.MODEL_TYPES) & set(families.get(other).MODEL_TYPES)
+
+
+def test_a_family_is_found_by_architecture_or_by_model_type(kind):
+    hf = tiny(kind)
+    expected = families.find(hf).__name__
+    assert families.find({"architectures": hf["architectures"]}).__name__ == expected
+    assert families.find({"model_type": hf["model_type"]}).__name__ == expected
+
+
+def test_reading_gives_a_frozen_configuration_with_its_layers(kind):
+    hf = tiny(kind)
+    config = families.read(hf)
+    assert hash(config) == hash(families.read(dict(hf))) and config == families.read(dict(hf))
+    assert json.loads(config.hf) == hf
+    assert len(config.layers) == hf["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"])
+def test_a_required_key_that_lacks_is_named(kind, key):
+    hf = tiny(kind)
+    del hf[key]
+    with pytest.raises(UnsupportedModel, match=key):
+        families.read(hf)
+
+
+def test_the_tree_of_weights_is_the_golden_one(kind):
+    graph = Graph(families.read(tiny(kind)), Runtime(), layout({"fsdp": 1}))
+    tree = {path: {"shape": list(graph.shapes[path].shape), "axes": list(graph.axes[path])} for path in sorted(graph.paths)}
+    file = GOLDEN / f"{kind}.json"
+    if os.environ.get("DUET_WRITE_GOLDEN"):
+        lines = (f" {json.dumps(path)}: {json.dumps(entry)}" for path, entry in tree.items())
+        file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    assert tree == json.loads(file.read_text())
+
+
+def test_the_tree_does_not_depend_on_how_it_is_computed(kind):
+    config = families.read(tiny(kind))
+    graphs = [Graph(config, Runtime(scan=scan), layout({"fsdp": 1})) for scan in (True, False)]
+    assert graphs[0].shapes == graphs[1].shapes and graphs[0].axes == graphs[1].axes
+
+
+def test_router_biases_stay_float32_and_are_not_trained(kind):
+    graph = Graph(families.read(tiny(kind)), Runtime("bfloat16", "bfloat16"), layout({"fsdp": 1}))
+    biased = any(isinstance(layer.feed_forward, Moe) and layer.feed_forward.router.correction_bias for layer in graph.config.layers)
+    assert bool(graph.untrained) == biased
+    for path, shape in graph.shapes.items():
+        assert shape.dtype == (jnp.float32 if path in graph.untrained else jnp.bfloat16), path
+
+
+def test_saving_and_loading_is_the_identity(model, tmp_path):
+    policy.save(model, tmp_path)
+    back = policy.load(tmp_path)
+    assert dataclasses.replace(back.config, hf="") == dataclasses.replace(model.config, hf="")
+    assert back.params.keys() == model.params.keys()
+    for path, array in model.params.items():
+        np.testing.assert_array_equal(np.asarray(back.params[path]), np.asarray(array), err_msg=path)
+
+
+def test_logits_are_causal_and_padding_is_not_seen(model):
+    row = tokens(1, 10)
+    plain = np.asarray(model.logits(row))
+    later = row.copy()
+    later[0, 7:] = (later[0, 7:] + 1) % 160
+    changed = np.asarray(model.logits(later))
+    np.testing.assert_allclose(changed[0, :7], plain[0, :7], atol=1e-5, rtol=0)
+    assert np.abs(changed[0, 7:] - plain[0, 7:]).max() > 0.1
+    segments = np.ones_like(row)
+    segments[0, 7:] = 0
+    padded = np.asarray(model.logits(later, segments=segments))
+    np.testing.assert_allclose(padded[0, :7], plain[0, :7], atol=1e-5, rtol=0)
+    assert np.isfinite(padded).all()
+
+
+def test_prefill_and_decoding_equal_the_full_forward(model):
+    """Two rows of different length, prefilled with their first tokens, then fed one token at a time."""
+    rows, lengths, start = tokens(2, 10), np.array([10, 8]), 4
+    graph, runtime = model.graph, model.graph.runtime
+    expected = np.asarray(model.logits(rows))
+
+    @jax.jit
+    def prefill(params, tokens_BT, kv):
+        with graph.precision():
+            return modes.prefill(graph.decoder(params), tokens_BT, sit(tokens_BT), kv, runtime)
+
+    @jax.jit
+    def decode(params, tokens_B, lengths_B, active_B, kv):
+        with graph.precision():
+            return modes.autoregressive(graph.decoder(params), tokens_B, lengths_B, active_B, kv, runtime)
+
+    kv = prefill(model.params, rows[:, :start], caches.create(graph.config, 2, 12, jnp.float32, scan=True))
+    for t in range(start, 10):
+        active = t < lengths
+        logits, kv = decode(model.params, rows[:, t], np.full(2, t), active, kv)
+        np.testing.assert_allclose(np.asarray(logits)[active], expected[active, t], atol=1e-5, rtol=0)
+
+
+def test_log_probabilities_are_those_of_the_logits(model):
+    row = tokens(2, 10)
+    logits = np.asarray(model.logits(row), np.float64) / 0.7
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    logp, entropy = (np.asarray(a) for a in model.logprobs(row, temperature=0.7))
+    wanted = np.take_along_axis(log_p[:, :-1], row[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(logp[:, 1:], wanted, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(entropy[:, 1:], -(np.exp(log_p) * log_p).sum(-1)[:, :-1], atol=1e-5, rtol=0)
+    assert not logp[:, 0].any() and not entropy[:, 0].any()
+    assert head.CHUNK_LOGITS >= 160
+
+
+def test_router_statistics_count_the_choices(model):
+    row = jnp.asarray(tokens(2, 10))
+    segments = jnp.ones_like(row).at[1, 6:].set(0)
+    statistics = jax.jit(lambda p: model.graph.logprobs(p, row, sit(row, None, segments), 1.0)[2])(model.params)
+    sparse = [layer.feed_forward.router for layer in model.config.layers if isinstance(layer.feed_forward, Moe)]
+    counts = [np.asarray(found["counts"]) for found in statistics.values()]
+    assert sum(len(each) for each in counts) == len(sparse)
+    for each in counts:
+        assert (each.sum(-1) == 16 * sparse[0].experts_per_token).all()

@@ -1,0 +1,290 @@
+"""Every family: what the generator writes and says of it is what the whole forward pass says. S slots, V vocabulary."""
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oracles import STANDARD, VOCAB, configuration, oracle, random_model, saved
+
+import policy
+import rollout.generator
+from policy import families
+from policy.config import Runtime
+from rollout import Generator, GeneratorOptions, SamplingParams
+
+TOLERANCE = 1e-5
+WIDTH = 64
+NEW = 24
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
+SHORT = {"num_hidden_layers": 2}
+MODELS = {
+    "llama-mqa-tied": ("Llama", SHORT | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3-window": ("Qwen3", WINDOW | {"max_window_layers": 1}),
+    "qwen3_moe": ("Qwen3Moe", SHORT | {"norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "deepseek-v2-full_query": (
+        "DeepseekV2",
+        SHORT | {"topk_method": "greedy", "q_lora_rank": None, "n_group": None, "topk_group": None},
+    ),
+    "deepseek-v3-groups-yarn": ("DeepseekV3", SHORT | STANDARD["DeepseekV3"]),
+}
+WIDE = {
+    "llama": ("Llama", STANDARD["Llama"]),
+    "llama-mha-mlp_bias": ("Llama", {"num_key_value_heads": 4, "mlp_bias": True, "hidden_act": "gelu"}),
+    "qwen3-tied": ("Qwen3", STANDARD["Qwen3"]),
+    "qwen3-alternating": ("Qwen3", WINDOW | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "qwen3_moe-window-tied": ("Qwen3Moe", WINDOW | {"tie_word_embeddings": True, "norm_topk_prob": True}),
+    "deepseek-v2-groups": ("DeepseekV2", {"topk_method": "group_limited_greedy"}),
+    "deepseek-v3-full_query-no_shared": ("DeepseekV3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 0}),
+    "deepseek-v3-all_moe-deep": ("DeepseekV3", {"first_k_dense_replace": 0, "num_hidden_layers": 5}),
+}
+PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, VOCAB, n)] for n in (40, 1, 16, 2, 15, 17)]
+GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0)
+
+
+@functools.cache
+def model_of(name, **runtime):
+    kind, keys = (MODELS | WIDE)[name]
+    return random_model(families.read(configuration(kind, **keys)), seed=3, runtime=Runtime(**runtime))
+
+
+@functools.cache
+def generator_of(name, slots=6, tokens_per_dispatch=16, prefill_chunk=256):
+    options = GeneratorOptions(tokens_per_dispatch=tokens_per_dispatch, prefill_chunk=prefill_chunk)
+    return Generator(model_of(name), max_length=WIDTH, slots=slots, seed=5, options=options)
+
+
+@functools.cache
+def baseline(name, temperature):
+    return generator_of(name).generate(PROMPTS, SamplingParams(max_new_tokens=NEW, temperature=temperature))
+
+
+def rows_of(out, prompts=PROMPTS):
+    """(tokens, segments, which are completions), [N, WIDTH] each, of prompts followed by their first completions."""
+    tokens, segments, written = (np.zeros((len(prompts), WIDTH), int) for _ in range(3))
+    for row, (prompt, (completion, *_)) in enumerate(zip(prompts, out, strict=True)):
+        end = len(prompt) + len(completion.tokens)
+        tokens[row, :end], segments[row, :end] = prompt + completion.tokens, 1
+        written[row, len(prompt) : end] = 1
+    return tokens, segments, written.astype(bool)
+
+
+def margins(model, tokens, segments):
+    """float[N, WIDTH]: by how little the choice of an expert or of a group was made at a token, least over the layers."""
+    import jax
+    import jax.numpy as jnp
+
+    from policy.layers.moe import TopKRouter
+    from policy.modes import sit
+
+    real, found = TopKRouter.__call__, []
+
+    def gap(values, kept):
+        ranked = -jnp.sort(-values, axis=-1)
+        return ranked[:, kept - 1] - ranked[:, kept] if kept < values.shape[-1] else jnp.full(len(values), jnp.inf)
+
+    def watched(self, x_NE):
+        experts, weights, scores = real(self, x_NE)
+        spec, choice = self.spec, scores + (self.bias[...] if self.spec.correction_bias else 0.0)
+        if spec.groups > 1:
+            grouped = choice.reshape(-1, spec.groups, spec.experts // spec.groups)
+            best = jax.lax.top_k(grouped, 2)[0].sum(-1) if spec.group_score == "top2" else grouped.max(-1)
+            found.append(gap(best, spec.topk_groups))
+            choice = jnp.where(self._eligible(choice), choice, -1e9)
+        found.append(gap(choice, spec.experts_per_token))
+        return experts, weights, scores
+
+    def run(params, tokens, segments):
+        runtime = dataclasses.replace(model.graph.runtime, scan=False, remat="none")
+        with model.graph.precision():
+            model.graph.decoder(params)(tokens, sit(tokens, None, segments), None, runtime)
+        return jnp.min(jnp.stack(found), axis=0)
+
+    TopKRouter.__call__ = watched
+    try:
+        return np.asarray(jax.jit(run)(model.params, tokens, segments)).reshape(tokens.shape)
+    finally:
+        TopKRouter.__call__ = real
+
+
+def assert_logprobs_equal(model, out, temperature):
+    """Where rounding can change the choice of an expert (a margin below 1e-5), that token and what follows are left out."""
+    tokens, segments, written = rows_of(out)
+    expected = np.asarray(model.logprobs(tokens, segments=segments, temperature=temperature)[0])[written]
+    found = np.concatenate([np.asarray(completion.logprobs) for completion, *_ in out])
+    assert expected.std() > 0.3, "the model says the same everywhere"
+    compared = np.ones(len(found), bool)
+    if np.abs(found - expected).max() > TOLERANCE:
+        unsure = np.logical_or.accumulate(margins(model, tokens, segments) < TOLERANCE, axis=1)
+        compared = ~np.pad(unsure[:, :-1], ((0, 0), (1, 0)))[written]
+    left_out = int((~compared).sum())
+    assert left_out <= len(found) // 4, f"{left_out} of {len(found)} tokens have a router margin below {TOLERANCE}"
+    np.testing.assert_allclose(found[compared], expected[compared], atol=TOLERANCE, rtol=0)
+
+
+def assert_same(found, expected):
+    """The same tokens, with log-probabilities equal up to rounding."""
+    for group, wanted in zip(found, expected, strict=True):
+        assert [c.tokens for c in group] == [c.tokens for c in wanted]
+        assert [c.finish for c in group] == [c.finish for c in wanted]
+        for a, b in zip(group, wanted, strict=True):
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE, rtol=0)
+
+
+def test_every_family_is_checked_here():
+    kinds = {kind for kind, _ in MODELS.values()}
+    assert {families.find(configuration(kind)).__name__.rpartition(".")[2] for kind in kinds} == set(families.known())
+
+
+def check_logprobs(name, temperature):
+    out = baseline(name, temperature)
+    assert [[len(c.tokens) for c in group] for group in out] == [[NEW]] * len(PROMPTS)
+    assert_logprobs_equal(model_of(name), out, temperature or 1.0)
+
+
+def check_greedy(name):
+    """Token by token the forward pass of everything before; the chosen one is the best up to rounding."""
+    out, model = baseline(name, 0), model_of(name)
+    tokens, segments, _ = rows_of(out)
+    rows, lengths = np.arange(len(PROMPTS)), np.array([len(prompt) for prompt in PROMPTS])
+    same = 0
+    for t in range(NEW):
+        seen = np.arange(WIDTH) < (lengths + t)[:, None]
+        logits = np.asarray(model.logits(tokens * seen, segments=segments * seen))[rows, lengths + t - 1]
+        chosen = tokens[rows, lengths + t]
+        assert (logits.max(-1) - logits[rows, chosen]).max() < 2e-5
+        same += int((logits.argmax(-1) == chosen).sum())
+    assert same >= NEW * len(PROMPTS) - 1
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0])
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probabilities_are_those_of_the_forward_pass(name, temperature):
+    check_logprobs(name, temperature)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_decoding_is_the_argmax_of_the_forward_pass(name):
+    check_greedy(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDE)
+def test_all_of_it_for_more_models(name):
+    for temperature in (1.0, 0.7, 0):
+        check_logprobs(name, temperature)
+    check_greedy(name)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "DeepseekV3")) for k in STANDARD])
+def test_greedy_decoding_equals_that_of_transformers(kind, tmp_path):
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+    theirs = oracle(kind, **SHORT | STANDARD[kind])
+    ours = Generator(policy.load(saved(theirs, tmp_path)), max_length=WIDTH, slots=6)
+    prompts = [PROMPTS[0], PROMPTS[3]]
+    for prompt, (completion,) in zip(prompts, ours.generate(prompts, GREEDY), strict=True):
+        expected = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW, pad_token_id=0)
+        assert completion.tokens == expected[0, len(prompt) :].tolist()
+
+
+# Two that share nothing: grouped heads with a window, and latent attention with experts.
+BOTH = ("qwen3-window", "deepseek-v3-groups-yarn")
+WAYS = {
+    "deepseek-v3-groups-yarn": [{"prefill_chunk": 7}, {"slots": 3, "tokens_per_dispatch": 5, "prefill_chunk": 32}],
+    "qwen3-window": [{"slots": 16, "prefill_chunk": 7}, {"slots": 1, "tokens_per_dispatch": 5}, {"tokens_per_dispatch": 1}],
+}
+MORE_WAYS = [
+    {"slots": slots, "tokens_per_dispatch": dispatch, "prefill_chunk": chunk}
+    for slots, dispatch, chunk in [(3, 16, 1), (1, 5, 7), (16, 1, 32)]
+]
+
+
+def check_way(name, way):
+    generator = generator_of(name, **way)
+    for temperature in (0, 1.0):
+        found = generator.generate(PROMPTS, SamplingParams(max_new_tokens=NEW, temperature=temperature))
+        assert_same(found, baseline(name, temperature))
+
+
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name, ways in WAYS.items() for way in ways], ids=str)
+def test_slots_dispatches_and_chunks_change_no_completion(name, way):
+    check_way(name, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", MORE_WAYS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_slots_dispatches_and_chunks_change_no_completion_of_any_model(name, way):
+    check_way(name, way)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_completion_is_the_same_alone_in_any_order_and_in_a_used_slot(name):
+    params = SamplingParams(max_new_tokens=NEW, temperature=1.0)
+    generator, expected = generator_of(name), baseline(name, 1.0)
+    order = [4, 0, 3, 5, 1, 2]
+    assert_same(generator.generate([PROMPTS[i] for i in order], params, ids=order), [expected[i] for i in order])
+    assert_same(generator.generate([PROMPTS[4]], params, ids=[4]), [expected[4]])
+    many = generator.generate(PROMPTS * 3, params, ids=[*range(6)] * 3)
+    assert_same(many, expected * 3)
+    other = generator.generate([PROMPTS[4]], params, ids=[9])
+    assert other[0][0].tokens != expected[4][0].tokens
+
+
+@pytest.mark.parametrize("name", ["qwen3-window", pytest.param("deepseek-v3-all_moe-deep", marks=pytest.mark.slow)])
+def test_a_scanned_cache_is_an_unrolled_one(name, monkeypatch):
+    monkeypatch.setattr(rollout.generator, "UNROLLED_LAYERS", 0)
+    scanned = Generator(model_of(name), max_length=WIDTH, slots=6, seed=5)
+    assert_same(scanned.generate(PROMPTS, GREEDY), baseline(name, 0))
+    assert len(scanned._cache[-1]) == 1 < len(generator_of(name)._cache[-1])
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-mqa-tied", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "llama-mqa-tied")]
+)
+def test_bfloat16_is_finite_and_near_the_forward_pass(name):
+    model = model_of(name, dtype="bfloat16", param_dtype="bfloat16")
+    out = Generator(model, max_length=WIDTH, slots=6).generate(PROMPTS, SamplingParams(max_new_tokens=NEW))
+    tokens, segments, written = rows_of(out)
+    found = np.concatenate([c.logprobs for c, *_ in out])
+    assert found.shape == (NEW * len(PROMPTS),) and np.isfinite(found).all() and (found <= 0).all()
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
+    # Where the choice of experts flips at low precision a token is far off; most are not.
+    expected = np.asarray(model.logprobs(tokens, segments=segments)[0])[written]
+    assert np.median(np.abs(found - expected)) < 0.1
+
+
+def on_eight_devices(*meshes):
+    script = Path(__file__).with_name("generate_on_mesh.py")
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    run = subprocess.run(
+        [sys.executable, script, json.dumps(meshes)], capture_output=True, text=True, env=environment, timeout=600, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "donated buffers were not usable" not in run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def check_meshes(*meshes):
+    found = on_eight_devices(*meshes)
+    expected = [[[c.tokens, c.logprobs] for c in group] for group in baseline("deepseek-v3-groups-yarn", 0)]
+    for mesh, result in zip(meshes, found, strict=True):
+        assert result["compiled"] == 1, f"{mesh}: the decoding program was compiled {result['compiled']} times"
+        for group, wanted in zip(result["completions"], expected, strict=True):
+            for (tokens, logps), (wanted_tokens, wanted_logps) in zip(group, wanted, strict=True):
+                assert tokens == wanted_tokens, mesh
+                np.testing.assert_allclose(logps, wanted_logps, atol=TOLERANCE, rtol=0, err_msg=str(mesh))
+
+
+def test_a_mesh_of_eight_devices_generates_what_one_device_does():
+    check_meshes({"fsdp": 2, "tensor": 2, "expert": 2})
+
+
+@pytest.mark.slow
+def test_other_meshes_generate_what_one_device_does():
+    check_meshes({"fsdp": 8}, {"data": 2, "tensor": 4}, {"expert": 4, "fsdp": 2}, {"context": 2, "tensor": 2, "data": 2})

@@ -1,0 +1,100 @@
+"""What layers read back from a cache. S slots, K heads, C length, D dimension."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import configuration
+
+from policy import cache as caches
+from policy import families
+from policy.cache import LayerCache, Step, extend
+
+S, K, C, D = 3, 2, 8, 4
+
+
+def a_layer(repeats=1, index=0, value=0.0):
+    return LayerCache({"k": jnp.full((repeats, S, K, C, D), value)}, index)
+
+
+def a_step(positions, segments=None):
+    positions = jnp.asarray(positions)
+    return Step(positions, jnp.ones_like(positions) if segments is None else jnp.asarray(segments))
+
+
+def values(tokens, seed=0):
+    return np.random.default_rng(seed).normal(size=(S, K, tokens, D)).astype(np.float32)
+
+
+def test_without_a_cache_the_call_sees_itself():
+    new, step = values(2), a_step([[0, 1]] * S)
+    visible, cache = extend(None, step, k=jnp.asarray(new))
+    assert cache is None
+    np.testing.assert_array_equal(visible.arrays["k"], new)
+    assert visible.positions is step.positions and visible.segments is step.segments
+
+
+def test_entries_are_written_at_their_positions_and_nowhere_else():
+    new = values(2)
+    visible, cache = extend(a_layer(), a_step([[0, 1], [5, 6], [6, 7]]), k=jnp.asarray(new))
+    expected = np.zeros((S, K, C, D), np.float32)
+    expected[0, :, 0:2], expected[1, :, 5:7], expected[2, :, 6:8] = new
+    np.testing.assert_array_equal(visible.arrays["k"], expected)
+    np.testing.assert_array_equal(cache.arrays["k"][0], expected)
+    np.testing.assert_array_equal(visible.positions, [list(range(C))] * S)
+
+
+def test_padding_is_not_written_even_where_its_position_is_in_use():
+    cache = a_layer(value=9.0)
+    step = a_step([[0, 1, 2], [0, 0, 0], [7, 8, 9]], [[1, 1, 0], [0, 0, 0], [1, 0, 0]])
+    found = np.asarray(jax.jit(extend)(cache, step, k=jnp.asarray(values(3)))[1].arrays["k"])[0]
+    written = (found != 9.0).any(axis=(1, 3))
+    assert np.argwhere(written).tolist() == [[0, 0], [0, 1], [2, 7]]
+
+
+def test_a_layer_of_a_stack_touches_only_its_own_entries():
+    new = values(1)
+    visible, cache = jax.jit(extend)(a_layer(repeats=3, index=jnp.int32(1), value=9.0), a_step([[2]] * S), k=jnp.asarray(new))
+    found = np.asarray(cache.arrays["k"])
+    np.testing.assert_array_equal(found[[0, 2]], 9.0)
+    np.testing.assert_array_equal(found[1, :, :, 2], new[:, :, 0])
+    np.testing.assert_array_equal(visible.arrays["k"], found[1])
+
+
+@pytest.mark.parametrize("kind", ["Llama", "DeepseekV3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_of_a_token_are_those_of_the_arrays(kind, dtype):
+    config = families.read(configuration(kind))
+    for scan in (True, False):
+        cache = caches.create(config, S, C, dtype, scan=scan)
+        assert sum(a.nbytes for a in jax.tree.leaves(cache)) == S * C * caches.bytes_per_token(config, dtype)
+        assert {str(a.dtype) for a in jax.tree.leaves(cache)} == {dtype}
+
+
+def test_latent_attention_keeps_the_latent_and_the_rotated_key_only():
+    keys = configuration("DeepseekV3")
+    numbers = keys["num_hidden_layers"] * (keys["kv_lora_rank"] + keys["qk_rope_head_dim"])
+    assert caches.bytes_per_token(families.read(keys), "float32") == 4 * numbers
+
+
+def test_a_scanned_cache_has_a_part_for_each_stack_and_an_unrolled_one_for_each_layer():
+    config = families.read(configuration("DeepseekV3", num_hidden_layers=5))
+    assert [len(parts) for parts in caches.create(config, S, C, "float32", scan=True)] == [1, 1]
+    assert [len(parts) for parts in caches.create(config, S, C, "float32", scan=False)] == [1, 4]
+
+
+def test_insert_copies_rows_of_a_shorter_cache_to_slots():
+    config = families.read(configuration("Qwen3"))
+
+    def filled(slots, length, seed):
+        rng = np.random.default_rng(seed)
+        empty = caches.create(config, slots, length, "float32", scan=True)
+        return jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), empty)
+
+    cache, prefix = filled(4, C, 0), filled(2, 5, 1)
+    slots, rows = np.array([2, 0, 4, 5]), np.array([1, 0, 0, 0])  # 4 and 5 lie past the end
+    found = jax.jit(caches.insert)(cache, prefix, slots, rows)
+    for before, source, after in zip(*(jax.tree.leaves(tree) for tree in (cache, prefix, found)), strict=True):
+        expected = before.copy()
+        expected[:, 2, :, :5], expected[:, 0, :, :5] = source[:, 1], source[:, 0]
+        np.testing.assert_array_equal(after, expected)

@@ -1,0 +1,289 @@
+"""The generator apart from its numbers: groups, weights, stops, errors. One tiny model for all of it."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from oracles import VOCAB, configuration, random_model
+
+import rollout.generator
+from policy import families
+from rollout import Generator, GeneratorOptions, SamplingParams
+from rollout.sampling import uniforms
+from rollout.tokenizer import byte_level, characters
+
+OPTIONS = GeneratorOptions(tokens_per_dispatch=4)
+ALPHABET = "".join(chr(0x4E00 + i) for i in range(VOCAB - 8 - 26)) + "abcdefghijklmnopqrstuvwxyz"
+
+
+def fresh_model(seed=3, vocab_size=VOCAB):
+    config = families.read(configuration("Llama", num_hidden_layers=1, vocab_size=vocab_size, tie_word_embeddings=True))
+    return random_model(config, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return fresh_model()
+
+
+@pytest.fixture(scope="module")
+def generator(model):
+    return Generator(model, max_length=64, slots=4, seed=1, options=OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def spelling(model):
+    """A generator whose tokens are characters."""
+    return Generator(model, max_length=64, slots=4, seed=1, tokenizer=characters(ALPHABET), options=OPTIONS)
+
+
+def tokens_of(out):
+    return [[completion.tokens for completion in group] for group in out]
+
+
+# Groups.
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_the_prompt_of_a_group_is_prefilled_once(model, slots, monkeypatch):
+    """Also where its samples are admitted one after the other."""
+    generator = Generator(model, max_length=64, slots=slots, seed=1, options=OPTIONS)
+    prompts = [[1, 2, 3, 4], [5, 6, 7], [8, 9, 10, 11, 12]]
+    prefilled, real = [], generator._programs.prefill
+
+    def spy(params, cache, tokens_PC, start, lengths_P):
+        prefilled.extend(tokens_PC[row, :n].tolist() for row, n in enumerate(lengths_P) if n)
+        return real(params, cache, tokens_PC, start, lengths_P)
+
+    monkeypatch.setattr(generator._programs, "prefill", spy)
+    out = generator.generate(prompts, SamplingParams(n=5, max_new_tokens=6))
+    assert [len(group) for group in out] == [5, 5, 5]
+    assert prefilled == [prompt[:-1] for prompt in prompts]
+
+
+def test_the_samples_of_a_group_differ_and_are_those_of_smaller_groups(generator):
+    prompts = [[1, 2, 3], [4, 5]]
+    five = tokens_of(generator.generate(prompts, SamplingParams(n=5, max_new_tokens=8)))
+    assert len({tuple(tokens) for tokens in five[0]}) == 5
+    two = tokens_of(generator.generate(prompts, SamplingParams(n=2, max_new_tokens=8)))
+    assert two == [group[:2] for group in five]
+
+
+def test_no_prompts_make_no_completions(generator):
+    assert generator.generate([], SamplingParams()) == []
+
+
+# Draws.
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_token_follows_from_seed_prompt_id_sample_position_and_the_forward_pass(model, generator, temperature):
+    """The whole of sampling again, outside: no number other than these four may play a part, not even the temperature's bits."""
+    prompt, params = [7, 8, 9], SamplingParams(n=2, max_new_tokens=12, temperature=temperature)
+    for sample, completion in enumerate(generator.generate([prompt], params, ids=[41])[0]):
+        row = np.array([prompt + completion.tokens])
+        logits = np.asarray(model.logits(row), np.float64)[0, len(prompt) - 1 : -1] / temperature
+        cumulative = np.cumsum(np.exp(logits - logits.max(-1, keepdims=True)), axis=-1)
+        positions = np.arange(len(prompt), row.shape[1], dtype=np.int32)
+        u = np.asarray(uniforms(np.uint32(1), np.full_like(positions, 41), np.full_like(positions, sample), positions))
+        expected = [int(np.searchsorted(c / c[-1], number, side="right")) for c, number in zip(cumulative, u, strict=True)]
+        assert completion.tokens == expected
+
+
+def test_equal_calls_give_equal_tokens_and_other_seeds_others(model, generator):
+    prompts, params = [[1, 2], [3]], SamplingParams(max_new_tokens=8)
+    first = tokens_of(generator.generate(prompts, params))
+    assert tokens_of(generator.generate(prompts, params)) == first
+    assert first == tokens_of(generator.generate(prompts, params, ids=[0, 1]))
+    other = Generator(model, max_length=64, slots=4, seed=2, options=OPTIONS)
+    assert tokens_of(other.generate(prompts, params)) != first
+
+
+def test_greedy_takes_the_lowest_id_among_equals_and_reports_temperature_1(model):
+    params = {path: array * 0 if path == "embed_tokens" else array for path, array in model.params.items()}
+    flat = Generator(type(model)(model.graph, params), max_length=64, slots=4, options=OPTIONS)
+    (completion,) = flat.generate([[5]], SamplingParams(max_new_tokens=3, temperature=0))[0]
+    assert completion.tokens == [0, 0, 0]
+    np.testing.assert_allclose(completion.logprobs, -np.log(VOCAB), rtol=1e-6)
+
+
+def test_filters_change_the_draw_and_not_the_log_probabilities(model, generator):
+    prompt = [1, 2, 3]
+    params = SamplingParams(max_new_tokens=12, temperature=0.7, top_k=5, top_p=0.9, min_p=0.05)
+    (completion,) = generator.generate([prompt], params)[0]
+    row = np.array([prompt + completion.tokens])
+    logp = np.asarray(model.logprobs(row, temperature=0.7)[0])[0, len(prompt) :]
+    np.testing.assert_allclose(completion.logprobs, logp, atol=1e-5, rtol=0)
+    logits = np.asarray(model.logits(row))[0, len(prompt) - 1 : -1]
+    ranks = (logits > logits[np.arange(12), completion.tokens][:, None]).sum(-1)
+    assert ranks.max() < 5
+    (only,) = generator.generate([prompt], SamplingParams(max_new_tokens=12, top_k=1))[0]
+    (greedy,) = generator.generate([prompt], SamplingParams(max_new_tokens=12, temperature=0))[0]
+    assert only.tokens == greedy.tokens
+
+
+# Weights.
+
+
+def test_new_weights_are_used_at_once_and_old_ones_are_let_go():
+    model, other = fresh_model(3), fresh_model(4)
+    generator = Generator(model, max_length=64, slots=4, seed=1, options=OPTIONS)
+    prompts, params = [[1, 2], [3]], SamplingParams(max_new_tokens=8)
+    before = tokens_of(generator.generate(prompts, params))
+    old = [weakref.ref(array) for array in model.params.values()]
+    model.params = other.params
+    gc.collect()
+    assert not any(ref() is not None for ref in old), "the generator keeps weights"
+    after = generator.generate(prompts, params)
+    assert tokens_of(after) != before
+    expected = Generator(other, max_length=64, slots=4, seed=1, options=OPTIONS).generate(prompts, params)
+    assert after == expected
+
+
+def test_weights_are_read_at_every_dispatch_and_passed_as_they_are(monkeypatch):
+    """A step of the trainer between two dispatches is seen by the second; the arrays are the trainer's own."""
+    model = fresh_model()
+    generator = Generator(model, max_length=64, slots=1, seed=1, options=OPTIONS)
+    programs, seen = generator._programs, []
+    real = programs._decode
+
+    def spy(params, *args, **kwargs):
+        assert all(params[path] is array for path, array in model.params.items())
+        seen.append(params)
+        result = real(params, *args, **kwargs)
+        model.params = {path: array * 1.5 for path, array in model.params.items()}
+        return result
+
+    monkeypatch.setattr(programs, "_decode", spy)
+    generator.generate([[1, 2]], SamplingParams(max_new_tokens=8))
+    assert len(seen) == 2 and seen[0] is not seen[1]
+
+
+def test_an_interrupted_call_leaves_the_generator_usable(model, monkeypatch):
+    """The cache that the interrupted program was given is gone."""
+    generator = Generator(model, max_length=64, slots=2, seed=1, options=OPTIONS)
+    prompts, params = [[1, 2], [3], [4, 5]], SamplingParams(max_new_tokens=8)
+    expected = generator.generate(prompts, params)
+    for name in ("_decode", "_insert", "_prefill"):
+        real = getattr(generator._programs, name)
+
+        def interrupted(*args, real=real, **kwargs):
+            real(*args, **kwargs)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(generator._programs, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                generator.generate(prompts, params)
+        assert generator.generate(prompts, params) == expected
+
+
+# Stops.
+
+
+def written_by(generator, prompt="abc", **params):
+    """The first sample, run for all its tokens."""
+    return generator.generate([prompt], SamplingParams(max_new_tokens=20, **params))[0][0]
+
+
+def test_without_a_stop_a_completion_has_all_its_tokens(spelling):
+    whole = written_by(spelling)
+    assert (whole.finish, len(whole.tokens), len(whole.logprobs)) == ("length", 20, 20)
+    assert whole.text == spelling.tokenizer.decode(whole.tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("place", [0, 1, 3, 4, 6, 19])
+def test_a_stop_token_is_the_last_token(spelling, place):
+    """Places on both sides of the borders between dispatches of 4 tokens; the last is also the longest completion."""
+    whole = written_by(spelling)
+    stop = whole.tokens[place]
+    first = whole.tokens.index(stop)
+    ended = written_by(spelling, stop_token_ids=(VOCAB - 1 if stop != VOCAB - 1 else VOCAB - 2, stop))
+    assert ended.finish == "stop"
+    assert ended.tokens == whole.tokens[: first + 1] and ended.tokens[-1] == stop
+    np.testing.assert_allclose(ended.logprobs, whole.logprobs[: first + 1], atol=1e-6)
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 1), (2, 4), (3, 2), (4, 4), (6, 7), (15, 5)])
+def test_a_stop_string_ends_at_the_token_that_completes_it(spelling, start, length):
+    """Also across the borders of tokens and dispatches."""
+    whole = written_by(spelling)
+    pieces = [spelling.tokenizer.decode([token]) for token in whole.tokens]
+    stop = "".join(pieces[start : start + length])
+    end = next(n for n in range(1, 21) if stop in "".join(pieces[:n]))
+    ended = written_by(spelling, stop=("not in any text", stop))
+    assert ended.finish == "stop"
+    assert ended.tokens == whole.tokens[:end] and len(ended.logprobs) == end
+
+
+def test_a_stop_string_inside_characters_of_several_tokens():
+    """The bytes of one character are tokens of their own: the string is complete with the last of them."""
+    tokenizer = byte_level()
+    generator = Generator(fresh_model(vocab_size=264), max_length=64, slots=4, tokenizer=tokenizer, options=OPTIONS)
+    letters = tokenizer.encode("xé€", add_special_tokens=False)
+    assert len(letters) == 6
+    assert [generator._stop_string(letters[:n], 0, ("é",)) for n in range(1, 7)] == [None, None, 3, 3, 3, 3]
+    assert [generator._stop_string(letters[:n], n - 1, ("x", "é€")) for n in (1, 6)] == [1, 6]
+    completion = generator.generate(["hé"], SamplingParams(max_new_tokens=6))[0][0]
+    assert completion.text == tokenizer.decode(completion.tokens, skip_special_tokens=True)
+
+
+def test_a_stop_string_may_be_a_special_token_that_the_text_leaves_out(spelling):
+    ids = [8, 9, spelling.tokenizer.eos_token_id, 10]
+    assert spelling._stop_string(ids, 0, ("<eos>",)) == 3
+
+
+def test_strings_are_encoded_without_an_end_of_sequence(model):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = characters(ALPHABET)
+    plain = Generator(model, max_length=64, slots=4, seed=1, tokenizer=tokenizer, options=OPTIONS)
+    expected = tokens_of(plain.generate([[1, *tokenizer.encode("abc")]], SamplingParams(max_new_tokens=6)))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
+    )
+    assert tokenizer.encode("a")[-1] == tokenizer.eos_token_id
+    assert tokens_of(plain.generate(["abc"], SamplingParams(max_new_tokens=6))) == expected
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "ids", "message"),
+    [
+        ([[1], []], {}, None, "prompt 1 is empty"),
+        ([[1], [2] * 57], {}, None, "prompt 1 has 57 tokens; with max_new_tokens 8 it is longer than max_length 64"),
+        ([[0, VOCAB]], {}, None, f"prompt 0 holds a token id outside 0..{VOCAB - 1}"),
+        ([[1], [3, -1]], {}, None, "prompt 1 holds a token id outside"),
+        (["abc"], {}, None, "prompt 0 is a string; pass a tokenizer"),
+        ("abc", {}, None, "prompts is one string"),
+        ([[1]], {"stop": ("x",)}, None, "stop strings need a tokenizer"),
+        ([[1], [2]], {}, [0], "2 prompts but 1 ids"),
+        ([[1]], {}, [-1], r"prompt id -1 is outside 0\.\."),
+        ([[1]], {}, [2**31], "prompt id 2147483648 is outside"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_calls_are_refused_before_anything_is_computed(generator, monkeypatch, prompts, params, ids, message):
+    monkeypatch.setattr(rollout.generator.Generator, "_run", lambda *args: pytest.fail("computed"))
+    with pytest.raises(ValueError, match=message):
+        generator.generate(prompts, SamplingParams(**({"max_new_tokens": 8} | params)), ids=ids)
+
+
+def test_a_prompt_that_just_fits_is_taken(generator):
+    (completion,) = generator.generate([[2] * 56], SamplingParams(max_new_tokens=8))[0]
+    assert len(completion.tokens) == 8
+
+
+@pytest.mark.parametrize("options", [{"cache": "paper"}, {"prefill_chunk": 0}, {"tokens_per_dispatch": 0}], ids=str)
+def test_bad_options_are_refused(options):
+    with pytest.raises(ValueError, match="GeneratorOptions"):
+        GeneratorOptions(**options)
+
+
+@pytest.mark.parametrize("sizes", [{"max_length": 1}, {"slots": 0}], ids=str)
+def test_bad_sizes_are_refused(model, sizes):
+    with pytest.raises(ValueError, match="max_length must be at least 2 and slots at least 1"):
+        Generator(model, **sizes)

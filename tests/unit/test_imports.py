@@ -1,0 +1,104 @@
+"""Who may import whom, read from the source; and what must start without the heavy libraries."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# A package -> the others of ours that it may import. policy and rewards are leaves and never see each other.
+ALLOWED = {
+    "policy": set(),
+    "rewards": set(),
+    "rollout": {"policy", "rewards"},
+    "rl": {"policy", "rollout", "rewards"},
+}
+# configs/ is package data without code: anyone may read it as a resource, nobody imports it.
+OURS = {*ALLOWED, "tests", "benchmarks", "configs"}
+
+
+def imported(source: str) -> set[str]:
+    """First names of all absolute imports, wherever in the source they are, those under TYPE_CHECKING and
+    importlib.import_module("...") of a literal included."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            text = node.args[0] if node.args else None
+            if isinstance(text, ast.JoinedStr):
+                text = text.values[0]
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                found.add(text.value.split(".")[0])
+    return found
+
+
+def wrong_arrows(package: str, source: str) -> set[str]:
+    forbidden = OURS - ALLOWED[package] - {package}
+    if package == "rewards":
+        forbidden |= {"jax", "jaxlib", "flax", "optax", "orbax"}
+    return imported(source) & forbidden
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_imports_follow_the_arrows(package):
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, f"no source in {package}/"
+    wrong = {str(f.relative_to(ROOT)): found for f in files if (found := wrong_arrows(package, f.read_text()))}
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("package", "source", "wrong"),
+    [
+        ("policy", "import rewards", {"rewards"}),
+        ("policy", "def f():\n    from rollout.engine import Generator", {"rollout"}),
+        ("policy", "from policy import hub\nimport jax", set()),
+        ("rewards", "import jax.numpy as jnp", {"jax"}),
+        ("rewards", "from importlib import import_module\nimport_module('policy.hub')", {"policy"}),
+        ("rollout", "from rewards import reward\nimport policy\nimport rl.loop", {"rl"}),
+        ("rl", "import policy, rollout, rewards, tests", {"tests"}),
+    ],
+)
+def test_a_wrong_arrow_is_seen(package, source, wrong):
+    assert wrong_arrows(package, source) == wrong
+
+
+def test_every_package_with_code_is_known():
+    found = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert found - {"configs", "tests", "benchmarks"} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("name", ["utils", "common", "helpers", "misc"])
+def test_no_module_is_named_for_nothing(name):
+    assert not [path for package in ALLOWED for path in (ROOT / package).rglob(f"{name}*")]
+
+
+HEAVY = ("jax", "jaxlib", "flax", "torch", "transformers", "datasets", "tokamax", "wandb", "orbax", "optax")
+
+
+@pytest.mark.parametrize(
+    "modules", ["policy, policy.families, policy.hf, policy.config", "rl.config", "rewards", "rl.algorithms", "rollout"]
+)
+def test_light_modules_import_no_heavy_library(modules):
+    code = f"import {modules}; import sys; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == []
+
+
+def test_a_configuration_is_read_without_jax():
+    code = """
+import sys
+from policy import families
+hf = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+      "num_attention_heads": 2}
+assert families.read(hf).layers[0].mixer.head_dim == 4
+assert "jax" not in sys.modules and "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,156 @@
+"""Mixture of experts: the grouped products in every layout, the routers, their statistics and the update of the
+bias."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from policy.config import DecoderConfig, Norm, Router
+from policy.layers import grouped, moe
+
+N, k, G, E, F = 11, 2, 5, 6, 7
+CHOICES = {
+    "mixed": np.random.default_rng(0).permuted(np.tile(np.arange(G), (N, 1)), axis=1)[:, :k],
+    "two_experts_empty": np.random.default_rng(1).permuted(np.tile([0, 2, 4], (N, 1)), axis=1)[:, :k],
+    "all_to_two": np.tile([3, 1], (N, 1)),
+    "only_the_last": np.full((N, 1), G - 1),
+}
+
+
+@partial(jax.jit, static_argnames="block")
+def mixture_and_gradients(x, w, weights, choices, cotangent, block):
+    """(out, d x, d w, d weights) of sum(out * cotangent)."""
+
+    def mixture(x, w, weights):
+        plan = grouped.plan(choices, G, block=block)
+        return grouped.combine(grouped.product(grouped.dispatch(x, plan), w, plan), weights, plan)
+
+    with jax.default_matmul_precision("highest"):
+        out, vjp = jax.vjp(mixture, x, w, weights)
+        return out, *vjp(cotangent)
+
+
+def loop(x, w, weights, choices):
+    """The definition, one choice after the other."""
+    out = np.zeros((x.shape[0], w.shape[2]))
+    for n, row in enumerate(choices):
+        for j, g in enumerate(row):
+            out[n] += weights[n, j] * (x[n] @ w[g])
+    return out
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_every_layout_computes_the_definition_and_its_gradient(name):
+    choices, rng = CHOICES[name], np.random.default_rng(2)
+    shapes = ((N, E), (G, E, F), choices.shape, (N, F))
+    x, w, weights, cotangent = (rng.normal(size=s).astype(np.float32) for s in shapes)
+    expected = loop(x, w, weights, choices)
+    d_x, d_w, d_weights = np.zeros(x.shape), np.zeros(w.shape), np.zeros(weights.shape)
+    for n, row in enumerate(choices):
+        for j, g in enumerate(row):
+            d_x[n] += weights[n, j] * w[g] @ cotangent[n]
+            d_w[g] += weights[n, j] * np.outer(x[n], cotangent[n])
+            d_weights[n, j] += x[n] @ w[g] @ cotangent[n]
+    for block in (1, 4, 64, None):
+        found = mixture_and_gradients(x, w, weights, choices, cotangent, block)
+        for a, b in zip(found, (expected, d_x, d_w, d_weights), strict=True):
+            np.testing.assert_allclose(np.asarray(a), b, atol=1e-5, rtol=1e-5, err_msg=f"block {block}")
+
+
+@pytest.mark.parametrize("block", [1, 4, 64])
+def test_a_plan_gives_every_choice_a_row_of_its_group(block):
+    for choices in CHOICES.values():
+        plan = grouped.plan(jnp.asarray(choices), G, block=block)
+        rows, token = np.asarray(plan.row), np.asarray(plan.token)
+        assert len(set(rows.ravel())) == rows.size, "two choices share a row"
+        np.testing.assert_array_equal(token[rows], np.broadcast_to(np.arange(N)[:, None], rows.shape))
+        np.testing.assert_array_equal(np.asarray(plan.block_group)[rows // block], choices)
+        assert (token == N).sum() == token.size - rows.size
+        np.testing.assert_array_equal(plan.sizes, np.bincount(choices.ravel(), minlength=G))
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(1, 8), (16, 8), (1000, 8), (100_000, 8)])
+def test_a_block_is_a_power_of_two_up_to_64(rows, groups):
+    block = grouped.block_rows(rows, groups)
+    assert block in (1, 2, 4, 8, 16, 32, 64) and block <= max(1, rows // groups)
+
+
+def router(seed=0, **keys):
+    spec = Router(experts=8, experts_per_token=2, **keys)
+    config = DecoderConfig(16, E, (), Norm(), "none", "{}", initializer_range=1.0)
+    with nnx.use_eager_sharding(False):
+        layer = moe.TopKRouter(spec, config, nnx.Rngs(seed))
+    if spec.correction_bias:
+        layer.bias[...] = jnp.asarray(np.random.default_rng(1).normal(0, 0.3, 8), jnp.float32)
+    return layer
+
+
+def test_a_sigmoid_router_chooses_with_the_bias_and_weighs_without():
+    layer = router(score="sigmoid", correction_bias=True, groups=4, topk_groups=2, group_score="top2", renormalize=True, scale=2.5)
+    x = np.random.default_rng(3).normal(size=(40, E)).astype(np.float32)
+    experts, weights, scores = (np.asarray(a) for a in layer(jnp.asarray(x)))
+    s = 1 / (1 + np.exp(-x.astype(np.float64) @ np.asarray(layer.weight[...], np.float64)))
+    np.testing.assert_allclose(scores, s, atol=1e-5)
+    choice = s + np.asarray(layer.bias[...])
+    differs = 0
+    for n in range(40):
+        best = np.argsort(-choice[n].reshape(4, 2).sum(1))[:2]
+        eligible = [e for e in range(8) if e // 2 in best]
+        wanted = sorted(eligible, key=lambda e: -choice[n, e])[:2]
+        assert sorted(experts[n]) == sorted(wanted)
+        np.testing.assert_allclose(weights[n], 2.5 * s[n, experts[n]] / s[n, experts[n]].sum(), atol=1e-5)
+        differs += sorted(wanted) != sorted(np.argsort(-s[n])[:2])
+    assert differs > 5, "neither the bias nor the groups decided anything"
+
+
+def test_the_choice_has_no_gradient_but_the_weights_do():
+    layer = router(score="sigmoid", correction_bias=True)
+    graph, state = nnx.split(layer)
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(5, E)), jnp.float32)
+    gradient = jax.grad(lambda s: jnp.sum(nnx.merge(graph, s)(x)[1] ** 2))(state)
+    assert np.abs(gradient["weight"][...]).max() > 0 and not np.asarray(gradient["bias"][...]).any()
+
+
+def test_routing_statistics_leave_padding_out():
+    rng = np.random.default_rng(4)
+    B, T, X = 3, 6, 5
+    experts = rng.permuted(np.tile(np.arange(X), (B, T, 1)), axis=2)[..., :2]
+    scores = rng.random((B, T, X)).astype(np.float32)
+    segments = np.array([[1] * 6, [1, 1, 2, 2, 0, 0], [0] * 6])
+    found = moe.routing_statistics(jnp.asarray(experts), jnp.asarray(scores), jnp.asarray(segments))
+    counts, balance = np.zeros(X), 0.0
+    for b in range(2):
+        tokens = [t for t in range(T) if segments[b, t]]
+        chosen = np.bincount(experts[b, tokens].ravel(), minlength=X)
+        share = (scores[b, tokens] / scores[b, tokens].sum(-1, keepdims=True)).mean(0)
+        counts += chosen
+        balance += (X / (2 * len(tokens)) * chosen * share).sum()
+    np.testing.assert_array_equal(found["counts"], counts)
+    np.testing.assert_allclose(found["balance"], balance, rtol=1e-5)
+
+
+def test_balance_is_one_for_even_use_and_its_gradient_reaches_the_scores():
+    experts = jnp.arange(4).reshape(1, 4, 1)
+    even = jnp.full((1, 4, 4), 0.25)
+
+    @jax.jit
+    @jax.value_and_grad
+    def balance(scores, experts):
+        return moe.routing_statistics(experts, scores, jnp.ones((1, 4), int))["balance"]
+
+    np.testing.assert_allclose(balance(even, experts)[0], 1.0, rtol=1e-6)
+    uneven = jnp.asarray([[[0.7, 0.1, 0.1, 0.1]] * 4])
+    value, gradient = balance(uneven, jnp.zeros_like(experts))
+    assert value > 2.0
+    assert (gradient[..., 0] > 0).all() and (gradient[..., 1:] < 0).all()
+
+
+def test_the_bias_moves_towards_even_use():
+    bias = jnp.asarray([[0.0, 0.1, -0.2, 0.3], [0.0, 0.0, 0.0, 0.0]])
+    counts = jnp.asarray([[9.0, 5.0, 1.0, 5.0], [4.0, 4.0, 4.0, 4.0]])
+    found = moe.bias_update(bias, counts, 0.01)
+    np.testing.assert_allclose(found, [[-0.01, 0.1, -0.19, 0.3], [0.0] * 4], atol=1e-7)
