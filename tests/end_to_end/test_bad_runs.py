@@ -2,12 +2,12 @@
 
 import json
 
+import launch
 import pytest
 from oracles import configuration, random_model
 from safetensors.numpy import load_file, save_file
 
 import policy
-import runs
 from policy import families
 from policy.model import Graph
 from rl import cli, events
@@ -60,7 +60,7 @@ BAD_CONFIGURATIONS = {
 @pytest.mark.parametrize("case", BAD_CONFIGURATIONS)
 def test_a_bad_configuration_is_exit_code_2(case, tmp_path, capsys, no_model):
     more, *words = BAD_CONFIGURATIONS[case]
-    refused(capsys, 2, *words, arguments=runs.arguments(tmp_path / "run", *more))
+    refused(capsys, 2, *words, arguments=launch.arguments(tmp_path / "run", *more))
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -69,7 +69,7 @@ def on_rows(tmp_path, rows, *more, name="data.jsonl") -> list[str]:
     path = tmp_path / name
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     where = ["data.task=null", "data.options=null", f"data.path={path}", "evaluation=null", ONE_STEP]
-    return runs.arguments(tmp_path / "run", *where, *more)
+    return launch.arguments(tmp_path / "run", *where, *more)
 
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
@@ -112,7 +112,7 @@ def test_a_broken_model_directory_is_exit_code_4_and_names_the_tensor(tmp_path, 
     policy.save(random_model(families.read(configuration("Llama", vocab_size=64))), directory)
     weights = load_file(directory / "model.safetensors")
     save_file({k: v for k, v in weights.items() if "layers.1.mlp.up" not in k}, directory / "model.safetensors")
-    arguments = [str(runs.QUICKSTART), f"run.dir={tmp_path / 'run'}", f"model={directory}"]
+    arguments = [str(launch.QUICKSTART), f"run.dir={tmp_path / 'run'}", f"model={directory}"]
     refused(capsys, 4, "missing tensor model.layers.1.mlp.up_proj.weight", str(directory), arguments=arguments)
     # Nothing was begun, so the directory of the run is free for what the user tries next.
     (directory / "config.json").write_text("{")
@@ -122,11 +122,11 @@ def test_a_broken_model_directory_is_exit_code_4_and_names_the_tensor(tmp_path, 
 
 
 def test_a_mesh_without_enough_devices_is_exit_code_5(tmp_path, capsys, no_model):
-    refused(capsys, 5, "needs 4 devices, there are 1", arguments=runs.arguments(tmp_path / "run", "mesh.tensor=4"))
+    refused(capsys, 5, "needs 4 devices, there are 1", arguments=launch.arguments(tmp_path / "run", "mesh.tensor=4"))
 
 
 def test_a_platform_that_is_not_here_is_exit_code_5(tmp_path):
-    code, out, err = runs.finish(runs.process(*runs.arguments(tmp_path / "run", "platform=tpu")))
+    code, out, err = launch.finish(launch.process(*launch.arguments(tmp_path / "run", "platform=tpu")))
     assert code == 5, err
     assert "not enough resources" in err and "platform: tpu" in err and "Traceback" not in err
     assert "stage sft" not in out
@@ -134,7 +134,7 @@ def test_a_platform_that_is_not_here_is_exit_code_5(tmp_path):
 
 def test_a_reward_that_fails_stops_the_run_if_that_is_wanted(tmp_path, capsys):
     more = [ONE_STEP, f"rewards.functions=['{OWN}:always_raises']", "rewards.on_error=stop", "evaluation=null"]
-    found = cli.train_main(runs.arguments(tmp_path / "run", *more))
+    found = cli.train_main(launch.arguments(tmp_path / "run", *more))
     said = capsys.readouterr().err
     assert found == 6 and said.startswith("stopped by a reward: reward always_raises failed (raised)")
     assert "ZeroDivisionError: this one never works" in said and "own_rewards.py" in said and "prompt:" in said
@@ -142,7 +142,7 @@ def test_a_reward_that_fails_stops_the_run_if_that_is_wanted(tmp_path, capsys):
 
 def test_rewards_that_raise_hang_or_give_nan_never_stop_a_run(tmp_path, caplog):
     more = [f"rewards.functions=['{OWN}:faulty']", "rewards.timeout_s=1.2", "rewards.workers=4", "evaluation=null"]
-    assert runs.train(tmp_path / "run", ONE_STEP.replace("steps: 1", "steps: 2"), *more) == 0
+    assert launch.train(tmp_path / "run", ONE_STEP.replace("steps: 1", "steps: 2"), *more) == 0
     samples = events.read(tmp_path / "run" / "samples.jsonl")
     kind = {row["prompt_id"]: int(row["prompt"].split("+")[0]) % 4 for row in samples}
     assert len(samples) == 32 and all((row["reward"] is None) == (kind[row["prompt_id"]] != 3) for row in samples)
@@ -161,7 +161,7 @@ def test_rewards_that_raise_hang_or_give_nan_never_stop_a_run(tmp_path, caplog):
 @pytest.mark.slow
 def test_a_run_without_any_score_goes_on_and_changes_nothing_by_it(tmp_path):
     more = [f"rewards.functions=['{OWN}:always_raises']", "evaluation=null", "stages.0.router={bias_rate: 0}"]
-    assert runs.train(tmp_path / "run", ONE_STEP, *more) == 0
+    assert launch.train(tmp_path / "run", ONE_STEP, *more) == 0
     (row,) = events.read(tmp_path / "run" / "events.jsonl")
     assert row["metrics"]["reward/mean"] is None and row["metrics"]["optim/grad_norm"] == 0
     start = policy.create(policy.load(tmp_path / "run" / "export").config, 0).params
