@@ -6,8 +6,8 @@ of a run, with nothing recomputed and the layers unrolled; `--remat full --scan`
 counts for more than speed. torch runs eagerly, its AdamW fused where it can be. Compilation does not count. The losses of
 the first update stand behind each row: they are the same number.
 
-The floor is the arithmetic: 6 operations for each weight and token (the embedding's own apart), 3 GFLOP for one row of 128 tokens of 25m is
-0.02 s on a core that does 150 GFLOP/s.
+The floor is the arithmetic: 6 operations for each weight and token, the embedding's own apart. A row of 128 tokens of 25m is
+17 GFLOP, 0.11 s on a core that does 150 GFLOP/s.
 
     python benchmarks/train.py [--models 1m 25m] [--repeats 5] [--rows 16] [--length 128] [--remat none] [--scan]
 """

@@ -82,7 +82,7 @@ def _section(model: type[BaseModel], paths: list[str]) -> str:
 
 
 def _algorithm(name: str) -> str:
-    algorithm = type(rl.algorithms.get(name, **{}))
+    algorithm = type(rl.algorithms.get(name))
     return "\n".join([f"### Options of `{name}`", "", *_table(algorithm.__pydantic_fields__), ""])
 
 
