@@ -33,7 +33,7 @@ def of_the_losses() -> set[str]:
     options = {"dual_clip": 3.0, "correction": "token_truncate", "kl_coef": 0.1, "entropy_coef": 0.1}
     algorithm = rl.algorithms.get("ppo", **options)
     ones = jnp.ones((2, 3))
-    arrays = {name: -ones for name in ("logp", "old_logp", "sampler_logp", "ref_logp")}
+    arrays = dict.fromkeys(("logp", "old_logp", "sampler_logp", "ref_logp"), -ones)
     inputs = rl.algorithms.PolicyInputs(mask=ones, entropy=ones, advantages=ones[:, 0], **arrays)
     found = set(algorithm.loss(inputs)[1]) | set(algorithm.value_loss(ones, ones, ones, inputs)[1])
     host = np.ones((2, 3))
