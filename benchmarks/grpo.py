@@ -14,7 +14,7 @@ strictly on-policy update in float32: token aggregation, no KL term, gradients c
 
 The floor is the sum of what generate.py measures for 64 completions of 16 tokens and train.py for 64 rows of 32 tokens.
 
-    python benchmarks/grpo.py [--models 1m 25m] [--repeats 5]
+    python benchmarks/grpo.py [--models 1m 25m] [--repeats 3]
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TEXTS = [f"prompt number {i}:" for i in range(PROMPTS)]
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    options = arguments(__doc__, list(MODELS), repeats=5).parse_args(argv)
+    options = arguments(__doc__, list(MODELS), repeats=3).parse_args(argv)
     has_trl = importlib.util.find_spec("trl") is not None
     if not has_trl:
         print("TRL is left out: it is not installed (pip install trl)")

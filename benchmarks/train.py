@@ -9,7 +9,7 @@ the first update stand behind each row: they are the same number.
 The floor is the arithmetic: 6 operations for each weight and token, the embedding's own apart. A row of 128 tokens of 25m is
 17 GFLOP, 0.11 s on a core that does 150 GFLOP/s.
 
-    python benchmarks/train.py [--models 1m 25m] [--repeats 5] [--rows 16] [--length 128] [--remat none] [--scan]
+    python benchmarks/train.py [--models 1m 25m] [--repeats 3] [--rows 16] [--length 128] [--remat none] [--scan]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RATE = 1e-4
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    parser = arguments(__doc__, list(MODELS), repeats=5)
+    parser = arguments(__doc__, list(MODELS), repeats=3)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--remat", default="none", choices=["none", "minimal", "full"])
