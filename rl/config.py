@@ -53,18 +53,18 @@ def accepted_types(annotation: Any) -> set[Any]:
 class WandbOptions(Strict):
     """Mirror of events.jsonl to Weights & Biases. Without an account use mode: offline."""
 
-    project: str = "duet"
-    name: str | None = None
-    mode: Literal["online", "offline"] = "offline"
+    project: str = Field("duet", description="project of the run at Weights & Biases")
+    name: str | None = Field(None, description="default: the name of the run's folder")
+    mode: Literal["online", "offline"] = Field("offline", description="offline writes to the run's folder and needs no account")
 
 
 class RunOptions(Strict):
     dir: str = Field("runs/default", description="folder of the run; an existing run there is continued")
     checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0: only at the end of a stage")
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints that stay on the disk")
     log_every: int = Field(1, ge=1, description="steps between lines on the console")
-    wandb: WandbOptions | None = None
-    tensorboard: bool = False
+    wandb: WandbOptions | None = Field(None, description="mirror to Weights & Biases; `{}` for its defaults")
+    tensorboard: bool = Field(False, description="mirror to the folder tensorboard/ of the run")
 
 
 class ModelOptions(Strict):
@@ -74,7 +74,9 @@ class ModelOptions(Strict):
     overrides: dict[str, Any] = Field({}, description="keys of the Hugging Face configuration to change; random weights only")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the matrix products")
     param_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype in which weights are stored")
-    remat: Literal["none", "full", "minimal", "save_dot_except_mlp", "save_qkv_proj", "save_out_proj"] = "full"
+    remat: Literal["none", "full", "minimal", "save_dot_except_mlp", "save_qkv_proj", "save_out_proj"] = Field(
+        "full", description="what the backward pass computes again: full keeps the input of each layer only, none keeps all"
+    )
     scan: bool = Field(True, description="scan over stacked layers when training (False: unrolled)")
 
 
@@ -89,12 +91,12 @@ class TokenizerOptions(Strict):
 class MeshOptions(Strict):
     """Number of devices along each axis; -1 takes what is left. `rules` maps logical axis names to mesh axes."""
 
-    data: int = 1
-    fsdp: int = -1
-    tensor: int = 1
-    expert: int = 1
-    context: int = 1
-    rules: dict[str, list[str]] = {}
+    data: int = Field(1, description="copies of the weights, each for a part of the batch")
+    fsdp: int = Field(-1, description="parts into which weights, gradients and moments are cut; they split the batch too")
+    tensor: int = Field(1, description="parts into which heads and feed-forward layers are cut")
+    expert: int = Field(1, description="parts into which the experts are spread")
+    context: int = Field(1, description="parts into which sequences are cut")
+    rules: dict[str, list[str]] = Field({}, description="logical axis: mesh axes, laid over the default rules")
 
 
 class GeneratorOptions(Strict):
@@ -104,9 +106,11 @@ class GeneratorOptions(Strict):
 
 
 class ColumnNames(Strict):
-    prompt: str = "prompt"
-    completion: str = "completion"
-    messages: str = "messages"
+    """Names of the columns of a file or hub dataset."""
+
+    prompt: str = Field("prompt", description="text or list of messages")
+    completion: str = Field("completion", description="demonstration: text or list of messages")
+    messages: str = Field("messages", description="whole conversation, in place of prompt and completion")
 
 
 class DataOptions(Strict):
@@ -119,7 +123,7 @@ class DataOptions(Strict):
     path: str | None = Field(None, description="relative paths start at the working directory")
     subset: str | None = Field(None, description="configuration of a hub dataset that has several")
     split: str | None = Field(None, description="default: train; for evaluation eval (tasks) or test (hub)")
-    columns: ColumnNames = ColumnNames()
+    columns: ColumnNames = Field(ColumnNames(), description="names of the columns")
     prompt_template: str | None = Field(None, description="text with {column} fields that makes the prompt from a row")
     system: str | None = Field(None, description="system message put before the prompt; implies chat")
     chat: bool = Field(False, description="render plain prompts as a user message through the chat template")
@@ -133,24 +137,24 @@ class DataOptions(Strict):
 
 
 class SamplingOptions(Strict):
-    temperature: float = Field(1.0, ge=0.0)
+    temperature: float = Field(1.0, ge=0.0, description="logits are divided by it; 0 is greedy, from which nothing is learnt")
     top_k: int = Field(0, ge=0, description="0: all")
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
-    max_new_tokens: int = Field(256, ge=1)
-    stop: list[str] = []
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="the likeliest tokens that hold this share of the probability")
+    min_p: float = Field(0.0, ge=0.0, le=1.0, description="tokens at least this share as likely as the likeliest")
+    max_new_tokens: int = Field(256, ge=1, description="tokens of a completion at most; with its prompt within max_length")
+    stop: list[str] = Field([], description="texts that end a completion")
     stop_token_ids: list[int] = Field([], description="besides the tokenizer's end-of-sequence token")
 
 
 class EvaluationOptions(Strict):
     """Before the first and after the last step of every stage, and every `every` steps."""
 
-    data: DataOptions
+    data: DataOptions = Field(description="the held-out problems")
     every: int = Field(0, ge=0, description="steps; 0: only first and last")
-    problems: int = Field(256, ge=1)
+    problems: int = Field(256, ge=1, description="the first ones of the data, at most")
     samples: int = Field(0, ge=0, description="sampled completions for each problem, for pass@k; 0: greedy only")
     k: list[int] = Field([1], description="values of k for eval/pass@k; each at most `samples`")
-    temperature: float = Field(1.0, gt=0.0)
+    temperature: float = Field(1.0, gt=0.0, description="of the sampled completions")
     correct_at: float = Field(1.0, description="a completion counts as correct from this reward on")
 
 
@@ -158,27 +162,31 @@ class RewardOptions(Strict):
     shorthand: ClassVar[str | None] = "name"
 
     name: str = Field(description="registered name, package.module:function, file.py:function, or entry point")
-    weight: float = 1.0
+    weight: float = Field(1.0, description="factor of its scores in the sum")
     options: dict[str, Any] = Field({}, description="keyword arguments handed to the function")
 
 
 class RewardSettings(Strict):
-    functions: list[RewardOptions] = Field(min_length=1)
-    workers: int = Field(2, ge=1)
+    functions: list[RewardOptions] = Field(min_length=1, description="the reward is their weighted sum")
+    workers: int = Field(2, ge=1, description="processes that call the functions")
     timeout_s: float = Field(10.0, gt=0.0, description="deadline of one call on one group of completions")
-    on_error: Literal["continue", "stop"] = "continue"
+    on_error: Literal["continue", "stop"] = Field(
+        "continue", description="continue: a sample on which a function fails has no score; stop: the run ends, exit code 6"
+    )
 
 
 class OptimizerOptions(Strict):
-    learning_rate: float = Field(1e-5, gt=0.0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    """AdamW. Weight decay acts on matrices only."""
+
+    learning_rate: float = Field(1e-5, gt=0.0, description="at its peak")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="optimiser updates over which the learning rate rises in a line")
     final_fraction: float = Field(0.0, ge=0.0, le=1.0, description="last learning rate of linear and cosine, as a share")
-    weight_decay: float = Field(0.0, ge=0.0)
-    beta1: float = Field(0.9, ge=0.0, lt=1.0)
-    beta2: float = Field(0.999, ge=0.0, lt=1.0)
-    eps: float = Field(1e-8, gt=0.0)
-    clip_norm: float | None = Field(1.0, gt=0.0)
+    weight_decay: float = Field(0.0, ge=0.0, description="times the learning rate, taken off the matrices at each update")
+    beta1: float = Field(0.9, ge=0.0, lt=1.0, description="decay of the mean of gradients")
+    beta2: float = Field(0.999, ge=0.0, lt=1.0, description="decay of the mean of squared gradients")
+    eps: float = Field(1e-8, gt=0.0, description="added to the root of the mean of squares")
+    clip_norm: float | None = Field(1.0, gt=0.0, description="gradients of a larger norm are scaled down to it; null: never")
 
 
 class RouterOptions(Strict):
@@ -208,7 +216,7 @@ class AlgorithmOptions(Strict):
     model_config = ConfigDict(extra="allow", frozen=True)
     shorthand: ClassVar[str | None] = "name"
 
-    name: str
+    name: str = Field(description="one of the algorithms below")
 
     @model_validator(mode="after")
     def _known(self):
@@ -219,17 +227,17 @@ class AlgorithmOptions(Strict):
 
 
 class StageOptions(Strict):
-    algorithm: AlgorithmOptions
+    algorithm: AlgorithmOptions = Field(description="its name, or its name and options")
     steps: int = Field(ge=0, description="generation batches (grpo, ppo) or optimiser steps (sft)")
     until: UntilOptions | None = Field(None, description="end the stage earlier, when a metric reaches a bound")
     prompts_per_step: int = Field(32, ge=1, description="prompts (grpo, ppo) or demonstrations (sft) of one step")
     samples_per_prompt: int = Field(8, ge=1, description="completions of each prompt: the group")
     updates_per_step: int = Field(1, ge=1, description="optimiser updates made from the completions of one step")
     micro_batch: int | None = Field(None, ge=1, description="rows in one gradient computation; changes speed and memory only")
-    optimizer: OptimizerOptions = OptimizerOptions()
+    optimizer: OptimizerOptions = Field(OptimizerOptions(), description="optimizer of the policy")
     critic: OptimizerOptions = Field(OptimizerOptions(), description="optimizer of the critic (ppo)")
-    router: RouterOptions = RouterOptions()
-    sampling: SamplingOptions = SamplingOptions()
+    router: RouterOptions = Field(RouterOptions(), description="balance of mixture-of-experts layers")
+    sampling: SamplingOptions = Field(SamplingOptions(), description="of completions; sft: of its evaluations, which are greedy")
     data: DataOptions | None = Field(None, description="instead of the run's data")
     rewards: RewardSettings | None = Field(None, description="instead of the run's rewards")
 
@@ -241,18 +249,18 @@ class StageOptions(Strict):
 
 
 class RunConfig(Strict):
-    run: RunOptions = RunOptions()
-    seed: int = Field(0, ge=0)
-    platform: Literal["auto", "cpu", "tpu", "gpu"] = "auto"
-    model: ModelOptions
+    run: RunOptions = Field(RunOptions(), description="what is kept and shown; changes no number")
+    seed: int = Field(0, ge=0, description="of random weights, order of the data and every draw")
+    platform: Literal["auto", "cpu", "tpu", "gpu"] = Field("auto", description="auto: the best that jax finds")
+    model: ModelOptions = Field(description="what is trained")
     tokenizer: TokenizerOptions | None = Field(None, description="default: the model's directory")
-    mesh: MeshOptions = MeshOptions()
-    generator: GeneratorOptions = GeneratorOptions()
+    mesh: MeshOptions = Field(MeshOptions(), description="how arrays are spread over devices")
+    generator: GeneratorOptions = Field(GeneratorOptions(), description="how completions are decoded")
     max_length: int = Field(1024, ge=2, description="tokens of a prompt and its completion together; the cache's length")
-    data: DataOptions | None = None
-    rewards: RewardSettings | None = None
-    evaluation: EvaluationOptions | None = None
-    stages: list[StageOptions] = Field(min_length=1)
+    data: DataOptions | None = Field(None, description="what all stages learn from")
+    rewards: RewardSettings | None = Field(None, description="how completions are scored")
+    evaluation: EvaluationOptions | None = Field(None, description="accuracy on held-out problems; null: none")
+    stages: list[StageOptions] = Field(min_length=1, description="one after the other, each from the weights of the one before")
     every_stage: dict[str, Any] = Field({}, description="laid over each stage, e.g. to make any run small")
     if_given: dict[str, Any] = Field({}, description="laid over those sections that the files before have, e.g. evaluation")
 

@@ -29,7 +29,7 @@ class PolicyGradient:
     needs_critic: ClassVar[bool] = False
 
     epsilon: float = Field(0.2, ge=0, description="the ratio is clipped below 1 - epsilon where A < 0")
-    epsilon_high: float | None = Field(None, ge=0, description="and above 1 + epsilon_high where A > 0; None: epsilon")
+    epsilon_high: float | None = Field(None, ge=0, description="and above 1 + epsilon_high where A > 0; null: epsilon")
     delta: float | None = Field(None, gt=1, description="cap of the ratio where A < 0 (arXiv:2505.07291)")
     dual_clip: float | None = Field(None, gt=1, description="c: the loss is at most -c A where A < 0 (arXiv:1912.09729)")
     ratio: Literal["token", "sequence", "sequence_token"] = Field(

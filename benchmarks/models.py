@@ -1,0 +1,64 @@
+"""The two models of the benchmarks: Qwen3-shaped, dense, random weights, as Duet and as transformers hold them."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+
+_COMMON = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+MODELS = {
+    # 1.05M weights
+    "1m": _COMMON
+    | {
+        "vocab_size": 1024,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    # 25.2M weights
+    "25m": _COMMON
+    | {
+        "vocab_size": 6144,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+}
+"""Keys of a Hugging Face configuration by the name of the size."""
+
+
+@contextlib.contextmanager
+def pair(name: str, *, remat: str = "none", scan: bool = False) -> Iterator[tuple]:
+    """(model of Duet, model of transformers) with the same float32 weights, `MODELS[name]`.
+
+    `remat` and `scan` say how Duet trains it. transformers recomputes nothing, so the equal work is `none`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import policy
+    from policy import families
+    from policy.config import Runtime
+
+    ours = policy.create(families.read(MODELS[name]), runtime=Runtime(remat=remat, scan=scan))
+    with tempfile.TemporaryDirectory() as directory:
+        policy.save(ours, directory)
+        theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        yield ours, theirs

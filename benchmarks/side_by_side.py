@@ -1,0 +1,90 @@
+"""Programs that do the same work, measured in turns: A B A B ... Whatever else the machine does meets both alike, so that
+their ratio says more than two separate measurements.
+
+Import this before jax: the benchmarks are about the CPU, as the torch of the test extra is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of each turn of two programs, and the units of work (tokens, steps) of one turn."""
+
+    name: str
+    peer: str
+    work: float
+    ours: tuple[float, ...]
+    theirs: tuple[float, ...]
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Median seconds of the peer over median seconds of Duet; above 1 Duet is faster."""
+        return statistics.median(self.theirs) / statistics.median(self.ours)
+
+
+def in_turns(ours: Callable[[], object], theirs: Callable[[], object], repeats: int) -> tuple[tuple, tuple]:
+    """Seconds of `repeats` turns of each, one after the other; both ran once before, for compilation and caches.
+
+    A program must return only when its results are there.
+    """
+    ours(), theirs()
+    seconds = [(_seconds(ours), _seconds(theirs)) for _ in range(repeats)]
+    return tuple(zip(*seconds, strict=True))
+
+
+def _seconds(program: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    program()
+    return time.perf_counter() - began
+
+
+def table(rows: Sequence[Row], unit: str, *, rate: bool) -> str:
+    """A line for each row: median and best turn of both programs, and the ratio of the medians.
+
+    `rate`: work per second (higher is better); otherwise seconds per unit of work (lower is better).
+    """
+
+    def shown(seconds: float, row: Row) -> str:
+        return f"{row.work / seconds:,.0f}" if rate else f"{seconds / row.work:.3f}"
+
+    head = ("what", f"Duet {unit}", "(best)", f"peer {unit}", "(best)", "ratio", "peer", "")
+    lines = [
+        (
+            row.name,
+            shown(statistics.median(row.ours), row),
+            shown(min(row.ours), row),
+            shown(statistics.median(row.theirs), row),
+            shown(min(row.theirs), row),
+            f"{row.ratio:.2f}",
+            row.peer,
+            row.note,
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
+    left = (0, 6, 7)
+    return "\n".join(
+        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in [head, *lines]
+    )
+
+
+def arguments(description: str, sizes: Sequence[str], repeats: int) -> argparse.ArgumentParser:
+    """The arguments that every benchmark takes: which models, and how many turns."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=sizes, default=list(sizes), help="default: all")
+    parser.add_argument("--repeats", type=int, default=repeats, help=f"turns of each program (default {repeats})")
+    return parser

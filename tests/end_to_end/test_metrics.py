@@ -1,0 +1,62 @@
+"""docs/metrics.md names every metric that a run writes, and no other."""
+
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runs
+
+import rl.algorithms
+from rl import events
+
+CRITIC = ("optim/lr", "optim/grad_norm", "optim/update_norm", "optim/skipped", "moe/max_load", "moe/balance")
+
+
+def documented() -> set[str]:
+    text = (runs.ROOT / "docs" / "metrics.md").read_text()
+    return set(re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE))
+
+
+def written(directory) -> set[str]:
+    return {general(name) for row in events.read(directory / "events.jsonl") for name in row["metrics"]}
+
+
+def general(name: str) -> str:
+    """The name as the document has it: one entry for all functions, and for all k."""
+    return re.sub(r"@\d+$", "@<k>", re.sub(r"^rewards/[^/]+/", "rewards/<name>/", name))
+
+
+def of_the_losses() -> set[str]:
+    """Metrics of policy-gradient losses with everything switched on that adds some, and of PPO's critic."""
+    options = {"dual_clip": 3.0, "correction": "token_truncate", "kl_coef": 0.1, "entropy_coef": 0.1}
+    algorithm = rl.algorithms.get("ppo", **options)
+    ones = jnp.ones((2, 3))
+    arrays = dict.fromkeys(("logp", "old_logp", "sampler_logp", "ref_logp"), -ones)
+    inputs = rl.algorithms.PolicyInputs(mask=ones, entropy=ones, advantages=ones[:, 0], **arrays)
+    found = set(algorithm.loss(inputs)[1]) | set(algorithm.value_loss(ones, ones, ones, inputs)[1])
+    host = np.ones((2, 3))
+    return found | set(algorithm.advantages_per_token(np.ones(2), -host, -host, host, host)[2])
+
+
+def test_every_metric_of_a_run_is_documented(unbroken):
+    assert not written(unbroken) - documented()
+
+
+def test_every_metric_of_the_losses_is_documented_and_no_other_name(unbroken):
+    losses = of_the_losses()
+    assert not losses - documented()
+    possible = losses | written(unbroken) | {f"value/{name}" for name in CRITIC}
+    # Only where a completion ended by itself, which those of a run of three steps may not have.
+    possible |= {f"completion/{name}_terminated_length" for name in ("mean", "min", "max")}
+    assert not documented() - possible
+
+
+@pytest.mark.slow
+def test_every_metric_of_a_run_with_a_critic_is_documented(tmp_path):
+    stage = {"algorithm": "ppo", "steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 4}}
+    assert runs.train(tmp_path / "run", f"stages={json.dumps([stage])}") == 0
+    names = written(tmp_path / "run")
+    assert not names - documented()
+    assert {f"value/{name}" for name in CRITIC} <= names

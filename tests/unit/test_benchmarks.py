@@ -1,0 +1,134 @@
+"""The scripts of benchmarks/: the numbers that they make of what they read, and that each one runs."""
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a script of the folder as it imports its neighbours itself."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == FOLDER:
+            del sys.modules[name]
+
+
+def write_run(directory: Path, sft: list[float], grpo: list[float], every: int = 10) -> str:
+    """A run whose stages were evaluated every 10 steps."""
+    directory.mkdir()
+    rows = []
+    for stage, curve in (("sft", sft), ("grpo", grpo)):
+        for step in range((len(curve) - 1) * every + 1):
+            metrics = {"time/step": 0.5, "loss": 1.0} if step else {}
+            if step % every == 0:
+                metrics |= {"eval/greedy_accuracy": curve[step // every], "time/eval": 2.0}
+            rows.append({"stage": stage, "step": step, "metrics": metrics})
+    (directory / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(directory)
+
+
+GOOD = [0.3, 0.4, 0.5, 0.6, 0.7]
+
+
+def test_the_curve_the_seconds_and_the_gain_of_a_quickstart(script, tmp_path, capsys):
+    numbers = script("quickstart_numbers")
+    run = write_run(tmp_path / "run", [0.0, 0.1, 0.3], GOOD)
+    result = numbers.read(run)
+    assert result.after_sft == 0.3 and result.gain == pytest.approx(0.4)
+    assert result.seconds == {"sft": 20 * 0.5 + 3 * 2.0, "grpo": 40 * 0.5 + 5 * 2.0}
+    assert result.quarters() == (0.6, 0.7)
+    assert numbers.main([run, "--check"]) == 0
+    said = capsys.readouterr()
+    assert "grpo     30     0.600  " + "#" * 30 + "\n" in said.out and "GRPO +0.400" in said.out and not said.err
+
+
+@pytest.mark.parametrize(
+    ("sft", "grpo", "expected"),
+    [
+        ([0, 0.19], [0.19, 0.4, 0.5, 0.6, 0.6], "accuracy after SFT is 0.190"),
+        ([0, 0.61], [0.61, 0.7, 0.8, 0.85, 0.9], "accuracy after SFT is 0.610"),
+        ([0, 0.3], [0.3, 0.3, 0.4, 0.4, 0.44], "GRPO added +0.140, less than 0.15"),
+        ([0, 0.3], [0.3, 0.3, 0.4, 0.5, 0.54], "mean of 1 runs, less than 0.25"),
+        ([0, 0.3], [0.3, 0.4, 0.6, 0.7, 0.66], "GRPO declined, 0.700 in its third quarter and 0.660 in its last"),
+        ([0, 0.3], [0.3, 0.7], "too few evaluations"),
+    ],
+)
+def test_a_quickstart_that_falls_short_is_told_so(script, tmp_path, capsys, sft, grpo, expected):
+    run = write_run(tmp_path / "run", sft, grpo)
+    assert script("quickstart_numbers").main([run, "--check"]) == 1
+    assert expected in capsys.readouterr().err
+
+
+def test_one_weak_seed_is_made_up_for_by_the_others_and_a_failed_one_is_not(script, tmp_path):
+    numbers = script("quickstart_numbers")
+    good = write_run(tmp_path / "good", [0, 0.3], GOOD)
+    weak = write_run(tmp_path / "weak", [0, 0.3], [0.3, 0.35, 0.4, 0.45, 0.46])
+    failed = write_run(tmp_path / "failed", [0, 0.3], [0.3, 0.3, 0.3, 0.3, 0.4])
+    assert numbers.main([good, weak, "--check"]) == 0
+    assert numbers.main([weak, "--check"]) == 1
+    assert numbers.main([good, failed, "--check"]) == 1
+
+
+def test_what_is_no_finished_quickstart_is_named(script, tmp_path, capsys):
+    numbers = script("quickstart_numbers")
+    assert numbers.main([str(tmp_path / "none")]) == 2
+    assert "none" in capsys.readouterr().err
+    assert numbers.main([write_run(tmp_path / "run", [0, 0.3], [0.3])]) == 2
+    assert "before and after grpo" in capsys.readouterr().err
+
+
+def test_turns_alternate_and_the_ratio_is_that_of_the_medians(script):
+    side_by_side = script("side_by_side")
+    calls = []
+    ours, theirs = side_by_side.in_turns(lambda: calls.append("a"), lambda: calls.append("b"), 3)
+    assert calls == ["a", "b"] * 4 and len(ours) == len(theirs) == 3
+    row = side_by_side.Row("x", "peer", 100, (1.0, 2.0, 9.0), (4.0, 5.0, 3.0))
+    assert row.ratio == 2.0
+    assert side_by_side.table([row], "tokens/s", rate=True).splitlines()[1].split() == [
+        "x",
+        "50",
+        "100",
+        "25",
+        "33",
+        "2.00",
+        "peer",
+    ]
+
+
+@pytest.mark.parametrize(("name", "weights"), [("1m", 1_049_000), ("25m", 25_170_000)])
+def test_the_models_have_the_sizes_that_they_are_named_for(script, name, weights):
+    from policy import families
+    from policy.config import Runtime
+    from policy.model import Graph
+    from policy.sharding import layout
+
+    graph = Graph(families.read(script("models").MODELS[name]), Runtime(), layout({"fsdp": 1}))
+    assert graph.parameters == pytest.approx(weights, rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arguments", "rows"),
+    [
+        ("generate", ["--batches", "1", "2", "--new-tokens", "4"], 2),
+        ("train", ["--rows", "2", "--length", "8"], 1),
+        ("grpo", [], 1),
+    ],
+)
+def test_each_benchmark_runs(script, name, arguments, rows, capsys):
+    pytest.importorskip("torch")
+    found = script(name).main(["--models", "1m", "--repeats", "1", *arguments])
+    assert len(found) >= rows
+    printed = capsys.readouterr().out
+    for row in found:
+        assert all(math.isfinite(seconds) and seconds > 0 for seconds in (*row.ours, *row.theirs)) and row.work > 0
+        assert f"{row.ratio:.2f}" in printed

@@ -1,0 +1,152 @@
+"""What docs/ shows: every snippet is run, loaded or listed here as one that is not; references are complete."""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rewards
+import rewards.registry
+from rl import configfile, data, reference
+from rl.tasks import arithmetic
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+FENCE = re.compile(r"(?:^<!-- (?P<key>file|needs): (?P<value>\S+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+# Sections of a run; a snippet that leaves one out is checked with these.
+BASE = {
+    "model": "tiny-deepseek",
+    "tokenizer": "bytes",
+    "data": {"task": "arithmetic"},
+    "rewards": {"functions": ["exact_answer"]},
+    "stages": [{"algorithm": "grpo", "steps": 1}],
+}
+# Lines of bash that would train, and so are covered by the tests of whole runs.
+NOT_RUN = {
+    "rl-train configs/quickstart.yml run.dir=runs/first",
+    "rl-train runs/first",
+    "rl-train resume=runs/first",
+    "until rl-train configs/quickstart.yml run.dir=runs/first; [ $? -ne 75 ]; do sleep 1; done",
+}
+NOT_CODE = {"toml", "jinja"}
+
+
+@dataclass(frozen=True)
+class Snippet:
+    language: str
+    text: str
+    file: str | None
+    needs: str | None
+
+
+def snippets(document: Path) -> list[Snippet]:
+    found = []
+    for match in FENCE.finditer(document.read_text()):
+        options = {match["key"]: match["value"]} if match["key"] else {}
+        found.append(Snippet(match["language"], match["text"], options.get("file"), options.get("needs")))
+    return found
+
+
+@pytest.fixture(params=DOCUMENTS, ids=lambda path: path.name)
+def document(request, tmp_path, monkeypatch):
+    """Snippets of a document; the working directory holds the files that it shows."""
+    monkeypatch.chdir(tmp_path)
+    found = snippets(request.param)
+    for snippet in found:
+        if snippet.file:
+            Path(snippet.file).write_text(snippet.text)
+    return found
+
+
+def command(*arguments: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_snippet_is_of_a_kind_that_is_checked(document):
+    for snippet in document:
+        assert snippet.language in {"python", "yaml", "bash", "json", *NOT_CODE}, snippet
+        assert snippet.language != "json" or snippet.file, "a JSON snippet is data that a configuration reads"
+
+
+def test_configurations_load_and_their_data_too(document, tmp_path):
+    for number, snippet in enumerate(s for s in document if s.language == "yaml"):
+        if snippet.needs and importlib.util.find_spec(snippet.needs) is None:
+            continue
+        file = tmp_path / f"{number}.yml"
+        file.write_text(snippet.text)
+        rest = tmp_path / f"{number}-rest.yml"
+        rest.write_text(yaml.safe_dump({k: v for k, v in BASE.items() if k not in yaml.safe_load(snippet.text)}))
+        config = configfile.load([file, rest])
+        if config.data.path is None or Path(config.data.path).exists():
+            wanted = {
+                key for f in config.rewards.functions for key in rewards.registry.parameters(rewards.load(f.name), "").required
+            }
+            given = data.load(config.data).columns | set(rewards.registry.GIVEN)
+            assert wanted - {key for f in config.rewards.functions for key in f.options} <= given
+
+
+def test_python_runs(document, tmp_path):
+    for number, snippet in enumerate(s for s in document if s.language == "python"):
+        file = Path(snippet.file or f"snippet_{number}.py")
+        file.write_text(snippet.text)
+        command(str(file))
+
+
+def test_commands_work(document, tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for snippet in document:
+        for line in snippet.text.splitlines() if snippet.language == "bash" else ():
+            bare = re.split(r"\s+# ", line)[0].strip()
+            if not bare or bare in NOT_RUN:
+                continue
+            program, *arguments = shlex.split(bare)
+            assert (program, *arguments[:1]) in {("rl-train", "--check"), ("rl", "reward")}, f"list it in NOT_RUN: {bare}"
+            main = "train_main" if program == "rl-train" else "main"
+            command("-c", f"import sys; from rl import cli; sys.exit(cli.{main}(sys.argv[1:]))", *arguments)
+
+
+def test_lines_that_are_not_run_stand_somewhere():
+    text = "\n".join(path.read_text() for path in DOCUMENTS)
+    assert all(line in text for line in NOT_RUN)
+
+
+def test_the_reference_of_the_configuration_is_what_the_schema_says():
+    assert (ROOT / "docs" / "configuration.md").read_text() == reference.markdown(), (
+        "python -m rl.reference > docs/configuration.md"
+    )
+
+
+def test_every_key_of_the_configuration_is_described():
+    rows = [line for line in reference.markdown().splitlines() if line.startswith("| `")]
+    assert len(rows) > 100
+    assert not [row for row in rows if not row.rstrip("|").rpartition("|")[2].strip()]
+
+
+def test_every_built_in_reward_stands_in_the_document_with_its_options():
+    table = {row.split("`")[1]: row for row in (ROOT / "docs/rewards.md").read_text().splitlines() if row.startswith("| `")}
+    builtins = [path.stem for path in (ROOT / "rewards").glob("*.py") if path.stem in rewards.known()]
+    assert len(builtins) >= 7
+    for name in builtins:
+        registry = rewards.registry
+        arguments = set(registry.parameters(rewards.load(name), name).names) - {*registry.TEXTS, *registry.GIVEN}
+        assert arguments <= set(re.findall(r"`(\w+)`", table[name])), name
+
+
+def test_every_option_of_the_own_task_stands_in_the_document():
+    text = (ROOT / "docs/data.md").read_text()
+    assert all(f"`{field.name}`" in text for field in fields(arithmetic.Options))
+
+
+def test_links_between_documents_lead_somewhere():
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#]+\.md)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
