@@ -199,7 +199,9 @@ class RouterOptions(Strict):
 class UntilOptions(Strict):
     """Ends a stage before its last step, after the first step whose `metric` reaches a bound."""
 
-    metric: str = Field(description="a name of docs/metrics.md, e.g. loss; one that starts with eval/ is looked at when it is there")
+    metric: str = Field(
+        description="a name of docs/metrics.md, e.g. loss; one that starts with eval/ is looked at when it is there"
+    )
     at_least: float | None = None
     at_most: float | None = None
 
