@@ -10,7 +10,7 @@ The floor of one decoding step is the time to read the weights once (4 bytes eac
 in the processor's cache); what is above it at batch 1 is the cost of starting operations, which XLA's compiled loop pays once for
 16 tokens and eager torch at every operation. At batch 64 the matrix products rule, and the two libraries' kernels.
 
-    python benchmarks/generate.py [--models 1m 25m] [--repeats 3] [--batches 1 8 64] [--new-tokens 64]
+    python benchmarks/generate.py [--models 1m 25m] [--repeats 3] [--torch-threads 1] [--batches 1 8 64] [--new-tokens 64]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from models import MODELS, pair
-from side_by_side import Row, arguments, in_turns, table
+from side_by_side import Row, arguments, in_turns, parse, table
 
 PROMPT_TOKENS = 32
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = arguments(__doc__, list(MODELS), repeats=3)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--new-tokens", type=int, default=64)
-    options = parser.parse_args(argv)
+    options = parse(parser, argv)
     rows = []
     for name in options.models:
         with pair(name) as models:

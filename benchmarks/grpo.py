@@ -14,7 +14,7 @@ strictly on-policy update in float32: token aggregation, no KL term, gradients c
 
 The floor is the sum of what generate.py measures for 64 completions of 16 tokens and train.py for 64 rows of 32 tokens.
 
-    python benchmarks/grpo.py [--models 1m 25m] [--repeats 3]
+    python benchmarks/grpo.py [--models 1m 25m] [--repeats 3] [--torch-threads 1]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from letters import letters
 from models import MODELS, pair
-from side_by_side import Row, arguments, in_turns, table
+from side_by_side import Row, arguments, in_turns, parse, table
 
 PROMPTS, SAMPLES, NEW_TOKENS = 8, 8, 16
 RATE = 1e-5
@@ -34,7 +34,7 @@ TEXTS = [f"prompt number {i}:" for i in range(PROMPTS)]
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    options = arguments(__doc__, list(MODELS), repeats=3).parse_args(argv)
+    options = parse(arguments(__doc__, list(MODELS), repeats=3), argv)
     has_trl = importlib.util.find_spec("trl") is not None
     if not has_trl:
         print("TRL is left out: it is not installed (pip install trl)")

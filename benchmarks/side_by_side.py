@@ -87,4 +87,22 @@ def arguments(description: str, sizes: Sequence[str], repeats: int) -> argparse.
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sizes, default=list(sizes), help="default: all")
     parser.add_argument("--repeats", type=int, default=repeats, help=f"turns of each program (default {repeats})")
+    parser.add_argument("--torch-threads", type=int, help="default: torch's own choice, one for each core")
     return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options, with torch's threads set; says so where other programs are at work.
+
+    The threads of torch wait for each other at every operation: where one of them shares its core with another program the
+    peer was measured 50 times slower with two threads than with one, and the ratio says nothing.
+    """
+    options = parser.parse_args(argv)
+    if options.torch_threads:
+        import torch
+
+        torch.set_num_threads(options.torch_threads)
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        print(f"load average {load:.1f}: other programs are at work, and hold up torch more than Duet; try --torch-threads 1")
+    return options

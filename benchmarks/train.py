@@ -9,7 +9,7 @@ the first update stand behind each row: they are the same number.
 The floor is the arithmetic: 6 operations for each weight and token, the embedding's own apart. A row of 128 tokens of 25m is
 17 GFLOP, 0.11 s on a core that does 150 GFLOP/s.
 
-    python benchmarks/train.py [--models 1m 25m] [--repeats 3] [--rows 16] [--length 128] [--remat none] [--scan]
+    python benchmarks/train.py [--models 1m 25m] [--repeats 3] [--torch-threads 1] [--rows 16] [--length 128] [--remat none] [--scan]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from models import MODELS, pair
-from side_by_side import Row, arguments, in_turns, table
+from side_by_side import Row, arguments, in_turns, parse, table
 
 RATE = 1e-4
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--remat", default="none", choices=["none", "minimal", "full"])
     parser.add_argument("--scan", action="store_true")
-    options = parser.parse_args(argv)
+    options = parse(parser, argv)
     rows = []
     for name in options.models:
         with pair(name, remat=options.remat, scan=options.scan) as models:
