@@ -199,11 +199,9 @@ class RouterOptions(Strict):
 class UntilOptions(Strict):
     """Ends a stage before its last step, after the first step whose `metric` reaches a bound."""
 
-    metric: str = Field(
-        description="a name of docs/metrics.md, e.g. loss; one that starts with eval/ is looked at when it is there"
-    )
-    at_least: float | None = None
-    at_most: float | None = None
+    metric: str = Field(description="a name of docs/metrics.md, e.g. loss; looked at after each step that has it")
+    at_least: float | None = Field(None, description="the stage ends when the metric is this or more")
+    at_most: float | None = Field(None, description="the stage ends when the metric is this or less")
 
     @model_validator(mode="after")
     def _one_bound(self):
