@@ -107,6 +107,8 @@ def _train(arguments: argparse.Namespace) -> int:
         print("the configuration is good")
         return 0
     _choose_platform(config.platform)
+    # Tokenizers are all that is used of transformers here; its notice that there is no PyTorch would only worry.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from rl.loop import run
 
     return run(config)

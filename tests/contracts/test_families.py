@@ -19,7 +19,7 @@ from oracles import STANDARD, configuration, random_model, tokens
 
 import policy
 from policy import cache as caches
-from policy import families, head, modes
+from policy import families, head, hub, modes
 from policy.config import Moe, Runtime
 from policy.hf import UnsupportedModel
 from policy.model import Graph
@@ -173,3 +173,19 @@ def test_router_statistics_count_the_choices(model):
     assert sum(len(each) for each in counts) == len(sparse)
     for each in counts:
         assert (each.sum(-1) == 16 * sparse[0].experts_per_token).all()
+
+
+# Parameters of the released models, as their papers and model cards give them.
+PUBLISHED = {
+    "deepseek-v3": 671_026_419_200,
+    "llama3.1-8b": 8_030_261_248,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+
+
+def test_presets_of_released_models_have_their_number_of_parameters():
+    assert set(hub.presets()) == {*PUBLISHED, "tiny-deepseek"}
+    for name, count in PUBLISHED.items():
+        assert Graph(hub.preset(name), Runtime(), layout({"fsdp": 1})).parameters == count, name

@@ -1,4 +1,4 @@
-"""What docs/ shows: every snippet is run, loaded or listed here as one that is not; references are complete."""
+"""What README.md and docs/ show: every snippet is run, loaded or listed here as one that is not; references are complete."""
 
 import importlib.util
 import os
@@ -18,7 +18,7 @@ from rl import configfile, data, reference
 from rl.tasks import arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"(?:^<!-- (?P<key>file|needs): (?P<value>\S+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 # Sections of a run; a snippet that leaves one out is checked with these.
 BASE = {
@@ -30,12 +30,17 @@ BASE = {
 }
 # Lines of bash that would train, and so are covered by the tests of whole runs.
 NOT_RUN = {
+    "pip install -e . && rl-train configs/quickstart.yml",
+    "pip install -e '.[test]' && pytest",
+    "rl-train configs/sft_then_grpo.yml configs/tiny.yml",
+    "rl-train configs/quickstart.yml stages.1.steps=100 run.dir=runs/try",
+    "rl-train runs/try",
     "rl-train configs/quickstart.yml run.dir=runs/first",
     "rl-train runs/first",
     "rl-train resume=runs/first",
     "until rl-train configs/quickstart.yml run.dir=runs/first; [ $? -ne 75 ]; do sleep 1; done",
 }
-NOT_CODE = {"toml", "jinja"}
+NOT_CODE = {"toml", "jinja", "text"}
 
 
 @dataclass(frozen=True)
