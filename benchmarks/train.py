@@ -9,8 +9,8 @@ the first update stand behind each row: they are the same number.
 The floor is the arithmetic: 6 operations for each weight and token, the embedding's own apart. A row of 128 tokens of 25m is
 17 GFLOP, 0.11 s on a core that does 150 GFLOP/s.
 
-    python benchmarks/train.py [--models 1m 25m] [--repeats 3] [--torch-threads 1]
-                               [--rows 16] [--length 128] [--remat none] [--scan]
+    python benchmarks/train.py [--models 1m 25m] [--repeats 3] [--torch-threads 1] [--rows 16] [--length 128]
+                               [--remat none] [--scan]
 """
 
 from __future__ import annotations

@@ -196,6 +196,20 @@ class RouterOptions(Strict):
     balance_coef: float = Field(0.0, ge=0.0, description="weight of the sequence-wise balance loss (DeepSeek-V3: 1e-4)")
 
 
+class UntilOptions(Strict):
+    """Ends a stage before its last step, after the first step whose `metric` reaches a bound."""
+
+    metric: str = Field(description="a name of docs/metrics.md, e.g. loss; looked at after each step that has it")
+    at_least: float | None = Field(None, description="the stage ends when the metric is this or more")
+    at_most: float | None = Field(None, description="the stage ends when the metric is this or less")
+
+    @model_validator(mode="after")
+    def _one_bound(self):
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError("give exactly one of `at_least` and `at_most`")
+        return self
+
+
 class AlgorithmOptions(Strict):
     """`name` and the fields of that algorithm's dataclass in rl/algorithms/, defaults filled in."""
 
@@ -215,6 +229,7 @@ class AlgorithmOptions(Strict):
 class StageOptions(Strict):
     algorithm: AlgorithmOptions = Field(description="its name, or its name and options")
     steps: int = Field(ge=0, description="generation batches (grpo, ppo) or optimiser steps (sft)")
+    until: UntilOptions | None = Field(None, description="end the stage earlier, when a metric reaches a bound")
     prompts_per_step: int = Field(32, ge=1, description="prompts (grpo, ppo) or demonstrations (sft) of one step")
     samples_per_prompt: int = Field(8, ge=1, description="completions of each prompt: the group")
     updates_per_step: int = Field(1, ge=1, description="optimiser updates made from the completions of one step")

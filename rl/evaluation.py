@@ -28,9 +28,9 @@ class Evaluation:
     def __init__(self, options: EvaluationOptions, problems: Sequence[Problem], runner: Runner):
         self.options, self.problems, self._runner = options, problems, runner
 
-    def due(self, step: int, steps: int) -> bool:
-        """Whether step number `step` (from 1) of `steps` is followed by an evaluation."""
-        return step == steps or bool(self.options.every and step % self.options.every == 0)
+    def due(self, step: int) -> bool:
+        """Whether step number `step` (from 1) of a stage is followed by an evaluation, apart from its last."""
+        return bool(self.options.every and step % self.options.every == 0)
 
     def run(self, generator: Generator, params: SamplingParams) -> dict[str, float]:
         """eval/greedy_accuracy, eval/reward_mean, eval/pass@k; `params` gives lengths and stops, temperatures are ours."""

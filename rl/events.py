@@ -2,12 +2,13 @@
 
 events.jsonl holds one object a step, `{"stage", "step", "metrics": {...}}`; samples.jsonl one a completion. Both are
 strict JSON: a number that is not finite is written as null. Every line is one write, so that a killed process leaves
-at most one torn line, the last, which `truncate_after` removes when the run goes on.
+at most one torn line, the last, which `truncate_after` removes when the run goes on. On a full disk lines wait in memory.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from rl.mirrors import Mirror, mirrors
 
 EVENTS = "events.jsonl"
 SAMPLES = "samples.jsonl"
+_LOG = logging.getLogger("duet.events")
 
 
 class EventLog:
@@ -28,6 +30,7 @@ class EventLog:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self._files = {name: self._open(name) for name in (EVENTS, SAMPLES)}
+        self._waiting = dict.fromkeys(self._files, b"")
 
     def step(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
         """One line of events.jsonl. Metrics are numbers, or arrays of one number."""
@@ -49,12 +52,21 @@ class EventLog:
             _rewrite(self.directory / name, lambda row: (stages.index(row["stage"]), row["step"]) <= last)
             self._files[name] = self._open(name)
 
-    def sync(self) -> None:
-        """Returns when what was written is on the disk; called before a checkpoint counts as complete."""
-        for file in self._files.values():
-            os.fsync(file)
+    def sync(self) -> bool:
+        """Returns when what was written is on the disk; False if the disk does not take it. Called before a checkpoint: one that
+        knows of lines that are not there could not be continued from."""
+        try:
+            for name, file in self._files.items():
+                self._flush(name)
+                os.fsync(file)
+        except OSError as error:
+            _LOG.error("events and samples cannot be written to %s (%s); make room there", self.directory, error)
+            return False
+        return True
 
     def close(self) -> None:
+        if any(self._waiting.values()):
+            self.sync()
         while self._files:
             os.close(self._files.popitem()[1])
 
@@ -62,9 +74,17 @@ class EventLog:
         return os.open(self.directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def _write(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        data = memoryview("".join(_line(record) for record in records).encode())
-        while data:
-            data = data[os.write(self._files[name], data) :]
+        waited = bool(self._waiting[name])
+        self._waiting[name] += "".join(_line(record) for record in records).encode()
+        try:
+            self._flush(name)
+        except OSError as error:
+            if not waited:
+                _LOG.error("%s cannot be written: %s. Its lines are kept in memory; make room", self.directory / name, error)
+
+    def _flush(self, name: str) -> None:
+        while self._waiting[name]:
+            self._waiting[name] = self._waiting[name][os.write(self._files[name], self._waiting[name]) :]
 
 
 class Events:
@@ -99,9 +119,9 @@ class Events:
         """As `EventLog.truncate_after`."""
         self.log.truncate_after(stages, stage, step)
 
-    def sync(self) -> None:
+    def sync(self) -> bool:
         """As `EventLog.sync`."""
-        self.log.sync()
+        return self.log.sync()
 
     def close(self) -> None:
         for mirror in self._mirrors:

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from rl import configfile
 from rl.config import RunConfig
 from rl.errors import ConfigError, ResourceError
@@ -62,10 +64,10 @@ class RunFolder:
         try:
             write(unfinished)
             unfinished.rename(self._exported)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise ResourceError(
-                f"{self._exported}: the final weights cannot be written: {error}. Make room, then write them with `rl-train {self.path}`"
+                f"{self._exported}: the final weights cannot be written: {error}. Make room, then `rl-train {self.path}`"
             ) from None
         return self._exported
 

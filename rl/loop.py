@@ -26,7 +26,7 @@ from rewards import RewardError, RewardFailed
 from rl import data, rollouts
 from rl.batch import pack
 from rl.checkpoint import Checkpoints
-from rl.config import RunConfig
+from rl.config import RunConfig, UntilOptions
 from rl.errors import ConfigError, DataError, Interrupted, ModelError, ResourceError, RewardStop
 from rl.evaluation import Evaluation
 from rl.events import Events
@@ -34,7 +34,6 @@ from rl.folder import RunFolder, StopWish
 from rl.prepare import Prepared, Stage, prepare
 from rl.trainer import RunState, Trainer
 from rollout import Generator, GeneratorOptions
-
 
 _FINISHED = """\
 {0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
@@ -101,8 +100,10 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
     runtime = Runtime(options.dtype, options.param_dtype, options.remat, options.scan)
     try:
         mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
         raise ResourceError(f"{error} (platform: {config.platform})") from None
+    except RuntimeError as error:
+        raise ResourceError(f"platform: {config.platform} cannot be used here; set it to auto or cpu. jax says: {error}") from None
     try:
         from_directory = Path(options.source).is_dir()
         decoder = hub.read_config(options.source) if from_directory else hub.preset(options.source, options.overrides)
@@ -121,17 +122,18 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
 
 
 def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> None:
-    names = run.config.stage_names
-    first, after = 0, 0
+    names, first = run.config.stage_names, 0
     if saved is None:
         run.events.truncate_after(names, names[0], -1)
     else:
         host = saved[1]
-        first, after, run.prompts = host["stage"], host["step"], host["prompts"]
-        run.events.truncate_after(names, names[first], after)
-        run.events.note(f"continuing {folder.path} after step {after} of {names[first]}")
+        first, run.prompts = host["stage"], host["prompts"]
+        run.events.truncate_after(names, names[first], host["step"])
+        run.events.note(f"continuing {folder.path} after step {host['step']} of {names[first]}")
     for stage in run.prepared.stages[first:]:
-        _run_stage(run, stage, after if saved is not None and stage.index == first else None)
+        _run_stage(run, stage, saved[1] if saved is not None and stage.index == first else None)
+    if not run.events.sync():
+        raise ResourceError(f"{folder.path}: the last events have no room; make some, and continue with `rl-train {folder.path}`")
     run.events.note(f"final weights in {folder.export(partial(_export, run))}")
 
 
@@ -140,8 +142,8 @@ def _export(run: Run, directory: Path) -> None:
     run.prepared.tokenizer.save_pretrained(directory)
 
 
-def _run_stage(run: Run, stage: Stage, after: int | None) -> None:
-    """All steps of a stage; those beyond `after` if a checkpoint of this stage is to be continued."""
+def _run_stage(run: Run, stage: Stage, saved: dict | None) -> None:
+    """All steps of a stage; those that are left if the newest checkpoint is one of this stage and `saved` is its host part."""
     options = stage.options
     trainer = Trainer(run.model.graph, options, stage.algorithm)
     evaluation = None
@@ -149,9 +151,9 @@ def _run_stage(run: Run, stage: Stage, after: int | None) -> None:
         evaluation = Evaluation(run.prepared.evaluation, run.prepared.held_out, stage.runner)
     stops = run.prepared.stop_ids
     params = rollouts.sampling_params(options.sampling, stops)
-    run.events.start_stage(stage.name, options.steps, after or 0)
-    if after is None:
-        after = 0
+    after = saved["step"] if saved else 0
+    run.events.start_stage(stage.name, options.steps, after)
+    if saved is None:
         state = trainer.start(run.model.params, run.config.seed + stage.index)
         if evaluation:
             run.events.step(stage.name, 0, evaluation.run(run.generator, params))
@@ -159,26 +161,38 @@ def _run_stage(run: Run, stage: Stage, after: int | None) -> None:
         state = run.checkpoints.restore(trainer.abstract())[1]
         run.model.params = state.policy.params
     take = partial(_rollout_step, params=params) if stage.algorithm.needs_rollouts else _supervised_step
-    for step in range(after + 1, options.steps + 1):
+    last = after if saved and saved["ended"] else options.steps
+    for step in range(after + 1, last + 1):
         began = time.perf_counter()
         state, metrics = take(run, stage, trainer, state, step)
         metrics["time/step"] = time.perf_counter() - began
-        if evaluation and evaluation.due(step, options.steps):
+        ended = step == options.steps or _reached(options.until, metrics)
+        if evaluation and (ended or evaluation.due(step)):
             metrics |= evaluation.run(run.generator, params)
+            ended = ended or _reached(options.until, metrics)
         run.events.step(stage.name, step, metrics)
-        _save_and_stop(run, stage, state, step)
+        _save_and_stop(run, stage, state, step, ended)
+        if ended:
+            break
 
 
-def _save_and_stop(run: Run, stage: Stage, state: RunState, step: int) -> None:
+def _reached(until: UntilOptions | None, metrics: dict) -> bool:
+    """Whether a step's metrics end the stage early."""
+    value = metrics.get(until.metric) if until else None
+    if value is None:
+        return False
+    return value >= until.at_least if until.at_most is None else value <= until.at_most
+
+
+def _save_and_stop(run: Run, stage: Stage, state: RunState, step: int, ended: bool) -> None:
     """Writes a checkpoint where one is due, and stops the run if that is wanted."""
     options, stages = run.config.run, run.prepared.stages
-    last = step == stage.options.steps
     wanted = run.stop.wanted
-    if last or wanted or (options.checkpoint_every and step % options.checkpoint_every == 0):
+    if ended or wanted or (options.checkpoint_every and step % options.checkpoint_every == 0):
         number = sum(s.options.steps + 1 for s in stages[: stage.index]) + step
-        run.events.sync()
-        host = {"stage": stage.index, "step": step, "prompts": run.prompts}
-        run.checkpoints.save(number, state, host, wait=bool(wanted))
+        if run.events.sync():
+            host = {"stage": stage.index, "step": step, "ended": ended, "prompts": run.prompts}
+            run.checkpoints.save(number, state, host, wait=bool(wanted))
     if wanted:
         newest = run.checkpoints.host()
         saved = "saved" if newest and newest[0] == number else "NOT saved (see above)"

@@ -88,7 +88,12 @@ def attend(q_BHTD: jax.Array, k_BKCD: jax.Array, v_BKCD: jax.Array, mask: Mask, 
     q = q_BHTD.reshape(B, K, H // K, T, D)
 
     def some(q_BKGtD, positions_Bt, segments_Bt):
-        scores = jnp.einsum("bkgtd,bkcd->bkgtc", q_BKGtD, k_BKCD, preferred_element_type=jnp.float32)
+        if T == 1:
+            # Keys on the left are read where they are; on the right XLA transposes them for every token on CPU.
+            scores = jnp.einsum("bkcd,bkgtd->bkcgt", k_BKCD, q_BKGtD, preferred_element_type=jnp.float32)
+            scores = jnp.moveaxis(scores, 2, -1)
+        else:
+            scores = jnp.einsum("bkgtd,bkcd->bkgtc", q_BKGtD, k_BKCD, preferred_element_type=jnp.float32)
         scores = jnp.where(mask.of(positions_Bt, segments_Bt)[:, None, None], scores, MASKED)
         weights = jax.nn.softmax(scores, axis=-1).astype(v_BKCD.dtype)
         return jnp.einsum("bkgtc,bkcd->bkgtd", weights, v_BKCD)

@@ -1,30 +1,29 @@
 """Runs that are killed, and checkpoints that are damaged, end with the bits of a run that nothing disturbed."""
 
+import contextlib
 import os
 import random
 import shutil
 import signal
 import time
 
+import launch
 import pytest
-import runs
 
 from rl import events
 
 
 def killed(directory, moment, delay: float = 0.0) -> bool:
     """Starts or continues a run and kills it, workers and all, when `moment()` holds. False if it was finished before."""
-    running = runs.process(*runs.arguments(directory), stdout=None, stderr=None)
+    running = launch.process(*launch.arguments(directory), stdout=None, stderr=None)
     try:
         while not moment() and running.poll() is None:
             time.sleep(0.002)
         time.sleep(delay)
         alive = running.poll() is None
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         running.wait()
     return alive
 
@@ -39,10 +38,10 @@ def reached(directory, stage: str, step: int):
 
 def test_a_killed_run_goes_on_to_the_same_bits(unbroken, tmp_path):
     directory = tmp_path / "run"
-    assert killed(directory, reached(directory, "grpo", 1))
+    assert killed(directory, (directory / "checkpoints" / "0000000006").exists)  # after two steps of grpo
     assert not (directory / "export").exists()
-    assert runs.train(directory) == 0
-    runs.assert_same_run(directory, unbroken)
+    assert launch.train(directory) == 0
+    launch.assert_same_run(directory, unbroken)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(unbroken, tmp_path, caplog):
@@ -54,9 +53,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(unbroken, tmp
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert runs.train(directory) == 0
+    assert launch.train(directory) == 0
     assert "checkpoint 9 is damaged" in caplog.text and str(file.relative_to(newest)) in caplog.text
-    runs.assert_same_run(directory, unbroken)
+    launch.assert_same_run(directory, unbroken)
 
 
 @pytest.mark.slow
@@ -75,8 +74,8 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(unbroken, tmp_path
     ]
     kills = [killed(directory, moment, delay=draw.choice([0, 0, 0.02, 0.3])) for moment in moments]
     assert sum(kills) >= 6, kills
-    assert runs.train(directory) == 0
-    runs.assert_same_run(directory, unbroken)
+    assert launch.train(directory) == 0
+    launch.assert_same_run(directory, unbroken)
 
 
 @pytest.mark.slow
@@ -84,6 +83,6 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(unbroken, tmp_path
 def test_a_run_killed_at_a_random_moment_ends_with_the_same_bits(unbroken, tmp_path, seed):
     directory, draw = tmp_path / "run", random.Random(seed)
     events_before = draw.randint(1, len(events.read(unbroken / "events.jsonl")) - 1)
-    killed(directory, lambda: runs.lines(directory) >= events_before, delay=draw.random() * 0.2)
-    assert runs.train(directory) == 0
-    runs.assert_same_run(directory, unbroken)
+    killed(directory, lambda: launch.lines(directory) >= events_before, delay=draw.random() * 0.2)
+    assert launch.train(directory) == 0
+    launch.assert_same_run(directory, unbroken)

@@ -6,9 +6,9 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import runs
 
 import rl.algorithms
+import runs
 from rl import events
 
 CRITIC = ("optim/lr", "optim/grad_norm", "optim/update_norm", "optim/skipped", "moe/max_load", "moe/balance")

@@ -7,16 +7,20 @@ import signal
 from pathlib import Path
 
 import jax
+import launch
 import numpy as np
 import pytest
-import runs
 
 import policy
 from rl import configfile, events
 from rl.checkpoint import Checkpoints
 from rl.folder import RunFolder
+from rl.prepare import prepare
+from rl.tasks import arithmetic
 from rl.trainer import Trainer
 
+SFT = "{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, sampling: {max_new_tokens: 6}}"
+ONLY_SFT = f"stages=[{SFT}]"
 STAGES = [("sft", 3), ("grpo", 3), ("grpo-2", 1)]
 SAMPLE_KEYS = {
     *("stage", "step", "prompt_id", "sample", "prompt", "completion", "tokens", "finish", "rewards", "reward", "advantage"),
@@ -99,7 +103,7 @@ def test_a_pipe_gets_the_configuration_and_plain_lines(unbroken):
 
 def test_a_finished_run_says_so_and_is_left_as_it_is(unbroken, capsys):
     before = digest(unbroken)
-    assert runs.cli.train_main([str(unbroken)]) == 0
+    assert launch.cli.train_main([str(unbroken)]) == 0
     said = capsys.readouterr().out
     assert f"{unbroken} is finished" in said and f"model: {unbroken}/export" in said and "stage sft" not in said
     assert digest(unbroken) == before
@@ -107,7 +111,7 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(unbroken, capsys):
 
 def test_a_run_is_not_continued_under_another_configuration(unbroken, capsys):
     before = digest(unbroken)
-    assert runs.cli.train_main([str(unbroken), "stages.1.optimizer.learning_rate=0.5"]) == 2
+    assert launch.cli.train_main([str(unbroken), "stages.1.optimizer.learning_rate=0.5"]) == 2
     said = capsys.readouterr().err
     assert "stages.1.optimizer.learning_rate: 0.001 there, 0.5 here" in said and "Traceback" not in said
     assert digest(unbroken) == before
@@ -115,31 +119,31 @@ def test_a_run_is_not_continued_under_another_configuration(unbroken, capsys):
 
 def test_a_run_in_use_is_left_alone(unbroken, capsys):
     with RunFolder(configfile.load([unbroken])):
-        assert runs.cli.train_main([f"resume={unbroken}"]) == 5
+        assert launch.cli.train_main([f"resume={unbroken}"]) == 5
     assert "in use by another process" in capsys.readouterr().err
 
 
 def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(unbroken, tmp_path):
     directory = tmp_path / "run"
-    running = runs.process(*runs.arguments(directory))
-    runs.wait_for(lambda: runs.lines(directory) >= 1, running)
+    running = launch.process(*launch.arguments(directory))
+    launch.wait_for(lambda: launch.lines(directory) >= 1, running)
     running.send_signal(signal.SIGTERM)
-    code, _, err = runs.finish(running)
+    code, _, err = launch.finish(running)
     assert code == 75, err
-    assert f"SIGTERM: saved after step" in err and f"rl-train {directory}" in err and "Traceback" not in err
+    assert "SIGTERM: saved after step" in err and f"rl-train {directory}" in err and "Traceback" not in err
     stage, step = [(row["stage"], row["step"]) for row in events.read(directory / "events.jsonl")][-1]
     assert f"after step {step} of {stage}" in err and step > 0 and not (directory / "export").exists()
 
-    running = runs.process(str(directory))
-    reached = runs.lines(directory)
-    runs.wait_for(lambda: runs.lines(directory) > reached, running)
+    running = launch.process(str(directory))
+    reached = launch.lines(directory)
+    launch.wait_for(lambda: launch.lines(directory) > reached, running)
     running.send_signal(signal.SIGINT)
-    code, out, err = runs.finish(running)
+    code, out, err = launch.finish(running)
     assert code == 75 and "SIGINT: saved" in err, err
     assert f"continuing {directory} after step {step} of {stage}" in out
 
-    assert runs.train(directory) == 0
-    runs.assert_same_run(directory, unbroken)
+    assert launch.train(directory) == 0
+    launch.assert_same_run(directory, unbroken)
 
 
 def test_a_step_that_ends_on_a_full_disk_keeps_the_last_good_one_and_goes_on(tmp_path, monkeypatch, caplog):
@@ -154,11 +158,45 @@ def test_a_step_that_ends_on_a_full_disk_keeps_the_last_good_one_and_goes_on(tmp
         seal(directory, content)
 
     monkeypatch.setattr(checkpoint, "seal", full)
-    assert runs.train(tmp_path / "run", ONLY_SFT, "run.checkpoint_every=1") == 0
+    assert launch.train(tmp_path / "run", ONLY_SFT, "run.checkpoint_every=1") == 0
     assert sealed == [1, 2, 3]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["0000000001"]
     assert "checkpoint 2 was NOT saved" in caplog.text and "safe up to checkpoint 1" in caplog.text
-    assert [step for _, step, _ in runs.numbers(tmp_path / "run")] == [0, 1, 2, 3]
+    assert [step for _, step, _ in launch.numbers(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+def test_weights_that_find_no_room_are_written_by_the_next_start(tmp_path, capsys):
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    run = (tmp_path / "run", ONLY_SFT)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        assert launch.train(*run) == 5
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    assert "the final weights cannot be written" in said and f"rl-train {tmp_path / 'run'}" in said and "Traceback" not in said
+    assert not list((tmp_path / "run").glob("export*"))
+    assert launch.train(*run) == 0 and launch.weights(tmp_path / "run")
+
+
+def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_quickstart():
+    prepared = prepare(configfile.load([launch.QUICKSTART]))
+    prepared.close()
+
+    def what(text):
+        return arithmetic.identity(text.removesuffix("="))
+
+    sft, grpo = prepared.stages
+    trained = {what(problem.example.prompt) for problem in grpo.problems}
+    prompts = ([i for i, learnt in zip(ids, mask, strict=True) if not learnt] for ids, mask in sft.demonstrations)
+    demonstrated = {what(prepared.tokenizer.decode(ids)) for ids in prompts}
+    held_out = {what(problem.example.prompt) for problem in prepared.held_out}
+    assert len({problem.example.prompt for problem in prepared.held_out}) == 512  # 12+34 and 34+12 are on one side together
+    assert len(trained) > 3000 and demonstrated == trained
+    assert not held_out & trained
+    texts = {prepared.tokenizer.decode(ids) for ids, _ in sft.demonstrations} | {p.example.prompt for p in grpo.problems}
+    assert not any(text.startswith(problem.example.prompt) for problem in prepared.held_out for text in texts)
 
 
 ONLY_SFT = (
@@ -168,22 +206,24 @@ ONLY_SFT = (
 
 @pytest.mark.slow
 def test_the_same_file_gives_the_same_bits_and_other_seeds_do_not(unbroken, tmp_path):
-    code, _, err = runs.finish(runs.process(*runs.arguments(tmp_path / "again")))
+    code, _, err = launch.finish(launch.process(*launch.arguments(tmp_path / "again")))
     assert code == 0, err
-    runs.assert_same_run(tmp_path / "again", unbroken)
-    assert runs.train(tmp_path / "other", "seed=1") == 0
-    assert runs.samples(tmp_path / "other") != runs.samples(unbroken)
+    launch.assert_same_run(tmp_path / "again", unbroken)
+    assert launch.train(tmp_path / "other", "seed=1") == 0
+    assert launch.samples(tmp_path / "other") != launch.samples(unbroken)
 
 
 @pytest.mark.slow
-def test_a_micro_batch_changes_the_speed_only(unbroken, tmp_path):
-    small = [f"stages.{n}.micro_batch=3" for n in range(3)]
-    assert runs.train(tmp_path / "run", *small) == 0
-    for ours, theirs in zip(runs.numbers(tmp_path / "run"), runs.numbers(unbroken), strict=True):
+def test_a_micro_batch_changes_the_speed_only(tmp_path):
+    # With an eps of 1e-8 AdamW makes a step of the learning rate of a gradient that is 0 but for rounding.
+    options = [f"stages.{n}.optimizer.eps=1e-4" for n in range(3)]
+    assert launch.train(tmp_path / "whole", *options) == 0
+    assert launch.train(tmp_path / "cut", *options, *(f"stages.{n}.micro_batch=3" for n in range(3))) == 0
+    for ours, theirs in zip(launch.numbers(tmp_path / "cut"), launch.numbers(tmp_path / "whole"), strict=True):
         assert ours[:2] == theirs[:2] and ours[2].keys() == theirs[2].keys()
         for key in ours[2]:
             np.testing.assert_allclose(ours[2][key], theirs[2][key], rtol=1e-4, atol=1e-5, err_msg=f"{ours[:2]} {key}")
-    one, other = (policy.load(directory / "export").params for directory in (tmp_path / "run", unbroken))
+    one, other = (policy.load(directory / "export").params for directory in (tmp_path / "cut", tmp_path / "whole"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, other)
 
 
@@ -203,12 +243,34 @@ def test_a_run_with_a_critic_that_warms_up(tmp_path):
             }
         ]
     )
-    assert runs.train(tmp_path / "run", f"stages={stages}", "run.checkpoint_every=1") == 0
+    assert launch.train(tmp_path / "run", f"stages={stages}", "run.checkpoint_every=1") == 0
     rows = {row["step"]: row["metrics"] for row in events.read(tmp_path / "run" / "events.jsonl")}
     assert "loss" not in rows[1] and rows[1]["value/loss"] > 0 and "value/explained_variance" in rows[1]
     assert {"loss", "kl/ref", "kl/reward", "value/clip_frac", "value/return_mean"} <= rows[2].keys()
     shutil.rmtree(tmp_path / "run" / "export")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "0000000003")
-    before = runs.numbers(tmp_path / "run"), runs.samples(tmp_path / "run")
-    assert runs.train(tmp_path / "run", f"stages={stages}", "run.checkpoint_every=1") == 0
-    assert (runs.numbers(tmp_path / "run"), runs.samples(tmp_path / "run")) == before
+    before = launch.numbers(tmp_path / "run"), launch.samples(tmp_path / "run")
+    assert launch.train(tmp_path / "run", f"stages={stages}", "run.checkpoint_every=1") == 0
+    assert (launch.numbers(tmp_path / "run"), launch.samples(tmp_path / "run")) == before
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_stage_ends_early_when_its_metric_reaches_the_bound(tmp_path, reached):
+    bound = "{metric: loss, at_most: 100}" if reached else "{metric: eval/greedy_accuracy, at_least: 1}"
+    two = f"stages=[{SFT}, {SFT}]"
+    assert launch.train(tmp_path / "run", two, f"stages.0.until={bound}") == 0
+    steps = [(stage, step) for stage, step, _ in launch.numbers(tmp_path / "run")]
+    first = [("sft", 0), ("sft", 1)] if reached else [("sft", step) for step in range(4)]
+    assert steps == [*first, *(("sft-2", step) for step in range(4))]
+    ends = launch.numbers(tmp_path / "run")[len(first) - 1]
+    assert "eval/greedy_accuracy" in ends[2]  # evaluated after the last step, whichever it is
+
+
+def test_a_run_killed_after_a_stage_that_ended_early_goes_on_with_the_next(tmp_path):
+    how = (tmp_path / "run", f"stages=[{SFT}, {SFT}]", "stages.0.until={metric: loss, at_most: 100}", "run.checkpoint_every=0")
+    assert launch.train(*how) == 0
+    weights, numbers = launch.weights(tmp_path / "run"), launch.numbers(tmp_path / "run")
+    shutil.rmtree(max((tmp_path / "run" / "checkpoints").iterdir()))
+    shutil.rmtree(tmp_path / "run" / "export")
+    assert launch.train(*how) == 0
+    assert launch.weights(tmp_path / "run") == weights and launch.numbers(tmp_path / "run") == numbers

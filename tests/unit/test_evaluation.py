@@ -67,10 +67,10 @@ def test_what_counts_as_correct_can_be_said():
     assert evaluate([0.4, 0.6], correct_at=0.5)[0]["eval/greedy_accuracy"] == 0.5
 
 
-def test_evaluations_are_due_every_so_many_steps_and_after_the_last():
+def test_evaluations_are_due_every_so_many_steps():
     def due(steps, **options):
         evaluation = Evaluation(EvaluationOptions.model_validate({"data": {"task": "arithmetic"}} | options), [], None)
-        return [step for step in range(1, steps + 1) if evaluation.due(step, steps)]
+        return [step for step in range(1, steps + 1) if evaluation.due(step)]
 
-    assert due(7, every=3) == [3, 6, 7]
-    assert due(7) == [7]
+    assert due(7, every=3) == [3, 6]
+    assert due(7) == []

@@ -177,3 +177,24 @@ def test_wandb_offline_needs_no_account_and_writes_to_the_run(tmp_path, monkeypa
 def test_repeated_stages_get_numbers():
     stages = [{"algorithm": name, "steps": 1} for name in ("sft", "grpo", "sft", "sft")]
     assert RunConfig.model_validate({"model": "tiny", "stages": stages}).stage_names == ["sft", "grpo", "sft-2", "sft-3"]
+
+
+def test_lines_wait_for_room_on_a_full_disk_and_lose_nothing(tmp_path, monkeypatch, caplog):
+    log, write, room = EventLog(tmp_path), os.write, [30]
+
+    def limited(file, data):
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        taken = write(file, bytes(data[: room[0]]))
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr(os, "write", limited)
+    for step in range(3):
+        log.step("sft", step, {"loss": 1.0})
+    assert not log.sync() and "No space left" in caplog.text and caplog.text.count("kept in memory") == 1
+    assert (tmp_path / EVENTS).stat().st_size == 30
+    room[0] = 10**6
+    log.step("sft", 3, {"loss": 1.0})
+    assert log.sync()
+    assert [step for _, step in places(tmp_path / EVENTS)] == [0, 1, 2, 3]

@@ -15,8 +15,10 @@ from learners import batch, begin, host, same_bits, stage
 import policy
 from policy.layers.moe import bias_update
 from policy.model import Model
+from rl.batch import pack
 from rl.config import OptimizerOptions
 from rl.trainer import schedule
+from rollout import Generator, GeneratorOptions, SamplingParams
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -25,6 +27,20 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def compilations():
+    """The seconds of every compilation, as they happen; a program read from the compilation cache counts too."""
+    found = []
+
+    def heard(event, seconds, **_):
+        if event.endswith("backend_compile_duration"):
+            found.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(heard)
 
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "constant", "prompt")
@@ -53,8 +69,9 @@ def assert_cut_changes_nothing(model, data, algorithm, cuts, **keys):
     return whole, found
 
 
+@pytest.mark.slow
 def test_supervised_updates_are_the_same_for_any_micro_batch():
-    assert_cut_changes_nothing(learners.dense(), batch(), "sft", cuts=[3])
+    assert_cut_changes_nothing(learners.dense(), batch(), "sft", cuts=[1, 3, 4])
 
 
 def test_policy_gradient_updates_are_the_same_for_any_micro_batch():
@@ -99,7 +116,7 @@ def test_rollout_updates_of_experts_are_the_same_for_any_micro_batch(algorithm):
     assert_cut_changes_nothing(learners.experts(), batch(), algorithm, cuts=[1, 3, 4], router=router)
 
 
-def test_an_update_happens_in_place_in_one_program():
+def test_an_update_happens_in_place_in_one_program(compilations):
     model = Model(learners.dense().graph, {})
     trainer, state = begin(learners.dense(), stage("grpo"), fresh=True)
     data = batch()
@@ -110,14 +127,34 @@ def test_an_update_happens_in_place_in_one_program():
     assert aliased == sum(leaf.nbytes for leaf in jax.tree.leaves(state.policy))
     state, _ = trainer.update(state, data)  # the first weights may lie in memory of numpy, which nobody can give away
     where = {path: array.unsafe_buffer_pointer() for path, array in state.policy.params.items()}
+    assert compilations
+    compilations.clear()
     for _ in range(3):
         state, _ = trainer.update(state, data)
         model.params = state.policy.params
         assert {path: array.unsafe_buffer_pointer() for path, array in model.params.items()} == where
-    assert trainer.policy.program._cache_size() == 1
+    assert not compilations
     with pytest.raises(RuntimeError, match="deleted"):
         np.asarray(old["norm.weight"])
     model.logits(data.tokens[:1])
+
+
+def test_the_generator_reads_the_arrays_that_the_update_wrote():
+    data = batch()
+    trainer, state = begin(learners.dense(), stage("grpo"))
+    model = Model(learners.dense().graph, state.policy.params)
+    generator = Generator(model, max_length=16, slots=2, options=GeneratorOptions(tokens_per_dispatch=4))
+    prompt, params = [3, 5, 7], SamplingParams(max_new_tokens=8, temperature=1.0)
+    first = generator.generate([prompt], params)[0][0]
+    for _ in range(2):
+        state, _ = trainer.update(state, data)
+    with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+        generator.generate([prompt], params)  # not told of the new ones, it cannot go on with the old
+    model.params = state.policy.params
+    written = generator.generate([prompt], params)[0][0]
+    row = pack([(prompt + written.tokens, [0] * 3 + [1] * 8)], 16)
+    np.testing.assert_allclose(trainer.logprobs(state.policy.params, row)[0][0, 3:11], written.logprobs, atol=1e-5)
+    assert not np.allclose(first.logprobs, written.logprobs, atol=1e-3)
 
 
 def test_an_update_that_is_not_finite_changes_no_bit_and_is_counted():
@@ -198,15 +235,13 @@ def test_gradients_are_clipped_as_optax_clips_them():
         state, metrics = trainer.update(state, data)
         return jax.tree.map(lambda m: m / np.float32(0.1), state.policy.optimizer[0].mu), float(metrics["optim/grad_norm"])
 
-    raw, norm = first_gradient(None)
-    assert norm == pytest.approx(float(optax.tree.norm(raw)), rel=1e-5)
+    raw, norm = first_gradient(1e3)
+    assert norm == pytest.approx(float(optax.tree.norm(raw)), rel=1e-5)  # below the limit nothing is changed
     clip = optax.clip_by_global_norm(norm / 3)
     expected, _ = clip.update(raw, clip.init(raw))
     found, reported = first_gradient(norm / 3)
     assert reported == pytest.approx(norm, rel=1e-5)  # before clipping
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), found, expected)
-    loose, _ = first_gradient(norm * 2)
-    jax.tree.map(np.testing.assert_array_equal, loose, raw)
 
 
 def test_loss_and_adamw_are_those_of_torch(tmp_path):

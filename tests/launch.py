@@ -16,7 +16,7 @@ QUICKSTART, SMALL = ROOT / "configs" / "quickstart.yml", ROOT / "tests" / "end_t
 
 
 def arguments(directory, *more: str) -> list[str]:
-    return [str(QUICKSTART), str(SMALL), f"run.dir={directory}", *more]
+    return [str(SMALL), f"run.dir={directory}", *more]
 
 
 def train(directory, *more: str) -> int:

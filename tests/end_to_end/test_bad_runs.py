@@ -1,0 +1,169 @@
+"""Runs that cannot work: text, the documented exit code, and nothing built before. And rewards that go wrong in a real run."""
+
+import json
+
+import launch
+import pytest
+from oracles import configuration, random_model
+from safetensors.numpy import load_file, save_file
+
+import policy
+from policy import families
+from policy.model import Graph
+from rl import cli, events
+
+OWN = "tests/end_to_end/own_rewards.py"
+GRPO = "{algorithm: {name: grpo, kl_coef: 0.05}, steps: 1, prompts_per_step: 4, samples_per_prompt: 4, updates_per_step: 2"
+ONE_STEP = f"stages=[{GRPO}, optimizer: {{learning_rate: 1e-3}}, sampling: {{max_new_tokens: 6}}}}]"
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Fails the test if a model is built."""
+
+    def build(*_):
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr(Graph, "__init__", build)
+
+
+def refused(capsys, code, *words, arguments) -> str:
+    """Runs the command, which ends with this exit code and an error that holds these words and no traceback."""
+    capsys.readouterr()
+    found = cli.train_main(arguments)
+    said = capsys.readouterr().err
+    assert found == code, said
+    for word in words:
+        assert word in said, said
+    assert "Traceback" not in said
+    return said
+
+
+BAD_CONFIGURATIONS = {
+    "a misspelt key": (["stages.1.learning_rat=1"], "stages.1.learning_rat"),
+    "a value of another type": (["seed=many"], "seed"),
+    "no such file": (["data.path=data/missing.jsonl", "data.task=null", "data.options=null"], "data/missing.jsonl"),
+    "no such configuration": (["missing.yml"], "missing.yml"),
+    "an unknown reward": (["rewards.functions=[exact_answr]"], "exact_answer"),
+    "a reward file without the function": ([f"rewards.functions=['{OWN}:digitz']"], "digits"),
+    "an option that a reward does not have": (["rewards.functions=[{name: exact_answer, options: {paten: x}}]"], "pattern"),
+    "an unknown model": (["model.source=tiny-depseek"], "tiny-deepseek"),
+    "an unknown task": (["data.task=arithmetik"], "arithmetic"),
+    "an unknown algorithm": (["stages.1.algorithm.name=grpp"], "grpo"),
+    "an option of another algorithm": (["stages.1.algorithm.gamma=0.5"], "gamma"),
+    "no room for a prompt": (["stages.1.sampling.max_new_tokens=32"], "max_length"),
+    "a template that is not there": (["tokenizer.chat_template=none.jinja"], "none.jinja"),
+    "a tokenizer larger than the vocabulary": (["model.overrides.vocab_size=20"], "the tokenizer has 23 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGURATIONS)
+def test_a_bad_configuration_is_exit_code_2(case, tmp_path, capsys, no_model):
+    more, *words = BAD_CONFIGURATIONS[case]
+    refused(capsys, 2, *words, arguments=launch.arguments(tmp_path / "run", *more))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def on_rows(tmp_path, rows, *more, name="data.jsonl") -> list[str]:
+    """Arguments of a small GRPO run on a file of these rows (objects, or lines of text)."""
+    path = tmp_path / name
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    where = ["data.task=null", "data.options=null", f"data.path={path}", "evaluation=null", ONE_STEP]
+    return launch.arguments(tmp_path / "run", *where, *more)
+
+
+GOOD = {"prompt": "1+1=", "answer": "2"}
+BAD_DATA = {
+    "an empty file": ([], [], "data.jsonl", "no rows"),
+    "a line that is no JSON": ([GOOD, GOOD, '{"prompt": '], [], "data.jsonl:3", "not valid JSON"),
+    "a row without a prompt": ([GOOD, {"question": "1+1="}], [], "data.jsonl:2", "prompt"),
+    "an empty prompt": ([GOOD, GOOD | {"prompt": ""}], [], "data.jsonl:2", "empty"),
+    "a prompt that is too long": ([GOOD, GOOD | {"prompt": "1" * 30}], [], "data.jsonl:2", "30 tokens", "26 fit", "max_length"),
+    "a reward without its column": (
+        [GOOD],
+        [f"rewards.functions=['{OWN}:needs_a_column']"],
+        "data.jsonl:1",
+        "'difficulty'",
+        "answer",
+    ),
+    "a column that one row lacks": (
+        [GOOD, GOOD, {"prompt": "2+2="}],
+        ["rewards.functions=[exact_answer]"],
+        "data.jsonl:3",
+        "'answer'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_bad_data_is_exit_code_3(case, tmp_path, capsys, no_model):
+    rows, more, *words = BAD_DATA[case]
+    refused(capsys, 3, *words, arguments=on_rows(tmp_path, rows, *more))
+    assert not (tmp_path / "run").exists()
+
+
+def test_demonstrations_without_an_answer_are_exit_code_3(tmp_path, capsys, no_model):
+    sft = "stages=[{algorithm: sft, steps: 1, sampling: {max_new_tokens: 6}}]"
+    refused(capsys, 3, "data.jsonl:1", "completion", arguments=on_rows(tmp_path, [GOOD], sft))
+
+
+def test_a_broken_model_directory_is_exit_code_4_and_names_the_tensor(tmp_path, capsys):
+    directory = tmp_path / "model"
+    policy.save(random_model(families.read(configuration("Llama", vocab_size=64))), directory)
+    weights = load_file(directory / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if "layers.1.mlp.up" not in k}, directory / "model.safetensors")
+    arguments = [str(launch.QUICKSTART), f"run.dir={tmp_path / 'run'}", f"model={directory}"]
+    refused(capsys, 4, "missing tensor model.layers.1.mlp.up_proj.weight", str(directory), arguments=arguments)
+    # Nothing was begun, so the directory of the run is free for what the user tries next.
+    (directory / "config.json").write_text("{")
+    refused(capsys, 4, "config.json:1", "not valid JSON", arguments=[*arguments, "seed=5"])
+    (directory / "config.json").write_text('{"model_type": "mamba"}')
+    refused(capsys, 4, "mamba", arguments=arguments)
+
+
+def test_a_mesh_without_enough_devices_is_exit_code_5(tmp_path, capsys, no_model):
+    refused(capsys, 5, "needs 4 devices, there are 1", arguments=launch.arguments(tmp_path / "run", "mesh.tensor=4"))
+
+
+def test_a_platform_that_is_not_here_is_exit_code_5(tmp_path):
+    code, out, err = launch.finish(launch.process(*launch.arguments(tmp_path / "run", "platform=tpu")))
+    assert code == 5, err
+    assert "not enough resources" in err and "platform: tpu" in err and "Traceback" not in err
+    assert "stage sft" not in out
+
+
+def test_a_reward_that_fails_stops_the_run_if_that_is_wanted(tmp_path, capsys):
+    more = [ONE_STEP, f"rewards.functions=['{OWN}:always_raises']", "rewards.on_error=stop", "evaluation=null"]
+    found = cli.train_main(launch.arguments(tmp_path / "run", *more))
+    said = capsys.readouterr().err
+    assert found == 6 and said.startswith("stopped by a reward: reward always_raises failed (raised)")
+    assert "ZeroDivisionError: this one never works" in said and "own_rewards.py" in said and "prompt:" in said
+
+
+def test_rewards_that_raise_hang_or_give_nan_never_stop_a_run(tmp_path, caplog):
+    more = [f"rewards.functions=['{OWN}:faulty']", "rewards.timeout_s=1.2", "rewards.workers=4", "evaluation=null"]
+    assert launch.train(tmp_path / "run", ONE_STEP.replace("steps: 1", "steps: 2"), *more) == 0
+    samples = events.read(tmp_path / "run" / "samples.jsonl")
+    kind = {row["prompt_id"]: int(row["prompt"].split("+")[0]) % 4 for row in samples}
+    assert len(samples) == 32 and all((row["reward"] is None) == (kind[row["prompt_id"]] != 3) for row in samples)
+    assert all(row["advantage"] == 0 for row in samples if row["reward"] is None)
+    for step in (1, 2):
+        metrics = events.read(tmp_path / "run" / "events.jsonl")[step - 1]["metrics"]
+        kinds = [kind[row["prompt_id"]] for row in samples if row["step"] == step]
+        assert metrics["reward/faults"] == sum(k != 3 for k in kinds)
+        assert metrics["reward/timeouts"] == sum(k == 1 for k in kinds)
+        assert metrics["optim/skipped"] == 0 and metrics["loss"] is not None
+    assert set(kind.values()) == {0, 1, 2, 3}, "the draw of this seed has every kind"
+    assert "reward faulty failed (" in caplog.text and "further ones are only counted" in caplog.text
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_run_without_any_score_goes_on_and_changes_nothing_by_it(tmp_path):
+    more = [f"rewards.functions=['{OWN}:always_raises']", "evaluation=null", "stages.0.router={bias_rate: 0}"]
+    assert launch.train(tmp_path / "run", ONE_STEP, *more) == 0
+    (row,) = events.read(tmp_path / "run" / "events.jsonl")
+    assert row["metrics"]["reward/mean"] is None and row["metrics"]["optim/grad_norm"] == 0
+    start = policy.create(policy.load(tmp_path / "run" / "export").config, 0).params
+    end = policy.load(tmp_path / "run" / "export").params
+    assert all((start[path] == end[path]).all() for path in start)
