@@ -4,18 +4,18 @@ import json
 import re
 
 import jax.numpy as jnp
+import launch
 import numpy as np
 import pytest
 
 import rl.algorithms
-import runs
 from rl import events
 
 CRITIC = ("optim/lr", "optim/grad_norm", "optim/update_norm", "optim/skipped", "moe/max_load", "moe/balance")
 
 
 def documented() -> set[str]:
-    text = (runs.ROOT / "docs" / "metrics.md").read_text()
+    text = (launch.ROOT / "docs" / "metrics.md").read_text()
     return set(re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE))
 
 
@@ -56,7 +56,7 @@ def test_every_metric_of_the_losses_is_documented_and_no_other_name(unbroken):
 @pytest.mark.slow
 def test_every_metric_of_a_run_with_a_critic_is_documented(tmp_path):
     stage = {"algorithm": "ppo", "steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 4}}
-    assert runs.train(tmp_path / "run", f"stages={json.dumps([stage])}") == 0
+    assert launch.train(tmp_path / "run", f"stages={json.dumps([stage])}") == 0
     names = written(tmp_path / "run")
     assert not names - documented()
     assert {f"value/{name}" for name in CRITIC} <= names
