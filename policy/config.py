@@ -162,7 +162,8 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How a decoder is computed, apart from what it computes. `remat` names the policy of layers/remat in policy/stack.py."""
+    """How a decoder is computed, apart from what it computes. `remat` is a key of REMAT_SAVES in policy/decoder.py,
+    or none; more than `attention_chunk` queries are taken in chunks."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -218,8 +218,8 @@ class Trainer:
             policy, metrics = self.policy(policy, batch, self._totals(batch), R)
         if critic is not None:
             critic, found = self.critic(critic, batch, self._totals(batch), R)
-            renamed = {k if k.startswith("value/") else f"value/{k}": v for k, v in found.items()}
-            metrics = metrics | renamed
+            del found["loss"]  # value/loss, and the balance term that value/moe/balance holds
+            metrics = metrics | {k if k.startswith("value/") else f"value/{k}": v for k, v in found.items()}
         return RunState(policy, state.reference, critic), metrics
 
     @cached_property
