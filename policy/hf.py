@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 
-from policy.config import LayerSpec, LinearScaling, Llama3Scaling, Rope, Stack, YarnScaling
+from policy.config import DecoderConfig, LayerSpec, LinearScaling, Llama3Scaling, Norm, Rope, Stack, YarnScaling
 
 # `hidden_act` of a configuration -> the name of policy.config.Mlp.
 ACTIVATIONS = {
@@ -113,3 +114,18 @@ def stacks(layers: list[LayerSpec]) -> tuple[Stack, ...]:
         found.append(Stack(tuple(layers[start : start + period]), repeats))
         start += period * repeats
     return tuple(found)
+
+
+def decoder(family: str, stored: dict, hf: dict, layers: list[LayerSpec]) -> DecoderConfig:
+    """A decoder of these layers with a plain final norm. `stored` is the configuration as it was written, `hf` the same with the
+    defaults of its class."""
+    return DecoderConfig(
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        stacks=stacks(layers),
+        norm=Norm(eps=hf["rms_norm_eps"]),
+        family=family,
+        hf=json.dumps(stored, sort_keys=True),
+        tied_head=bool(hf["tie_word_embeddings"]),
+        initializer_range=hf["initializer_range"],
+    )

@@ -3,11 +3,9 @@ prefix followed by mixtures of experts."""
 
 from __future__ import annotations
 
-import json
-
 from policy import names
-from policy.config import DecoderConfig, LatentAttention, LayerSpec, Mlp, Moe, Norm, Router
-from policy.hf import UnsupportedModel, activation, first, rope, rope_parameters, stacks, yarn_mscale
+from policy.config import DecoderConfig, LatentAttention, LayerSpec, Mlp, Moe, Router
+from policy.hf import UnsupportedModel, activation, decoder, first, rope, rope_parameters, yarn_mscale
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
@@ -93,16 +91,7 @@ def read(stored: dict) -> DecoderConfig:
         activation=activation(hf),
     )
     prefix = hf["first_k_dense_replace"]
-    return DecoderConfig(
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        stacks=stacks([LayerSpec(mixer, dense if i < prefix else moe) for i in range(hf["num_hidden_layers"])]),
-        norm=Norm(eps=hf["rms_norm_eps"]),
-        family="deepseek",
-        hf=json.dumps(stored, sort_keys=True),
-        tied_head=bool(hf["tie_word_embeddings"]),
-        initializer_range=hf["initializer_range"],
-    )
+    return decoder("deepseek", stored, hf, [LayerSpec(mixer, dense if i < prefix else moe) for i in range(hf["num_hidden_layers"])])
 
 
 def _mixer(hf: dict, v3: bool) -> LatentAttention:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from policy import names
-from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.hf import activation, first, rope, stacks
+from policy.config import Attention, DecoderConfig, LayerSpec, Mlp
+from policy.hf import activation, decoder, first, rope
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 MODEL_TYPES = ("llama",)
@@ -42,13 +40,4 @@ def read(stored: dict) -> DecoderConfig:
         out_bias=bias,
     )
     mlp = Mlp(hf["intermediate_size"], activation(hf), bias=bool(hf["mlp_bias"]))
-    return DecoderConfig(
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        stacks=stacks([LayerSpec(mixer, mlp)] * hf["num_hidden_layers"]),
-        norm=Norm(eps=hf["rms_norm_eps"]),
-        family="llama",
-        hf=json.dumps(stored, sort_keys=True),
-        tied_head=bool(hf["tie_word_embeddings"]),
-        initializer_range=hf["initializer_range"],
-    )
+    return decoder("llama", stored, hf, [LayerSpec(mixer, mlp)] * hf["num_hidden_layers"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from policy import names
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.hf import UnsupportedModel, activation, first, rope, stacks
+from policy.hf import UnsupportedModel, activation, decoder, first, rope
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 MODEL_TYPES = ("qwen3",)
@@ -31,16 +29,7 @@ DEFAULTS = {
 
 def read(stored: dict) -> DecoderConfig:
     hf = DEFAULTS | stored
-    return DecoderConfig(
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        stacks=stacks([LayerSpec(mixer, Mlp(hf["intermediate_size"], activation(hf))) for mixer in mixers(hf)]),
-        norm=Norm(eps=hf["rms_norm_eps"]),
-        family="qwen3",
-        hf=json.dumps(stored, sort_keys=True),
-        tied_head=bool(hf["tie_word_embeddings"]),
-        initializer_range=hf["initializer_range"],
-    )
+    return decoder("qwen3", stored, hf, [LayerSpec(mixer, Mlp(hf["intermediate_size"], activation(hf))) for mixer in mixers(hf)])
 
 
 def mixers(hf: dict) -> list[Attention]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from policy import names
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.hf import activation, first, rope, stacks
+from policy.hf import activation, decoder, first, rope
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 MODEL_TYPES = ("qwen3_moe",)
@@ -58,13 +56,4 @@ def read(stored: dict) -> DecoderConfig:
     step, only_dense = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
     sparse = [i not in only_dense and router.experts > 0 and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
     layers = [LayerSpec(mixer, moe if is_sparse else dense) for is_sparse in sparse]
-    return DecoderConfig(
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        stacks=stacks(layers),
-        norm=Norm(eps=eps),
-        family="qwen3_moe",
-        hf=json.dumps(stored, sort_keys=True),
-        tied_head=bool(hf["tie_word_embeddings"]),
-        initializer_range=hf["initializer_range"],
-    )
+    return decoder("qwen3_moe", stored, hf, layers)
