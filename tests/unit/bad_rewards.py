@@ -84,7 +84,7 @@ def closes_everything(prompts, completions):
 
 def writes_everywhere(prompts, completions):
     if "bad" in completions:
-        for descriptor in range(3, 20):
+        for descriptor in range(3, 1024):  # the worker's pipes have high numbers where the run has many files open
             try:
                 os.write(descriptor, b"\xff" * 100)
             except OSError:
