@@ -60,7 +60,7 @@ class Report:
         return bool(self.outcomes) and not self.skipped and all(outcome.passed for outcome in self.outcomes)
 
 
-def test_examples(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> Report:
+def run_examples(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> Report:
     """Calls the reward on each of its examples in a worker process. `options` lie under those of an example.
 
     Stops at the first example that takes more than `timeout_s` seconds. Without examples the function is called on two
@@ -81,9 +81,6 @@ def test_examples(spec: str, options: dict | None = None, timeout_s: float = 1.0
     return Report(spec, report.outcomes, report.skipped, advice)
 
 
-test_examples.__test__ = False  # pytest collects what is called test_*, wherever it is imported
-
-
 def main(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> int:
     """Prints the outcome of every example. Returns 0 if all passed, 1 if not, 2 if the reward cannot be used at all."""
     from rich.console import Console
@@ -94,7 +91,7 @@ def main(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> int:
     log = logging.getLogger("duet.rewards")
     log.addFilter(_nothing)  # faults are printed below
     try:
-        report = test_examples(spec, options, timeout_s)
+        report = run_examples(spec, options, timeout_s)
     except RewardError as error:
         console.print(Text(str(error), style="red"))
         return 2

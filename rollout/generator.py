@@ -236,6 +236,16 @@ class _Slots:
     active: np.ndarray
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Draws:
+    """How tokens are drawn, scalars. `filters` (top_k, top_p, min_p) or None: another program, without the sort they need."""
+
+    seed: np.ndarray
+    temperature: np.ndarray
+    filters: tuple | None
+
+
 class _Programs:
     """The compiled programs of a generator; caches are donated to them."""
 
@@ -245,7 +255,7 @@ class _Programs:
         self._empty = jax.jit(self._empty_program, static_argnums=(0, 1))
         self._prefill = jax.jit(self._prefill_program, donate_argnums=1)
         self._insert = jax.jit(self._insert_program, donate_argnums=0)
-        self._decode = jax.jit(self._decode_program, donate_argnums=1, static_argnames=("greedy", "filtered"))
+        self._decode = jax.jit(self._decode_program, donate_argnums=1)
 
     def empty(self, rows: int, length: int):
         return settle(self._empty(rows, length), self.graph.layout)
@@ -258,14 +268,11 @@ class _Programs:
 
     def decode(self, params, cache, slots: _Slots, sampling: SamplingParams, seed: int):
         """(cache, tokens int[K, S] with -1 where none was made, their log-probabilities), the latter two on the host."""
-        stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
-        settings = (
-            np.float32(sampling.temperature or 1.0),
-            (np.int32(sampling.top_k), np.float32(sampling.top_p), np.float32(sampling.min_p)),
-            stops,
-            np.uint32(seed % 2**32),
-        )
-        cache, tokens, logps = self._decode(params, cache, slots, *settings, greedy=sampling.greedy, filtered=sampling.filtered)
+        stops, draws = np.asarray(sampling.stop_token_ids or (-1,), np.int32), None
+        if not sampling.greedy:
+            filters = np.int32(sampling.top_k), np.float32(sampling.top_p), np.float32(sampling.min_p)
+            draws = _Draws(np.uint32(seed % 2**32), np.float32(sampling.temperature), filters if sampling.filtered else None)
+        cache, tokens, logps = self._decode(params, cache, slots, stops, draws)
         settle(cache, self.graph.layout)
         return cache, np.asarray(tokens), np.asarray(logps)
 
@@ -287,7 +294,7 @@ class _Programs:
         with self.graph.precision():
             return self._pinned(modes.prefill(self.graph.decoder(params), tokens_PC, step, cache, self.graph.runtime))
 
-    def _decode_program(self, params, cache, slots, temperature, filters, stops, seed, *, greedy, filtered):
+    def _decode_program(self, params, cache, slots: _Slots, stops, draws: _Draws | None):
         S = slots.token.shape[0]
 
         def go_on(carry):
@@ -297,12 +304,12 @@ class _Programs:
             i, cache, token, cached, left, active, tokens, logps = carry
             decoder = self.graph.decoder(params)
             logits, cache = modes.autoregressive(decoder, token, cached, active, cache, self.graph.runtime)
-            logits = logits / temperature
-            if greedy:
+            if draws is None:
                 new = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             else:
-                u = uniforms(seed, slots.prompt_id, slots.sample, cached + 1)
-                new = draw(logits, u, filters if filtered else None)
+                logits = logits / draws.temperature
+                u = uniforms(draws.seed, slots.prompt_id, slots.sample, cached + 1)
+                new = draw(logits, u, draws.filters)
             logp = jnp.take_along_axis(jax.nn.log_softmax(logits), new[:, None], axis=-1)[:, 0]
             tokens = tokens.at[i].set(jnp.where(active, new, -1))
             logps = logps.at[i].set(jnp.where(active, logp, 0.0))

@@ -8,7 +8,7 @@ import pytest
 
 import rewards
 from rewards import RewardError, Runner, RunnerOptions, registry
-from rewards.check import test_examples as run_examples
+from rewards.check import run_examples
 
 BUILT_IN = sorted(registry._builtins())
 NEEDED_OPTIONS = {"regex_format": {"pattern": "x"}}

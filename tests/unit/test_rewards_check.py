@@ -3,8 +3,7 @@
 import pytest
 
 from rewards import RewardError
-from rewards.check import main
-from rewards.check import test_examples as run_examples
+from rewards.check import main, run_examples
 
 FILE = """
 import time
