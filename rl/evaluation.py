@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,22 +36,15 @@ class Evaluation:
     def run(self, generator: Generator, params: SamplingParams) -> dict[str, float]:
         """eval/greedy_accuracy, eval/reward_mean, eval/pass@k; `params` gives lengths and stops, temperatures are ours."""
         began, options = time.perf_counter(), self.options
-        greedy = SamplingParams(
-            max_new_tokens=params.max_new_tokens, temperature=0, stop=params.stop, stop_token_ids=params.stop_token_ids
-        )
+        unfiltered = replace(params, n=1, top_k=0, top_p=1.0, min_p=0.0)
+        greedy = replace(unfiltered, temperature=0)
         totals = self._totals(generator, greedy)[:, 0]
         found = {
             "eval/greedy_accuracy": float(np.mean(self._correct(totals))),
             "eval/reward_mean": float(np.nanmean(totals)) if np.isfinite(totals).any() else float("nan"),
         }
         if options.samples:
-            sampled = SamplingParams(
-                n=options.samples,
-                max_new_tokens=params.max_new_tokens,
-                temperature=options.temperature,
-                stop=params.stop,
-                stop_token_ids=params.stop_token_ids,
-            )
+            sampled = replace(unfiltered, n=options.samples, temperature=options.temperature)
             correct = self._correct(self._totals(generator, sampled)).sum(axis=1)
             for k in options.k:
                 found[f"eval/pass@{k}"] = float(np.mean([pass_at_k(options.samples, int(c), k) for c in correct]))

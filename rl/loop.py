@@ -24,7 +24,7 @@ from policy.model import Graph, Model
 from policy.sharding import layout
 from rewards import RewardError, RewardFailed
 from rl import data, rollouts
-from rl.batch import pack
+from rl.batch import Batch, pack
 from rl.checkpoint import Checkpoints
 from rl.config import RunConfig, UntilOptions
 from rl.errors import ConfigError, DataError, Interrupted, ModelError, ResourceError, RewardStop
@@ -149,8 +149,7 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None) -> None:
     evaluation = None
     if run.prepared.evaluation:
         evaluation = Evaluation(run.prepared.evaluation, run.prepared.held_out, stage.runner)
-    stops = run.prepared.stop_ids
-    params = rollouts.sampling_params(options.sampling, stops)
+    params = rollouts.sampling_params(options.sampling, run.prepared.stop_ids)
     after = saved["step"] if saved else 0
     run.events.start_stage(stage.name, options.steps, after)
     if saved is None:
@@ -160,7 +159,7 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None) -> None:
     else:
         state = run.checkpoints.restore(trainer.abstract())[1]
         run.model.params = state.policy.params
-    take = partial(_rollout_step, params=params) if stage.algorithm.needs_rollouts else _supervised_step
+    take = _rollout_step if stage.algorithm.needs_rollouts else _supervised_step
     last = after if saved and saved["ended"] else options.steps
     for step in range(after + 1, last + 1):
         began = time.perf_counter()
@@ -206,25 +205,25 @@ def _order(run: Run, stage: Stage, rows: int, numbers: range) -> list[int]:
 
 def _supervised_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int) -> tuple[RunState, dict]:
     """One update on the next `prompts_per_step` demonstrations."""
-    P, U = stage.options.prompts_per_step, stage.options.updates_per_step
+    P = stage.options.prompts_per_step
     chosen = _order(run, stage, len(stage.demonstrations), range((step - 1) * P, step * P))
     batch = pack([stage.demonstrations[row] for row in chosen], run.config.max_length)
-    return _update(run, trainer, state, [batch.rows(slice(u * P // U, (u + 1) * P // U)) for u in range(U)])
+    return _update(run, trainer, state, batch)
 
 
-def _rollout_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int, *, params) -> tuple[RunState, dict]:
+def _rollout_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int) -> tuple[RunState, dict]:
     """Samples groups, scores them, and makes `updates_per_step` updates of whole groups each."""
     options, algorithm = stage.options, stage.algorithm
-    P, G, U = options.prompts_per_step, options.samples_per_prompt, options.updates_per_step
+    P, G = options.prompts_per_step, options.samples_per_prompt
     ids = range(run.prompts, run.prompts + P)
     run.prompts += P
     problems = [stage.problems[row] for row in _order(run, stage, len(stage.problems), range((step - 1) * P, step * P))]
-    params = rollouts.sampling_params(options.sampling, params.stop_token_ids, n=G)
+    params = rollouts.sampling_params(options.sampling, run.prepared.stop_ids, n=G)
     found = rollouts.collect(run.generator, stage.runner, problems, params, ids)
     batch = found.batch(run.config.max_length)
 
     began = time.perf_counter()
-    if algorithm.needs_old_logp(U):
+    if algorithm.needs_old_logp(options.updates_per_step):
         old_logp, entropy = trainer.logprobs(state.policy.params, batch)
         batch = batch.replace(old_logp=old_logp, entropy=entropy)
     if state.reference is not None:
@@ -249,23 +248,23 @@ def _rollout_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, ste
     metrics |= {f"advantage/{name}": float(getattr(per_sample, name)()) for name in ("mean", "std", "min", "max")}
 
     critic_only = state.critic is not None and step <= algorithm.critic_warmup
-    rows = P * G // U
-    parts = [batch.rows(slice(u * rows, (u + 1) * rows)) for u in range(U)]
-    state, updated = _update(run, trainer, state, parts, critic_only=critic_only)
+    state, updated = _update(run, trainer, state, batch, critic_only=critic_only)
     run.events.samples(rollouts.records(found, scores, per_sample, stage.name, step))
     return state, rollouts.metrics(found, scores) | metrics | updated
 
 
-def _update(run: Run, trainer: Trainer, state: RunState, batches: list, **how) -> tuple[RunState, dict]:
-    """An update for each batch; metrics are their means. The model sees the new weights at once: they are the same arrays."""
-    began, every = time.perf_counter(), []
-    for batch in batches:
-        state, metrics = trainer.update(state, batch, **how)
+def _update(run: Run, trainer: Trainer, state: RunState, batch: Batch, **how) -> tuple[RunState, dict]:
+    """`updates_per_step` updates, each on an equal part of the rows; metrics are their means. The model sees the new weights at
+    once: they are the same arrays."""
+    began, every, updates = time.perf_counter(), [], trainer.stage.updates_per_step
+    rows = len(batch.prompt) // updates
+    for u in range(updates):
+        state, metrics = trainer.update(state, batch.rows(slice(u * rows, (u + 1) * rows)), **how)
         run.model.params = state.policy.params
         every.append(metrics)
     every = jax.device_get(every)
     seconds = time.perf_counter() - began
-    tokens = sum(int((batch.segments != 0).sum()) for batch in batches)
+    tokens = int((batch.segments != 0).sum())
     means = {key: float(np.mean([metrics[key] for metrics in every])) for key in every[0]}
     return state, means | {
         "time/update": seconds,
