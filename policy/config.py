@@ -15,22 +15,31 @@ class Norm:
     """Root-mean-square norm. `scale` says how the weight w acts on r = x * rsqrt(mean(x^2) + eps), computed in float32.
 
     after_cast: r.astype(dtype) * w. zero_centred: (r * (1 + w)).astype(dtype). before_cast: (r * w).astype(dtype).
+    none: r.astype(dtype), no weight.
     """
 
     eps: float = 1e-6
-    scale: Literal["after_cast", "zero_centred", "before_cast"] = "after_cast"
+    scale: Literal["after_cast", "zero_centred", "before_cast", "none"] = "after_cast"
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """(x - mean) * rsqrt(variance + eps) * weight + bias; mean and variance in float32, or in the activation dtype."""
+
+    eps: float = 1e-5
+    reductions: Literal["float32", "activation"] = "float32"
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding over `dim` dimensions: base frequencies theta^(-2i/dim), rescaled by `scaling`.
+    """Rotary position embedding over the first `dim` dimensions: base frequencies theta^(-2i/dim), rescaled by `scaling`.
 
-    `interleaved` rotates the pairs (2i, 2i+1), otherwise (i, i + dim/2). `attention_factor` multiplies cos and sin.
+    `interleaved` rotates the pairs (2i, 2i+1), otherwise (i, i + dim/2).
     """
 
     dim: int
     theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling | None = None
     interleaved: bool = False
 
 
@@ -49,6 +58,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
+    """`attention_factor` multiplies cos and sin."""
+
     factor: float
     original_max_position: int
     beta_fast: float = 32.0
@@ -58,8 +69,31 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class ProportionalScaling:
+    """Only the first `fraction` of the frequencies turn; the other pairs stay as they are. All are divided by `factor`."""
+
+    fraction: float
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class QueryTemperature:
+    """Queries grow with their position: times 1 + scale * log(1 + floor((position + 1) / floor))."""
+
+    scale: float
+    floor: float
+
+
+@dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention: query head h reads key-value head h // (heads / kv_heads)."""
+    """Grouped-query attention: query head h reads key-value head h // (heads / kv_heads).
+
+    A query sees at most `window` tokens back (itself counted), or only its own `chunk` of so many positions. `qk_norm` acts on
+    each head before rotation, on all heads of a token together, or on each head after rotation. `softcap` c bounds scores by
+    c tanh(s / c). `sinks`: one learned score for each head that takes part in the softmax and stands for no token. `gate`: the
+    output is multiplied by a sigmoid of a second query projection. `values_are_keys`: no value projection; values are the
+    projected keys before their norm and rotation.
+    """
 
     heads: int
     kv_heads: int
@@ -67,9 +101,17 @@ class Attention:
     scale: float
     rope: Rope | None = None
     qk_norm: Norm | None = None
+    qk_norm_over: Literal["head", "all_heads", "rotated_head"] = "head"
+    v_norm: Norm | None = None
+    values_are_keys: bool = False
     bias: bool = False
     out_bias: bool = False
     window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    gate: bool = False
+    temperature: QueryTemperature | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +126,23 @@ class LatentAttention:
     scale: float
     rope: Rope
     norm: Norm = Norm(eps=1e-6)
+    bias: bool = False
+    indexer: Indexer | None = None
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Chooses the `topk` keys that a query of latent attention may see (DeepSeek-V3.2): the largest sum over `heads` of
+    w_h relu(q_h . k / sqrt(head_dim)), with q from the query latent, one key of `head_dim` a token, and w from the token."""
+
+    heads: int
+    head_dim: int
+    topk: int
+    rope: Rope
+    norm: LayerNorm = LayerNorm(eps=1e-6)
+
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "linear"]
 
 
 @dataclass(frozen=True)
@@ -91,47 +150,98 @@ class Mlp:
     """Feed-forward of width `width`; gated: down(act(gate(x)) * up(x)), plain: down(act(up(x)))."""
 
     width: int
-    activation: Literal["silu", "gelu_tanh", "gelu", "relu"] = "silu"
+    activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Feed-forward of one square matrix: x W."""
 
 
 @dataclass(frozen=True)
 class Router:
     """Which experts a token goes to, and with what weights. Scores are float32.
 
-    score: softmax over all experts, or a sigmoid of each. `correction_bias` is added for the choice only. With groups, the
-    experts of the `topk_groups` best groups are eligible; a group's score is its largest (`max`) or the sum of its two largest
-    (`top2`). `renormalize` divides the chosen weights by their sum (+ 1e-20 for sigmoid scores); `scale` multiplies them.
+    score: softmax over all experts, or a sigmoid of each. `bias` is part of the scores, `correction_bias` is added for the choice
+    only. With groups, the experts of the `topk_groups` best groups are eligible; a group's score is its largest (`max`) or the
+    sum of its two largest (`top2`). `renormalize` divides the chosen weights by their sum (+ 1e-20 for sigmoid scores); `scale`
+    multiplies them, and `expert_scale` a learned number for each expert. `input_norm` is a norm of the router's own; its result
+    is divided by sqrt(hidden size).
     """
 
     experts: int
     experts_per_token: int
     score: Literal["softmax", "sigmoid"] = "softmax"
+    bias: bool = False
     correction_bias: bool = False
     groups: int = 1
     topk_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
     renormalize: bool = True
     scale: float = 1.0
+    input_norm: Norm | None = None
+    expert_scale: bool = False
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up between -limit and limit."""
+
+    limit: float
+    alpha: float = 1.702
 
 
 @dataclass(frozen=True)
 class Moe:
-    """Mixture of gated experts of width `width`, plus shared experts (one gated feed-forward that every token passes)."""
+    """Mixture of gated experts of width `width`, plus shared experts (one gated feed-forward that every token passes).
+
+    `shared_gate` multiplies the shared experts by a sigmoid of one projection. `weigh` says what a router's weight multiplies:
+    the expert's output or its input. With `clamp` the experts compute ClampedSwiglu instead of act(gate) * up.
+    """
 
     router: Router
     width: int
     shared: Mlp | None = None
-    activation: Literal["silu", "gelu_tanh", "gelu", "relu"] = "silu"
+    activation: Activation = "silu"
+    bias: bool = False
+    shared_gate: bool = False
+    weigh: Literal["output", "input"] = "output"
+    clamp: ClampedSwiglu | None = None
+
+
+@dataclass(frozen=True)
+class DenseAndExperts:
+    """A dense feed-forward beside a mixture of experts, each between two norms of its own, added up. The router sees the input
+    without a norm."""
+
+    dense: Mlp
+    experts: Moe
+    norm: Norm
+
+
+NormName = Literal["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+PRE_NORM: tuple[NormName, ...] = ("input_layernorm", "pre_feedforward_layernorm")
+POST_NORM: tuple[NormName, ...] = ("post_attention_layernorm", "post_feedforward_layernorm")
+SANDWICH_NORM = PRE_NORM + POST_NORM
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One pre-norm residual layer: x += mixer(norm(x)); x += feed_forward(norm(x))."""
+    """x += post(mixer(pre(x))); x += post(feed_forward(pre(x))), with the norms that `norms` names; an absent part adds nothing.
+
+    input_layernorm stands before the mixer and post_attention_layernorm on its output; pre_ and post_feedforward_layernorm do
+    the same for the feed-forward. `parallel`: both parts read the same normed input, x += mixer(h) + feed_forward(h). Without
+    `residual` a part's output replaces x. `scalar`: the result is multiplied by one learned number.
+    """
 
     mixer: Attention | LatentAttention | None
-    feed_forward: Mlp | Moe | None
+    feed_forward: Mlp | Matrix | Moe | DenseAndExperts | None
+    norms: tuple[NormName, ...] = PRE_NORM
+    parallel: bool = False
+    residual: bool = True
+    scalar: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,23 +251,51 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class LearnedPositions:
+    """A trained vector for each of `length` positions, added to the embedding."""
+
+    length: int
+
+
+@dataclass(frozen=True)
+class SinusoidPositions:
+    """[sin | cos] of wavelengths from 2 pi to 1e4 * 2 pi, added to the embedding (arXiv 1706.03762, section 3.5)."""
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
-    """A whole decoder. `family` names the file in policy/families/ and `hf` holds the Hugging Face configuration as JSON."""
+    """A whole decoder. `family` names the file in policy/families/ and `hf` holds the Hugging Face configuration as JSON.
+
+    `logit_softcap` c bounds logits by c tanh(z / c), before any temperature.
+    """
 
     vocab_size: int
     hidden_size: int
     stacks: tuple[Stack, ...]
-    norm: Norm
+    norm: Norm | LayerNorm
     family: str
     hf: str
     tied_head: bool = False
     embedding_scale: float = 1.0
+    positions: tuple[LearnedPositions | SinusoidPositions, ...] = ()
+    logit_softcap: float | None = None
     initializer_range: float = 0.02
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         """The layers one by one, from the embedding to the final norm."""
         return tuple(spec for stack in self.stacks for _ in range(stack.repeats) for spec in stack.pattern)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """Every rotary embedding that some layer uses, once."""
+        parts = (part for spec in self.layers for part in (spec.mixer, getattr(spec.mixer, "indexer", None)))
+        return tuple(dict.fromkeys(part.rope for part in parts if getattr(part, "rope", None) is not None))
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the decoder has a trained vector for; None: no limit of that kind."""
+        return next((table.length for table in self.positions if isinstance(table, LearnedPositions)), None)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from policy.cache import LayerCache, Step
-from policy.config import DecoderConfig, Runtime, Stack
+from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
 from policy.layers.layer import Layer
-from policy.layers.norms import RMSNorm
+from policy.layers.norms import norm
 from policy.layers.parameter import normal, weight
-from policy.layers.rope import rotation
+from policy.layers.rope import rotation, sinusoids
 
 _ATTENTION = ("query_proj", "key_proj", "value_proj")
 # What the backward pass finds saved instead of computing it again, by name of the checkpointed tensors.
@@ -92,8 +92,11 @@ class Decoder(nnx.Module):
         self.config = config
         shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed_vocab")
         self.embed_tokens = weight(rngs, shape, axes, normal(config.initializer_range))
+        if config.max_positions is not None:
+            shape = (config.max_positions, config.hidden_size)
+            self.embed_positions = weight(rngs, shape, (None, "embed_vocab"), normal(config.initializer_range))
         self.stacks = nnx.List([LayerStack(stack, config, rngs) for stack in config.stacks])
-        self.norm = RMSNorm(config.hidden_size, config.norm, rngs)
+        self.norm = norm(config.hidden_size, config.norm, rngs)
         if not config.tied_head:
             self.lm_head = weight(rngs, shape, axes, normal(config.initializer_range))
 
@@ -104,8 +107,8 @@ class Decoder(nnx.Module):
         x = self.embed_tokens[...][tokens_BT].astype(runtime.dtype)
         if config.embedding_scale != 1.0:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
-        ropes = {str(m.rope): m.rope for m in (s.mixer for s in config.layers) if m is not None and m.rope is not None}
-        rotations = {key: rotation(rope, step.positions) for key, rope in ropes.items()}
+        x = x + self._position_embedding(step.positions).astype(x.dtype) if config.positions else x
+        rotations = {str(rope): rotation(rope, step.positions) for rope in config.ropes}
         step = Step(step.positions, step.segments, rotations)
         caches, statistics = [], {}
         for s, stack in enumerate(self.stacks):
@@ -113,6 +116,16 @@ class Decoder(nnx.Module):
             caches.append(part)
             statistics |= {f"stacks.{s}.layers.{i}.feed_forward": each for i, each in enumerate(found) if each}
         return self.norm(x), None if cache is None else tuple(caches), statistics
+
+    def _position_embedding(self, positions_BT: jax.Array) -> jax.Array:
+        """float32[B, T, E], the sum of the tables that the configuration has."""
+        found = 0.0
+        for table in self.config.positions:
+            if isinstance(table, LearnedPositions):
+                found += self.embed_positions[...][positions_BT].astype(jnp.float32)
+            else:
+                found += sinusoids(positions_BT, self.config.hidden_size)
+        return found
 
     @property
     def head_weight(self) -> jax.Array:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import json
 import math
 
-from policy.config import DecoderConfig, LayerSpec, LinearScaling, Llama3Scaling, Norm, Rope, Stack, YarnScaling
+from policy.config import (
+    DecoderConfig,
+    LayerSpec,
+    LinearScaling,
+    Llama3Scaling,
+    Norm,
+    ProportionalScaling,
+    Rope,
+    Stack,
+    YarnScaling,
+)
 
 # `hidden_act` of a configuration -> the name of policy.config.Mlp.
 ACTIVATIONS = {
@@ -27,27 +37,37 @@ def first(hf: dict, *keys: str, default=None):
     return next((hf[key] for key in keys if hf.get(key) is not None), default)
 
 
-def activation(hf: dict) -> str:
-    """The name in policy.config.Mlp of the configuration's `hidden_act`."""
-    name = hf["hidden_act"]
-    if name not in ACTIVATIONS:
-        raise UnsupportedModel(f"hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+def activation(hf: dict, key: str = "hidden_act") -> str:
+    """The name in policy.config.Mlp of the activation that the configuration names under `key`."""
+    if hf[key] not in ACTIVATIONS:
+        raise UnsupportedModel(f"{key} {hf[key]!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[hf[key]]
 
 
-def rope_parameters(hf: dict) -> dict:
-    """The rotary settings as one dict with `rope_type`, `rope_theta` and `original_max_position_embeddings`:
-    transformers 5 writes `rope_parameters`, older files `rope_theta` and `rope_scaling`, which wins where both are
-    there, as in transformers.
+def layer_types(hf: dict, known: tuple[str, ...], derived: list[str]) -> list[str]:
+    """The kind of each layer: `layer_types` of the configuration, one of `known` for each layer, or else `derived`."""
+    kinds, layers = first(hf, "layer_types", default=derived), hf["num_hidden_layers"]
+    if len(kinds) != layers or (unknown := set(kinds) - set(known)):
+        wrong = f"{len(kinds)} entries for {layers} layers" if len(kinds) != layers else ", ".join(sorted(unknown))
+        raise UnsupportedModel(f"layer_types: {wrong}; known: {', '.join(known)}, one for each layer")
+    return list(kinds)
+
+
+def rope_parameters(hf: dict, layer_type: str | None = None) -> dict:
+    """The rotary settings (of one layer type, where each has its own) as one dict with `rope_type`, `rope_theta`,
+    `partial_rotary_factor` and `original_max_position_embeddings`: transformers 5 writes `rope_parameters`, older files
+    `rope_theta` and `rope_scaling`, which wins where both are there, as in transformers.
     """
     settings = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            raise UnsupportedModel(f"rope_parameters.{key}: rotary settings for each layer type are not supported")
+    nested = [key for key, value in settings.items() if isinstance(value, dict)]
+    if nested and layer_type is None:
+        raise UnsupportedModel(f"rope_parameters.{nested[0]}: this family has one rotary embedding for all layers")
+    if nested:
+        settings = dict(settings.get(layer_type) or {})
     settings["rope_type"] = first(settings, "rope_type", "type", default="default")
     settings["rope_theta"] = first(settings, "rope_theta", default=first(hf, "rope_theta", default=10000.0))
-    if first(settings, "partial_rotary_factor", default=first(hf, "partial_rotary_factor", default=1.0)) != 1.0:
-        raise UnsupportedModel("partial_rotary_factor is not supported: all of a head rotates")
+    partial = first(settings, "partial_rotary_factor", default=first(hf, "partial_rotary_factor", default=1.0))
+    settings["partial_rotary_factor"] = float(partial)
     original = first(hf, "original_max_position_embeddings", default=settings.get("original_max_position_embeddings"))
     settings["original_max_position_embeddings"] = hf["max_position_embeddings"] if original is None else original
     if settings["rope_type"] == "yarn" and settings["factor"] is None:
@@ -55,9 +75,18 @@ def rope_parameters(hf: dict) -> dict:
     return settings
 
 
-def rope(hf: dict, dim: int, *, interleaved: bool = False) -> Rope:
-    """The rotary embedding over `dim` dimensions that this configuration asks for."""
-    s = rope_parameters(hf)
+def rope(hf: dict, dim: int, *, layer_type: str | None = None, interleaved: bool = False) -> Rope:
+    """The rotary embedding of heads of `dim` dimensions that this configuration asks for; `layer_type` for families whose
+    configuration has settings for each. Raises UnsupportedModel where only a part of a head would rotate."""
+    settings = rope_parameters(hf, layer_type)
+    if settings["rope_type"] != "proportional" and settings["partial_rotary_factor"] != 1.0:
+        raise UnsupportedModel("partial_rotary_factor is not supported by this family: all of a head rotates")
+    return rope_of(settings, dim, interleaved=interleaved)
+
+
+def rope_of(s: dict, dim: int, *, interleaved: bool = False) -> Rope:
+    """The same from settings as `rope_parameters` gives them; `partial_rotary_factor` of a head rotates."""
+    partial = s["partial_rotary_factor"]
     match s["rope_type"]:
         case "default":
             scaling = None
@@ -79,9 +108,11 @@ def rope(hf: dict, dim: int, *, interleaved: bool = False) -> Rope:
                 truncate=bool(first(s, "truncate", default=True)),
                 attention_factor=yarn_attention_factor(s),
             )
+        case "proportional":
+            scaling, partial = ProportionalScaling(partial, float(first(s, "factor", default=1.0))), 1.0
         case other:
-            raise UnsupportedModel(f"rope_type {other!r} is not supported; known: default, linear, llama3, yarn")
-    return Rope(dim=dim, theta=float(s["rope_theta"]), scaling=scaling, interleaved=interleaved)
+            raise UnsupportedModel(f"rope_type {other!r} is not supported; known: default, linear, llama3, yarn, proportional")
+    return Rope(dim=int(dim * partial), theta=float(s["rope_theta"]), scaling=scaling, interleaved=interleaved)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -116,16 +147,17 @@ def stacks(layers: list[LayerSpec]) -> tuple[Stack, ...]:
     return tuple(found)
 
 
-def decoder(family: str, stored: dict, hf: dict, layers: list[LayerSpec]) -> DecoderConfig:
-    """A decoder of these layers with a plain final norm. `stored` is the configuration as it was written, `hf` the same with the
-    defaults of its class."""
+def decoder(family: str, stored: dict, hf: dict, layers: list[LayerSpec], **parts) -> DecoderConfig:
+    """A decoder of these layers. `stored` is the configuration as it was written, `hf` the same with the defaults of its class;
+    `parts` are fields of DecoderConfig, by default a plain norm with `rms_norm_eps`."""
     return DecoderConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
         stacks=stacks(layers),
-        norm=Norm(eps=hf["rms_norm_eps"]),
         family=family,
         hf=json.dumps(stored, sort_keys=True),
         tied_head=bool(hf["tie_word_embeddings"]),
         initializer_range=hf["initializer_range"],
+        **({} if "norm" in parts else {"norm": Norm(eps=hf["rms_norm_eps"])}),
+        **parts,
     )

@@ -12,7 +12,7 @@ from flax import nnx
 from policy import head, modes
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
-from policy.layers.parameter import RouterBias
+from policy.layers.parameter import Constant
 from policy.sharding import Layout, layout
 
 
@@ -32,7 +32,7 @@ class Graph:
         self.paths = tuple(".".join(map(str, path)) for path, _ in flat)
         variables = [variable for _, variable in flat]
         self.axes = {path: v.get_metadata("out_sharding") for path, v in zip(self.paths, variables, strict=True)}
-        self.untrained = frozenset(p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, RouterBias))
+        self.untrained = frozenset(p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, Constant))
         self.shapes = {
             path: jax.ShapeDtypeStruct(v.shape, jnp.float32 if path in self.untrained else jnp.dtype(runtime.param_dtype))
             for path, v in zip(self.paths, variables, strict=True)
@@ -111,7 +111,7 @@ class Model:
             with self.graph.precision():
                 decoder = self.graph.decoder(params)
                 hidden, _, _ = decoder(tokens, step, None, self.graph.runtime)
-                return head.logits(hidden, decoder.head_weight)
+                return head.logits(hidden, decoder.head_weight, self.config.logit_softcap)
 
         return jax.jit(run)
 

@@ -32,7 +32,8 @@ def train(decoder: Decoder, tokens_BT, step: Step, temperature, runtime: Runtime
     temperature; both are 0 at the first token of a segment and on padding."""
     hidden, _, statistics = decoder(tokens_BT, step, None, runtime)
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    logp, entropy = head.logprobs(before.reshape(-1, hidden.shape[-1]), decoder.head_weight, tokens_BT.reshape(-1), temperature)
+    rows, targets = before.reshape(-1, hidden.shape[-1]), tokens_BT.reshape(-1)
+    logp, entropy = head.logprobs(rows, decoder.head_weight, targets, temperature, decoder.config.logit_softcap)
     scored = (step.segments != 0) & ~first_of_segment(step.segments)
     return *(jnp.where(scored, a.reshape(tokens_BT.shape), 0.0) for a in (logp, entropy)), statistics
 
@@ -47,4 +48,4 @@ def autoregressive(decoder: Decoder, tokens_B, lengths_B, active_B, cache: tuple
     the position of `tokens`; slots that are not active leave the cache as it is."""
     step = Step(lengths_B[:, None], active_B[:, None].astype(jnp.int32))
     hidden, cache, _ = decoder(tokens_B[:, None], step, cache, runtime)
-    return head.logits(hidden[:, 0], decoder.head_weight), cache
+    return head.logits(hidden[:, 0], decoder.head_weight, decoder.config.logit_softcap), cache

@@ -57,7 +57,7 @@ class Experts:
 
 ATTENTION = {
     "input_layernorm.weight": Plain("input_layernorm.weight"),
-    "post_attention_layernorm.weight": Plain("post_attention_layernorm.weight"),
+    "pre_feedforward_layernorm.weight": Plain("post_attention_layernorm.weight"),
     "mixer.q_proj": Linear("self_attn.q_proj.weight"),
     "mixer.k_proj": Linear("self_attn.k_proj.weight"),
     "mixer.v_proj": Linear("self_attn.v_proj.weight"),

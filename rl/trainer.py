@@ -159,9 +159,12 @@ class Updater:
         return grads, loss.sum(), rl.algorithms.reduce_metrics(metrics), statistics
 
     def _move_biases(self, still: dict, statistics: dict) -> dict:
+        end = ".router.correction_bias"
         return {
-            path: bias_update(bias, statistics[path.removesuffix(".router.bias")]["counts"], self._router.bias_rate)
-            for path, bias in still.items()
+            path: bias_update(array, statistics[path.removesuffix(end)]["counts"], self._router.bias_rate)
+            if path.endswith(end)
+            else array
+            for path, array in still.items()
         }
 
 

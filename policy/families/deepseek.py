@@ -20,7 +20,7 @@ NAMES = (
         "mixer.kv_a_proj": names.Linear("self_attn.kv_a_proj_with_mqa.weight"),
         "mixer.kv_a_layernorm.weight": names.Plain("self_attn.kv_a_layernorm.weight"),
         "mixer.kv_b_proj": names.Linear("self_attn.kv_b_proj.weight"),
-        "feed_forward.router.bias": names.Plain("mlp.gate.e_score_correction_bias"),
+        "feed_forward.router.correction_bias": names.Plain("mlp.gate.e_score_correction_bias"),
     }
     | {
         end.replace("feed_forward.", "feed_forward.shared."): type(place)(place.name.replace("mlp.", "mlp.shared_experts."))
@@ -78,8 +78,6 @@ def is_v3(hf: dict) -> bool:
 def read(stored: dict) -> DecoderConfig:
     v3 = is_v3(stored)
     hf = (DEFAULTS_V3 if v3 else DEFAULTS_V2) | stored
-    if hf["attention_bias"]:
-        raise UnsupportedModel("deepseek: attention_bias is not supported")
     bias = not v3 and bool(hf["mlp_bias"])
     mixer, dense = _mixer(hf, v3), Mlp(hf["intermediate_size"], activation(hf), bias=bias)
     experts = first(hf, "n_routed_experts", "num_local_experts", "num_experts", default=EXPERTS_V3 if v3 else EXPERTS_V2)
@@ -109,6 +107,7 @@ def _mixer(hf: dict, v3: bool) -> LatentAttention:
         v_dim=hf["v_head_dim"],
         scale=scale,
         rope=rope(hf, rotated, interleaved=not v3 or bool(hf["rope_interleave"])),
+        bias=bool(hf["attention_bias"]),
     )
 
 

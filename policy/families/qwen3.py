@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy import names
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.hf import UnsupportedModel, activation, decoder, first, rope
+from policy.hf import activation, decoder, first, layer_types, rope
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 MODEL_TYPES = ("qwen3",)
@@ -37,12 +37,8 @@ def mixers(hf: dict) -> list[Attention]:
     heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
     head_dim = hf["head_dim"]
     window = hf["sliding_window"] if hf["use_sliding_window"] else None
-    kinds = hf["layer_types"] or [
-        "sliding_attention" if window and i >= hf["max_window_layers"] else "full_attention" for i in range(layers)
-    ]
-    if len(kinds) != layers or (unknown := set(kinds) - {"full_attention", "sliding_attention"}):
-        wrong = f"{len(kinds)} entries for {layers} layers" if len(kinds) != layers else ", ".join(sorted(unknown))
-        raise UnsupportedModel(f"layer_types: {wrong}; known: full_attention, sliding_attention, one for each layer")
+    derived = ["sliding_attention" if window and i >= hf["max_window_layers"] else "full_attention" for i in range(layers)]
+    kinds = layer_types(hf, ("full_attention", "sliding_attention"), derived)
     bias = bool(hf["attention_bias"])
     return [
         Attention(

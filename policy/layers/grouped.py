@@ -46,6 +46,14 @@ def plan(choices_NK: jax.Array, groups: int, *, block: int | None) -> Plan:
     return Plan(token, row.reshape(N, k), sizes, block_group)
 
 
+def groups_of(plan: Plan) -> jax.Array:
+    """int[M]: the group of each row."""
+    M = plan.token.shape[0]
+    if plan.block_group is None:
+        return jnp.repeat(jnp.arange(plan.sizes.shape[0]), plan.sizes, total_repeat_length=M)
+    return jnp.repeat(plan.block_group, M // plan.block_group.shape[0])
+
+
 def block_rows(rows: int, groups: int) -> int | None:
     """Rows per block on this platform: None where ragged_dot is a kernel; on CPU a power of two near the mean group size, at
     most 64 (64 rows reach 91 GFLOP/s on one core, 8 rows 46)."""

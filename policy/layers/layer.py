@@ -1,4 +1,4 @@
-"""One pre-norm residual layer."""
+"""One layer: a mixer, a feed-forward, and where the norms and the residual stand."""
 
 from __future__ import annotations
 
@@ -6,40 +6,51 @@ import jax
 from flax import nnx
 
 from policy.cache import LayerCache, Step
-from policy.config import Attention, DecoderConfig, LatentAttention, LayerSpec, Mlp, Moe, Runtime
+from policy.config import Attention, DecoderConfig, DenseAndExperts, LatentAttention, LayerSpec, Matrix, Mlp, Moe, Runtime
 from policy.layers.attention import GroupedQueryAttention
+from policy.layers.dense_and_experts import DenseBesideExperts
 from policy.layers.mla import MultiHeadLatentAttention
-from policy.layers.mlp import FeedForward
+from policy.layers.mlp import FeedForward, SquareMatrix
 from policy.layers.moe import MixtureOfExperts
-from policy.layers.norms import RMSNorm
+from policy.layers.norms import norm
+from policy.layers.parameter import Constant, ones
 
 MIXERS = {Attention: GroupedQueryAttention, LatentAttention: MultiHeadLatentAttention}
-FEED_FORWARDS = {Mlp: FeedForward, Moe: MixtureOfExperts}
+FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DenseBesideExperts}
 
 
 class Layer(nnx.Module):
-    """x += mixer(norm(x)); x += feed_forward(norm(x)); an absent part adds nothing."""
+    """x += mixer(x); x += feed_forward(x), with the norms and in the form that LayerSpec says; an absent part adds nothing."""
 
     def __init__(self, spec: LayerSpec, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
+        for name in spec.norms:
+            setattr(self, name, norm(config.hidden_size, config.norm, rngs))
         if spec.mixer is not None:
-            self.input_layernorm = RMSNorm(config.hidden_size, config.norm, rngs)
             self.mixer = MIXERS[type(spec.mixer)](spec.mixer, config, rngs)
         if spec.feed_forward is not None:
-            self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm, rngs)
             self.feed_forward = FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, config, rngs)
+        if spec.scalar:
+            self.scalar = Constant(ones(rngs.params(), (1,)), out_sharding=(None,))
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, statistics of the router: {} for a dense layer)."""
-        statistics = {}
-        if self.spec.mixer is not None:
-            mixed, cache = self.mixer(self.input_layernorm(x_BTE), step, cache, runtime)
-            x_BTE = x_BTE + mixed
-        if self.spec.feed_forward is not None:
-            normed = self.post_attention_layernorm(x_BTE)
-            if isinstance(self.spec.feed_forward, Moe):
-                fed, statistics = self.feed_forward(normed, step.segments)
-            else:
-                fed = self.feed_forward(normed)
-            x_BTE = x_BTE + fed
+        spec, statistics = self.spec, {}
+        normed = self._norm("input_layernorm", x_BTE)
+        if spec.mixer is not None:
+            mixed, cache = self.mixer(normed, step, cache, runtime)
+            x_BTE = self._add(x_BTE, self._norm("post_attention_layernorm", mixed))
+        if spec.feed_forward is not None:
+            if not spec.parallel:
+                normed = self._norm("pre_feedforward_layernorm", x_BTE)
+            fed, statistics = self.feed_forward(normed, step.segments)
+            x_BTE = self._add(x_BTE, self._norm("post_feedforward_layernorm", fed))
+        if spec.scalar:
+            x_BTE = x_BTE * self.scalar[...].astype(x_BTE.dtype)
         return x_BTE, cache, statistics
+
+    def _norm(self, name: str, x_BTE: jax.Array) -> jax.Array:
+        return getattr(self, name)(x_BTE) if name in self.spec.norms else x_BTE
+
+    def _add(self, x_BTE: jax.Array, out_BTE: jax.Array) -> jax.Array:
+        return x_BTE + out_BTE if self.spec.residual else out_BTE

@@ -12,7 +12,7 @@ from policy.cache import LayerCache, Step, extend
 from policy.config import DecoderConfig, LatentAttention, Runtime
 from policy.layers.attention import Mask, attend
 from policy.layers.norms import RMSNorm
-from policy.layers.parameter import normal, weight
+from policy.layers.parameter import normal, weight, zeros
 from policy.layers.rope import rotate
 
 
@@ -38,6 +38,11 @@ class MultiHeadLatentAttention(nnx.Module):
         self.kv_a_layernorm = RMSNorm(c, spec.norm, rngs)
         self.kv_b_proj = weight(rngs, (c, H, N + V), ("kv_lora", "kv_heads", "kv_head_dim"), init)
         self.o_proj = weight(rngs, (H, V, E), ("heads", "kv", "embed"), init)
+        if spec.bias:
+            if r is not None:
+                self.q_a_bias = weight(rngs, (r,), ("norm",), zeros)
+            self.kv_a_bias = weight(rngs, (c + R,), ("norm",), zeros)
+            self.o_bias = weight(rngs, (E,), ("norm",), zeros)
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache)."""
@@ -45,7 +50,7 @@ class MultiHeadLatentAttention(nnx.Module):
         table = step.rotations[str(spec.rope)]
         q_nope, q_rope = jnp.split(self._queries(x_BTE), [spec.nope_dim], axis=-1)
         q_rope = rotate(q_rope, spec.rope, table)
-        latent, k_rope = jnp.split(x_BTE @ self.kv_a_proj[...].astype(dtype), [spec.kv_lora_rank], axis=-1)
+        latent, k_rope = jnp.split(self._biased(x_BTE @ self.kv_a_proj[...].astype(dtype), "kv_a"), [spec.kv_lora_rank], axis=-1)
         latent = checkpoint_name(self.kv_a_layernorm(latent), "mla_kv")
         k_rope = rotate(k_rope[:, None], spec.rope, table)
         kv_b = self.kv_b_proj[...].astype(dtype)
@@ -56,21 +61,24 @@ class MultiHeadLatentAttention(nnx.Module):
             keys, values = checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
             visible, _ = extend(None, step, k=keys, v=values)
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
-            out = attend(q * spec.scale, keys, values, Mask(step, visible, None), runtime.attention_chunk)
+            out = attend(q * spec.scale, keys, values, Mask(step, visible), runtime.attention_chunk)
         else:
             w_k, w_v = jnp.split(kv_b, [spec.nope_dim], axis=-1)
             visible, cache = extend(cache, step, latent=jnp.concatenate([latent[:, None], k_rope], axis=-1))
             keys = visible.arrays["latent"]
             q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
             values = keys[..., : spec.kv_lora_rank]
-            out = attend(q * spec.scale, keys, values, Mask(step, visible, None), runtime.attention_chunk)
+            out = attend(q * spec.scale, keys, values, Mask(step, visible), runtime.attention_chunk)
             out = jnp.einsum("bhtc,chd->bhtd", out, w_v)
-        out = jnp.einsum("bhtd,hde->bte", out, self.o_proj[...].astype(dtype))
+        out = self._biased(jnp.einsum("bhtd,hde->bte", out, self.o_proj[...].astype(dtype)), "o")
         return checkpoint_name(out, "out_proj"), cache
 
     def _queries(self, x_BTE: jax.Array) -> jax.Array:
         dtype = x_BTE.dtype
         if self.spec.q_lora_rank is None:
             return jnp.einsum("bte,ehd->bhtd", x_BTE, self.q_proj[...].astype(dtype))
-        latent = checkpoint_name(self.q_a_layernorm(x_BTE @ self.q_a_proj[...].astype(dtype)), "mla_q")
+        latent = checkpoint_name(self.q_a_layernorm(self._biased(x_BTE @ self.q_a_proj[...].astype(dtype), "q_a")), "mla_q")
         return jnp.einsum("btr,rhd->bhtd", latent, self.q_b_proj[...].astype(dtype))
+
+    def _biased(self, x_BTE: jax.Array, name: str) -> jax.Array:
+        return x_BTE + getattr(self, f"{name}_bias")[...].astype(x_BTE.dtype) if self.spec.bias else x_BTE

@@ -1,4 +1,4 @@
-"""Dense feed-forward."""
+"""Dense feed-forwards. Called like every feed-forward: (x, segments) -> (x, statistics), which are {} here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from policy.config import DecoderConfig, Mlp
+from policy.config import DecoderConfig, Matrix, Mlp
 from policy.layers.parameter import normal, weight, zeros
 
 ACTIVATIONS = {
@@ -16,6 +16,7 @@ ACTIVATIONS = {
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "gelu": partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
+    "linear": lambda x: x,
 }
 
 
@@ -38,12 +39,23 @@ class FeedForward(nnx.Module):
     def _inputs(self) -> tuple[str, ...]:
         return ("gate", "up") if self.spec.gated else ("up",)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> tuple[jax.Array, dict]:
         act = ACTIVATIONS[self.spec.activation]
         hidden = [checkpoint_name(self._linear(x, name), f"mlpwi_{i}") for i, name in enumerate(self._inputs)]
         inner = act(hidden[0]) * hidden[1] if self.spec.gated else act(hidden[0])
-        return checkpoint_name(self._linear(inner, "down"), "mlpwo")
+        return checkpoint_name(self._linear(inner, "down"), "mlpwo"), {}
 
     def _linear(self, x: jax.Array, name: str) -> jax.Array:
         out = x @ getattr(self, f"{name}_proj")[...].astype(x.dtype)
         return out + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.spec.bias else out
+
+
+class SquareMatrix(nnx.Module):
+    """x W with W [E, E]."""
+
+    def __init__(self, spec: Matrix, config: DecoderConfig, rngs: nnx.Rngs):
+        E = config.hidden_size
+        self.proj = weight(rngs, (E, E), ("embed", "mlp"), normal(config.initializer_range))
+
+    def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> tuple[jax.Array, dict]:
+        return checkpoint_name(x @ self.proj[...].astype(x.dtype), "mlpwo"), {}

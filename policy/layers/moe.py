@@ -8,35 +8,57 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from policy.config import DecoderConfig, Moe, Router
-from policy.layers.grouped import block_rows, combine, dispatch, plan, product
+from policy.layers.grouped import Plan, block_rows, combine, dispatch, groups_of, plan, product
 from policy.layers.mlp import ACTIVATIONS, FeedForward
-from policy.layers.parameter import RouterBias, normal, weight
+from policy.layers.norms import norm
+from policy.layers.parameter import RouterBias, normal, ones, weight, zeros
 
 
 class TopKRouter(nnx.Module):
-    """Chooses experts by float32 scores. `weight` [E, X]; `bias` [X] shifts the choice only and learns by `bias_update`."""
+    """Chooses experts by float32 scores. `weight` [E, X]; `correction_bias` [X] shifts the choice only and learns by
+    `bias_update`."""
 
     def __init__(self, spec: Router, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
         shape = (config.hidden_size, spec.experts)
         self.weight = weight(rngs, shape, ("embed", None), normal(config.initializer_range))
+        if spec.bias:
+            self.bias = weight(rngs, (spec.experts,), (None,), zeros)
         if spec.correction_bias:
-            self.bias = RouterBias(jnp.zeros(spec.experts, jnp.float32), out_sharding=(None,))
+            self.correction_bias = RouterBias(jnp.zeros(spec.experts, jnp.float32), out_sharding=(None,))
+        if spec.input_norm:
+            self.input_norm = norm(config.hidden_size, spec.input_norm, rngs)
+        if spec.expert_scale:
+            self.expert_scale = weight(rngs, (spec.experts,), (None,), ones)
 
     def __call__(self, x_NE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(experts int[N, k], weights float32[N, k], scores float32[N, X])."""
         spec = self.spec
-        logits = jnp.dot(x_NE.astype(jnp.float32), self.weight[...].astype(jnp.float32), precision="highest")
-        scores = jax.nn.sigmoid(logits) if spec.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-        choice = scores + self.bias[...] if spec.correction_bias else scores
-        choice = jax.lax.stop_gradient(choice)
+        scores, choice = self._scores(x_NE)
         if spec.groups > 1:
             choice = jnp.where(self._eligible(choice), choice, -jnp.inf)
         _, experts = jax.lax.top_k(choice, spec.experts_per_token)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if spec.renormalize:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (1e-20 if spec.score == "sigmoid" else 0.0))
-        return experts, weights * spec.scale, scores
+        weights = weights * spec.scale
+        return experts, weights * self.expert_scale[...][experts] if spec.expert_scale else weights, scores
+
+    def _scores(self, x_NE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(scores, what the choice goes by), float32[N, X]."""
+        spec = self.spec
+        x = x_NE.astype(jnp.float32)
+        if spec.input_norm:
+            x = self.input_norm(x) * x.shape[-1] ** -0.5
+        logits = jnp.dot(x, self.weight[...].astype(jnp.float32), precision="highest")
+        if spec.bias:
+            logits = logits + self.bias[...].astype(jnp.float32)
+        scores = jax.nn.sigmoid(logits) if spec.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        # By logits: scores of a saturated sigmoid or softmax are equal in float32 where their logits differ.
+        choice = scores if spec.correction_bias or spec.groups > 1 else logits
+        if spec.correction_bias:
+            choice = choice + self.correction_bias[...]
+        return scores, jax.lax.stop_gradient(choice)
 
     def _eligible(self, choice_NX: jax.Array) -> jax.Array:
         """bool[N, X]: experts whose group is among the best `topk_groups`."""
@@ -56,29 +78,59 @@ class MixtureOfExperts(nnx.Module):
         X, E, F = spec.router.experts, config.hidden_size, spec.width
         init = normal(config.initializer_range)
         self.router = TopKRouter(spec.router, config, rngs)
-        self.expert_gate_proj = weight(rngs, (X, E, F), ("exp", "embed_moe", "mlp_moe"), init)
-        self.expert_up_proj = weight(rngs, (X, E, F), ("exp", "embed_moe", "mlp_moe"), init)
-        self.expert_down_proj = weight(rngs, (X, F, E), ("exp", "mlp_moe", "embed_moe"), init)
+        for name, shape, axes in (
+            ("gate", (X, E, F), ("exp", "embed_moe", "mlp_moe")),
+            ("up", (X, E, F), ("exp", "embed_moe", "mlp_moe")),
+            ("down", (X, F, E), ("exp", "mlp_moe", "embed_moe")),
+        ):
+            setattr(self, f"expert_{name}_proj", weight(rngs, shape, axes, init))
+            if spec.bias:
+                setattr(self, f"expert_{name}_bias", weight(rngs, (X, shape[-1]), ("exp", None), zeros))
         if spec.shared:
             self.shared = FeedForward(spec.shared, config, rngs)
+        if spec.shared_gate:
+            self.shared_gate = weight(rngs, (E, 1), ("embed", None), init)
 
-    def __call__(self, x_BTE: jax.Array, segments_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns (x_BTE, what the router did: `counts` [X] and `balance`, see `routing_statistics`)."""
-        spec, dtype = self.spec, x_BTE.dtype
+    def __call__(
+        self, x_BTE: jax.Array, segments_BT: jax.Array, router_input: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(x_BTE, what the router did: `counts` [X] and `balance`, see `routing_statistics`). The router scores `router_input`,
+        by default x."""
+        spec = self.spec
         x_NE = x_BTE.reshape(-1, x_BTE.shape[-1])
-        experts, weights, scores = self.router(x_NE)
+        experts, weights, scores = self.router(x_NE if router_input is None else router_input.reshape(x_NE.shape))
         k, X = spec.router.experts_per_token, spec.router.experts
         routes = plan(experts, X, block=block_rows(experts.size, X))
         rows = dispatch(x_NE, routes)
-        gate = checkpoint_name(product(rows, self.expert_gate_proj[...].astype(dtype), routes), "mlpwi_0")
-        up = checkpoint_name(product(rows, self.expert_up_proj[...].astype(dtype), routes), "mlpwi_1")
-        down = product(ACTIVATIONS[spec.activation](gate) * up, self.expert_down_proj[...].astype(dtype), routes)
-        out = combine(checkpoint_name(down, "mlpwo"), weights, routes)
+        if spec.weigh == "input":
+            rows = rows * jnp.zeros(rows.shape[0], rows.dtype).at[routes.row].set(weights.astype(rows.dtype))[:, None]
+            weights = jnp.ones_like(weights)
+        out = combine(self._experts(rows, routes), weights, routes)
         if spec.shared:
-            out = out + self.shared(x_NE)
+            shared, _ = self.shared(x_NE)
+            if spec.shared_gate:
+                shared = shared * jax.nn.sigmoid(x_NE @ self.shared_gate[...].astype(x_NE.dtype))
+            out = out + shared
         B, T = segments_BT.shape
         statistics = routing_statistics(experts.reshape(B, T, k), scores.reshape(B, T, X), segments_BT)
         return out.reshape(x_BTE.shape), statistics
+
+    def _experts(self, rows_ME: jax.Array, routes: Plan) -> jax.Array:
+        """Every row through the expert of its group: [M, E]."""
+        spec = self.spec
+
+        def linear(rows, name):
+            out = product(rows, getattr(self, f"expert_{name}_proj")[...].astype(rows.dtype), routes)
+            return out + getattr(self, f"expert_{name}_bias")[...].astype(rows.dtype)[groups_of(routes)] if spec.bias else out
+
+        gate = checkpoint_name(linear(rows_ME, "gate"), "mlpwi_0")
+        up = checkpoint_name(linear(rows_ME, "up"), "mlpwi_1")
+        if spec.clamp is None:
+            inner = ACTIVATIONS[spec.activation](gate) * up
+        else:
+            gate, up = jnp.minimum(gate, spec.clamp.limit), jnp.clip(up, -spec.clamp.limit, spec.clamp.limit)
+            inner = (up + 1.0) * gate * jax.nn.sigmoid(spec.clamp.alpha * gate)
+        return checkpoint_name(linear(inner, "down"), "mlpwo")
 
 
 def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_BT: jax.Array) -> dict[str, jax.Array]:

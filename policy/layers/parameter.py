@@ -7,8 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 
-class RouterBias(nnx.Variable):
-    """A selection bias of a router: moved by a rule of its own, never by a gradient; always float32."""
+class Constant(nnx.Variable):
+    """A stored number that no gradient moves; always float32."""
+
+
+class RouterBias(Constant):
+    """A selection bias of a router: moved by a rule of its own."""
 
 
 def normal(std: float):

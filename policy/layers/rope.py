@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864) and its rescalings for longer contexts."""
+"""Rotary position embedding (arXiv 2104.09864) and its rescalings for longer contexts; sinusoids to add to an embedding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy.config import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from policy.config import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, YarnScaling
 
 
 def frequencies(rope: Rope) -> np.ndarray:
@@ -23,6 +23,9 @@ def frequencies(rope: Rope) -> np.ndarray:
             scaled = _llama3(base, rope.scaling)
         case YarnScaling():
             scaled = _yarn(base, rope, rope.scaling)
+        case ProportionalScaling(fraction, factor):
+            turning = np.arange(rope.dim // 2) < int(fraction * rope.dim // 2)
+            scaled = np.where(turning, base / factor, 0.0)
     return scaled.astype(np.float32)
 
 
@@ -72,3 +75,11 @@ def rotate(x_BHTD: jax.Array, rope: Rope, table: tuple[jax.Array, jax.Array]) ->
         out = jnp.concatenate([u * cos - v * sin, v * cos + u * sin], axis=-1)
     out = out.astype(x_BHTD.dtype)
     return jnp.concatenate([out, rest], axis=-1) if rest.shape[-1] else out
+
+
+def sinusoids(positions_BT: jax.Array, dim: int) -> jax.Array:
+    """float32[B, T, dim]: [sin | cos] of position / wavelength, wavelengths spaced evenly in logarithm from 1 to 1e4."""
+    half = dim // 2
+    inverse = np.exp(-np.arange(half) * math.log(1e4) / max(half - 1, 1)).astype(np.float32)
+    angles = positions_BT[..., None].astype(jnp.float32) * inverse
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)

@@ -90,7 +90,7 @@ def margins(model, tokens, segments):
 
     def watched(self, x_NE):
         experts, weights, scores = real(self, x_NE)
-        spec, choice = self.spec, scores + (self.bias[...] if self.spec.correction_bias else 0.0)
+        spec, choice = self.spec, scores + (self.correction_bias[...] if self.spec.correction_bias else 0.0)
         if spec.groups > 1:
             grouped = choice.reshape(-1, spec.groups, spec.experts // spec.groups)
             best = jax.lax.top_k(grouped, 2)[0].sum(-1) if spec.group_score == "top2" else grouped.max(-1)

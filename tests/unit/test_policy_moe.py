@@ -85,7 +85,7 @@ def router(seed=0, **keys):
     with nnx.use_eager_sharding(False):
         layer = moe.TopKRouter(spec, config, nnx.Rngs(seed))
     if spec.correction_bias:
-        layer.bias[...] = jnp.asarray(np.random.default_rng(1).normal(0, 0.3, 8), jnp.float32)
+        layer.correction_bias[...] = jnp.asarray(np.random.default_rng(1).normal(0, 0.3, 8), jnp.float32)
     return layer
 
 
@@ -95,7 +95,7 @@ def test_a_sigmoid_router_chooses_with_the_bias_and_weighs_without():
     experts, weights, scores = (np.asarray(a) for a in layer(jnp.asarray(x)))
     s = 1 / (1 + np.exp(-x.astype(np.float64) @ np.asarray(layer.weight[...], np.float64)))
     np.testing.assert_allclose(scores, s, atol=1e-5)
-    choice = s + np.asarray(layer.bias[...])
+    choice = s + np.asarray(layer.correction_bias[...])
     differs = 0
     for n in range(40):
         best = np.argsort(-choice[n].reshape(4, 2).sum(1))[:2]

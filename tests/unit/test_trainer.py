@@ -87,7 +87,7 @@ def test_updates_of_experts_are_the_same_for_any_micro_batch_and_move_biases_by_
     model, data = learners.experts(), batch()
     router = {"bias_rate": 0.05, "balance_coef": 0.3}
     whole, found = assert_cut_changes_nothing(model, data, "sft", cuts=[3], router=router)
-    paths = [path for path in whole if path.endswith("router.bias']")]
+    paths = [path for path in whole if path.endswith("router.correction_bias']")]
     cut, _ = updated(model, stage(router=router, micro_batch=3), data)
     before = {path: np.asarray(model.params[path.split("'")[1]]) for path in paths}
     assert len(paths) == 1

@@ -1,0 +1,28 @@
+"""A dense feed-forward beside a mixture of experts (Gemma 4's form of shared expert)."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from policy.config import DecoderConfig, DenseAndExperts
+from policy.layers.mlp import FeedForward
+from policy.layers.moe import MixtureOfExperts
+from policy.layers.norms import norm
+
+
+class DenseBesideExperts(nnx.Module):
+    """norm(dense(norm(x))) + norm(experts(norm(x))); the router scores x itself."""
+
+    def __init__(self, spec: DenseAndExperts, config: DecoderConfig, rngs: nnx.Rngs):
+        for side in ("dense", "experts"):
+            setattr(self, f"{side}_input_norm", norm(config.hidden_size, spec.norm, rngs))
+            setattr(self, f"{side}_output_norm", norm(config.hidden_size, spec.norm, rngs))
+        self.dense = FeedForward(spec.dense, config, rngs)
+        self.experts = MixtureOfExperts(spec.experts, config, rngs)
+
+    def __call__(self, x_BTE: jax.Array, segments_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(x_BTE, what the router did)."""
+        dense, _ = self.dense(self.dense_input_norm(x_BTE))
+        experts, statistics = self.experts(self.experts_input_norm(x_BTE), segments_BT, router_input=x_BTE)
+        return self.dense_output_norm(dense) + self.experts_output_norm(experts), statistics
