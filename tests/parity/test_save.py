@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from oracles import STANDARD, configuration, edit_config, oracle, random_model, reference_logits, saved, tokens
+from oracles import STANDARD, classes, configuration, edit_config, oracle, random_model, reference_logits, saved, tokens
 
 import policy
 from policy import families, hub
@@ -13,10 +13,9 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 
 
 def reload(kind, directory, **kwargs):
-    import transformers
-
-    cls = getattr(transformers, f"{kind}ForCausalLM")
-    model, info = cls.from_pretrained(directory, output_loading_info=True, dtype="auto", attn_implementation="eager", **kwargs)
+    model, info = classes(kind)[1].from_pretrained(
+        directory, output_loading_info=True, dtype="auto", attn_implementation="eager", **kwargs
+    )
     assert {key: list(value) for key, value in info.items() if value} == {}
     return model.eval()
 
@@ -88,9 +87,7 @@ def test_fused_experts_are_read_like_single_ones(kind, tmp_path):
 @pytest.mark.parametrize("kind", STANDARD)
 def test_absent_keys_mean_what_the_class_of_transformers_says(kind, tmp_path):
     """For every default of ours, a configuration without the key reads as one where transformers wrote its default."""
-    import transformers
-
-    full = getattr(transformers, f"{kind}Config")().to_dict()
+    full = classes(kind)[0]().to_dict()
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     bare = {key: full[key] for key in required} | {"model_type": full["model_type"]}
     if kind == "DeepseekV2":  # transformers has no default that works

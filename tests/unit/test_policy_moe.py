@@ -112,7 +112,7 @@ def test_the_choice_has_no_gradient_but_the_weights_do():
     graph, state = nnx.split(layer)
     x = jnp.asarray(np.random.default_rng(3).normal(size=(5, E)), jnp.float32)
     gradient = jax.grad(lambda s: jnp.sum(nnx.merge(graph, s)(x)[1] ** 2))(state)
-    assert np.abs(gradient["weight"][...]).max() > 0 and not np.asarray(gradient["bias"][...]).any()
+    assert np.abs(gradient["weight"][...]).max() > 0 and not np.asarray(gradient["correction_bias"][...]).any()
 
 
 def test_routing_statistics_leave_padding_out():
