@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from oracles import KINDS, random_model, short, tokens
 
 import policy
@@ -193,17 +194,8 @@ def test_router_statistics_count_the_choices(model):
         assert (each.sum(-1) == 16 * sparse[0].experts_per_token).all()
 
 
-# Parameters of the released models, as their papers and model cards give them.
-PUBLISHED = {
-    "deepseek-v3": 671_026_419_200,
-    "llama3.1-8b": 8_030_261_248,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-30b-a3b": 30_532_122_624,
-}
-
-
 def test_presets_of_released_models_have_their_number_of_parameters():
-    assert set(hub.presets()) == {*PUBLISHED, "tiny-deepseek"}
-    for name, count in PUBLISHED.items():
+    published = tiny.PUBLISHED
+    assert set(hub.presets()) == {*published, "tiny-deepseek"}
+    for name, count in published.items():
         assert Graph(hub.preset(name), Runtime(), layout({"fsdp": 1})).parameters == count, name

@@ -2,7 +2,8 @@
 
 A file holds KINDS: class of `transformers` without its suffix -> Kind; VARIANTS: shapes and switches that the standard model
 leaves at one value, name -> (kind, keys); WIDE: more of them, too many for every run; and GENERATED and GENERATED_WIDE, the
-same for the tests of the generator. Needs no torch to be imported.
+same for the tests of the generator. PUBLISHED: preset in configs/models/ -> parameters of the released model, as its paper or
+model card gives them. Needs no torch to be imported.
 """
 
 from __future__ import annotations
@@ -69,6 +70,6 @@ def _collect(name: str) -> dict:
 
 
 def __getattr__(name: str):
-    if name in ("KINDS", "VARIANTS", "WIDE", "GENERATED", "GENERATED_WIDE"):
+    if name in ("KINDS", "VARIANTS", "WIDE", "GENERATED", "GENERATED_WIDE", "PUBLISHED"):
         return _collect(name)
     raise AttributeError(name)

@@ -95,3 +95,4 @@ GENERATED_WIDE = {
     "deepseek-v3-full_query-no_shared": ("DeepseekV3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 0}),
     "deepseek-v3-all_moe-deep": ("DeepseekV3", {"first_k_dense_replace": 0, "num_hidden_layers": 5}),
 }
+PUBLISHED = {"deepseek-v3": 671_026_419_200}

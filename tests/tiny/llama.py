@@ -26,3 +26,4 @@ GENERATED_WIDE = {
     "llama": ("Llama", KINDS["Llama"].standard),
     "llama-mha-mlp_bias": ("Llama", {"num_key_value_heads": 4, "mlp_bias": True, "hidden_act": "gelu"}),
 }
+PUBLISHED = {"llama3.1-8b": 8_030_261_248}

@@ -27,3 +27,4 @@ GENERATED_WIDE = {
     "qwen3-tied": ("Qwen3", KINDS["Qwen3"].standard),
     "qwen3-alternating": ("Qwen3", _WINDOW | _ALTERNATING | {"num_hidden_layers": 4}),
 }
+PUBLISHED = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360}

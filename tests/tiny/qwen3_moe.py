@@ -23,3 +23,4 @@ WIDE = {
 }
 GENERATED = {"qwen3_moe": ("Qwen3Moe", {"num_hidden_layers": 2, "norm_topk_prob": True, "mlp_only_layers": [0]})}
 GENERATED_WIDE = {"qwen3_moe-window-tied": ("Qwen3Moe", _WINDOW | {"tie_word_embeddings": True, "norm_topk_prob": True})}
+PUBLISHED = {"qwen3-30b-a3b": 30_532_122_624}
