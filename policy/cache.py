@@ -76,8 +76,8 @@ def _shapes(spec: LayerSpec) -> dict[str, tuple[int, int]]:
     match spec.mixer:
         case Attention(kv_heads=heads, head_dim=dim):
             return {"k": (heads, dim), "v": (heads, dim)}
-        case LatentAttention(kv_lora_rank=rank, rope=rope):
-            return {"latent": (1, rank + rope.dim)}
+        case LatentAttention(kv_lora_rank=rank, rope=rope, indexer=indexer):
+            return {"latent": (1, rank + rope.dim)} | ({} if indexer is None else {"index": (1, indexer.head_dim)})
         case None:
             return {}
 
