@@ -26,7 +26,7 @@ class Layer(nnx.Module):
             self.input_layernorm = RMSNorm(config.hidden_size, config.norm, rngs)
             self.mixer = MIXERS[type(spec.mixer)](spec.mixer, config, rngs)
         if spec.feed_forward is not None:
-            self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm, rngs)
+            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.norm, rngs)
             self.feed_forward = FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, config, rngs)
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
@@ -36,7 +36,7 @@ class Layer(nnx.Module):
             mixed, cache = self.mixer(self.input_layernorm(x_BTE), step, cache, runtime)
             x_BTE = x_BTE + mixed
         if self.spec.feed_forward is not None:
-            normed = self.post_attention_layernorm(x_BTE)
+            normed = self.pre_feedforward_layernorm(x_BTE)
             if isinstance(self.spec.feed_forward, Moe):
                 fed, statistics = self.feed_forward(normed, step.segments)
             else:
