@@ -36,7 +36,7 @@ VARIANTS = {
             "mlp_layer_types": ["sparse", "dense", "sparse"],
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
             "index_topk": 7,
-            "index_head_dim": 4,
+            "index_head_dim": 12,
         },
     ),
     "v3-biases-tied": ("DeepseekV3", {"attention_bias": True, "tie_word_embeddings": True}),

@@ -127,7 +127,6 @@ def test_a_broken_configuration_is_located(directory, text, words):
         ({"rope_parameters": {"rope_type": "linear"}}, ["factor"]),
         ({"rope_parameters": {"full_attention": {}}}, ["rope_parameters.full_attention"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
-        ({"attention_bias": True}, ["attention_bias"]),
         ({"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "noaux_tc"}, ["topk_method", "noaux_tc"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
