@@ -305,3 +305,9 @@ def test_a_weight_that_no_table_names_is_an_error_of_the_family(monkeypatch, tmp
     monkeypatch.setattr(families.get("llama"), "NAMES", names.MLP)
     with pytest.raises(LookupError, match="llama.py: no entry for input_layernorm.weight in NAMES"):
         policy.save(random_model(families.read(configuration("Llama"))), tmp_path)
+
+
+def test_a_multimodal_configuration_of_no_family_is_named(directory):
+    edit_config(directory, lambda config: config.update({"architectures": ["OddVision"], "text_config": {"model_type": "odd"}}))
+    edit_config(directory, lambda config: config.pop("model_type"))
+    refused(directory, "OddVision", error=UnsupportedModel)
