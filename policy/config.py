@@ -87,6 +87,27 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class GatedDeltaNet:
+    """Gated delta net (arXiv 2412.06464, equation 10): linear attention with a state S [key_dim, value_dim] for each value head.
+
+    S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q.  g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), and
+    q, k of unit length, q times key_dim^-1/2. q, k and v pass a causal depthwise convolution over `conv_width` tokens and a
+    silu first; o is normed over value_dim and multiplied by silu(z). Value head h reads key head h // (value_heads / key_heads).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    norm: Norm
+
+    def __post_init__(self):
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"GatedDeltaNet: {self.value_heads} value heads cannot be shared by {self.key_heads} key heads")
+
+
+@dataclass(frozen=True)
 class Mlp:
     """Feed-forward of width `width`; gated: down(act(gate(x)) * up(x)), plain: down(act(up(x)))."""
 
@@ -130,7 +151,7 @@ class Moe:
 class LayerSpec:
     """One pre-norm residual layer: x += mixer(norm(x)); x += feed_forward(norm(x))."""
 
-    mixer: Attention | LatentAttention | None
+    mixer: Attention | LatentAttention | GatedDeltaNet | None
     feed_forward: Mlp | Moe | None
 
 

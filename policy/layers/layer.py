@@ -6,14 +6,15 @@ import jax
 from flax import nnx
 
 from policy.cache import LayerCache, Step
-from policy.config import Attention, DecoderConfig, LatentAttention, LayerSpec, Mlp, Moe, Runtime
+from policy.config import Attention, DecoderConfig, GatedDeltaNet, LatentAttention, LayerSpec, Mlp, Moe, Runtime
 from policy.layers.attention import GroupedQueryAttention
+from policy.layers.delta_net import DeltaNet
 from policy.layers.mla import MultiHeadLatentAttention
 from policy.layers.mlp import FeedForward
 from policy.layers.moe import MixtureOfExperts
 from policy.layers.norms import RMSNorm
 
-MIXERS = {Attention: GroupedQueryAttention, LatentAttention: MultiHeadLatentAttention}
+MIXERS = {Attention: GroupedQueryAttention, LatentAttention: MultiHeadLatentAttention, GatedDeltaNet: DeltaNet}
 FEED_FORWARDS = {Mlp: FeedForward, Moe: MixtureOfExperts}
 
 
