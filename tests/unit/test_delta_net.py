@@ -29,7 +29,8 @@ def a_config(G=2):
 def a_layer(G=2):
     """(forward(weights, x, step, cache), shapes of the weights by name)."""
     config = a_config(G)
-    graph, state = nnx.split(nnx.eval_shape(lambda: DeltaNet(config.layers[0].mixer, config, nnx.Rngs(0))))
+    with nnx.use_eager_sharding(False):
+        graph, state = nnx.split(nnx.eval_shape(lambda: DeltaNet(config.layers[0].mixer, config, nnx.Rngs(0))))
     shapes = {".".join(map(str, path)): variable.shape for path, variable in nnx.to_flat_state(state)}
     structure = jax.tree.structure(state)
 
@@ -101,7 +102,7 @@ def recurrence(weights, x_TE, xp=np, scan=loop):
     return xp.einsum("tkv,kve->te", o.reshape(T, K, -1), w["o_proj"])
 
 
-def close(found, expected, tolerance=1e-4):
+def close(found, expected, tolerance=2e-5):
     """Relative to the largest of `expected`."""
     found, expected = np.asarray(found), np.asarray(expected)
     assert found.shape == expected.shape
@@ -109,7 +110,7 @@ def close(found, expected, tolerance=1e-4):
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-@pytest.mark.parametrize(("T", "G"), [(1, 2), (5, 2), (64, 2), (70, 2), (130, 2), (70, 1), (70, 4)])
+@pytest.mark.parametrize(("T", "G"), [(1, 2), (5, 2), (64, 2), (70, 2), (130, 2), (130, 1), (130, 4)])
 def test_a_document_gives_what_the_recurrence_gives(T, G):
     x, weights = inputs(2, T), random_weights(G)
     found, cache = a_layer(G)[0](weights, x, a_step(np.ones((2, T), int)))
@@ -134,16 +135,14 @@ def test_each_document_of_a_row_gives_what_it_gives_alone_and_padding_gives_noth
 
 
 def test_what_stands_on_padding_changes_nothing():
-    segments, weights = segments_of(-4, 20, -5, 31, -10), random_weights()
-    x = inputs(1, 70)
+    segments, x, weights = segments_of(-4, 50, -5, 61, -10), inputs(1, 130), random_weights()
     other = np.where((segments != 0)[..., None], x, 1e4).astype(np.float32)
     found, moved = (a_layer()[0](weights, each, a_step(segments))[0] for each in (x, other))
     np.testing.assert_array_equal(found, moved)
 
 
 def test_gradients_are_those_of_the_recurrence():
-    lengths = (-4, 50, -6, 60, 10)
-    segments, x, weights = segments_of(*lengths), inputs(1, 130), random_weights()
+    segments, x, weights = segments_of(-4, 70, -6, 50), inputs(1, 130), random_weights()
     cotangent = inputs(1, 130, seed=2) * (segments != 0)[..., None]
     step = a_step(segments)
 
@@ -159,21 +158,21 @@ def test_gradients_are_those_of_the_recurrence():
 
     found, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(weights, x) for f in (ours, plain))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        close(a, b)
+        close(a, b, 1e-4)
 
 
 def an_empty_cache(slots, dtype="float32"):
     return LayerCache(caches.create(a_config(), slots, 7, dtype, scan=True)[0][0][0], 1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 64, 100])
+@pytest.mark.parametrize("size", [1, 7, 64])
 def test_calls_of_any_size_and_then_single_tokens_give_what_one_call_gives(size):
     """Rows of 90, 3 and 0 tokens in calls of `size`; then two tokens more, of which the second row makes one."""
-    lengths, x, weights = np.array([90, 3, 0]), inputs(3, 100), random_weights()
+    lengths, x, weights = np.array([90, 3, 0]), inputs(3, 128), random_weights()
     forward, cache = a_layer()[0], an_empty_cache(3)
     found = np.zeros_like(x)
     for start in range(0, 90, size):
-        positions = start + np.broadcast_to(np.arange(min(size, 100 - start)), (3, min(size, 100 - start)))
+        positions = start + np.broadcast_to(np.arange(size), (3, size))
         segments = (positions < lengths[:, None]).astype(int)
         out, cache = forward(weights, x[:, start : start + size], Step(positions, segments), cache)
         found[:, start : start + size] += out
@@ -191,7 +190,7 @@ def test_calls_of_any_size_and_then_single_tokens_give_what_one_call_gives(size)
         assert np.abs(array[1, :2]).min(axis=(0, 1, 3)).max() > 0
 
 
-@pytest.mark.parametrize("T", [1, 2, 5, 70])
+@pytest.mark.parametrize("T", [1, 7, 64])
 def test_slots_that_are_not_active_keep_window_and_state_to_the_bit(T):
     rng = np.random.default_rng(0)
     arrays = {name: rng.normal(size=a.shape).astype(np.float32) for name, a in an_empty_cache(3).arrays.items()}
@@ -205,8 +204,7 @@ def test_slots_that_are_not_active_keep_window_and_state_to_the_bit(T):
 
 
 def test_a_short_prefix_is_inserted_whole():
-    prefix = an_empty_cache(2)
-    _, prefix = a_layer()[0](random_weights(), inputs(2, 5), a_step(np.ones((2, 5), int)), prefix)
+    _, prefix = a_layer()[0](random_weights(), inputs(3, 7), a_step(np.ones((3, 7), int)), an_empty_cache(3))
     longer = caches.create(a_config(), 3, 50, "float32", scan=True)[0][0][0]
     found = caches.insert(longer, prefix.arrays, np.array([2, 3, 4]), np.array([1, 0, 0]))
     for name, array in found.items():
@@ -237,14 +235,20 @@ def test_bfloat16_rounds_the_inputs_and_not_the_state():
 
 def test_fresh_decays_are_those_of_the_published_models():
     config = a_config(G=64)
-    layer = DeltaNet(config.layers[0].mixer, config, nnx.Rngs(0))
-    A = np.exp(np.asarray(layer.A_log[...]))
-    assert A.shape == (K, 64) and 0.01 <= A.min() < 1.5 and 14.5 < A.max() <= 16
-    np.testing.assert_array_equal(layer.dt_bias[...], 1.0)
-    np.testing.assert_array_equal(layer.norm.weight[...], 1.0)
+
+    @jax.jit
+    def fresh():
+        layer = DeltaNet(config.layers[0].mixer, config, nnx.Rngs(0))
+        return jnp.exp(layer.A_log[...]), layer.dt_bias[...], layer.norm.weight[...]
+
+    with nnx.use_eager_sharding(False):
+        A, dt_bias, norm = map(np.asarray, fresh())
+    assert A.shape == dt_bias.shape == (K, 64)
+    assert 0.01 <= A.min() < 1.5 and 14.5 < A.max() <= 16 and 6 < A.mean() < 10
+    assert (dt_bias == 1).all() and (norm == 1).all()
 
 
-@pytest.mark.parametrize("C", [1, 2, 5, 37, 64])
+@pytest.mark.parametrize("C", [1, 5, 37, 64])
 def test_the_inverse_solves_the_system_even_for_equal_keys(C):
     rng = np.random.default_rng(0)
     for a in (rng.normal(size=(3, C, C)) * 0.3, np.ones((3, C, C))):
@@ -275,13 +279,13 @@ def test_transformers_computes_the_same(G):
         layer_types=["linear_attention"],
     )
     theirs = Qwen3NextGatedDeltaNet(config, 0).float().eval()
-    grouped = {
-        name: np.concatenate([weights[f"{part}_proj"].transpose(1, 2, 0) for part in parts], axis=1).reshape(-1, E)
-        for name, parts in (("qkvz", "qkvz"), ("ba", "ba"))
-    }
+
+    def rows_by_key_head(parts):
+        return np.concatenate([weights[f"{part}_proj"].transpose(1, 2, 0) for part in parts], axis=1).reshape(-1, E)
+
     state = {
-        "in_proj_qkvz.weight": grouped["qkvz"],
-        "in_proj_ba.weight": grouped["ba"],
+        "in_proj_qkvz.weight": rows_by_key_head("qkvz"),
+        "in_proj_ba.weight": rows_by_key_head("ba"),
         "conv1d.weight": np.concatenate([weights[f"{part}_conv"].reshape(-1, 1, W) for part in "qkv"]),
         "A_log": weights["A_log"].reshape(-1),
         "dt_bias": weights["dt_bias"].reshape(-1),
