@@ -86,8 +86,8 @@ def reference_logits(model, tokens_BT: np.ndarray, **inputs) -> np.ndarray:
 
 
 def random_model(config, seed: int = 0, runtime=None, mesh=None):
-    """A model of ours with weights drawn by numpy (compiles nothing): matrices N(0, 0.2), norms N(1, 0.3), biases N(0,
-    0.3)."""
+    """A model of ours with weights drawn by numpy (compiles nothing): matrices N(0, initializer_range), norms N(1, 0.3),
+    biases N(0, 0.3)."""
     import jax
 
     from policy.config import Runtime
@@ -97,7 +97,8 @@ def random_model(config, seed: int = 0, runtime=None, mesh=None):
     graph = Graph(config, runtime or Runtime(), mesh or layout({"fsdp": 1}, devices=jax.devices()[:1]))
     rng, params = np.random.default_rng(seed), {}
     for path in sorted(graph.paths):
-        mean, std = (1.0, 0.3) if path.endswith("norm.weight") else (0.0, 0.3 if path.endswith("bias") else 0.2)
+        spread = 0.3 if path.endswith("bias") else config.initializer_range
+        mean, std = (1.0, 0.3) if path.endswith(("norm.weight", "scalar", "expert_scale")) else (0.0, spread)
         array = rng.normal(mean, std, graph.shapes[path].shape).astype(graph.shapes[path].dtype)
         params[path] = jax.device_put(array, graph.sharding(path))
     return Model(graph, params)
