@@ -4,20 +4,24 @@ import json
 
 import numpy as np
 import pytest
-from oracles import KINDS, STANDARD, classes, configuration, edit_config, oracle, random_model, reference_logits, saved, tokens
+from oracles import (
+    KINDS,
+    STANDARD,
+    classes,
+    configuration,
+    edit_config,
+    oracle,
+    random_model,
+    reference_logits,
+    reload,
+    saved,
+    tokens,
+)
 
 import policy
 from policy import families, hub
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-
-
-def reload(kind, directory, **kwargs):
-    model, info = classes(kind)[1].from_pretrained(
-        directory, output_loading_info=True, dtype="auto", attn_implementation="eager", **kwargs
-    )
-    assert {key: list(value) for key, value in info.items() if value} == {}
-    return model.eval()
 
 
 CASES = {kind: (kind, STANDARD[kind]) for kind in STANDARD} | {
@@ -34,7 +38,7 @@ def test_transformers_loads_what_we_save(name, tmp_path):
     policy.save(ours, tmp_path)
     row = tokens(2, 12)
     found = reference_logits(reload(kind, tmp_path), row)
-    np.testing.assert_allclose(found, np.asarray(ours.logits(row)), atol=2e-5, rtol=0)
+    np.testing.assert_allclose(found, np.asarray(ours.logits(row)), atol=KINDS[kind].logits, rtol=0)
 
 
 @pytest.mark.parametrize("kind", STANDARD)
