@@ -16,9 +16,7 @@ NAMES = (
     names.ATTENTION
     | names.moved(names.MLP, ("", ""), ("mlp.", "feed_forward."))
     | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "feed_forward.shared_expert."))
-    | names.joined(
-        "feed_forward.", ("expert_gate_proj", "expert_up_proj"), "feed_forward.experts.gate_up_proj", "x e f+ -> x e f"
-    )
+    | names.joined("feed_forward.", ("expert_gate_proj", "expert_up_proj"), "feed_forward.experts.gate_up_proj", "x e f+ -> x e f")
     | {
         "feed_forward.router.weight": Stored("feed_forward.router.weight", "x e -> e x"),
         "feed_forward.expert_down_proj": Stored("feed_forward.experts.down_proj"),

@@ -46,4 +46,7 @@ WIDE = {
     "llama4-interval": ("Llama4", {"no_rope_layer_interval": 3, "num_hidden_layers": 7, "interleave_moe_layer_step": 3}),
 }
 GENERATED = {"llama4": ("Llama4", KINDS["Llama4"].standard | KINDS["Llama4"].short)}
-GENERATED_WIDE = {"llama4-maverick-shaped": VARIANTS["llama4-maverick"], "llama4-lists": VARIANTS["llama4-lists-mha-tied-biases-untuned"]}
+GENERATED_WIDE = {
+    "llama4-maverick-shaped": VARIANTS["llama4-maverick"],
+    "llama4-lists": VARIANTS["llama4-lists-mha-tied-biases-untuned"],
+}
