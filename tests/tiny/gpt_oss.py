@@ -31,3 +31,4 @@ WIDE = {
 }
 GENERATED = {"gpt_oss": ("GptOss", KINDS["GptOss"].standard)}
 GENERATED_WIDE = {"gpt_oss-remainder-tied": ("GptOss", {"num_hidden_layers": 5, "tie_word_embeddings": True})}
+PUBLISHED = {"gpt-oss-20b": 20_914_757_184}

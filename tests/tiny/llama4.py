@@ -50,3 +50,4 @@ GENERATED_WIDE = {
     "llama4-maverick-shaped": VARIANTS["llama4-maverick"],
     "llama4-lists": VARIANTS["llama4-lists-mha-tied-biases-untuned"],
 }
+PUBLISHED = {"llama4-scout": 107_769_861_120, "llama4-maverick": 400_711_848_960}

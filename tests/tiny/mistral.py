@@ -17,3 +17,4 @@ WIDE = {
 }
 GENERATED = {"mistral-window": ("Mistral", KINDS["Mistral"].standard | {"num_hidden_layers": 2})}
 GENERATED_WIDE = {"mistral-no_window-tied": ("Mistral", {"sliding_window": None, "tie_word_embeddings": True})}
+PUBLISHED = {"mistral-7b": 7_241_732_096}

@@ -21,3 +21,4 @@ WIDE = {
 }
 GENERATED = {"mixtral-window": ("Mixtral", KINDS["Mixtral"].standard | {"num_hidden_layers": 2})}
 GENERATED_WIDE = {"mixtral-tied": ("Mixtral", {"tie_word_embeddings": True, "num_experts_per_tok": 2})}
+PUBLISHED = {"mixtral-8x7b": 46_702_792_704}

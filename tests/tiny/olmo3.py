@@ -39,3 +39,4 @@ WIDE = {
 }
 GENERATED = {"olmo3": ("Olmo3", KINDS["Olmo3"].standard | KINDS["Olmo3"].short)}
 GENERATED_WIDE = {"olmo3-remainder": ("Olmo3", {"num_hidden_layers": 6, "tie_word_embeddings": True})}
+PUBLISHED = {"olmo3-7b": 7_298_011_136}
