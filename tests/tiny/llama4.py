@@ -17,9 +17,11 @@ VARIANTS = {
         "Llama4",
         {"use_qk_norm": False, "interleave_moe_layer_step": 2, "num_key_value_heads": 1, "num_hidden_layers": 6},
     ),
-    "llama4-lists-mha-tied-biases-untuned": (
+    # Yarn's factor on cos and sin shows that queries and keys are normed after they are rotated.
+    "llama4-lists-mha-tied-biases-untuned-yarn": (
         "Llama4",
         {
+            "rope_parameters": YARN,
             "num_hidden_layers": 5,
             "moe_layers": [0, 3],
             "no_rope_layers": [0, 1, 1, 0, 1],
@@ -40,7 +42,6 @@ WIDE = {
             "no_rope_layers": [1, 1, 0, 0],
             "layer_types": ["full_attention", "chunked_attention"] * 2,
             "rms_norm_eps": 1e-2,
-            "rope_parameters": YARN,
         },
     ),
     "llama4-interval": ("Llama4", {"no_rope_layer_interval": 3, "num_hidden_layers": 7, "interleave_moe_layer_step": 3}),
@@ -48,6 +49,6 @@ WIDE = {
 GENERATED = {"llama4": ("Llama4", KINDS["Llama4"].standard | KINDS["Llama4"].short)}
 GENERATED_WIDE = {
     "llama4-maverick-shaped": VARIANTS["llama4-maverick"],
-    "llama4-lists": VARIANTS["llama4-lists-mha-tied-biases-untuned"],
+    "llama4-lists": VARIANTS["llama4-lists-mha-tied-biases-untuned-yarn"],
 }
 PUBLISHED = {"llama4-scout": 107_769_861_120, "llama4-maverick": 400_711_848_960}
