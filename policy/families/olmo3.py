@@ -5,15 +5,10 @@ from __future__ import annotations
 from policy import names
 from policy.config import POST_NORM, Attention, DecoderConfig, LayerSpec, Mlp, Norm, Rope
 from policy.hf import UnsupportedModel, activation, decoder, first, layer_types, rope
-from policy.names import Stored
 
 ARCHITECTURES = ("Olmo3ForCausalLM",)
 MODEL_TYPES = ("olmo3",)
-NAMES = (
-    names.ATTENTION
-    | names.MLP
-    | {f"{name}.weight": Stored(f"{name}.weight") for name in ("post_attention_layernorm", "post_feedforward_layernorm")}
-)
+NAMES = names.ATTENTION | names.NORMS_BY_ROLE | names.MLP
 
 KINDS = ("sliding_attention", "full_attention")
 THETA = 500000.0

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from oracles import STANDARD, classes, configuration, edit_config, oracle, random_model, reference_logits, saved, tokens
+from oracles import KINDS, STANDARD, classes, configuration, edit_config, oracle, random_model, reference_logits, saved, tokens
 
 import policy
 from policy import families, hub
@@ -87,12 +87,12 @@ def test_fused_experts_are_read_like_single_ones(kind, tmp_path):
 @pytest.mark.parametrize("kind", STANDARD)
 def test_absent_keys_mean_what_the_class_of_transformers_says(kind, tmp_path):
     """For every default of ours, a configuration without the key reads as one where transformers wrote its default."""
-    full = classes(kind)[0]().to_dict()
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    bare = {key: full[key] for key in required} | {"model_type": full["model_type"]}
-    if kind == "DeepseekV2":  # transformers has no default that works
-        bare["num_experts_per_tok"] = full["num_experts_per_tok"] = 6
-    assert without_json(families.read(bare)) == without_json(families.read(full))
+    entry = KINDS[kind]
+    full = classes(kind)[0](**entry.bare).to_dict()
+    required = {*entry.required, "intermediate_size"} & full.keys()
+    named = {"architectures": [entry.model or f"{kind}ForCausalLM"], "model_type": full["model_type"]}
+    bare = {key: full[key] for key in required} | entry.bare
+    assert without_json(families.read(bare | named)) == without_json(families.read(full | named))
 
 
 def without_json(config):
