@@ -123,3 +123,9 @@ def test_settings_of_rope_that_transformers_would_drop_are_refused():
 def test_too_few_entries_about_rotary_layers_are_refused():
     with pytest.raises(UnsupportedModel, match="no_rope_layers: 2 entries for 4 layers"):
         families.read(TINY["Llama4"] | {"model_type": "llama4_text", "no_rope_layers": [1, 0]})
+
+
+def test_layers_of_mistral_that_differ_are_refused():
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    with pytest.raises(UnsupportedModel, match="layer_types: full_attention; known: sliding_attention, one for each layer"):
+        families.read(TINY["Mistral"] | {"model_type": "mistral", "layer_types": kinds})
