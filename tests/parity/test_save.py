@@ -74,7 +74,7 @@ def test_auto_classes_find_the_saved_model_and_several_shards(tmp_path, monkeypa
     np.testing.assert_array_equal(np.asarray(policy.load(tmp_path).logits(row)), expected)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3Moe", "DeepseekV2", "DeepseekV3"])
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral", "DeepseekV2", "DeepseekV3"])
 def test_fused_experts_are_read_like_single_ones(kind, tmp_path):
     from safetensors.torch import save_file
 
