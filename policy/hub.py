@@ -1,29 +1,46 @@
-"""Hugging Face directories in and out: config.json and safetensors, one parameter at a time, by the family's name
+"""Hugging Face directories in and out: config.json and safetensors, a slice of one layer at a time, by the family's name
 table."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 import yaml
 
-from policy import families, names
-from policy.config import DecoderConfig
+from policy import families, names, quantized
+from policy.config import DecoderConfig, LayerSpec
 from policy.hf import UnsupportedModel
+from policy.quantized import Scheme
+from policy.tensorfiles import INDEX, SINGLE, ModelFileError, TensorFiles
+
+if TYPE_CHECKING:
+    from policy.model import Graph
 
 # Beside this package, in a checkout as in an installed copy (importlib.resources fails on editable installs of Python 3.11).
 PRESETS = Path(__file__).resolve().parents[1] / "configs" / "models"
 SHARD_BYTES = 5 * 10**9
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-class ModelFileError(ValueError):
-    """A model directory that cannot be read: a file or tensor that is missing, extra or of the wrong shape, by name."""
+QUANTIZATION = "quantization_config"
+PIECE = 2**24  # numbers that are dequantised at once: 64 MB
+# Starts of stored names -> those of the tables, for text models inside multimodal ones. A family's PREFIXES go before these.
+PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+# Tensors that a text model does without: the towers of other modalities, and heads that predict further tokens.
+SKIP = (
+    r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*",
+    r"mtp\..*",
+)
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,8 +64,7 @@ def preset(name: str, overrides: dict | None = None) -> DecoderConfig:
     return families.read(yaml.load(text, _Loader) | (overrides or {}))
 
 
-def read_hf(directory) -> dict:
-    """config.json of a model directory."""
+def _read_json(directory) -> dict:
     path = Path(directory) / "config.json"
     try:
         hf = json.loads(path.read_text())
@@ -60,8 +76,25 @@ def read_hf(directory) -> dict:
         raise ModelFileError(f"{path}: not UTF-8 text: {error}") from None
     if not isinstance(hf, dict):
         raise ModelFileError(f"{path}: expected an object with the keys of a configuration, found {type(hf).__name__}")
-    if hf.get("quantization_config"):
-        raise UnsupportedModel(f"{path}: quantization_config: quantised weights are not supported; dequantise them first")
+    return hf
+
+
+def _scheme(directory, hf: dict) -> Scheme | None:
+    inner = hf.get("text_config")
+    found = hf.get(QUANTIZATION) or (inner.get(QUANTIZATION) if isinstance(inner, dict) else None)
+    try:
+        return quantized.scheme(found)
+    except quantized.QuantizationError as error:
+        raise UnsupportedModel(f"{Path(directory) / 'config.json'}: {QUANTIZATION}: {error}") from None
+
+
+def read_hf(directory) -> dict:
+    """config.json of a model directory, without its `quantization_config`: weights are dequantised as they are read."""
+    hf = _read_json(directory)
+    _scheme(directory, hf)
+    hf.pop(QUANTIZATION, None)
+    if isinstance(hf.get("text_config"), dict):
+        hf["text_config"].pop(QUANTIZATION, None)
     return hf
 
 
@@ -69,112 +102,143 @@ def read_config(directory) -> DecoderConfig:
     return families.read(read_hf(directory))
 
 
-class _Files:
-    """The tensors of a directory by name, opened lazily. Which files: model.safetensors, or those that the index lists,
-    or all."""
+@dataclass(frozen=True)
+class Place:
+    """Where the weight `path` is stored: in which form, before which prefix, and the numbers of the layers that it stacks (None
+    outside the layers)."""
 
-    def __init__(self, directory):
-        from safetensors import SafetensorError, safe_open
+    graph: Graph
+    path: str
+    stored: names.Stored
+    layers: tuple[int, ...] | None
+    prefix: str = ""
 
-        self.directory = Path(directory)
-        self._owner = {}
-        for path in self._paths():
-            try:
-                handle = safe_open(path, framework="numpy")
-            except FileNotFoundError:
-                raise ModelFileError(f"{path}: no such file, but {INDEX} lists it") from None
-            except SafetensorError as error:
-                raise ModelFileError(f"{path}: not a whole safetensors file: {error}") from None
-            self._owner |= dict.fromkeys(handle.keys(), handle)  # noqa: SIM118 (not a dict)
-        self.unread = set(self._owner)
+    def name(self, stored: names.Stored, layer: int | None, expert: int = 0) -> str:
+        """The tensor of a file that holds that layer and expert."""
+        return self.prefix.format(n=layer) + stored.name.format(e=expert)
 
-    def _paths(self) -> list[Path]:
-        if (single := self.directory / SINGLE).exists():
-            return [single]
-        if (index := self.directory / INDEX).exists():
-            try:
-                return [self.directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ModelFileError(f"{index}: not an index with a weight_map: {error}") from None
-        if paths := sorted(self.directory.glob("*.safetensors")):
-            return paths
-        raise ModelFileError(f"{self.directory}: no *.safetensors file")
+    def parts(self, stored: names.Stored) -> tuple[str, ...]:
+        """The paths of ours that share a tensor in that form, in order; this one is among them."""
+        module = self.path.rpartition(".")[0]
+        return tuple(f"{module}.{part}" for part in stored.parts) or (self.path,)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._owner
+    def shape(self, path: str, stored: names.Stored) -> names.Shape:
+        """That of ours which one stored tensor holds: without the axis of layers, nor that of numbered tensors."""
+        return self.graph.shapes[path].shape[(self.layers is not None) + stored.numbered :]
 
-    def empty(self, name: str) -> bool:
-        """Whether the tensor has no elements."""
-        return 0 in self._owner[name].get_slice(name).get_shape()
-
-    def read(self, name: str, shape: tuple[int, ...], part: slice | None = None) -> np.ndarray:
-        """The whole tensor, checked against `shape`, or `part` of its second dimension."""
-        if name not in self._owner:
-            raise ModelFileError(f"{self.directory}: missing tensor {name}, expected with shape {list(shape)}")
-        self.unread.discard(name)
-        view = self._owner[name].get_slice(name)
-        if tuple(view.get_shape()) != tuple(shape):
-            raise ModelFileError(f"{self.directory}: tensor {name} has shape {view.get_shape()}, expected {list(shape)}")
-        if view.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            raise ModelFileError(f"{self.directory}: tensor {name} is {view.get_dtype()}: quantised weights are not supported")
-        return view[:] if part is None else view[:, part]
+    def read(self, files: TensorFiles, layer: int | None, index: tuple[slice, ...], out: np.ndarray) -> None:
+        """Writes `index` of ours, of one layer, to `out`."""
+        stored = next((s for s in (self.stored, *self.stored.also) if self.name(s, layer) in files), self.stored)
+        parts = self.parts(stored)
+        shapes, part = [self.shape(path, stored) for path in parts], parts.index(self.path)
+        if stored.numbered:
+            first, *index = index
+            blocks = ((e, tuple(index), out[i, ...]) for i, e in enumerate(range(first.start, first.stop)))
+        else:
+            blocks = ((0, piece, target) for piece, target in _pieces(index, out, stored.same_rows))
+        for expert, wanted, target in blocks:
+            block = stored.block(shapes, part, wanted)
+            target[...] = block.finish(files.read(self.name(stored, layer, expert), block.shape, block.index))
 
 
-def places(graph) -> Iterator[tuple[str, object, list[int] | None]]:
-    """For each path of ours: how it is stored, and the numbers of the layers that it stacks (None outside the
-    layers)."""
+def _pieces(index: tuple[slice, ...], out: np.ndarray, split: bool) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """`index` and `out` in pieces along axis 0 of at most PIECE numbers, so that a dequantised piece stays small."""
+    step = max(1, PIECE * len(out) // max(1, out.size)) if split and out.ndim else 0
+    if not step or step >= len(out):
+        yield index, out
+        return
+    for start in range(0, len(out), step):
+        target = out[start : start + step]
+        low = index[0].start + start
+        yield (slice(low, low + len(target)), *index[1:]), target
+
+
+def places(graph: Graph) -> Iterator[Place]:
+    """Where each weight of `graph` is stored."""
     config = graph.config
-    table = families.get(config.family).NAMES
+    family = families.get(config.family)
+    top, prefix = getattr(family, "TOP", names.TOP), getattr(family, "LAYER_PREFIX", names.LAYER_PREFIX)
     start = np.cumsum([0, *(len(stack.pattern) * stack.repeats for stack in config.stacks)])
     for path in graph.paths:
         if not (found := re.fullmatch(r"stacks\.(\d+)\.layers\.(\d+)\.(.+)", path)):
-            yield path, names.TOP[path], None
+            yield Place(graph, path, _entry(config, top, path), None)
             continue
         s, i, end = int(found[1]), int(found[2]), found[3]
         stack = config.stacks[s]
-        yield path, table[end], [int(start[s]) + r * len(stack.pattern) + i for r in range(stack.repeats)]
+        numbers = tuple(int(start[s]) + r * len(stack.pattern) + i for r in range(stack.repeats))
+        yield Place(graph, path, _entry(config, family.NAMES, end, stack.pattern[i]), numbers, prefix)
 
 
-def read_weights(directory, graph) -> dict[str, jax.Array]:
-    """All weights of `graph` from the safetensors of `directory`, each placed on the mesh before the next one is
-    read."""
-    files = _Files(directory)
-    params = {}
-    for path, place, layers in places(graph):
-        want = graph.shapes[path]
-        if layers is None:
-            array = place.read(files.read(place.name, place.stored_shape(want.shape)), want.shape)
-        else:
-            array = np.stack([_read_layer(files, place, n, want.shape[1:]) for n in layers])
-        array = np.asarray(array, want.dtype)
-        params[path] = jax.make_array_from_callback(want.shape, graph.sharding(path), lambda index, a=array: a[index])
-    _refuse_unread(files, graph.config)
+def _entry(config: DecoderConfig, table: names.Table, end: str, layer: LayerSpec | None = None) -> names.Stored:
+    module, _, rest = end.partition(".")
+    kind = type(getattr(layer, module, None)).__name__
+    if (found := table.get(f"{kind}.{rest}", table.get(end))) is None:
+        raise LookupError(f"policy/families/{config.family}.py: no entry for {end} in {'TOP' if layer is None else 'NAMES'}")
+    return found
+
+
+def read_weights(directory, graph: Graph) -> dict[str, jax.Array]:
+    """All weights of `graph` from the safetensors of `directory`, each shard read straight to its place on the mesh.
+
+    The host holds no more than the shards of one weight at a time beside those that live there.
+    """
+    scheme = _scheme(directory, _read_json(directory))
+    files = TensorFiles(directory, _renamed(families.get(graph.config.family)), scheme)
+    params = {place.path: _on_mesh(graph, place, files) for place in places(graph)}
+    _refuse_unread(files, graph.config, scheme)
     return params
 
 
-def _read_layer(files: _Files, place, n: int, shape: tuple[int, ...]) -> np.ndarray:
-    prefix = names.LAYER_PREFIX.format(n=n)
-    if not isinstance(place, names.Experts):
-        return place.read(files.read(prefix + place.name, place.stored_shape(shape)), shape)
-    experts, inputs, outputs = shape
-    if prefix + place.fused in files:
-        part = slice(place.part * outputs, (place.part + 1) * outputs)
-        return files.read(prefix + place.fused, (experts, outputs * place.parts, inputs), part).swapaxes(1, 2)
-    return np.stack([files.read(prefix + place.name.format(e=e), (outputs, inputs)).T for e in range(experts)])
+def _on_mesh(graph: Graph, place: Place, files: TensorFiles) -> jax.Array:
+    """The weight, shard by shard; devices that hold the same shard share one reading of it."""
+    shape, dtype, sharding = graph.shapes[place.path].shape, graph.shapes[place.path].dtype, graph.sharding(place.path)
+    devices: dict[tuple, list] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        devices.setdefault(tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)), []).append(device)
+    arrays = []
+    for bounds, holders in devices.items():
+        index = tuple(slice(*each) for each in bounds)
+        shard = _aligned([high - low for low, high in bounds], dtype)
+        if place.layers is None:
+            place.read(files, None, index, shard)
+        else:
+            for i, layer in enumerate(place.layers[index[0]]):
+                place.read(files, layer, index[1:], shard[i, ...])
+        arrays += jax.block_until_ready([jax.device_put(shard, device) for device in holders])
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _refuse_unread(files: _Files, config: DecoderConfig) -> None:
+def _aligned(shape: list[int], dtype) -> np.ndarray:
+    """An empty array that starts at a multiple of 64 bytes: such a one jax takes over on CPU, any other it copies."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _renamed(family: ModuleType) -> Callable[[str], str]:
+    """Stored names -> those of the tables: the prefixes of multimodal wrappers, and the family's own."""
+    prefixes = (*getattr(family, "PREFIXES", ()), *PREFIXES)
+
+    def rename(name: str) -> str:
+        old, new = next(((old, new) for old, new in prefixes if name.startswith(old)), ("", ""))
+        return new + name.removeprefix(old)
+
+    return rename
+
+
+def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | None) -> None:
     family = families.get(config.family)
-    skip = list(getattr(family, "SKIP", ()))
+    skip = [*SKIP, *getattr(family, "SKIP", ()), *(scheme.skip if scheme else ())]
     if config.tied_head:
-        skip.append(re.escape(names.TOP["lm_head"].name))
-    layer = re.compile(names.LAYER_PREFIX.replace(".", r"\.").format(n=r"(\d+)"))
+        skip.append(re.escape(names.TOP["lm_head"].name))  # accepted, whatever the family calls its own top
+    layer = re.compile(re.escape(getattr(family, "LAYER_PREFIX", names.LAYER_PREFIX)).replace(r"\{n\}", r"(\d+)"))
 
     def skipped(name: str) -> bool:
         past = getattr(family, "SKIP_EXTRA_LAYERS", False) and (found := layer.match(name))
         return (past and int(found[1]) >= len(config.layers)) or any(re.fullmatch(pattern, name) for pattern in skip)
 
-    extra = sorted(name for name in files.unread if not skipped(name) and not files.empty(name))
+    extra = sorted(files.own_name(name) for name in files.unread if not skipped(name) and not files.empty(name))
     if extra:
         more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
         raise ModelFileError(
@@ -182,20 +246,31 @@ def _refuse_unread(files: _Files, config: DecoderConfig) -> None:
         )
 
 
-def _stored(graph, params) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor as it is stored, by stored name; those without elements last."""
-    for path, place, layers in places(graph):
-        array = np.asarray(params[path])
-        if layers is None:
-            yield place.name, place.write(array)
+@jax.jit
+def _layer(array: jax.Array, number: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
+
+
+def _on_host(array, number: int | None) -> np.ndarray:
+    """The whole weight, or one of those that it stacks."""
+    if number is None:
+        return np.asarray(array)
+    return np.asarray(_layer(array, number) if isinstance(array, jax.Array) else array[number])
+
+
+def _stored(graph: Graph, params) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor as it is stored, by stored name, layer by layer; those without elements last."""
+    work = []
+    for place in places(graph):
+        if place.path == place.parts(place.stored)[0]:
+            work += [(-1, None, place)] if place.layers is None else [(n, r, place) for r, n in enumerate(place.layers)]
+    for layer, number, place in sorted(work, key=lambda each: each[0]):
+        arrays = [_on_host(params[path], number) for path in place.parts(place.stored)]
+        if not place.stored.numbered:
+            yield place.name(place.stored, layer), place.stored.join(arrays)
             continue
-        for n, layer in zip(layers, array, strict=True):
-            prefix = names.LAYER_PREFIX.format(n=n)
-            if isinstance(place, names.Experts):
-                for e, expert in enumerate(layer):
-                    yield prefix + place.name.format(e=e), np.ascontiguousarray(expert.T)
-            else:
-                yield prefix + place.name, place.write(layer)
+        for e, experts in enumerate(zip(*arrays, strict=True)):
+            yield place.name(place.stored, layer, e), place.stored.join(experts)
     expected = getattr(families.get(graph.config.family), "empty_tensors", None)
     for name, shape in expected(json.loads(graph.config.hf)).items() if expected else ():
         yield name, np.zeros(shape, np.dtype(graph.runtime.param_dtype))

@@ -2,9 +2,13 @@
 
 A family file holds ARCHITECTURES and MODEL_TYPES (which Hugging Face configurations are its own), `read(hf) ->
 DecoderConfig`, NAMES (how its weights are stored; policy/names.py) and DEFAULTS (values of absent keys; here the class
-of transformers rules). Optional: SKIP, patterns of stored tensors that are not read; SKIP_EXTRA_LAYERS, True where
+of transformers rules). Optional: TOP and LAYER_PREFIX in the place of those of policy/names.py; PREFIXES, pairs of the start of
+a stored name and what the tables call it; SKIP, patterns of stored tensors that are not read; SKIP_EXTRA_LAYERS, True where
 layers past num_hidden_layers are not read either; `empty_tensors(hf)`, names and shapes of tensors without elements
 that transformers expects to find.
+
+A multimodal configuration (with a `text_config`) is read as its text model. ARCHITECTURES then also holds the wrapper's class,
+after the text classes, which stand in the order of their MODEL_TYPES.
 """
 
 from __future__ import annotations
@@ -41,9 +45,25 @@ def find(hf: dict) -> ModuleType:
     )
 
 
+def text_model(hf: dict) -> dict:
+    """The configuration of the text model in that of a multimodal one; any other as it is."""
+    inner = hf.get("text_config")
+    if not isinstance(inner, dict):
+        return hf
+    try:
+        family = find(hf)
+    except UnsupportedModel:
+        family = find(inner)
+    kind = inner.get("model_type")
+    number = family.MODEL_TYPES.index(kind) if kind in family.MODEL_TYPES else 0
+    tied = {key: hf[key] for key in ("tie_word_embeddings",) if key in hf}
+    return tied | inner | {"architectures": [family.ARCHITECTURES[number]], "model_type": family.MODEL_TYPES[number]}
+
+
 def read(hf: dict) -> DecoderConfig:
     """The decoder that a Hugging Face configuration describes. Raises UnsupportedModel with the key that is missing or
     unknown."""
+    hf = text_model(hf)
     module = find(hf)
     try:
         return module.read(hf)

@@ -14,18 +14,15 @@ NAMES = (
     | names.MLP
     | names.MOE
     | {
-        "mixer.q_a_proj": names.Linear("self_attn.q_a_proj.weight"),
-        "mixer.q_a_layernorm.weight": names.Plain("self_attn.q_a_layernorm.weight"),
-        "mixer.q_b_proj": names.Linear("self_attn.q_b_proj.weight"),
-        "mixer.kv_a_proj": names.Linear("self_attn.kv_a_proj_with_mqa.weight"),
-        "mixer.kv_a_layernorm.weight": names.Plain("self_attn.kv_a_layernorm.weight"),
-        "mixer.kv_b_proj": names.Linear("self_attn.kv_b_proj.weight"),
-        "feed_forward.router.correction_bias": names.Plain("mlp.gate.e_score_correction_bias"),
+        "mixer.q_a_proj": names.Stored("self_attn.q_a_proj.weight", "r e -> e r"),
+        "mixer.q_a_layernorm.weight": names.Stored("self_attn.q_a_layernorm.weight"),
+        "mixer.q_b_proj": names.Stored("self_attn.q_b_proj.weight", "(h d) r -> r h d"),
+        "mixer.kv_a_proj": names.Stored("self_attn.kv_a_proj_with_mqa.weight", "c e -> e c"),
+        "mixer.kv_a_layernorm.weight": names.Stored("self_attn.kv_a_layernorm.weight"),
+        "mixer.kv_b_proj": names.Stored("self_attn.kv_b_proj.weight", "(h d) c -> c h d"),
+        "feed_forward.router.correction_bias": names.Stored("mlp.gate.e_score_correction_bias"),
     }
-    | {
-        end.replace("feed_forward.", "feed_forward.shared."): type(place)(place.name.replace("mlp.", "mlp.shared_experts."))
-        for end, place in names.MLP.items()
-    }
+    | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_experts."))
 )
 SKIP = (r".*rotary_emb\.inv_freq",)
 SKIP_EXTRA_LAYERS = True  # those past num_hidden_layers predict further tokens, which the decoder does not do

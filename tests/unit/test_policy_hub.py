@@ -116,7 +116,11 @@ def test_a_broken_configuration_is_located(directory, text, words):
             {"architectures": ["MysteryForCausalLM"], "model_type": "mystery"},
             ["MysteryForCausalLM", "mystery", "llama"],
         ),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq", "fp8", "mxfp4"]),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            ["quantization_config", "weight_block_size"],
+        ),
         ({"hidden_size": ...}, ["hidden_size"]),
         ({"hidden_act": "mish"}, ["hidden_act", "mish", "silu"]),
         ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_type", "longrope"]),
