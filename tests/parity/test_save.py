@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from oracles import STANDARD, classes, configuration, edit_config, oracle, random_model, reference_logits, saved, tokens
+from oracles import KINDS, STANDARD, classes, configuration, edit_config, oracle, random_model, reference_logits, saved, tokens
 
 import policy
 from policy import families, hub
@@ -88,11 +88,9 @@ def test_fused_experts_are_read_like_single_ones(kind, tmp_path):
 def test_absent_keys_mean_what_the_class_of_transformers_says(kind, tmp_path):
     """For every default of ours, a configuration without the key reads as one where transformers wrote its default."""
     full = classes(kind)[0]().to_dict()
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    bare = {key: full[key] for key in required} | {"model_type": full["model_type"]}
-    if kind == "DeepseekV2":  # transformers has no default that works
-        bare["num_experts_per_tok"] = full["num_experts_per_tok"] = 6
-    assert without_json(families.read(bare)) == without_json(families.read(full))
+    required = {*KINDS[kind].required, "intermediate_size", "model_type"}
+    bare, given = {key: full[key] for key in required}, KINDS[kind].given
+    assert without_json(families.read(bare | given)) == without_json(families.read(full | given))
 
 
 def without_json(config):

@@ -45,7 +45,8 @@ class Kind:
     """A tiny model: `base` its configuration, `standard` the switches that a default would hide, `short` the keys that leave as
     few layers as hold every kind of layer. `config` and `model` name the classes of transformers where they are not
     {kind}Config and {kind}ForCausalLM; `build(keys)` makes the oracle where no class does. `logits` and `generator` are the
-    tolerances of logits against the oracle and of the generator against the trainer."""
+    tolerances of logits against the oracle and of the generator against the trainer. A configuration must have the keys
+    `required`; `given` are keys whose default in transformers makes no model that we can read."""
 
     model_type: str
     base: dict
@@ -57,6 +58,7 @@ class Kind:
     logits: float = 2e-5
     generator: float = 1e-5
     required: tuple[str, ...] = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    given: dict = field(default_factory=dict)
 
 
 def _collect(name: str) -> dict:

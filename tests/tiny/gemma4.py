@@ -21,6 +21,7 @@ _CLASS = {
     "config": "Gemma4TextConfig",
     "model": "Gemma4ForCausalLM",
     "required": ("hidden_size", "intermediate_size", "num_hidden_layers"),
+    "given": {"hidden_size_per_layer_input": 0},
     "logits": 1e-4,  # scores are not scaled: transformers itself is this far from its float64 self
 }
 KINDS = {
