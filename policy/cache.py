@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from policy.config import Attention, DecoderConfig, LatentAttention, LayerSpec
+from policy.layers.dropout import Dropout
 
 
 @jax.tree_util.register_dataclass
@@ -20,12 +21,18 @@ from policy.config import Attention, DecoderConfig, LatentAttention, LayerSpec
 class Step:
     """Where the tokens of a call sit: position inside the document and segment (0: padding), both int32[B, T].
 
-    `rotations` holds the (cos, sin) tables of every rotary embedding of the decoder, filled in by the decoder.
+    `rotations` holds the (cos, sin) tables of every rotary embedding of the decoder, filled in by the decoder. `dropout` is for
+    training only.
     """
 
     positions: jax.Array
     segments: jax.Array
     rotations: dict[str, Any] | None = None
+    dropout: Dropout | None = None
+
+    def at(self, layer: jax.Array | int) -> Step:
+        """The same for the layer of that number."""
+        return replace(self, dropout=self.dropout.at(layer))
 
 
 class Visible(NamedTuple):
@@ -76,8 +83,8 @@ def _shapes(spec: LayerSpec) -> dict[str, tuple[int, int]]:
     match spec.mixer:
         case Attention(kv_heads=heads, head_dim=dim):
             return {"k": (heads, dim), "v": (heads, dim)}
-        case LatentAttention(kv_lora_rank=rank, rope=rope):
-            return {"latent": (1, rank + rope.dim)}
+        case LatentAttention(kv_lora_rank=rank, rope=rope, indexer=indexer):
+            return {"latent": (1, rank + rope.dim)} | ({} if indexer is None else {"index": (1, indexer.head_dim)})
         case None:
             return {}
 

@@ -5,12 +5,16 @@ B rows, T tokens, E hidden, V vocabulary, R repeats of a stack.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from policy.cache import LayerCache, Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
+from policy.layers.dropout import drop
 from policy.layers.layer import Layer
 from policy.layers.norms import norm
 from policy.layers.parameter import normal, weight
@@ -30,20 +34,22 @@ REMAT_SAVES = {
 class LayerStack(nnx.Module):
     """`repeats` copies of a pattern of layers, their weights stacked along axis 0."""
 
-    def __init__(self, stack: Stack, config: DecoderConfig, rngs: nnx.Rngs):
-        self.repeats = stack.repeats
+    def __init__(self, stack: Stack, first: int, config: DecoderConfig, rngs: nnx.Rngs):
+        """`first` is the number of the stack's first layer."""
+        self.first, self.repeats = first, stack.repeats
         self.layers = nnx.List([_stacked(spec, config, rngs, stack.repeats) for spec in stack.pattern])
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         """Returns (x_BTE, cache parts or None, router statistics: for each layer of the pattern {name: [R, ...]})."""
         graph, weights = nnx.split(self.layers)
 
-        def repeat(x, part, one, index):
-            """One repeat of the pattern; `part` holds the cache arrays of one or all repeats."""
+        def repeat(x, part, one, r, index):
+            """Repeat number `r` of the pattern; `part` holds the cache arrays of one or all repeats, its own at `index`."""
             statistics, arrays = [], []
             for i, layer in enumerate(nnx.merge(graph, one)):
                 view = None if part is None else LayerCache(part[i], index)
-                x, view, found = layer(x, step, view, runtime)
+                here = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
+                x, view, found = layer(x, here, view, runtime)
                 statistics.append(found)
                 arrays.append(None if view is None else view.arrays)
             return x, None if part is None else tuple(arrays), tuple(statistics)
@@ -55,7 +61,7 @@ class LayerStack(nnx.Module):
             return self._unrolled(x_BTE, cache, weights, repeat)
 
         def body(carry, xs):
-            x, part, statistics = repeat(*carry, *xs)
+            x, part, statistics = repeat(*carry, *xs, xs[1])
             return (x, part), statistics
 
         carry = (x_BTE, None if cache is None else cache[0])
@@ -67,7 +73,7 @@ class LayerStack(nnx.Module):
         parts, found = [], []
         for r in range(self.repeats):
             one = jax.tree.map(lambda a, r=r: a[r], weights)
-            x_BTE, part, statistics = repeat(x_BTE, None if cache is None else cache[r], one, 0)
+            x_BTE, part, statistics = repeat(x_BTE, None if cache is None else cache[r], one, r, 0)
             parts.append(part)
             found.append(statistics)
         statistics = jax.tree.map(lambda *a: jnp.stack(a), *found)
@@ -95,7 +101,8 @@ class Decoder(nnx.Module):
         if config.max_positions is not None:
             shape = (config.max_positions, config.hidden_size)
             self.embed_positions = weight(rngs, shape, (None, "embed_vocab"), normal(config.initializer_range))
-        self.stacks = nnx.List([LayerStack(stack, config, rngs) for stack in config.stacks])
+        first = list(accumulate((len(stack.pattern) * stack.repeats for stack in config.stacks), initial=0))
+        self.stacks = nnx.List([LayerStack(stack, n, config, rngs) for stack, n in zip(config.stacks, first, strict=False)])
         self.norm = norm(config.hidden_size, config.norm, rngs)
         if not config.tied_head:
             self.lm_head = weight(rngs, shape, axes, normal(config.initializer_range))
@@ -108,8 +115,8 @@ class Decoder(nnx.Module):
         if config.embedding_scale != 1.0:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         x = x + self._position_embedding(step.positions).astype(x.dtype) if config.positions else x
-        rotations = {str(rope): rotation(rope, step.positions) for rope in config.ropes}
-        step = Step(step.positions, step.segments, rotations)
+        x = drop(x, step.dropout)
+        step = replace(step, rotations={str(rope): rotation(rope, step.positions) for rope in config.ropes})
         caches, statistics = [], {}
         for s, stack in enumerate(self.stacks):
             x, part, found = stack(x, step, None if cache is None else cache[s], runtime)

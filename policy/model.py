@@ -99,6 +99,8 @@ class Model:
         tokens = jnp.asarray(tokens, jnp.int32)
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [rows, length], got shape {tokens.shape}")
+        if (limit := self.config.max_positions) is not None and positions is None and segments is None and tokens.shape[1] > limit:
+            raise ValueError(f"tokens have length {tokens.shape[1]}, this model has {limit} positions")
         for name, array in (("positions", positions), ("segments", segments)):
             if array is not None and jnp.shape(array) != tokens.shape:
                 raise ValueError(f"{name} must have the shape of tokens, {tokens.shape}, got {jnp.shape(array)}")

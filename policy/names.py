@@ -235,10 +235,10 @@ ATTENTION: Table = {
     "mixer.k_norm.weight": Stored("self_attn.k_norm.weight"),
 }
 
-# Norms before and after each part, stored under our names; to be joined after ATTENTION.
-SANDWICH: Table = {
-    f"{norm}.weight": Stored(f"{norm}.weight")
-    for norm in ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+# Laid over ATTENTION by families that store norms by their role, as ours are called.
+NORMS_BY_ROLE: Table = {
+    f"{role}.weight": Stored(f"{role}.weight")
+    for role in ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 }
 
 MLP: Table = {f"feed_forward.{kind}_proj": Stored(f"mlp.{kind}_proj.weight", "o i -> i o") for kind in ("gate", "up", "down")}

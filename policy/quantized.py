@@ -122,6 +122,6 @@ class Mxfp4:
         values[..., 0], values[..., 1] = FP4[codes & 15], FP4[codes >> 4]
         exponents = self._scales[(*leading, outputs, groups)].astype(np.int32) - 127
         np.ldexp(values, exponents[..., None, None], out=values)
-        flat = values.reshape(*codes.shape[:-2], -1)
+        flat = values.reshape(*codes.shape[:-2], codes.shape[-2] * GROUP)
         start = inputs.start - groups.start * GROUP
         return flat[..., start : start + inputs.stop - inputs.start].swapaxes(-1, -2)

@@ -26,6 +26,7 @@ class Batch:
     advantages: np.ndarray | None = None  # float32[N] or [N, T]
     old_values: np.ndarray | None = None
     returns: np.ndarray | None = None
+    dropout: jax.Array | None = None  # uint32[N], the seeds of each row; only inside an update
 
     def rows(self, chosen: slice) -> Batch:
         return jax.tree.map(lambda a: a[chosen], self)

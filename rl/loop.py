@@ -112,6 +112,8 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
                 f"the tokenizer has {len(prepared.tokenizer)} tokens, the model's vocab_size is {decoder.vocab_size}; use the "
                 "model's own tokenizer, or set model.overrides.vocab_size for random weights"
             )
+        if decoder.max_positions is not None and config.max_length > decoder.max_positions:
+            raise ConfigError(f"max_length: {config.max_length} is more than the {decoder.max_positions} positions of this model")
         if not with_weights:
             return Model(Graph(decoder, runtime, mesh), {})
         if from_directory:
@@ -145,7 +147,7 @@ def _export(run: Run, directory: Path) -> None:
 def _run_stage(run: Run, stage: Stage, saved: dict | None) -> None:
     """All steps of a stage; those that are left if the newest checkpoint is one of this stage and `saved` is its host part."""
     options = stage.options
-    trainer = Trainer(run.model.graph, options, stage.algorithm)
+    trainer = Trainer(run.model.graph, options, stage.algorithm, run.config.seed)
     evaluation = None
     if run.prepared.evaluation:
         evaluation = Evaluation(run.prepared.evaluation, run.prepared.held_out, stage.runner)

@@ -16,6 +16,7 @@ import optax
 
 import rl.algorithms
 from policy import modes
+from policy.layers.dropout import Dropout, row_seeds
 from policy.layers.moe import bias_update
 from policy.model import Graph
 from policy.sharding import constrain, settle
@@ -73,11 +74,12 @@ class Updater:
     """One optimiser update of some weights as a compiled program: gradients summed over micro-batches, clipping, AdamW, and the
     rule that moves the selection biases of routers. An update that is not finite leaves everything as it was."""
 
-    def __init__(self, owner: Graph | Critic, loss, options: OptimizerOptions, stage: StageOptions, updates: int):
+    def __init__(self, owner: Graph | Critic, loss, options: OptimizerOptions, stage: StageOptions, seed: int):
         """`loss(params, micro, totals) -> (scalar, metrics, router statistics)`: micro-batches are summed."""
         self.owner, self._loss, self._options, self._router = owner, loss, options, stage.router
+        self._seed = seed if stage.dropout else None
         self.layout = owner.layout if isinstance(owner, Graph) else owner.trunk.layout
-        self.rate = schedule(options, updates)
+        self.rate = schedule(options, stage.steps * stage.updates_per_step)
         self._transform = optimizer(options, self.rate, owner.axes)
 
     def _split(self, params: dict) -> tuple[dict, dict]:
@@ -111,6 +113,9 @@ class Updater:
 
     def _update(self, learner: Learner, batch: Batch, inputs, *, micro_rows: int):
         trained, still = self._split(learner.params)
+        count = learner.optimizer[-1].count  # AdamW's last part counts the updates of its schedule
+        if self._seed is not None:
+            batch = batch.replace(dropout=row_seeds(self._seed, count, batch.tokens.shape[0]))
         grads, loss, metrics, statistics = self._gradients(trained, still, batch, inputs, micro_rows)
         norm = optax.tree.norm(grads)
         if self._options.clip_norm is not None:
@@ -121,7 +126,7 @@ class Updater:
         new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, learner)
         metrics |= {
             "loss": loss,
-            "optim/lr": self.rate(learner.optimizer[-1].count),  # AdamW's last part counts the updates of its schedule
+            "optim/lr": self.rate(count),
             "optim/grad_norm": norm,
             "optim/update_norm": optax.tree.norm(changes),
             "optim/skipped": 1.0 - good,
@@ -177,15 +182,15 @@ def _load_metrics(statistics: dict) -> dict:
 class Trainer:
     """The compiled programs of one stage: updates of policy and critic, log-probabilities and values of a batch."""
 
-    def __init__(self, graph: Graph, stage: StageOptions, algorithm):
+    def __init__(self, graph: Graph, stage: StageOptions, algorithm, seed: int = 0):
+        """`seed` is that of the run; dropout needs it."""
         self.graph, self.stage, self.algorithm = graph, stage, algorithm
         self.temperature = np.float32((stage.sampling.temperature if algorithm.needs_rollouts else 0.0) or 1.0)
-        updates = stage.steps * stage.updates_per_step
-        self.policy = Updater(graph, self._policy_loss, stage.optimizer, stage, updates)
+        self.policy = Updater(graph, self._policy_loss, stage.optimizer, stage, seed)
         self.critic = None
         if algorithm.needs_critic:
             self._critic = Critic(graph)
-            self.critic = Updater(self._critic, self._critic_loss, stage.critic, stage, updates)
+            self.critic = Updater(self._critic, self._critic_loss, stage.critic, stage, seed)
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
         """The state at the beginning of the stage. Takes `params` over; reference and critic are copies of them."""
@@ -246,6 +251,8 @@ class Trainer:
 
     def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):
         step = modes.sit(micro.tokens, segments=micro.segments)
+        if micro.dropout is not None:
+            step = replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
         logp, entropy, statistics = self.graph.logprobs(params, micro.tokens, step, self.temperature)
         loss, metrics = self.algorithm.loss(replace(inputs, logp=logp, entropy=entropy))
         return loss, metrics, statistics

@@ -71,6 +71,8 @@ class Generator:
     ):
         if max_length < 2 or slots < 1:
             raise ValueError("Generator: max_length must be at least 2 and slots at least 1")
+        if (limit := model.config.max_positions) is not None and max_length > limit:
+            raise ValueError(f"Generator: max_length {max_length} is more than the {limit} positions of this model")
         self.model, self.max_length, self.slots = model, max_length, slots
         self.seed, self.tokenizer, self.options = seed, tokenizer, options
         self._programs = _Programs(model.graph, options.tokens_per_dispatch)

@@ -52,8 +52,11 @@ def text_model(hf: dict) -> dict:
         return hf
     try:
         family = find(hf)
-    except UnsupportedModel:
-        family = find(inner)
+    except UnsupportedModel as unknown:
+        try:
+            family = find(inner)
+        except UnsupportedModel:
+            raise unknown from None
     kind = inner.get("model_type")
     number = family.MODEL_TYPES.index(kind) if kind in family.MODEL_TYPES else 0
     tied = {key: hf[key] for key in ("tie_word_embeddings",) if key in hf}

@@ -1,14 +1,14 @@
-"""DeepSeek V2, V2-Lite, V3 and V3.1 (DeepseekV2ForCausalLM, DeepseekV3ForCausalLM): latent attention, and a dense
-prefix followed by mixtures of experts."""
+"""DeepSeek V2, V2-Lite, V3, V3.1 and V3.2 (DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, DeepseekV32ForCausalLM): latent
+attention, in V3.2 over keys that an indexer selects, and a dense prefix followed by mixtures of experts."""
 
 from __future__ import annotations
 
 from policy import names
-from policy.config import DecoderConfig, LatentAttention, LayerSpec, Mlp, Moe, Router
+from policy.config import DecoderConfig, Indexer, LatentAttention, LayerSpec, Mlp, Moe, Router
 from policy.hf import UnsupportedModel, activation, decoder, first, rope, rope_parameters, yarn_mscale
 
-ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
+ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 NAMES = (
     names.ATTENTION
     | names.MLP
@@ -20,6 +20,13 @@ NAMES = (
         "mixer.kv_a_proj": names.Stored("self_attn.kv_a_proj_with_mqa.weight", "c e -> e c"),
         "mixer.kv_a_layernorm.weight": names.Stored("self_attn.kv_a_layernorm.weight"),
         "mixer.kv_b_proj": names.Stored("self_attn.kv_b_proj.weight", "(h d) c -> c h d"),
+        "mixer.q_a_bias": names.Stored("self_attn.q_a_proj.bias"),
+        "mixer.kv_a_bias": names.Stored("self_attn.kv_a_proj_with_mqa.bias"),
+        "mixer.indexer.wq_b": names.Stored("self_attn.indexer.wq_b.weight", "(h d) r -> r h d"),
+        "mixer.indexer.wk": names.Stored("self_attn.indexer.wk.weight", "d e -> e d"),
+        "mixer.indexer.k_norm.weight": names.Stored("self_attn.indexer.k_norm.weight"),
+        "mixer.indexer.k_norm.bias": names.Stored("self_attn.indexer.k_norm.bias"),
+        "mixer.indexer.weights_proj": names.Stored("self_attn.indexer.weights_proj.weight", "h e -> e h"),
         "feed_forward.router.correction_bias": names.Stored("mlp.gate.e_score_correction_bias"),
     }
     | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_experts."))
@@ -63,18 +70,35 @@ DEFAULTS_V3 = _DEFAULTS | {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
 }
+DEFAULTS_V32 = DEFAULTS_V3 | {
+    "max_position_embeddings": 163840,
+    "mlp_layer_types": None,
+    "index_topk": 2048,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+}
 EXPERTS_V2, EXPERTS_V3 = 64, 256
+_VERSIONS = {
+    "DeepseekV2ForCausalLM": DEFAULTS_V2,
+    "deepseek_v2": DEFAULTS_V2,
+    "DeepseekV3ForCausalLM": DEFAULTS_V3,
+    "deepseek_v3": DEFAULTS_V3,
+    "DeepseekV32ForCausalLM": DEFAULTS_V32,
+    "deepseek_v32": DEFAULTS_V32,
+}
 
 
-def is_v3(hf: dict) -> bool:
-    """Version 3 rather than 2: by `architectures` first, by `model_type` second."""
+def defaults(hf: dict) -> dict:
+    """What absent keys mean in the version of this configuration: by `architectures` first, by `model_type` second."""
     named = [name for name in hf.get("architectures") or () if name in ARCHITECTURES]
-    return named[0] == "DeepseekV3ForCausalLM" if named else hf.get("model_type") == "deepseek_v3"
+    return _VERSIONS[named[0] if named else hf["model_type"]]
 
 
 def read(stored: dict) -> DecoderConfig:
-    v3 = is_v3(stored)
-    hf = (DEFAULTS_V3 if v3 else DEFAULTS_V2) | stored
+    version = defaults(stored)
+    hf, v3 = version | stored, version is not DEFAULTS_V2
+    if version is not DEFAULTS_V32:
+        hf |= {"index_topk": None, "mlp_layer_types": None}
     bias = not v3 and bool(hf["mlp_bias"])
     mixer, dense = _mixer(hf, v3), Mlp(hf["intermediate_size"], activation(hf), bias=bias)
     experts = first(hf, "n_routed_experts", "num_local_experts", "num_experts", default=EXPERTS_V3 if v3 else EXPERTS_V2)
@@ -85,8 +109,18 @@ def read(stored: dict) -> DecoderConfig:
         shared=Mlp(width * shared, activation(hf), bias=bias) if shared else None,
         activation=activation(hf),
     )
-    prefix = hf["first_k_dense_replace"]
-    return decoder("deepseek", stored, hf, [LayerSpec(mixer, dense if i < prefix else moe) for i in range(hf["num_hidden_layers"])])
+    layers = [LayerSpec(mixer, dense if is_dense else moe) for is_dense in _dense_layers(hf)]
+    return decoder("deepseek", stored, hf, layers)
+
+
+def _dense_layers(hf: dict) -> list[bool]:
+    """Whether each layer has a dense feed-forward: the first `first_k_dense_replace`, or as `mlp_layer_types` says."""
+    layers = hf["num_hidden_layers"]
+    if not (kinds := hf.get("mlp_layer_types")):  # version 3.2 only
+        return [i < hf["first_k_dense_replace"] for i in range(layers)]
+    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+        raise UnsupportedModel(f"mlp_layer_types: {kinds}; expected dense or sparse for each of the {layers} layers")
+    return [kind == "dense" for kind in kinds]
 
 
 def _mixer(hf: dict, v3: bool) -> LatentAttention:
@@ -105,7 +139,15 @@ def _mixer(hf: dict, v3: bool) -> LatentAttention:
         scale=scale,
         rope=rope(hf, rotated, interleaved=not v3 or bool(hf["rope_interleave"])),
         bias=bool(hf["attention_bias"]),
+        indexer=_indexer(hf, rotated) if hf["index_topk"] else None,
     )
+
+
+def _indexer(hf: dict, rotated: int) -> Indexer:
+    """Its rotation is by halves, with the frequencies of the main path."""
+    if hf["q_lora_rank"] is None:
+        raise UnsupportedModel("q_lora_rank: the indexer of version 3.2 reads the query latent, so it needs a rank")
+    return Indexer(hf["index_n_heads"], hf["index_head_dim"], hf["index_topk"], rope(hf, rotated))
 
 
 def _router(hf: dict, v3: bool, experts: int) -> Router:
@@ -127,11 +169,10 @@ def _router(hf: dict, v3: bool, experts: int) -> Router:
 
 def empty_tensors(hf: dict) -> dict[str, tuple[int, ...]]:
     """Stored tensors without elements: with `n_shared_experts` 0 transformers keeps shared experts of width 0."""
-    found, E = {}, hf["hidden_size"]
-    defaults = DEFAULTS_V3 if is_v3(hf) else DEFAULTS_V2
-    if (defaults | hf)["n_shared_experts"] == 0:
-        for n in range((defaults | hf)["first_k_dense_replace"], hf["num_hidden_layers"]):
-            prefix = names.LAYER_PREFIX.format(n=n) + "mlp.shared_experts."
+    found, full = {}, defaults(hf) | hf
+    if full["n_shared_experts"] == 0:
+        for n in (n for n, is_dense in enumerate(_dense_layers(full)) if not is_dense):
+            prefix, E = names.LAYER_PREFIX.format(n=n) + "mlp.shared_experts.", full["hidden_size"]
             found |= {prefix + "gate_proj.weight": (0, E), prefix + "up_proj.weight": (0, E)}
             found[prefix + "down_proj.weight"] = (E, 0)
     return found

@@ -8,7 +8,7 @@ from policy.hf import UnsupportedModel, activation, decoder, layer_types, rope
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
 MODEL_TYPES = ("gemma2",)
-NAMES = names.ATTENTION | names.MLP | names.SANDWICH
+NAMES = names.ATTENTION | names.MLP | names.NORMS_BY_ROLE
 
 # What a configuration that lacks a key means, by the class of transformers.
 DEFAULTS = {

@@ -8,7 +8,7 @@ from policy.hf import UnsupportedModel, activation, decoder, first, layer_types,
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 MODEL_TYPES = ("gemma3_text", "gemma3")
-NAMES = names.ATTENTION | names.MLP | names.SANDWICH
+NAMES = names.ATTENTION | names.MLP | names.NORMS_BY_ROLE
 
 # What a configuration that lacks a key means, by the class of transformers. Files of multimodal models leave many out.
 DEFAULTS = {

@@ -24,7 +24,7 @@ _EXPERTS = "feed_forward.experts."
 NAMES = (
     names.ATTENTION
     | names.MLP
-    | names.SANDWICH
+    | names.NORMS_BY_ROLE
     | names.moved(names.MLP, ("feed_forward.", "feed_forward.dense."))
     | names.joined(_EXPERTS, ("expert_gate_proj", "expert_up_proj"), "experts.gate_up_proj", "x f+ e -> x e f")
     | {

@@ -9,6 +9,7 @@ from policy.cache import LayerCache, Step
 from policy.config import Attention, DecoderConfig, DenseAndExperts, LatentAttention, LayerSpec, Matrix, Mlp, Moe, Runtime
 from policy.layers.attention import GroupedQueryAttention
 from policy.layers.dense_and_experts import DenseBesideExperts
+from policy.layers.dropout import drop
 from policy.layers.mla import MultiHeadLatentAttention
 from policy.layers.mlp import FeedForward, SquareMatrix
 from policy.layers.moe import MixtureOfExperts
@@ -39,12 +40,12 @@ class Layer(nnx.Module):
         normed = self._norm("input_layernorm", x_BTE)
         if spec.mixer is not None:
             mixed, cache = self.mixer(normed, step, cache, runtime)
-            x_BTE = self._add(x_BTE, self._norm("post_attention_layernorm", mixed))
+            x_BTE = self._add(x_BTE, drop(self._norm("post_attention_layernorm", mixed), step.dropout, 0))
         if spec.feed_forward is not None:
             if not spec.parallel:
                 normed = self._norm("pre_feedforward_layernorm", x_BTE)
             fed, statistics = self.feed_forward(normed, step.segments)
-            x_BTE = self._add(x_BTE, self._norm("post_feedforward_layernorm", fed))
+            x_BTE = self._add(x_BTE, drop(self._norm("post_feedforward_layernorm", fed), step.dropout, 1))
         if spec.scalar:
             x_BTE = x_BTE * self.scalar[...].astype(x_BTE.dtype)
         return x_BTE, cache, statistics

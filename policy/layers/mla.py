@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from policy.cache import LayerCache, Step, extend
+from policy.cache import LayerCache, Step, Visible, extend
 from policy.config import DecoderConfig, LatentAttention, Runtime
 from policy.layers.attention import Mask, attend
+from policy.layers.indexer import IndexedMask, KeyIndexer
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import normal, weight, zeros
 from policy.layers.rope import rotate
@@ -43,42 +44,55 @@ class MultiHeadLatentAttention(nnx.Module):
                 self.q_a_bias = weight(rngs, (r,), ("norm",), zeros)
             self.kv_a_bias = weight(rngs, (c + R,), ("norm",), zeros)
             self.o_bias = weight(rngs, (E,), ("norm",), zeros)
+        if spec.indexer:
+            self.indexer = KeyIndexer(spec.indexer, r, config, rngs)
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache)."""
         spec, dtype = self.spec, x_BTE.dtype
         table = step.rotations[str(spec.rope)]
-        q_nope, q_rope = jnp.split(self._queries(x_BTE), [spec.nope_dim], axis=-1)
+        q_latent = self._query_latent(x_BTE)
+        q_nope, q_rope = jnp.split(self._queries(x_BTE, q_latent), [spec.nope_dim], axis=-1)
         q_rope = rotate(q_rope, spec.rope, table)
-        latent, k_rope = jnp.split(self._biased(x_BTE @ self.kv_a_proj[...].astype(dtype), "kv_a"), [spec.kv_lora_rank], axis=-1)
+        kv_a = self._biased(x_BTE @ self.kv_a_proj[...].astype(dtype), "kv_a")
+        latent, k_rope = jnp.split(kv_a, [spec.kv_lora_rank], axis=-1)
         latent = checkpoint_name(self.kv_a_layernorm(latent), "mla_kv")
         k_rope = rotate(k_rope[:, None], spec.rope, table)
+        index_queries, index_keys = self.indexer(x_BTE, q_latent, step) if spec.indexer else (None, None)
+        new = {} if index_keys is None else {"index": index_keys}
         kv_b = self.kv_b_proj[...].astype(dtype)
         if cache is None:
             expanded = jnp.einsum("btc,chd->bhtd", latent, kv_b)
             k_nope, values = jnp.split(expanded, [spec.nope_dim], axis=-1)
             keys = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope, (*k_nope.shape[:3], spec.rope.dim))], axis=-1)
             keys, values = checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
-            visible, _ = extend(None, step, k=keys, v=values)
+            visible, _ = extend(None, step, k=keys, v=values, **new)
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
-            out = attend(q * spec.scale, keys, values, Mask(step, visible), runtime.attention_chunk)
+            out = attend(q * spec.scale, keys, values, self._mask(step, visible, index_queries), runtime.attention_chunk)
         else:
             w_k, w_v = jnp.split(kv_b, [spec.nope_dim], axis=-1)
-            visible, cache = extend(cache, step, latent=jnp.concatenate([latent[:, None], k_rope], axis=-1))
+            visible, cache = extend(cache, step, latent=jnp.concatenate([latent[:, None], k_rope], axis=-1), **new)
             keys = visible.arrays["latent"]
             q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
             values = keys[..., : spec.kv_lora_rank]
-            out = attend(q * spec.scale, keys, values, Mask(step, visible), runtime.attention_chunk)
+            out = attend(q * spec.scale, keys, values, self._mask(step, visible, index_queries), runtime.attention_chunk)
             out = jnp.einsum("bhtc,chd->bhtd", out, w_v)
         out = self._biased(jnp.einsum("bhtd,hde->bte", out, self.o_proj[...].astype(dtype)), "o")
         return checkpoint_name(out, "out_proj"), cache
 
-    def _queries(self, x_BTE: jax.Array) -> jax.Array:
-        dtype = x_BTE.dtype
+    def _mask(self, step: Step, visible: Visible, index_queries: tuple | None) -> Mask:
+        return Mask(step, visible) if index_queries is None else IndexedMask(step, visible, index_queries, self.spec.indexer)
+
+    def _query_latent(self, x_BTE: jax.Array) -> jax.Array | None:
         if self.spec.q_lora_rank is None:
-            return jnp.einsum("bte,ehd->bhtd", x_BTE, self.q_proj[...].astype(dtype))
-        latent = checkpoint_name(self.q_a_layernorm(self._biased(x_BTE @ self.q_a_proj[...].astype(dtype), "q_a")), "mla_q")
-        return jnp.einsum("btr,rhd->bhtd", latent, self.q_b_proj[...].astype(dtype))
+            return None
+        latent = self._biased(x_BTE @ self.q_a_proj[...].astype(x_BTE.dtype), "q_a")
+        return checkpoint_name(self.q_a_layernorm(latent), "mla_q")
+
+    def _queries(self, x_BTE: jax.Array, latent_BTr: jax.Array | None) -> jax.Array:
+        if latent_BTr is None:
+            return jnp.einsum("bte,ehd->bhtd", x_BTE, self.q_proj[...].astype(x_BTE.dtype))
+        return jnp.einsum("btr,rhd->bhtd", latent_BTr, self.q_b_proj[...].astype(x_BTE.dtype))
 
     def _biased(self, x_BTE: jax.Array, name: str) -> jax.Array:
         return x_BTE + getattr(self, f"{name}_bias")[...].astype(x_BTE.dtype) if self.spec.bias else x_BTE

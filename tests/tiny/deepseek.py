@@ -14,6 +14,8 @@ _LATENT = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
+# Many index heads: where all relu terms are 0 the scores tie, and libraries choose different keys.
+_INDEXED = {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 16}
 KINDS = {
     "DeepseekV2": Kind(
         "deepseek_v2",
@@ -26,8 +28,19 @@ KINDS = {
         BASE | _LATENT | {"n_shared_experts": 1},
         {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
+    "DeepseekV32": Kind("deepseek_v32", BASE | _LATENT | _INDEXED | {"n_shared_experts": 1}, {"attention_bias": True}),
 }
 VARIANTS = {
+    "v32-yarn-layer_types": (
+        "DeepseekV32",
+        {
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+            "index_topk": 7,
+            "index_head_dim": 12,
+        },
+    ),
+    "v3-biases-tied": ("DeepseekV3", {"attention_bias": True, "tie_word_embeddings": True}),
     "v2-greedy-full_query": (
         "DeepseekV2",
         {"topk_method": "greedy", "q_lora_rank": None, "n_group": None, "topk_group": None, "mlp_bias": True},
@@ -95,5 +108,10 @@ GENERATED_WIDE = {
     "deepseek-v2-groups": ("DeepseekV2", {"topk_method": "group_limited_greedy"}),
     "deepseek-v3-full_query-no_shared": ("DeepseekV3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 0}),
     "deepseek-v3-all_moe-deep": ("DeepseekV3", {"first_k_dense_replace": 0, "num_hidden_layers": 5}),
+}
+WIDE |= {
+    "v2-biases-full_query": ("DeepseekV2", {"attention_bias": True, "q_lora_rank": None}),
+    "v32-topk-longer-than-row": ("DeepseekV32", {"index_topk": 100, "n_shared_experts": 0}),
+    "v32-one_dense-of-five": ("DeepseekV32", {"num_hidden_layers": 5, "index_topk": 11}),
 }
 PUBLISHED = {"deepseek-v3": 671_026_419_200}

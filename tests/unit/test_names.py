@@ -161,3 +161,11 @@ def test_tables_are_moved_and_joined():
         "mixer.q_proj": 0,
         "mixer.k_proj": 1,
     }
+
+
+def test_a_norm_is_found_by_its_role():
+    """What Llama calls post_attention_layernorm acts before the feed-forward; in Gemma2 it acts on the attention's output."""
+    end = "pre_feedforward_layernorm.weight"
+    assert names.ATTENTION[end].name == "post_attention_layernorm.weight"
+    by_role = names.ATTENTION | names.NORMS_BY_ROLE
+    assert by_role[end].name == end and len({by_role[role].name for role in names.NORMS_BY_ROLE}) == 4

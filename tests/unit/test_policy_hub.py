@@ -8,7 +8,7 @@ from oracles import configuration, edit_config, random_model, tokens
 from safetensors.numpy import load_file, save_file
 
 import policy
-from policy import families, hub
+from policy import families, hub, names
 from policy.hf import UnsupportedModel
 from policy.hub import ModelFileError
 
@@ -23,6 +23,12 @@ def edit_weights(directory, change):
     state = load_file(directory / hub.SINGLE)
     change(state)
     save_file(state, directory / hub.SINGLE, metadata={"format": "pt"})
+
+
+def same_weights(one, other):
+    assert one.params.keys() == other.params.keys()
+    for path, array in one.params.items():
+        np.testing.assert_array_equal(np.asarray(other.params[path]), np.asarray(array), err_msg=path)
 
 
 def refused(directory, *words, error=ModelFileError):
@@ -61,8 +67,7 @@ def test_layers_that_predict_further_tokens_are_skipped(directory):
     plain = policy.load(directory)
     extra = {f"model.layers.{n}.{name}": np.ones(3, np.float32) for n in (3, 4) for name in ("eh_proj.weight", "a.b")}
     edit_weights(directory, lambda state: state.update(extra))
-    loaded = policy.load(directory)
-    assert all(np.array_equal(loaded.params[path], array) for path, array in plain.params.items())
+    same_weights(plain, policy.load(directory))
 
 
 def test_directories_without_weights_or_configuration_are_named(directory, tmp_path):
@@ -127,7 +132,6 @@ def test_a_broken_configuration_is_located(directory, text, words):
         ({"rope_parameters": {"rope_type": "linear"}}, ["factor"]),
         ({"rope_parameters": {"full_attention": {}}}, ["rope_parameters.full_attention"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
-        ({"attention_bias": True}, ["attention_bias"]),
         ({"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "noaux_tc"}, ["topk_method", "noaux_tc"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -184,3 +188,125 @@ def test_loading_places_weights_that_compute(directory):
     row = tokens(1, 8)
     logits = np.asarray(policy.load(directory).logits(row))
     assert logits.shape == (1, 8, 160) and np.isfinite(logits).all() and logits.std() > 0.1
+
+
+def renamed(state, rename):
+    for name in list(state):
+        state[rename(name)] = state.pop(name)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_model_inside_a_multimodal_one_is_read(directory, prefix):
+    """Under either prefix, with the towers of other modalities beside it and its configuration in text_config."""
+    plain = policy.load(directory)
+    head = "language_model.lm_head." if prefix == "language_model.model." else "lm_head."
+    extra = ("vision_tower.a.weight", "model.visual.b", "multi_modal_projector.c", "mtp.d", "model.embed_audio.e")
+
+    def change(state):
+        renamed(state, lambda name: name.replace("model.", prefix, 1).replace("lm_head.", head))
+        state.update(dict.fromkeys(extra, np.ones(2, np.float32)))
+
+    edit_weights(directory, change)
+    inner = json.loads((directory / "config.json").read_text())
+    outer = {"architectures": inner.pop("architectures"), "model_type": "wrapper", "vision_config": {}, "text_config": inner}
+    (directory / "config.json").write_text(json.dumps(outer))
+    loaded = policy.load(directory)
+    same_weights(plain, loaded)
+    policy.save(loaded, directory / "out")
+    assert "text_config" not in (directory / "out" / "config.json").read_text()
+    same_weights(plain, policy.load(directory / "out"))
+    edit_weights(directory, lambda state: state.pop(prefix + "norm.weight"))
+    refused(directory, "missing tensor model.norm.weight")
+    edit_weights(directory, lambda state: state.update({prefix + "norm.weight": np.ones(31, np.float32)}))
+    refused(directory, f"{prefix}norm.weight has shape [31]")
+    edit_weights(directory, lambda state: state.update({prefix + "odd": np.ones(31, np.float32)}))
+    edit_weights(directory, lambda state: state.update({prefix + "norm.weight": np.ones(32, np.float32)}))
+    refused(directory, f"unexpected tensors {prefix}odd")
+
+
+def test_two_spellings_of_one_tensor_are_refused(directory):
+    edit_weights(directory, lambda state: state.update({"language_model.model.norm.weight": np.ones(32, np.float32)}))
+    refused(directory, "language_model.model.norm.weight", "are both model.norm.weight")
+
+
+def test_a_wrapper_reads_as_the_text_model_of_its_family(monkeypatch):
+    llama = families.get("llama")
+    monkeypatch.setattr(llama, "ARCHITECTURES", ("LlamaForCausalLM", "LlamaForConditionalGeneration"))
+    inner = configuration("Llama") | {"model_type": "llama_text"}
+    del inner["architectures"]
+    outer = {"architectures": ["LlamaForConditionalGeneration"], "model_type": "llama_vl", "text_config": inner}
+    config = families.read(outer | {"tie_word_embeddings": True})
+    assert config.tied_head and config.family == "llama"
+    text = json.loads(config.hf)
+    assert text["architectures"] == ["LlamaForCausalLM"] and text["model_type"] == "llama" and text["tie_word_embeddings"]
+    assert families.read(text) == config
+    inner["tie_word_embeddings"] = False
+    assert not families.read(outer | {"tie_word_embeddings": True}).tied_head
+
+
+def test_the_text_model_is_the_one_of_its_type_where_a_family_has_several(monkeypatch):
+    deepseek = families.get("deepseek")
+    monkeypatch.setattr(deepseek, "ARCHITECTURES", (*deepseek.ARCHITECTURES, "DeepseekForConditionalGeneration"))
+    inner = configuration("DeepseekV3")
+    del inner["architectures"]
+    for outer in ({"architectures": ["DeepseekForConditionalGeneration"]}, {"model_type": "unknown"}):
+        text = json.loads(families.read(outer | {"text_config": inner}).hf)
+        assert text["architectures"] == ["DeepseekV3ForCausalLM"] and text["model_type"] == "deepseek_v3"
+
+
+GPT2_LIKE = (
+    names.ATTENTION
+    | names.MLP
+    | names.joined("mixer.", ("q_proj", "k_proj", "v_proj"), "attn.c_attn.weight", "e (h d)+ -> e h d")
+    | names.joined("mixer.", ("q_bias", "k_bias", "v_bias"), "attn.c_attn.bias", "(h d)+ -> h d")
+    | names.joined("feed_forward.", ("gate_proj", "up_proj"), "mlp.gate_up.weight", "e f* -> e f")
+    | {"Attention.o_proj": names.Stored("attn.c_proj.weight", "(h d) e -> h d e"), "mixer.o_proj": names.Stored("wrong")}
+)
+
+
+@pytest.fixture
+def gpt2_like(monkeypatch):
+    """Llama, stored with another top, prefix and joined tensors."""
+    llama = families.get("llama")
+    monkeypatch.setattr(llama, "NAMES", GPT2_LIKE)
+    top = {"embed_tokens": "wte.weight", "norm.weight": "ln_f.weight", "lm_head": "lm_head.weight"}
+    monkeypatch.setattr(llama, "TOP", {path: names.Stored(name) for path, name in top.items()}, raising=False)
+    monkeypatch.setattr(llama, "LAYER_PREFIX", "transformer.h.{n}.", raising=False)
+    monkeypatch.setattr(llama, "PREFIXES", (("h.", "transformer.h."),), raising=False)
+    return random_model(families.read(configuration("Llama", attention_bias=True)))
+
+
+def test_a_family_stores_several_weights_in_one_tensor_and_has_a_top_of_its_own(gpt2_like, tmp_path):
+    policy.save(gpt2_like, tmp_path)
+    state = load_file(tmp_path / hub.SINGLE)
+    assert {name for name in state if ".h." not in name} == {"wte.weight", "ln_f.weight", "lm_head.weight"}
+    layer = {name.removeprefix("transformer.h.2."): array for name, array in state.items() if ".h.2." in name}
+    assert layer["attn.c_attn.weight"].shape == (32, 32 + 16 + 16) and layer["attn.c_attn.bias"].shape == (64,)
+    ours = {path.removeprefix("stacks.0.layers.0."): array[2] for path, array in gpt2_like.params.items() if "stacks" in path}
+    np.testing.assert_array_equal(layer["attn.c_attn.weight"][:, 32:48].reshape(32, 2, 8), ours["mixer.k_proj"])
+    np.testing.assert_array_equal(layer["mlp.gate_up.weight"][:, 1::2], ours["feed_forward.up_proj"])
+    np.testing.assert_array_equal(layer["attn.c_proj.weight"].reshape(4, 8, 32), ours["mixer.o_proj"])
+    same_weights(gpt2_like, policy.load(tmp_path))
+    edit_weights(tmp_path, lambda state: renamed(state, lambda name: name.removeprefix("transformer.")))
+    same_weights(gpt2_like, policy.load(tmp_path))
+
+
+def test_layers_are_written_one_after_the_other(gpt2_like, tmp_path, monkeypatch):
+    """Only one layer's weights are on the host at a time."""
+    seen = []
+    monkeypatch.setattr(hub, "_on_host", lambda array, number, real=hub._on_host: seen.append(number) or real(array, number))
+    policy.save(gpt2_like, tmp_path)
+    numbers = [n for n in seen if n is not None]
+    assert numbers == sorted(numbers) and set(numbers) == {0, 1, 2}
+
+
+def test_a_weight_that_no_table_names_is_an_error_of_the_family(monkeypatch, tmp_path):
+    monkeypatch.setattr(families.get("llama"), "NAMES", names.MLP)
+    with pytest.raises(LookupError, match="llama.py: no entry for input_layernorm.weight in NAMES"):
+        policy.save(random_model(families.read(configuration("Llama"))), tmp_path)
+
+
+def test_a_multimodal_configuration_of_no_family_is_named(directory):
+    edit_config(directory, lambda config: config.update({"architectures": ["OddVision"], "text_config": {"model_type": "odd"}}))
+    edit_config(directory, lambda config: config.pop("model_type"))
+    refused(directory, "OddVision", error=UnsupportedModel)

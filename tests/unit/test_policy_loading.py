@@ -1,0 +1,114 @@
+"""What loading costs: host memory on one device, and the bytes that each of eight devices has read for it. Both are measured in
+a process of their own."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+from oracles import configuration, random_model
+
+import policy
+from policy import families, hub
+from policy.config import Runtime
+from policy.model import Graph
+from policy.sharding import layout
+from policy.tensorfiles import TensorFiles
+
+MESHES = {"fsdp8": {"fsdp": 8}, "fsdp2_tensor2_expert2": {"fsdp": 2, "tensor": 2, "expert": 2}, "data8": {"data": 8}}
+
+
+def anonymous() -> int:
+    """Bytes of memory of this process that no file stands behind."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
+
+
+def memory_of_loading(directory) -> dict:
+    """Bytes of the weights, and by how much loading them raised this process at its peak and in the end."""
+    policy.create(families.read(configuration("Llama")))  # jax has started and compiled something
+    before, peak, done = anonymous(), 0, threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = policy.load(directory)
+    done.set()
+    watcher.join()
+    wrong = [path for i, path in enumerate(sorted(model.params)) if not (np.asarray(model.params[path]) == i).all()]
+    weights = sum(array.nbytes for array in model.params.values())
+    return {"weights": weights, "peak": peak - before, "after": anonymous() - before, "wrong": wrong}
+
+
+def bytes_for_each_shard(directory) -> dict:
+    """mesh -> [bytes of a shard, bytes read for it] of every reading, and whether the weights are those of one device."""
+    expected = policy.load(directory)
+    real_aligned, real_read, found = hub._aligned, TensorFiles.read, {}
+    for name, degrees in MESHES.items():
+        readings = []
+
+        def aligned(shape, dtype, readings=readings):
+            readings.append([int(np.prod(shape)) * np.dtype(dtype).itemsize, 0])
+            return real_aligned(shape, dtype)
+
+        def read(files, *arguments, readings=readings):
+            block = real_read(files, *arguments)
+            readings[-1][1] += block.nbytes
+            return block
+
+        hub._aligned, TensorFiles.read = aligned, read
+        model = policy.load(directory, mesh=layout(degrees))
+        same = all(np.array_equal(np.asarray(model.params[path]), np.asarray(a)) for path, a in expected.params.items())
+        placed = all(array.sharding == model.graph.sharding(path) for path, array in model.params.items())
+        held = sum(array.nbytes for array in model.params.values())
+        found[name] = {"readings": readings, "same": same, "placed": placed, "held": held}
+    return found
+
+
+def run(task: str, directory, devices: int) -> dict:
+    """The JSON that this file prints as a program."""
+    flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
+    done = subprocess.run(
+        [sys.executable, __file__, task, str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_host_holds_the_weights_once(tmp_path):
+    """One copy of the largest stack, 101 of 331 MB, would already raise the peak to 1.26 times the weights."""
+    keys = {"hidden_size": 512, "intermediate_size": 3072, "num_hidden_layers": 16, "vocab_size": 4096, "head_dim": 32}
+    graph = Graph(families.read(configuration("Llama", **keys)), Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]))
+    params = {path: np.broadcast_to(np.float32(i), graph.shapes[path].shape) for i, path in enumerate(sorted(graph.paths))}
+    hub.write(tmp_path, graph, params)
+    found = run("memory", tmp_path, devices=1)
+    assert found["wrong"] == []
+    assert found["weights"] > 280e6
+    assert found["after"] > 0.95 * found["weights"]  # the measure sees the weights
+    assert found["peak"] < 1.15 * found["weights"], found
+
+
+def test_every_device_reads_its_slice_only(tmp_path):
+    policy.save(random_model(families.read(configuration("DeepseekV3"))), tmp_path)
+    for name, found in run("slices", tmp_path, devices=8).items():
+        assert found["same"] and found["placed"], name
+        assert all(shard == read for shard, read in found["readings"]), name
+        assert sum(read for _, read in found["readings"]) == found["held"], name
+        assert name == "data8" or len(found["readings"]) > 100, name
+
+
+if __name__ == "__main__":
+    task, directory = sys.argv[1:]
+    print(json.dumps({"memory": memory_of_loading, "slices": bytes_for_each_shard}[task](directory)))

@@ -1,0 +1,207 @@
+"""Quantised weights: every slice equals that of the tensor dequantised by other means, and models load from them."""
+
+import itertools
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from oracles import configuration, edit_config, random_model
+from safetensors.numpy import load_file, save_file
+
+import policy
+from policy import families, hub, names
+from policy.hub import ModelFileError
+from policy.quantized import Fp8, Mxfp4, QuantizationError, scheme
+
+RNG = np.random.default_rng(0)
+
+
+def fp8_pair(shape, block):
+    """(values, scales) of random 8-bit floats."""
+    grid = (*shape[:-2], *(-(-n // b) for n, b in zip(shape[-2:], block, strict=True)))
+    values = (RNG.normal(size=shape) * 40).astype(ml_dtypes.float8_e4m3fn)
+    return values, RNG.uniform(1e-4, 1e-2, grid).astype(np.float32)
+
+
+def mxfp4_pair(leading, outputs, inputs):
+    """(blocks, scales) of every code, at scales that float32 holds."""
+    blocks = RNG.integers(0, 256, (*leading, outputs, inputs // 32, 16)).astype(np.uint8)
+    return blocks, RNG.integers(100, 140, blocks.shape[:-1]).astype(np.uint8)
+
+
+def fp8_by_repetition(values, scales, block):
+    for axis, n in ((-2, block[0]), (-1, block[1])):
+        scales = np.repeat(scales, n, axis=axis).take(range(values.shape[axis]), axis=axis)
+    return values.astype(np.float32) * scales
+
+
+def mxfp4_one_by_one(blocks, scales):
+    """By the definition: sign, two bits of exponent with bias 1, one bit of mantissa."""
+    *leading, outputs, groups, _ = blocks.shape
+    found = np.empty((*leading, groups * 32, outputs), np.float32)
+    for *lead, o, i in np.ndindex(*leading, outputs, groups * 32):
+        byte = int(blocks[(*lead, o, i // 32, i % 32 // 2)])
+        code = byte >> 4 if i % 2 else byte & 15
+        exponent, mantissa = code >> 1 & 3, code & 1
+        size = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+        found[(*lead, i, o)] = (-size if code & 8 else size) * 2.0 ** (int(scales[(*lead, o, i // 32)]) - 127)
+    return found
+
+
+def assert_every_slice(tensor, expected):
+    assert tensor.shape == expected.shape
+    cuts = [[slice(None), slice(0, n // 2), slice(n // 3, n), slice(n - 1, n), slice(0, 0)] for n in expected.shape]
+    for index in itertools.product(*cuts):
+        found = tensor[index]
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, expected[index])
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [((256, 384), (128, 128)), ((200, 300), (128, 128)), ((3, 20, 30), (8, 16)), ((5, 6), (128, 128)), ((9, 8), (2, 3))],
+)
+def test_fp8_is_the_value_times_the_scale_of_its_block(shape, block):
+    values, scales = fp8_pair(shape, block)
+    assert_every_slice(Fp8("w", values, scales, block), fp8_by_repetition(values, scales, block))
+
+
+def test_fp8_without_blocks_has_one_scale():
+    values, _ = fp8_pair((5, 6), (5, 6))
+    for scale in (np.float32([0.5]), np.array(0.5, np.float32), np.full((1, 1), 0.5, ml_dtypes.bfloat16)):
+        assert_every_slice(Fp8("w", values, scale, None), values.astype(np.float32) / 2)
+
+
+def test_fp8_equals_transformers():
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    values, scales = fp8_pair((256, 384), (128, 128))
+    theirs = Fp8Dequantize(None).convert(
+        {
+            "weight": torch.tensor(values.view(np.uint8)).view(torch.float8_e4m3fn),
+            "weight_scale_inv": torch.tensor(scales),
+        }
+    )
+    np.testing.assert_array_equal(Fp8("w", values, scales, (128, 128))[:, :], theirs["weight"].numpy())
+
+
+def test_mxfp4_is_what_its_codes_say():
+    blocks, scales = mxfp4_pair((3,), 5, 96)
+    assert_every_slice(Mxfp4("w", blocks, scales), mxfp4_one_by_one(blocks, scales))
+
+
+def test_mxfp4_equals_transformers():
+    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = mxfp4_pair((4,), 10, 64)
+    theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+    np.testing.assert_array_equal(Mxfp4("w", blocks, scales)[:, :, :], theirs.numpy())
+
+
+def test_descriptions_are_read_and_others_refused():
+    assert scheme(None) is None and scheme({}) is None
+    assert scheme({"quant_method": "fp8"}).block == (128, 128)
+    assert scheme({"quant_method": "fp8", "weight_block_size": [64, 32]}).block == (64, 32)
+    assert scheme({"quant_method": "fp8", "weight_block_size": None}).block is None
+    assert scheme({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}).method == "mxfp4"
+    for wrong in ({"quant_method": "bitsandbytes"}, {"bits": 4}, ["fp8"]):
+        with pytest.raises(QuantizationError, match="fp8 and mxfp4"):
+            scheme(wrong)
+    with pytest.raises(QuantizationError, match="weight_block_size"):
+        scheme({"quant_method": "fp8", "weight_block_size": [128, 0]})
+
+
+BLOCK = (16, 24)
+
+
+@pytest.fixture
+def fp8_model(tmp_path):
+    """(directory of a DeepSeek with fp8 projections, its tensors, directory of the same dequantised)."""
+    policy.save(random_model(families.read(configuration("DeepseekV3"))), tmp_path / "dense")
+    state, dense = load_file(tmp_path / "dense" / hub.SINGLE), {}
+    for name, array in list(state.items()):
+        dense[name] = array
+        if "_proj" in name:
+            values, scales = fp8_pair(array.shape, BLOCK)
+            state |= {name: values, f"{name}_scale_inv": scales}
+            dense[name] = fp8_by_repetition(values, scales, BLOCK)
+    save_file(dense, tmp_path / "dense" / hub.SINGLE)
+    directory = tmp_path / "fp8"
+    directory.mkdir()
+    save_file(state, directory / hub.SINGLE)
+    hf = json.loads((tmp_path / "dense" / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}
+    (directory / "config.json").write_text(json.dumps(hf | {"quantization_config": quantization}))
+    return directory, state, tmp_path / "dense"
+
+
+def assert_same(one, other):
+    for path, array in one.params.items():
+        np.testing.assert_array_equal(np.asarray(other.params[path]), np.asarray(array), err_msg=path)
+
+
+def test_a_model_of_fp8_weights_loads_as_the_dequantised_one_and_is_saved_without_them(fp8_model, tmp_path, monkeypatch):
+    directory, _, dense = fp8_model
+    monkeypatch.setattr(hub, "PIECE", 100)
+    model = policy.load(directory)
+    assert_same(policy.load(dense), model)
+    assert "quantization" not in model.config.hf
+    policy.save(model, tmp_path / "out")
+    assert "quantization" not in (tmp_path / "out" / "config.json").read_text()
+    assert_same(model, policy.load(tmp_path / "out"))
+
+
+def test_faults_of_fp8_files_are_named(fp8_model):
+    directory, good, _ = fp8_model
+    name = "model.layers.1.self_attn.o_proj.weight"
+
+    def refused(change, *words):
+        state = dict(good)
+        change(state)
+        save_file(state, directory / hub.SINGLE)
+        with pytest.raises(ModelFileError) as caught:
+            policy.load(directory)
+        assert all(word in str(caught.value) for word in words), caught.value
+
+    refused(lambda state: state.pop(f"{name}_scale_inv"), f"missing tensor {name}_scale_inv")
+    refused(
+        lambda state: state.update({f"{name}_scale_inv": np.ones((2, 2), np.float32)}),
+        f"{name}_scale_inv has shape [2, 2], expected [2, 1]",
+    )
+    refused(lambda state: state.update({"model.odd_scale_inv": np.ones(2, np.float32)}), "unexpected tensors model.odd_scale_inv")
+    refused(lambda state: state.update({name: state[name][:31]}), f"{name}")
+    edit_config(directory, lambda config: config.pop("quantization_config"))
+    refused(lambda state: None, "is F8_E4M3", "quantization_config")
+
+
+@pytest.mark.parametrize("piece", [10, hub.PIECE])
+def test_a_model_of_mxfp4_experts_loads_as_the_dequantised_one(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(hub, "PIECE", piece)
+    fused = names.joined("feed_forward.", ("expert_gate_proj", "expert_up_proj"), "mlp.experts.gate_up_proj", "x e f* -> x e f") | {
+        "feed_forward.expert_down_proj": names.Stored("mlp.experts.down_proj")
+    }
+    family = families.get("qwen3_moe")
+    monkeypatch.setattr(family, "NAMES", family.NAMES | fused)
+    policy.save(random_model(families.read(configuration("Qwen3Moe", moe_intermediate_size=64))), tmp_path)
+    dense, packed = load_file(tmp_path / hub.SINGLE), {}
+    for name, array in list(dense.items()):
+        if "mlp.experts." not in name:
+            packed[name] = array
+            continue
+        experts, inputs, outputs = array.shape
+        packed[f"{name}_blocks"], packed[f"{name}_scales"] = mxfp4_pair((experts,), outputs, inputs)
+        dense[name] = mxfp4_one_by_one(packed[f"{name}_blocks"], packed[f"{name}_scales"])
+    save_file(dense, tmp_path / hub.SINGLE)
+    expected = policy.load(tmp_path)
+    save_file(packed, tmp_path / hub.SINGLE)
+    with pytest.raises(ModelFileError, match="missing tensor"):
+        policy.load(tmp_path)
+    edit_config(tmp_path, lambda config: config.update({"quantization_config": {"quant_method": "mxfp4"}}))
+    assert_same(expected, policy.load(tmp_path))
+    name = "model.layers.0.mlp.experts.down_proj"
+    save_file(packed | {f"{name}_scales": packed[f"{name}_scales"][:1]}, tmp_path / hub.SINGLE)
+    with pytest.raises(ModelFileError, match=f"{name}: _blocks uint8.8, 32, 2, 16"):
+        policy.load(tmp_path)
