@@ -55,5 +55,5 @@ WIDE = {
     ),
 }
 GENERATED = {"gemma3": ("Gemma3", KINDS["Gemma3"].short)}
-GENERATED_WIDE = {"gemma3-remainder": ("Gemma3", KINDS["Gemma3"].standard)}
+GENERATED_WIDE = {"gemma3-remainder": ("Gemma3", {"num_hidden_layers": 8, "final_logit_softcapping": 6.0})}
 PUBLISHED = {"gemma3-4b": 3_880_263_168, "gemma3-27b": 27_009_346_304}

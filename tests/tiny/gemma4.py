@@ -6,8 +6,8 @@ _ROPE = {
 }
 _TEXT = BASE | {
     "num_hidden_layers": 6,
-    "head_dim": 12,
-    "global_head_dim": 16,
+    "head_dim": 6,  # scores are not scaled, so that wide heads of random weights would see one token each
+    "global_head_dim": 12,
     "sliding_window": 4,
     "final_logit_softcapping": 3.0,
     "hidden_size_per_layer_input": 0,
@@ -22,7 +22,7 @@ _CLASS = {
     "model": "Gemma4ForCausalLM",
     "required": ("hidden_size", "intermediate_size", "num_hidden_layers"),
     "given": {"hidden_size_per_layer_input": 0},
-    "logits": 1e-4,  # scores are not scaled: transformers itself is this far from its float64 self
+    "logits": 1e-4,  # unscaled scores: transformers itself is up to 5e-5 from its float64 self
 }
 KINDS = {
     "Gemma4": Kind("gemma4_text", _TEXT, _K_IS_V, **_CLASS),
@@ -64,10 +64,14 @@ WIDE = {
     ),
     "gemma4_moe-two_patterns": ("Gemma4Moe", _K_IS_V | {"num_hidden_layers": 12}),
 }
-GENERATED = {"gemma4": ("Gemma4", _SHORT | _K_IS_V), "gemma4_moe": ("Gemma4Moe", _SHORT | _K_IS_V)}
+# A cap at which greedy tokens still differ in probability.
+_CAP = {"final_logit_softcapping": 6.0}
+GENERATED = {"gemma4": ("Gemma4", _SHORT | _K_IS_V | _CAP), "gemma4_moe": ("Gemma4Moe", _SHORT | _K_IS_V | _CAP)}
 GENERATED_WIDE = {
-    "gemma4-remainder": ("Gemma4", {"num_hidden_layers": 8}),
-    "gemma4-values-last_layer_made_full": ("Gemma4", {"num_hidden_layers": 8, "num_global_key_value_heads": 1}),
-    "gemma4_moe-deep": ("Gemma4Moe", {}),
+    "gemma4-values-last_layer_made_full": ("Gemma4", _CAP | {"num_hidden_layers": 8, "num_global_key_value_heads": 1}),
+    "gemma4_moe-four_layers": (
+        "Gemma4Moe",
+        _CAP | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
 }
 PUBLISHED = {"gemma4-26b-a4b": 25_233_141_760 + 30}  # the parameters, and a constant of each layer
