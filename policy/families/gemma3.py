@@ -8,6 +8,7 @@ from policy.hf import UnsupportedModel, activation, decoder, first, layer_types,
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 MODEL_TYPES = ("gemma3_text", "gemma3")
+KINDS = ("full_attention", "sliding_attention")
 NAMES = names.ATTENTION | names.MLP | names.NORMS_BY_ROLE
 
 # What a configuration that lacks a key means, by the class of transformers. Files of multimodal models leave many out.
@@ -36,7 +37,7 @@ def read(stored: dict) -> DecoderConfig:
         raise UnsupportedModel("gemma3: use_bidirectional_attention is not supported: the decoder is causal")
     every = hf["sliding_window_pattern"]
     derived = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(hf["num_hidden_layers"])]
-    kinds = layer_types(hf, ("full_attention", "sliding_attention"), derived)
+    kinds = layer_types(hf, KINDS, derived)
     mlp = Mlp(hf["intermediate_size"], activation(hf, "hidden_activation"))
     return decoder(
         "gemma3",
@@ -67,10 +68,15 @@ def _mixer(hf: dict, kind: str) -> Attention:
 
 def _rope_parameters(hf: dict) -> dict:
     """The rotary settings in their new spelling. In the old one `rope_scaling` and `rope_theta` are of the full layers,
-    `rope_local_base_freq` is the base of the others, which are not scaled."""
+    `rope_local_base_freq` is the base of the others, which are not scaled. Yarn's `truncate` stands beside the two."""
     new = first(hf, "rope_parameters", default={})
-    full, sliding = (dict(new.get(kind) or {}) for kind in ("full_attention", "sliding_attention"))
-    full |= hf.get("rope_scaling") or {}
+    if new and not any(kind in new for kind in KINDS):
+        raise UnsupportedModel(f"gemma3: rope_parameters: expected settings for {' and '.join(KINDS)}, found {', '.join(new)}")
+    full, sliding = ((new.get(kind) or {}) | {"truncate": new.get("truncate", True)} for kind in KINDS)
+    scaling = hf.get("rope_scaling") or {}
+    if scaling and "rope_type" not in scaling:  # transformers then scales nothing, whatever `type` says
+        raise UnsupportedModel(f"gemma3: rope_scaling lacks rope_type, found {', '.join(scaling)}")
+    full |= scaling
     full.setdefault("rope_theta", first(hf, "rope_theta", default=1_000_000.0))
     sliding.setdefault("rope_theta", first(hf, "rope_local_base_freq", default=10_000.0))
-    return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}, "rope_scaling": None}
+    return {"rope_parameters": dict(zip(KINDS, (full, sliding), strict=True)), "rope_scaling": None}

@@ -20,6 +20,7 @@ from policy.names import Stored
 
 ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 MODEL_TYPES = ("gemma4_text", "gemma4")
+KINDS = ("full_attention", "sliding_attention")
 _EXPERTS = "feed_forward.experts."
 NAMES = (
     names.ATTENTION
@@ -72,7 +73,7 @@ def read(stored: dict) -> DecoderConfig:
     hf = DEFAULTS | stored
     _refuse(hf)
     derived = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(hf["num_hidden_layers"])]
-    kinds = layer_types(hf, ("full_attention", "sliding_attention"), derived)
+    kinds = layer_types(hf, KINDS, derived)
     kinds[-1] = "full_attention"  # whatever the configuration says, as in transformers
     norm = Norm(hf["rms_norm_eps"], "before_cast")
     feed_forward = _feed_forward(hf, norm)
@@ -125,14 +126,15 @@ def _mixer(hf: dict, kind: str, shape: tuple[int, int]) -> Attention:
     sliding, bias = kind == "sliding_attention", bool(hf["attention_bias"])
     kv_heads, head_dim = shape
     settings = first(hf, "rope_parameters", default=ROPE)
-    if kind not in settings:
-        raise UnsupportedModel(f"gemma4: rope_parameters lacks {kind}")
+    if not isinstance(settings.get(kind), dict):
+        raise UnsupportedModel(f"gemma4: rope_parameters: expected settings for {kind}, found {', '.join(settings)}")
+    own = settings[kind] | {"truncate": settings.get("truncate", True)}  # yarn's, which stands beside the kinds
     return Attention(
         heads=hf["num_attention_heads"],
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=1.0,
-        rope=rope(hf | {"rope_parameters": settings, "rope_scaling": None}, head_dim, layer_type=kind),
+        rope=rope(hf | {"rope_parameters": own, "rope_scaling": None}, head_dim),
         qk_norm=Norm(hf["rms_norm_eps"], "before_cast"),
         v_norm=Norm(hf["rms_norm_eps"], "none"),
         values_are_keys=bool(hf["attention_k_eq_v"]) and not sliding,
