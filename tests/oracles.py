@@ -94,9 +94,18 @@ def reference_logits(model, tokens_BT: np.ndarray, **inputs) -> np.ndarray:
         return model(torch.tensor(tokens_BT), use_cache=False, **inputs).logits.numpy()
 
 
+def _mean_and_std(path: str, config) -> tuple[float, float]:
+    """Those of a weight of `random_model`; where norms are zero-centred, 0 stands for the factor 1."""
+    if path == "norm.weight" or path.endswith(("layernorm.weight", "q_norm.weight", "k_norm.weight")):
+        return float(getattr(config.norm, "scale", None) != "zero_centred"), 0.3
+    if path.endswith(("norm.weight", ".scalar", ".expert_scale")):
+        return 1.0, 0.3
+    return 0.0, 0.3 if path.endswith("bias") else config.initializer_range
+
+
 def random_model(config, seed: int = 0, runtime=None, mesh=None):
-    """A model of ours with weights drawn by numpy (compiles nothing): matrices N(0, initializer_range), norms N(1, 0.3),
-    biases N(0, 0.3)."""
+    """A model of ours with weights drawn by numpy (compiles nothing): matrices N(0, initializer_range), biases N(0, 0.3), norms
+    and other factors N(1, 0.3)."""
     import jax
 
     from policy.config import Runtime
@@ -106,8 +115,6 @@ def random_model(config, seed: int = 0, runtime=None, mesh=None):
     graph = Graph(config, runtime or Runtime(), mesh or layout({"fsdp": 1}, devices=jax.devices()[:1]))
     rng, params = np.random.default_rng(seed), {}
     for path in sorted(graph.paths):
-        spread = 0.3 if path.endswith("bias") else config.initializer_range
-        mean, std = (1.0, 0.3) if path.endswith(("norm.weight", "scalar", "expert_scale")) else (0.0, spread)
-        array = rng.normal(mean, std, graph.shapes[path].shape).astype(graph.shapes[path].dtype)
+        array = rng.normal(*_mean_and_std(path, config), graph.shapes[path].shape).astype(graph.shapes[path].dtype)
         params[path] = jax.device_put(array, graph.sharding(path))
     return Model(graph, params)

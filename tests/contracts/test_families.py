@@ -22,7 +22,7 @@ import policy
 from policy import cache as caches
 from policy import families, head, hub, modes
 from policy.cache import Step
-from policy.config import Moe, Runtime
+from policy.config import DenseAndExperts, LayerSpec, Moe, Router, Runtime
 from policy.hf import UnsupportedModel
 from policy.model import Graph
 from policy.modes import sit
@@ -95,10 +95,15 @@ def test_the_tree_does_not_depend_on_how_it_is_computed(kind):
     assert graphs[0].shapes == graphs[1].shapes and graphs[0].axes == graphs[1].axes
 
 
-def test_router_biases_stay_float32_and_are_not_trained(kind):
+def router_of(layer: LayerSpec) -> Router | None:
+    part = layer.feed_forward.experts if isinstance(layer.feed_forward, DenseAndExperts) else layer.feed_forward
+    return part.router if isinstance(part, Moe) else None
+
+
+def test_constants_stay_float32_and_are_not_trained(kind):
     graph = Graph(families.read(short(kind)), Runtime("bfloat16", "bfloat16"), layout({"fsdp": 1}))
-    biased = any(isinstance(layer.feed_forward, Moe) and layer.feed_forward.router.correction_bias for layer in graph.config.layers)
-    assert bool(graph.untrained) == biased
+    biased = any((router := router_of(layer)) and router.correction_bias for layer in graph.config.layers)
+    assert bool(graph.untrained) == (biased or any(layer.scalar for layer in graph.config.layers))
     for path, shape in graph.shapes.items():
         assert shape.dtype == (jnp.float32 if path in graph.untrained else jnp.bfloat16), path
 
@@ -188,7 +193,7 @@ def test_router_statistics_count_the_choices(model):
     row = jnp.asarray(tokens(2, 10))
     segments = jnp.ones_like(row).at[1, 6:].set(0)
     statistics = jax.jit(lambda p: model.graph.logprobs(p, row, sit(row, None, segments), 1.0)[2])(model.params)
-    sparse = [layer.feed_forward.router for layer in model.config.layers if isinstance(layer.feed_forward, Moe)]
+    sparse = [router for layer in model.config.layers if (router := router_of(layer))]
     counts = [np.asarray(found["counts"]) for found in statistics.values()]
     assert sum(len(each) for each in counts) == len(sparse)
     for each in counts:

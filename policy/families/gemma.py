@@ -1,0 +1,52 @@
+"""Gemma (GemmaForCausalLM): zero-centred norms, an embedding that is multiplied by the root of the hidden size, a tied head."""
+
+from __future__ import annotations
+
+from policy import names
+from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm
+from policy.hf import UnsupportedModel, activation, decoder, rope
+
+ARCHITECTURES = ("GemmaForCausalLM",)
+MODEL_TYPES = ("gemma",)
+NAMES = names.ATTENTION | names.MLP
+SKIP = (r".*rotary_emb\.inv_freq",)
+
+# What a configuration that lacks a key means, by the class of transformers.
+DEFAULTS = {
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "use_bidirectional_attention": None,
+}
+
+
+def read(stored: dict) -> DecoderConfig:
+    hf = DEFAULTS | stored
+    if hf["use_bidirectional_attention"]:
+        raise UnsupportedModel("gemma: use_bidirectional_attention is not supported: the decoder is causal")
+    # The first releases say "gelu" and were trained with its tanh form.
+    act = "gelu_tanh" if hf["hidden_act"] == "gelu" else activation(hf)
+    bias = bool(hf["attention_bias"])
+    mixer = Attention(
+        heads=hf["num_attention_heads"],
+        kv_heads=hf["num_key_value_heads"],
+        head_dim=hf["head_dim"],
+        scale=hf["head_dim"] ** -0.5,
+        rope=rope(hf, hf["head_dim"]),
+        bias=bias,
+        out_bias=bias,
+    )
+    layer = LayerSpec(mixer, Mlp(hf["intermediate_size"], act))
+    return decoder(
+        "gemma",
+        stored,
+        hf,
+        [layer] * hf["num_hidden_layers"],
+        norm=Norm(hf["rms_norm_eps"], "zero_centred"),
+        embedding_scale=hf["hidden_size"] ** 0.5,
+    )

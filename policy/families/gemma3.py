@@ -1,0 +1,82 @@
+"""Gemma 3 (arXiv 2503.19786), text model: five layers with a sliding window for each full one, normed queries and keys."""
+
+from __future__ import annotations
+
+from policy import names
+from policy.config import SANDWICH_NORM, Attention, DecoderConfig, LayerSpec, Mlp, Norm
+from policy.hf import UnsupportedModel, activation, decoder, first, layer_types, rope
+
+ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+MODEL_TYPES = ("gemma3_text", "gemma3")
+KINDS = ("full_attention", "sliding_attention")
+NAMES = names.ATTENTION | names.MLP | names.NORMS_BY_ROLE
+
+# What a configuration that lacks a key means, by the class of transformers. Files of multimodal models leave many out.
+DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+}
+
+
+def read(stored: dict) -> DecoderConfig:
+    hf = DEFAULTS | stored
+    if hf["use_bidirectional_attention"]:
+        raise UnsupportedModel("gemma3: use_bidirectional_attention is not supported: the decoder is causal")
+    every = hf["sliding_window_pattern"]
+    derived = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(hf["num_hidden_layers"])]
+    kinds = layer_types(hf, KINDS, derived)
+    mlp = Mlp(hf["intermediate_size"], activation(hf, "hidden_activation"))
+    return decoder(
+        "gemma3",
+        stored,
+        hf,
+        [LayerSpec(_mixer(hf, kind), mlp, SANDWICH_NORM) for kind in kinds],
+        norm=Norm(hf["rms_norm_eps"], "zero_centred"),
+        embedding_scale=hf["hidden_size"] ** 0.5,
+        logit_softcap=hf["final_logit_softcapping"],
+    )
+
+
+def _mixer(hf: dict, kind: str) -> Attention:
+    """Transformers computes no `attn_logit_softcapping` here, so the key is not read."""
+    bias, sliding = bool(hf["attention_bias"]), kind == "sliding_attention"
+    return Attention(
+        heads=hf["num_attention_heads"],
+        kv_heads=hf["num_key_value_heads"],
+        head_dim=hf["head_dim"],
+        scale=hf["query_pre_attn_scalar"] ** -0.5,
+        rope=rope(hf | _rope_parameters(hf), hf["head_dim"], layer_type=kind),
+        qk_norm=Norm(hf["rms_norm_eps"], "zero_centred"),
+        bias=bias,
+        out_bias=bias,
+        window=hf["sliding_window"] if sliding else None,
+    )
+
+
+def _rope_parameters(hf: dict) -> dict:
+    """The rotary settings in their new spelling. In the old one `rope_scaling` and `rope_theta` are of the full layers,
+    `rope_local_base_freq` is the base of the others, which are not scaled. Yarn's `truncate` stands beside the two."""
+    new = first(hf, "rope_parameters", default={})
+    if new and not any(kind in new for kind in KINDS):
+        raise UnsupportedModel(f"gemma3: rope_parameters: expected settings for {' and '.join(KINDS)}, found {', '.join(new)}")
+    full, sliding = ((new.get(kind) or {}) | {"truncate": new.get("truncate", True)} for kind in KINDS)
+    scaling = hf.get("rope_scaling") or {}
+    if scaling and "rope_type" not in scaling:  # transformers then scales nothing, whatever `type` says
+        raise UnsupportedModel(f"gemma3: rope_scaling lacks rope_type, found {', '.join(scaling)}")
+    full |= scaling
+    full.setdefault("rope_theta", first(hf, "rope_theta", default=1_000_000.0))
+    sliding.setdefault("rope_theta", first(hf, "rope_local_base_freq", default=10_000.0))
+    return {"rope_parameters": dict(zip(KINDS, (full, sliding), strict=True)), "rope_scaling": None}
