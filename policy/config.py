@@ -116,7 +116,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are read from one small latent per token."""
+    """Multi-head latent attention (arXiv 2405.04434): keys and values are read from one small latent per token."""
 
     heads: int
     q_lora_rank: int | None
@@ -132,7 +132,7 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Indexer:
-    """Chooses the `topk` keys that a query of latent attention may see (DeepSeek-V3.2): the largest sum over `heads` of
+    """Chooses the `topk` keys that a query of latent attention may see (arXiv 2512.02556): the largest sum over `heads` of
     w_h relu(q_h . k / sqrt(head_dim)), with q from the query latent, one key of `head_dim` a token, and w from the token."""
 
     heads: int

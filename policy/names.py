@@ -224,7 +224,7 @@ def fused(table: Table) -> Table:
     return {end: replace(place.also[0], also=(replace(place, also=()),)) for end, place in table.items() if place.also}
 
 
-# The Llama-like block: the norm before the feed-forward is stored as `post_attention_layernorm`.
+# The most common block: the norm before the feed-forward is stored as `post_attention_layernorm`.
 ATTENTION: Table = {
     "input_layernorm.weight": Stored("input_layernorm.weight"),
     "pre_feedforward_layernorm.weight": Stored("post_attention_layernorm.weight"),

@@ -1,7 +1,7 @@
 """Quantised weights of Hugging Face files, dequantised while they are read. Indexing one reads and dequantises that slice only.
 
-What `quantization_config` of config.json says: `fp8`, the block-scaled form of DeepSeek-V3 (arXiv 2412.19437, section 3.3), or
-`mxfp4`, the microscaling form of gpt-oss (OCP Microscaling Formats 1.0).
+What `quantization_config` of config.json says: `fp8`, the block-scaled form of arXiv 2412.19437, section 3.3, or
+`mxfp4`, microscaling (OCP Microscaling Formats 1.0).
 """
 
 from __future__ import annotations

@@ -94,6 +94,15 @@ def reference_logits(model, tokens_BT: np.ndarray, **inputs) -> np.ndarray:
         return model(torch.tensor(tokens_BT), use_cache=False, **inputs).logits.numpy()
 
 
+def torch_logprobs(logits, row, temperature):
+    """(logp, entropy) of the tokens after the first, by torch."""
+    import torch
+
+    log_p = torch.log_softmax(logits[:, :-1] / temperature, -1)
+    logp = log_p.gather(-1, torch.as_tensor(row[:, 1:, None]))[..., 0]
+    return logp, -(log_p.exp() * log_p).sum(-1)
+
+
 def _mean_and_std(path: str, config) -> tuple[float, float]:
     """Those of a weight of `random_model`; where norms are zero-centred, 0 stands for the factor 1."""
     if path == "norm.weight" or path.endswith(("layernorm.weight", "q_norm.weight", "k_norm.weight")):

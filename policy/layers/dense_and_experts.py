@@ -1,4 +1,4 @@
-"""A dense feed-forward beside a mixture of experts (Gemma 4's form of shared expert)."""
+"""A dense feed-forward beside a mixture of experts."""
 
 from __future__ import annotations
 

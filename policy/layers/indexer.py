@@ -1,5 +1,5 @@
-"""The index selector of DeepSeek-V3.2's sparse attention: which keys a query of latent attention may see. B rows, T queries,
-C visible keys, H index heads, D index dimension, r rank of the query latent."""
+"""The index selector of sparse latent attention (arXiv 2512.02556): which keys a query may see. B rows, T queries, C visible keys,
+H index heads, D index dimension, r rank of the query latent."""
 
 from __future__ import annotations
 

@@ -134,8 +134,8 @@ class MixtureOfExperts(nnx.Module):
 
 
 def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_BT: jax.Array) -> dict[str, jax.Array]:
-    """`counts` float32[X]: choices of each expert, padding left out. `balance`: the sequence-wise balance term of DeepSeek-V3
-    (arXiv 2412.19437, eq. 17-20), summed over rows: sum_e f_e P_e with f_e = X / (k T) * choices of e, and P_e the mean share of
+    """`counts` float32[X]: choices of each expert, padding left out. `balance`: the sequence-wise balance term of
+    arXiv 2412.19437 (eq. 17-20), summed over rows: sum_e f_e P_e with f_e = X / (k T) * choices of e, and P_e the mean share of
     e in the scores. 1 for a row that uses its experts evenly; rows of padding add 0."""
     B, T, k = experts_BTK.shape
     X = scores_BTX.shape[-1]

@@ -6,9 +6,11 @@ checkpoints; to write them again after a change that is meant:
     DUET_WRITE_GOLDEN=1 python -m pytest tests/contracts/test_families.py -k tree
 """
 
+import ast
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -53,6 +55,28 @@ def test_no_two_families_claim_a_configuration(name):
         if other != name:
             assert not set(family.ARCHITECTURES) & set(families.get(other).ARCHITECTURES)
             assert not set(family.MODEL_TYPES) & set(families.get(other).MODEL_TYPES)
+
+
+def code_words(source: str) -> set[str]:
+    """Identifiers, and the words of texts that are not docstrings."""
+    tree, found = ast.parse(source), set()
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    documents = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
+    for node in ast.walk(tree):
+        for text in (getattr(node, field, None) for field in ("id", "attr", "value", "module")):
+            if isinstance(text, str) and text not in documents:
+                found |= set(re.findall(r"\w+", text))
+    return found
+
+
+def test_no_family_is_named_in_the_code_outside_its_own_file():
+    own = {n: {n, *families.get(n).ARCHITECTURES, *families.get(n).MODEL_TYPES} for n in families.known()}
+    everything = set().union(*own.values()) - {"default", "simple"}
+    assert code_words("if family == 'gemma2': pass") & everything == {"gemma2"}
+    for file in sorted(Path(policy.__file__).parent.rglob("*.py")):
+        mine = own.get(file.stem, set()) if file.parent.name == "families" else set()
+        scalings = {"llama3"}  # a rotary scaling of configurations
+        assert not code_words(file.read_text()) & everything - mine - scalings, file
 
 
 def test_a_family_is_found_by_architecture_or_by_model_type(kind):

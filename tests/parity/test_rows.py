@@ -5,8 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
-from oracles import STANDARD, VOCAB, configuration, oracle, random_model, reference_logits, saved, tokens
+from oracles import STANDARD, VOCAB, configuration, oracle, random_model, reference_logits, saved, tokens, torch_logprobs
 
 import policy
 from policy import families
@@ -149,19 +150,10 @@ def test_remat_and_chunks_keep_the_gradients():
 # From here on the oracle is transformers.
 
 
-def torch_logprobs(logits, row, temperature):
-    """(logp, entropy) of the tokens after the first, by torch."""
-    import torch
-
-    log_p = torch.log_softmax(logits[:, :-1] / temperature, -1)
-    logp = log_p.gather(-1, torch.as_tensor(row[:, 1:, None]))[..., 0]
-    return logp, -(log_p.exp() * log_p).sum(-1)
-
-
-@pytest.mark.parametrize("kind", ["Llama", "DeepseekV3"])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in KINDS else pytest.mark.slow) for k in oracles.KINDS])
 def test_left_padding_and_log_probabilities_equal_those_of_transformers(kind, tmp_path):
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-    theirs = oracle(kind, **STANDARD[kind])
+    theirs = oracle(kind, **STANDARD[kind] | oracles.KINDS[kind].padded)
     ours = policy.load(saved(theirs, tmp_path))
     row = tokens(2, 12, seed=4)
     mask = np.ones((2, 12), int)
@@ -169,44 +161,12 @@ def test_left_padding_and_log_probabilities_equal_those_of_transformers(kind, tm
     positions = np.maximum(mask.cumsum(1) - 1, 0)
     expected = reference_logits(theirs, row, attention_mask=torch.tensor(mask), position_ids=torch.tensor(positions))
     found = np.asarray(ours.logits(row, segments=mask))
-    np.testing.assert_allclose(found[mask != 0], expected[mask != 0], atol=2e-5, rtol=0)
+    tolerance = oracles.KINDS[kind].logits
+    np.testing.assert_allclose(found[mask != 0], expected[mask != 0], atol=tolerance, rtol=0)
     for temperature in (1.0, 0.7):
         wanted = torch_logprobs(torch.tensor(expected), row, temperature)
         scored = (mask[:, :-1] != 0) & (mask[:, 1:] != 0)
         for a, want in zip(ours.logprobs(row, segments=mask, temperature=temperature), wanted, strict=True):
             a = np.asarray(a)
-            np.testing.assert_allclose(a[:, 1:][scored], want.numpy()[scored], atol=2e-5, rtol=0)
+            np.testing.assert_allclose(a[:, 1:][scored], want.numpy()[scored], atol=tolerance, rtol=0)
             assert not a[:, 1:][~scored].any() and not a[:, 0].any()
-
-
-@pytest.mark.parametrize("kind", ["Llama", pytest.param("Qwen3Moe", marks=pytest.mark.slow), "DeepseekV3"])
-def test_gradients_equal_those_of_torch(kind, tmp_path):
-    """Every weight's gradient of a loss of log-probabilities and entropies. Ours are compared after policy.save wrote
-    them down under the names of transformers, as if they were weights."""
-    torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-    from policy import hub
-
-    theirs = oracle(kind, **STANDARD[kind])
-    ours = policy.load(saved(theirs, tmp_path))
-    row = tokens(2, 12, seed=4)
-    rng = np.random.default_rng(6)
-    a, b = (rng.normal(size=(2, 11)).astype(np.float32) for _ in range(2))
-    logp, entropy = torch_logprobs(theirs(torch.tensor(row), use_cache=False).logits, row, 0.7)
-    (torch.tensor(a) * logp + torch.tensor(b) * entropy).sum().backward()
-
-    def loss(params):
-        logp, entropy, _ = ours.graph.logprobs(params, jnp.asarray(row), sit(jnp.asarray(row)), 0.7)
-        return jnp.sum(a * logp[:, 1:] + b * entropy[:, 1:])
-
-    found = jax.jit(jax.grad(loss))(ours.params)
-    for path in ours.graph.untrained:
-        assert not np.asarray(found[path]).any(), f"{path} moves by a rule of its own"
-    hub.write(tmp_path / "ours", ours.graph, found)
-    same_names = type(theirs).from_pretrained(tmp_path / "ours")
-    checked = 0
-    for (name, weight), (_, gradient) in zip(theirs.named_parameters(), same_names.named_parameters(), strict=True):
-        scale = float(weight.grad.abs().max()) + 1e-6
-        error = float((weight.grad - gradient.detach()).abs().max()) / scale
-        assert error < 1e-4, f"{name}: {error}"
-        checked += scale > 1e-3
-    assert checked > 20
