@@ -25,12 +25,7 @@ WITHOUT_GRADIENT = (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Nothing here is about speed; without most passes XLA takes half the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def model_of(kind, **runtime):

@@ -7,6 +7,7 @@ from oracles import KINDS, oracle, saved
 import policy
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.parametrize("kind", KINDS)

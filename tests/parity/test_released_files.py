@@ -11,6 +11,7 @@ from policy import families
 from policy.hf import UnsupportedModel
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def assert_same_weights(found, expected):

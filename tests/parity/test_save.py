@@ -22,6 +22,7 @@ import policy
 from policy import families, hub
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 CASES = {kind: (kind, STANDARD[kind]) for kind in STANDARD} | {

@@ -9,6 +9,7 @@ KINDS = {
         {"interleave_moe_layer_step": 2, "num_experts_per_tok": 2, "rope_parameters": LLAMA3},
         short={"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
         config="Llama4TextConfig",
+        padded={"attn_temperature_tuning": False},
     )
 }
 VARIANTS = {

@@ -35,10 +35,8 @@ def simple_mlp():
 
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers")
 KINDS = {
-    "Simple": Kind("llama", BASE, config="LlamaConfig", model="SimpleLM", oracle_class=simple, required=_REQUIRED, mixes=False),
-    "SimpleMlp": Kind(
-        "llama", BASE, config="LlamaConfig", model="SimpleMlpLM", oracle_class=simple_mlp, required=_REQUIRED, mixes=False
-    ),
+    "Simple": Kind("llama", BASE, config="LlamaConfig", model="SimpleLM", oracle_class=simple, required=_REQUIRED),
+    "SimpleMlp": Kind("llama", BASE, config="LlamaConfig", model="SimpleMlpLM", oracle_class=simple_mlp, required=_REQUIRED),
 }
 VARIANTS = {
     "simple-tied-one_layer": ("Simple", {"tie_word_embeddings": True, "num_hidden_layers": 1, "rms_norm_eps": 1e-2}),

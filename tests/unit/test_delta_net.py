@@ -17,6 +17,8 @@ from policy.cache import LayerCache, Step
 from policy.config import DecoderConfig, GatedDeltaNet, LayerSpec, Norm, Runtime, Stack
 from policy.layers.delta_net import DeltaNet, unit_lower_inverse
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 E, K, D, V, W = 24, 2, 16, 12, 4
 
 

@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import learners
 import numpy as np
+import pytest
 from learners import batch, host, stage
 
 from policy.config import Runtime
 from policy.layers.dropout import Dropout, drop, row_seeds
 from policy.modes import sit
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_a_share_of_the_elements_is_dropped_and_the_mean_stays():

@@ -20,13 +20,7 @@ from rl.config import OptimizerOptions
 from rl.trainer import schedule
 from rollout import Generator, GeneratorOptions, SamplingParams
 
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Nothing here is about speed or about bits between programs; without most passes XLA takes half the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture
