@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from policy.config import Attention, DecoderConfig, LatentAttention, LayerSpec
+from policy.config import Attention, DecoderConfig, GatedDeltaNet, LatentAttention, LayerSpec
 from policy.layers.dropout import Dropout
 
 
@@ -78,13 +78,27 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
 AXES = (None, "cache_batch", "cache_heads", None, None)
 
 
-def _shapes(spec: LayerSpec) -> dict[str, tuple[int, int]]:
-    """(heads, dimension) of what one token leaves in the cache of a layer."""
+@dataclass(frozen=True)
+class Entry:
+    """One array of a layer, [heads, length, dim] a slot. `length` None is the length of the cache: one entry a token; a number is
+    a state of fixed size, whatever the length. `dtype` None is that of the cache."""
+
+    heads: int
+    dim: int
+    length: int | None = None
+    dtype: str | None = None
+
+
+def _entries(spec: LayerSpec) -> dict[str, Entry]:
+    """What a layer keeps in the cache, by name."""
     match spec.mixer:
         case Attention(kv_heads=heads, head_dim=dim):
-            return {"k": (heads, dim), "v": (heads, dim)}
+            return {"k": Entry(heads, dim), "v": Entry(heads, dim)}
         case LatentAttention(kv_lora_rank=rank, rope=rope, indexer=indexer):
-            return {"latent": (1, rank + rope.dim)} | ({} if indexer is None else {"index": (1, indexer.head_dim)})
+            keys = {} if indexer is None else {"index": Entry(1, indexer.head_dim)}
+            return {"latent": Entry(1, rank + rope.dim)} | keys
+        case GatedDeltaNet(key_heads=K, value_heads=H, key_dim=D, value_dim=V, conv_width=width):
+            return {"conv": Entry(1, 2 * K * D + H * V, width - 1), "state": Entry(H, V, D, "float32")}
         case None:
             return {}
 
@@ -94,11 +108,12 @@ def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool)
     named arrays. A scanned stack has one part with all its repeats, an unrolled one a part with one layer for each repeat
     (on CPU, reading a layer out of one stacked array costs a copy of it at every step)."""
 
+    def zeros(entry, repeats):
+        rows = length if entry.length is None else entry.length
+        return jnp.zeros((repeats, slots, entry.heads, rows, entry.dim), entry.dtype or dtype)
+
     def part(stack, repeats):
-        return tuple(
-            {name: jnp.zeros((repeats, slots, heads, length, dim), dtype) for name, (heads, dim) in _shapes(spec).items()}
-            for spec in stack.pattern
-        )
+        return tuple({name: zeros(entry, repeats) for name, entry in _entries(spec).items()} for spec in stack.pattern)
 
     return tuple(
         (part(stack, stack.repeats),) if scan else tuple(part(stack, 1) for _ in range(stack.repeats)) for stack in config.stacks
@@ -107,7 +122,7 @@ def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool)
 
 def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tuple:
     """Copies row rows[i] of `prefix` (a shorter cache) to slot slots[i] of `cache`; slots past the end, all different, are
-    skipped."""
+    skipped. States of fixed size are as long in both, and so copied whole."""
 
     def copy(into, source):
         return into.at[:, slots, :, : source.shape[3]].set(source[:, rows], mode="drop", unique_indices=True)
@@ -116,6 +131,6 @@ def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tu
 
 
 def bytes_per_token(config: DecoderConfig, dtype) -> int:
-    """Bytes that one token leaves in the cache, over all layers."""
-    numbers = sum(heads * dim for spec in config.layers for heads, dim in _shapes(spec).values())
-    return numbers * jnp.dtype(dtype).itemsize
+    """Bytes that one more token takes in the cache, over all layers; states of fixed size take none."""
+    entries = [entry for spec in config.layers for entry in _entries(spec).values() if entry.length is None]
+    return sum(entry.heads * entry.dim * jnp.dtype(entry.dtype or dtype).itemsize for entry in entries)

@@ -142,6 +142,27 @@ class Indexer:
     norm: LayerNorm = LayerNorm(eps=1e-6)
 
 
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """Gated delta net (arXiv 2412.06464, equation 10): linear attention with a state S [key_dim, value_dim] for each value head.
+
+    S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q.  g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), and
+    q, k of unit length, q times key_dim^-1/2. q, k and v pass a causal depthwise convolution over `conv_width` tokens and a
+    silu first; o is normed over value_dim and multiplied by silu(z). Value head h reads key head h // (value_heads / key_heads).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    norm: Norm
+
+    def __post_init__(self):
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"GatedDeltaNet: {self.value_heads} value heads cannot be shared by {self.key_heads} key heads")
+
+
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "linear"]
 
 
@@ -236,7 +257,7 @@ class LayerSpec:
     `residual` a part's output replaces x. `scalar`: the result is multiplied by one learned number.
     """
 
-    mixer: Attention | LatentAttention | None
+    mixer: Attention | LatentAttention | GatedDeltaNet | None
     feed_forward: Mlp | Matrix | Moe | DenseAndExperts | None
     norms: tuple[NormName, ...] = PRE_NORM
     parallel: bool = False

@@ -99,8 +99,8 @@ class Decoder(nnx.Module):
         shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed_vocab")
         self.embed_tokens = weight(rngs, shape, axes, normal(config.initializer_range))
         if config.max_positions is not None:
-            shape = (config.max_positions, config.hidden_size)
-            self.embed_positions = weight(rngs, shape, (None, "embed_vocab"), normal(config.initializer_range))
+            table = (config.max_positions, config.hidden_size)
+            self.embed_positions = weight(rngs, table, (None, "embed_vocab"), normal(config.initializer_range))
         first = list(accumulate((len(stack.pattern) * stack.repeats for stack in config.stacks), initial=0))
         self.stacks = nnx.List([LayerStack(stack, n, config, rngs) for stack, n in zip(config.stacks, first, strict=False)])
         self.norm = norm(config.hidden_size, config.norm, rngs)

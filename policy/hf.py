@@ -6,7 +6,9 @@ import json
 import math
 
 from policy.config import (
+    Attention,
     DecoderConfig,
+    GatedDeltaNet,
     LayerSpec,
     LinearScaling,
     Llama3Scaling,
@@ -113,6 +115,39 @@ def rope_of(s: dict, dim: int, *, interleaved: bool = False) -> Rope:
         case other:
             raise UnsupportedModel(f"rope_type {other!r} is not supported; known: default, linear, llama3, yarn, proportional")
     return Rope(dim=int(dim * partial), theta=float(s["rope_theta"]), scaling=scaling, interleaved=interleaved)
+
+
+def hybrid_mixers(hf: dict) -> list[Attention | GatedDeltaNet]:
+    """The mixer of each layer of a hybrid of gated delta nets (keys `linear_*`) and gated attention: every
+    `full_attention_interval`-th layer attends, or as `layer_types` says."""
+    heads, dim, bias, norm = (
+        hf["num_attention_heads"],
+        hf["head_dim"],
+        bool(hf["attention_bias"]),
+        Norm(hf["rms_norm_eps"], "zero_centred"),
+    )
+    attention = Attention(
+        heads=heads,
+        kv_heads=first(hf, "num_key_value_heads", default=heads),
+        head_dim=dim,
+        scale=dim**-0.5,
+        rope=rope_of(rope_parameters(hf), dim),
+        qk_norm=Norm(hf["rms_norm_eps"], "zero_centred"),
+        bias=bias,
+        out_bias=bias,
+        gate=True,
+    )
+    linear = GatedDeltaNet(
+        key_heads=hf["linear_num_key_heads"],
+        value_heads=hf["linear_num_value_heads"],
+        key_dim=hf["linear_key_head_dim"],
+        value_dim=hf["linear_value_head_dim"],
+        conv_width=hf["linear_conv_kernel_dim"],
+        norm=Norm(eps=hf["rms_norm_eps"]),
+    )
+    kinds, interval = {"linear_attention": linear, "full_attention": attention}, hf["full_attention_interval"]
+    derived = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(hf["num_hidden_layers"])]
+    return [kinds[kind] for kind in layer_types(hf, tuple(kinds), derived)]
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -219,6 +219,11 @@ def moved(table: Table, ours: tuple[str, str], stored: tuple[str, str] = ("", ""
     return {move(end, *ours): rename(place) for end, place in table.items()}
 
 
+def fused(table: Table) -> Table:
+    """The entries of `table` that have another spelling, with that one first: it is written, and both are read."""
+    return {end: replace(place.also[0], also=(replace(place, also=()),)) for end, place in table.items() if place.also}
+
+
 # The Llama-like block: the norm before the feed-forward is stored as `post_attention_layernorm`.
 ATTENTION: Table = {
     "input_layernorm.weight": Stored("input_layernorm.weight"),
@@ -254,6 +259,15 @@ MOE: Table = {
         "mlp.experts.{e}.down_proj.weight", "e f -> f e", also=(Stored("mlp.experts.down_proj", "x e f -> x f e"),)
     ),
 }
+
+# Gated delta nets; how the projections into one are stored differs.
+DELTA_NET: Table = {
+    "GatedDeltaNet.A_log": Stored("linear_attn.A_log", "(k g) -> k g"),
+    "GatedDeltaNet.dt_bias": Stored("linear_attn.dt_bias", "(k g) -> k g"),
+    "GatedDeltaNet.norm.weight": Stored("linear_attn.norm.weight"),
+    "GatedDeltaNet.o_proj": Stored("linear_attn.out_proj.weight", "e (k v) -> k v e"),
+}
+DELTA_NET |= joined("GatedDeltaNet.", ("q_conv", "k_conv", "v_conv"), "linear_attn.conv1d.weight", "(k d)+ 1 w -> k d w")
 
 # Outside the layers, and what stands before the names of layer n; a family may have TOP and LAYER_PREFIX of its own.
 TOP: Table = {

@@ -47,13 +47,12 @@ def classes(kind: str):
     """(configuration class, model class) of transformers."""
     import transformers
 
-    names = KINDS[kind].config or f"{kind}Config", KINDS[kind].model or f"{kind}ForCausalLM"
-    return tuple(getattr(transformers, name) for name in names)
+    entry = KINDS[kind]
+    config = getattr(transformers, entry.config or f"{kind}Config")
+    return config, entry.oracle_class() if entry.oracle_class else getattr(transformers, entry.model or f"{kind}ForCausalLM")
 
 
 def _build(kind: str, keys: dict):
-    if KINDS[kind].build is not None:
-        return KINDS[kind].build(keys)
     config_class, model_class = classes(kind)
     config = config_class(**keys)
     config._attn_implementation = config._experts_implementation = "eager"

@@ -6,8 +6,20 @@ import jax
 from flax import nnx
 
 from policy.cache import LayerCache, Step
-from policy.config import Attention, DecoderConfig, DenseAndExperts, LatentAttention, LayerSpec, Matrix, Mlp, Moe, Runtime
+from policy.config import (
+    Attention,
+    DecoderConfig,
+    DenseAndExperts,
+    GatedDeltaNet,
+    LatentAttention,
+    LayerSpec,
+    Matrix,
+    Mlp,
+    Moe,
+    Runtime,
+)
 from policy.layers.attention import GroupedQueryAttention
+from policy.layers.delta_net import DeltaNet
 from policy.layers.dense_and_experts import DenseBesideExperts
 from policy.layers.dropout import drop
 from policy.layers.mla import MultiHeadLatentAttention
@@ -16,7 +28,7 @@ from policy.layers.moe import MixtureOfExperts
 from policy.layers.norms import norm
 from policy.layers.parameter import Constant, ones
 
-MIXERS = {Attention: GroupedQueryAttention, LatentAttention: MultiHeadLatentAttention}
+MIXERS = {Attention: GroupedQueryAttention, LatentAttention: MultiHeadLatentAttention, GatedDeltaNet: DeltaNet}
 FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DenseBesideExperts}
 
 

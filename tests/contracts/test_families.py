@@ -59,7 +59,8 @@ def test_a_family_is_found_by_architecture_or_by_model_type(kind):
     hf = short(kind)
     expected = families.find(hf).__name__
     assert families.find({"architectures": hf["architectures"]}).__name__ == expected
-    assert families.find({"model_type": hf["model_type"]}).__name__ == expected
+    if families.find(hf).MODEL_TYPES:
+        assert families.find({"model_type": hf["model_type"]}).__name__ == expected
 
 
 def test_reading_gives_a_frozen_configuration_with_its_layers(kind):
@@ -67,7 +68,7 @@ def test_reading_gives_a_frozen_configuration_with_its_layers(kind):
     config = families.read(hf)
     assert hash(config) == hash(families.read(dict(hf))) and config == families.read(dict(hf))
     assert json.loads(config.hf) == hf
-    assert len(config.layers) == hf["num_hidden_layers"]
+    assert len(config.layers) == (hf["num_hidden_layers"] if "num_hidden_layers" in hf else hf["n_layer"])
 
 
 def test_a_required_key_that_lacks_is_named(kind):

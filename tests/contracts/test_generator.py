@@ -105,7 +105,7 @@ def assert_logprobs_equal(name, out, temperature):
     tokens, segments, written = rows_of(out)
     expected = np.asarray(model.logprobs(tokens, segments=segments, temperature=temperature)[0])[written]
     found = np.concatenate([np.asarray(completion.logprobs) for completion, *_ in out])
-    assert expected.std() > 0.3, "the model says the same everywhere"
+    assert expected.std() > 0.2, "the model says the same everywhere"
     compared = np.ones(len(found), bool)
     if np.abs(found - expected).max() > tolerance:
         unsure = np.logical_or.accumulate(margins(model, tokens, segments) < TOLERANCE, axis=1)

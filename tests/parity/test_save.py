@@ -87,10 +87,12 @@ def test_fused_experts_are_read_like_single_ones(kind, tmp_path):
 @pytest.mark.parametrize("kind", STANDARD)
 def test_absent_keys_mean_what_the_class_of_transformers_says(kind, tmp_path):
     """For every default of ours, a configuration without the key reads as one where transformers wrote its default."""
-    full = classes(kind)[0]().to_dict()
-    required = {*KINDS[kind].required, "intermediate_size", "model_type"}
-    bare, given = {key: full[key] for key in required}, KINDS[kind].given
-    assert without_json(families.read(bare | given)) == without_json(families.read(full | given))
+    entry = KINDS[kind]
+    full = classes(kind)[0](**entry.bare).to_dict()
+    required = {*entry.required, "intermediate_size"} & full.keys()
+    named = {"architectures": [entry.model or f"{kind}ForCausalLM"], "model_type": full["model_type"]}
+    bare = {key: full[key] for key in required} | entry.bare
+    assert without_json(families.read(bare | named)) == without_json(families.read(full | named))
 
 
 def without_json(config):

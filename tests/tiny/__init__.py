@@ -44,9 +44,9 @@ LLAMA3 = {
 class Kind:
     """A tiny model: `base` its configuration, `standard` the switches that a default would hide, `short` the keys that leave as
     few layers as hold every kind of layer. `config` and `model` name the classes of transformers where they are not
-    {kind}Config and {kind}ForCausalLM; `build(keys)` makes the oracle where no class does. `logits` and `generator` are the
-    tolerances of logits against the oracle and of the generator against the trainer. A configuration must have the keys
-    `required`; `given` are keys whose default in transformers makes no model that we can read."""
+    {kind}Config and {kind}ForCausalLM; `oracle_class()` makes the model's class where transformers has none. `logits` and
+    `generator` are the tolerances of logits against the oracle and of the generator against the trainer. `required` are keys
+    that have no default, `bare` those whose default in transformers works nowhere; `mixes`: whether a token looks at others."""
 
     model_type: str
     base: dict
@@ -54,11 +54,12 @@ class Kind:
     short: dict = field(default_factory=lambda: {"num_hidden_layers": 2})
     config: str | None = None
     model: str | None = None
-    build: Callable | None = None
+    oracle_class: Callable | None = None
     logits: float = 2e-5
     generator: float = 1e-5
     required: tuple[str, ...] = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    given: dict = field(default_factory=dict)
+    bare: dict = field(default_factory=dict)
+    mixes: bool = True
 
 
 def _collect(name: str) -> dict:

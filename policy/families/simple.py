@@ -1,0 +1,20 @@
+"""SimpleLM: each layer multiplies x by one matrix. No residual, no norm, no attention: the smallest decoder there is."""
+
+from __future__ import annotations
+
+from policy import names
+from policy.config import DecoderConfig, LayerSpec, Matrix
+from policy.hf import decoder
+
+ARCHITECTURES = ("SimpleLM",)
+MODEL_TYPES = ()  # its configurations are Llama's
+NAMES = {"feed_forward.proj": names.Stored("mats.0.weight", "o i -> i o")}
+
+# What a configuration that lacks a key means, by the class of transformers.
+DEFAULTS = {"initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+
+
+def read(stored: dict) -> DecoderConfig:
+    hf = DEFAULTS | stored
+    layer = LayerSpec(None, Matrix(), norms=(), residual=False)
+    return decoder("simple", stored, hf, [layer] * hf["num_hidden_layers"])

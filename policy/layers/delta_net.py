@@ -1,0 +1,252 @@
+"""Gated delta net (arXiv 2412.06464): linear attention whose state is rewritten by the delta rule and decays by a gate.
+
+B rows, T tokens, E hidden, K key heads, G value heads of a key head, D and V dimensions of keys and values, J = 2D + GV channels
+of a key head in the convolution, W its width, N chunks of C tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from policy.cache import LayerCache, Step
+from policy.config import DecoderConfig, GatedDeltaNet, Runtime
+from policy.layers.norms import RMSNorm
+from policy.layers.parameter import normal, ones, weight
+
+CHUNK = 64
+# What passes the convolution, and the names under which remat policies save it.
+CONVOLVED = {"q": "query_proj", "k": "key_proj", "v": "value_proj"}
+
+
+def _log_uniform(key, shape, dtype):
+    """log(A) of A uniform in [0.01, 16); the lower bound keeps the logarithm finite."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))
+
+
+class DeltaNet(nnx.Module):
+    """Weights: q_proj, k_proj [E, K, D]; v_proj, z_proj [E, K, GV]; b_proj, a_proj [E, K, G]; q_conv, k_conv [K, D, W];
+    v_conv [K, GV, W]; A_log, dt_bias [K, G]; norm [V]; o_proj [K, GV, E]. The value heads of a key head are consecutive.
+
+    Everything between the projections is float32, on every platform: errors of the state add up over the tokens.
+    """
+
+    def __init__(self, spec: GatedDeltaNet, config: DecoderConfig, rngs: nnx.Rngs):
+        self.spec = spec
+        E, K, D, V, W = config.hidden_size, spec.key_heads, spec.key_dim, spec.value_dim, spec.conv_width
+        G = spec.value_heads // K
+        init = normal(config.initializer_range)
+        for name, dim in {"q": D, "k": D, "v": G * V, "z": G * V, "b": G, "a": G}.items():
+            setattr(self, f"{name}_proj", weight(rngs, (E, K, dim), ("embed", "kv_heads", "kv"), init))
+        for name, dim in {"q": D, "k": D, "v": G * V}.items():
+            setattr(self, f"{name}_conv", weight(rngs, (K, dim, W), ("kv_heads", "kv", None), init))
+        self.A_log = weight(rngs, (K, G), ("kv_heads", None), _log_uniform)
+        self.dt_bias = weight(rngs, (K, G), ("kv_heads", None), ones)
+        self.norm = RMSNorm(V, spec.norm, rngs)
+        self.o_proj = weight(rngs, (K, G * V, E), ("heads", "kv", "embed"), init)
+
+    def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
+        """Returns (x_BTE, cache). Padding gives 0 and leaves the cache as it is. Without a cache every document of a row starts
+        from an empty state; with one, the first document of a row goes on from what the cache holds."""
+        real, documents = step.segments != 0, number_documents(step.segments)
+        x = jnp.where(real[..., None], x_BTE, 0)
+        q, k, v, cache = self._convolved(x, real, documents, cache)
+        beta, g = self._gates(x, real)
+        B, K, G, T, V = v.shape
+        if cache is None:
+            state = jnp.zeros((B, K, G, q.shape[-1], V), jnp.float32)
+        else:
+            state = cache.arrays["state"][cache.index].reshape(B, K, G, -1, V)
+        with jax.default_matmul_precision("highest"):
+            if T == 1:
+                out, state = single(q, k, v, beta, g, state)
+            else:
+                out, state = chunked(q, k, v, beta, g, documents, state)
+        if cache is not None:
+            cache = _with(cache, "state", state.reshape(B, K * G, -1, V))
+        out = self.norm(out) * jax.nn.silu(self._heads(self._project(x, "z").astype(jnp.float32)))
+        out = jnp.swapaxes(out, 2, 3).reshape(B, K, T, G * V).astype(x.dtype)
+        out = jnp.einsum("bktv,kve->bte", out, self.o_proj[...].astype(x.dtype))
+        return checkpoint_name(out, "out_proj"), cache
+
+    def _project(self, x_BTE: jax.Array, name: str) -> jax.Array:
+        return jnp.einsum("bte,ekd->bktd", x_BTE, getattr(self, f"{name}_proj")[...].astype(x_BTE.dtype))
+
+    def _heads(self, a_BKTX: jax.Array) -> jax.Array:
+        """[B, K, T, GV] -> [B, K, G, T, V]."""
+        return jnp.swapaxes(a_BKTX.reshape(*a_BKTX.shape[:3], -1, self.spec.value_dim), 2, 3)
+
+    def _convolved(self, x_BTE, real_BT, documents_BT, cache):
+        """(q [B, K, T, D], k, v [B, K, G, T, V], cache): normalised, after convolution and silu, float32."""
+        spec = self.spec
+        inputs = jnp.concatenate([checkpoint_name(self._project(x_BTE, n), label) for n, label in CONVOLVED.items()], axis=-1)
+        B, K, _, J = inputs.shape
+        before = spec.conv_width - 1
+        if cache is None:
+            inputs = jnp.pad(inputs, ((0, 0), (0, 0), (before, 0), (0, 0)))
+        else:
+            window = cache.arrays["conv"][cache.index].reshape(B, before, K, J).swapaxes(1, 2)
+            inputs = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=2)
+            window = _last_inputs(inputs, real_BT, before).swapaxes(1, 2).reshape(B, 1, before, K * J)
+            cache = _with(cache, "conv", window)
+        kernel = jnp.concatenate([getattr(self, f"{name}_conv")[...].astype(jnp.float32) for name in CONVOLVED], axis=1)
+        convolved = jax.nn.silu(convolve(inputs, kernel, documents_BT))
+        q, k, v = jnp.split(convolved, [spec.key_dim, 2 * spec.key_dim], axis=-1)
+        return _unit(q) * spec.key_dim**-0.5, _unit(k), self._heads(v), cache
+
+    def _gates(self, x_BTE, real_BT):
+        """(beta, g), float32[B, K, G, T]: how much of a value is written, and the logarithm of the decay; 0 on padding."""
+        b, a = (self._project(x_BTE, name).astype(jnp.float32).swapaxes(2, 3) for name in "ba")
+        A_log, dt_bias = (w[...].astype(jnp.float32)[..., None] for w in (self.A_log, self.dt_bias))
+        g = -jnp.exp(A_log) * jax.nn.softplus(a + dt_bias)
+        return tuple(jnp.where(real_BT[:, None, None], each, 0.0) for each in (jax.nn.sigmoid(b), g))
+
+
+def _with(cache: LayerCache, name: str, value: jax.Array) -> LayerCache:
+    array = cache.arrays[name]
+    return replace(cache, arrays=cache.arrays | {name: array.at[cache.index].set(value.astype(array.dtype))})
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+
+def number_documents(segments_BT: jax.Array) -> jax.Array:
+    """int32[B, T]: the number of the document in its row, from 0. Padding counts as part of the document before it (or after
+    it, at the start of a row), so that only a real token begins a document."""
+    index = jnp.arange(segments_BT.shape[1])
+    last = jax.lax.cummax(jnp.where(segments_BT != 0, index, 0), axis=1)
+    filled = jnp.take_along_axis(segments_BT, last, axis=1)
+    before = jnp.pad(filled[:, :-1], ((0, 0), (1, 0)))
+    return jnp.cumsum((filled != before) & (before != 0), axis=1, dtype=jnp.int32)
+
+
+def _last_inputs(inputs_BKTJ: jax.Array, real_BT: jax.Array, count: int) -> jax.Array:
+    """[B, K, count, J]: the `count` inputs up to the last real token. The first `count` inputs are those of earlier calls, which
+    is what is left where no token is real."""
+    end = jnp.max(jnp.where(real_BT, 1 + jnp.arange(real_BT.shape[1]), 0), axis=1)
+    at = end[:, None] + jnp.arange(count)
+    return jnp.take_along_axis(inputs_BKTJ, at[:, None, :, None], axis=2)
+
+
+def convolve(inputs_BKTJ: jax.Array, kernel_KJW: jax.Array, documents_BT: jax.Array) -> jax.Array:
+    """Causal depthwise convolution, float32[B, K, T, J]: out_t = sum_w kernel[w] in_(t + w), the last of the W inputs being that
+    of token t itself. `inputs` starts with W - 1 inputs of earlier calls. A tap in another document counts as 0."""
+    W, T = kernel_KJW.shape[-1], documents_BT.shape[1]
+    sources = jnp.pad(documents_BT, ((0, 0), (W - 1, 0)))
+    out = 0.0
+    for w in range(W):
+        same = (sources[:, w : w + T] == documents_BT)[:, None, :, None]
+        out = out + jnp.where(same, inputs_BKTJ[:, :, w : w + T], 0) * kernel_KJW[:, None, :, w]
+    return out
+
+
+def single(q, k, v, beta, g, state_BKGDV):
+    """The recurrence for one token: (out [B, K, G, 1, V], state). Arguments as in `chunked`, with T = 1.
+
+    The state is read once for k and q: S^T q = e^g S_before^T q + (k . q) u.
+    """
+    decay = jnp.exp(g)[..., None]
+    seen = jnp.einsum("bkxd,bkgdv->bkgxv", jnp.concatenate([k, q], axis=2), state_BKGDV)
+    written = beta[..., None] * (v - decay * seen[..., :1, :])
+    match = jnp.sum(k * q, axis=-1)[:, :, None, :, None]
+    out = decay * seen[..., 1:, :] + match * written
+    return out, decay * state_BKGDV + k.swapaxes(2, 3)[:, :, None] * written
+
+
+def chunked(q, k, v, beta, g, documents_BT, state_BKGDV):
+    """The recurrence over T tokens, C at a time: (out [B, K, G, T, V], state after the last token).
+
+    q, k [B, K, T, D]; v [B, K, G, T, V]; beta, g [B, K, G, T]. Within a chunk the values written, u_i = beta_i (v_i - what the
+    state says for k_i), solve a unit lower triangular system (section 3.3): u = U - W S with S the state before the chunk. U, W
+    and all else that does not depend on S are computed for all chunks at once; the scan is left with three products.
+    """
+    T = v.shape[3]
+    C = min(CHUNK, T)
+    q, k, v, beta, g = (_chunks(a, axis, C) for a, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
+    decay, entering = _decays(g, _chunks(documents_BT, 1, C, mode="edge"))
+    solution = unit_lower_inverse(beta[..., None] * decay * _products(k, k)) * beta[..., None, :]
+    U, W = solution @ v, (solution * entering[..., None, :]) @ k[:, :, :, None]
+    remaining = decay[..., -1, :, None]
+
+    def chunk(state, xs):
+        U, W, k, remaining, kept = xs
+        u = U - W @ state
+        after = kept[..., None] * state + jnp.einsum("bkcd,bkgcv->bkgdv", k, remaining * u)
+        return after, (state, u)
+
+    state, (states, u) = jax.lax.scan(chunk, state_BKGDV, (U, W, k, remaining, entering[..., -1:]))
+    out = entering[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, states) + (decay * _products(q, k)) @ u
+    out = jnp.moveaxis(out, 0, 3)
+    return out.reshape(*out.shape[:3], -1, out.shape[-1])[:, :, :, :T], state
+
+
+@jax.custom_vjp
+def unit_lower_inverse(a: jax.Array) -> jax.Array:
+    """Inverse of I + tril(a, -1), [..., C, C], from blocks of size 1 to C, two neighbours at a time:
+    [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]].
+
+    Products only. On CPU a batched triangular solve goes to a threaded BLAS: 64 systems of 64 took 660 ms on two cores against
+    2 ms here, and backward passes with it often never returned. The series I - a + a^2 - ... loses all digits for equal keys.
+    """
+    C = a.shape[-1]
+
+    def quarters(size):
+        """The lower left quarters Q of the diagonal blocks of 2 `size`."""
+        block = jnp.arange(C) // size
+        return jnp.where((block[:, None] // 2 == block // 2) & (block[:, None] > block), a, 0)
+
+    inverse, size = jnp.eye(C, dtype=a.dtype) - quarters(1), 2
+    while size < C:
+        inverse = inverse - inverse @ quarters(size) @ inverse
+        size *= 2
+    return inverse
+
+
+def _inverse_forward(a):
+    inverse = unit_lower_inverse(a)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse, cotangent):
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    with jax.default_matmul_precision("highest"):  # traced outside the caller's context
+        return (-jnp.tril(transposed @ cotangent @ transposed, -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+def _chunks(a: jax.Array, axis: int, C: int, mode: str = "constant") -> jax.Array:
+    """`a` with its tokens, along `axis`, filled up to a multiple of C and split: [N, ..., C, ...]."""
+    pad = [(0, 0)] * a.ndim
+    pad[axis] = (0, -a.shape[axis] % C)
+    a = jnp.pad(a, pad, mode=mode)
+    return jnp.moveaxis(a.reshape(*a.shape[:axis], -1, C, *a.shape[axis + 1 :]), axis, 0)
+
+
+def _products(a_NBKCD: jax.Array, b_NBKCD: jax.Array) -> jax.Array:
+    """[N, B, K, 1, C, C]: a_i . b_j, the same for all value heads of a key head."""
+    return jnp.einsum("nbkid,nbkjd->nbkij", a_NBKCD, b_NBKCD)[:, :, :, None]
+
+
+def _decays(g_NBKGC: jax.Array, documents_NBC: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What is left at token i of what token j wrote, [N, B, K, G, C, C], and of the state before the chunk, [N, B, K, G, C]; 0
+    for the future and for other documents.
+
+    The logarithms of the pairs are sums over j < l <= i. Differences of one cumulative sum would lose digits after a strong
+    decay: float32 has a spacing of 6e-5 at 1000. They are masked before the exponential, where the upper half would overflow.
+    """
+    C = g_NBKGC.shape[-1]
+    later = jnp.tril(jnp.ones((C, C), bool), -1)
+    pairs = jnp.cumsum(jnp.where(later, g_NBKGC[..., :, None], 0.0), axis=-2)
+    same = documents_NBC[..., :, None] == documents_NBC[..., None, :]
+    allowed = (same & jnp.tril(jnp.ones((C, C), bool)))[:, :, None, None]
+    first = jnp.zeros_like(documents_NBC[:1, :, -1:])
+    carried = documents_NBC == jnp.concatenate([first, documents_NBC[:-1, :, -1:]])
+    total = jnp.where(carried[:, :, None, None], jnp.cumsum(g_NBKGC, axis=-1), -jnp.inf)
+    return jnp.exp(jnp.where(allowed, pairs, -jnp.inf)), jnp.exp(total)

@@ -1,0 +1,74 @@
+"""Every family learns: one GRPO step under scan with remat moves every weight, and the layers may be unrolled instead."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import learners
+import numpy as np
+import pytest
+from oracles import KINDS, random_model, short
+
+from policy import families
+from policy.config import Runtime
+from policy.modes import sit
+
+# Weights without a gradient, by the end of their path: moved by a rule of their own; choosing keys has no derivative; constants.
+WITHOUT_GRADIENT = (
+    "router.correction_bias",
+    "mixer.indexer.wq_b",
+    "mixer.indexer.wk",
+    "mixer.indexer.k_norm.weight",
+    "mixer.indexer.k_norm.bias",
+    "mixer.indexer.weights_proj",
+    "scalar",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Nothing here is about speed; without most passes XLA takes half the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def model_of(kind, **runtime):
+    return random_model(families.read(short(kind)), runtime=Runtime(**runtime))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_grpo_step_moves_every_weight_that_learns(kind):
+    model = model_of(kind)
+    assert model.graph.runtime.scan and model.graph.runtime.remat == "full"
+    options = learners.stage("grpo", optimizer={"eps": 1e-8}, router={"bias_rate": 0.0})
+    trainer, state = learners.begin(model, options, fresh=True)
+    state, metrics = trainer.update(state, learners.batch(rows=6, length=16, group=3))
+    assert np.isfinite(float(metrics["loss"])) and float(metrics["optim/skipped"]) == 0
+    for path, before in model.params.items():
+        after, before = np.asarray(state.policy.params[path]), np.asarray(before)
+        stacked = path.startswith("stacks.")
+        for layer, (new, old) in enumerate(zip(after, before, strict=True) if stacked else [(after, before)]):
+            moved = bool((new != old).any())
+            assert moved != path.endswith(WITHOUT_GRADIENT), f"{path}, layer {layer}: {'moved' if moved else 'no gradient'}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_scanned_layers_are_those_of_unrolled_ones(kind):
+    model, data = model_of(kind), learners.batch(rows=3, length=16)
+    weight = np.random.default_rng(0).normal(size=data.tokens.shape).astype(np.float32)
+
+    def gradient(runtime):
+        graph = type(model.graph)(model.config, runtime, model.graph.layout)
+
+        def loss(params):
+            logp, entropy, _ = graph.logprobs(params, data.tokens, sit(data.tokens, segments=data.segments), 0.9)
+            return jnp.sum(weight * logp + entropy)
+
+        return jax.jit(jax.grad(loss))(model.params)
+
+    scanned, plain = gradient(Runtime()), gradient(dataclasses.replace(Runtime(), scan=False, remat="none"))
+    for path, expected in plain.items():
+        scale = max(1e-3, float(jnp.abs(expected).max()))
+        np.testing.assert_allclose(np.asarray(scanned[path]), expected, atol=1e-4 * scale, rtol=0, err_msg=path)
