@@ -120,12 +120,7 @@ def rope_of(s: dict, dim: int, *, interleaved: bool = False) -> Rope:
 def hybrid_mixers(hf: dict) -> list[Attention | GatedDeltaNet]:
     """The mixer of each layer of a hybrid of gated delta nets (keys `linear_*`) and gated attention: every
     `full_attention_interval`-th layer attends, or as `layer_types` says."""
-    heads, dim, bias, norm = (
-        hf["num_attention_heads"],
-        hf["head_dim"],
-        bool(hf["attention_bias"]),
-        Norm(hf["rms_norm_eps"], "zero_centred"),
-    )
+    heads, dim, bias = hf["num_attention_heads"], hf["head_dim"], bool(hf["attention_bias"])
     attention = Attention(
         heads=heads,
         kv_heads=first(hf, "num_key_value_heads", default=heads),

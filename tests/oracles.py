@@ -65,6 +65,15 @@ def saved(model, directory) -> Path:
     return Path(directory)
 
 
+def reload(kind: str, directory, **kwargs):
+    """What transformers makes of a directory; it must not miss a tensor or find one too many."""
+    model, info = classes(kind)[1].from_pretrained(
+        directory, output_loading_info=True, dtype="auto", attn_implementation="eager", **kwargs
+    )
+    assert {key: list(value) for key, value in info.items() if value} == {}
+    return model.eval()
+
+
 def edit_config(directory, change) -> None:
     """Rewrites config.json by `change(dict) -> None`."""
     path = Path(directory) / "config.json"
@@ -91,12 +100,12 @@ def _mean_and_std(path: str, config) -> tuple[float, float]:
         return float(getattr(config.norm, "scale", None) != "zero_centred"), 0.3
     if path.endswith(("norm.weight", ".scalar", ".expert_scale")):
         return 1.0, 0.3
-    return 0.0, 0.3 if path.endswith("bias") else 0.2
+    return 0.0, 0.3 if path.endswith("bias") else config.initializer_range
 
 
 def random_model(config, seed: int = 0, runtime=None, mesh=None):
-    """A model of ours with weights drawn by numpy (compiles nothing): matrices N(0, 0.2), biases N(0, 0.3), norms and other
-    factors N(1, 0.3)."""
+    """A model of ours with weights drawn by numpy (compiles nothing): matrices N(0, initializer_range), biases N(0, 0.3), norms
+    and other factors N(1, 0.3)."""
     import jax
 
     from policy.config import Runtime

@@ -52,7 +52,7 @@ class GroupedQueryAttention(nnx.Module):
         if spec.v_norm:
             v = self.v_norm(v)
         if spec.temperature:
-            q = q * temperature(spec.temperature, step.positions).astype(q.dtype)
+            q = (q * temperature(spec.temperature, step.positions)).astype(q.dtype)
         q, k, v = (checkpoint_name(a, name) for a, name in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
         visible, cache = extend(cache, step, k=k, v=v)
         keys, values = visible.arrays["k"], visible.arrays["v"]

@@ -4,20 +4,24 @@ import json
 
 import numpy as np
 import pytest
-from oracles import KINDS, STANDARD, classes, configuration, edit_config, oracle, random_model, reference_logits, saved, tokens
+from oracles import (
+    KINDS,
+    STANDARD,
+    classes,
+    configuration,
+    edit_config,
+    oracle,
+    random_model,
+    reference_logits,
+    reload,
+    saved,
+    tokens,
+)
 
 import policy
 from policy import families, hub
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-
-
-def reload(kind, directory, **kwargs):
-    model, info = classes(kind)[1].from_pretrained(
-        directory, output_loading_info=True, dtype="auto", attn_implementation="eager", **kwargs
-    )
-    assert {key: list(value) for key, value in info.items() if value} == {}
-    return model.eval()
 
 
 CASES = {kind: (kind, STANDARD[kind]) for kind in STANDARD} | {
@@ -70,7 +74,7 @@ def test_auto_classes_find_the_saved_model_and_several_shards(tmp_path, monkeypa
     np.testing.assert_array_equal(np.asarray(policy.load(tmp_path).logits(row)), expected)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3Moe", "DeepseekV2", "DeepseekV3"])
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral", "DeepseekV2", "DeepseekV3"])
 def test_fused_experts_are_read_like_single_ones(kind, tmp_path):
     from safetensors.torch import save_file
 
@@ -88,10 +92,10 @@ def test_fused_experts_are_read_like_single_ones(kind, tmp_path):
 def test_absent_keys_mean_what_the_class_of_transformers_says(kind, tmp_path):
     """For every default of ours, a configuration without the key reads as one where transformers wrote its default."""
     entry = KINDS[kind]
-    full = classes(kind)[0](**entry.bare).to_dict()
+    full = classes(kind)[0](**entry.given).to_dict()
     required = {*entry.required, "intermediate_size"} & full.keys()
     named = {"architectures": [entry.model or f"{kind}ForCausalLM"], "model_type": full["model_type"]}
-    bare = {key: full[key] for key in required} | entry.bare
+    bare = {key: full[key] for key in required} | entry.given
     assert without_json(families.read(bare | named)) == without_json(families.read(full | named))
 
 

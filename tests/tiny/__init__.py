@@ -46,7 +46,7 @@ class Kind:
     few layers as hold every kind of layer. `config` and `model` name the classes of transformers where they are not
     {kind}Config and {kind}ForCausalLM; `oracle_class()` makes the model's class where transformers has none. `logits` and
     `generator` are the tolerances of logits against the oracle and of the generator against the trainer. `required` are keys
-    that have no default, `bare` those whose default in transformers works nowhere; `mixes`: whether a token looks at others."""
+    that have no default, `given` those whose default in transformers works nowhere; `mixes`: whether a token looks at others."""
 
     model_type: str
     base: dict
@@ -58,7 +58,7 @@ class Kind:
     logits: float = 2e-5
     generator: float = 1e-5
     required: tuple[str, ...] = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    bare: dict = field(default_factory=dict)
+    given: dict = field(default_factory=dict)
     mixes: bool = True
 
 

@@ -21,7 +21,7 @@ KINDS = {
         "deepseek_v2",
         BASE | _LATENT | {"n_shared_experts": 2, "routed_scaling_factor": 2.0},
         {"topk_method": "group_limited_greedy"},
-        bare={"num_experts_per_tok": 6},
+        given={"num_experts_per_tok": 6},
     ),
     "DeepseekV3": Kind(
         "deepseek_v3",

@@ -45,7 +45,7 @@ KINDS = {
         config="StableLmConfig",
         model="ParallelRMS",
         oracle_class=oracle_class,
-        bare={"use_parallel_residual": True},
+        given={"use_parallel_residual": True},
     )
 }
 VARIANTS = {

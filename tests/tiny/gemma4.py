@@ -21,7 +21,7 @@ _CLASS = {
     "config": "Gemma4TextConfig",
     "model": "Gemma4ForCausalLM",
     "required": ("hidden_size", "intermediate_size", "num_hidden_layers"),
-    "bare": {"hidden_size_per_layer_input": 0},
+    "given": {"hidden_size_per_layer_input": 0},
     "logits": 1e-4,  # unscaled scores: transformers itself is up to 5e-5 from its float64 self
 }
 KINDS = {

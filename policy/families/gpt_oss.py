@@ -1,0 +1,82 @@
+"""gpt-oss (GptOssForCausalLM, arXiv 2508.10925): attention with sinks, sliding in every other layer, and experts with biases
+and a clamped activation. The released files are quantised in MXFP4, and are read as the weights that they stand for."""
+
+from __future__ import annotations
+
+from policy import names
+from policy.config import Attention, ClampedSwiglu, DecoderConfig, LayerSpec, Moe, Norm, Router
+from policy.hf import decoder, first, layer_types, rope
+from policy.names import Stored
+
+ARCHITECTURES = ("GptOssForCausalLM",)
+MODEL_TYPES = ("gpt_oss",)
+NAMES = (
+    names.ATTENTION
+    | {
+        "mixer.sinks": Stored("self_attn.sinks"),
+        "feed_forward.router.weight": Stored("mlp.router.weight", "x e -> e x"),
+        "feed_forward.router.bias": Stored("mlp.router.bias"),
+        "feed_forward.expert_down_proj": Stored("mlp.experts.down_proj"),
+        "feed_forward.expert_down_bias": Stored("mlp.experts.down_proj_bias"),
+    }
+    | names.joined("feed_forward.", ("expert_gate_proj", "expert_up_proj"), "mlp.experts.gate_up_proj", "x e f* -> x e f")
+    | names.joined("feed_forward.", ("expert_gate_bias", "expert_up_bias"), "mlp.experts.gate_up_proj_bias", "x f* -> x f")
+)
+
+KINDS = ("sliding_attention", "full_attention")
+# What a configuration that lacks a key means, by the class of transformers.
+DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+EXPERTS = 128
+
+
+def read(stored: dict) -> DecoderConfig:
+    hf = DEFAULTS | stored
+    if hf.get("rope_parameters") is None:
+        hf["rope_parameters"] = ROPE
+    heads, bias = hf["num_attention_heads"], bool(hf["attention_bias"])
+    head_dim = first(hf, "head_dim", default=hf["hidden_size"] // heads)
+    rotary, moe = rope(hf, head_dim), _experts(hf)
+
+    def layer(kind: str) -> LayerSpec:
+        mixer = Attention(
+            heads=heads,
+            kv_heads=first(hf, "num_key_value_heads", default=heads),
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            rope=rotary,
+            bias=bias,
+            out_bias=bias,
+            window=hf["sliding_window"] if kind == "sliding_attention" else None,
+            sinks=True,
+        )
+        return LayerSpec(mixer, moe)
+
+    kinds = layer_types(hf, KINDS, [KINDS[i % 2] for i in range(hf["num_hidden_layers"])])
+    norm = Norm(eps=hf["rms_norm_eps"], scale="before_cast")
+    return decoder("gpt_oss", stored, hf, [layer(kind) for kind in kinds], norm=norm)
+
+
+def _experts(hf: dict) -> Moe:
+    """The class of transformers has one activation, whatever `hidden_act` says. A softmax over the chosen logits is the softmax
+    over all, renormalised."""
+    router = Router(
+        experts=first(hf, "num_local_experts", "num_experts", default=EXPERTS),
+        experts_per_token=hf["num_experts_per_tok"],
+        bias=True,
+    )
+    clamp = ClampedSwiglu(limit=float(hf["swiglu_limit"]), alpha=float(hf["swiglu_alpha"]))
+    return Moe(router, hf["intermediate_size"], bias=True, clamp=clamp)

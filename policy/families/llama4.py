@@ -1,0 +1,97 @@
+"""Llama 4 Scout and Maverick (Llama4ForCausalLM), and the text model of Llama4ForConditionalGeneration.
+
+Layers with rotary attention look only into their own chunk of the text; the others have no positions but a query temperature.
+"""
+
+from __future__ import annotations
+
+from policy import names
+from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Moe, Norm, QueryTemperature, Router
+from policy.hf import UnsupportedModel, activation, decoder, first, layer_types, rope
+from policy.names import Stored
+
+ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+MODEL_TYPES = ("llama4_text", "llama4")
+NAMES = (
+    names.ATTENTION
+    | names.moved(names.MLP, ("", ""), ("mlp.", "feed_forward."))
+    | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "feed_forward.shared_expert."))
+    | names.joined("feed_forward.", ("expert_gate_proj", "expert_up_proj"), "feed_forward.experts.gate_up_proj", "x e f+ -> x e f")
+    | {
+        "feed_forward.router.weight": Stored("feed_forward.router.weight", "x e -> e x"),
+        "feed_forward.expert_down_proj": Stored("feed_forward.experts.down_proj"),
+    }
+)
+
+KINDS = ("chunked_attention", "full_attention")
+# What a configuration that lacks a key means, by the class of transformers.
+DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "intermediate_size_mlp": 16384,
+    "max_position_embeddings": 131072,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_chunk_size": 8192,
+    "use_qk_norm": True,
+    "no_rope_layer_interval": 4,
+    "attn_temperature_tuning": True,
+    "attn_scale": 0.1,
+    "floor_scale": 8192,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+}
+EXPERTS = 16
+
+
+def read(stored: dict) -> DecoderConfig:
+    hf = DEFAULTS | stored
+    layers, step, interval = hf["num_hidden_layers"], hf["interleave_moe_layer_step"], hf["no_rope_layer_interval"]
+    # `no_rope_layers` holds 1 for a layer with rotary positions and 0 for one without.
+    rotary = [bool(n) for n in hf.get("no_rope_layers") or [(i + 1) % interval for i in range(layers)]]
+    if len(rotary) < layers:
+        raise UnsupportedModel(f"no_rope_layers: {len(rotary)} entries for {layers} layers")
+    kinds = layer_types(hf, KINDS, [KINDS[not rotates] for rotates in rotary[:layers]])
+    sparse = first(hf, "moe_layers", default=range(step - 1, layers, step))
+    dense, moe = Mlp(hf["intermediate_size_mlp"], activation(hf)), _experts(hf)
+    return decoder(
+        "llama4",
+        stored,
+        hf,
+        [LayerSpec(_mixer(hf, rotary[i], kinds[i]), moe if i in sparse else dense) for i in range(layers)],
+    )
+
+
+def _mixer(hf: dict, rotates: bool, kind: str) -> Attention:
+    heads, bias = hf["num_attention_heads"], bool(hf["attention_bias"])
+    head_dim = first(hf, "head_dim", default=hf["hidden_size"] // heads)
+    tuned = not rotates and hf["attn_temperature_tuning"]
+    return Attention(
+        heads=heads,
+        kv_heads=first(hf, "num_key_value_heads", default=heads),
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=rope(hf, head_dim, interleaved=True) if rotates else None,
+        qk_norm=Norm(eps=hf["rms_norm_eps"], scale="none") if rotates and hf["use_qk_norm"] else None,
+        qk_norm_over="rotated_head",
+        bias=bias,
+        out_bias=bias,
+        chunk=hf["attention_chunk_size"] if kind == "chunked_attention" else None,
+        temperature=QueryTemperature(float(hf["attn_scale"]), float(hf["floor_scale"])) if tuned else None,
+    )
+
+
+def _experts(hf: dict) -> Moe:
+    """The shared expert is as wide as one of the others; a sigmoid of the router's logit multiplies an expert's input."""
+    width = hf["intermediate_size"]
+    router = Router(
+        experts=first(hf, "num_local_experts", "num_experts", default=EXPERTS),
+        experts_per_token=hf["num_experts_per_tok"],
+        score="sigmoid",
+        renormalize=False,
+    )
+    return Moe(router, width, shared=Mlp(width, activation(hf)), activation=activation(hf), weigh="input")

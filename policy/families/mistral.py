@@ -1,0 +1,43 @@
+"""Mistral 7B and what shares its class (MistralForCausalLM): Llama where every layer may look through a sliding window."""
+
+from __future__ import annotations
+
+from policy import names
+from policy.config import Attention, DecoderConfig, LayerSpec, Mlp
+from policy.hf import activation, decoder, first, layer_types, rope
+
+ARCHITECTURES = ("MistralForCausalLM",)
+MODEL_TYPES = ("mistral",)
+NAMES = names.ATTENTION | names.MLP
+SKIP = (r".*rotary_emb\.inv_freq",)
+
+# What a configuration that lacks a key means, by the class of transformers. A `sliding_window` of null is no window.
+DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "sliding_window": 4096,
+}
+
+
+def read(stored: dict) -> DecoderConfig:
+    hf = DEFAULTS | stored
+    heads = hf["num_attention_heads"]
+    head_dim = first(hf, "head_dim", default=hf["hidden_size"] // heads)
+    # All layers are alike: the class of transformers passes over `layer_types`, so one that says otherwise is refused.
+    kind = "full_attention" if hf["sliding_window"] is None else "sliding_attention"
+    layers = layer_types(hf, (kind,), [kind] * hf["num_hidden_layers"])
+    mixer = Attention(
+        heads=heads,
+        kv_heads=first(hf, "num_key_value_heads", default=heads),
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=rope(hf, head_dim),
+        window=hf["sliding_window"],
+    )
+    mlp = Mlp(hf["intermediate_size"], activation(hf))
+    return decoder("mistral", stored, hf, [LayerSpec(mixer, mlp) for _ in layers])

@@ -1,0 +1,65 @@
+"""OLMo 3 (Olmo3ForCausalLM): norms on the outputs of a layer's parts only, and one norm over all heads of queries and keys."""
+
+from __future__ import annotations
+
+from policy import names
+from policy.config import POST_NORM, Attention, DecoderConfig, LayerSpec, Mlp, Norm, Rope
+from policy.hf import UnsupportedModel, activation, decoder, first, layer_types, rope
+
+ARCHITECTURES = ("Olmo3ForCausalLM",)
+MODEL_TYPES = ("olmo3",)
+NAMES = names.ATTENTION | names.NORMS_BY_ROLE | names.MLP
+
+KINDS = ("sliding_attention", "full_attention")
+THETA = 500000.0
+# What a configuration that lacks a key means, by the class of transformers. `head_dim` is not declared there.
+DEFAULTS = {
+    "num_key_value_heads": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": THETA,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "sliding_window": 4096,
+}
+
+
+def read(stored: dict) -> DecoderConfig:
+    hf = DEFAULTS | stored
+    heads, bias = hf["num_attention_heads"], bool(hf["attention_bias"])
+    head_dim = first(hf, "head_dim", default=hf["hidden_size"] // heads)
+    norm = Norm(eps=hf["rms_norm_eps"], scale="before_cast")
+    ropes, mlp = _ropes(hf, head_dim), Mlp(hf["intermediate_size"], activation(hf))
+
+    def layer(kind: str) -> LayerSpec:
+        mixer = Attention(
+            heads=heads,
+            kv_heads=first(hf, "num_key_value_heads", default=heads),
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            rope=ropes[kind],
+            qk_norm=norm,
+            qk_norm_over="all_heads",
+            bias=bias,
+            out_bias=bias,
+            window=hf["sliding_window"] if kind == "sliding_attention" else None,
+        )
+        return LayerSpec(mixer, mlp, norms=POST_NORM)
+
+    derived = [KINDS[(i + 1) % 4 == 0] for i in range(hf["num_hidden_layers"])]
+    return decoder("olmo3", stored, hf, [layer(kind) for kind in layer_types(hf, KINDS, derived)], norm=norm)
+
+
+def _ropes(hf: dict, head_dim: int) -> dict[str, Rope]:
+    """The rotary embedding of each kind of layer. Settings in the old form, `rope_theta` and `rope_scaling`, are those of full
+    attention: transformers then gives sliding layers the default base, and never scales them. It takes yarn's `truncate` from
+    beside the two."""
+    new = hf.get("rope_parameters") or {}
+    if new and not any(kind in new for kind in KINDS):
+        raise UnsupportedModel(f"rope_parameters: expected settings for each of {', '.join(KINDS)}, found {', '.join(new)}")
+    settings = {kind: (new.get(kind) or {}) | {"truncate": new.get("truncate", True)} for kind in KINDS}
+    settings["full_attention"] |= hf.get("rope_scaling") or {}
+    settings["sliding_attention"].setdefault("rope_theta", THETA)
+    return {kind: rope(hf | {"rope_scaling": None, "rope_parameters": settings}, head_dim, layer_type=kind) for kind in KINDS}

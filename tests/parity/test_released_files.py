@@ -1,0 +1,131 @@
+"""Model directories in the forms in which they are released: quantised, in older spellings, inside a multimodal model."""
+
+import json
+
+import numpy as np
+import pytest
+from oracles import STANDARD, TINY, edit_config, oracle, reference_logits, saved, tokens
+
+import policy
+from policy import families
+from policy.hf import UnsupportedModel
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+
+
+def assert_same_weights(found, expected):
+    assert found.params.keys() == expected.params.keys()
+    for path, array in expected.params.items():
+        np.testing.assert_array_equal(np.asarray(found.params[path]), np.asarray(array), err_msg=path)
+
+
+def assert_same_logits(directory, theirs):
+    row = tokens(2, 12)
+    np.testing.assert_allclose(np.asarray(policy.load(directory).logits(row)), reference_logits(theirs, row), atol=2e-5, rtol=0)
+
+
+def old_rope(config):
+    """`rope_theta` and `rope_scaling`, as files from before transformers 5 have it."""
+    settings = config.pop("rope_parameters")
+    config |= {"rope_theta": settings.pop("rope_theta"), "rope_scaling": settings}
+
+
+def test_experts_in_mxfp4_are_read_as_their_dequantised_twin(tmp_path):
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    theirs = oracle("GptOss", **STANDARD["GptOss"], intermediate_size=64)
+    generator, packed = torch.Generator().manual_seed(0), {}
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                N, inputs, outputs = weight.shape
+                blocks = torch.randint(256, (N, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+                scales = torch.randint(121, 125, (N, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+                packed[name] = blocks, scales
+                weight.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    twin, directory = saved(theirs, tmp_path / "twin"), saved(theirs, tmp_path / "mxfp4")
+    state = load_file(directory / "model.safetensors")
+    for name, (blocks, scales) in packed.items():
+        del state[name]
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+
+    def released(config):
+        old_rope(config)
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+    edit_config(directory, released)
+    assert len(packed) == 4
+    assert_same_weights(policy.load(directory), policy.load(twin))
+    assert_same_logits(directory, theirs)
+    policy.save(policy.load(directory), tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert_same_weights(policy.load(tmp_path / "out"), policy.load(twin))
+
+
+def llama4_with_vision(keys):
+    import transformers
+
+    text = TINY["Llama4"] | keys
+    vision = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "vision_output_dim": 16,
+        "projector_input_dim": 16,
+        "projector_output_dim": 16,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Llama4Config(text_config=text, vision_config=vision, image_token_index=159)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return transformers.Llama4ForConditionalGeneration(config).float().eval()
+
+
+def test_the_text_model_of_a_multimodal_llama4_is_read_alone(tmp_path):
+    theirs = llama4_with_vision(STANDARD["Llama4"])
+    directory = saved(theirs, tmp_path / "in")
+    stored = json.loads((directory / "config.json").read_text())
+    assert stored["architectures"] == ["Llama4ForConditionalGeneration"] and stored["model_type"] == "llama4"
+    assert_same_logits(directory, theirs.language_model)
+    policy.save(policy.load(directory), tmp_path / "out")
+    assert type(theirs.language_model).from_pretrained(tmp_path / "out").config.model_type == "llama4_text"
+    assert_same_logits(tmp_path / "out", theirs.language_model)
+
+
+@pytest.mark.parametrize("scaling", ["yarn", "default"])
+def test_the_old_spelling_of_rope_scales_only_the_full_attention_of_olmo3(scaling, tmp_path):
+    """Both for us and for transformers, which reads the directory again after the change."""
+    directory = saved(oracle("Olmo3", **STANDARD["Olmo3"]), tmp_path)
+
+    def old(config):
+        settings = config["rope_parameters"]["full_attention"]
+        config["rope_parameters"] = settings if scaling == "yarn" else {"rope_theta": 30000.0}
+        old_rope(config)
+
+    edit_config(directory, old)
+    theirs = type(oracle("Olmo3")).from_pretrained(directory, attn_implementation="eager").eval()
+    assert_same_logits(directory, theirs)
+    layers = policy.load(directory).config.layers
+    assert layers[0].mixer.rope.scaling is None and layers[0].mixer.rope != layers[3].mixer.rope
+
+
+def test_settings_of_rope_that_transformers_would_drop_are_refused():
+    flat = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0}
+    hf = TINY["Olmo3"] | {"model_type": "olmo3", "rope_parameters": flat}
+    with pytest.raises(UnsupportedModel, match="rope_parameters: expected settings for each of sliding_attention, full_attention"):
+        families.read(hf)
+
+
+def test_too_few_entries_about_rotary_layers_are_refused():
+    with pytest.raises(UnsupportedModel, match="no_rope_layers: 2 entries for 4 layers"):
+        families.read(TINY["Llama4"] | {"model_type": "llama4_text", "no_rope_layers": [1, 0]})
+
+
+def test_layers_of_mistral_that_differ_are_refused():
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    with pytest.raises(UnsupportedModel, match="layer_types: full_attention; known: sliding_attention, one for each layer"):
+        families.read(TINY["Mistral"] | {"model_type": "mistral", "layer_types": kinds})
