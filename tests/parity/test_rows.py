@@ -179,7 +179,9 @@ def test_left_padding_and_log_probabilities_equal_those_of_transformers(kind, tm
             assert not a[:, 1:][~scored].any() and not a[:, 0].any()
 
 
-@pytest.mark.parametrize("kind", ["Llama", pytest.param("Qwen3Moe", marks=pytest.mark.slow), "DeepseekV3"])
+@pytest.mark.parametrize(
+    "kind", ["Llama", "DeepseekV3", *(pytest.param(k, marks=pytest.mark.slow) for k in ("Qwen3Moe", "Gemma2", "Gemma4Moe"))]
+)
 def test_gradients_equal_those_of_torch(kind, tmp_path):
     """Every weight's gradient of a loss of log-probabilities and entropies. Ours are compared after policy.save wrote
     them down under the names of transformers, as if they were weights."""
