@@ -254,7 +254,7 @@ class LayerSpec:
 
     input_layernorm stands before the mixer and post_attention_layernorm on its output; pre_ and post_feedforward_layernorm do
     the same for the feed-forward. `parallel`: both parts read the same normed input, x += mixer(h) + feed_forward(h). Without
-    `residual` a part's output replaces x. `scalar`: the result is multiplied by one learned number.
+    `residual` a part's output replaces x. `scalar`: the result is multiplied by one stored number, which is not trained.
     """
 
     mixer: Attention | LatentAttention | GatedDeltaNet | None

@@ -149,5 +149,7 @@ def _feed_forward(hf: dict, norm: Norm) -> Mlp | DenseAndExperts:
     dense = Mlp(hf["intermediate_size"], act)
     if not hf["enable_moe_block"]:
         return dense
+    if absent := [key for key in ("num_experts", "top_k_experts", "moe_intermediate_size") if hf.get(key) is None]:
+        raise UnsupportedModel(f"gemma4: enable_moe_block needs {', '.join(absent)}")
     router = Router(hf["num_experts"], hf["top_k_experts"], input_norm=norm, expert_scale=True)
     return DenseAndExperts(dense, Moe(router, hf["moe_intermediate_size"], activation=act), norm)

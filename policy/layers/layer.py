@@ -59,7 +59,7 @@ class Layer(nnx.Module):
             fed, statistics = self.feed_forward(normed, step.segments)
             x_BTE = self._add(x_BTE, drop(self._norm("post_feedforward_layernorm", fed), step.dropout, 1))
         if spec.scalar:
-            x_BTE = x_BTE * self.scalar[...].astype(x_BTE.dtype)
+            x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
         return x_BTE, cache, statistics
 
     def _norm(self, name: str, x_BTE: jax.Array) -> jax.Array:

@@ -143,7 +143,7 @@ REFUSED = {
     "gemma3: use_bidirectional_attention": ("Gemma3", {"use_bidirectional_attention": True}),
     "gemma2: use_bidirectional_attention": ("Gemma2", {"use_bidirectional_attention": True}),
     "gemma: use_bidirectional_attention": ("Gemma", {"use_bidirectional_attention": True}),
-    "lacks 'num_experts'": ("Gemma4", {"enable_moe_block": True}),
+    "enable_moe_block needs num_experts, top_k_experts, moe": ("Gemma4", {"enable_moe_block": True, "num_experts": None}),
 }
 
 
