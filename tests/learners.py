@@ -21,10 +21,9 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_h
 
 
 @functools.cache
-def dense(num_hidden_layers=1, **how):
-    """A llama, by default of one layer."""
-    sizes = SIZES | {"num_hidden_layers": num_hidden_layers}
-    return random_model(families.read(configuration("Llama", **sizes)), **({"runtime": QUICK} | how))
+def dense(**how):
+    """A llama of one layer."""
+    return random_model(families.read(configuration("Llama", **SIZES)), **({"runtime": QUICK} | how))
 
 
 @functools.cache

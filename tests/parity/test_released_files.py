@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from oracles import STANDARD, TINY, edit_config, oracle, reference_logits, saved, tokens
+from oracles import STANDARD, TINY, edit_config, oracle, reference_logits, reload, saved, tokens
 
 import policy
-from policy import families
+from policy import families, hub
 from policy.hf import UnsupportedModel
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
@@ -18,6 +18,13 @@ def assert_same_weights(found, expected):
     assert found.params.keys() == expected.params.keys()
     for path, array in expected.params.items():
         np.testing.assert_array_equal(np.asarray(found.params[path]), np.asarray(array), err_msg=path)
+
+
+def stored_names(directory):
+    from safetensors import safe_open
+
+    with safe_open(directory / hub.SINGLE, framework="numpy") as file:
+        return list(file.keys())
 
 
 def assert_same_logits(directory, theirs):
@@ -95,6 +102,26 @@ def test_the_text_model_of_a_multimodal_llama4_is_read_alone(tmp_path):
     policy.save(policy.load(directory), tmp_path / "out")
     assert type(theirs.language_model).from_pretrained(tmp_path / "out").config.model_type == "llama4_text"
     assert_same_logits(tmp_path / "out", theirs.language_model)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
+def test_the_text_model_of_a_multimodal_qwen3_5_is_read_alone(kind, tmp_path):
+    import transformers
+
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
+    config = getattr(transformers, f"{kind}Config")(text_config=TINY[kind], vision_config=vision)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
+    directory = saved(theirs, tmp_path / "in")
+    names = stored_names(directory)
+    assert any(name.startswith("model.language_model.") for name in names) and any("visual" in name for name in names)
+    row = tokens(2, 12)
+    expected = reference_logits(theirs, row)
+    np.testing.assert_allclose(np.asarray(policy.load(directory).logits(row)), expected, atol=1e-4, rtol=0)
+    policy.save(policy.load(directory), tmp_path / "out")
+    assert not any("visual" in name or "language_model" in name for name in stored_names(tmp_path / "out"))
+    np.testing.assert_allclose(reference_logits(reload(kind, tmp_path / "out"), row), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("scaling", ["yarn", "default"])

@@ -114,4 +114,4 @@ WIDE |= {
     "v32-topk-longer-than-row": ("DeepseekV32", {"index_topk": 100, "n_shared_experts": 0}),
     "v32-one_dense-of-five": ("DeepseekV32", {"num_hidden_layers": 5, "index_topk": 11}),
 }
-PUBLISHED = {"deepseek-v3": 671_026_419_200}
+PUBLISHED = {"deepseek-v2-lite": 15_706_484_224, "deepseek-v3": 671_026_419_200, "deepseek-v3.2": 671_877_944_064}

@@ -8,7 +8,9 @@ import learners
 import numpy as np
 import pytest
 from learners import batch, host, stage
+from oracles import configuration, random_model
 
+from policy import families
 from policy.config import Runtime
 from policy.layers.dropout import Dropout, drop, row_seeds
 from policy.modes import sit
@@ -42,8 +44,9 @@ def logp(model, dropout, **runtime):
     return np.asarray(jax.jit(lambda p: graph.logprobs(p, data.tokens, step, 1.0)[0])(model.params))
 
 
-def test_scanned_and_unrolled_layers_drop_the_same():
-    model = learners.dense(num_hidden_layers=3)
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_scanned_and_unrolled_layers_drop_the_same(kind):
+    model = random_model(families.read(configuration(kind)))
     dropout = Dropout(row_seeds(0, 0, 4), rate=0.3)
     plain, scanned, unrolled = logp(model, None), logp(model, dropout), logp(model, dropout, scan=False, remat="none")
     np.testing.assert_allclose(scanned, unrolled, atol=1e-5, rtol=0)
