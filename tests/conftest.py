@@ -2,6 +2,8 @@
 starts."""
 
 import atexit
+import gc
+import itertools
 import os
 import shutil
 import sys
@@ -22,6 +24,21 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jax-cache-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+
+_finished = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """Linux lets a process map 65,530 pieces of memory; every compiled program takes some, and past the limit XLA crashes. A few
+    hundred tests in one process get there, so programs are forgotten now and then."""
+    yield
+    if "jax" in sys.modules and next(_finished) % 20 == 0 and (maps := Path("/proc/self/maps")).exists():
+        with maps.open() as file:
+            if sum(1 for _ in file) > 30_000:
+                sys.modules["jax"].clear_caches()
+                gc.collect()
 
 
 @pytest.fixture(scope="module")
