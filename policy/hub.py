@@ -36,10 +36,12 @@ PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 )
-# Tensors that a text model does without: the towers of other modalities, and heads that predict further tokens.
+# Tensors that a text model does without: the towers of other modalities, heads that predict further tokens, and tables of old
+# files that follow from the configuration.
 SKIP = (
     r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*",
     r"mtp\..*",
+    r".*rotary_emb\.inv_freq",
 )
 
 

@@ -31,7 +31,6 @@ NAMES = (
     }
     | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_experts."))
 )
-SKIP = (r".*rotary_emb\.inv_freq",)
 SKIP_EXTRA_LAYERS = True  # those past num_hidden_layers predict further tokens, which the decoder does not do
 # What a configuration that lacks a key means, by the classes of transformers.
 _DEFAULTS = {

@@ -13,7 +13,6 @@ ARCHITECTURES = ("ParallelRMS",)
 MODEL_TYPES = ("stablelm",)
 NAMES = names.ATTENTION | names.MLP
 TOP = names.TOP | {"embed_positions": names.Stored("model.embed_positions.weight")}
-SKIP = (r".*rotary_emb\.inv_freq",)
 
 # What a configuration that lacks a key means, by the class of transformers; the last three are this family's own, named as in
 # MaxText.

@@ -9,7 +9,6 @@ from policy.hf import UnsupportedModel, activation, decoder, rope
 ARCHITECTURES = ("GemmaForCausalLM",)
 MODEL_TYPES = ("gemma",)
 NAMES = names.ATTENTION | names.MLP
-SKIP = (r".*rotary_emb\.inv_freq",)
 
 # What a configuration that lacks a key means, by the class of transformers.
 DEFAULTS = {

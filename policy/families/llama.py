@@ -9,7 +9,6 @@ from policy.hf import activation, decoder, first, rope
 ARCHITECTURES = ("LlamaForCausalLM",)
 MODEL_TYPES = ("llama",)
 NAMES = names.ATTENTION | names.MLP
-SKIP = (r".*rotary_emb\.inv_freq",)
 
 # What a configuration that lacks a key means, by the class of transformers.
 DEFAULTS = {

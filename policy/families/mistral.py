@@ -9,7 +9,6 @@ from policy.hf import activation, decoder, first, layer_types, rope
 ARCHITECTURES = ("MistralForCausalLM",)
 MODEL_TYPES = ("mistral",)
 NAMES = names.ATTENTION | names.MLP
-SKIP = (r".*rotary_emb\.inv_freq",)
 
 # What a configuration that lacks a key means, by the class of transformers. A `sliding_window` of null is no window.
 DEFAULTS = {

@@ -19,7 +19,6 @@ NAMES = names.ATTENTION | {
         ("feed_forward.expert_down_proj", "experts.{e}.w2", "e f -> f e"),
     )
 }
-SKIP = (r".*rotary_emb\.inv_freq",)
 
 # What a configuration that lacks a key means, by the class of transformers. A `sliding_window` of null is no window.
 DEFAULTS = {

@@ -192,7 +192,7 @@ WAYS = {
 }
 MORE_WAYS = [
     {"slots": slots, "tokens_per_dispatch": dispatch, "prefill_chunk": chunk}
-    for slots, dispatch, chunk in [(3, 16, 1), (1, 5, 7), (16, 1, 32)]
+    for slots, dispatch, chunk in [(3, 5, 1), (16, 1, 7)]
 ]
 
 
