@@ -46,6 +46,26 @@ def activation(hf: dict, key: str = "hidden_act") -> str:
     return ACTIVATIONS[hf[key]]
 
 
+def head_dim(hf: dict) -> int:
+    """`head_dim`, by default the hidden size over the heads."""
+    return first(hf, "head_dim", default=hf["hidden_size"] // hf["num_attention_heads"])
+
+
+def attention(hf: dict, **features) -> Attention:
+    """The attention that the common keys describe: scores over the root of the head dimension, by default as many key-value
+    heads as heads and no biases. `features` are other fields of Attention, or other values of these."""
+    heads, dim, bias = hf["num_attention_heads"], head_dim(hf), bool(hf.get("attention_bias", False))
+    common = {
+        "heads": heads,
+        "kv_heads": first(hf, "num_key_value_heads", default=heads),
+        "head_dim": dim,
+        "scale": dim**-0.5,
+        "bias": bias,
+        "out_bias": bias,
+    }
+    return Attention(**common | features)
+
+
 def layer_types(hf: dict, known: tuple[str, ...], derived: list[str]) -> list[str]:
     """The kind of each layer: `layer_types` of the configuration, one of `known` for each layer, or else `derived`."""
     kinds, layers = first(hf, "layer_types", default=derived), hf["num_hidden_layers"]
@@ -120,17 +140,8 @@ def rope_of(s: dict, dim: int, *, interleaved: bool = False) -> Rope:
 def hybrid_mixers(hf: dict) -> list[Attention | GatedDeltaNet]:
     """The mixer of each layer of a hybrid of gated delta nets (keys `linear_*`) and gated attention: every
     `full_attention_interval`-th layer attends, or as `layer_types` says."""
-    heads, dim, bias = hf["num_attention_heads"], hf["head_dim"], bool(hf["attention_bias"])
-    attention = Attention(
-        heads=heads,
-        kv_heads=first(hf, "num_key_value_heads", default=heads),
-        head_dim=dim,
-        scale=dim**-0.5,
-        rope=rope_of(rope_parameters(hf), dim),
-        qk_norm=Norm(hf["rms_norm_eps"], "zero_centred"),
-        bias=bias,
-        out_bias=bias,
-        gate=True,
+    gated = attention(
+        hf, rope=rope_of(rope_parameters(hf), hf["head_dim"]), qk_norm=Norm(hf["rms_norm_eps"], "zero_centred"), gate=True
     )
     linear = GatedDeltaNet(
         key_heads=hf["linear_num_key_heads"],
@@ -140,7 +151,7 @@ def hybrid_mixers(hf: dict) -> list[Attention | GatedDeltaNet]:
         conv_width=hf["linear_conv_kernel_dim"],
         norm=Norm(eps=hf["rms_norm_eps"]),
     )
-    kinds, interval = {"linear_attention": linear, "full_attention": attention}, hf["full_attention_interval"]
+    kinds, interval = {"linear_attention": linear, "full_attention": gated}, hf["full_attention_interval"]
     derived = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(hf["num_hidden_layers"])]
     return [kinds[kind] for kind in layer_types(hf, tuple(kinds), derived)]
 

@@ -6,8 +6,8 @@ Stored like StableLM with a parallel residual and root-mean-square norms. Scores
 from __future__ import annotations
 
 from policy import names
-from policy.config import Attention, DecoderConfig, LayerSpec, LearnedPositions, Mlp, Norm, SinusoidPositions
-from policy.hf import ACTIVATIONS, UnsupportedModel, activation, decoder, first, rope_of, rope_parameters
+from policy.config import DecoderConfig, LayerSpec, LearnedPositions, Mlp, Norm, SinusoidPositions
+from policy.hf import ACTIVATIONS, UnsupportedModel, activation, attention, decoder, head_dim, rope_of, rope_parameters
 
 ARCHITECTURES = ("ParallelRMS",)
 MODEL_TYPES = ("stablelm",)
@@ -41,15 +41,8 @@ def read(stored: dict) -> DecoderConfig:
         raise UnsupportedModel("use_parallel_residual: must be true, the block of this family is parallel")
     if hf["qk_layernorm"]:
         raise UnsupportedModel("qk_layernorm: not supported by this family")
-    heads, head_dim = hf["num_attention_heads"], first(hf, "head_dim", default=hf["hidden_size"] // hf["num_attention_heads"])
-    mixer = Attention(
-        heads=heads,
-        kv_heads=first(hf, "num_key_value_heads", default=heads),
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        rope=rope_of(rope_parameters(hf), head_dim),
-        bias=bool(hf["use_qkv_bias"]),
-    )
+    bias = bool(hf["use_qkv_bias"])
+    mixer = attention(hf, rope=rope_of(rope_parameters(hf), head_dim(hf)), bias=bias, out_bias=False)
     layer = LayerSpec(mixer, _feed_forward(hf), norms=("input_layernorm",), parallel=True)
     positions = (LearnedPositions(hf["trainable_position_size"]),) if hf["trainable_position_size"] > 0 else ()
     if hf["use_untrainable_positional_embedding"]:

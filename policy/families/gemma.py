@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from policy import names
-from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.hf import UnsupportedModel, activation, decoder, rope
+from policy.config import DecoderConfig, LayerSpec, Mlp, Norm
+from policy.hf import UnsupportedModel, activation, attention, decoder, head_dim, rope
 
 ARCHITECTURES = ("GemmaForCausalLM",)
 MODEL_TYPES = ("gemma",)
@@ -30,16 +30,7 @@ def read(stored: dict) -> DecoderConfig:
         raise UnsupportedModel("gemma: use_bidirectional_attention is not supported: the decoder is causal")
     # The first releases say "gelu" and were trained with its tanh form.
     act = "gelu_tanh" if hf["hidden_act"] == "gelu" else activation(hf)
-    bias = bool(hf["attention_bias"])
-    mixer = Attention(
-        heads=hf["num_attention_heads"],
-        kv_heads=hf["num_key_value_heads"],
-        head_dim=hf["head_dim"],
-        scale=hf["head_dim"] ** -0.5,
-        rope=rope(hf, hf["head_dim"]),
-        bias=bias,
-        out_bias=bias,
-    )
+    mixer = attention(hf, rope=rope(hf, head_dim(hf)))
     layer = LayerSpec(mixer, Mlp(hf["intermediate_size"], act))
     return decoder(
         "gemma",

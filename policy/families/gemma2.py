@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy import names
 from policy.config import SANDWICH_NORM, Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.hf import UnsupportedModel, activation, decoder, layer_types, rope
+from policy.hf import UnsupportedModel, activation, attention, decoder, head_dim, layer_types, rope
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
 MODEL_TYPES = ("gemma2",)
@@ -48,15 +48,10 @@ def read(stored: dict) -> DecoderConfig:
 
 def _mixer(hf: dict, kind: str) -> Attention:
     """The softmax scale comes from `query_pre_attn_scalar`, which is not the head dimension in the 27B model."""
-    bias = bool(hf["attention_bias"])
-    return Attention(
-        heads=hf["num_attention_heads"],
-        kv_heads=hf["num_key_value_heads"],
-        head_dim=hf["head_dim"],
+    return attention(
+        hf,
         scale=hf["query_pre_attn_scalar"] ** -0.5,
-        rope=rope(hf, hf["head_dim"]),
-        bias=bias,
-        out_bias=bias,
+        rope=rope(hf, head_dim(hf)),
         window=hf["sliding_window"] if kind == "sliding_attention" else None,
         softcap=hf["attn_logit_softcapping"],
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy import names
 from policy.config import SANDWICH_NORM, Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.hf import UnsupportedModel, activation, decoder, first, layer_types, rope
+from policy.hf import UnsupportedModel, activation, attention, decoder, first, head_dim, layer_types, rope
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 MODEL_TYPES = ("gemma3_text", "gemma3")
@@ -52,17 +52,12 @@ def read(stored: dict) -> DecoderConfig:
 
 def _mixer(hf: dict, kind: str) -> Attention:
     """Transformers computes no `attn_logit_softcapping` here, so the key is not read."""
-    bias, sliding = bool(hf["attention_bias"]), kind == "sliding_attention"
-    return Attention(
-        heads=hf["num_attention_heads"],
-        kv_heads=hf["num_key_value_heads"],
-        head_dim=hf["head_dim"],
+    return attention(
+        hf,
         scale=hf["query_pre_attn_scalar"] ** -0.5,
-        rope=rope(hf | _rope_parameters(hf), hf["head_dim"], layer_type=kind),
+        rope=rope(hf | _rope_parameters(hf), head_dim(hf), layer_type=kind),
         qk_norm=Norm(hf["rms_norm_eps"], "zero_centred"),
-        bias=bias,
-        out_bias=bias,
-        window=hf["sliding_window"] if sliding else None,
+        window=hf["sliding_window"] if kind == "sliding_attention" else None,
     )
 
 

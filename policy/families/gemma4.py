@@ -15,7 +15,7 @@ from policy.config import (
     Norm,
     Router,
 )
-from policy.hf import UnsupportedModel, activation, decoder, first, layer_types, rope
+from policy.hf import UnsupportedModel, activation, attention, decoder, first, layer_types, rope
 from policy.names import Stored
 
 ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
@@ -123,14 +123,14 @@ def _head_shapes(hf: dict, kinds: list[str]) -> list[tuple[int, int]]:
 
 def _mixer(hf: dict, kind: str, shape: tuple[int, int]) -> Attention:
     """Scores are not scaled: the norms of queries and keys have learned to do it."""
-    sliding, bias = kind == "sliding_attention", bool(hf["attention_bias"])
+    sliding = kind == "sliding_attention"
     kv_heads, head_dim = shape
     settings = first(hf, "rope_parameters", default=ROPE)
     if not isinstance(settings.get(kind), dict):
         raise UnsupportedModel(f"gemma4: rope_parameters: expected settings for {kind}, found {', '.join(settings)}")
     own = settings[kind] | {"truncate": settings.get("truncate", True)}  # yarn's, which stands beside the kinds
-    return Attention(
-        heads=hf["num_attention_heads"],
+    return attention(
+        hf,
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=1.0,
@@ -138,8 +138,6 @@ def _mixer(hf: dict, kind: str, shape: tuple[int, int]) -> Attention:
         qk_norm=Norm(hf["rms_norm_eps"], "before_cast"),
         v_norm=Norm(hf["rms_norm_eps"], "none"),
         values_are_keys=bool(hf["attention_k_eq_v"]) and not sliding,
-        bias=bias,
-        out_bias=bias,
         window=hf["sliding_window"] if sliding else None,
     )
 

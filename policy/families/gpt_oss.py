@@ -4,8 +4,8 @@ and a clamped activation. The released files are quantised in MXFP4, and are rea
 from __future__ import annotations
 
 from policy import names
-from policy.config import Attention, ClampedSwiglu, DecoderConfig, LayerSpec, Moe, Norm, Router
-from policy.hf import decoder, first, layer_types, rope
+from policy.config import ClampedSwiglu, DecoderConfig, LayerSpec, Moe, Norm, Router
+from policy.hf import attention, decoder, first, head_dim, layer_types, rope
 from policy.names import Stored
 
 ARCHITECTURES = ("GptOssForCausalLM",)
@@ -47,22 +47,11 @@ def read(stored: dict) -> DecoderConfig:
     hf = DEFAULTS | stored
     if hf.get("rope_parameters") is None:
         hf["rope_parameters"] = ROPE
-    heads, bias = hf["num_attention_heads"], bool(hf["attention_bias"])
-    head_dim = first(hf, "head_dim", default=hf["hidden_size"] // heads)
-    rotary, moe = rope(hf, head_dim), _experts(hf)
+    rotary, moe = rope(hf, head_dim(hf)), _experts(hf)
 
     def layer(kind: str) -> LayerSpec:
-        mixer = Attention(
-            heads=heads,
-            kv_heads=first(hf, "num_key_value_heads", default=heads),
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            rope=rotary,
-            bias=bias,
-            out_bias=bias,
-            window=hf["sliding_window"] if kind == "sliding_attention" else None,
-            sinks=True,
-        )
+        window = hf["sliding_window"] if kind == "sliding_attention" else None
+        mixer = attention(hf, rope=rotary, window=window, sinks=True)
         return LayerSpec(mixer, moe)
 
     kinds = layer_types(hf, KINDS, [KINDS[i % 2] for i in range(hf["num_hidden_layers"])])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from policy import names
-from policy.config import Attention, DecoderConfig, LayerSpec, Mlp
-from policy.hf import activation, decoder, first, rope
+from policy.config import DecoderConfig, LayerSpec, Mlp
+from policy.hf import activation, attention, decoder, head_dim, rope
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 MODEL_TYPES = ("llama",)
@@ -26,17 +26,6 @@ DEFAULTS = {
 
 def read(stored: dict) -> DecoderConfig:
     hf = DEFAULTS | stored
-    heads = hf["num_attention_heads"]
-    head_dim = first(hf, "head_dim", default=hf["hidden_size"] // heads)
-    bias = bool(hf["attention_bias"])
-    mixer = Attention(
-        heads=heads,
-        kv_heads=first(hf, "num_key_value_heads", default=heads),
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        rope=rope(hf, head_dim),
-        bias=bias,
-        out_bias=bias,
-    )
+    mixer = attention(hf, rope=rope(hf, head_dim(hf)))
     mlp = Mlp(hf["intermediate_size"], activation(hf), bias=bool(hf["mlp_bias"]))
     return decoder("llama", stored, hf, [LayerSpec(mixer, mlp)] * hf["num_hidden_layers"])

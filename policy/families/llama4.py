@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from policy import names
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Moe, Norm, QueryTemperature, Router
-from policy.hf import UnsupportedModel, activation, decoder, first, layer_types, rope
+from policy.hf import UnsupportedModel, activation, attention, decoder, first, head_dim, layer_types, rope
 from policy.names import Stored
 
 ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
@@ -67,19 +67,12 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _mixer(hf: dict, rotates: bool, kind: str) -> Attention:
-    heads, bias = hf["num_attention_heads"], bool(hf["attention_bias"])
-    head_dim = first(hf, "head_dim", default=hf["hidden_size"] // heads)
     tuned = not rotates and hf["attn_temperature_tuning"]
-    return Attention(
-        heads=heads,
-        kv_heads=first(hf, "num_key_value_heads", default=heads),
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        rope=rope(hf, head_dim, interleaved=True) if rotates else None,
+    return attention(
+        hf,
+        rope=rope(hf, head_dim(hf), interleaved=True) if rotates else None,
         qk_norm=Norm(eps=hf["rms_norm_eps"], scale="none") if rotates and hf["use_qk_norm"] else None,
         qk_norm_over="rotated_head",
-        bias=bias,
-        out_bias=bias,
         chunk=hf["attention_chunk_size"] if kind == "chunked_attention" else None,
         temperature=QueryTemperature(float(hf["attn_scale"]), float(hf["floor_scale"])) if tuned else None,
     )

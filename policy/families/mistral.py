@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from policy import names
-from policy.config import Attention, DecoderConfig, LayerSpec, Mlp
-from policy.hf import activation, decoder, first, layer_types, rope
+from policy.config import DecoderConfig, LayerSpec, Mlp
+from policy.hf import activation, attention, decoder, head_dim, layer_types, rope
 
 ARCHITECTURES = ("MistralForCausalLM",)
 MODEL_TYPES = ("mistral",)
@@ -25,18 +25,9 @@ DEFAULTS = {
 
 def read(stored: dict) -> DecoderConfig:
     hf = DEFAULTS | stored
-    heads = hf["num_attention_heads"]
-    head_dim = first(hf, "head_dim", default=hf["hidden_size"] // heads)
     # All layers are alike: the class of transformers passes over `layer_types`, so one that says otherwise is refused.
     kind = "full_attention" if hf["sliding_window"] is None else "sliding_attention"
     layers = layer_types(hf, (kind,), [kind] * hf["num_hidden_layers"])
-    mixer = Attention(
-        heads=heads,
-        kv_heads=first(hf, "num_key_value_heads", default=heads),
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        rope=rope(hf, head_dim),
-        window=hf["sliding_window"],
-    )
+    mixer = attention(hf, rope=rope(hf, head_dim(hf)), window=hf["sliding_window"])
     mlp = Mlp(hf["intermediate_size"], activation(hf))
     return decoder("mistral", stored, hf, [LayerSpec(mixer, mlp) for _ in layers])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from policy import names
-from policy.config import Attention, DecoderConfig, LayerSpec, Moe, Router
-from policy.hf import activation, decoder, first, rope
+from policy.config import DecoderConfig, LayerSpec, Moe, Router
+from policy.hf import activation, attention, decoder, first, head_dim, rope
 from policy.names import Stored
 
 ARCHITECTURES = ("MixtralForCausalLM",)
@@ -38,16 +38,7 @@ EXPERTS = 8
 
 def read(stored: dict) -> DecoderConfig:
     hf = DEFAULTS | stored
-    heads = hf["num_attention_heads"]
-    head_dim = first(hf, "head_dim", default=hf["hidden_size"] // heads)
-    mixer = Attention(
-        heads=heads,
-        kv_heads=first(hf, "num_key_value_heads", default=heads),
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        rope=rope(hf, head_dim),
-        window=hf["sliding_window"],
-    )
+    mixer = attention(hf, rope=rope(hf, head_dim(hf)), window=hf["sliding_window"])
     router = Router(
         experts=first(hf, "num_local_experts", "num_experts", default=EXPERTS),
         experts_per_token=hf["num_experts_per_tok"],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from policy import names
-from policy.config import POST_NORM, Attention, DecoderConfig, LayerSpec, Mlp, Norm, Rope
-from policy.hf import UnsupportedModel, activation, decoder, first, layer_types, rope
+from policy.config import POST_NORM, DecoderConfig, LayerSpec, Mlp, Norm, Rope
+from policy.hf import UnsupportedModel, activation, attention, decoder, head_dim, layer_types, rope
 
 ARCHITECTURES = ("Olmo3ForCausalLM",)
 MODEL_TYPES = ("olmo3",)
@@ -28,22 +28,15 @@ DEFAULTS = {
 
 def read(stored: dict) -> DecoderConfig:
     hf = DEFAULTS | stored
-    heads, bias = hf["num_attention_heads"], bool(hf["attention_bias"])
-    head_dim = first(hf, "head_dim", default=hf["hidden_size"] // heads)
     norm = Norm(eps=hf["rms_norm_eps"], scale="before_cast")
-    ropes, mlp = _ropes(hf, head_dim), Mlp(hf["intermediate_size"], activation(hf))
+    ropes, mlp = _ropes(hf), Mlp(hf["intermediate_size"], activation(hf))
 
     def layer(kind: str) -> LayerSpec:
-        mixer = Attention(
-            heads=heads,
-            kv_heads=first(hf, "num_key_value_heads", default=heads),
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
+        mixer = attention(
+            hf,
             rope=ropes[kind],
             qk_norm=norm,
             qk_norm_over="all_heads",
-            bias=bias,
-            out_bias=bias,
             window=hf["sliding_window"] if kind == "sliding_attention" else None,
         )
         return LayerSpec(mixer, mlp, norms=POST_NORM)
@@ -52,7 +45,7 @@ def read(stored: dict) -> DecoderConfig:
     return decoder("olmo3", stored, hf, [layer(kind) for kind in layer_types(hf, KINDS, derived)], norm=norm)
 
 
-def _ropes(hf: dict, head_dim: int) -> dict[str, Rope]:
+def _ropes(hf: dict) -> dict[str, Rope]:
     """The rotary embedding of each kind of layer. Settings in the old form, `rope_theta` and `rope_scaling`, are those of full
     attention: transformers then gives sliding layers the default base, and never scales them. It takes yarn's `truncate` from
     beside the two."""
@@ -62,4 +55,4 @@ def _ropes(hf: dict, head_dim: int) -> dict[str, Rope]:
     settings = {kind: (new.get(kind) or {}) | {"truncate": new.get("truncate", True)} for kind in KINDS}
     settings["full_attention"] |= hf.get("rope_scaling") or {}
     settings["sliding_attention"].setdefault("rope_theta", THETA)
-    return {kind: rope(hf | {"rope_scaling": None, "rope_parameters": settings}, head_dim, layer_type=kind) for kind in KINDS}
+    return {kind: rope(hf | {"rope_scaling": None, "rope_parameters": settings}, head_dim(hf), layer_type=kind) for kind in KINDS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy import names
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.hf import activation, decoder, first, layer_types, rope
+from policy.hf import activation, attention, decoder, layer_types, rope
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 MODEL_TYPES = ("qwen3",)
@@ -34,23 +34,9 @@ def read(stored: dict) -> DecoderConfig:
 
 def mixers(hf: dict) -> list[Attention]:
     """The attention of each layer; layers named sliding_attention see `sliding_window` tokens."""
-    heads, layers = hf["num_attention_heads"], hf["num_hidden_layers"]
-    head_dim = hf["head_dim"]
+    layers = hf["num_hidden_layers"]
     window = hf["sliding_window"] if hf["use_sliding_window"] else None
     derived = ["sliding_attention" if window and i >= hf["max_window_layers"] else "full_attention" for i in range(layers)]
     kinds = layer_types(hf, ("full_attention", "sliding_attention"), derived)
-    bias = bool(hf["attention_bias"])
-    return [
-        Attention(
-            heads=heads,
-            kv_heads=first(hf, "num_key_value_heads", default=heads),
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            rope=rope(hf, head_dim),
-            qk_norm=Norm(eps=hf["rms_norm_eps"]),
-            bias=bias,
-            out_bias=bias,
-            window=window if kind == "sliding_attention" else None,
-        )
-        for kind in kinds
-    ]
+    norm, rotary = Norm(eps=hf["rms_norm_eps"]), rope(hf, hf["head_dim"])
+    return [attention(hf, rope=rotary, qk_norm=norm, window=window if kind == "sliding_attention" else None) for kind in kinds]

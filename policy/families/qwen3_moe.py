@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from policy import names
-from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.hf import activation, decoder, first, rope
+from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
+from policy.hf import activation, attention, decoder, first, head_dim, rope
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 MODEL_TYPES = ("qwen3_moe",)
@@ -32,20 +32,8 @@ EXPERTS = 128
 
 def read(stored: dict) -> DecoderConfig:
     hf = DEFAULTS | stored
-    heads, eps = hf["num_attention_heads"], hf["rms_norm_eps"]
-    head_dim = first(hf, "head_dim", default=hf["hidden_size"] // heads)
-    bias = bool(hf["attention_bias"])
-    mixer = Attention(
-        heads=heads,
-        kv_heads=first(hf, "num_key_value_heads", default=heads),
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        rope=rope(hf, head_dim),
-        qk_norm=Norm(eps=eps),
-        bias=bias,
-        out_bias=bias,
-        window=hf["sliding_window"] if hf["use_sliding_window"] else None,
-    )
+    window = hf["sliding_window"] if hf["use_sliding_window"] else None
+    mixer = attention(hf, rope=rope(hf, head_dim(hf)), qk_norm=Norm(eps=hf["rms_norm_eps"]), window=window)
     router = Router(
         experts=first(hf, "num_experts", "num_local_experts", "n_routed_experts", default=EXPERTS),
         experts_per_token=hf["num_experts_per_tok"],

@@ -191,8 +191,7 @@ WAYS = {
     "qwen3-window": [{"slots": 16, "prefill_chunk": 7}, {"slots": 1, "tokens_per_dispatch": 5}, {"tokens_per_dispatch": 1}],
 }
 MORE_WAYS = [
-    {"slots": slots, "tokens_per_dispatch": dispatch, "prefill_chunk": chunk}
-    for slots, dispatch, chunk in [(3, 5, 1), (16, 1, 7)]
+    {"slots": slots, "tokens_per_dispatch": dispatch, "prefill_chunk": chunk} for slots, dispatch, chunk in [(3, 5, 1), (16, 1, 7)]
 ]
 
 
