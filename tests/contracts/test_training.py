@@ -64,6 +64,8 @@ def test_gradients_of_scanned_layers_are_those_of_unrolled_ones(kind):
         return jax.jit(jax.grad(loss))(model.params)
 
     scanned, plain = gradient(Runtime()), gradient(dataclasses.replace(Runtime(), scan=False, remat="none"))
+    # Some are 0 but for rounding: a bias of all keys shifts the scores of a query, which no softmax sees.
+    largest = {path: float(jnp.abs(gradient).max()) for path, gradient in plain.items()}
     for path, expected in plain.items():
-        scale = max(1e-3, float(jnp.abs(expected).max()))
+        scale = max(1e-3 * max(largest.values()), largest[path])
         np.testing.assert_allclose(np.asarray(scanned[path]), expected, atol=1e-4 * scale, rtol=0, err_msg=path)

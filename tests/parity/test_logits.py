@@ -8,7 +8,6 @@ from oracles import KINDS, STANDARD, edit_config, oracle, reference_logits, save
 import policy
 
 pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 STANDARD_CASES = {kind: (kind, keys) for kind, keys in STANDARD.items()}
 
