@@ -132,3 +132,12 @@ def test_each_benchmark_runs(script, name, arguments, rows, capsys):
     for row in found:
         assert all(math.isfinite(seconds) and seconds > 0 for seconds in (*row.ours, *row.theirs)) and row.work > 0
         assert f"{row.ratio:.2f}" in printed
+
+
+def test_the_script_that_measures_parity_prints_a_line_for_each_kind(script, capsys):
+    pytest.importorskip("torch")
+    script("parity").main(["Simple"])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("| simple | SimpleLM | 2 |") and 0 < float(line.split("|")[5]) < 2e-5
+    with pytest.raises(SystemExit):
+        script("parity").main(["Nothing"])

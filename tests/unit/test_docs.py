@@ -31,7 +31,7 @@ BASE = {
 # Lines of bash that would train, and so are covered by the tests of whole runs.
 NOT_RUN = {
     "pip install -e . && rl-train configs/quickstart.yml",
-    "pip install -e '.[test]' && pytest",
+    "pip install -e '.[test]' && pytest -n auto",
     "rl-train configs/sft_then_grpo.yml configs/tiny.yml",
     "rl-train configs/quickstart.yml stages.1.steps=100 run.dir=runs/try",
     "rl-train runs/try",
