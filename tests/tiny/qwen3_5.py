@@ -18,3 +18,4 @@ VARIANTS = {
     ),
 }
 WIDE = {"qwen3_5-interval-seven": ("Qwen3_5", {"num_hidden_layers": 7, "full_attention_interval": 3, "num_key_value_heads": 4})}
+PUBLISHED = {"qwen3.5-27b": 26_895_998_464, "qwen3.5-35b-a3b": 34_660_610_688}
