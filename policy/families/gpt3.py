@@ -1,4 +1,7 @@
-"""GPT-3 in the form of GPT-2 (GPT2LMHeadModel): learned positions, layer norms, biases everywhere."""
+"""GPT-3 in the form of GPT-2 (GPT2LMHeadModel): learned positions, layer norms, biases everywhere.
+
+The dropout rates of a configuration are not read: what an update drops is said by the stage that trains.
+"""
 
 from __future__ import annotations
 
