@@ -75,6 +75,12 @@ def layer_types(hf: dict, known: tuple[str, ...], derived: list[str]) -> list[st
     return list(kinds)
 
 
+def sparse_layers(hf: dict, experts: int) -> list[bool]:
+    """Whether each layer has experts: every `decoder_sparse_step`-th, but those in `mlp_only_layers`."""
+    step, dense = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
+    return [experts > 0 and i not in dense and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
+
+
 def rope_parameters(hf: dict, layer_type: str | None = None) -> dict:
     """The rotary settings (of one layer type, where each has its own) as one dict with `rope_type`, `rope_theta`,
     `partial_rotary_factor` and `original_max_position_embeddings`: transformers 5 writes `rope_parameters`, older files

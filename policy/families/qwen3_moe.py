@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy import names
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.hf import activation, attention, decoder, first, head_dim, rope
+from policy.hf import activation, attention, decoder, first, head_dim, rope, sparse_layers
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 MODEL_TYPES = ("qwen3_moe",)
@@ -41,7 +41,5 @@ def read(stored: dict) -> DecoderConfig:
     )
     moe = Moe(router, hf["moe_intermediate_size"], activation=activation(hf))
     dense = Mlp(hf["intermediate_size"], activation(hf))
-    step, only_dense = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
-    sparse = [i not in only_dense and router.experts > 0 and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
-    layers = [LayerSpec(mixer, moe if is_sparse else dense) for is_sparse in sparse]
+    layers = [LayerSpec(mixer, moe if sparse else dense) for sparse in sparse_layers(hf, router.experts)]
     return decoder("qwen3_moe", stored, hf, layers)

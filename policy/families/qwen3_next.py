@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy import names
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.hf import activation, decoder, first, hybrid_mixers
+from policy.hf import activation, decoder, first, hybrid_mixers, sparse_layers
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 MODEL_TYPES = ("qwen3_next",)
@@ -58,10 +58,7 @@ def read(stored: dict) -> DecoderConfig:
     act = activation(hf)
     shared = Mlp(hf["shared_expert_intermediate_size"], act)
     moe = Moe(router, hf["moe_intermediate_size"], shared=shared, activation=act, shared_gate=True)
-    dense, step, only_dense = Mlp(hf["intermediate_size"], act), hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
-
-    def sparse(i: int) -> bool:
-        return i not in only_dense and router.experts > 0 and (i + 1) % step == 0
-
-    layers = [LayerSpec(mixer, moe if sparse(i) else dense) for i, mixer in enumerate(hybrid_mixers(hf))]
+    dense = Mlp(hf["intermediate_size"], act)
+    sparse = sparse_layers(hf, router.experts)
+    layers = [LayerSpec(mixer, moe if experts else dense) for mixer, experts in zip(hybrid_mixers(hf), sparse, strict=True)]
     return decoder("qwen3_next", stored, hf, layers, norm=Norm(hf["rms_norm_eps"], "zero_centred"))
