@@ -21,12 +21,13 @@ from policy.layers.dropout import Dropout
 class Step:
     """Where the tokens of a call sit: position inside the document and segment (0: padding), both int32[B, T].
 
-    `rotations` holds the (cos, sin) tables of every rotary embedding of the decoder, filled in by the decoder. `dropout` is for
-    training only.
+    The decoder fills in `tokens`, int32[B, T], and `rotations`, the (cos, sin) tables of all its rotary embeddings. `dropout` is
+    for training only.
     """
 
     positions: jax.Array
     segments: jax.Array
+    tokens: jax.Array | None = None
     rotations: dict[str, Any] | None = None
     dropout: Dropout | None = None
 

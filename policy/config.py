@@ -7,7 +7,10 @@ repeats are stacked along axis 0 and scanned. An absent part is None.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from policy.sharding import Layout
 
 
 @dataclass(frozen=True)
@@ -322,10 +325,13 @@ class DecoderConfig:
 @dataclass(frozen=True)
 class Runtime:
     """How a decoder is computed, apart from what it computes. `remat` is a key of REMAT_SAVES in policy/decoder.py,
-    or none; more than `attention_chunk` queries are taken in chunks."""
+    or none; more than `attention_chunk` queries are taken in chunks; `record` names what each layer adds to the Aux. `layout` is
+    filled in by the Graph."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: str = "full"
     scan: bool = True
     attention_chunk: int = 512
+    record: tuple[Literal["hidden", "activations"], ...] = ()
+    layout: Layout | None = None

@@ -14,6 +14,7 @@ from flax import nnx
 
 from policy.cache import LayerCache, Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
+from policy.intermediates import Aux
 from policy.layers.dropout import drop
 from policy.layers.layer import Layer
 from policy.layers.norms import norm
@@ -40,19 +41,19 @@ class LayerStack(nnx.Module):
         self.layers = nnx.List([_stacked(spec, config, rngs, stack.repeats) for spec in stack.pattern])
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
-        """Returns (x_BTE, cache parts or None, router statistics: for each layer of the pattern {name: [R, ...]})."""
+        """Returns (x_BTE, cache parts or None, a LayerAux with arrays [R, ...] for each layer of the pattern)."""
         graph, weights = nnx.split(self.layers)
 
         def repeat(x, part, one, r, index):
             """Repeat number `r` of the pattern; `part` holds the cache arrays of one or all repeats, its own at `index`."""
-            statistics, arrays = [], []
+            found, arrays = [], []
             for i, layer in enumerate(nnx.merge(graph, one)):
                 view = None if part is None else LayerCache(part[i], index)
                 here = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
-                x, view, found = layer(x, here, view, runtime)
-                statistics.append(found)
+                x, view, aux = layer(x, here, view, runtime)
+                found.append(aux)
                 arrays.append(None if view is None else view.arrays)
-            return x, None if part is None else tuple(arrays), tuple(statistics)
+            return x, None if part is None else tuple(arrays), tuple(found)
 
         if runtime.remat != "none" and cache is None:
             policy = jax.checkpoint_policies.save_only_these_names(*REMAT_SAVES[runtime.remat])
@@ -61,23 +62,23 @@ class LayerStack(nnx.Module):
             return self._unrolled(x_BTE, cache, weights, repeat)
 
         def body(carry, xs):
-            x, part, statistics = repeat(*carry, *xs, xs[1])
-            return (x, part), statistics
+            x, part, found = repeat(*carry, *xs, xs[1])
+            return (x, part), found
 
         carry = (x_BTE, None if cache is None else cache[0])
-        (x, part), statistics = jax.lax.scan(body, carry, (weights, jnp.arange(self.repeats)))
-        return x, None if cache is None else (part,), statistics
+        (x, part), found = jax.lax.scan(body, carry, (weights, jnp.arange(self.repeats)))
+        return x, None if cache is None else (part,), found
 
     def _unrolled(self, x_BTE, cache, weights, repeat):
         """The same repeats one after the other, each with a cache part of its own."""
         parts, found = [], []
         for r in range(self.repeats):
             one = jax.tree.map(lambda a, r=r: a[r], weights)
-            x_BTE, part, statistics = repeat(x_BTE, None if cache is None else cache[r], one, r, 0)
+            x_BTE, part, aux = repeat(x_BTE, None if cache is None else cache[r], one, r, 0)
             parts.append(part)
-            found.append(statistics)
-        statistics = jax.tree.map(lambda *a: jnp.stack(a), *found)
-        return x_BTE, None if cache is None else tuple(parts), statistics
+            found.append(aux)
+        found = jax.tree.map(lambda *a: jnp.stack(a), *found)
+        return x_BTE, None if cache is None else tuple(parts), found
 
 
 def _stacked(spec, config, rngs, repeats):
@@ -108,21 +109,20 @@ class Decoder(nnx.Module):
             self.lm_head = weight(rngs, shape, axes, normal(config.initializer_range))
 
     def __call__(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
-        """(hidden [B, T, E], cache, router statistics). `cache` is what policy.cache.create made, or None to look at this call's
-        tokens only. Statistics are keyed by the path of the feed-forward, e.g. "stacks.1.layers.0.feed_forward"."""
+        """(hidden [B, T, E], cache, Aux). `cache` is what policy.cache.create made, or None to look at this call's tokens only."""
         config = self.config
         x = self.embed_tokens[...][tokens_BT].astype(runtime.dtype)
         if config.embedding_scale != 1.0:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         x = x + self._position_embedding(step.positions).astype(x.dtype) if config.positions else x
         x = drop(x, step.dropout)
-        step = replace(step, rotations={str(rope): rotation(rope, step.positions) for rope in config.ropes})
-        caches, statistics = [], {}
+        step = replace(step, tokens=tokens_BT, rotations={str(rope): rotation(rope, step.positions) for rope in config.ropes})
+        caches, layers = [], {}
         for s, stack in enumerate(self.stacks):
             x, part, found = stack(x, step, None if cache is None else cache[s], runtime)
             caches.append(part)
-            statistics |= {f"stacks.{s}.layers.{i}.feed_forward": each for i, each in enumerate(found) if each}
-        return self.norm(x), None if cache is None else tuple(caches), statistics
+            layers |= {f"stacks.{s}.layers.{i}": each for i, each in enumerate(found)}
+        return self.norm(x), None if cache is None else tuple(caches), Aux(layers)
 
     def _position_embedding(self, positions_BT: jax.Array) -> jax.Array:
         """float32[B, T, E], the sum of the tables that the configuration has."""

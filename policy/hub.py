@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import yaml
 
-from policy import families, names, quantized
+from policy import extensions, families, names, quantized
 from policy.config import DecoderConfig, LayerSpec
 from policy.hf import UnsupportedModel
 from policy.quantized import Scheme
@@ -174,7 +174,7 @@ def places(graph: Graph) -> Iterator[Place]:
 def _entry(config: DecoderConfig, table: names.Table, end: str, layer: LayerSpec | None = None) -> names.Stored:
     module, _, rest = end.partition(".")
     kind = type(getattr(layer, module, None)).__name__
-    if (found := table.get(f"{kind}.{rest}", table.get(end))) is None:
+    if (found := table.get(f"{kind}.{rest}", table.get(end, extensions.NAMES.get(end)))) is None:
         raise LookupError(f"policy/families/{config.family}.py: no entry for {end} in {'TOP' if layer is None else 'NAMES'}")
     return found
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 from functools import cached_property
 
 import jax
@@ -23,7 +25,7 @@ class Graph:
     """
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
-        self.config, self.runtime, self.layout = config, runtime, layout
+        self.config, self.runtime, self.layout = config, replace(runtime, layout=layout), layout
         with nnx.use_eager_sharding(False):
             abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         self._definition, state = nnx.split(abstract)
@@ -37,6 +39,12 @@ class Graph:
             path: jax.ShapeDtypeStruct(v.shape, jnp.float32 if path in self.untrained else jnp.dtype(runtime.param_dtype))
             for path, v in zip(self.paths, variables, strict=True)
         }
+
+    def at(self, **changes) -> Graph:
+        """The same graph with some fields of its runtime changed; the dtypes stay."""
+        other = copy.copy(self)
+        other.runtime = replace(self.runtime, **changes)
+        return other
 
     def sharding(self, path: str) -> jax.sharding.NamedSharding:
         return self.layout.sharding(self.axes[path], self.shapes[path].shape)
@@ -65,7 +73,7 @@ class Graph:
             return jax.jit(create, out_shardings=self.shardings)(jax.random.key(seed))
 
     def logprobs(self, params, tokens_BT, step, temperature):
-        """modes.train on these weights: (logp, entropy, router statistics)."""
+        """modes.train on these weights: (logp, entropy, Aux)."""
         with self.precision():
             return modes.train(self.decoder(params), tokens_BT, step, temperature, self.runtime)
 

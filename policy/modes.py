@@ -28,14 +28,14 @@ def first_of_segment(segments_BT: jax.Array) -> jax.Array:
 
 
 def train(decoder: Decoder, tokens_BT, step: Step, temperature, runtime: Runtime):
-    """(logp [B, T], entropy [B, T], router statistics). logp[t] is about token t given the tokens before it, at logits /
+    """(logp [B, T], entropy [B, T], Aux). logp[t] is about token t given the tokens before it, at logits /
     temperature; both are 0 at the first token of a segment and on padding."""
-    hidden, _, statistics = decoder(tokens_BT, step, None, runtime)
+    hidden, _, aux = decoder(tokens_BT, step, None, runtime)
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
     rows, targets = before.reshape(-1, hidden.shape[-1]), tokens_BT.reshape(-1)
     logp, entropy = head.logprobs(rows, decoder.head_weight, targets, temperature, decoder.config.logit_softcap)
     scored = (step.segments != 0) & ~first_of_segment(step.segments)
-    return *(jnp.where(scored, a.reshape(tokens_BT.shape), 0.0) for a in (logp, entropy)), statistics
+    return *(jnp.where(scored, a.reshape(tokens_BT.shape), 0.0) for a in (logp, entropy)), aux
 
 
 def prefill(decoder: Decoder, tokens_BT, step: Step, cache: tuple, runtime: Runtime) -> tuple:

@@ -67,6 +67,10 @@ class RunOptions(Strict):
     tensorboard: bool = Field(False, description="mirror to the folder tensorboard/ of the run")
 
 
+# Fields of ModelOptions that are sections of policy/extensions.py.
+_EXTENSIONS: tuple[str, ...] = ()
+
+
 class ModelOptions(Strict):
     shorthand: ClassVar[str | None] = "source"
 
@@ -78,6 +82,12 @@ class ModelOptions(Strict):
         "full", description="what the backward pass computes again: full keeps the input of each layer only, none keeps all"
     )
     scan: bool = Field(True, description="scan over stacked layers when training (False: unrolled)")
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Keys of the Hugging Face configuration to change, with the sections of policy/extensions.py that are set here."""
+        sections = {name: part.model_dump() for name in _EXTENSIONS if (part := getattr(self, name)) is not None}
+        return self.overrides | ({"duet": sections} if sections else {})
 
 
 class TokenizerOptions(Strict):

@@ -34,8 +34,8 @@ class Critic:
         return jax.jit(create, out_shardings=self.shardings)(params, jax.random.key(seed))
 
     def values(self, params, tokens_BT, step) -> tuple[jax.Array, dict]:
-        """(float32[B, T], router statistics): at t the value of the state before token t; 0 at t = 0."""
+        """(float32[B, T], Aux): at t the value of the state before token t; 0 at t = 0."""
         with self.trunk.precision():
-            hidden, _, statistics = self.trunk.decoder(params)(tokens_BT, step, None, self.trunk.runtime)
+            hidden, _, aux = self.trunk.decoder(params)(tokens_BT, step, None, self.trunk.runtime)
             values = jnp.einsum("bte,e->bt", hidden.astype(jnp.float32), params[VALUE_HEAD])
-        return jnp.pad(values[:, :-1], ((0, 0), (1, 0))), statistics
+        return jnp.pad(values[:, :-1], ((0, 0), (1, 0))), aux

@@ -106,7 +106,7 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
         raise ResourceError(f"platform: {config.platform} cannot be used here; set it to auto or cpu. jax says: {error}") from None
     try:
         from_directory = Path(options.source).is_dir()
-        decoder = hub.read_config(options.source) if from_directory else hub.preset(options.source, options.overrides)
+        decoder = hub.read_config(options.source) if from_directory else hub.preset(options.source, options.changes)
         if len(prepared.tokenizer) > decoder.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {len(prepared.tokenizer)} tokens, the model's vocab_size is {decoder.vocab_size}; use the "

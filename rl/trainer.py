@@ -17,10 +17,10 @@ import optax
 import rl.algorithms
 from policy import modes
 from policy.layers.dropout import Dropout, row_seeds
-from policy.layers.moe import bias_update
 from policy.model import Graph
 from policy.sharding import constrain, settle
 from rl.algorithms import PolicyInputs
+from rl.auxiliary import auxiliary_loss, expert_counts, load_metrics, moved_biases
 from rl.batch import Batch
 from rl.config import OptimizerOptions, StageOptions
 from rl.critic import Critic
@@ -75,8 +75,8 @@ class Updater:
     rule that moves the selection biases of routers. An update that is not finite leaves everything as it was."""
 
     def __init__(self, owner: Graph | Critic, loss, options: OptimizerOptions, stage: StageOptions, seed: int):
-        """`loss(params, micro, totals) -> (scalar, metrics, router statistics)`: micro-batches are summed."""
-        self.owner, self._loss, self._options, self._router = owner, loss, options, stage.router
+        """`loss(params, micro, totals) -> (scalar, metrics, Aux)`: micro-batches are summed."""
+        self.owner, self._loss, self._options, self._stage = owner, loss, options, stage
         self._seed = seed if stage.dropout else None
         self.layout = owner.layout if isinstance(owner, Graph) else owner.trunk.layout
         self.rate = schedule(options, stage.steps * stage.updates_per_step)
@@ -116,12 +116,12 @@ class Updater:
         count = learner.optimizer[-1].count  # AdamW's last part counts the updates of its schedule
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, count, batch.tokens.shape[0]))
-        grads, loss, metrics, statistics = self._gradients(trained, still, batch, inputs, micro_rows)
+        grads, loss, metrics, counts = self._gradients(trained, still, batch, inputs, micro_rows)
         norm = optax.tree.norm(grads)
         if self._options.clip_norm is not None:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self._options.clip_norm / (norm + 1e-6)), grads)
         changes, state = self._transform.update(grads, learner.optimizer, trained)
-        new = Learner(optax.apply_updates(trained, changes) | self._move_biases(still, statistics), state)
+        new = Learner(optax.apply_updates(trained, changes) | moved_biases(still, counts, self._stage.router.bias_rate), state)
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
         new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, learner)
         metrics |= {
@@ -131,10 +131,10 @@ class Updater:
             "optim/update_norm": optax.tree.norm(changes),
             "optim/skipped": 1.0 - good,
         }
-        return new, metrics | _load_metrics(statistics)
+        return new, metrics | load_metrics(counts)
 
     def _gradients(self, trained, still, batch: Batch, inputs, R: int):
-        """Sums over the micro-batches, in float32: (gradients, loss, metrics, router statistics)."""
+        """Sums over the micro-batches, in float32: (gradients, loss, metrics, expert counts)."""
         M = batch.tokens.shape[0] // R
         N = M * R
 
@@ -147,36 +147,18 @@ class Updater:
         sequences = jnp.sum(jnp.any(batch.segments != 0, axis=1))
 
         def objective(weights, micro, totals):
-            loss, metrics, statistics = self._loss(weights | still, micro, totals)
-            balance = sum(each["balance"].sum() for each in statistics.values()) / jnp.maximum(sequences, 1)
-            if statistics:
-                metrics = metrics | {"moe/balance": balance}
-            return loss + self._router.balance_coef * balance, (metrics, statistics)
+            loss, metrics, aux = self._loss(weights | still, micro, totals)
+            besides, found = auxiliary_loss(self._stage, aux, sequences)
+            return loss + besides, (metrics | found, expert_counts(aux))
 
         def one(total, xs):
-            (loss, (metrics, statistics)), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
+            (loss, (metrics, counts)), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
             total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
-            return total, (loss, metrics, statistics)
+            return total, (loss, metrics, counts)
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
-        grads, (loss, metrics, statistics) = jax.lax.scan(one, zeros, jax.tree.map(cut, (batch, inputs)))
-        statistics = jax.tree.map(lambda a: a.sum(axis=0), statistics)
-        return grads, loss.sum(), rl.algorithms.reduce_metrics(metrics), statistics
-
-    def _move_biases(self, still: dict, statistics: dict) -> dict:
-        end = ".router.correction_bias"
-        return {
-            path: bias_update(array, statistics[path.removesuffix(end)]["counts"], self._router.bias_rate)
-            if path.endswith(end)
-            else array
-            for path, array in still.items()
-        }
-
-
-def _load_metrics(statistics: dict) -> dict:
-    """moe/max_load: choices of the busiest expert over the mean, the worst of all layers."""
-    loads = [s["counts"].max(axis=-1) / jnp.maximum(s["counts"].mean(axis=-1), 1.0) for s in statistics.values()]
-    return {"moe/max_load": jnp.max(jnp.concatenate(loads))} if loads else {}
+        grads, (loss, metrics, counts) = jax.lax.scan(one, zeros, jax.tree.map(cut, (batch, inputs)))
+        return grads, loss.sum(), rl.algorithms.reduce_metrics(metrics), jax.tree.map(lambda a: a.sum(axis=0), counts)
 
 
 class Trainer:
@@ -253,15 +235,15 @@ class Trainer:
         step = modes.sit(micro.tokens, segments=micro.segments)
         if micro.dropout is not None:
             step = replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
-        logp, entropy, statistics = self.graph.logprobs(params, micro.tokens, step, self.temperature)
+        logp, entropy, aux = self.graph.logprobs(params, micro.tokens, step, self.temperature)
         loss, metrics = self.algorithm.loss(replace(inputs, logp=logp, entropy=entropy))
-        return loss, metrics, statistics
+        return loss, metrics, aux
 
     def _critic_loss(self, params, micro: Batch, inputs: PolicyInputs):
         step = modes.sit(micro.tokens, segments=micro.segments)
-        values, statistics = self._critic.values(params, micro.tokens, step)
+        values, aux = self._critic.values(params, micro.tokens, step)
         loss, metrics = self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
-        return loss, metrics, statistics
+        return loss, metrics, aux
 
     def logprobs(self, params, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """(logp, entropy), float32[N, T] on the host, by the training graph under `params`, micro-batch by micro-batch."""

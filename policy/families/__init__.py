@@ -17,6 +17,7 @@ import importlib
 import pkgutil
 from types import ModuleType
 
+from policy import extensions
 from policy.config import DecoderConfig
 from policy.hf import UnsupportedModel
 
@@ -64,11 +65,11 @@ def text_model(hf: dict) -> dict:
 
 
 def read(hf: dict) -> DecoderConfig:
-    """The decoder that a Hugging Face configuration describes. Raises UnsupportedModel with the key that is missing or
-    unknown."""
+    """The decoder that a Hugging Face configuration describes, with the parts that policy/extensions.py adds. Raises
+    UnsupportedModel with the key that is missing or unknown."""
     hf = text_model(hf)
     module = find(hf)
     try:
-        return module.read(hf)
+        return extensions.extend(module.read(hf), hf)
     except KeyError as missing:
         raise UnsupportedModel(f"{hf.get('model_type')}: the configuration lacks {missing}") from None

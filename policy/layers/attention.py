@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from policy.cache import LayerCache, Step, Visible, extend
 from policy.config import Attention, DecoderConfig, QueryTemperature, Runtime
+from policy.intermediates import LayerAux
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import normal, weight, zeros
 from policy.layers.rope import rotate
@@ -43,7 +44,7 @@ class GroupedQueryAttention(nnx.Module):
             self.sinks = weight(rngs, (H,), ("q_heads",), init)
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """Returns (x_BTE, cache)."""
+        """Returns (x_BTE, cache, LayerAux)."""
         spec = self.spec
         q, k = self._project(x_BTE, "q"), self._project(x_BTE, "k")
         v = k if spec.values_are_keys else self._project(x_BTE, "v")
@@ -64,7 +65,7 @@ class GroupedQueryAttention(nnx.Module):
         out = jnp.einsum("bhtd,hde->bte", out, self.o_proj[...].astype(x_BTE.dtype))
         if spec.out_bias:
             out = out + self.o_bias[...].astype(x_BTE.dtype)
-        return checkpoint_name(out, "out_proj"), cache
+        return checkpoint_name(out, "out_proj"), cache, LayerAux()
 
     def _project(self, x_BTE: jax.Array, name: str) -> jax.Array:
         out = jnp.einsum("bte,ehd->bhtd", x_BTE, getattr(self, f"{name}_proj")[...].astype(x_BTE.dtype))

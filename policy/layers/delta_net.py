@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from policy.cache import LayerCache, Step
 from policy.config import DecoderConfig, GatedDeltaNet, Runtime
+from policy.intermediates import LayerAux
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import normal, ones, weight
 
@@ -50,8 +51,8 @@ class DeltaNet(nnx.Module):
         self.o_proj = weight(rngs, (K, G * V, E), ("heads", "kv", "embed"), init)
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """Returns (x_BTE, cache). Padding gives 0 and leaves the cache as it is. Without a cache every document of a row starts
-        from an empty state; with one, the first document of a row goes on from what the cache holds."""
+        """Returns (x_BTE, cache, LayerAux). Padding gives 0 and leaves the cache as it is. Without a cache every document of a row
+        starts from an empty state; with one, the first document of a row goes on from what the cache holds."""
         real, documents = step.segments != 0, number_documents(step.segments)
         x = jnp.where(real[..., None], x_BTE, 0)
         q, k, v, cache = self._convolved(x, real, documents, cache)
@@ -71,7 +72,7 @@ class DeltaNet(nnx.Module):
         out = self.norm(out) * jax.nn.silu(self._heads(self._project(x, "z").astype(jnp.float32)))
         out = jnp.swapaxes(out, 2, 3).reshape(B, K, T, G * V).astype(x.dtype)
         out = jnp.einsum("bktv,kve->bte", out, self.o_proj[...].astype(x.dtype))
-        return checkpoint_name(out, "out_proj"), cache
+        return checkpoint_name(out, "out_proj"), cache, LayerAux()
 
     def _project(self, x_BTE: jax.Array, name: str) -> jax.Array:
         return jnp.einsum("bte,ekd->bktd", x_BTE, getattr(self, f"{name}_proj")[...].astype(x_BTE.dtype))

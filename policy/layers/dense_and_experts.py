@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from policy.config import DecoderConfig, DenseAndExperts
+from policy.cache import Step
+from policy.config import DecoderConfig, DenseAndExperts, Runtime
+from policy.intermediates import LayerAux
 from policy.layers.mlp import FeedForward
 from policy.layers.moe import MixtureOfExperts
 from policy.layers.norms import norm
@@ -21,8 +23,8 @@ class DenseBesideExperts(nnx.Module):
         self.dense = FeedForward(spec.dense, config, rngs)
         self.experts = MixtureOfExperts(spec.experts, config, rngs)
 
-    def __call__(self, x_BTE: jax.Array, segments_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
         """(x_BTE, what the router did)."""
-        dense, _ = self.dense(self.dense_input_norm(x_BTE))
-        experts, statistics = self.experts(self.experts_input_norm(x_BTE), segments_BT, router_input=x_BTE)
-        return self.dense_output_norm(dense) + self.experts_output_norm(experts), statistics
+        dense, _ = self.dense(self.dense_input_norm(x_BTE), step, runtime)
+        experts, aux = self.experts(self.experts_input_norm(x_BTE), step, runtime, router_input=x_BTE)
+        return self.dense_output_norm(dense) + self.experts_output_norm(experts), aux

@@ -18,6 +18,7 @@ from policy.config import (
     Moe,
     Runtime,
 )
+from policy.intermediates import LayerAux, observe
 from policy.layers.attention import GroupedQueryAttention
 from policy.layers.delta_net import DeltaNet
 from policy.layers.dense_and_experts import DenseBesideExperts
@@ -27,6 +28,7 @@ from policy.layers.mlp import FeedForward, SquareMatrix
 from policy.layers.moe import MixtureOfExperts
 from policy.layers.norms import norm
 from policy.layers.parameter import Constant, ones
+from policy.layers.residual import residual
 
 MIXERS = {Attention: GroupedQueryAttention, LatentAttention: MultiHeadLatentAttention, GatedDeltaNet: DeltaNet}
 FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DenseBesideExperts}
@@ -40,30 +42,34 @@ class Layer(nnx.Module):
         for name in spec.norms:
             setattr(self, name, norm(config.hidden_size, config.norm, rngs))
         if spec.mixer is not None:
+            self.mixer_residual = residual(spec, config, rngs)
             self.mixer = MIXERS[type(spec.mixer)](spec.mixer, config, rngs)
         if spec.feed_forward is not None:
+            self.feed_forward_residual = residual(spec, config, rngs)
             self.feed_forward = FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, config, rngs)
         if spec.scalar:
             self.scalar = Constant(ones(rngs.params(), (1,)), out_sharding=(None,))
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """Returns (x_BTE, cache, statistics of the router: {} for a dense layer)."""
-        spec, statistics = self.spec, {}
-        normed = self._norm("input_layernorm", x_BTE)
+        """Returns (x_BTE, cache, LayerAux)."""
+        spec, aux, normed = self.spec, LayerAux(), None
         if spec.mixer is not None:
-            mixed, cache = self.mixer(normed, step, cache, runtime)
-            x_BTE = self._add(x_BTE, drop(self._norm("post_attention_layernorm", mixed), step.dropout, 0))
+            read, mix = self.mixer_residual.read(x_BTE)
+            normed = self._norm("input_layernorm", read)
+            mixed, cache, found = self.mixer(normed, step, cache, runtime)
+            aux = aux.also(found)
+            x_BTE = self.mixer_residual.write(x_BTE, drop(self._norm("post_attention_layernorm", mixed), step.dropout, 0), mix)
         if spec.feed_forward is not None:
+            read, mix = self.feed_forward_residual.read(x_BTE)
             if not spec.parallel:
-                normed = self._norm("pre_feedforward_layernorm", x_BTE)
-            fed, statistics = self.feed_forward(normed, step.segments)
-            x_BTE = self._add(x_BTE, drop(self._norm("post_feedforward_layernorm", fed), step.dropout, 1))
+                normed = self._norm("pre_feedforward_layernorm", read)
+            fed, found = self.feed_forward(normed, step, runtime)
+            aux = aux.also(found)
+            fed = drop(self._norm("post_feedforward_layernorm", fed), step.dropout, 1)
+            x_BTE = self.feed_forward_residual.write(x_BTE, fed, mix)
         if spec.scalar:
             x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
-        return x_BTE, cache, statistics
+        return x_BTE, cache, aux.also(observe(x_BTE, step.segments, runtime.record))
 
     def _norm(self, name: str, x_BTE: jax.Array) -> jax.Array:
         return getattr(self, name)(x_BTE) if name in self.spec.norms else x_BTE
-
-    def _add(self, x_BTE: jax.Array, out_BTE: jax.Array) -> jax.Array:
-        return x_BTE + out_BTE if self.spec.residual else out_BTE

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from policy.cache import LayerCache, Step, Visible, extend
 from policy.config import DecoderConfig, LatentAttention, Runtime
+from policy.intermediates import LayerAux
 from policy.layers.attention import Mask, attend
 from policy.layers.indexer import IndexedMask, KeyIndexer
 from policy.layers.norms import RMSNorm
@@ -48,7 +49,7 @@ class MultiHeadLatentAttention(nnx.Module):
             self.indexer = KeyIndexer(spec.indexer, r, config, rngs)
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """Returns (x_BTE, cache)."""
+        """Returns (x_BTE, cache, LayerAux)."""
         spec, dtype = self.spec, x_BTE.dtype
         table = step.rotations[str(spec.rope)]
         q_latent = self._query_latent(x_BTE)
@@ -78,7 +79,7 @@ class MultiHeadLatentAttention(nnx.Module):
             out = attend(q * spec.scale, keys, values, self._mask(step, visible, index_queries), runtime.attention_chunk)
             out = jnp.einsum("bhtc,chd->bhtd", out, w_v)
         out = self._biased(jnp.einsum("bhtd,hde->bte", out, self.o_proj[...].astype(dtype)), "o")
-        return checkpoint_name(out, "out_proj"), cache
+        return checkpoint_name(out, "out_proj"), cache, LayerAux()
 
     def _mask(self, step: Step, visible: Visible, index_queries: tuple | None) -> Mask:
         return Mask(step, visible) if index_queries is None else IndexedMask(step, visible, index_queries, self.spec.indexer)

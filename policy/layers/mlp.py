@@ -1,4 +1,4 @@
-"""Dense feed-forwards. Called like every feed-forward: (x, segments) -> (x, statistics), which are {} here."""
+"""Dense feed-forwards. Called like every feed-forward: (x, step, runtime) -> (x, LayerAux), which is empty here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from policy.config import DecoderConfig, Matrix, Mlp
+from policy.cache import Step
+from policy.config import DecoderConfig, Matrix, Mlp, Runtime
+from policy.intermediates import LayerAux
 from policy.layers.parameter import normal, weight, zeros
 
 ACTIVATIONS = {
@@ -39,11 +41,11 @@ class FeedForward(nnx.Module):
     def _inputs(self) -> tuple[str, ...]:
         return ("gate", "up") if self.spec.gated else ("up",)
 
-    def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> tuple[jax.Array, dict]:
+    def __call__(self, x: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
         act = ACTIVATIONS[self.spec.activation]
         hidden = [checkpoint_name(self._linear(x, name), f"mlpwi_{i}") for i, name in enumerate(self._inputs)]
         inner = act(hidden[0]) * hidden[1] if self.spec.gated else act(hidden[0])
-        return checkpoint_name(self._linear(inner, "down"), "mlpwo"), {}
+        return checkpoint_name(self._linear(inner, "down"), "mlpwo"), LayerAux()
 
     def _linear(self, x: jax.Array, name: str) -> jax.Array:
         out = x @ getattr(self, f"{name}_proj")[...].astype(x.dtype)
@@ -57,5 +59,5 @@ class SquareMatrix(nnx.Module):
         E = config.hidden_size
         self.proj = weight(rngs, (E, E), ("embed", "mlp"), normal(config.initializer_range))
 
-    def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> tuple[jax.Array, dict]:
-        return checkpoint_name(x @ self.proj[...].astype(x.dtype), "mlpwo"), {}
+    def __call__(self, x: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
+        return checkpoint_name(x @ self.proj[...].astype(x.dtype), "mlpwo"), LayerAux()

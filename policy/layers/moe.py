@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from policy.config import DecoderConfig, Moe, Router
+from policy.cache import Step
+from policy.config import DecoderConfig, Moe, Router, Runtime
+from policy.intermediates import LayerAux, Routing
 from policy.layers.grouped import Plan, block_rows, combine, dispatch, groups_of, plan, product
 from policy.layers.mlp import ACTIVATIONS, FeedForward
 from policy.layers.norms import norm
@@ -92,10 +94,9 @@ class MixtureOfExperts(nnx.Module):
             self.shared_gate = weight(rngs, (E, 1), ("embed", None), init)
 
     def __call__(
-        self, x_BTE: jax.Array, segments_BT: jax.Array, router_input: jax.Array | None = None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(x_BTE, what the router did: `counts` [X] and `balance`, see `routing_statistics`). The router scores `router_input`,
-        by default x."""
+        self, x_BTE: jax.Array, step: Step, runtime: Runtime, router_input: jax.Array | None = None
+    ) -> tuple[jax.Array, LayerAux]:
+        """(x_BTE, what the router did, see `routing_statistics`). The router scores `router_input`, by default x."""
         spec = self.spec
         x_NE = x_BTE.reshape(-1, x_BTE.shape[-1])
         experts, weights, scores = self.router(x_NE if router_input is None else router_input.reshape(x_NE.shape))
@@ -107,13 +108,13 @@ class MixtureOfExperts(nnx.Module):
             weights = jnp.ones_like(weights)
         out = combine(self._experts(rows, routes), weights, routes)
         if spec.shared:
-            shared, _ = self.shared(x_NE)
+            shared, _ = self.shared(x_NE, step, runtime)
             if spec.shared_gate:
                 shared = shared * jax.nn.sigmoid(x_NE @ self.shared_gate[...].astype(x_NE.dtype))
             out = out + shared
-        B, T = segments_BT.shape
-        statistics = routing_statistics(experts.reshape(B, T, k), scores.reshape(B, T, X), segments_BT)
-        return out.reshape(x_BTE.shape), statistics
+        B, T = step.segments.shape
+        routing = routing_statistics(experts.reshape(B, T, k), scores.reshape(B, T, X), step.segments)
+        return out.reshape(x_BTE.shape), LayerAux(routing=routing)
 
     def _experts(self, rows_ME: jax.Array, routes: Plan) -> jax.Array:
         """Every row through the expert of its group: [M, E]."""
@@ -133,7 +134,7 @@ class MixtureOfExperts(nnx.Module):
         return checkpoint_name(linear(inner, "down"), "mlpwo")
 
 
-def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_BT: jax.Array) -> dict[str, jax.Array]:
+def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_BT: jax.Array) -> Routing:
     """`counts` float32[X]: choices of each expert, padding left out. `balance`: the sequence-wise balance term of
     arXiv 2412.19437 (eq. 17-20), summed over rows: sum_e f_e P_e with f_e = X / (k T) * choices of e, and P_e the mean share of
     e in the scores. 1 for a row that uses its experts evenly; rows of padding add 0."""
@@ -144,10 +145,10 @@ def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_B
     tokens = jnp.maximum(valid.sum(axis=1), 1.0)
     share = scores_BTX / (scores_BTX.sum(axis=-1, keepdims=True) + 1e-20) * valid[..., None]
     frequency = chosen.sum(axis=1) * (X / k) / tokens[:, None]
-    return {
-        "counts": chosen.sum(axis=(0, 1)),
-        "balance": jnp.sum(jax.lax.stop_gradient(frequency) * share.sum(axis=1) / tokens[:, None]),
-    }
+    return Routing(
+        counts=chosen.sum(axis=(0, 1)),
+        balance=jnp.sum(jax.lax.stop_gradient(frequency) * share.sum(axis=1) / tokens[:, None]),
+    )
 
 
 def bias_update(bias_X: jax.Array, counts_X: jax.Array, rate: float) -> jax.Array:

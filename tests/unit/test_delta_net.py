@@ -39,7 +39,7 @@ def a_layer(G=2):
     @jax.jit
     def forward(weights, x_BTE, step, cache=None):
         layer = nnx.merge(graph, jax.tree.unflatten(structure, [weights[name] for name in shapes]))
-        return layer(x_BTE, step, cache, Runtime())
+        return layer(x_BTE, step, cache, Runtime())[:2]
 
     return forward, shapes
 

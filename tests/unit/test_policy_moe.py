@@ -129,8 +129,8 @@ def test_routing_statistics_leave_padding_out():
         share = (scores[b, tokens] / scores[b, tokens].sum(-1, keepdims=True)).mean(0)
         counts += chosen
         balance += (X / (2 * len(tokens)) * chosen * share).sum()
-    np.testing.assert_array_equal(found["counts"], counts)
-    np.testing.assert_allclose(found["balance"], balance, rtol=1e-5)
+    np.testing.assert_array_equal(found.counts, counts)
+    np.testing.assert_allclose(found.balance, balance, rtol=1e-5)
 
 
 def test_balance_is_one_for_even_use_and_its_gradient_reaches_the_scores():
@@ -140,7 +140,7 @@ def test_balance_is_one_for_even_use_and_its_gradient_reaches_the_scores():
     @jax.jit
     @jax.value_and_grad
     def balance(scores, experts):
-        return moe.routing_statistics(experts, scores, jnp.ones((1, 4), int))["balance"]
+        return moe.routing_statistics(experts, scores, jnp.ones((1, 4), int)).balance
 
     np.testing.assert_allclose(balance(even, experts)[0], 1.0, rtol=1e-6)
     uneven = jnp.asarray([[[0.7, 0.1, 0.1, 0.1]] * 4])

@@ -1,0 +1,27 @@
+"""How a part of a layer is joined to the stream: what it reads, and where its output goes."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from policy.config import DecoderConfig, LayerSpec
+
+
+class Residual(nnx.Module):
+    """The part reads x, and its output is added to x, or takes its place. No weights."""
+
+    def __init__(self, adds: bool):
+        self.adds = adds
+
+    def read(self, x_BTE: jax.Array) -> tuple[jax.Array, None]:
+        """(what the part reads, what `write` needs besides)."""
+        return x_BTE, None
+
+    def write(self, x_BTE: jax.Array, out_BTE: jax.Array, mix: None) -> jax.Array:
+        return x_BTE + out_BTE if self.adds else out_BTE
+
+
+def residual(spec: LayerSpec, config: DecoderConfig, rngs: nnx.Rngs) -> Residual:
+    """The connection of one part of a layer."""
+    return Residual(spec.residual)
