@@ -14,21 +14,16 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
-import yaml
 
-from policy import extensions, families, names, quantized
+from policy import extensions, families, names, sources
 from policy.config import DecoderConfig, LayerSpec
-from policy.hf import UnsupportedModel
 from policy.quantized import Scheme
 from policy.tensorfiles import INDEX, SINGLE, ModelFileError, TensorFiles
 
 if TYPE_CHECKING:
     from policy.model import Graph
 
-# Beside this package, in a checkout as in an installed copy (importlib.resources fails on editable installs of Python 3.11).
-PRESETS = Path(__file__).resolve().parents[1] / "configs" / "models"
 SHARD_BYTES = 5 * 10**9
-QUANTIZATION = "quantization_config"
 PIECE = 2**24  # numbers that are dequantised at once: 64 MB
 # Starts of stored names -> those of the tables, for text models inside multimodal ones. A family's PREFIXES go before these.
 PREFIXES = (
@@ -43,65 +38,6 @@ SKIP = (
     r"mtp\..*",
     r".*rotary_emb\.inv_freq",
 )
-
-
-class _Loader(yaml.SafeLoader):
-    """Also reads 1e-6 as a number; YAML 1.1 wants 1.0e-6."""
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
-
-
-def presets() -> list[str]:
-    """Names of the architectures in configs/models/."""
-    return sorted(entry.name.removesuffix(".yml") for entry in PRESETS.iterdir() if entry.name.endswith(".yml"))
-
-
-def preset(name: str, overrides: dict | None = None) -> DecoderConfig:
-    """The architecture in configs/models/NAME.yml (the keys of a Hugging Face configuration), with some keys
-    replaced."""
-    if name not in presets():
-        raise UnsupportedModel(f"no model preset {name!r}; there are {', '.join(presets())}")
-    text = (PRESETS / f"{name}.yml").read_text()
-    return families.read(yaml.load(text, _Loader) | (overrides or {}))
-
-
-def _read_json(directory) -> dict:
-    path = Path(directory) / "config.json"
-    try:
-        hf = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ModelFileError(f"{path}: no such file; a model directory holds config.json and *.safetensors") from None
-    except json.JSONDecodeError as error:
-        raise ModelFileError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise ModelFileError(f"{path}: not UTF-8 text: {error}") from None
-    if not isinstance(hf, dict):
-        raise ModelFileError(f"{path}: expected an object with the keys of a configuration, found {type(hf).__name__}")
-    return hf
-
-
-def _scheme(directory, hf: dict) -> Scheme | None:
-    inner = hf.get("text_config")
-    found = hf.get(QUANTIZATION) or (inner.get(QUANTIZATION) if isinstance(inner, dict) else None)
-    try:
-        return quantized.scheme(found)
-    except quantized.QuantizationError as error:
-        raise UnsupportedModel(f"{Path(directory) / 'config.json'}: {QUANTIZATION}: {error}") from None
-
-
-def read_hf(directory) -> dict:
-    """config.json of a model directory, without its `quantization_config`: weights are dequantised as they are read."""
-    hf = _read_json(directory)
-    _scheme(directory, hf)
-    hf.pop(QUANTIZATION, None)
-    if isinstance(hf.get("text_config"), dict):
-        hf["text_config"].pop(QUANTIZATION, None)
-    return hf
-
-
-def read_config(directory) -> DecoderConfig:
-    return families.read(read_hf(directory))
 
 
 @dataclass(frozen=True)
@@ -184,7 +120,7 @@ def read_weights(directory, graph: Graph) -> dict[str, jax.Array]:
 
     The host holds no more than the shards of one weight at a time beside those that live there.
     """
-    scheme = _scheme(directory, _read_json(directory))
+    scheme = sources.scheme(directory)
     files = TensorFiles(directory, _renamed(families.get(graph.config.family)), scheme)
     params = {place.path: _on_mesh(graph, place, files) for place in places(graph)}
     _refuse_unread(files, graph.config, scheme)

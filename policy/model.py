@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from policy import head, modes
+from policy import head, modes, sources
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
 from policy.layers.parameter import Constant
@@ -142,10 +142,8 @@ def create(
 
     `runtime` (default: both dtypes are `dtype`) and `mesh` (default: one device) say how and where it is computed.
     """
-    from policy import hub
-
     if isinstance(config, str):
-        config = hub.preset(config)
+        config = sources.preset(config)
     graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
     return Model(graph, graph.init(seed))
 
@@ -154,7 +152,7 @@ def load(directory, dtype: str = "float32", *, runtime: Runtime | None = None, m
     """The model in a Hugging Face directory (config.json and safetensors)."""
     from policy import hub
 
-    config = hub.read_config(directory)
+    config = sources.read_config(directory)
     graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
     return Model(graph, hub.read_weights(directory, graph))
 

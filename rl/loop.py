@@ -17,11 +17,12 @@ import jax
 import numpy as np
 
 import policy
-from policy import hub
+from policy import sources
 from policy.config import Runtime
 from policy.hf import UnsupportedModel
 from policy.model import Graph, Model
 from policy.sharding import layout
+from policy.tensorfiles import ModelFileError
 from rewards import RewardError, RewardFailed
 from rl import data, rollouts
 from rl.batch import Batch, pack
@@ -106,7 +107,7 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
         raise ResourceError(f"platform: {config.platform} cannot be used here; set it to auto or cpu. jax says: {error}") from None
     try:
         from_directory = Path(options.source).is_dir()
-        decoder = hub.read_config(options.source) if from_directory else hub.preset(options.source, options.changes)
+        decoder = sources.read_config(options.source) if from_directory else sources.preset(options.source, options.changes)
         if len(prepared.tokenizer) > decoder.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {len(prepared.tokenizer)} tokens, the model's vocab_size is {decoder.vocab_size}; use the "
@@ -119,7 +120,7 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
         if from_directory:
             return policy.load(options.source, runtime=runtime, mesh=mesh)
         return policy.create(decoder, config.seed, runtime=runtime, mesh=mesh)
-    except (hub.ModelFileError, UnsupportedModel) as error:
+    except (ModelFileError, UnsupportedModel) as error:
         raise ModelError(f"model {options.source}: {error}") from None
 
 

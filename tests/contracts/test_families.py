@@ -22,7 +22,7 @@ from oracles import KINDS, random_model, short, tokens
 
 import policy
 from policy import cache as caches
-from policy import families, head, hub, modes
+from policy import families, head, modes, sources
 from policy.cache import Step
 from policy.config import DenseAndExperts, LayerSpec, Moe, Router, Runtime
 from policy.hf import UnsupportedModel
@@ -239,6 +239,6 @@ def test_router_statistics_count_the_choices(model):
 
 def test_presets_of_released_models_have_their_number_of_parameters():
     published = tiny.PUBLISHED
-    assert set(hub.presets()) == {*published, "tiny-deepseek"}
+    assert set(sources.presets()) == {*published, "tiny-deepseek"}
     for name, count in published.items():
-        assert Graph(hub.preset(name), Runtime(), layout({"fsdp": 1})).parameters == count, name
+        assert Graph(sources.preset(name), Runtime(), layout({"fsdp": 1})).parameters == count, name

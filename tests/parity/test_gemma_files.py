@@ -7,7 +7,7 @@ import pytest
 from oracles import KINDS, STANDARD, TINY, edit_config, oracle, reference_logits, saved, tokens
 
 import policy
-from policy import families
+from policy import families, sources
 from policy.hf import UnsupportedModel
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
@@ -105,7 +105,7 @@ def test_a_released_gemma3_says_little_and_means_the_defaults_of_the_class():
     said = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
     said |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
     wrapper = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": said}
-    found, preset = families.read(wrapper), policy.hub.preset("gemma3-4b")
+    found, preset = families.read(wrapper), sources.preset("gemma3-4b")
     assert (found.stacks, found.vocab_size, found.norm) == (preset.stacks, preset.vocab_size, preset.norm)
     assert found.tied_head and found.family == "gemma3"
 

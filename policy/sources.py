@@ -1,0 +1,80 @@
+"""What a model is: its configuration, from the config.json of a directory or from a preset. Free of jax."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import yaml
+
+from policy import families, quantized
+from policy.config import DecoderConfig
+from policy.hf import UnsupportedModel
+from policy.quantized import Scheme
+from policy.tensorfiles import ModelFileError
+
+# Beside this package, in a checkout as in an installed copy (importlib.resources fails on editable installs of Python 3.11).
+PRESETS = Path(__file__).resolve().parents[1] / "configs" / "models"
+QUANTIZATION = "quantization_config"
+
+
+class _Loader(yaml.SafeLoader):
+    """Also reads 1e-6 as a number; YAML 1.1 wants 1.0e-6."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+
+
+def presets() -> list[str]:
+    """Names of the architectures in configs/models/."""
+    return sorted(entry.name.removesuffix(".yml") for entry in PRESETS.iterdir() if entry.name.endswith(".yml"))
+
+
+def preset(name: str, overrides: dict | None = None) -> DecoderConfig:
+    """The architecture in configs/models/NAME.yml (the keys of a Hugging Face configuration), with some keys
+    replaced."""
+    if name not in presets():
+        raise UnsupportedModel(f"no model preset {name!r}; there are {', '.join(presets())}")
+    text = (PRESETS / f"{name}.yml").read_text()
+    return families.read(yaml.load(text, _Loader) | (overrides or {}))
+
+
+def _read_json(directory) -> dict:
+    path = Path(directory) / "config.json"
+    try:
+        hf = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ModelFileError(f"{path}: no such file; a model directory holds config.json and *.safetensors") from None
+    except json.JSONDecodeError as error:
+        raise ModelFileError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise ModelFileError(f"{path}: not UTF-8 text: {error}") from None
+    if not isinstance(hf, dict):
+        raise ModelFileError(f"{path}: expected an object with the keys of a configuration, found {type(hf).__name__}")
+    return hf
+
+
+def scheme(directory) -> Scheme | None:
+    """How the weights of a directory are quantised, by the `quantization_config` of its config.json; None: they are not."""
+    hf = _read_json(directory)
+    inner = hf.get("text_config")
+    found = hf.get(QUANTIZATION) or (inner.get(QUANTIZATION) if isinstance(inner, dict) else None)
+    try:
+        return quantized.scheme(found)
+    except quantized.QuantizationError as error:
+        raise UnsupportedModel(f"{Path(directory) / 'config.json'}: {QUANTIZATION}: {error}") from None
+
+
+def read_hf(directory) -> dict:
+    """config.json of a model directory, without its `quantization_config`: weights are dequantised as they are read."""
+    scheme(directory)
+    hf = _read_json(directory)
+    hf.pop(QUANTIZATION, None)
+    if isinstance(hf.get("text_config"), dict):
+        hf["text_config"].pop(QUANTIZATION, None)
+    return hf
+
+
+def read_config(directory) -> DecoderConfig:
+    return families.read(read_hf(directory))
