@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from policy.cache import LayerCache, Step, Visible, extend
 from policy.config import Attention, DecoderConfig, QueryTemperature, Runtime
 from policy.intermediates import LayerAux
+from policy.layers.linear import linear
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import normal, weight, zeros
 from policy.layers.rope import rotate
@@ -28,10 +29,10 @@ class GroupedQueryAttention(nnx.Module):
         for name, heads, dim, axis in (("q", H, D * (1 + spec.gate), "q_heads"), ("k", K, D, "kv_heads"), ("v", K, D, "kv_heads")):
             if name == "v" and spec.values_are_keys:
                 continue
-            setattr(self, f"{name}_proj", weight(rngs, (E, heads, dim), ("embed", axis, "kv"), init))
+            setattr(self, f"{name}_proj", weight(rngs, (E, heads, dim), ("embed", axis, "kv"), init, inputs=(0,)))
             if spec.bias:
                 setattr(self, f"{name}_bias", weight(rngs, (heads, dim), (axis, "kv"), zeros))
-        self.o_proj = weight(rngs, (H, D, E), ("heads", "kv", "embed"), init)
+        self.o_proj = weight(rngs, (H, D, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
         if spec.out_bias:
             self.o_bias = weight(rngs, (E,), ("norm",), zeros)
         if spec.qk_norm:
@@ -46,8 +47,8 @@ class GroupedQueryAttention(nnx.Module):
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
         spec = self.spec
-        q, k = self._project(x_BTE, "q"), self._project(x_BTE, "k")
-        v = k if spec.values_are_keys else self._project(x_BTE, "v")
+        q, k = self._project(x_BTE, "q", runtime), self._project(x_BTE, "k", runtime)
+        v = k if spec.values_are_keys else self._project(x_BTE, "v", runtime)
         q, gate = jnp.split(q, 2, axis=-1) if spec.gate else (q, None)
         q, k = self._place(q, k, step)
         if spec.v_norm:
@@ -62,13 +63,13 @@ class GroupedQueryAttention(nnx.Module):
         out = attend(q * spec.scale, keys, values, mask, runtime.attention_chunk, spec.softcap, sinks)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
-        out = jnp.einsum("bhtd,hde->bte", out, self.o_proj[...].astype(x_BTE.dtype))
+        out = linear("bhtd,hde->bte", out, self.o_proj[...], runtime)
         if spec.out_bias:
             out = out + self.o_bias[...].astype(x_BTE.dtype)
         return checkpoint_name(out, "out_proj"), cache, LayerAux()
 
-    def _project(self, x_BTE: jax.Array, name: str) -> jax.Array:
-        out = jnp.einsum("bte,ehd->bhtd", x_BTE, getattr(self, f"{name}_proj")[...].astype(x_BTE.dtype))
+    def _project(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:
+        out = linear("bte,ehd->bhtd", x_BTE, getattr(self, f"{name}_proj")[...], runtime)
         if self.spec.bias:
             out = out + getattr(self, f"{name}_bias")[...].astype(x_BTE.dtype)[None, :, None]
         return out

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from policy.cache import LayerCache, Step
 from policy.config import DecoderConfig, GatedDeltaNet, Runtime
 from policy.intermediates import LayerAux
+from policy.layers.linear import linear
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import normal, ones, weight
 
@@ -42,20 +43,21 @@ class DeltaNet(nnx.Module):
         G = spec.value_heads // K
         init = normal(config.initializer_range)
         for name, dim in {"q": D, "k": D, "v": G * V, "z": G * V, "b": G, "a": G}.items():
-            setattr(self, f"{name}_proj", weight(rngs, (E, K, dim), ("embed", "kv_heads", "kv"), init))
+            inputs = (0,) if name in "qkvz" else None
+            setattr(self, f"{name}_proj", weight(rngs, (E, K, dim), ("embed", "kv_heads", "kv"), init, inputs))
         for name, dim in {"q": D, "k": D, "v": G * V}.items():
             setattr(self, f"{name}_conv", weight(rngs, (K, dim, W), ("kv_heads", "kv", None), init))
         self.A_log = weight(rngs, (K, G), ("kv_heads", None), _log_uniform)
         self.dt_bias = weight(rngs, (K, G), ("kv_heads", None), ones)
         self.norm = RMSNorm(V, spec.norm, rngs)
-        self.o_proj = weight(rngs, (K, G * V, E), ("heads", "kv", "embed"), init)
+        self.o_proj = weight(rngs, (K, G * V, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux). Padding gives 0 and leaves the cache as it is. Without a cache every document of a row
         starts from an empty state; with one, the first document of a row goes on from what the cache holds."""
         real, documents = step.segments != 0, number_documents(step.segments)
         x = jnp.where(real[..., None], x_BTE, 0)
-        q, k, v, cache = self._convolved(x, real, documents, cache)
+        q, k, v, cache = self._convolved(x, real, documents, cache, runtime)
         beta, g = self._gates(x, real)
         B, K, G, T, V = v.shape
         if cache is None:
@@ -69,22 +71,26 @@ class DeltaNet(nnx.Module):
                 out, state = chunked(q, k, v, beta, g, documents, state)
         if cache is not None:
             cache = _with(cache, "state", state.reshape(B, K * G, -1, V))
-        out = self.norm(out) * jax.nn.silu(self._heads(self._project(x, "z").astype(jnp.float32)))
+        out = self.norm(out) * jax.nn.silu(self._heads(self._project(x, "z", runtime).astype(jnp.float32)))
         out = jnp.swapaxes(out, 2, 3).reshape(B, K, T, G * V).astype(x.dtype)
-        out = jnp.einsum("bktv,kve->bte", out, self.o_proj[...].astype(x.dtype))
+        out = linear("bktv,kve->bte", out, self.o_proj[...], runtime)
         return checkpoint_name(out, "out_proj"), cache, LayerAux()
 
-    def _project(self, x_BTE: jax.Array, name: str) -> jax.Array:
-        return jnp.einsum("bte,ekd->bktd", x_BTE, getattr(self, f"{name}_proj")[...].astype(x_BTE.dtype))
+    def _project(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:
+        return linear("bte,ekd->bktd", x_BTE, getattr(self, f"{name}_proj")[...], runtime)
+
+    def _gate(self, x_BTE: jax.Array, name: str) -> jax.Array:
+        return jnp.einsum("bte,ekg->bktg", x_BTE, getattr(self, f"{name}_proj")[...].astype(x_BTE.dtype))
 
     def _heads(self, a_BKTX: jax.Array) -> jax.Array:
         """[B, K, T, GV] -> [B, K, G, T, V]."""
         return jnp.swapaxes(a_BKTX.reshape(*a_BKTX.shape[:3], -1, self.spec.value_dim), 2, 3)
 
-    def _convolved(self, x_BTE, real_BT, documents_BT, cache):
+    def _convolved(self, x_BTE, real_BT, documents_BT, cache, runtime):
         """(q [B, K, T, D], k, v [B, K, G, T, V], cache): normalised, after convolution and silu, float32."""
         spec = self.spec
-        inputs = jnp.concatenate([checkpoint_name(self._project(x_BTE, n), label) for n, label in CONVOLVED.items()], axis=-1)
+        inputs = [checkpoint_name(self._project(x_BTE, n, runtime), label) for n, label in CONVOLVED.items()]
+        inputs = jnp.concatenate(inputs, axis=-1)
         B, K, _, J = inputs.shape
         before = spec.conv_width - 1
         if cache is None:
@@ -101,7 +107,7 @@ class DeltaNet(nnx.Module):
 
     def _gates(self, x_BTE, real_BT):
         """(beta, g), float32[B, K, G, T]: how much of a value is written, and the logarithm of the decay; 0 on padding."""
-        b, a = (self._project(x_BTE, name).astype(jnp.float32).swapaxes(2, 3) for name in "ba")
+        b, a = (self._gate(x_BTE, name).astype(jnp.float32).swapaxes(2, 3) for name in "ba")
         A_log, dt_bias = (w[...].astype(jnp.float32)[..., None] for w in (self.A_log, self.dt_bias))
         g = -jnp.exp(A_log) * jax.nn.softplus(a + dt_bias)
         return tuple(jnp.where(real_BT[:, None, None], each, 0.0) for each in (jax.nn.sigmoid(b), g))

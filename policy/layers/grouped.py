@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from policy.config import Runtime
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -94,8 +96,9 @@ def _combine_backward(saved, g_NE: jax.Array):
 combine.defvjp(lambda rows, weights, plan: (combine(rows, weights, plan), (rows, weights, plan)), _combine_backward)
 
 
-def product(rows_ME: jax.Array, weights_GEF: jax.Array, plan: Plan) -> jax.Array:
-    """rows[m] @ weights[group of m]: [M, F]."""
+def product(rows_ME: jax.Array, weights_GEF: jax.Array, plan: Plan, runtime: Runtime) -> jax.Array:
+    """rows[m] @ weights[group of m], in rows' dtype: [M, F]."""
+    weights_GEF = weights_GEF.astype(rows_ME.dtype)
     if plan.block_group is None:
         return jax.lax.ragged_dot(rows_ME, weights_GEF, plan.sizes.astype(jnp.int32))
     blocks = rows_ME.reshape(plan.block_group.shape[0], -1, rows_ME.shape[-1])

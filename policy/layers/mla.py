@@ -13,6 +13,7 @@ from policy.config import DecoderConfig, LatentAttention, Runtime
 from policy.intermediates import LayerAux
 from policy.layers.attention import Mask, attend
 from policy.layers.indexer import IndexedMask, KeyIndexer
+from policy.layers.linear import dequantized, linear
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import normal, weight, zeros
 from policy.layers.rope import rotate
@@ -31,15 +32,15 @@ class MultiHeadLatentAttention(nnx.Module):
         N, R, V = spec.nope_dim, spec.rope.dim, spec.v_dim
         init = normal(config.initializer_range)
         if r is None:
-            self.q_proj = weight(rngs, (E, H, N + R), ("embed", "q_heads", "kv"), init)
+            self.q_proj = weight(rngs, (E, H, N + R), ("embed", "q_heads", "kv"), init, inputs=(0,))
         else:
-            self.q_a_proj = weight(rngs, (E, r), ("embed", "q_lora_up_proj"), init)
+            self.q_a_proj = weight(rngs, (E, r), ("embed", "q_lora_up_proj"), init, inputs=(0,))
             self.q_a_layernorm = RMSNorm(r, spec.norm, rngs)
-            self.q_b_proj = weight(rngs, (r, H, N + R), ("q_lora", "q_heads", "kv"), init)
-        self.kv_a_proj = weight(rngs, (E, c + R), ("embed", "kv_lora_up_proj"), init)
+            self.q_b_proj = weight(rngs, (r, H, N + R), ("q_lora", "q_heads", "kv"), init, inputs=(0,))
+        self.kv_a_proj = weight(rngs, (E, c + R), ("embed", "kv_lora_up_proj"), init, inputs=(0,))
         self.kv_a_layernorm = RMSNorm(c, spec.norm, rngs)
-        self.kv_b_proj = weight(rngs, (c, H, N + V), ("kv_lora", "kv_heads", "kv_head_dim"), init)
-        self.o_proj = weight(rngs, (H, V, E), ("heads", "kv", "embed"), init)
+        self.kv_b_proj = weight(rngs, (c, H, N + V), ("kv_lora", "kv_heads", "kv_head_dim"), init, inputs=(0,))
+        self.o_proj = weight(rngs, (H, V, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
         if spec.bias:
             if r is not None:
                 self.q_a_bias = weight(rngs, (r,), ("norm",), zeros)
@@ -50,20 +51,19 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
-        spec, dtype = self.spec, x_BTE.dtype
+        spec = self.spec
         table = step.rotations[str(spec.rope)]
-        q_latent = self._query_latent(x_BTE)
-        q_nope, q_rope = jnp.split(self._queries(x_BTE, q_latent), [spec.nope_dim], axis=-1)
+        q_latent = self._query_latent(x_BTE, runtime)
+        q_nope, q_rope = jnp.split(self._queries(x_BTE, q_latent, runtime), [spec.nope_dim], axis=-1)
         q_rope = rotate(q_rope, spec.rope, table)
-        kv_a = self._biased(x_BTE @ self.kv_a_proj[...].astype(dtype), "kv_a")
+        kv_a = self._biased(linear("bte,er->btr", x_BTE, self.kv_a_proj[...], runtime), "kv_a")
         latent, k_rope = jnp.split(kv_a, [spec.kv_lora_rank], axis=-1)
         latent = checkpoint_name(self.kv_a_layernorm(latent), "mla_kv")
         k_rope = rotate(k_rope[:, None], spec.rope, table)
         index_queries, index_keys = self.indexer(x_BTE, q_latent, step) if spec.indexer else (None, None)
         new = {} if index_keys is None else {"index": index_keys}
-        kv_b = self.kv_b_proj[...].astype(dtype)
         if cache is None:
-            expanded = jnp.einsum("btc,chd->bhtd", latent, kv_b)
+            expanded = linear("btc,chd->bhtd", latent, self.kv_b_proj[...], runtime)
             k_nope, values = jnp.split(expanded, [spec.nope_dim], axis=-1)
             keys = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope, (*k_nope.shape[:3], spec.rope.dim))], axis=-1)
             keys, values = checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
@@ -71,29 +71,29 @@ class MultiHeadLatentAttention(nnx.Module):
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
             out = attend(q * spec.scale, keys, values, self._mask(step, visible, index_queries), runtime.attention_chunk)
         else:
-            w_k, w_v = jnp.split(kv_b, [spec.nope_dim], axis=-1)
+            w_k, w_v = jnp.split(dequantized(self.kv_b_proj[...], x_BTE.dtype, runtime), [spec.nope_dim], axis=-1)
             visible, cache = extend(cache, step, latent=jnp.concatenate([latent[:, None], k_rope], axis=-1), **new)
             keys = visible.arrays["latent"]
             q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
             values = keys[..., : spec.kv_lora_rank]
             out = attend(q * spec.scale, keys, values, self._mask(step, visible, index_queries), runtime.attention_chunk)
             out = jnp.einsum("bhtc,chd->bhtd", out, w_v)
-        out = self._biased(jnp.einsum("bhtd,hde->bte", out, self.o_proj[...].astype(dtype)), "o")
+        out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
         return checkpoint_name(out, "out_proj"), cache, LayerAux()
 
     def _mask(self, step: Step, visible: Visible, index_queries: tuple | None) -> Mask:
         return Mask(step, visible) if index_queries is None else IndexedMask(step, visible, index_queries, self.spec.indexer)
 
-    def _query_latent(self, x_BTE: jax.Array) -> jax.Array | None:
+    def _query_latent(self, x_BTE: jax.Array, runtime: Runtime) -> jax.Array | None:
         if self.spec.q_lora_rank is None:
             return None
-        latent = self._biased(x_BTE @ self.q_a_proj[...].astype(x_BTE.dtype), "q_a")
+        latent = self._biased(linear("bte,er->btr", x_BTE, self.q_a_proj[...], runtime), "q_a")
         return checkpoint_name(self.q_a_layernorm(latent), "mla_q")
 
-    def _queries(self, x_BTE: jax.Array, latent_BTr: jax.Array | None) -> jax.Array:
+    def _queries(self, x_BTE: jax.Array, latent_BTr: jax.Array | None, runtime: Runtime) -> jax.Array:
         if latent_BTr is None:
-            return jnp.einsum("bte,ehd->bhtd", x_BTE, self.q_proj[...].astype(x_BTE.dtype))
-        return jnp.einsum("btr,rhd->bhtd", latent_BTr, self.q_b_proj[...].astype(x_BTE.dtype))
+            return linear("bte,ehd->bhtd", x_BTE, self.q_proj[...], runtime)
+        return linear("btr,rhd->bhtd", latent_BTr, self.q_b_proj[...], runtime)
 
     def _biased(self, x_BTE: jax.Array, name: str) -> jax.Array:
         return x_BTE + getattr(self, f"{name}_bias")[...].astype(x_BTE.dtype) if self.spec.bias else x_BTE

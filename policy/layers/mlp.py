@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from policy.cache import Step
 from policy.config import DecoderConfig, Matrix, Mlp, Runtime
 from policy.intermediates import LayerAux
+from policy.layers.linear import linear
 from policy.layers.parameter import normal, weight, zeros
 
 ACTIVATIONS = {
@@ -30,10 +31,10 @@ class FeedForward(nnx.Module):
         E, I = config.hidden_size, spec.width
         init = normal(config.initializer_range)
         for name in self._inputs:
-            setattr(self, f"{name}_proj", weight(rngs, (E, I), ("embed", "mlp"), init))
+            setattr(self, f"{name}_proj", weight(rngs, (E, I), ("embed", "mlp"), init, inputs=(0,)))
             if spec.bias:
                 setattr(self, f"{name}_bias", weight(rngs, (I,), ("mlp",), zeros))
-        self.down_proj = weight(rngs, (I, E), ("mlp", "embed"), init)
+        self.down_proj = weight(rngs, (I, E), ("mlp", "embed"), init, inputs=(0,))
         if spec.bias:
             self.down_bias = weight(rngs, (E,), ("norm",), zeros)
 
@@ -43,12 +44,12 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
         act = ACTIVATIONS[self.spec.activation]
-        hidden = [checkpoint_name(self._linear(x, name), f"mlpwi_{i}") for i, name in enumerate(self._inputs)]
+        hidden = [checkpoint_name(self._linear(x, name, runtime), f"mlpwi_{i}") for i, name in enumerate(self._inputs)]
         inner = act(hidden[0]) * hidden[1] if self.spec.gated else act(hidden[0])
-        return checkpoint_name(self._linear(inner, "down"), "mlpwo"), LayerAux()
+        return checkpoint_name(self._linear(inner, "down", runtime), "mlpwo"), LayerAux()
 
-    def _linear(self, x: jax.Array, name: str) -> jax.Array:
-        out = x @ getattr(self, f"{name}_proj")[...].astype(x.dtype)
+    def _linear(self, x: jax.Array, name: str, runtime: Runtime) -> jax.Array:
+        out = linear("...e,ei->...i", x, getattr(self, f"{name}_proj")[...], runtime)
         return out + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.spec.bias else out
 
 
@@ -57,7 +58,7 @@ class SquareMatrix(nnx.Module):
 
     def __init__(self, spec: Matrix, config: DecoderConfig, rngs: nnx.Rngs):
         E = config.hidden_size
-        self.proj = weight(rngs, (E, E), ("embed", "mlp"), normal(config.initializer_range))
+        self.proj = weight(rngs, (E, E), ("embed", "mlp"), normal(config.initializer_range), inputs=(0,))
 
     def __call__(self, x: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
-        return checkpoint_name(x @ self.proj[...].astype(x.dtype), "mlpwo"), LayerAux()
+        return checkpoint_name(linear("...e,ef->...f", x, self.proj[...], runtime), "mlpwo"), LayerAux()

@@ -85,7 +85,7 @@ class MixtureOfExperts(nnx.Module):
             ("up", (X, E, F), ("exp", "embed_moe", "mlp_moe")),
             ("down", (X, F, E), ("exp", "mlp_moe", "embed_moe")),
         ):
-            setattr(self, f"expert_{name}_proj", weight(rngs, shape, axes, init))
+            setattr(self, f"expert_{name}_proj", weight(rngs, shape, axes, init, inputs=(1,)))
             if spec.bias:
                 setattr(self, f"expert_{name}_bias", weight(rngs, (X, shape[-1]), ("exp", None), zeros))
         if spec.shared:
@@ -106,7 +106,7 @@ class MixtureOfExperts(nnx.Module):
         if spec.weigh == "input":
             rows = rows * jnp.zeros(rows.shape[0], rows.dtype).at[routes.row].set(weights.astype(rows.dtype))[:, None]
             weights = jnp.ones_like(weights)
-        out = combine(self._experts(rows, routes), weights, routes)
+        out = combine(self._experts(rows, routes, runtime), weights, routes)
         if spec.shared:
             shared, _ = self.shared(x_NE, step, runtime)
             if spec.shared_gate:
@@ -116,12 +116,12 @@ class MixtureOfExperts(nnx.Module):
         routing = routing_statistics(experts.reshape(B, T, k), scores.reshape(B, T, X), step.segments)
         return out.reshape(x_BTE.shape), LayerAux(routing=routing)
 
-    def _experts(self, rows_ME: jax.Array, routes: Plan) -> jax.Array:
+    def _experts(self, rows_ME: jax.Array, routes: Plan, runtime: Runtime) -> jax.Array:
         """Every row through the expert of its group: [M, E]."""
         spec = self.spec
 
         def linear(rows, name):
-            out = product(rows, getattr(self, f"expert_{name}_proj")[...].astype(rows.dtype), routes)
+            out = product(rows, getattr(self, f"expert_{name}_proj")[...], routes, runtime)
             return out + getattr(self, f"expert_{name}_bias")[...].astype(rows.dtype)[groups_of(routes)] if spec.bias else out
 
         gate = checkpoint_name(linear(rows_ME, "gate"), "mlpwi_0")

@@ -23,8 +23,12 @@ ones = jax.nn.initializers.ones
 zeros = jax.nn.initializers.zeros
 
 
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init) -> nnx.Param:
-    """A trained array of `shape` whose dimension i carries the logical axis name `axes[i]`; float32 until it is placed."""
+def weight(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init, inputs: tuple[int, ...] | None = None
+) -> nnx.Param:
+    """A trained array of `shape` whose dimension i carries the logical axis name `axes[i]`; float32 until it is placed. `inputs`
+    are the dimensions that its products sum over, where they go through policy/layers/linear.py: such a weight may be
+    quantised."""
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length")
-    return nnx.Param(init(rngs.params(), shape, jnp.float32), out_sharding=axes)
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), out_sharding=axes, inputs=inputs)

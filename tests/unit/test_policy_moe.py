@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from policy.config import DecoderConfig, Norm, Router
+from policy.config import DecoderConfig, Norm, Router, Runtime
 from policy.layers import grouped, moe
 
 N, k, G, E, F = 11, 2, 5, 6, 7
@@ -27,7 +27,7 @@ def mixture_and_gradients(x, w, weights, choices, cotangent, block):
 
     def mixture(x, w, weights):
         plan = grouped.plan(choices, G, block=block)
-        return grouped.combine(grouped.product(grouped.dispatch(x, plan), w, plan), weights, plan)
+        return grouped.combine(grouped.product(grouped.dispatch(x, plan), w, plan, Runtime()), weights, plan)
 
     with jax.default_matmul_precision("highest"):
         out, vjp = jax.vjp(mixture, x, w, weights)
