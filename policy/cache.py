@@ -75,6 +75,13 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
     return Visible(seen, positions, jnp.ones_like(positions)), replace(cache, arrays=arrays)
 
 
+def take(cache: LayerCache, name: str, at_BTk: jax.Array) -> jax.Array:
+    """[B, T, k, D]: the entries of an array with one head that stand at `at`, row b of slot b. They are read where they lie: to
+    slice the layer out of a stacked array first would copy all of it."""
+    rows = jnp.arange(at_BTk.shape[0])[:, None, None]
+    return cache.arrays[name].at[cache.index, rows, 0, at_BTk].get(mode="promise_in_bounds")
+
+
 # Logical axes of every cache array [R, S, K, C, D].
 AXES = (None, "cache_batch", "cache_heads", None, None)
 

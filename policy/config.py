@@ -326,12 +326,14 @@ class DecoderConfig:
 class Runtime:
     """How a decoder is computed, apart from what it computes. `remat` is a key of REMAT_SAVES in policy/decoder.py,
     or none; more than `attention_chunk` queries are taken in chunks; `record` names what each layer adds to the Aux. `layout` is
-    filled in by the Graph."""
+    filled in by the Graph. `indexer`: what an indexer of keys learns from when there is no cache, if anything (policy/layers/
+    sparse_attention.py); attention is dense during its warm-up."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: str = "full"
     scan: bool = True
     attention_chunk: int = 512
-    record: tuple[Literal["hidden", "activations"], ...] = ()
+    record: tuple[Literal["hidden", "activations", "selection"], ...] = ()
+    indexer: Literal["off", "dense_warmup", "sparse"] = "off"
     layout: Layout | None = None

@@ -35,12 +35,26 @@ class Activations:
 
 
 @_pytree
+class Indexing:
+    """What an indexer of keys learns from: sums over the queries that are not padding, float32. `divergence` KL(p || q) of its
+    softmax q from the attention weights p of the main path, in nats; `recall` the share of p on the keys that it would select,
+    which is 1 and left out where attention is over those keys only."""
+
+    divergence: jax.Array
+    recall: jax.Array | None = None
+
+
+@_pytree
 class LayerAux:
-    """Of one layer. `hidden` [B, T, E] is its output; it and `activations` are there where `Runtime.record` names them."""
+    """Of one layer. `indexing` is there where an indexer learns. `hidden` [B, T, E] is the layer's output, `selection`
+    int32[B, T, k] the keys that an indexer selected for each query, by their column (with a cache: by position), -1 where there
+    are fewer; these two and `activations` are there where `Runtime.record` names them."""
 
     routing: Routing | None = None
+    indexing: Indexing | None = None
     activations: Activations | None = None
     hidden: jax.Array | None = None
+    selection: jax.Array | None = None
 
     def also(self, other: LayerAux) -> LayerAux:
         """This with what `other` found laid over it."""

@@ -14,6 +14,7 @@ from flax import nnx
 from policy import head, modes, sources
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
+from policy.intermediates import Aux
 from policy.layers.parameter import Constant
 from policy.sharding import Layout, layout
 
@@ -76,6 +77,11 @@ class Graph:
         """modes.train on these weights: (logp, entropy, Aux)."""
         with self.precision():
             return modes.train(self.decoder(params), tokens_BT, step, temperature, self.runtime)
+
+    def aux(self, params, tokens_BT, step) -> Aux:
+        """What the layers find, without a head."""
+        with self.precision():
+            return self.decoder(params)(tokens_BT, step, None, self.runtime)[2]
 
     @property
     def parameters(self) -> int:

@@ -5,22 +5,42 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from policy.intermediates import Aux
+from policy.intermediates import Aux, Indexing
 from policy.layers.moe import bias_update
 from rl.config import StageOptions
 
 _BIAS = ".feed_forward.router.correction_bias"
 
 
-def auxiliary_loss(stage: StageOptions, aux: Aux, sequences: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """This micro-batch's share of the losses of the parts, each with its coefficient, and their metrics. `sequences`: rows of the
-    whole optimiser batch that are not padding."""
+def auxiliary_loss(stage: StageOptions, aux: Aux, segments_NT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """This micro-batch's share of the losses of the parts, each with its coefficient, and their metrics. `segments` are those of
+    the whole optimiser batch."""
     loss, metrics = jnp.float32(0.0), {}
     if routing := aux.found("routing"):
+        sequences = jnp.sum(jnp.any(segments_NT != 0, axis=1))
         balance = sum(each.balance.sum() for each in routing.values()) / jnp.maximum(sequences, 1)
-        loss += stage.router.balance_coef * balance
         metrics["moe/balance"] = balance
+        if stage.indexer.training != "dense_warmup":  # a constant there: the routers stay
+            loss += stage.router.balance_coef * balance
+    if indexing := aux.found("indexing"):
+        per_layer, found = _indexer_terms(list(indexing.values()), jnp.sum(segments_NT != 0))
+        loss += stage.indexer.coef * per_layer.sum()
+        metrics |= found
     return loss, metrics
+
+
+def _indexer_terms(indexing: list[Indexing], tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(mean over the tokens of each layer's divergence float32[layers], metrics). The loss is their sum, so that what a layer's
+    indexer learns does not depend on how many layers there are."""
+
+    def per_layer(arrays):
+        return jnp.concatenate(arrays) / jnp.maximum(tokens, 1)
+
+    divergence = per_layer([each.divergence for each in indexing])
+    metrics = {"indexer/kl": divergence.mean()}
+    if indexing[0].recall is not None:
+        metrics["indexer/recall"] = per_layer([each.recall for each in indexing]).mean()
+    return divergence, metrics
 
 
 def expert_counts(aux: Aux) -> dict[str, jax.Array]:

@@ -206,6 +206,17 @@ class RouterOptions(Strict):
     balance_coef: float = Field(0.0, ge=0.0, description="weight of the sequence-wise balance loss (DeepSeek-V3: 1e-4)")
 
 
+class IndexerOptions(Strict):
+    """How indexers (DeepSeek-V3.2) learn which keys a query needs. Only their loss reaches them, and it reaches only them."""
+
+    training: Literal["off", "dense_warmup", "sparse"] = Field(
+        "off",
+        description="off: they stay as they are; dense_warmup: attention is over all keys and only they learn; "
+        "sparse: attention is over the selected keys, and they learn beside the rest",
+    )
+    coef: float = Field(1.0, gt=0.0, description="weight of their loss")
+
+
 class UntilOptions(Strict):
     """Ends a stage before its last step, after the first step whose `metric` reaches a bound."""
 
@@ -248,6 +259,7 @@ class StageOptions(Strict):
     optimizer: OptimizerOptions = Field(OptimizerOptions(), description="optimizer of the policy")
     critic: OptimizerOptions = Field(OptimizerOptions(), description="optimizer of the critic (ppo)")
     router: RouterOptions = Field(RouterOptions(), description="balance of mixture-of-experts layers")
+    indexer: IndexerOptions = Field(IndexerOptions(), description="training of the indexers of sparse attention")
     sampling: SamplingOptions = Field(SamplingOptions(), description="of completions; sft: of its evaluations, which are greedy")
     data: DataOptions | None = Field(None, description="instead of the run's data")
     rewards: RewardSettings | None = Field(None, description="instead of the run's rewards")

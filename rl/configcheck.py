@@ -184,6 +184,8 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
     if not (stage.data or config.data):
         yield (*path, "data"), f"{name} needs data, here or for the whole run (`data`)"
     rows = stage.prompts_per_step // stage.updates_per_step
+    if stage.indexer.training == "dense_warmup" and not supervised(stage):
+        yield (*path, "indexer", "training"), f"a dense_warmup learns from texts alone, {name} samples for nothing; use sft"
     if not supervised(stage):
         rows *= stage.samples_per_prompt
         if not (stage.rewards or config.rewards):

@@ -18,7 +18,7 @@ import numpy as np
 
 import policy
 from policy import sources
-from policy.config import Runtime
+from policy.config import DecoderConfig, Runtime
 from policy.hf import UnsupportedModel
 from policy.model import Graph, Model
 from policy.sharding import layout
@@ -115,6 +115,7 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
             )
         if decoder.max_positions is not None and config.max_length > decoder.max_positions:
             raise ConfigError(f"max_length: {config.max_length} is more than the {decoder.max_positions} positions of this model")
+        _check_indexers(config, decoder)
         if not with_weights:
             return Model(Graph(decoder, runtime, mesh), {})
         if from_directory:
@@ -122,6 +123,20 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
         return policy.create(decoder, config.seed, runtime=runtime, mesh=mesh)
     except (ModelFileError, UnsupportedModel) as error:
         raise ModelError(f"model {options.source}: {error}") from None
+
+
+def _check_indexers(config: RunConfig, decoder: DecoderConfig) -> None:
+    """Stages that train indexers need a model that has some, and one that selects."""
+    indexers = [indexer for spec in decoder.layers if (indexer := getattr(spec.mixer, "indexer", None)) is not None]
+    for number, stage in enumerate(config.stages):
+        key, training = f"stages.{number}.indexer.training", stage.indexer.training
+        if training != "off" and not indexers:
+            raise ConfigError(f"{key}: {training}, but this model has no indexer (DeepSeek-V3.2 has); leave it off")
+        if training == "sparse" and (topk := min(each.topk for each in indexers)) >= config.max_length:
+            raise ConfigError(
+                f"{key}: sparse, but with max_length {config.max_length} every query sees all keys: the indexers select {topk}; "
+                "raise max_length, lower model.overrides.index_topk, or use dense_warmup"
+            )
 
 
 def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> None:

@@ -16,6 +16,7 @@ import optax
 
 import rl.algorithms
 from policy import modes
+from policy.cache import Step
 from policy.layers.dropout import Dropout, row_seeds
 from policy.model import Graph
 from policy.sharding import constrain, settle
@@ -24,6 +25,7 @@ from rl.auxiliary import auxiliary_loss, expert_counts, load_metrics, moved_bias
 from rl.batch import Batch
 from rl.config import OptimizerOptions, StageOptions
 from rl.critic import Critic
+from rl.learned import learned
 
 
 @jax.tree_util.register_dataclass
@@ -74,9 +76,9 @@ class Updater:
     """One optimiser update of some weights as a compiled program: gradients summed over micro-batches, clipping, AdamW, and the
     rule that moves the selection biases of routers. An update that is not finite leaves everything as it was."""
 
-    def __init__(self, owner: Graph | Critic, loss, options: OptimizerOptions, stage: StageOptions, seed: int):
-        """`loss(params, micro, totals) -> (scalar, metrics, Aux)`: micro-batches are summed."""
-        self.owner, self._loss, self._options, self._stage = owner, loss, options, stage
+    def __init__(self, owner: Graph | Critic, loss, options: OptimizerOptions, stage: StageOptions, learned: frozenset, seed: int):
+        """`loss(params, micro, totals) -> (scalar, metrics, Aux)`: micro-batches are summed. `learned` are the paths that move."""
+        self.owner, self._loss, self._options, self._stage, self._learned = owner, loss, options, stage, learned
         self._seed = seed if stage.dropout else None
         self.layout = owner.layout if isinstance(owner, Graph) else owner.trunk.layout
         self.rate = schedule(options, stage.steps * stage.updates_per_step)
@@ -84,8 +86,8 @@ class Updater:
 
     def _split(self, params: dict) -> tuple[dict, dict]:
         """(weights with a gradient, the others)."""
-        still = self.owner.untrained
-        return {k: v for k, v in params.items() if k not in still}, {k: v for k, v in params.items() if k in still}
+        moves = self._learned - self.owner.untrained
+        return {k: v for k, v in params.items() if k in moves}, {k: v for k, v in params.items() if k not in moves}
 
     def start(self, params: dict[str, jax.Array]) -> Learner:
         init = jax.jit(self._transform.init, out_shardings=self.shardings.optimizer)
@@ -121,7 +123,9 @@ class Updater:
         if self._options.clip_norm is not None:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self._options.clip_norm / (norm + 1e-6)), grads)
         changes, state = self._transform.update(grads, learner.optimizer, trained)
-        new = Learner(optax.apply_updates(trained, changes) | moved_biases(still, counts, self._stage.router.bias_rate), state)
+        constants = {path: array for path, array in still.items() if path in self._learned}
+        moved = moved_biases(constants, counts, self._stage.router.bias_rate)
+        new = Learner(optax.apply_updates(trained, changes) | still | moved, state)
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
         new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, learner)
         metrics |= {
@@ -144,11 +148,9 @@ class Updater:
                 return jnp.broadcast_to(a, (M, *jnp.shape(a)))
             return constrain(a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout)
 
-        sequences = jnp.sum(jnp.any(batch.segments != 0, axis=1))
-
         def objective(weights, micro, totals):
             loss, metrics, aux = self._loss(weights | still, micro, totals)
-            besides, found = auxiliary_loss(self._stage, aux, sequences)
+            besides, found = auxiliary_loss(self._stage, aux, batch.segments)
             return loss + besides, (metrics | found, expert_counts(aux))
 
         def one(total, xs):
@@ -168,11 +170,15 @@ class Trainer:
         """`seed` is that of the run; dropout needs it."""
         self.graph, self.stage, self.algorithm = graph, stage, algorithm
         self.temperature = np.float32((stage.sampling.temperature if algorithm.needs_rollouts else 0.0) or 1.0)
-        self.policy = Updater(graph, self._policy_loss, stage.optimizer, stage, seed)
+        indexer = stage.indexer.training
+        self._learning = graph.at(indexer=indexer)
+        loss = self._parts_loss if indexer == "dense_warmup" else self._policy_loss
+        self.policy = Updater(graph, loss, stage.optimizer, stage, learned(graph.axes, indexer), seed)
         self.critic = None
         if algorithm.needs_critic:
             self._critic = Critic(graph)
-            self.critic = Updater(self._critic, self._critic_loss, stage.critic, stage, seed)
+            moves = learned(self._critic.axes, self._critic.trunk.runtime.indexer)
+            self.critic = Updater(self._critic, self._critic_loss, stage.critic, stage, moves, seed)
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
         """The state at the beginning of the stage. Takes `params` over; reference and critic are copies of them."""
@@ -231,11 +237,16 @@ class Trainer:
 
         return jax.jit(totals)
 
-    def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):
+    def _step(self, micro: Batch) -> Step:
         step = modes.sit(micro.tokens, segments=micro.segments)
-        if micro.dropout is not None:
-            step = replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
-        logp, entropy, aux = self.graph.logprobs(params, micro.tokens, step, self.temperature)
+        return step if micro.dropout is None else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
+
+    def _parts_loss(self, params, micro: Batch, inputs: PolicyInputs):
+        """Nothing but what the layers bring along: no head is computed."""
+        return jnp.float32(0.0), {}, self._learning.aux(params, micro.tokens, self._step(micro))
+
+    def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):
+        logp, entropy, aux = self._learning.logprobs(params, micro.tokens, self._step(micro), self.temperature)
         loss, metrics = self.algorithm.loss(replace(inputs, logp=logp, entropy=entropy))
         return loss, metrics, aux
 

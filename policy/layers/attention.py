@@ -164,17 +164,22 @@ def attend(
     if chunk >= T:
         out = some(q, *mask.queries)
     else:
-        parts = (_chunked(a, chunk, axis) for a, axis in ((q, 3), *((a, 1) for a in mask.queries)))
+        parts = (in_chunks(a, chunk, axis) for a, axis in ((q, 3), *((a, 1) for a in mask.queries)))
         out = jax.lax.map(jax.checkpoint(lambda xs: some(*xs)), tuple(parts))
-        out = jnp.moveaxis(out, 0, 3)
-        out = out.reshape(*out.shape[:3], -1, out.shape[-1])[:, :, :, :T]
+        out = of_chunks(out, 3)[:, :, :, :T]
     return out.reshape(B, H, T, v_BKCD.shape[-1])
 
 
-def _chunked(a: jax.Array, chunk: int, axis: int) -> jax.Array:
+def in_chunks(a: jax.Array, chunk: int, axis: int) -> jax.Array:
     """`axis` padded to whole chunks and cut into them; the chunks come first."""
     a = jnp.pad(a, [(0, -a.shape[axis] % chunk if i == axis else 0) for i in range(a.ndim)])
     return jnp.moveaxis(a.reshape(*a.shape[:axis], -1, chunk, *a.shape[axis + 1 :]), axis, 0)
+
+
+def of_chunks(a: jax.Array, axis: int) -> jax.Array:
+    """The inverse of `in_chunks`, with the padding still there."""
+    a = jnp.moveaxis(a, 0, axis)
+    return a.reshape(*a.shape[:axis], -1, *a.shape[axis + 2 :])
 
 
 def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:

@@ -1,5 +1,5 @@
 """The index selector of sparse latent attention (arXiv 2512.02556): which keys a query may see. B rows, T queries, C visible keys,
-H index heads, D index dimension, r rank of the query latent."""
+H index heads, D index dimension, r rank of the query latent, k selected keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from policy.layers.rope import rotate
 
 
 class KeyIndexer(nnx.Module):
-    """Scores every key for every query: sum_h w_h relu(q_h . k / sqrt(D)). Nothing of it reaches the gradient of the main path."""
+    """Scores every key for every query: sum_h w_h relu(q_h . k / sqrt(D)). Its inputs are detached, so what it learns from does
+    not reach the rest of the decoder."""
 
     def __init__(self, spec: Indexer, q_lora_rank: int, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
@@ -28,32 +29,60 @@ class KeyIndexer(nnx.Module):
         self.weights_proj = weight(rngs, (E, H), ("embed", "q_heads"), init)
 
     def __call__(self, x_BTE: jax.Array, q_latent_BTr: jax.Array, step: Step) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        """((queries [B, T, H, D], their weights float32[B, T, H]), keys [B, 1, T, D])."""
+        """((queries [B, T, H, D], their weights float32[B, T, H]), keys [B, 1, T, D]). The weights are computed in float32 whatever
+        the dtype: at lower precision near ties fall otherwise."""
         spec, dtype = self.spec, x_BTE.dtype
         x, q_latent = jax.lax.stop_gradient((x_BTE, q_latent_BTr))
         table = step.rotations[str(spec.rope)]
         q = rotate(jnp.einsum("btr,rhd->bhtd", q_latent, self.wq_b[...].astype(dtype)), spec.rope, table)
         k = rotate(self.k_norm(x @ self.wk[...].astype(dtype))[:, None], spec.rope, table)
-        w = (x @ self.weights_proj[...].astype(dtype)).astype(jnp.float32) * spec.heads**-0.5
-        return (jnp.swapaxes(q, 1, 2), w), k
+        w = jnp.dot(x.astype(jnp.float32), self.weights_proj[...].astype(jnp.float32), precision="highest")
+        return (jnp.swapaxes(q, 1, 2), w * spec.heads**-0.5), k
 
 
 class IndexedMask(Mask):
-    """A mask that leaves, of the keys a query may look at, the `topk` with the largest index scores."""
+    """A mask that leaves, of the keys a query may look at, the `topk` with the largest index scores; of equal scores the earlier
+    key. With no more than `topk` keys it leaves all, and nothing is scored."""
 
     def __init__(self, step: Step, visible: Visible, queries: tuple[jax.Array, jax.Array], spec: Indexer):
         super().__init__(step, visible)
         self.queries = (*self.queries, *queries)
-        self.index_keys, self.spec = visible.arrays["index"][:, 0], spec
+        self.index_keys, self.topk = visible.arrays["index"][:, 0], spec.topk
+
+    @property
+    def selects(self) -> bool:
+        """Whether there are more keys than a query may see."""
+        return self.index_keys.shape[1] > self.topk
+
+    def visible(self, positions_BT: jax.Array, segments_BT: jax.Array, *_) -> jax.Array:
+        """bool[B, T, C]: the keys that these queries could look at without an indexer."""
+        return super().of(positions_BT, segments_BT)
+
+    def scores(self, q_BTHD: jax.Array, w_BTH: jax.Array) -> jax.Array:
+        """float32[B, T, C], of every key, visible or not."""
+        dots = jnp.einsum("bthd,bcd->bthc", q_BTHD, self.index_keys, preferred_element_type=jnp.float32)
+        return jnp.einsum("bthc,bth->btc", jax.nn.relu(dots * q_BTHD.shape[-1] ** -0.5), w_BTH, precision="highest")
+
+    def best(self, visible_BTC: jax.Array, scores_BTC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(indices int32[B, T, k] into the visible keys, which of them count): the invisible ones come last and do not count."""
+        scores = jax.lax.stop_gradient(jnp.where(visible_BTC, scores_BTC, -jnp.inf))
+        _, chosen = jax.lax.top_k(scores, min(self.topk, scores.shape[-1]))
+        return chosen, jnp.take_along_axis(visible_BTC, chosen, axis=-1)
+
+    def kept(self, visible_BTC: jax.Array, scores_BTC: jax.Array) -> jax.Array:
+        """bool[B, T, C]: the same choice as a mask."""
+        if not self.selects:
+            return visible_BTC
+        chosen, counts = self.best(visible_BTC, scores_BTC)
+        B, T, _ = chosen.shape
+        none = jnp.zeros(visible_BTC.shape, jnp.bool_)
+        return none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], chosen].set(counts, unique_indices=True)
+
+    def choose(self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array):
+        """`best` of these queries; takes what `queries` holds, cut along T."""
+        return self.best(self.visible(positions_BT, segments_BT), self.scores(q_BTHD, w_BTH))
 
     def of(self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array) -> jax.Array:
         """bool[B, T, C]."""
-        allowed = super().of(positions_BT, segments_BT)
-        if self.index_keys.shape[1] <= self.spec.topk:
-            return allowed
-        scores = jnp.einsum("bthd,bcd->bthc", q_BTHD, self.index_keys, preferred_element_type=jnp.float32)
-        scores = jnp.einsum("bthc,bth->btc", jax.nn.relu(scores * self.spec.head_dim**-0.5), w_BTH)
-        _, chosen = jax.lax.top_k(jax.lax.stop_gradient(jnp.where(allowed, scores, -jnp.inf)), self.spec.topk)
-        B, T, _ = chosen.shape
-        kept = jnp.zeros(allowed.shape, jnp.bool_)
-        return allowed & kept.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], chosen].set(True)
+        visible = self.visible(positions_BT, segments_BT)
+        return self.kept(visible, self.scores(q_BTHD, w_BTH)) if self.selects else visible

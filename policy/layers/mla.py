@@ -17,6 +17,7 @@ from policy.layers.linear import dequantized, linear
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import normal, weight, zeros
 from policy.layers.rope import rotate
+from policy.layers.sparse_attention import attend_selected
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -69,17 +70,23 @@ class MultiHeadLatentAttention(nnx.Module):
             keys, values = checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
             visible, _ = extend(None, step, k=keys, v=values, **new)
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
-            out = attend(q * spec.scale, keys, values, self._mask(step, visible, index_queries), runtime.attention_chunk)
+            out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries), None, runtime)
         else:
             w_k, w_v = jnp.split(dequantized(self.kv_b_proj[...], x_BTE.dtype, runtime), [spec.nope_dim], axis=-1)
             visible, cache = extend(cache, step, latent=jnp.concatenate([latent[:, None], k_rope], axis=-1), **new)
             keys = visible.arrays["latent"]
             q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
             values = keys[..., : spec.kv_lora_rank]
-            out = attend(q * spec.scale, keys, values, self._mask(step, visible, index_queries), runtime.attention_chunk)
+            out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries), cache, runtime)
             out = jnp.einsum("bhtc,chd->bhtd", out, w_v)
         out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
-        return checkpoint_name(out, "out_proj"), cache, LayerAux()
+        return checkpoint_name(out, "out_proj"), cache, found
+
+    def _attend(self, q_BHTD, keys, values, mask: Mask, cache: LayerCache | None, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
+        q = q_BHTD * self.spec.scale
+        if isinstance(mask, IndexedMask):
+            return attend_selected(q, keys, values, mask, cache, runtime)
+        return attend(q, keys, values, mask, runtime.attention_chunk), LayerAux()
 
     def _mask(self, step: Step, visible: Visible, index_queries: tuple | None) -> Mask:
         return Mask(step, visible) if index_queries is None else IndexedMask(step, visible, index_queries, self.spec.indexer)
