@@ -324,13 +324,14 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How a decoder is computed, apart from what it computes. `remat` is a key of REMAT_SAVES in policy/decoder.py,
-    or none; more than `attention_chunk` queries are taken in chunks; `record` names what each layer adds to the Aux. `layout` is
-    filled in by the Graph."""
+    """How a decoder is computed, apart from what it computes. `remat` is a policy of policy/remat.py, or none, and
+    `remat_tensors` are what "custom" keeps, as (name, memory); more than `attention_chunk` queries are taken in chunks; `record`
+    names what each layer adds to the Aux. `layout` is filled in by the Graph."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: str = "full"
+    remat_tensors: tuple[tuple[str, str], ...] = ()
     scan: bool = True
     attention_chunk: int = 512
     record: tuple[Literal["hidden", "activations"], ...] = ()

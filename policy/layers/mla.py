@@ -55,7 +55,7 @@ class MultiHeadLatentAttention(nnx.Module):
         q_latent = self._query_latent(x_BTE)
         q_nope, q_rope = jnp.split(self._queries(x_BTE, q_latent), [spec.nope_dim], axis=-1)
         q_rope = rotate(q_rope, spec.rope, table)
-        kv_a = self._biased(x_BTE @ self.kv_a_proj[...].astype(dtype), "kv_a")
+        kv_a = checkpoint_name(self._biased(x_BTE @ self.kv_a_proj[...].astype(dtype), "kv_a"), "kv_wa_proj")
         latent, k_rope = jnp.split(kv_a, [spec.kv_lora_rank], axis=-1)
         latent = checkpoint_name(self.kv_a_layernorm(latent), "mla_kv")
         k_rope = rotate(k_rope[:, None], spec.rope, table)
@@ -70,6 +70,7 @@ class MultiHeadLatentAttention(nnx.Module):
             visible, _ = extend(None, step, k=keys, v=values, **new)
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
             out = attend(q * spec.scale, keys, values, self._mask(step, visible, index_queries), runtime.attention_chunk)
+            out = checkpoint_name(checkpoint_name(out, "context"), "attention_out")
         else:
             w_k, w_v = jnp.split(kv_b, [spec.nope_dim], axis=-1)
             visible, cache = extend(cache, step, latent=jnp.concatenate([latent[:, None], k_rope], axis=-1), **new)
@@ -87,7 +88,7 @@ class MultiHeadLatentAttention(nnx.Module):
     def _query_latent(self, x_BTE: jax.Array) -> jax.Array | None:
         if self.spec.q_lora_rank is None:
             return None
-        latent = self._biased(x_BTE @ self.q_a_proj[...].astype(x_BTE.dtype), "q_a")
+        latent = checkpoint_name(self._biased(x_BTE @ self.q_a_proj[...].astype(x_BTE.dtype), "q_a"), "query_wa_proj")
         return checkpoint_name(self.q_a_layernorm(latent), "mla_q")
 
     def _queries(self, x_BTE: jax.Array, latent_BTr: jax.Array | None) -> jax.Array:
