@@ -332,6 +332,7 @@ class Runtime:
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: str = "full"
+    remat_tensors: tuple[tuple[str, str], ...] = ()
     scan: bool = True
     attention_chunk: int = 512
     record: tuple[Literal["hidden", "activations", "selection"], ...] = ()

@@ -11,6 +11,7 @@ from itertools import accumulate
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from policy.cache import LayerCache, Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
@@ -20,16 +21,7 @@ from policy.layers.layer import Layer
 from policy.layers.norms import norm
 from policy.layers.parameter import normal, weight
 from policy.layers.rope import rotation, sinusoids
-
-_ATTENTION = ("query_proj", "key_proj", "value_proj")
-# What the backward pass finds saved instead of computing it again, by name of the checkpointed tensors.
-REMAT_SAVES = {
-    "full": (),
-    "minimal": (*_ATTENTION, "mla_q", "mla_kv", "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo"),
-    "save_dot_except_mlp": (*_ATTENTION, "out_proj"),
-    "save_qkv_proj": _ATTENTION,
-    "save_out_proj": ("out_proj",),
-}
+from policy.remat import checkpointed, saved
 
 
 class LayerStack(nnx.Module):
@@ -50,14 +42,13 @@ class LayerStack(nnx.Module):
             for i, layer in enumerate(nnx.merge(graph, one)):
                 view = None if part is None else LayerCache(part[i], index)
                 here = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
-                x, view, aux = layer(x, here, view, runtime)
+                x, view, aux = layer(checkpoint_name(x, "decoder_layer_input"), here, view, runtime)
                 found.append(aux)
                 arrays.append(None if view is None else view.arrays)
             return x, None if part is None else tuple(arrays), tuple(found)
 
         if runtime.remat != "none" and cache is None:
-            policy = jax.checkpoint_policies.save_only_these_names(*REMAT_SAVES[runtime.remat])
-            repeat = jax.checkpoint(repeat, policy=policy, prevent_cse=not runtime.scan)
+            repeat = checkpointed(repeat, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan)
         if (len(cache) > 1) if cache is not None else not runtime.scan:
             return self._unrolled(x_BTE, cache, weights, repeat)
 

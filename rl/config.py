@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 import rl.algorithms
+from policy import remat
 
 
 class Strict(BaseModel):
@@ -78,8 +79,13 @@ class ModelOptions(Strict):
     overrides: dict[str, Any] = Field({}, description="keys of the Hugging Face configuration to change; random weights only")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the matrix products")
     param_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype in which weights are stored")
-    remat: Literal["none", "full", "minimal", "save_dot_except_mlp", "save_qkv_proj", "save_out_proj"] = Field(
-        "full", description="what the backward pass computes again: full keeps the input of each layer only, none keeps all"
+    remat: Literal[remat.NAMES] = Field(
+        "full",
+        description="what the backward pass computes again: full keeps the input of each layer only, none keeps all; the others "
+        "stand in memory.md",
+    )
+    remat_tensors: dict[str, Literal["device", "offload", "remat"]] = Field(
+        {}, description="remat: custom only: where each tensor named in memory.md is kept (offload: host memory), or remat"
     )
     scan: bool = Field(True, description="scan over stacked layers when training (False: unrolled)")
 

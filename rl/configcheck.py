@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl.config import DataOptions, EvaluationOptions, MeshOptions, RewardSettings, RunConfig, StageOptions
+from policy import remat
+from rl.config import DataOptions, EvaluationOptions, MeshOptions, ModelOptions, RewardSettings, RunConfig, StageOptions
 
 _FILE_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -58,6 +59,7 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
 def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     from rl.configfile import model_presets, nearest
 
+    yield from _remat(config.model)
     path, source = ("model", "source"), config.model.source
     directory = Path(source)
     if source in model_presets():
@@ -72,6 +74,17 @@ def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
             ("model", "overrides"),
             f"{source} holds weights; overrides change the shape of a model that starts from random weights only",
         )
+
+
+def _remat(model: ModelOptions) -> Iterator[tuple[tuple, str]]:
+    from rl.configfile import nearest
+
+    if model.remat == "custom":
+        for name in model.remat_tensors:
+            if name not in remat.TENSORS:
+                yield ("model", "remat_tensors", name), f"no tensor {name}{nearest(name, list(remat.TENSORS))}"
+    elif model.remat_tensors:
+        yield ("model", "remat_tensors"), f"{model.remat} says itself what is kept; set `remat: custom`, or leave this out"
 
 
 def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:

@@ -98,7 +98,13 @@ def run(config: RunConfig) -> int:
 def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model:
     """The model on its mesh; without weights when a checkpoint will bring them."""
     options = config.model
-    runtime = Runtime(options.dtype, options.param_dtype, options.remat, options.scan)
+    runtime = Runtime(
+        dtype=options.dtype,
+        param_dtype=options.param_dtype,
+        remat=options.remat,
+        remat_tensors=tuple(options.remat_tensors.items()),
+        scan=options.scan,
+    )
     try:
         mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)
     except ValueError as error:

@@ -61,8 +61,10 @@ class GroupedQueryAttention(nnx.Module):
         mask = Mask(step, visible, spec.window, spec.chunk)
         sinks = self.sinks[...] if spec.sinks else None
         out = attend(q * spec.scale, keys, values, mask, runtime.attention_chunk, spec.softcap, sinks)
+        out = checkpoint_name(out, "context")
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
+        out = checkpoint_name(out, "attention_out")
         out = linear("bhtd,hde->bte", out, self.o_proj[...], runtime)
         if spec.out_bias:
             out = out + self.o_bias[...].astype(x_BTE.dtype)

@@ -71,8 +71,10 @@ class DeltaNet(nnx.Module):
                 out, state = chunked(q, k, v, beta, g, documents, state)
         if cache is not None:
             cache = _with(cache, "state", state.reshape(B, K * G, -1, V))
+        out = checkpoint_name(out, "context")
         out = self.norm(out) * jax.nn.silu(self._heads(self._project(x, "z", runtime).astype(jnp.float32)))
         out = jnp.swapaxes(out, 2, 3).reshape(B, K, T, G * V).astype(x.dtype)
+        out = checkpoint_name(out, "attention_out")
         out = linear("bktv,kve->bte", out, self.o_proj[...], runtime)
         return checkpoint_name(out, "out_proj"), cache, LayerAux()
 

@@ -57,7 +57,7 @@ class MultiHeadLatentAttention(nnx.Module):
         q_latent = self._query_latent(x_BTE, runtime)
         q_nope, q_rope = jnp.split(self._queries(x_BTE, q_latent, runtime), [spec.nope_dim], axis=-1)
         q_rope = rotate(q_rope, spec.rope, table)
-        kv_a = self._biased(linear("bte,er->btr", x_BTE, self.kv_a_proj[...], runtime), "kv_a")
+        kv_a = checkpoint_name(self._biased(linear("bte,er->btr", x_BTE, self.kv_a_proj[...], runtime), "kv_a"), "kv_wa_proj")
         latent, k_rope = jnp.split(kv_a, [spec.kv_lora_rank], axis=-1)
         latent = checkpoint_name(self.kv_a_layernorm(latent), "mla_kv")
         k_rope = rotate(k_rope[:, None], spec.rope, table)
@@ -71,6 +71,7 @@ class MultiHeadLatentAttention(nnx.Module):
             visible, _ = extend(None, step, k=keys, v=values, **new)
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
             out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries), None, runtime)
+            out = checkpoint_name(checkpoint_name(out, "context"), "attention_out")
         else:
             w_k, w_v = jnp.split(dequantized(self.kv_b_proj[...], x_BTE.dtype, runtime), [spec.nope_dim], axis=-1)
             visible, cache = extend(cache, step, latent=jnp.concatenate([latent[:, None], k_rope], axis=-1), **new)
@@ -94,7 +95,7 @@ class MultiHeadLatentAttention(nnx.Module):
     def _query_latent(self, x_BTE: jax.Array, runtime: Runtime) -> jax.Array | None:
         if self.spec.q_lora_rank is None:
             return None
-        latent = self._biased(linear("bte,er->btr", x_BTE, self.q_a_proj[...], runtime), "q_a")
+        latent = checkpoint_name(self._biased(linear("bte,er->btr", x_BTE, self.q_a_proj[...], runtime), "q_a"), "query_wa_proj")
         return checkpoint_name(self.q_a_layernorm(latent), "mla_q")
 
     def _queries(self, x_BTE: jax.Array, latent_BTr: jax.Array | None, runtime: Runtime) -> jax.Array:

@@ -1,0 +1,108 @@
+"""Which intermediate values of a layer the backward pass finds saved, and where; the others it computes again.
+
+Free of jax at import, so that a configuration can be checked without it. Values have names (`checkpoint_name` in the layers); a
+policy puts some of them in device memory and some in host memory. With any policy but "none" the input of each repeat of a
+stack is kept as well, for all else is computed from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Memory = Literal["device", "offload", "remat"]
+
+# Name of a value -> what it is. B rows, T tokens, E hidden, H and K query and key-value heads, D their dimension (V of values),
+# r and c latent ranks, I width of a feed-forward. An expert's row counts as a token of its own: k T of them, and padding.
+TENSORS = {
+    "decoder_layer_input": "input of each layer [B, T, E]",
+    "query_wa_proj": "latent attention: query latent before its norm [B, T, r]",
+    "mla_q": "the same after its norm",
+    "kv_wa_proj": "latent attention: key-value latent before its norm, and the rotated key [B, T, c + R]",
+    "mla_kv": "key-value latent after its norm [B, T, c]",
+    "query_proj": "queries, normed and rotated [B, H, T, D]; delta net: before the convolution",
+    "key_proj": "keys, likewise [B, K, T, D]; latent attention: expanded, H heads",
+    "value_proj": "values [B, K, T, V]; latent attention: expanded, H heads",
+    "context": "what attention or the delta rule gives, before any gate or norm [B, H, T, V]",
+    "attention_out": "what the output projection reads [B, H, T, V]",
+    "out_proj": "output of the mixer [B, T, E]",
+    "mlpwi_0": "feed-forward: gate, or the one input projection where there is no gate, before the activation [B, T, I]",
+    "mlpwi_1": "feed-forward: up projection [B, T, I]",
+    "mlpwo": "feed-forward: output of the down projection [B, T, E]",
+    "quantization": "operands of quantised products",
+}
+
+_QKV = ("query_proj", "key_proj", "value_proj")
+_MINIMAL = (*_QKV, "mla_q", "mla_kv", "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Names of the values that are kept: in `device` memory, and in `host` memory, from where the backward pass fetches them."""
+
+    device: tuple[str, ...] = ()
+    host: tuple[str, ...] = ()
+
+
+POLICIES = {
+    "full": Saved(),
+    "minimal": Saved(_MINIMAL),
+    "minimal_with_context": Saved((*_MINIMAL, "context")),
+    "minimal_flash": Saved((*_MINIMAL, "context")),
+    "minimal_with_quantization": Saved((*_MINIMAL, "quantization")),
+    "minimal_with_context_and_quantization": Saved((*_MINIMAL, "context", "quantization")),
+    "save_dot_with_context_except_mlp": Saved((*_QKV, "context", "out_proj")),
+    "save_dot_except_mlpwi": Saved((*_QKV, "out_proj", "mlpwo")),
+    "save_dot_except_mlp": Saved((*_QKV, "out_proj")),
+    "save_qkv_proj": Saved(_QKV),
+    "save_out_proj": Saved(("out_proj",)),
+    "qkv_proj_offloaded": Saved(host=_QKV),
+    "minimal_offloaded": Saved(host=_MINIMAL),
+}
+NAMES = ("none", *POLICIES, "custom")
+
+
+def saved(policy: str, tensors: tuple[tuple[str, Memory], ...] = ()) -> Saved:
+    """What `policy` keeps. "custom" keeps what `tensors` says, a name with its memory each, and the input of every layer on the
+    device unless it says otherwise; the other policies take no tensors.
+
+    Raises ValueError for an unknown policy, tensor or memory, and for tensors where they are not taken.
+    """
+    if policy not in POLICIES and policy != "custom":
+        raise ValueError(f"remat: {policy!r} is no policy; choose one of {', '.join(NAMES)}")
+    if policy != "custom":
+        if tensors:
+            raise ValueError(f"remat: {policy} says itself what is saved; use `custom` with a choice of tensors")
+        return POLICIES[policy]
+    places: dict[str, Memory] = {"decoder_layer_input": "device"} | dict(tensors)
+    for name, memory in places.items():
+        if name not in TENSORS:
+            raise ValueError(f"remat: no tensor {name!r}; there are {', '.join(TENSORS)}")
+        if memory not in ("device", "offload", "remat"):
+            raise ValueError(f"remat: {name} is {memory!r}; a tensor is device, offload or remat")
+    return Saved(
+        device=tuple(name for name, memory in places.items() if memory == "device"),
+        host=tuple(name for name, memory in places.items() if memory == "offload"),
+    )
+
+
+def checkpointed(function: Callable, kept: Saved, *, scanned: bool) -> Callable:
+    """`function` whose backward pass computes everything again except what is `kept`.
+
+    `scanned`: it is the body of a scan, whose loop already keeps the compiler from merging the second computation with the
+    first.
+    """
+    import jax
+
+    policies = jax.checkpoint_policies
+    if kept.host:
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=kept.device,
+            names_which_can_be_offloaded=kept.host,
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    else:
+        policy = policies.save_only_these_names(*kept.device)
+    return jax.checkpoint(function, policy=policy, prevent_cse=not scanned)
