@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from policy.sharding import Layout
 
+MOST_PERMUTED = 5  # streams of HyperConnections.variant "lite"
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -275,6 +277,31 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class HyperConnections:
+    """Manifold-constrained hyper-connections (arXiv 2512.24880): the stream of a token is `streams` vectors, read as a weighted
+    sum, written with weights, and mixed by a doubly stochastic matrix, all of them found from the streams themselves.
+
+    `variant` says where the matrix comes from: `sinkhorn`, `sinkhorn_iterations` rounds of normalised columns and rows, with
+    `eps` added to each sum; `lite`, an exact mixture of all permutations. `reduce`: the final norm reads the sum of the streams,
+    or weights them by a head of its own. The mappings read the streams through a norm, with a weight of its own or without.
+    """
+
+    streams: int = 4
+    variant: Literal["sinkhorn", "lite"] = "sinkhorn"
+    sinkhorn_iterations: int = 20
+    eps: float = 1e-6
+    reduce: Literal["sum", "head"] = "sum"
+    norm_weight: bool = False
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        if self.streams < 1 or self.sinkhorn_iterations < 1:
+            raise ValueError("streams and sinkhorn_iterations must be at least 1")
+        if self.variant == "lite" and self.streams > MOST_PERMUTED:
+            raise ValueError(f"variant lite mixes all permutations of the streams, so at most {MOST_PERMUTED} (120 permutations)")
+
+
+@dataclass(frozen=True)
 class LearnedPositions:
     """A trained vector for each of `length` positions, added to the embedding."""
 
@@ -304,6 +331,7 @@ class DecoderConfig:
     positions: tuple[LearnedPositions | SinusoidPositions, ...] = ()
     logit_softcap: float | None = None
     initializer_range: float = 0.02
+    hyper_connections: HyperConnections | None = None
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

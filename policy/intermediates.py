@@ -36,7 +36,8 @@ class Activations:
 
 @_pytree
 class LayerAux:
-    """Of one layer. `hidden` [B, T, E] is its output; it and `activations` are there where `Runtime.record` names them."""
+    """Of one layer. `hidden` [B, T, E] is its output, with hyper-connections [B, T, streams, E]; it and `activations` are there
+    where `Runtime.record` names them."""
 
     routing: Routing | None = None
     activations: Activations | None = None

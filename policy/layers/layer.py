@@ -45,7 +45,8 @@ class Layer(nnx.Module):
             self.mixer_residual = residual(spec, config, rngs)
             self.mixer = MIXERS[type(spec.mixer)](spec.mixer, config, rngs)
         if spec.feed_forward is not None:
-            self.feed_forward_residual = residual(spec, config, rngs)
+            if not spec.parallel:
+                self.feed_forward_residual = residual(spec, config, rngs)
             self.feed_forward = FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, config, rngs)
         if spec.scalar:
             self.scalar = Constant(ones(rngs.params(), (1,)), out_sharding=(None,))
@@ -60,13 +61,15 @@ class Layer(nnx.Module):
             aux = aux.also(found)
             x_BTE = self.mixer_residual.write(x_BTE, drop(self._norm("post_attention_layernorm", mixed), step.dropout, 0), mix)
         if spec.feed_forward is not None:
-            read, mix = self.feed_forward_residual.read(x_BTE)
             if not spec.parallel:
+                read, mix = self.feed_forward_residual.read(x_BTE)
                 normed = self._norm("pre_feedforward_layernorm", read)
             fed, found = self.feed_forward(normed, step, runtime)
             aux = aux.also(found)
             fed = drop(self._norm("post_feedforward_layernorm", fed), step.dropout, 1)
-            x_BTE = self.feed_forward_residual.write(x_BTE, fed, mix)
+            x_BTE = (
+                self.mixer_residual.beside(x_BTE, fed, mix) if spec.parallel else self.feed_forward_residual.write(x_BTE, fed, mix)
+            )
         if spec.scalar:
             x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
         return x_BTE, cache, aux.also(observe(x_BTE, step.segments, runtime.record))
