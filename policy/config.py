@@ -254,12 +254,46 @@ SANDWICH_NORM = PRE_NORM + POST_NORM
 
 
 @dataclass(frozen=True)
+class Engram:
+    """Hashed n-gram memory (arXiv 2601.07372): vectors that are looked up by the last tokens, gated by the stream and added to it.
+
+    The n-gram of n = 2..N tokens ending at a token is hashed to XOR_j multipliers[j] id_j, j tokens back, and modulo each of
+    `primes[n - 2]` it is a row of one table of rows of `head_dim` numbers: N = len(multipliers). `ids` counts the classes of
+    tokens that the memory tells apart, and `pad_id` is the class that stands for what lies before a document. `integers` are
+    those of the product. The values pass a causal depthwise convolution over `kernel_size` tokens that are N apart. `norm` is of
+    keys and streams, `conv_norm` before the convolution, `outer_norm` (None: none) before everything.
+    """
+
+    multipliers: tuple[int, ...]
+    primes: tuple[tuple[int, ...], ...]
+    head_dim: int
+    kernel_size: int
+    ids: int
+    pad_id: int
+    integers: Literal["int32", "int64"]
+    norm: Norm
+    conv_norm: Norm
+    outer_norm: Norm | None
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of the table that each head has, in order."""
+        return tuple(prime for order in self.primes for prime in order)
+
+    @property
+    def history(self) -> int:
+        """Tokens before the current one that the convolution reaches."""
+        return (self.kernel_size - 1) * len(self.multipliers)
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """x += post(mixer(pre(x))); x += post(feed_forward(pre(x))), with the norms that `norms` names; an absent part adds nothing.
 
     input_layernorm stands before the mixer and post_attention_layernorm on its output; pre_ and post_feedforward_layernorm do
     the same for the feed-forward. `parallel`: both parts read the same normed input, x += mixer(h) + feed_forward(h). Without
-    `residual` a part's output replaces x. `scalar`: the result is multiplied by one stored number, which is not trained.
+    `residual` a part's output replaces x. `scalar`: the result is multiplied by one stored number, which is not trained. What
+    `memory` finds is added to x before all that.
     """
 
     mixer: Attention | LatentAttention | GatedDeltaNet | None
@@ -268,6 +302,7 @@ class LayerSpec:
     parallel: bool = False
     residual: bool = True
     scalar: bool = False
+    memory: Engram | None = None
 
 
 @dataclass(frozen=True)
