@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from policy.config import Attention, DecoderConfig, GatedDeltaNet, LatentAttention, LayerSpec
+from policy.config import Attention, DecoderConfig, Engram, GatedDeltaNet, LatentAttention, LayerSpec
 from policy.layers.dropout import Dropout
 
 
@@ -72,7 +72,7 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
         seen[name] = arrays[name][cache.index]
     length = next(iter(seen.values())).shape[2]
     positions = jnp.broadcast_to(jnp.arange(length), (B, length))
-    return Visible(seen, positions, jnp.ones_like(positions)), replace(cache, arrays=arrays)
+    return Visible(seen, positions, jnp.ones_like(positions)), replace(cache, arrays=cache.arrays | arrays)
 
 
 def take(cache: LayerCache, name: str, at_BTk: jax.Array) -> jax.Array:
@@ -97,8 +97,20 @@ class Entry:
     dtype: str | None = None
 
 
-def _entries(spec: LayerSpec) -> dict[str, Entry]:
+def _entries(spec: LayerSpec, config: DecoderConfig) -> dict[str, Entry]:
     """What a layer keeps in the cache, by name."""
+    return _mixer_entries(spec) | _memory_entries(spec.memory, config)
+
+
+def _memory_entries(memory: Engram | None, config: DecoderConfig) -> dict[str, Entry]:
+    if memory is None:
+        return {}
+    G = 1 if config.hyper_connections is None else config.hyper_connections.streams
+    ids = Entry(1, 1, len(memory.multipliers) - 1, "int32")
+    return {"memory_ids": ids, "memory_conv": Entry(1, G * config.hidden_size, memory.history)}
+
+
+def _mixer_entries(spec: LayerSpec) -> dict[str, Entry]:
     match spec.mixer:
         case Attention(kv_heads=heads, head_dim=dim):
             return {"k": Entry(heads, dim), "v": Entry(heads, dim)}
@@ -121,7 +133,7 @@ def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool)
         return jnp.zeros((repeats, slots, entry.heads, rows, entry.dim), entry.dtype or dtype)
 
     def part(stack, repeats):
-        return tuple({name: zeros(entry, repeats) for name, entry in _entries(spec).items()} for spec in stack.pattern)
+        return tuple({name: zeros(entry, repeats) for name, entry in _entries(spec, config).items()} for spec in stack.pattern)
 
     return tuple(
         (part(stack, stack.repeats),) if scan else tuple(part(stack, 1) for _ in range(stack.repeats)) for stack in config.stacks
@@ -140,5 +152,5 @@ def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tu
 
 def bytes_per_token(config: DecoderConfig, dtype) -> int:
     """Bytes that one more token takes in the cache, over all layers; states of fixed size take none."""
-    entries = [entry for spec in config.layers for entry in _entries(spec).values() if entry.length is None]
+    entries = [entry for spec in config.layers for entry in _entries(spec, config).values() if entry.length is None]
     return sum(entry.heads * entry.dim * jnp.dtype(entry.dtype or dtype).itemsize for entry in entries)

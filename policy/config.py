@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from policy.sharding import Layout
 
+MOST_PERMUTED = 5  # streams of HyperConnections.variant "lite"
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -252,12 +254,46 @@ SANDWICH_NORM = PRE_NORM + POST_NORM
 
 
 @dataclass(frozen=True)
+class Engram:
+    """Hashed n-gram memory (arXiv 2601.07372): vectors that are looked up by the last tokens, gated by the stream and added to it.
+
+    The n-gram of n = 2..N tokens ending at a token is hashed to XOR_j multipliers[j] id_j, j tokens back, and modulo each of
+    `primes[n - 2]` it is a row of one table of rows of `head_dim` numbers: N = len(multipliers). `ids` counts the classes of
+    tokens that the memory tells apart, and `pad_id` is the class that stands for what lies before a document. `integers` are
+    those of the product. The values pass a causal depthwise convolution over `kernel_size` tokens that are N apart. `norm` is of
+    keys and streams, `conv_norm` before the convolution, `outer_norm` (None: none) before everything.
+    """
+
+    multipliers: tuple[int, ...]
+    primes: tuple[tuple[int, ...], ...]
+    head_dim: int
+    kernel_size: int
+    ids: int
+    pad_id: int
+    integers: Literal["int32", "int64"]
+    norm: Norm
+    conv_norm: Norm
+    outer_norm: Norm | None
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of the table that each head has, in order."""
+        return tuple(prime for order in self.primes for prime in order)
+
+    @property
+    def history(self) -> int:
+        """Tokens before the current one that the convolution reaches."""
+        return (self.kernel_size - 1) * len(self.multipliers)
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """x += post(mixer(pre(x))); x += post(feed_forward(pre(x))), with the norms that `norms` names; an absent part adds nothing.
 
     input_layernorm stands before the mixer and post_attention_layernorm on its output; pre_ and post_feedforward_layernorm do
     the same for the feed-forward. `parallel`: both parts read the same normed input, x += mixer(h) + feed_forward(h). Without
-    `residual` a part's output replaces x. `scalar`: the result is multiplied by one stored number, which is not trained.
+    `residual` a part's output replaces x. `scalar`: the result is multiplied by one stored number, which is not trained. What
+    `memory` finds is added to x before all that.
     """
 
     mixer: Attention | LatentAttention | GatedDeltaNet | None
@@ -266,12 +302,38 @@ class LayerSpec:
     parallel: bool = False
     residual: bool = True
     scalar: bool = False
+    memory: Engram | None = None
 
 
 @dataclass(frozen=True)
 class Stack:
     pattern: tuple[LayerSpec, ...]
     repeats: int
+
+
+@dataclass(frozen=True)
+class HyperConnections:
+    """Manifold-constrained hyper-connections (arXiv 2512.24880): the stream of a token is `streams` vectors, read as a weighted
+    sum, written with weights, and mixed by a doubly stochastic matrix, all of them found from the streams themselves.
+
+    `variant` says where the matrix comes from: `sinkhorn`, `sinkhorn_iterations` rounds of normalised columns and rows, with
+    `eps` added to each sum; `lite`, an exact mixture of all permutations. `reduce`: the final norm reads the sum of the streams,
+    or weights them by a head of its own. The mappings read the streams through a norm, with a weight of its own or without.
+    """
+
+    streams: int = 4
+    variant: Literal["sinkhorn", "lite"] = "sinkhorn"
+    sinkhorn_iterations: int = 20
+    eps: float = 1e-6
+    reduce: Literal["sum", "head"] = "sum"
+    norm_weight: bool = False
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        if self.streams < 1 or self.sinkhorn_iterations < 1:
+            raise ValueError("streams and sinkhorn_iterations must be at least 1")
+        if self.variant == "lite" and self.streams > MOST_PERMUTED:
+            raise ValueError(f"variant lite mixes all permutations of the streams, so at most {MOST_PERMUTED} (120 permutations)")
 
 
 @dataclass(frozen=True)
@@ -304,6 +366,7 @@ class DecoderConfig:
     positions: tuple[LearnedPositions | SinusoidPositions, ...] = ()
     logit_softcap: float | None = None
     initializer_range: float = 0.02
+    hyper_connections: HyperConnections | None = None
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

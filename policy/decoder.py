@@ -17,6 +17,7 @@ from policy.cache import LayerCache, Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
 from policy.intermediates import Aux
 from policy.layers.dropout import drop
+from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
 from policy.layers.norms import norm
 from policy.layers.parameter import normal, weight
@@ -98,6 +99,7 @@ class Decoder(nnx.Module):
         self.norm = norm(config.hidden_size, config.norm, rngs)
         if not config.tied_head:
             self.lm_head = weight(rngs, shape, axes, normal(config.initializer_range))
+        self.streams = streams(config, rngs)
 
     def __call__(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         """(hidden [B, T, E], cache, Aux). `cache` is what policy.cache.create made, or None to look at this call's tokens only."""
@@ -107,12 +109,14 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         x = x + self._position_embedding(step.positions).astype(x.dtype) if config.positions else x
         x = drop(x, step.dropout)
+        x = x if self.streams is None else self.streams.expand(x)
         step = replace(step, tokens=tokens_BT, rotations={str(rope): rotation(rope, step.positions) for rope in config.ropes})
         caches, layers = [], {}
         for s, stack in enumerate(self.stacks):
             x, part, found = stack(x, step, None if cache is None else cache[s], runtime)
             caches.append(part)
             layers |= {f"stacks.{s}.layers.{i}": each for i, each in enumerate(found)}
+        x = x if self.streams is None else self.streams.reduce(x)
         return self.norm(x), None if cache is None else tuple(caches), Aux(layers)
 
     def _position_embedding(self, positions_BT: jax.Array) -> jax.Array:

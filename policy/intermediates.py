@@ -46,7 +46,8 @@ class Indexing:
 
 @_pytree
 class LayerAux:
-    """Of one layer. `indexing` is there where an indexer learns. `hidden` [B, T, E] is the layer's output, `selection`
+    """Of one layer. `indexing` is there where an indexer learns. `hidden` [B, T, E] is the layer's output, with
+    hyper-connections [B, T, streams, E], `selection`
     int32[B, T, k] the keys that an indexer selected for each query, by their column (with a cache: by position), -1 where there
     are fewer; these two and `activations` are there where `Runtime.record` names them."""
 

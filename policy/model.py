@@ -37,7 +37,7 @@ class Graph:
         self.axes = {path: v.get_metadata("out_sharding") for path, v in zip(self.paths, variables, strict=True)}
         self.untrained = frozenset(p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, Constant))
         self.shapes = {
-            path: jax.ShapeDtypeStruct(v.shape, jnp.float32 if path in self.untrained else jnp.dtype(runtime.param_dtype))
+            path: jax.ShapeDtypeStruct(v.shape, jnp.dtype(v.kind if path in self.untrained else runtime.param_dtype))
             for path, v in zip(self.paths, variables, strict=True)
         }
 

@@ -28,6 +28,7 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "vocab": ("tensor",),
     "exp": ("expert",),
+    "engram_dim": ("tensor",),
     "cache_batch": ("data", "fsdp", "expert"),
     "cache_heads": ("tensor",),
 }

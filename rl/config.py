@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 import rl.algorithms
 from policy import remat
+from policy.config import HyperConnections
 
 
 class Strict(BaseModel):
@@ -68,8 +69,27 @@ class RunOptions(Strict):
     tensorboard: bool = Field(False, description="mirror to the folder tensorboard/ of the run")
 
 
+class HyperConnectionOptions(Strict):
+    """Manifold-constrained hyper-connections (arXiv 2512.24880) in place of the residual connections of all layers."""
+
+    streams: int = Field(4, ge=1, description="vectors that stand for a token between the layers")
+    variant: Literal["sinkhorn", "lite"] = Field(
+        "sinkhorn", description="how the streams are mixed: by Sinkhorn iterations, or (lite) an exact mixture of all permutations"
+    )
+    sinkhorn_iterations: int = Field(20, ge=1, description="rounds of normalised columns and rows")
+    eps: float = Field(1e-6, gt=0.0, description="added to each sum of the Sinkhorn iterations and to the weights of reading")
+    reduce: Literal["sum", "head"] = Field("sum", description="what the final norm reads: the streams' sum, or weighted by a head")
+    norm_weight: bool = Field(False, description="whether the norm before each mapping has a weight")
+    norm_eps: float = Field(1e-6, gt=0.0, description="of that norm")
+
+    @model_validator(mode="after")
+    def _possible(self):
+        HyperConnections(**self.model_dump())  # raises ValueError
+        return self
+
+
 # Fields of ModelOptions that are sections of policy/extensions.py.
-_EXTENSIONS: tuple[str, ...] = ()
+_EXTENSIONS: tuple[str, ...] = ("hyper_connections",)
 
 
 class ModelOptions(Strict):
@@ -88,12 +108,19 @@ class ModelOptions(Strict):
         {}, description="remat: custom only: where each tensor named in memory.md is kept (offload: host memory), or remat"
     )
     scan: bool = Field(True, description="scan over stacked layers when training (False: unrolled)")
+    hyper_connections: HyperConnectionOptions | None = Field(
+        None, description="several residual streams; `{}` for the defaults; random weights only"
+    )
+
+    @property
+    def extensions(self) -> dict[str, Any]:
+        """The sections of policy/extensions.py that are set here."""
+        return {name: part.model_dump() for name in _EXTENSIONS if (part := getattr(self, name)) is not None}
 
     @property
     def changes(self) -> dict[str, Any]:
         """Keys of the Hugging Face configuration to change, with the sections of policy/extensions.py that are set here."""
-        sections = {name: part.model_dump() for name in _EXTENSIONS if (part := getattr(self, name)) is not None}
-        return self.overrides | ({"duet": sections} if sections else {})
+        return self.overrides | ({"duet": self.extensions} if self.extensions else {})
 
 
 class TokenizerOptions(Strict):

@@ -74,6 +74,9 @@ def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
             ("model", "overrides"),
             f"{source} holds weights; overrides change the shape of a model that starts from random weights only",
         )
+    else:
+        for name in config.model.extensions:
+            yield ("model", name), f"{source} is a model directory, whose config.json says what parts it has; leave this out"
 
 
 def _remat(model: ModelOptions) -> Iterator[tuple[tuple, str]]:

@@ -124,6 +124,9 @@ def random_model(config, seed: int = 0, runtime=None, mesh=None):
     graph = Graph(config, runtime or Runtime(), mesh or layout({"fsdp": 1}, devices=jax.devices()[:1]))
     rng, params = np.random.default_rng(seed), {}
     for path in sorted(graph.paths):
+        if graph.shapes[path].dtype == np.int32:  # the classes of tokens
+            params[path] = jax.device_put(np.arange(config.vocab_size, dtype=np.int32)[None], graph.sharding(path))
+            continue
         array = rng.normal(*_mean_and_std(path, config), graph.shapes[path].shape).astype(graph.shapes[path].dtype)
         params[path] = jax.device_put(array, graph.sharding(path))
     return Model(graph, params)

@@ -23,6 +23,7 @@ from policy.layers.attention import GroupedQueryAttention
 from policy.layers.delta_net import DeltaNet
 from policy.layers.dense_and_experts import DenseBesideExperts
 from policy.layers.dropout import drop
+from policy.layers.engram import NgramMemory
 from policy.layers.mla import MultiHeadLatentAttention
 from policy.layers.mlp import FeedForward, SquareMatrix
 from policy.layers.moe import MixtureOfExperts
@@ -35,7 +36,8 @@ FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, 
 
 
 class Layer(nnx.Module):
-    """x += mixer(x); x += feed_forward(x), with the norms and in the form that LayerSpec says; an absent part adds nothing."""
+    """x += memory(x); x += mixer(x); x += feed_forward(x), with the norms and in the form that LayerSpec says; an absent part adds
+    nothing."""
 
     def __init__(self, spec: LayerSpec, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
@@ -45,14 +47,20 @@ class Layer(nnx.Module):
             self.mixer_residual = residual(spec, config, rngs)
             self.mixer = MIXERS[type(spec.mixer)](spec.mixer, config, rngs)
         if spec.feed_forward is not None:
-            self.feed_forward_residual = residual(spec, config, rngs)
+            if not spec.parallel:
+                self.feed_forward_residual = residual(spec, config, rngs)
             self.feed_forward = FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, config, rngs)
         if spec.scalar:
             self.scalar = Constant(ones(rngs.params(), (1,)), out_sharding=(None,))
+        if spec.memory is not None:
+            self.memory = NgramMemory(spec.memory, config, rngs)
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
         spec, aux, normed = self.spec, LayerAux(), None
+        if spec.memory is not None:
+            found, cache = self.memory(x_BTE, step, cache)
+            x_BTE = x_BTE + found
         if spec.mixer is not None:
             read, mix = self.mixer_residual.read(x_BTE)
             normed = self._norm("input_layernorm", read)
@@ -60,13 +68,15 @@ class Layer(nnx.Module):
             aux = aux.also(found)
             x_BTE = self.mixer_residual.write(x_BTE, drop(self._norm("post_attention_layernorm", mixed), step.dropout, 0), mix)
         if spec.feed_forward is not None:
-            read, mix = self.feed_forward_residual.read(x_BTE)
             if not spec.parallel:
+                read, mix = self.feed_forward_residual.read(x_BTE)
                 normed = self._norm("pre_feedforward_layernorm", read)
             fed, found = self.feed_forward(normed, step, runtime)
             aux = aux.also(found)
             fed = drop(self._norm("post_feedforward_layernorm", fed), step.dropout, 1)
-            x_BTE = self.feed_forward_residual.write(x_BTE, fed, mix)
+            x_BTE = (
+                self.mixer_residual.beside(x_BTE, fed, mix) if spec.parallel else self.feed_forward_residual.write(x_BTE, fed, mix)
+            )
         if spec.scalar:
             x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
         return x_BTE, cache, aux.also(observe(x_BTE, step.segments, runtime.record))

@@ -8,7 +8,15 @@ from flax import nnx
 
 
 class Constant(nnx.Variable):
-    """A stored number that no gradient moves; always float32."""
+    """A stored number that no gradient moves; always of `kind`, whatever the weights are stored in."""
+
+    kind = "float32"
+
+
+class IntegerConstant(Constant):
+    """The same for whole numbers."""
+
+    kind = "int32"
 
 
 class RouterBias(Constant):

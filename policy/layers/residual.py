@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 
 from policy.config import DecoderConfig, LayerSpec
+from policy.layers.hyper_connections import HyperConnection
 
 
 class Residual(nnx.Module):
@@ -21,7 +22,11 @@ class Residual(nnx.Module):
     def write(self, x_BTE: jax.Array, out_BTE: jax.Array, mix: None) -> jax.Array:
         return x_BTE + out_BTE if self.adds else out_BTE
 
+    def beside(self, x_BTE: jax.Array, out_BTE: jax.Array, mix: None) -> jax.Array:
+        """Writes the output of a second part that was given the same input; `x_BTE` is what `write` made with the first one."""
+        return self.write(x_BTE, out_BTE, mix)
 
-def residual(spec: LayerSpec, config: DecoderConfig, rngs: nnx.Rngs) -> Residual:
-    """The connection of one part of a layer."""
-    return Residual(spec.residual)
+
+def residual(spec: LayerSpec, config: DecoderConfig, rngs: nnx.Rngs) -> Residual | HyperConnection:
+    """The connection of one part of a layer. Hyper-connections take the place of whichever connection the layers have."""
+    return Residual(spec.residual) if config.hyper_connections is None else HyperConnection(config, rngs)

@@ -1,0 +1,150 @@
+"""Engram (arXiv 2601.07372): memory of n-grams, looked up by a hash of the last tokens.
+
+B rows, T tokens, E hidden, G streams, N tokens of the longest n-gram, H heads of all orders, D numbers that all heads find.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from policy.cache import LayerCache, Step
+from policy.config import DecoderConfig, Engram
+from policy.layers.delta_net import number_documents
+from policy.layers.norms import RMSNorm
+from policy.layers.parameter import IntegerConstant, normal, ones, weight, zeros
+
+
+class NgramMemory(nnx.Module):
+    """Weights: table [sum of rows, head_dim]; key_proj [G, D, E], key_bias [G, E]; value_proj [D, E], value_bias [E]; key_norm,
+    query_norm, conv_norm [G, E]; conv [kernel, G, E]; outer_norm [E] where wanted; and classes int32[V], the class of each token.
+
+    Without hyper-connections the one stream is G = 1. Norms and gates are float32.
+    """
+
+    def __init__(self, spec: Engram, config: DecoderConfig, rngs: nnx.Rngs):
+        self.spec = spec
+        G = 1 if config.hyper_connections is None else config.hyper_connections.streams
+        E, D, init = config.hidden_size, len(spec.rows) * spec.head_dim, normal(config.initializer_range)
+        self.table = weight(rngs, (sum(spec.rows), spec.head_dim), ("vocab", "embed_vocab"), init)
+        self.key_proj = weight(rngs, (G, D, E), (None, "engram_dim", "embed"), init)
+        self.key_bias = weight(rngs, (G, E), (None, None), zeros)
+        self.value_proj = weight(rngs, (D, E), ("engram_dim", "embed"), init)
+        self.value_bias = weight(rngs, (E,), (None,), zeros)
+        for name in ("key_norm", "query_norm", "conv_norm"):
+            setattr(self, name, weight(rngs, (G, E), (None, "norm"), ones))
+        # Zero, so that a fresh memory is its gated values alone.
+        self.conv = weight(rngs, (spec.kernel_size, G, E), (None, None, "embed"), zeros)
+        if spec.outer_norm is not None:
+            self.outer_norm = RMSNorm(E, spec.outer_norm, rngs)
+        self.classes = IntegerConstant(jnp.arange(config.vocab_size, dtype=jnp.int32) % spec.ids, out_sharding=(None,))
+
+    def __call__(self, x: jax.Array, step: Step, cache: LayerCache | None):
+        """(what is added to x, cache). x is [B, T, E], or [B, T, G, E]. Nothing reaches across documents of a row; with a cache
+        the first document goes on from what the cache holds. Padding leaves the cache as it is."""
+        spec = self.spec
+        x_BTGE = x[:, :, None] if x.ndim == 3 else x
+        documents = number_documents(step.segments)
+        rows_BTH, cache = self._rows(step, documents, cache)
+        found_BTD = self.table[...][rows_BTH].astype(x.dtype).reshape(*step.tokens.shape, -1)
+        key = jnp.einsum("btd,gde->btge", found_BTD, self.key_proj[...].astype(x.dtype)) + self.key_bias[...].astype(x.dtype)
+        value = jnp.einsum("btd,de->bte", found_BTD, self.value_proj[...].astype(x.dtype)) + self.value_bias[...].astype(x.dtype)
+        query = x_BTGE if spec.outer_norm is None else self.outer_norm(x_BTGE)
+        normed = _rms(key, self.key_norm, spec.norm.eps) * _rms(query, self.query_norm, spec.norm.eps)
+        score = jnp.sum(normed, axis=-1) / math.sqrt(x.shape[-1])
+        gate = jax.nn.sigmoid(jnp.sign(score) * jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6)))
+        value_BTGE = gate[..., None].astype(x.dtype) * value[:, :, None]
+        convolved, cache = self._convolved(value_BTGE, step.segments != 0, documents, cache)
+        out = checkpoint_name(value_BTGE + jax.nn.silu(convolved).astype(x.dtype), "engram")
+        return out.reshape(x.shape), cache
+
+    def _rows(self, step: Step, documents_BT: jax.Array, cache: LayerCache | None):
+        """(int32[B, T, H]: the rows of the table, cache)."""
+        N, T, real = len(self.spec.multipliers), step.tokens.shape[1], step.segments != 0
+        ids = jnp.where(real, self.classes[...][step.tokens] + 1, 0)  # from 1, as 0 in an empty cache is no token
+        ids, cache = _after(cache, "memory_ids", ids[..., None], N - 1, real)
+        sources, shifted = jnp.pad(documents_BT, ((0, 0), (N - 1, 0))), []
+        for j in range(N):
+            there = slice(N - 1 - j, N - 1 - j + T)
+            seen = (sources[:, there] == documents_BT) & (ids[:, there, 0] > 0)
+            shifted.append(jnp.where(seen, ids[:, there, 0] - 1, self.spec.pad_id))
+        return table_rows(self.spec, shifted), cache
+
+    def _convolved(self, value_BTGE: jax.Array, real_BT: jax.Array, documents_BT: jax.Array, cache: LayerCache | None):
+        """(sum_w conv[w] r(t - (W - 1 - w) N) of the normed values r, float32[B, T, G, E], cache)."""
+        spec, shape = self.spec, value_BTGE.shape
+        N, T, before = len(spec.multipliers), shape[1], spec.history
+        normed = jnp.where(real_BT[..., None, None], _rms(value_BTGE, self.conv_norm, spec.conv_norm.eps), 0)
+        inputs = normed.astype(value_BTGE.dtype).reshape(*shape[:2], -1)
+        inputs, cache = _after(cache, "memory_conv", inputs, before, real_BT)
+        kernel = self.conv[...].astype(jnp.float32).reshape(spec.kernel_size, -1)
+        sources = jnp.pad(documents_BT, ((0, 0), (before, 0)))
+        out = 0.0
+        for w in range(spec.kernel_size):
+            there = slice(w * N, w * N + T)
+            same = sources[:, there] == documents_BT
+            out = out + jnp.where(same[..., None], inputs[:, there], 0) * kernel[w]
+        return out.reshape(shape), cache
+
+
+def _rms(x: jax.Array, scale: nnx.Param, eps: float) -> jax.Array:
+    """The root-mean-square norm of each stream, with a weight of its own; float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale[...].astype(jnp.float32)
+
+
+def _after(cache: LayerCache | None, name: str, new_BTX: jax.Array, count: int, real_BT: jax.Array):
+    """(`new` behind the `count` rows that stand before it, [B, count + T, X]; cache). Those rows are what the cache holds under
+    `name`, or 0. The state after t tokens of the call is rows[:, t : t + count]; kept is the one after the last real token."""
+    if cache is None:
+        return jnp.pad(new_BTX, ((0, 0), (count, 0), (0, 0))), None
+    array = cache.arrays[name]
+    rows = jnp.concatenate([array[cache.index][:, 0].astype(new_BTX.dtype), new_BTX], axis=1)
+    end = jnp.max(jnp.where(real_BT, 1 + jnp.arange(real_BT.shape[1]), 0), axis=1)
+    last = jnp.take_along_axis(rows, (end[:, None] + jnp.arange(count))[..., None], axis=1)
+    arrays = cache.arrays | {name: array.at[cache.index].set(last[:, None].astype(array.dtype))}
+    return rows, replace(cache, arrays=arrays)
+
+
+def table_rows(spec: Engram, shifted: list[jax.Array]) -> jax.Array:
+    """int32[B, T, H]: where the table holds what each head knows of the n-grams that end at each token. shifted[j] int32[B, T] is
+    the class of the token j places back. Exact in both kinds of integers."""
+    hashed, found = None, []
+    wide = spec.integers == "int64"
+    for j, ids in enumerate(shifted):
+        product = _wide_product(ids, spec.multipliers[j]) if wide else ids * jnp.int32(spec.multipliers[j])
+        hashed = product if hashed is None else jax.tree.map(jnp.bitwise_xor, hashed, product)
+        if j > 0:
+            primes = spec.primes[j - 1]
+            found.append(_wide_remainder(hashed, primes) if wide else hashed[..., None] % np.array(primes, np.int32))
+    offsets = np.cumsum([0, *spec.rows[:-1]]).astype(np.int32)
+    return jnp.concatenate(found, axis=-1) + offsets
+
+
+def _wide_product(ids: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
+    """ids * factor < 2^64 as (high, low) uint32, as jax has no 64-bit integers unless they are switched on for everything."""
+    x, low = ids.astype(jnp.uint32), factor % 2**32
+    x0, x1, f0, f1 = x & 0xFFFF, x >> 16, np.uint32(low & 0xFFFF), np.uint32(low >> 16)
+    middle = x1 * f0 + ((x0 * f0) >> 16)  # below 2^32, as (2^16 - 1)^2 + 2^16 - 1 is
+    carry = (x0 * f1 + (middle & 0xFFFF)) >> 16
+    high = x1 * f1 + (middle >> 16) + carry
+    return high + x * np.uint32(factor >> 32), x * np.uint32(low)
+
+
+def _wide_remainder(number: tuple[jax.Array, jax.Array], primes: tuple[int, ...]) -> jax.Array:
+    """int32[..., len(primes)]: the remainders of (high, low), by long division in as many bits at a time as uint32 has room for."""
+    p = np.array(primes, np.uint32)
+    room = 32 - max(primes).bit_length()
+    remainder = jnp.zeros((*number[0].shape, len(primes)), jnp.uint32)
+    for word in number:
+        for top in range(32, 0, -room):
+            size = min(room, top)
+            digit = (word >> np.uint32(top - size)) & np.uint32(2**size - 1)
+            remainder = ((remainder << np.uint32(size)) | digit[..., None]) % p
+    return remainder.astype(jnp.int32)
