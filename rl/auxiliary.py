@@ -2,25 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
-from policy.intermediates import Aux
+from policy.intermediates import Aux, Predictions
 from policy.layers.moe import bias_update
+from policy.multi_token_prediction import predicted
+from rl.batch import Batch
 from rl.config import StageOptions
 
 _BIAS = ".feed_forward.router.correction_bias"
 
 
-def auxiliary_loss(stage: StageOptions, aux: Aux, sequences: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """This micro-batch's share of the losses of the parts, each with its coefficient, and their metrics. `sequences`: rows of the
-    whole optimiser batch that are not padding."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Totals:
+    """Of a whole optimiser batch: rows that are not padding, and tokens trained on (a predicted one has more before it)."""
+
+    sequences: jax.Array
+    segments: jax.Array
+    mask: jax.Array
+
+    def predicted(self, d: int) -> jax.Array:
+        """Tokens trained on that prediction module d predicts, at least 1."""
+        return jnp.maximum(jnp.sum(self.mask * predicted(self.segments, d)), 1.0)
+
+
+def totals(batch: Batch) -> Totals:
+    return Totals(jnp.sum(jnp.any(batch.segments != 0, axis=1)), batch.segments, batch.mask)
+
+
+def auxiliary_loss(stage: StageOptions, aux: Aux, micro: Batch, whole: Totals) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A micro-batch's share of the losses of the parts, each with its coefficient, and their metrics."""
     loss, metrics = jnp.float32(0.0), {}
     if routing := aux.found("routing"):
-        balance = sum(each.balance.sum() for each in routing.values()) / jnp.maximum(sequences, 1)
+        balance = sum(each.balance.sum() for each in routing.values()) / jnp.maximum(whole.sequences, 1)
         loss += stage.router.balance_coef * balance
         metrics["moe/balance"] = balance
+    if aux.predictions is not None:
+        found = _prediction(aux.predictions, micro, whole)
+        loss += stage.mtp.coef * found["mtp/loss"]
+        metrics |= found
     return loss, metrics
+
+
+def _prediction(predictions: Predictions, micro: Batch, whole: Totals) -> dict[str, jax.Array]:
+    """Cross-entropy and agreement of the prediction modules: means over the tokens trained on that a module predicts, then over
+    the modules (arXiv 2412.19437, equations 24 and 25)."""
+    depth = len(predictions.logp)
+    share = jnp.stack([micro.mask / whole.predicted(d) for d in range(1, depth + 1)]) / depth
+    return {"mtp/loss": -jnp.sum(predictions.logp * share), "mtp/acceptance": jnp.sum(predictions.agrees * share)}
 
 
 def expert_counts(aux: Aux) -> dict[str, jax.Array]:
@@ -31,7 +64,7 @@ def expert_counts(aux: Aux) -> dict[str, jax.Array]:
 def moved_biases(still: dict[str, jax.Array], counts: dict[str, jax.Array], rate: float) -> dict[str, jax.Array]:
     """The weights without a gradient after an update: selection biases of routers move by the counts of the whole batch."""
     return {
-        path: bias_update(array, counts[path.removesuffix(_BIAS)], rate) if path.endswith(_BIAS) else array
+        path: bias_update(array, counts[layer], rate) if (layer := path.removesuffix(_BIAS)) in counts else array
         for path, array in still.items()
     }
 

@@ -18,9 +18,10 @@ import rl.algorithms
 from policy import modes
 from policy.layers.dropout import Dropout, row_seeds
 from policy.model import Graph
+from policy.multi_token_prediction import NAME as MODULES
 from policy.sharding import constrain, settle
 from rl.algorithms import PolicyInputs
-from rl.auxiliary import auxiliary_loss, expert_counts, load_metrics, moved_biases
+from rl.auxiliary import auxiliary_loss, expert_counts, load_metrics, moved_biases, totals
 from rl.batch import Batch
 from rl.config import OptimizerOptions, StageOptions
 from rl.critic import Critic
@@ -117,9 +118,7 @@ class Updater:
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, count, batch.tokens.shape[0]))
         grads, loss, metrics, counts = self._gradients(trained, still, batch, inputs, micro_rows)
-        norm = optax.tree.norm(grads)
-        if self._options.clip_norm is not None:
-            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self._options.clip_norm / (norm + 1e-6)), grads)
+        grads, norm, norms = self._clipped(grads)
         changes, state = self._transform.update(grads, learner.optimizer, trained)
         new = Learner(optax.apply_updates(trained, changes) | moved_biases(still, counts, self._stage.router.bias_rate), state)
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -131,7 +130,25 @@ class Updater:
             "optim/update_norm": optax.tree.norm(changes),
             "optim/skipped": 1.0 - good,
         }
-        return new, metrics | load_metrics(counts)
+        return new, metrics | norms | load_metrics(counts)
+
+    def _clipped(self, grads: dict) -> tuple[dict, jax.Array, dict]:
+        """(gradients of at most `clip_norm`, their norm before, metrics). Prediction modules that are trained apart from the
+        policy are clipped by themselves, so that they do not shorten its steps."""
+        limit, mtp, found = self._options.clip_norm, self._stage.mtp, {}
+
+        def clip(part: dict, norm) -> dict:
+            return part if limit is None else jax.tree.map(lambda g: g * jnp.minimum(1.0, limit / (norm + 1e-6)), part)
+
+        modules = {path: g for path, g in grads.items() if path.startswith(f"{MODULES}.")} if mtp else {}
+        if modules:
+            found["mtp/grad_norm"] = optax.tree.norm(modules)
+        if not (modules and mtp.detach):
+            norm = optax.tree.norm(grads)
+            return clip(grads, norm), norm, found
+        policy = {path: g for path, g in grads.items() if path not in modules}
+        norm = optax.tree.norm(policy)
+        return clip(policy, norm) | clip(modules, found["mtp/grad_norm"]), norm, found
 
     def _gradients(self, trained, still, batch: Batch, inputs, R: int):
         """Sums over the micro-batches, in float32: (gradients, loss, metrics, expert counts)."""
@@ -144,11 +161,11 @@ class Updater:
                 return jnp.broadcast_to(a, (M, *jnp.shape(a)))
             return constrain(a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout)
 
-        sequences = jnp.sum(jnp.any(batch.segments != 0, axis=1))
+        whole = totals(batch)
 
-        def objective(weights, micro, totals):
-            loss, metrics, aux = self._loss(weights | still, micro, totals)
-            besides, found = auxiliary_loss(self._stage, aux, sequences)
+        def objective(weights, micro, inputs):
+            loss, metrics, aux = self._loss(weights | still, micro, inputs)
+            besides, found = auxiliary_loss(self._stage, aux, micro, whole)
             return loss + besides, (metrics | found, expert_counts(aux))
 
         def one(total, xs):
@@ -167,6 +184,7 @@ class Trainer:
     def __init__(self, graph: Graph, stage: StageOptions, algorithm, seed: int = 0):
         """`seed` is that of the run; dropout needs it."""
         self.graph, self.stage, self.algorithm = graph, stage, algorithm
+        self._learning = graph.at(mtp="detached" if stage.mtp.detach else "joint") if stage.mtp else graph
         self.temperature = np.float32((stage.sampling.temperature if algorithm.needs_rollouts else 0.0) or 1.0)
         self.policy = Updater(graph, self._policy_loss, stage.optimizer, stage, seed)
         self.critic = None
@@ -235,7 +253,7 @@ class Trainer:
         step = modes.sit(micro.tokens, segments=micro.segments)
         if micro.dropout is not None:
             step = replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
-        logp, entropy, aux = self.graph.logprobs(params, micro.tokens, step, self.temperature)
+        logp, entropy, aux = self._learning.logprobs(params, micro.tokens, step, self.temperature)
         loss, metrics = self.algorithm.loss(replace(inputs, logp=logp, entropy=entropy))
         return loss, metrics, aux
 
