@@ -337,6 +337,25 @@ class HyperConnections:
 
 
 @dataclass(frozen=True)
+class MultiTokenPrediction:
+    """Modules that predict the tokens after the next one (arXiv 2412.19437, section 2.2): module d = 1..`depth` joins the state
+    of a position with the embedding of the token d places on, passes one `layer`, and predicts the token d + 1 places on.
+
+    `input` says which states the first module reads: those after the decoder's final norm, as released files want it, or those
+    before. `final_norm`: each module has a norm of its own before the shared head; without, it is the decoder's.
+    """
+
+    depth: int
+    layer: LayerSpec
+    input: Literal["post_norm", "pre_norm"] = "post_norm"
+    final_norm: bool = True
+
+    def __post_init__(self):
+        if self.depth < 1:
+            raise ValueError(f"multi_token_prediction: depth must be at least 1, got {self.depth}")
+
+
+@dataclass(frozen=True)
 class LearnedPositions:
     """A trained vector for each of `length` positions, added to the embedding."""
 
@@ -367,6 +386,7 @@ class DecoderConfig:
     logit_softcap: float | None = None
     initializer_range: float = 0.02
     hyper_connections: HyperConnections | None = None
+    multi_token_prediction: MultiTokenPrediction | None = None
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -376,7 +396,8 @@ class DecoderConfig:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """Every rotary embedding that some layer uses, once."""
-        parts = (part for spec in self.layers for part in (spec.mixer, getattr(spec.mixer, "indexer", None)))
+        specs = (*self.layers, *([self.multi_token_prediction.layer] if self.multi_token_prediction else []))
+        parts = (part for spec in specs for part in (spec.mixer, getattr(spec.mixer, "indexer", None)))
         return tuple(dict.fromkeys(part.rope for part in parts if getattr(part, "rope", None) is not None))
 
     @property
@@ -390,7 +411,8 @@ class Runtime:
     """How a decoder is computed, apart from what it computes. `remat` is a key of REMAT_SAVES in policy/decoder.py,
     or none; more than `attention_chunk` queries are taken in chunks; `record` names what each layer adds to the Aux. `layout` is
     filled in by the Graph. `indexer`: what an indexer of keys learns from when there is no cache, if anything (policy/layers/
-    sparse_attention.py); attention is dense during its warm-up."""
+    sparse_attention.py); attention is dense during its warm-up. `mtp`: log-probabilities come with those of the prediction
+    modules, whose gradient reaches everything (joint) or their own weights only (detached)."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -400,4 +422,5 @@ class Runtime:
     attention_chunk: int = 512
     record: tuple[Literal["hidden", "activations", "selection"], ...] = ()
     indexer: Literal["off", "dense_warmup", "sparse"] = "off"
+    mtp: Literal["joint", "detached"] | None = None
     layout: Layout | None = None

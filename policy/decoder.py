@@ -6,6 +6,7 @@ B rows, T tokens, E hidden, V vocabulary, R repeats of a stack.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import jax
@@ -20,8 +21,9 @@ from policy.layers.dropout import drop
 from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
 from policy.layers.norms import norm
-from policy.layers.parameter import normal, weight
+from policy.layers.parameter import normal, stacked, weight
 from policy.layers.rope import rotation, sinusoids
+from policy.multi_token_prediction import PredictionModule
 from policy.remat import checkpointed, saved
 
 
@@ -31,7 +33,7 @@ class LayerStack(nnx.Module):
     def __init__(self, stack: Stack, first: int, config: DecoderConfig, rngs: nnx.Rngs):
         """`first` is the number of the stack's first layer."""
         self.first, self.repeats = first, stack.repeats
-        self.layers = nnx.List([_stacked(spec, config, rngs, stack.repeats) for spec in stack.pattern])
+        self.layers = nnx.List([stacked(partial(Layer, spec, config), rngs, stack.repeats) for spec in stack.pattern])
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         """Returns (x_BTE, cache parts or None, a LayerAux with arrays [R, ...] for each layer of the pattern)."""
@@ -73,17 +75,6 @@ class LayerStack(nnx.Module):
         return x_BTE, None if cache is None else tuple(parts), found
 
 
-def _stacked(spec, config, rngs, repeats):
-    """Layers of one spec, created with a random key each and stacked along a new axis named "layers"."""
-
-    @nnx.split_rngs(splits=repeats)
-    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    def create(rngs):
-        return Layer(spec, config, rngs)
-
-    return create(rngs)
-
-
 class Decoder(nnx.Module):
     """tokens -> hidden states after the final norm. The head (policy/head.py) turns those into logits or log-probabilities."""
 
@@ -100,24 +91,36 @@ class Decoder(nnx.Module):
         if not config.tied_head:
             self.lm_head = weight(rngs, shape, axes, normal(config.initializer_range))
         self.streams = streams(config, rngs)
+        if config.multi_token_prediction is not None:
+            create = partial(PredictionModule, config.multi_token_prediction, config)
+            self.mtp = stacked(create, rngs, config.multi_token_prediction.depth)
 
     def __call__(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         """(hidden [B, T, E], cache, Aux). `cache` is what policy.cache.create made, or None to look at this call's tokens only."""
-        config = self.config
-        x = self.embed_tokens[...][tokens_BT].astype(runtime.dtype)
-        if config.embedding_scale != 1.0:
-            x = x * jnp.asarray(config.embedding_scale, x.dtype)
-        x = x + self._position_embedding(step.positions).astype(x.dtype) if config.positions else x
-        x = drop(x, step.dropout)
+        step = self.seat(tokens_BT, step)
+        x = drop(self.embed(step, runtime.dtype), step.dropout)
         x = x if self.streams is None else self.streams.expand(x)
-        step = replace(step, tokens=tokens_BT, rotations={str(rope): rotation(rope, step.positions) for rope in config.ropes})
         caches, layers = [], {}
         for s, stack in enumerate(self.stacks):
             x, part, found = stack(x, step, None if cache is None else cache[s], runtime)
             caches.append(part)
             layers |= {f"stacks.{s}.layers.{i}": each for i, each in enumerate(found)}
         x = x if self.streams is None else self.streams.reduce(x)
-        return self.norm(x), None if cache is None else tuple(caches), Aux(layers)
+        normed, spec = self.norm(x), self.config.multi_token_prediction
+        aux = Aux(layers, None if spec is None else normed if spec.input == "post_norm" else x)
+        return normed, None if cache is None else tuple(caches), aux
+
+    def seat(self, tokens_BT: jax.Array, step: Step) -> Step:
+        """`step` with these tokens, and with the tables of all rotary embeddings at its positions."""
+        return replace(step, tokens=tokens_BT, rotations={str(rope): rotation(rope, step.positions) for rope in self.config.ropes})
+
+    def embed(self, step: Step, dtype) -> jax.Array:
+        """[B, T, E] of the step's tokens, with the embedding of their positions where the configuration has one."""
+        config = self.config
+        x = self.embed_tokens[...][step.tokens].astype(dtype)
+        if config.embedding_scale != 1.0:
+            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        return x + self._position_embedding(step.positions).astype(x.dtype) if config.positions else x
 
     def _position_embedding(self, positions_BT: jax.Array) -> jax.Array:
         """float32[B, T, E], the sum of the tables that the configuration has."""

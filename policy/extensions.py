@@ -7,11 +7,12 @@ policy/ngrams.py. Free of jax.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from policy import ngrams
-from policy.config import DecoderConfig, HyperConnections
+from policy.config import DecoderConfig, HyperConnections, MultiTokenPrediction
 from policy.hf import UnsupportedModel
 from policy.names import Stored, Table
 
@@ -45,22 +46,29 @@ NAMES: Table = {
     "memory.conv": Stored("engram.short_conv.conv.weight", "(g e) 1 w -> w g e"),
     "memory.outer_norm.weight": Stored("engram.outer_norm.weight"),
     "memory.classes": Stored("engram.classes"),
+    # Prediction module d is stored as layer number num_hidden_layers + d - 1, under the names of DeepSeek-V3's files.
+    "eh_proj": Stored("eh_proj.weight", "o i -> i o"),
+    **{f"{norm}.{part}": Stored(f"{norm}.{part}") for norm in ("enorm", "hnorm") for part in ("weight", "bias")},
+    **{f"post_norm.{part}": Stored(f"shared_head.norm.{part}") for part in ("weight", "bias")},
 }
 
 
 def extend(config: DecoderConfig, hf: dict) -> DecoderConfig:
     """`config` with the parts that `hf` has under KEY. Raises UnsupportedModel for a section or key that is unknown."""
-    sections = dict(hf.get(KEY, {}))
-    if (section := sections.pop("hyper_connections", None)) is not None:
-        config = replace(config, hyper_connections=_read("hyper_connections", section, HyperConnections))
-    if (section := sections.pop("engram", None)) is not None:
-        config = _memory(config, section)
-    if sections:
-        raise UnsupportedModel(f"{KEY}: unknown sections {', '.join(sorted(sections))}")
+    sections = hf.get(KEY, {})
+    if unknown := set(sections) - set(PARTS):
+        raise UnsupportedModel(f"{KEY}: unknown sections {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
+    for name, part in PARTS.items():
+        if name in sections:
+            config = part(config, sections[name])
     return config
 
 
-def _memory(config: DecoderConfig, section: dict) -> DecoderConfig:
+def _hyper_connections(config: DecoderConfig, section: dict) -> DecoderConfig:
+    return replace(config, hyper_connections=_read("hyper_connections", section, HyperConnections))
+
+
+def _engram(config: DecoderConfig, section: dict) -> DecoderConfig:
     listed = {key: tuple(section[key]) for key in ("layers", "vocab_bases") if key in section}
     memory = _read("engram", section | listed, ngrams.EngramSection)
     try:
@@ -69,14 +77,28 @@ def _memory(config: DecoderConfig, section: dict) -> DecoderConfig:
         raise UnsupportedModel(f"{KEY}.engram: {error}") from None
 
 
-def _read(name: str, section: dict, kind: type):
-    """The section `name` as the dataclass `kind`."""
-    if unknown := set(section) - {field.name for field in fields(kind)}:
-        raise UnsupportedModel(f"{KEY}.{name}: unknown keys {', '.join(sorted(unknown))}")
+def _multi_token_prediction(config: DecoderConfig, section: dict) -> DecoderConfig:
+    """The layer of the prediction modules is the decoder's last one, without a memory."""
+    layer = replace(config.layers[-1], memory=None)
+    return replace(config, multi_token_prediction=_read("multi_token_prediction", section, MultiTokenPrediction, layer=layer))
+
+
+def _read(name: str, section: dict, kind: type, **rest):
+    """The section `name` as the dataclass `kind`, whose fields `rest` no section sets."""
+    known = {field.name for field in fields(kind)} - set(rest)
+    if unknown := set(section) - known:
+        raise UnsupportedModel(f"{KEY}.{name}: unknown keys {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     for key, hint in get_type_hints(kind).items():
         if get_origin(hint) is Literal and section.get(key, get_args(hint)[0]) not in get_args(hint):
             raise UnsupportedModel(f"{KEY}.{name}.{key}: {section[key]!r} is none of {', '.join(get_args(hint))}")
     try:
-        return kind(**section)
+        return kind(**section, **rest)
     except (TypeError, ValueError) as error:
         raise UnsupportedModel(f"{KEY}.{name}: {error}") from None
+
+
+PARTS: dict[str, Callable[[DecoderConfig, dict], DecoderConfig]] = {
+    "hyper_connections": _hyper_connections,
+    "engram": _engram,
+    "multi_token_prediction": _multi_token_prediction,
+}

@@ -37,6 +37,14 @@ def logprobs(
     return logp.reshape(-1)[:M], entropy.reshape(-1)[:M]
 
 
+def likeliest(hidden_ME: jax.Array, weight_VE: jax.Array, softcap: float | None = None) -> jax.Array:
+    """int32[M]: the token of the largest logit, in chunks as in `logprobs`. No gradient."""
+    M, E = hidden_ME.shape
+    chunk = max(1, min(M, CHUNK_LOGITS // weight_VE.shape[0]))
+    hidden, weight = jax.lax.stop_gradient((jnp.pad(hidden_ME, ((0, -M % chunk), (0, 0))).reshape(-1, chunk, E), weight_VE))
+    return jax.lax.map(lambda h: jnp.argmax(logits(h, weight, softcap), axis=-1), hidden).reshape(-1)[:M].astype(jnp.int32)
+
+
 def _log_softmax(z, temperature):
     z = z / temperature
     return z - jax.nn.logsumexp(z, axis=-1, keepdims=True)

@@ -25,17 +25,21 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 5 * 10**9
 PIECE = 2**24  # numbers that are dequantised at once: 64 MB
+# The prediction modules' part of the tree of weights, and a file for them beside those that transformers reads: it takes layers
+# past num_hidden_layers for a mistake, unless the family's PASSED_OVER says otherwise.
+MTP, MTP_FILE = "mtp", "multi_token_prediction.safetensors"
 # Starts of stored names -> those of the tables, for text models inside multimodal ones. A family's PREFIXES go before these.
 PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 )
-# Tensors that a text model does without: the towers of other modalities, heads that predict further tokens, and tables of old
-# files that follow from the configuration.
+# Tensors that a text model does without: the towers of other modalities, heads that predict further tokens, copies of embedding and
+# head in prediction modules, and tables of old files that follow from the configuration.
 SKIP = (
     r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*",
     r"mtp\..*",
+    r".*\.\d+\.(embed_tokens|shared_head\.head)\.weight",
     r".*rotary_emb\.inv_freq",
 )
 
@@ -98,6 +102,11 @@ def places(graph: Graph) -> Iterator[Place]:
     top, prefix = getattr(family, "TOP", names.TOP), getattr(family, "LAYER_PREFIX", names.LAYER_PREFIX)
     start = np.cumsum([0, *(len(stack.pattern) * stack.repeats for stack in config.stacks)])
     for path in graph.paths:
+        if found := re.fullmatch(rf"{MTP}\.(.+)", path):
+            part, count = config.multi_token_prediction, len(config.layers)
+            stored = _entry(config, family.NAMES, found[1].removeprefix("layer."), part.layer)
+            yield Place(graph, path, stored, tuple(range(count, count + part.depth)), prefix)
+            continue
         if not (found := re.fullmatch(r"stacks\.(\d+)\.layers\.(\d+)\.(.+)", path)):
             yield Place(graph, path, _entry(config, top, path), None)
             continue
@@ -121,7 +130,8 @@ def read_weights(directory, graph: Graph) -> dict[str, jax.Array]:
     The host holds no more than the shards of one weight at a time beside those that live there.
     """
     scheme = sources.scheme(directory)
-    files = TensorFiles(directory, _renamed(families.get(graph.config.family)), scheme)
+    beside = [MTP_FILE] if graph.config.multi_token_prediction and (Path(directory) / MTP_FILE).exists() else []
+    files = TensorFiles(directory, _renamed(families.get(graph.config.family)), scheme, beside)
     params = {place.path: _on_mesh(graph, place, files) for place in places(graph)}
     _refuse_unread(files, graph.config, scheme)
     return params
@@ -170,11 +180,10 @@ def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | N
     skip = [*SKIP, *getattr(family, "SKIP", ()), *(scheme.skip if scheme else ())]
     if config.tied_head:
         skip.append(re.escape(names.TOP["lm_head"].name))  # accepted, whatever the family calls its own top
-    layer = re.compile(re.escape(getattr(family, "LAYER_PREFIX", names.LAYER_PREFIX)).replace(r"\{n\}", r"(\d+)"))
 
     def skipped(name: str) -> bool:
-        past = getattr(family, "SKIP_EXTRA_LAYERS", False) and (found := layer.match(name))
-        return (past and int(found[1]) >= len(config.layers)) or any(re.fullmatch(pattern, name) for pattern in skip)
+        past = getattr(family, "SKIP_EXTRA_LAYERS", False) and _extra_layer(config, name)
+        return past or any(re.fullmatch(pattern, name) for pattern in skip)
 
     extra = sorted(files.own_name(name) for name in files.unread if not skipped(name) and not files.empty(name))
     if extra:
@@ -182,6 +191,13 @@ def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | N
         raise ModelFileError(
             f"{files.directory}: unexpected tensors {', '.join(extra[:5])}{more}: the configuration has no place for them"
         )
+
+
+def _extra_layer(config: DecoderConfig, name: str) -> bool:
+    """Whether a tensor is of a layer past the last one."""
+    prefix = getattr(families.get(config.family), "LAYER_PREFIX", names.LAYER_PREFIX)
+    found = re.match(re.escape(prefix).replace(r"\{n\}", r"(\d+)"), name)
+    return found is not None and int(found[1]) >= len(config.layers)
 
 
 @jax.jit
@@ -227,8 +243,12 @@ def write(directory, graph, params) -> None:
     for old in (*directory.glob("*.safetensors"), *directory.glob("*.safetensors.index.json")):
         old.unlink()
     shards: list[dict[str, np.ndarray]] = [{}]
-    sizes, where = [0], {}
+    sizes, where, beside = [0], {}, {}
+    passed_over = getattr(families.get(config.family), "PASSED_OVER", "$.")
     for name, array in _stored(graph, params):
+        if _extra_layer(config, name) and not re.match(passed_over, name):
+            beside[name] = array
+            continue
         if sizes[-1] and sizes[-1] + array.nbytes > SHARD_BYTES:
             save_file(shards[-1], directory / f"part-{len(shards):05d}", metadata={"format": "pt"})
             shards[-1] = {}
@@ -245,6 +265,8 @@ def write(directory, graph, params) -> None:
     if count > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": {name: files[i] for name, i in where.items()}}
         (directory / INDEX).write_text(json.dumps(index, indent=2))
+    if beside:
+        save_file(beside, directory / MTP_FILE, metadata={"format": "pt"})
     hf["dtype"] = graph.runtime.param_dtype
     hf.pop("torch_dtype", None)
     (directory / "config.json").write_text(json.dumps(hf, indent=2))

@@ -64,11 +64,24 @@ class LayerAux:
 
 
 @_pytree
+class Predictions:
+    """Of the prediction modules d = 1..D (policy/multi_token_prediction.py), float32[D, B, T] at the token that is predicted:
+    `logp`, and `agrees`, 1 where the likeliest token of the module is that of the decoder. 0 at the first d + 1 tokens of a
+    segment and on padding."""
+
+    logp: jax.Array
+    agrees: jax.Array
+
+
+@_pytree
 class Aux:
     """Of a whole decoder. `layers` is keyed by the path of the layer's weights ("stacks.1.layers.0"); its arrays have the repeats
-    of the stack in front: [R, ...]."""
+    of the stack in front: [R, ...]. `mtp_input` [B, T, E] are the states that prediction modules read; `predictions` is there
+    where `Runtime.mtp` asks for it."""
 
     layers: dict[str, LayerAux]
+    mtp_input: jax.Array | None = None
+    predictions: Predictions | None = None
 
     def found(self, name: str) -> dict[str, jax.Array]:
         """The field `name` of every layer that has it, by path."""

@@ -154,11 +154,22 @@ def create(
     return Model(graph, graph.init(seed))
 
 
-def load(directory, dtype: str = "float32", *, runtime: Runtime | None = None, mesh: Layout | None = None) -> Model:
-    """The model in a Hugging Face directory (config.json and safetensors)."""
+def load(
+    directory,
+    dtype: str = "float32",
+    *,
+    runtime: Runtime | None = None,
+    mesh: Layout | None = None,
+    sections: dict | None = None,
+) -> Model:
+    """The model in a Hugging Face directory (config.json and safetensors).
+
+    `sections` are parts of policy/extensions.py, in the place of those of config.json: `{"multi_token_prediction": {"depth": 1}}`
+    loads the prediction module that files of DeepSeek-V3 hold as layer 61.
+    """
     from policy import hub
 
-    config = sources.read_config(directory)
+    config = sources.read_config(directory, sections)
     graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
     return Model(graph, hub.read_weights(directory, graph))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
@@ -9,6 +11,7 @@ from policy import head
 from policy.cache import Step
 from policy.config import Runtime
 from policy.decoder import Decoder
+from policy.multi_token_prediction import predictions
 
 
 def sit(tokens_BT, positions=None, segments=None) -> Step:
@@ -31,11 +34,13 @@ def train(decoder: Decoder, tokens_BT, step: Step, temperature, runtime: Runtime
     """(logp [B, T], entropy [B, T], Aux). logp[t] is about token t given the tokens before it, at logits /
     temperature; both are 0 at the first token of a segment and on padding."""
     hidden, _, aux = decoder(tokens_BT, step, None, runtime)
+    if runtime.mtp is not None:
+        aux = predictions(decoder, tokens_BT, step, hidden, aux, temperature, runtime)
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
     rows, targets = before.reshape(-1, hidden.shape[-1]), tokens_BT.reshape(-1)
     logp, entropy = head.logprobs(rows, decoder.head_weight, targets, temperature, decoder.config.logit_softcap)
     scored = (step.segments != 0) & ~first_of_segment(step.segments)
-    return *(jnp.where(scored, a.reshape(tokens_BT.shape), 0.0) for a in (logp, entropy)), aux
+    return *(jnp.where(scored, a.reshape(tokens_BT.shape), 0.0) for a in (logp, entropy)), replace(aux, mtp_input=None)
 
 
 def prefill(decoder: Decoder, tokens_BT, step: Step, cache: tuple, runtime: Runtime) -> tuple:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from policy import families, quantized
+from policy import extensions, families, quantized
 from policy.config import DecoderConfig
 from policy.hf import UnsupportedModel
 from policy.quantized import Scheme
@@ -76,5 +76,9 @@ def read_hf(directory) -> dict:
     return hf
 
 
-def read_config(directory) -> DecoderConfig:
-    return families.read(read_hf(directory))
+def read_config(directory, sections: dict | None = None) -> DecoderConfig:
+    """The decoder in a model directory; `sections` (policy/extensions.py) take the place of those of its config.json."""
+    hf = read_hf(directory)
+    if sections:
+        hf[extensions.KEY] = hf.get(extensions.KEY, {}) | sections
+    return families.read(hf)

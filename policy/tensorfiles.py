@@ -7,7 +7,7 @@ what it slices and knows no 8-bit floats; here it checks the files, and the form
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,17 +39,17 @@ class _Entry:
 
 class TensorFiles:
     """The tensors of `directory`, under the names that `rename` gives them. Which files: model.safetensors, or those that the
-    index lists, or all.
+    index lists, or all; and those of `beside`.
 
     `unread` are the names that nothing was read of yet. Raises ModelFileError for files that are missing or damaged.
     """
 
-    def __init__(self, directory, rename: Callable[[str], str] = str, scheme: Scheme | None = None):
+    def __init__(self, directory, rename: Callable[[str], str] = str, scheme: Scheme | None = None, beside: Sequence[str] = ()):
         self.directory = Path(directory)
         self._scheme = scheme
         self._entries: dict[str, _Entry] = {}
         self._maps: dict[Path, np.memmap] = {}
-        for path in self._paths():
+        for path in dict.fromkeys([*self._paths(), *(self.directory / name for name in beside)]):
             for entry in _header(path):
                 name = rename(entry.name)
                 if (other := self._entries.get(name)) and other.name != entry.name:

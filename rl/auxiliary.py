@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
-from policy.intermediates import Aux, Indexing
+from policy.intermediates import Aux, Indexing, Predictions
 from policy.layers.moe import bias_update
+from policy.multi_token_prediction import predicted
+from rl.batch import Batch
 from rl.config import StageOptions
 
 _BIAS = ".feed_forward.router.correction_bias"
 
 
-def auxiliary_loss(stage: StageOptions, aux: Aux, segments_NT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """This micro-batch's share of the losses of the parts, each with its coefficient, and their metrics. `segments` are those of
-    the whole optimiser batch."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Totals:
+    """Of a whole optimiser batch: rows and tokens that are not padding, and tokens trained on."""
+
+    sequences: jax.Array
+    tokens: jax.Array
+    segments: jax.Array
+    mask: jax.Array
+
+    def predicted(self, d: int) -> jax.Array:
+        """Tokens trained on that prediction module d predicts, at least 1: a predicted token has more before it."""
+        return jnp.maximum(jnp.sum(self.mask * predicted(self.segments, d)), 1.0)
+
+
+def totals(batch: Batch) -> Totals:
+    real = batch.segments != 0
+    return Totals(jnp.sum(jnp.any(real, axis=1)), jnp.sum(real), batch.segments, batch.mask)
+
+
+def auxiliary_loss(stage: StageOptions, aux: Aux, micro: Batch, whole: Totals) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A micro-batch's share of the losses of the parts, each with its coefficient, and their metrics."""
     loss, metrics = jnp.float32(0.0), {}
     if routing := aux.found("routing"):
-        sequences = jnp.sum(jnp.any(segments_NT != 0, axis=1))
-        balance = sum(each.balance.sum() for each in routing.values()) / jnp.maximum(sequences, 1)
+        balance = sum(each.balance.sum() for each in routing.values()) / jnp.maximum(whole.sequences, 1)
         metrics["moe/balance"] = balance
         if stage.indexer.training != "dense_warmup":  # a constant there: the routers stay
             loss += stage.router.balance_coef * balance
     if indexing := aux.found("indexing"):
-        per_layer, found = _indexer_terms(list(indexing.values()), jnp.sum(segments_NT != 0))
+        per_layer, found = _indexer_terms(list(indexing.values()), whole.tokens)
         loss += stage.indexer.coef * per_layer.sum()
+        metrics |= found
+    if aux.predictions is not None:
+        found = _prediction(aux.predictions, micro, whole)
+        loss += stage.mtp.coef * found["mtp/loss"]
         metrics |= found
     return loss, metrics
 
@@ -43,6 +69,14 @@ def _indexer_terms(indexing: list[Indexing], tokens: jax.Array) -> tuple[jax.Arr
     return divergence, metrics
 
 
+def _prediction(predictions: Predictions, micro: Batch, whole: Totals) -> dict[str, jax.Array]:
+    """Cross-entropy and agreement of the prediction modules: means over the tokens trained on that a module predicts, then over
+    the modules (arXiv 2412.19437, equations 24 and 25)."""
+    depth = len(predictions.logp)
+    share = jnp.stack([micro.mask / whole.predicted(d) for d in range(1, depth + 1)]) / depth
+    return {"mtp/loss": -jnp.sum(predictions.logp * share), "mtp/acceptance": jnp.sum(predictions.agrees * share)}
+
+
 def expert_counts(aux: Aux) -> dict[str, jax.Array]:
     """Choices of each expert, float32[R, X], by path of the layer. They add up over micro-batches."""
     return {path: routing.counts for path, routing in aux.found("routing").items()}
@@ -51,7 +85,7 @@ def expert_counts(aux: Aux) -> dict[str, jax.Array]:
 def moved_biases(still: dict[str, jax.Array], counts: dict[str, jax.Array], rate: float) -> dict[str, jax.Array]:
     """The weights without a gradient after an update: selection biases of routers move by the counts of the whole batch."""
     return {
-        path: bias_update(array, counts[path.removesuffix(_BIAS)], rate) if path.endswith(_BIAS) else array
+        path: bias_update(array, counts[layer], rate) if (layer := path.removesuffix(_BIAS)) in counts else array
         for path, array in still.items()
     }
 

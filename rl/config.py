@@ -89,7 +89,18 @@ class HyperConnectionOptions(Strict):
 
 
 # Fields of ModelOptions that are sections of policy/extensions.py.
-_EXTENSIONS: tuple[str, ...] = ("hyper_connections",)
+_EXTENSIONS: tuple[str, ...] = ("hyper_connections", "multi_token_prediction")
+
+
+class MultiTokenPredictionOptions(Strict):
+    """Modules beside the decoder that predict further tokens, each with a layer like the decoder's last. A directory must hold
+    their weights, as DeepSeek-V3's layer 61 or as written by a run that had them; a model with random weights starts with them."""
+
+    depth: int = Field(1, ge=1, description="number of modules; module d predicts the token d places after the next one")
+    input: Literal["post_norm", "pre_norm"] = Field(
+        "post_norm", description="states the first reads: after or before the final norm"
+    )
+    final_norm: bool = Field(True, description="each module has a norm of its own before the head; false: the decoder's")
 
 
 class ModelOptions(Strict):
@@ -111,16 +122,19 @@ class ModelOptions(Strict):
     hyper_connections: HyperConnectionOptions | None = Field(
         None, description="several residual streams; `{}` for the defaults; random weights only"
     )
+    multi_token_prediction: MultiTokenPredictionOptions | None = Field(
+        None, description="modules that predict further tokens; null: none, or what the directory's config.json says"
+    )
 
     @property
-    def extensions(self) -> dict[str, Any]:
+    def sections(self) -> dict[str, dict]:
         """The sections of policy/extensions.py that are set here."""
         return {name: part.model_dump() for name in _EXTENSIONS if (part := getattr(self, name)) is not None}
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Keys of the Hugging Face configuration to change, with the sections of policy/extensions.py that are set here."""
-        return self.overrides | ({"duet": self.extensions} if self.extensions else {})
+        """Keys of the Hugging Face configuration to change, with those sections."""
+        return self.overrides | ({"duet": self.sections} if self.sections else {})
 
 
 class TokenizerOptions(Strict):
@@ -250,6 +264,13 @@ class IndexerOptions(Strict):
     coef: float = Field(1.0, gt=0.0, description="weight of their loss")
 
 
+class PredictionOptions(Strict):
+    """Training of the modules of `model.multi_token_prediction` on the tokens that the stage trains on."""
+
+    coef: float = Field(0.3, gt=0.0, description="weight of their cross-entropy in the loss (DeepSeek-V3: 0.3, later 0.1)")
+    detach: bool = Field(False, description="only the modules learn from it: the policy, its embedding and head feel nothing of it")
+
+
 class UntilOptions(Strict):
     """Ends a stage before its last step, after the first step whose `metric` reaches a bound."""
 
@@ -293,6 +314,7 @@ class StageOptions(Strict):
     critic: OptimizerOptions = Field(OptimizerOptions(), description="optimizer of the critic (ppo)")
     router: RouterOptions = Field(RouterOptions(), description="balance of mixture-of-experts layers")
     indexer: IndexerOptions = Field(IndexerOptions(), description="training of the indexers of sparse attention")
+    mtp: PredictionOptions | None = Field(None, description="trains the modules of model.multi_token_prediction; null: they stay")
     sampling: SamplingOptions = Field(SamplingOptions(), description="of completions; sft: of its evaluations, which are greedy")
     data: DataOptions | None = Field(None, description="instead of the run's data")
     rewards: RewardSettings | None = Field(None, description="instead of the run's rewards")

@@ -75,7 +75,7 @@ def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
             f"{source} holds weights; overrides change the shape of a model that starts from random weights only",
         )
     else:
-        for name in config.model.extensions:
+        for name in set(config.model.sections) - {"multi_token_prediction"}:  # its weights may lie there unread
             yield ("model", name), f"{source} is a model directory, whose config.json says what parts it has; leave this out"
 
 

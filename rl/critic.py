@@ -16,7 +16,8 @@ class Critic:
     """Values of states. Weights: those of the trunk (without an output projection), and VALUE_HEAD float32[E]."""
 
     def __init__(self, policy: Graph):
-        self.trunk = Graph(dataclasses.replace(policy.config, tied_head=True), policy.runtime, policy.layout)
+        trunk = dataclasses.replace(policy.config, tied_head=True, multi_token_prediction=None)
+        self.trunk = Graph(trunk, policy.runtime, policy.layout)
         self.untrained = self.trunk.untrained
         self.axes = self.trunk.axes | {VALUE_HEAD: (None,)}
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from policy.config import Runtime
+
 INDEXER = ".indexer."
 """Stands in the path of every weight of an indexer of keys (policy/layers/indexer.py)."""
+MODULES = "mtp."
+"""Starts the path of every weight of a prediction module (policy/multi_token_prediction.py)."""
 
 
-def learned(paths: Iterable[str], indexer: str) -> frozenset[str]:
-    """Those of `paths` that move under `Runtime.indexer`. Indexers learn from nothing but their own loss, so without it they stay;
-    during their dense warm-up they are all that learns."""
-    every = frozenset(paths)
-    indexers = frozenset(path for path in every if INDEXER in path)
-    return {"off": every - indexers, "dense_warmup": indexers, "sparse": every}[indexer]
+def learned(paths: Iterable[str], runtime: Runtime) -> frozenset[str]:
+    """Those of `paths` that move. Indexers and prediction modules learn from nothing but losses of their own, so without those
+    they stay; during their dense warm-up indexers are all that learns."""
+
+    def moves(path: str) -> bool:
+        if path.startswith(MODULES) and runtime.mtp is None:
+            return False
+        return runtime.indexer != ("off" if INDEXER in path else "dense_warmup")
+
+    return frozenset(filter(moves, paths))

@@ -113,7 +113,10 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
         raise ResourceError(f"platform: {config.platform} cannot be used here; set it to auto or cpu. jax says: {error}") from None
     try:
         from_directory = Path(options.source).is_dir()
-        decoder = sources.read_config(options.source) if from_directory else sources.preset(options.source, options.changes)
+        if from_directory:
+            decoder = sources.read_config(options.source, options.sections)
+        else:
+            decoder = sources.preset(options.source, options.changes)
         if len(prepared.tokenizer) > decoder.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {len(prepared.tokenizer)} tokens, the model's vocab_size is {decoder.vocab_size}; use the "
@@ -125,7 +128,7 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
         if not with_weights:
             return Model(Graph(decoder, runtime, mesh), {})
         if from_directory:
-            return policy.load(options.source, runtime=runtime, mesh=mesh)
+            return policy.load(options.source, runtime=runtime, mesh=mesh, sections=options.sections)
         return policy.create(decoder, config.seed, runtime=runtime, mesh=mesh)
     except (ModelFileError, UnsupportedModel) as error:
         raise ModelError(f"model {options.source}: {error}") from None

@@ -21,11 +21,11 @@ from policy.layers.dropout import Dropout, row_seeds
 from policy.model import Graph
 from policy.sharding import constrain, settle
 from rl.algorithms import PolicyInputs
-from rl.auxiliary import auxiliary_loss, expert_counts, load_metrics, moved_biases
+from rl.auxiliary import auxiliary_loss, expert_counts, load_metrics, moved_biases, totals
 from rl.batch import Batch
 from rl.config import OptimizerOptions, StageOptions
 from rl.critic import Critic
-from rl.learned import learned
+from rl.learned import MODULES, learned
 
 
 @jax.tree_util.register_dataclass
@@ -119,9 +119,7 @@ class Updater:
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, count, batch.tokens.shape[0]))
         grads, loss, metrics, counts = self._gradients(trained, still, batch, inputs, micro_rows)
-        norm = optax.tree.norm(grads)
-        if self._options.clip_norm is not None:
-            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self._options.clip_norm / (norm + 1e-6)), grads)
+        grads, norm, norms = self._clipped(grads)
         changes, state = self._transform.update(grads, learner.optimizer, trained)
         constants = {path: array for path, array in still.items() if path in self._learned}
         moved = moved_biases(constants, counts, self._stage.router.bias_rate)
@@ -135,7 +133,25 @@ class Updater:
             "optim/update_norm": optax.tree.norm(changes),
             "optim/skipped": 1.0 - good,
         }
-        return new, metrics | load_metrics(counts)
+        return new, metrics | norms | load_metrics(counts)
+
+    def _clipped(self, grads: dict) -> tuple[dict, jax.Array, dict]:
+        """(gradients of at most `clip_norm`, their norm before, metrics). Prediction modules that are trained apart from the
+        policy are clipped by themselves, so that they do not shorten its steps."""
+        limit, mtp, found = self._options.clip_norm, self._stage.mtp, {}
+
+        def clip(part: dict, norm) -> dict:
+            return part if limit is None else jax.tree.map(lambda g: g * jnp.minimum(1.0, limit / (norm + 1e-6)), part)
+
+        modules = {path: g for path, g in grads.items() if path.startswith(MODULES)} if mtp else {}
+        if modules:
+            found["mtp/grad_norm"] = optax.tree.norm(modules)
+        if not (modules and mtp.detach):
+            norm = optax.tree.norm(grads)
+            return clip(grads, norm), norm, found
+        policy = {path: g for path, g in grads.items() if path not in modules}
+        norm = optax.tree.norm(policy)
+        return clip(policy, norm) | clip(modules, found["mtp/grad_norm"]), norm, found
 
     def _gradients(self, trained, still, batch: Batch, inputs, R: int):
         """Sums over the micro-batches, in float32: (gradients, loss, metrics, expert counts)."""
@@ -148,9 +164,11 @@ class Updater:
                 return jnp.broadcast_to(a, (M, *jnp.shape(a)))
             return constrain(a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout)
 
-        def objective(weights, micro, totals):
-            loss, metrics, aux = self._loss(weights | still, micro, totals)
-            besides, found = auxiliary_loss(self._stage, aux, batch.segments)
+        whole = totals(batch)
+
+        def objective(weights, micro, inputs):
+            loss, metrics, aux = self._loss(weights | still, micro, inputs)
+            besides, found = auxiliary_loss(self._stage, aux, micro, whole)
             return loss + besides, (metrics | found, expert_counts(aux))
 
         def one(total, xs):
@@ -170,14 +188,14 @@ class Trainer:
         """`seed` is that of the run; dropout needs it."""
         self.graph, self.stage, self.algorithm = graph, stage, algorithm
         self.temperature = np.float32((stage.sampling.temperature if algorithm.needs_rollouts else 0.0) or 1.0)
-        indexer = stage.indexer.training
-        self._learning = graph.at(indexer=indexer)
-        loss = self._parts_loss if indexer == "dense_warmup" else self._policy_loss
-        self.policy = Updater(graph, loss, stage.optimizer, stage, learned(graph.axes, indexer), seed)
+        modules = None if stage.mtp is None else "detached" if stage.mtp.detach else "joint"
+        self._learning = graph.at(indexer=stage.indexer.training, mtp=modules)
+        loss = self._parts_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
+        self.policy = Updater(graph, loss, stage.optimizer, stage, learned(graph.axes, self._learning.runtime), seed)
         self.critic = None
         if algorithm.needs_critic:
             self._critic = Critic(graph)
-            moves = learned(self._critic.axes, self._critic.trunk.runtime.indexer)
+            moves = learned(self._critic.axes, self._critic.trunk.runtime)
             self.critic = Updater(self._critic, self._critic_loss, stage.critic, stage, moves, seed)
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:

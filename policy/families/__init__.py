@@ -4,7 +4,8 @@ A family file holds ARCHITECTURES and MODEL_TYPES (which Hugging Face configurat
 DecoderConfig`, NAMES (how its weights are stored; policy/names.py) and DEFAULTS (values of absent keys; here the class
 of transformers rules). Optional: TOP and LAYER_PREFIX in the place of those of policy/names.py; PREFIXES, pairs of the start of
 a stored name and what the tables call it; SKIP, patterns of stored tensors that are not read; SKIP_EXTRA_LAYERS, True where
-layers past num_hidden_layers are not read either; `empty_tensors(hf)`, names and shapes of tensors without elements
+layers past num_hidden_layers are not read either; PASSED_OVER, the start of the names of such layers that transformers passes
+over in a file; `empty_tensors(hf)`, names and shapes of tensors without elements
 that transformers expects to find.
 
 A multimodal configuration (with a `text_config`) is read as its text model. ARCHITECTURES then also holds the wrapper's class,

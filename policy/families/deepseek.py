@@ -31,7 +31,8 @@ NAMES = (
     }
     | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_experts."))
 )
-SKIP_EXTRA_LAYERS = True  # those past num_hidden_layers predict further tokens, which the decoder does not do
+SKIP_EXTRA_LAYERS = True  # those past num_hidden_layers predict further tokens, which the decoder does only where it is told to
+PASSED_OVER = r"model\.layers\.61\."
 # What a configuration that lacks a key means, by the classes of transformers.
 _DEFAULTS = {
     "hidden_act": "silu",

@@ -31,6 +31,18 @@ ones = jax.nn.initializers.ones
 zeros = jax.nn.initializers.zeros
 
 
+def stacked(create, rngs: nnx.Rngs, repeats: int):
+    """The modules that `create(rngs)` makes with a random key each, in one, their weights stacked along a new axis named
+    "layers"."""
+
+    @nnx.split_rngs(splits=repeats)
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def each(rngs):
+        return create(rngs)
+
+    return each(rngs)
+
+
 def weight(
     rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init, inputs: tuple[int, ...] | None = None
 ) -> nnx.Param:
