@@ -348,7 +348,8 @@ class Runtime:
     """How a decoder is computed, apart from what it computes. `remat` is a key of REMAT_SAVES in policy/decoder.py,
     or none; more than `attention_chunk` queries are taken in chunks; `record` names what each layer adds to the Aux. `mtp`:
     log-probabilities come with those of the prediction modules, whose gradient reaches everything (joint) or their own weights
-    only (detached). `layout` is filled in by the Graph."""
+    only (detached). `tentative`: a call over a cache may be taken back in part (policy/cache.py). `layout` is filled in by the
+    Graph."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -357,4 +358,5 @@ class Runtime:
     attention_chunk: int = 512
     record: tuple[Literal["hidden", "activations"], ...] = ()
     mtp: Literal["joint", "detached"] | None = None
+    tentative: bool = False
     layout: Layout | None = None

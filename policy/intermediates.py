@@ -36,16 +36,21 @@ class Activations:
 
 @_pytree
 class LayerAux:
-    """Of one layer. `hidden` [B, T, E] is its output; it and `activations` are there where `Runtime.record` names them."""
+    """Of one layer. `hidden` [B, T, E] is its output; it and `activations` are there where `Runtime.record` names them. `states`:
+    of a tentative call (policy/cache.py), the layer's states of fixed size after each token, [B, T, K, C, D] by entry."""
 
     routing: Routing | None = None
     activations: Activations | None = None
     hidden: jax.Array | None = None
+    states: dict[str, jax.Array] | None = None
 
     def also(self, other: LayerAux) -> LayerAux:
-        """This with what `other` found laid over it."""
+        """This with what `other` found laid over it; states of both."""
         fields = ((f.name, getattr(other, f.name)) for f in dataclasses.fields(other))
-        return dataclasses.replace(self, **{name: value for name, value in fields if value is not None})
+        found = {name: value for name, value in fields if value is not None}
+        if self.states and other.states:
+            found["states"] = self.states | other.states
+        return dataclasses.replace(self, **found)
 
 
 @_pytree
