@@ -18,7 +18,7 @@ import numpy as np
 
 import policy
 from policy import hub
-from policy.config import Runtime
+from policy.config import DecoderConfig, Runtime
 from policy.hf import UnsupportedModel
 from policy.model import Graph, Model
 from policy.sharding import layout
@@ -33,7 +33,7 @@ from rl.events import Events
 from rl.folder import RunFolder, StopWish
 from rl.prepare import Prepared, Stage, prepare
 from rl.trainer import RunState, Trainer
-from rollout import Generator, GeneratorOptions
+from rollout import Generator, GeneratorOptions, speculative
 
 _FINISHED = """\
 {0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
@@ -76,7 +76,9 @@ def run(config: RunConfig) -> int:
                 seed=config.seed,
                 tokenizer=prepared.tokenizer,
                 options=GeneratorOptions(
-                    prefill_chunk=config.generator.prefill_chunk, tokens_per_dispatch=config.generator.tokens_per_dispatch
+                    prefill_chunk=config.generator.prefill_chunk,
+                    tokens_per_dispatch=config.generator.tokens_per_dispatch,
+                    speculative=config.generator.speculative,
                 ),
             )
             events = Events(config, folder.path)
@@ -116,6 +118,8 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
             )
         if decoder.max_positions is not None and config.max_length > decoder.max_positions:
             raise ConfigError(f"max_length: {config.max_length} is more than the {decoder.max_positions} positions of this model")
+        if config.generator.speculative:
+            _can_draft(decoder)
         if not with_weights:
             return Model(Graph(decoder, runtime, mesh), {})
         if from_directory:
@@ -123,6 +127,13 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
         return policy.create(decoder, config.seed, runtime=runtime, mesh=mesh)
     except (hub.ModelFileError, UnsupportedModel) as error:
         raise ModelError(f"model {options.source}: {error}") from None
+
+
+def _can_draft(decoder: DecoderConfig) -> None:
+    try:
+        speculative.check(decoder)
+    except ValueError as error:
+        raise ConfigError(f"generator.{error}") from None
 
 
 def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> None:
@@ -254,7 +265,7 @@ def _rollout_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, ste
     critic_only = state.critic is not None and step <= algorithm.critic_warmup
     state, updated = _update(run, trainer, state, batch, critic_only=critic_only)
     run.events.samples(rollouts.records(found, scores, per_sample, stage.name, step))
-    return state, rollouts.metrics(found, scores) | metrics | updated
+    return state, rollouts.metrics(found, scores, drafted=run.config.generator.speculative > 0) | metrics | updated
 
 
 def _update(run: Run, trainer: Trainer, state: RunState, batch: Batch, **how) -> tuple[RunState, dict]:
