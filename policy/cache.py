@@ -1,19 +1,28 @@
 """What a token may look at. No cache: the tokens of its own call. A cache: what earlier calls left there as well.
 
 A layer hands its new keys and values (or latents) to `extend` and gets back everything visible; it never asks for a mode.
+
+Some tokens of a call may be taken back: a drafted token that turns out wrong. Entries by position need nothing for that: those
+past the tokens that stay are masked, for their position is larger than that of any query, and are overwritten. States of fixed
+size have no positions. With `Runtime.tentative` a layer that has one leaves it in the cache as it was, and returns the states
+after each token in `LayerAux.states`; `commit` then writes those after the tokens that stay.
+
 Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension, B rows, T tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from policy.config import Attention, DecoderConfig, Engram, GatedDeltaNet, LatentAttention, LayerSpec
 from policy.layers.dropout import Dropout
+
+if TYPE_CHECKING:
+    from policy.intermediates import Aux
 
 
 @jax.tree_util.register_dataclass
@@ -128,15 +137,61 @@ def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool)
     named arrays. A scanned stack has one part with all its repeats, an unrolled one a part with one layer for each repeat
     (on CPU, reading a layer out of one stacked array costs a copy of it at every step)."""
 
-    def zeros(entry, repeats):
-        rows = length if entry.length is None else entry.length
-        return jnp.zeros((repeats, slots, entry.heads, rows, entry.dim), entry.dtype or dtype)
-
     def part(stack, repeats):
-        return tuple({name: zeros(entry, repeats) for name, entry in _entries(spec, config).items()} for spec in stack.pattern)
+        return tuple(_empty(spec, config, (repeats, slots), length, dtype) for spec in stack.pattern)
 
     return tuple(
         (part(stack, stack.repeats),) if scan else tuple(part(stack, 1) for _ in range(stack.repeats)) for stack in config.stacks
+    )
+
+
+def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], length: int, dtype) -> dict[str, jax.Array]:
+    """The arrays of a layer, [*first, K, C, D]."""
+    return {
+        name: jnp.zeros((*first, e.heads, length if e.length is None else e.length, e.dim), e.dtype or dtype)
+        for name, e in _entries(spec, config).items()
+    }
+
+
+class Drafts(NamedTuple):
+    """What drafting needs beside the decoder's cache: the cache of each prediction module's layer, arrays [1, S, K, C, D], and the
+    decoder's states at the last W tokens that it has seen, `hidden` [1, S, 1, W, E]."""
+
+    layers: tuple[dict[str, jax.Array], ...]
+    hidden: jax.Array
+
+
+def rewinds(spec: LayerSpec, config: DecoderConfig) -> bool:
+    """Whether a layer may be fed the same positions again: it keeps entries by position only, no state of fixed size."""
+    return all(entry.length is None for entry in _entries(spec, config).values())
+
+
+def create_drafts(config: DecoderConfig, slots: int, length: int, dtype, *, modules: int, window: int) -> Drafts:
+    """Empty `Drafts` of the first `modules` prediction modules, with W = `window`."""
+    spec = config.multi_token_prediction.layer
+    layers = tuple(_empty(spec, config, (1, slots), length, dtype) for _ in range(modules))
+    return Drafts(layers, jnp.zeros((1, slots, 1, window, config.hidden_size), dtype))
+
+
+def commit(cache: tuple, aux: Aux, counts_S: jax.Array) -> tuple:
+    """The cache after a tentative call, of which the first counts[s] tokens of slot s stay (0: none)."""
+
+    def chosen(before_RSKCD, after_RSTKCD):
+        index = jnp.maximum(counts_S - 1, 0)[None, :, None, None, None, None]
+        after = jnp.take_along_axis(after_RSTKCD, index, axis=2)[:, :, 0].astype(before_RSKCD.dtype)
+        return jnp.where((counts_S > 0)[None, :, None, None, None], after, before_RSKCD)
+
+    def layer(arrays, states, r):
+        """`r`: number of the part, which holds one repeat if there are several."""
+        after = {name: a[r * len(arrays[name]) : (r + 1) * len(arrays[name])] for name, a in (states or {}).items()}
+        return arrays | {name: chosen(arrays[name], a) for name, a in after.items()}
+
+    return tuple(
+        tuple(
+            tuple(layer(arrays, aux.layers[f"stacks.{s}.layers.{i}"].states, r) for i, arrays in enumerate(part))
+            for r, part in enumerate(parts)
+        )
+        for s, parts in enumerate(cache)
     )
 
 

@@ -412,7 +412,8 @@ class Runtime:
     or none; more than `attention_chunk` queries are taken in chunks; `record` names what each layer adds to the Aux. `layout` is
     filled in by the Graph. `indexer`: what an indexer of keys learns from when there is no cache, if anything (policy/layers/
     sparse_attention.py); attention is dense during its warm-up. `mtp`: log-probabilities come with those of the prediction
-    modules, whose gradient reaches everything (joint) or their own weights only (detached)."""
+    modules, whose gradient reaches everything (joint) or their own weights only (detached). `tentative`: a call over a cache may
+    be taken back in part (policy/cache.py)."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -423,4 +424,5 @@ class Runtime:
     record: tuple[Literal["hidden", "activations", "selection"], ...] = ()
     indexer: Literal["off", "dense_warmup", "sparse"] = "off"
     mtp: Literal["joint", "detached"] | None = None
+    tentative: bool = False
     layout: Layout | None = None

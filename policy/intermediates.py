@@ -47,20 +47,25 @@ class Indexing:
 @_pytree
 class LayerAux:
     """Of one layer. `indexing` is there where an indexer learns. `hidden` [B, T, E] is the layer's output, with
-    hyper-connections [B, T, streams, E], `selection`
-    int32[B, T, k] the keys that an indexer selected for each query, by their column (with a cache: by position), -1 where there
-    are fewer; these two and `activations` are there where `Runtime.record` names them."""
+    hyper-connections [B, T, streams, E]; `selection` int32[B, T, k] the keys that an indexer selected for each query, by their
+    column (with a cache: by position), -1 where there are fewer; these two and `activations` are there where `Runtime.record`
+    names them. `states`: of a tentative call (policy/cache.py), the layer's states of fixed size after each token,
+    [B, T, K, C, D] by entry."""
 
     routing: Routing | None = None
     indexing: Indexing | None = None
     activations: Activations | None = None
     hidden: jax.Array | None = None
     selection: jax.Array | None = None
+    states: dict[str, jax.Array] | None = None
 
     def also(self, other: LayerAux) -> LayerAux:
-        """This with what `other` found laid over it."""
+        """This with what `other` found laid over it; states of both."""
         fields = ((f.name, getattr(other, f.name)) for f in dataclasses.fields(other))
-        return dataclasses.replace(self, **{name: value for name, value in fields if value is not None})
+        found = {name: value for name, value in fields if value is not None}
+        if self.states and other.states:
+            found["states"] = self.states | other.states
+        return dataclasses.replace(self, **found)
 
 
 @_pytree

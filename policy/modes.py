@@ -1,4 +1,4 @@
-"""The three ways to use one forward pass: train, prefill, autoregressive. B rows, T tokens, E hidden, V vocabulary."""
+"""The ways to use one forward pass: train, prefill, autoregressive, verify. B rows, T tokens, E hidden, V vocabulary."""
 
 from __future__ import annotations
 
@@ -54,3 +54,10 @@ def autoregressive(decoder: Decoder, tokens_B, lengths_B, active_B, cache: tuple
     step = Step(lengths_B[:, None], active_B[:, None].astype(jnp.int32))
     hidden, cache, _ = decoder(tokens_B[:, None], step, cache, runtime)
     return head.logits(hidden[:, 0], decoder.head_weight, decoder.config.logit_softcap), cache
+
+
+def verify(decoder: Decoder, tokens_BT, step: Step, cache: tuple, runtime: Runtime):
+    """Several tokens for every slot, of which some may be taken back: (logits float32[B, T, V] of the token after each, cache,
+    Aux). `policy.cache.commit` makes of both the cache in which only the first ones are."""
+    hidden, cache, aux = decoder(tokens_BT, step, cache, replace(runtime, tentative=True))
+    return head.logits(hidden, decoder.head_weight, decoder.config.logit_softcap), cache, aux

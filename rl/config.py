@@ -160,6 +160,11 @@ class GeneratorOptions(Strict):
     slots: int = Field(64, ge=1, description="completions decoded at the same time")
     prefill_chunk: int = Field(256, ge=1, description="prompt tokens per prefill call")
     tokens_per_dispatch: int = Field(16, ge=1, description="decoding steps between two looks of the host")
+    speculative: int = Field(
+        0,
+        ge=0,
+        description="tokens that model.multi_token_prediction drafts a step; 0: none. Completions stay the same",
+    )
 
 
 class ColumnNames(Strict):

@@ -5,6 +5,7 @@ Quick and free of jax: it runs before anything is built, and for `rl-train --che
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,8 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     yield from _model(config)
     yield from _tokenizer(config)
     yield from _mesh(config.mesh)
+    if config.generator.speculative and not _has_modules(config):
+        yield ("generator", "speculative"), _NO_MODULES
     if config.data:
         yield from _data(("data",), config.data)
     if config.rewards:
@@ -54,6 +57,20 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         yield from _evaluation(config, config.evaluation)
     for number, stage in enumerate(config.stages):
         yield from _stage(("stages", number), stage, config)
+
+
+_NO_MODULES = "the model has no modules that predict further tokens; add `multi_token_prediction: {depth: 1}` under `model`"
+
+
+def _has_modules(config: RunConfig) -> bool:
+    """Whether the model has prediction modules, by the run's configuration or by that of its directory."""
+    if config.model.multi_token_prediction is not None:
+        return True
+    try:
+        stored = json.loads((Path(config.model.source) / "config.json").read_text())
+    except (OSError, ValueError):
+        return False  # a preset; what is wrong with a directory is said elsewhere
+    return "multi_token_prediction" in stored.get("duet", {})
 
 
 def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
@@ -199,6 +216,8 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
         yield from _rewards((*path, "rewards"), stage.rewards)
     if not (stage.data or config.data):
         yield (*path, "data"), f"{name} needs data, here or for the whole run (`data`)"
+    if stage.mtp and not _has_modules(config):
+        yield (*path, "mtp"), _NO_MODULES
     rows = stage.prompts_per_step // stage.updates_per_step
     if stage.indexer.training == "dense_warmup" and not supervised(stage):
         yield (*path, "indexer", "training"), f"a dense_warmup learns from texts alone, {name} samples for nothing; use sft"

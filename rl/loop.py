@@ -34,7 +34,7 @@ from rl.events import Events
 from rl.folder import RunFolder, StopWish
 from rl.prepare import Prepared, Stage, prepare
 from rl.trainer import RunState, Trainer
-from rollout import Generator, GeneratorOptions
+from rollout import Generator, GeneratorOptions, speculative
 
 _FINISHED = """\
 {0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
@@ -77,7 +77,9 @@ def run(config: RunConfig) -> int:
                 seed=config.seed,
                 tokenizer=prepared.tokenizer,
                 options=GeneratorOptions(
-                    prefill_chunk=config.generator.prefill_chunk, tokens_per_dispatch=config.generator.tokens_per_dispatch
+                    prefill_chunk=config.generator.prefill_chunk,
+                    tokens_per_dispatch=config.generator.tokens_per_dispatch,
+                    speculative=config.generator.speculative,
                 ),
             )
             events = Events(config, folder.path)
@@ -125,6 +127,8 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
         if decoder.max_positions is not None and config.max_length > decoder.max_positions:
             raise ConfigError(f"max_length: {config.max_length} is more than the {decoder.max_positions} positions of this model")
         _check_indexers(config, decoder)
+        if config.generator.speculative:
+            _can_draft(decoder)
         if not with_weights:
             return Model(Graph(decoder, runtime, mesh), {})
         if from_directory:
@@ -146,6 +150,13 @@ def _check_indexers(config: RunConfig, decoder: DecoderConfig) -> None:
                 f"{key}: sparse, but with max_length {config.max_length} every query sees all keys: the indexers select {topk}; "
                 "raise max_length, lower model.overrides.index_topk, or use dense_warmup"
             )
+
+
+def _can_draft(decoder: DecoderConfig) -> None:
+    try:
+        speculative.check(decoder)
+    except ValueError as error:
+        raise ConfigError(f"generator.{error}") from None
 
 
 def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> None:
@@ -277,7 +288,7 @@ def _rollout_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, ste
     critic_only = state.critic is not None and step <= algorithm.critic_warmup
     state, updated = _update(run, trainer, state, batch, critic_only=critic_only)
     run.events.samples(rollouts.records(found, scores, per_sample, stage.name, step))
-    return state, rollouts.metrics(found, scores) | metrics | updated
+    return state, rollouts.metrics(found, scores, drafted=run.config.generator.speculative > 0) | metrics | updated
 
 
 def _update(run: Run, trainer: Trainer, state: RunState, batch: Batch, **how) -> tuple[RunState, dict]:

@@ -117,8 +117,9 @@ def records(rollouts: Rollouts, scores: Scores, advantages, stage: str, step: in
     return lines
 
 
-def metrics(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
-    """Rewards and lengths of a step, by the names of docs/metrics.md. NaN where nothing was scored."""
+def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:
+    """Rewards and lengths of a step, by the names of docs/metrics.md, and what drafts gained where there were any. NaN where
+    nothing was scored."""
     G = len(rollouts.completions[0])
     totals = scores.total.reshape(-1, G)
     scored = totals[np.isfinite(totals)]
@@ -136,6 +137,9 @@ def metrics(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
         "perf/sample_tokens_per_s": float(lengths.sum() / max(rollouts.seconds, 1e-9)),
         "time/sample": rollouts.seconds,
     }
+    if drafted:
+        steps = sum(c.steps for _, c in rollouts.flat)
+        found["speculative/accepted_per_step"] = float(lengths.sum() / steps - 1)
     if ended.any():
         found |= {f"completion/{name}_terminated_length": float(getattr(lengths[ended], name)()) for name in ("mean", "min", "max")}
     return found | scores.metrics

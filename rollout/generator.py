@@ -9,47 +9,50 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from policy import cache as caches
-from policy import modes
-from policy.cache import Step
 from policy.model import Model
-from policy.sharding import settle
 from rollout.chat import render_prompt
-from rollout.sampling import SamplingParams, draw, uniforms
+from rollout.programs import Made, Programs, Slots
+from rollout.sampling import SamplingParams
 from rollout.scheduler import Request, Scheduler
+from rollout.speculative import SpeculativePrograms
 
 PREFILL_ROWS = (1, 4, 16)
-# Above this many layers decoding is scanned on CPU too: unrolled it runs several times faster, but compiles longer.
-UNROLLED_LAYERS = 32
 
 
 @dataclass(frozen=True)
 class GeneratorOptions:
-    """prefill_chunk: prompt tokens of one prefill call. tokens_per_dispatch: decoding steps between two looks of the host."""
+    """prefill_chunk: prompt tokens of one prefill call. tokens_per_dispatch: decoding steps between two looks of the host.
+
+    speculative: tokens that the model's prediction modules draft at each step, 0 for none; a step then makes 1 to
+    1 + `speculative` tokens, the same as without (rollout/speculative.py).
+    """
 
     cache: Literal["contiguous"] = "contiguous"
     prefill_chunk: int = 256
     tokens_per_dispatch: int = 16
+    speculative: int = 0
 
     def __post_init__(self):
         if self.cache != "contiguous":
             raise ValueError(f"GeneratorOptions.cache: {self.cache!r} is not available; use 'contiguous'")
         if self.prefill_chunk < 1 or self.tokens_per_dispatch < 1:
             raise ValueError("GeneratorOptions: prefill_chunk and tokens_per_dispatch must be at least 1")
+        if self.speculative < 0:
+            raise ValueError("GeneratorOptions: speculative must be 0 (none) or more")
 
 
 @dataclass(frozen=True)
 class Completion:
-    """`tokens` without the prompt, with the stop token; `logprobs` of each; `finish`: stop or length; `text` with a tokenizer."""
+    """`tokens` without the prompt, with the stop token; `logprobs` of each; `finish`: stop or length; `text` with a tokenizer;
+    `steps`: forward passes of the decoder that made it, fewer than tokens where drafts were accepted."""
 
     tokens: list[int]
     logprobs: list[float]
     finish: str
     text: str | None
+    steps: int = 0
 
 
 class Generator:
@@ -75,7 +78,8 @@ class Generator:
             raise ValueError(f"Generator: max_length {max_length} is more than the {limit} positions of this model")
         self.model, self.max_length, self.slots = model, max_length, slots
         self.seed, self.tokenizer, self.options = seed, tokenizer, options
-        self._programs = _Programs(model.graph, options.tokens_per_dispatch)
+        dispatch, drafts = options.tokens_per_dispatch, options.speculative
+        self._programs = SpeculativePrograms(model.graph, dispatch, drafts) if drafts else Programs(model.graph, dispatch)
         self._cache = None
 
     def generate(
@@ -110,7 +114,7 @@ class Generator:
             for sample in range(params.n)
         ]
         self._run(requests, params)
-        made = [Completion(r.tokens, r.logprobs, r.finish, self._text(r.tokens)) for r in requests]
+        made = [Completion(r.tokens, r.logprobs, r.finish, self._text(r.tokens), sum(r.opens)) for r in requests]
         return [made[i : i + params.n] for i in range(0, len(made), params.n)]
 
     def _encode(self, i: int, prompt, params: SamplingParams) -> tuple[int, ...]:
@@ -145,17 +149,16 @@ class Generator:
                 cache = self._insert(cache, admitted, prefixes)
             waiting = {request.index for request in scheduler.waiting}
             prefixes = {index: prefix for index, prefix in prefixes.items() if index in waiting}
-            cache, tokens_KS, logps_KS = self._programs.decode(
-                self.model.params, cache, self._view(scheduler.running, params), params, self.seed
-            )
+            view = self._view(scheduler.running, params)
+            cache, made = self._programs.decode(self.model.params, cache, view, params, self.seed)
             for slot in list(scheduler.running):
-                if self._append(scheduler.running[slot], tokens_KS[:, slot], logps_KS[:, slot], params):
+                if self._append(scheduler.running[slot], made.of(slot), params):
                     scheduler.release(slot)
         self._cache = cache
 
     def _insert(self, cache, admitted: dict[int, Request], prefixes: dict[int, tuple]):
         """Prefills the prompts that are new, once for all their samples, and copies each prefix to its slots."""
-        new = {request.index: request.prompt[:-1] for request in admitted.values() if request.index not in prefixes}
+        new = {request.index: request.prompt for request in admitted.values() if request.index not in prefixes}
         if new:
             prefix = self._prefill(list(new.values()))
             prefixes |= {index: (prefix, row) for row, index in enumerate(new)}
@@ -172,39 +175,45 @@ class Generator:
         return cache
 
     def _prefill(self, prompts: list[tuple[int, ...]]):
-        """A cache that holds these prompts, row i for prompt i."""
+        """A cache that holds these prompts but for their last token, row i for prompt i."""
         P = next(rows for rows in PREFILL_ROWS if rows >= len(prompts))
-        longest = max(1, max(map(len, prompts)))
+        longest = max(1, max(map(len, prompts)) - 1)
         length = min(self.max_length, max(16, 1 << (longest - 1).bit_length()))
-        C = min(self.options.prefill_chunk, length)
-        tokens, lengths = np.zeros((P, -(-length // C) * C), np.int32), np.zeros(P, np.int32)
+        C, ahead = min(self.options.prefill_chunk, length), self._programs.ahead
+        tokens, lengths = np.zeros((P, -(-length // C) * C + ahead), np.int32), np.zeros(P, np.int32)
         for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
-            lengths[row] = len(prompt)
+            lengths[row] = len(prompt) - 1
+            seen = prompt if ahead else prompt[:-1]
+            tokens[row, : len(seen)] = seen
         prefix = self._programs.empty(P, length)
         for start in range(0, longest, C):
-            prefix = self._programs.prefill(self.model.params, prefix, tokens[:, start : start + C], start, lengths)
+            prefix = self._programs.prefill(self.model.params, prefix, tokens[:, start : start + C + ahead], start, lengths)
         return prefix
 
-    def _view(self, running: dict[int, Request], params: SamplingParams) -> _Slots:
-        columns = np.zeros((6, self.slots), np.int32)
+    def _view(self, running: dict[int, Request], params: SamplingParams) -> Slots:
+        columns, width = np.zeros((6, self.slots), np.int32), self._programs.recent
+        recent = np.zeros((self.slots, width), np.int32)
         for slot, request in running.items():
             token = request.tokens[-1] if request.tokens else request.prompt[-1]
             cached = len(request.prompt) + len(request.tokens) - 1
             left = params.max_new_tokens - len(request.tokens)
             columns[:, slot] = token, cached, left, request.prompt_id, request.sample, 1
-        return _Slots(*columns)
+            if width:
+                last = (*request.prompt[-width:], *request.tokens[-width:])[-width:]
+                recent[slot, width - len(last) :] = last
+        return Slots(*columns, recent if width else None)
 
-    def _append(self, request: Request, tokens_K: np.ndarray, logps_K: np.ndarray, params: SamplingParams) -> bool:
+    def _append(self, request: Request, made: Made, params: SamplingParams) -> bool:
         """Takes what a dispatch made for one request; True when its completion has ended."""
-        made = int((tokens_K >= 0).sum())
+        count = int((made.tokens >= 0).sum())
         before = len(request.tokens)
-        request.tokens += tokens_K[:made].tolist()
-        request.logprobs += logps_K[:made].tolist()
+        request.tokens += made.tokens[:count].tolist()
+        request.logprobs += made.logprobs[:count].tolist()
+        request.opens += made.opens[:count].tolist()
         if params.stop:
             end = self._stop_string(request.tokens, before, params.stop)
             if end is not None:
-                del request.tokens[end:], request.logprobs[end:]
+                del request.tokens[end:], request.logprobs[end:], request.opens[end:]
                 request.finish = "stop"
                 return True
         if request.tokens[-1] in params.stop_token_ids:
@@ -223,105 +232,3 @@ class Generator:
         if not holds(len(tokens)):
             return None
         return next(end for end in range(before + 1, len(tokens) + 1) if holds(end))
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Slots:
-    """int32[S] each: token to feed next, tokens already cached, tokens still to make, ids of the draw, and 1 where in use."""
-
-    token: np.ndarray
-    cached: np.ndarray
-    left: np.ndarray
-    prompt_id: np.ndarray
-    sample: np.ndarray
-    active: np.ndarray
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Draws:
-    """How tokens are drawn, scalars. `filters` (top_k, top_p, min_p) or None: another program, without the sort they need."""
-
-    seed: np.ndarray
-    temperature: np.ndarray
-    filters: tuple | None
-
-
-class _Programs:
-    """The compiled programs of a generator; caches are donated to them."""
-
-    def __init__(self, graph, dispatch: int):
-        self.graph, self._dispatch = graph, dispatch
-        self._scan = jax.default_backend() != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
-        self._empty = jax.jit(self._empty_program, static_argnums=(0, 1))
-        self._prefill = jax.jit(self._prefill_program, donate_argnums=1)
-        self._insert = jax.jit(self._insert_program, donate_argnums=0)
-        self._decode = jax.jit(self._decode_program, donate_argnums=1)
-
-    def empty(self, rows: int, length: int):
-        return settle(self._empty(rows, length), self.graph.layout)
-
-    def prefill(self, params, cache, tokens_PC, start: int, lengths_P):
-        return settle(self._prefill(params, cache, tokens_PC, np.int32(start), lengths_P), self.graph.layout)
-
-    def insert(self, cache, prefix, slots, rows):
-        return settle(self._insert(cache, prefix, slots, rows), self.graph.layout)
-
-    def decode(self, params, cache, slots: _Slots, sampling: SamplingParams, seed: int):
-        """(cache, tokens int[K, S] with -1 where none was made, their log-probabilities), the latter two on the host."""
-        stops, draws = np.asarray(sampling.stop_token_ids or (-1,), np.int32), None
-        if not sampling.greedy:
-            filters = np.int32(sampling.top_k), np.float32(sampling.top_p), np.float32(sampling.min_p)
-            draws = _Draws(np.uint32(seed % 2**32), np.float32(sampling.temperature), filters if sampling.filtered else None)
-        cache, tokens, logps = self._decode(params, cache, slots, stops, draws)
-        settle(cache, self.graph.layout)
-        return cache, np.asarray(tokens), np.asarray(logps)
-
-    def _pinned(self, cache):
-        """The cache where it belongs: left to itself the compiler may lay out a result otherwise than the cache that was given
-        up for it, which is a copy now and another compilation at the next call."""
-        layout = self.graph.layout
-        return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, layout.sharding(caches.AXES, a.shape)), cache)
-
-    def _empty_program(self, rows: int, length: int):
-        return self._pinned(caches.create(self.graph.config, rows, length, self.graph.runtime.dtype, scan=self._scan))
-
-    def _insert_program(self, cache, prefix, slots, rows):
-        return self._pinned(caches.insert(cache, prefix, slots, rows))
-
-    def _prefill_program(self, params, cache, tokens_PC, start, lengths_P):
-        positions = start + jnp.broadcast_to(jnp.arange(tokens_PC.shape[1]), tokens_PC.shape)
-        step = Step(positions, (positions < lengths_P[:, None]).astype(jnp.int32))
-        with self.graph.precision():
-            return self._pinned(modes.prefill(self.graph.decoder(params), tokens_PC, step, cache, self.graph.runtime))
-
-    def _decode_program(self, params, cache, slots: _Slots, stops, draws: _Draws | None):
-        S = slots.token.shape[0]
-
-        def go_on(carry):
-            return (carry[0] < self._dispatch) & jnp.any(carry[5])
-
-        def one(carry):
-            i, cache, token, cached, left, active, tokens, logps = carry
-            decoder = self.graph.decoder(params)
-            logits, cache = modes.autoregressive(decoder, token, cached, active, cache, self.graph.runtime)
-            if draws is None:
-                new = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            else:
-                logits = logits / draws.temperature
-                u = uniforms(draws.seed, slots.prompt_id, slots.sample, cached + 1)
-                new = draw(logits, u, draws.filters)
-            logp = jnp.take_along_axis(jax.nn.log_softmax(logits), new[:, None], axis=-1)[:, 0]
-            tokens = tokens.at[i].set(jnp.where(active, new, -1))
-            logps = logps.at[i].set(jnp.where(active, logp, 0.0))
-            left = left - 1
-            going = active & (left > 0) & ~jnp.isin(new, stops)
-            return i + 1, cache, jnp.where(active, new, token), cached + active, left, going, tokens, logps
-
-        with self.graph.precision():
-            K = self._dispatch
-            blank = jnp.full((K, S), -1, jnp.int32), jnp.zeros((K, S), jnp.float32)
-            start = (0, cache, slots.token, slots.cached, slots.left, slots.active != 0, *blank)
-            _, cache, _, _, _, _, tokens, logps = jax.lax.while_loop(go_on, one, start)
-        return self._pinned(cache), tokens, logps

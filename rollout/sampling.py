@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -89,3 +90,32 @@ def draw(logits_SV: jax.Array, uniforms_S: jax.Array, filters: tuple | None) -> 
     passed = cumulative > uniforms_S[:, None] * jnp.max(cumulative, axis=-1, keepdims=True)
     last = logits_SV.shape[-1] - 1
     return jnp.min(jnp.where(passed, jnp.arange(last + 1, dtype=jnp.int32), last), axis=-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Draws:
+    """How tokens are drawn, scalars. `filters` (top_k, top_p, min_p) or None: another program, without the sort they need."""
+
+    seed: np.ndarray
+    temperature: np.ndarray
+    filters: tuple | None
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, seed: int) -> Draws | None:
+        """None: the likeliest token, nothing is drawn."""
+        if sampling.greedy:
+            return None
+        filters = np.int32(sampling.top_k), np.float32(sampling.top_p), np.float32(sampling.min_p)
+        return cls(np.uint32(seed % 2**32), np.float32(sampling.temperature), filters if sampling.filtered else None)
+
+
+def choose(logits_SV: jax.Array, numbers: tuple, draws: Draws | None) -> tuple[jax.Array, jax.Array]:
+    """(token int[S], its log-probability float32[S] before any filter). `numbers` int[S] each: prompt id, sample index and position
+    of the token, of which its draw is a function."""
+    if draws is None:
+        new = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
+    else:
+        logits_SV = logits_SV / draws.temperature
+        new = draw(logits_SV, uniforms(draws.seed, *numbers), draws.filters)
+    return new, jnp.take_along_axis(jax.nn.log_softmax(logits_SV), new[:, None], axis=-1)[:, 0]

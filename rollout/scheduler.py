@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Request:
-    """One completion to be made: sample number `sample` of prompt number `index`."""
+    """One completion to be made: sample number `sample` of prompt number `index`. `opens`: whether each token is the first that
+    its decoding step made."""
 
     index: int
     sample: int
@@ -17,6 +18,7 @@ class Request:
     prompt_id: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    opens: list[bool] = field(default_factory=list)
     finish: str | None = None
 
 

@@ -57,26 +57,31 @@ class DeltaNet(nnx.Module):
         starts from an empty state; with one, the first document of a row goes on from what the cache holds."""
         real, documents = step.segments != 0, number_documents(step.segments)
         x = jnp.where(real[..., None], x_BTE, 0)
-        q, k, v, cache = self._convolved(x, real, documents, cache, runtime)
+        q, k, v, inputs = self._convolved(x, documents, cache, runtime)
         beta, g = self._gates(x, real)
         B, K, G, T, V = v.shape
         if cache is None:
             state = jnp.zeros((B, K, G, q.shape[-1], V), jnp.float32)
         else:
             state = cache.arrays["state"][cache.index].reshape(B, K, G, -1, V)
+        tentative, found = cache is not None and runtime.tentative, LayerAux()
         with jax.default_matmul_precision("highest"):
-            if T == 1:
+            if tentative:
+                out, states = stepwise(q, k, v, beta, g, state)
+                found = LayerAux(states={"conv": self._windows(inputs, T), "state": states.reshape(B, T, K * G, -1, V)})
+            elif T == 1:
                 out, state = single(q, k, v, beta, g, state)
             else:
                 out, state = chunked(q, k, v, beta, g, documents, state)
-        if cache is not None:
+        if cache is not None and not tentative:
+            cache = _with(cache, "conv", self._stored(_last_inputs(inputs, real, self.spec.conv_width - 1)))
             cache = _with(cache, "state", state.reshape(B, K * G, -1, V))
         out = checkpoint_name(out, "context")
         out = self.norm(out) * jax.nn.silu(self._heads(self._project(x, "z", runtime).astype(jnp.float32)))
         out = jnp.swapaxes(out, 2, 3).reshape(B, K, T, G * V).astype(x.dtype)
         out = checkpoint_name(out, "attention_out")
         out = linear("bktv,kve->bte", out, self.o_proj[...], runtime)
-        return checkpoint_name(out, "out_proj"), cache, LayerAux()
+        return checkpoint_name(out, "out_proj"), cache, found
 
     def _project(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:
         return linear("bte,ekd->bktd", x_BTE, getattr(self, f"{name}_proj")[...], runtime)
@@ -88,8 +93,19 @@ class DeltaNet(nnx.Module):
         """[B, K, T, GV] -> [B, K, G, T, V]."""
         return jnp.swapaxes(a_BKTX.reshape(*a_BKTX.shape[:3], -1, self.spec.value_dim), 2, 3)
 
-    def _convolved(self, x_BTE, real_BT, documents_BT, cache, runtime):
-        """(q [B, K, T, D], k, v [B, K, G, T, V], cache): normalised, after convolution and silu, float32."""
+    def _stored(self, inputs_BKTJ: jax.Array) -> jax.Array:
+        """Inputs of the convolution as the cache keeps them: [B, 1, T, KJ]."""
+        B, K, T, J = inputs_BKTJ.shape
+        return inputs_BKTJ.swapaxes(1, 2).reshape(B, 1, T, K * J)
+
+    def _windows(self, inputs_BKTJ: jax.Array, T: int) -> jax.Array:
+        """What the cache would keep of the convolution's inputs after each of the T tokens: [B, T, 1, W - 1, KJ]."""
+        before = self.spec.conv_width - 1
+        return jnp.stack([self._stored(inputs_BKTJ[:, :, t + 1 : t + 1 + before]) for t in range(T)], axis=1)
+
+    def _convolved(self, x_BTE, documents_BT, cache, runtime):
+        """(q [B, K, T, D], k, v [B, K, G, T, V]: normalised, after convolution and silu, float32; what went in, after the W - 1
+        inputs of earlier calls)."""
         spec = self.spec
         inputs = [checkpoint_name(self._project(x_BTE, n, runtime), label) for n, label in CONVOLVED.items()]
         inputs = jnp.concatenate(inputs, axis=-1)
@@ -100,12 +116,10 @@ class DeltaNet(nnx.Module):
         else:
             window = cache.arrays["conv"][cache.index].reshape(B, before, K, J).swapaxes(1, 2)
             inputs = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=2)
-            window = _last_inputs(inputs, real_BT, before).swapaxes(1, 2).reshape(B, 1, before, K * J)
-            cache = _with(cache, "conv", window)
         kernel = jnp.concatenate([getattr(self, f"{name}_conv")[...].astype(jnp.float32) for name in CONVOLVED], axis=1)
         convolved = jax.nn.silu(convolve(inputs, kernel, documents_BT))
         q, k, v = jnp.split(convolved, [spec.key_dim, 2 * spec.key_dim], axis=-1)
-        return _unit(q) * spec.key_dim**-0.5, _unit(k), self._heads(v), cache
+        return _unit(q) * spec.key_dim**-0.5, _unit(k), self._heads(v), inputs
 
     def _gates(self, x_BTE, real_BT):
         """(beta, g), float32[B, K, G, T]: how much of a value is written, and the logarithm of the decay; 0 on padding."""
@@ -165,6 +179,19 @@ def single(q, k, v, beta, g, state_BKGDV):
     match = jnp.sum(k * q, axis=-1)[:, :, None, :, None]
     out = decay * seen[..., 1:, :] + match * written
     return out, decay * state_BKGDV + k.swapaxes(2, 3)[:, :, None] * written
+
+
+def stepwise(q, k, v, beta, g, state_BKGDV):
+    """The recurrence over T tokens, one after the other: (out [B, K, G, T, V], the states after each, [B, T, K, G, D, V])."""
+
+    def one(state, xs):
+        q, k, v, beta, g = (jnp.expand_dims(x, axis) for x, axis in zip(xs, (2, 2, 3, 3, 3), strict=True))
+        out, state = single(q, k, v, beta, g, state)
+        return state, (out[:, :, :, 0], state)
+
+    xs = tuple(jnp.moveaxis(x, axis, 0) for x, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
+    _, (out, states) = jax.lax.scan(one, state_BKGDV, xs)
+    return jnp.moveaxis(out, 0, 3), jnp.moveaxis(states, 0, 1)
 
 
 def chunked(q, k, v, beta, g, documents_BT, state_BKGDV):

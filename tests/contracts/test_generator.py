@@ -14,7 +14,7 @@ import tiny
 from oracles import KINDS, VOCAB, configuration, oracle, random_model, saved
 
 import policy
-import rollout.generator
+import rollout.programs
 from policy import families
 from policy.config import Runtime
 from rollout import Generator, GeneratorOptions, SamplingParams
@@ -230,7 +230,7 @@ def test_a_completion_is_the_same_alone_in_any_order_and_in_a_used_slot(name):
 @pytest.mark.parametrize("name", ["qwen3-window", pytest.param("deepseek-v3-all_moe-deep", marks=pytest.mark.slow)])
 def test_a_scanned_cache_is_an_unrolled_one(name, monkeypatch):
     unrolled = baseline(name, 0)
-    monkeypatch.setattr(rollout.generator, "UNROLLED_LAYERS", 0)
+    monkeypatch.setattr(rollout.programs, "UNROLLED_LAYERS", 0)
     scanned = Generator(model_of(name), max_length=WIDTH, slots=6, seed=5)
     assert_same(scanned.generate(PROMPTS, GREEDY), unrolled)
     assert len(scanned._cache[-1]) == 1 < len(generator_of(name)._cache[-1])

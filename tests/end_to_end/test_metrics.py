@@ -11,6 +11,7 @@ import pytest
 import rl.algorithms
 from rl import events
 
+PREDICTION = ("mtp/loss", "mtp/acceptance", "mtp/grad_norm", "speculative/accepted_per_step")
 CRITIC = ("optim/lr", "optim/grad_norm", "optim/update_norm", "optim/skipped", "moe/max_load", "moe/balance")
 
 
@@ -47,7 +48,7 @@ def test_every_metric_of_a_run_is_documented(unbroken):
 def test_every_metric_of_the_losses_is_documented_and_no_other_name(unbroken):
     losses = of_the_losses()
     assert not losses - documented()
-    possible = losses | written(unbroken) | {f"value/{name}" for name in CRITIC}
+    possible = losses | written(unbroken) | {f"value/{name}" for name in CRITIC} | set(PREDICTION)
     # Only where a completion ended by itself, which those of a run of three steps may not have.
     possible |= {f"completion/{name}_terminated_length" for name in ("mean", "min", "max")}
     assert not documented() - possible
@@ -60,3 +61,18 @@ def test_every_metric_of_a_run_with_a_critic_is_documented(tmp_path):
     names = written(tmp_path / "run")
     assert not names - documented()
     assert {f"value/{name}" for name in CRITIC} <= names
+
+
+@pytest.mark.slow
+def test_every_metric_of_a_run_that_drafts_is_documented(tmp_path):
+    stage = {"algorithm": "grpo", "steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4, "sampling": {"max_new_tokens": 8}}
+    stages = [stage | {"mtp": {"detach": True}, "optimizer": {"learning_rate": 1e-2}}]
+    changes = ("model.multi_token_prediction.depth=1", "generator.speculative=2", f"stages={json.dumps(stages)}")
+    assert launch.train(tmp_path / "run", *changes) == 0
+    names = written(tmp_path / "run")
+    assert not names - documented() and set(PREDICTION) <= names
+    last = events.read(tmp_path / "run" / "events.jsonl")[-1]["metrics"]
+    assert last["mtp/grad_norm"] > 0 and last["sampler/logp_diff_max"] < 1e-4
+    assert launch.train(tmp_path / "again", "generator.speculative=0", *changes[::2]) == 0
+    tokens = [[line["tokens"] for line in map(json.loads, (tmp_path / d / "samples.jsonl").open())] for d in ("run", "again")]
+    assert tokens[0] == tokens[1]

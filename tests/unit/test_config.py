@@ -296,3 +296,12 @@ def test_a_reward_that_does_not_load_is_reported_at_its_line_as_one_problem(fold
     assert "bad.yml:4: rewards.functions.0.name" in bad.stderr and "nothing_of_this_name" in bad.stderr
     options = "[{name: exact_answer, options: {colum: x}}]"
     assert message(edited('["reward.py:score"]', options)).startswith("bad.yml:4: rewards.functions.0.options.colum")
+
+
+def test_drafts_and_their_training_need_modules_that_predict(folder):
+    found = message("run.yml", overrides=["generator.speculative=1", "stages.0.mtp={}"])
+    assert "generator.speculative" in found and "stages.0.mtp" in found and "multi_token_prediction: {depth: 1}" in found
+    config = load(["run.yml"], ["generator.speculative=1", "stages.0.mtp={}", "model.multi_token_prediction={}"])
+    assert config.model.sections == {"multi_token_prediction": {"depth": 1, "input": "post_norm", "final_norm": True}}
+    Path("model/config.json").write_text('{"duet": {"multi_token_prediction": {"depth": 1}}}')
+    assert load(["run.yml"], ["generator.speculative=1"]).stages[0].mtp is None
