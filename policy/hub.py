@@ -140,7 +140,8 @@ class Place:
             blocks = ((0, piece, target) for piece, target in _pieces(index, out, stored.same_rows))
         for expert, wanted, target in blocks:
             block = stored.block(shapes, part, wanted)
-            target[...] = block.finish(files.read(self.name(stored, layer, expert), block.shape, block.index))
+            whole = np.issubdtype(out.dtype, np.integer)
+            target[...] = block.finish(files.read(self.name(stored, layer, expert), block.shape, block.index, whole))
 
 
 def _pieces(index: tuple[slice, ...], out: np.ndarray, split: bool) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:

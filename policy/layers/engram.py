@@ -93,6 +93,15 @@ class NgramMemory(nnx.Module):
         return out.reshape(shape), cache
 
 
+def set_classes(params: dict[str, jax.Array], classes: np.ndarray) -> dict[str, jax.Array]:
+    """`params` of a decoder, in which every memory takes tokens by `classes` int32[V] (rollout/classes.py)."""
+
+    def put(array):
+        return jax.device_put(np.broadcast_to(classes.astype(np.int32), array.shape), array.sharding)
+
+    return {path: put(array) if path.endswith(".memory.classes") else array for path, array in params.items()}
+
+
 def _rms(x: jax.Array, scale: nnx.Param, eps: float) -> jax.Array:
     """The root-mean-square norm of each stream, with a weight of its own; float32."""
     x = x.astype(jnp.float32)
