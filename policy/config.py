@@ -388,8 +388,9 @@ class DecoderConfig:
 @dataclass(frozen=True)
 class Runtime:
     """How a decoder is computed, apart from what it computes. `remat` is a key of REMAT_SAVES in policy/decoder.py,
-    or none; more than `attention_chunk` queries are taken in chunks; `record` names what each layer adds to the Aux. `layout` is
-    filled in by the Graph."""
+    or none; more than `attention_chunk` queries are taken in chunks; `record` names what each layer adds to the Aux.
+    `table_memory` is where the tables of n-gram memories live: in that of the device, or of its host, from which only the rows
+    that are looked up are brought. `layout` is filled in by the Graph."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -397,4 +398,5 @@ class Runtime:
     scan: bool = True
     attention_chunk: int = 512
     record: tuple[Literal["hidden", "activations"], ...] = ()
+    table_memory: Literal["device", "host"] = "device"
     layout: Layout | None = None

@@ -132,6 +132,9 @@ class ModelOptions(Strict):
         None, description="several residual streams; `{}` for the defaults; random weights only"
     )
     engram: EngramOptions | None = Field(None, description="tables that the last tokens look up; random weights only")
+    table_memory: Literal["device", "host"] = Field(
+        "device", description="where those tables live; host: only the rows that are looked up are brought to the device"
+    )
 
     @property
     def extensions(self) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def run(config: RunConfig) -> int:
 def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model:
     """The model on its mesh; without weights when a checkpoint will bring them."""
     options = config.model
-    runtime = Runtime(options.dtype, options.param_dtype, options.remat, options.scan)
+    runtime = Runtime(options.dtype, options.param_dtype, options.remat, options.scan, table_memory=options.table_memory)
     try:
         mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)
     except ValueError as error:

@@ -12,6 +12,7 @@ from flax import nnx
 from oracles import configuration
 
 from policy import families
+from policy.config import Runtime
 from policy.layers.engram import NgramMemory, table_rows
 from policy.modes import sit
 from policy.ngrams import is_prime
@@ -144,7 +145,7 @@ def test_what_is_added_and_its_gradients_are_those_of_the_demo(streams, changes,
             variables = {name: nnx.Param(array) for name, array in (w | {"classes": jnp.asarray(classes)}).items()}
             step = replace(sit(tokens), tokens=jnp.asarray(tokens))
             given = x if streams else x[:, :, 0]
-            return nnx.merge(graph, nnx.State(variables))(given, step, None)[0].reshape(x.shape)
+            return nnx.merge(graph, nnx.State(variables))(given, step, None, Runtime())[0].reshape(x.shape)
 
         with jax.default_matmul_precision("highest"):
             out, back = jax.vjp(ours, x, w)

@@ -202,6 +202,29 @@ def looked_up(spec, document):
     return np.asarray(table_rows(spec, [jnp.asarray(each[None], jnp.int32) for each in shifted])).ravel()
 
 
+def test_a_table_in_host_memory_gives_the_same_numbers_and_learns_the_same(tmp_path):
+    sizes = learners.SIZES | {"num_hidden_layers": 2}
+    config = families.read(configuration("Llama", **sizes, duet={"engram": SECTION | {"layers": [1], "outer_norm": True}}))
+    data, table, found = batch(4), "stacks.1.layers.0.memory.table", {}
+    for memory in ("device", "host"):
+        model = random_model(config, runtime=Runtime(table_memory=memory))
+        places = {path: array.sharding.memory_kind for path, array in model.params.items()}
+        assert [path for path, place in places.items() if place == "pinned_host"] == ([table] if memory == "host" else [])
+        logp = np.asarray(model.logprobs(data.tokens, segments=data.segments)[0])
+        policy.save(model, tmp_path)
+        again = policy.load(tmp_path, runtime=Runtime(table_memory=memory))
+        assert {path: array.sharding.memory_kind for path, array in again.params.items()} == places
+        trainer, state = learners.begin(model, stage(micro_batch=2), fresh=True)
+        for _ in range(2):
+            state, metrics = trainer.update(state, data)
+        assert {path: array.sharding.memory_kind for path, array in state.policy.params.items()} == places
+        moments = [leaf for leaf in jax.tree.leaves(state.policy.optimizer) if leaf.shape == model.params[table].shape]
+        assert len(moments) == 2 and {leaf.sharding.memory_kind for leaf in moments} == {places[table]}
+        found[memory] = {"logp": logp, "loss": np.asarray(metrics["loss"])} | host(again.params) | host(state.policy.params)
+    for key, array in found["device"].items():
+        np.testing.assert_allclose(found["host"][key], array, atol=1e-6, err_msg=key)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
