@@ -132,6 +132,7 @@ def test_a_slot_that_is_not_in_use_keeps_its_state_and_a_copied_prefix_brings_it
         np.testing.assert_array_equal(array[2], states[2][name][1])
 
 
+@pytest.mark.slow
 def test_a_generator_gives_the_log_probabilities_of_training():
     from rollout import Generator, SamplingParams
 
@@ -146,6 +147,7 @@ def test_a_generator_gives_the_log_probabilities_of_training():
             np.testing.assert_allclose(out.logprobs, logp[0, len(prompt) : row.shape[1]], atol=3e-5)
 
 
+@pytest.mark.slow
 def test_scanned_stacks_around_a_memory_equal_unrolled_ones():
     model = remembering(configured(depth=5, layers=[2], ids=90))
     rows = tokens(2, 9)
