@@ -413,7 +413,8 @@ class Runtime:
     filled in by the Graph. `indexer`: what an indexer of keys learns from when there is no cache, if anything (policy/layers/
     sparse_attention.py); attention is dense during its warm-up. `mtp`: log-probabilities come with those of the prediction
     modules, whose gradient reaches everything (joint) or their own weights only (detached). `tentative`: a call over a cache may
-    be taken back in part (policy/cache.py)."""
+    be taken back in part (policy/cache.py). `table_memory` is where the tables of n-gram memories live: in that of the device, or
+    of its host, from which only the rows that are looked up are brought."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -425,4 +426,5 @@ class Runtime:
     indexer: Literal["off", "dense_warmup", "sparse"] = "off"
     mtp: Literal["joint", "detached"] | None = None
     tentative: bool = False
+    table_memory: Literal["device", "host"] = "device"
     layout: Layout | None = None

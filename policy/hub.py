@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from policy import extensions, families, names, sources
 from policy.config import DecoderConfig, LayerSpec
@@ -80,7 +81,8 @@ class Place:
             blocks = ((0, piece, target) for piece, target in _pieces(index, out, stored.same_rows))
         for expert, wanted, target in blocks:
             block = stored.block(shapes, part, wanted)
-            target[...] = block.finish(files.read(self.name(stored, layer, expert), block.shape, block.index))
+            whole = np.issubdtype(out.dtype, np.integer)
+            target[...] = block.finish(files.read(self.name(stored, layer, expert), block.shape, block.index, whole))
 
 
 def _pieces(index: tuple[slice, ...], out: np.ndarray, split: bool) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
@@ -152,7 +154,8 @@ def _on_mesh(graph: Graph, place: Place, files: TensorFiles) -> jax.Array:
         else:
             for i, layer in enumerate(place.layers[index[0]]):
                 place.read(files, layer, index[1:], shard[i, ...])
-        arrays += jax.block_until_ready([jax.device_put(shard, device) for device in holders])
+        places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in holders]
+        arrays += jax.block_until_ready([jax.device_put(shard, place) for place in places])
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
@@ -209,7 +212,8 @@ def _on_host(array, number: int | None) -> np.ndarray:
     """The whole weight, or one of those that it stacks."""
     if number is None:
         return np.asarray(array)
-    return np.asarray(_layer(array, number) if isinstance(array, jax.Array) else array[number])
+    on_device = isinstance(array, jax.Array) and array.sharding.memory_kind != "pinned_host"
+    return np.asarray(_layer(array, number) if on_device else np.asarray(array)[number])
 
 
 def _stored(graph: Graph, params) -> Iterator[tuple[str, np.ndarray]]:

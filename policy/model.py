@@ -15,7 +15,7 @@ from policy import head, modes, sources
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
 from policy.intermediates import Aux
-from policy.layers.parameter import Constant
+from policy.layers.parameter import Constant, RowTable
 from policy.sharding import Layout, layout
 
 
@@ -36,6 +36,8 @@ class Graph:
         variables = [variable for _, variable in flat]
         self.axes = {path: v.get_metadata("out_sharding") for path, v in zip(self.paths, variables, strict=True)}
         self.untrained = frozenset(p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, Constant))
+        tables = (p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, RowTable))
+        self.hosted = frozenset(tables if runtime.table_memory == "host" else ())
         self.shapes = {
             path: jax.ShapeDtypeStruct(v.shape, jnp.dtype(v.kind if path in self.untrained else runtime.param_dtype))
             for path, v in zip(self.paths, variables, strict=True)
@@ -48,7 +50,8 @@ class Graph:
         return other
 
     def sharding(self, path: str) -> jax.sharding.NamedSharding:
-        return self.layout.sharding(self.axes[path], self.shapes[path].shape)
+        place = self.layout.sharding(self.axes[path], self.shapes[path].shape)
+        return place.with_memory_kind("pinned_host") if path in self.hosted else place
 
     @property
     def shardings(self) -> dict[str, jax.sharding.NamedSharding]:

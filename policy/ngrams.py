@@ -57,9 +57,7 @@ def extended(config: DecoderConfig, section: EngramSection) -> DecoderConfig:
         raise ValueError(f"layers: {max(section.layers)} is not there, the decoder has layers 0 to {len(layers) - 1}")
     ids = section.ids or config.vocab_size
     if not (0 < ids <= config.vocab_size and 0 <= section.pad_id < ids):
-        raise ValueError(
-            f"ids must be within the vocabulary of {config.vocab_size} and pad_id within ids, got {ids}, {section.pad_id}"
-        )
+        raise ValueError(f"ids {ids} must be at most the vocabulary, {config.vocab_size}, and pad_id {section.pad_id} below ids")
     unused = _unused_primes()
     for number in section.layers:
         memory = Engram(

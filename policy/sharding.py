@@ -29,6 +29,7 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor",),
     "exp": ("expert",),
     "engram_dim": ("tensor",),
+    "engram_row": ("fsdp", "context", "expert", "tensor"),
     "cache_batch": ("data", "fsdp", "expert"),
     "cache_heads": ("tensor",),
 }

@@ -18,6 +18,7 @@ from policy.quantized import QuantizationError, Scheme
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+WHOLE = {"I32": np.int32, "I64": np.int64}
 CODES = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "U8": np.uint8}
 
 
@@ -80,8 +81,9 @@ class TensorFiles:
         """Whether the tensor has no elements."""
         return 0 in self._entries[name].shape
 
-    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
-        """`index` of the tensor, which must have this shape: a view of the file, or new numbers of a quantised one."""
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...], whole: bool = False) -> np.ndarray:
+        """`index` of the tensor, which must have this shape: a view of the file, or new numbers of a quantised one. `whole`: the
+        tensor holds whole numbers in place of floats."""
         if name not in self:
             raise ModelFileError(f"{self.directory}: missing tensor {name}, expected with shape {list(shape)}")
         try:
@@ -89,11 +91,9 @@ class TensorFiles:
         except QuantizationError as error:
             raise ModelFileError(f"{self.directory}: {error}") from None
         if tensor is None:
-            if (dtype := self._entries[name].dtype) not in FLOATS:
-                raise ModelFileError(
-                    f"{self.directory}: tensor {self.own_name(name)} is {dtype}: neither a float nor quantised as a supported "
-                    "quantization_config of config.json says"
-                )
+            if (dtype := self._entries[name].dtype) not in (WHOLE if whole else FLOATS):
+                wanted = "not whole numbers" if whole else "neither a float nor quantised as a supported quantization_config says"
+                raise ModelFileError(f"{self.directory}: tensor {self.own_name(name)} is {dtype}: {wanted}")
             tensor = self._view(name)
         if tuple(tensor.shape) != tuple(shape):
             raise ModelFileError(
@@ -105,7 +105,7 @@ class TensorFiles:
         """The whole tensor, mapped; None where there is none."""
         if (entry := self._entries.get(name)) is None:
             return None
-        dtype = FLOATS.get(entry.dtype) or CODES.get(entry.dtype)
+        dtype = (FLOATS | WHOLE | CODES).get(entry.dtype)
         if dtype is None:
             return None
         self.unread.discard(name)

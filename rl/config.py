@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 import rl.algorithms
 from policy import remat
 from policy.config import HyperConnections
+from policy.ngrams import EngramSection
 
 
 class Strict(BaseModel):
@@ -88,8 +89,33 @@ class HyperConnectionOptions(Strict):
         return self
 
 
+class EngramOptions(Strict):
+    """Engram (arXiv 2601.07372): in some layers, a table of vectors that the last tokens look up by their hash. Tokens whose texts
+    differ in spelling only (capitals, accents, white space) count as one."""
+
+    layers: list[int] = Field(min_length=1, description="layers with a table, from 0; each is then computed outside of the scan")
+    vocab_bases: list[int] = Field(
+        min_length=1,
+        description="rows of a head, one number for each length of n-grams from 2 on; the next unused prime is taken",
+    )
+    max_ngram: int = Field(3, ge=2, description="tokens of the longest n-gram")
+    heads: int = Field(8, ge=1, description="hashes of each n-gram")
+    head_dim: int = Field(64, ge=1, description="numbers in a row of the table")
+    kernel_size: int = Field(4, ge=1, description="taps of the convolution over what was found, `max_ngram` tokens apart")
+    seed: int = Field(0, ge=0, description="of the hashes")
+    integers: Literal["int32", "int64"] = Field("int32", description="of the hashes; int64 are those of the released demo")
+    norm_eps: float = Field(1e-6, gt=0.0, description="of the norms of keys and streams")
+    conv_norm_eps: float = Field(1e-5, gt=0.0, description="of the norm before the convolution")
+    outer_norm: bool = Field(False, description="whether the streams pass a norm before all that")
+
+    @model_validator(mode="after")
+    def _possible(self):
+        EngramSection(**self.model_dump())  # raises ValueError
+        return self
+
+
 # Fields of ModelOptions that are sections of policy/extensions.py.
-_EXTENSIONS: tuple[str, ...] = ("hyper_connections", "multi_token_prediction")
+_EXTENSIONS: tuple[str, ...] = ("hyper_connections", "engram", "multi_token_prediction")
 
 
 class MultiTokenPredictionOptions(Strict):
@@ -121,6 +147,10 @@ class ModelOptions(Strict):
     scan: bool = Field(True, description="scan over stacked layers when training (False: unrolled)")
     hyper_connections: HyperConnectionOptions | None = Field(
         None, description="several residual streams; `{}` for the defaults; random weights only"
+    )
+    engram: EngramOptions | None = Field(None, description="tables that the last tokens look up; random weights only")
+    table_memory: Literal["device", "host"] = Field(
+        "device", description="where those tables live; host: only the rows that are looked up are brought to the device"
     )
     multi_token_prediction: MultiTokenPredictionOptions | None = Field(
         None, description="modules that predict further tokens; null: none, or what the directory's config.json says"

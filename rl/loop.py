@@ -20,6 +20,7 @@ import policy
 from policy import sources
 from policy.config import DecoderConfig, Runtime
 from policy.hf import UnsupportedModel
+from policy.layers.engram import set_classes
 from policy.model import Graph, Model
 from policy.sharding import layout
 from policy.tensorfiles import ModelFileError
@@ -27,7 +28,7 @@ from rewards import RewardError, RewardFailed
 from rl import data, rollouts
 from rl.batch import Batch, pack
 from rl.checkpoint import Checkpoints
-from rl.config import RunConfig, UntilOptions
+from rl.config import ModelOptions, RunConfig, UntilOptions
 from rl.errors import ConfigError, DataError, Interrupted, ModelError, ResourceError, RewardStop
 from rl.evaluation import Evaluation
 from rl.events import Events
@@ -35,6 +36,7 @@ from rl.folder import RunFolder, StopWish
 from rl.prepare import Prepared, Stage, prepare
 from rl.trainer import RunState, Trainer
 from rollout import Generator, GeneratorOptions, speculative
+from rollout.classes import token_classes
 
 _FINISHED = """\
 {0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
@@ -106,6 +108,7 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
         remat=options.remat,
         remat_tensors=tuple(options.remat_tensors.items()),
         scan=options.scan,
+        table_memory=options.table_memory,
     )
     try:
         mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)
@@ -129,11 +132,17 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
         _check_indexers(config, decoder)
         if config.generator.speculative:
             _can_draft(decoder)
+        classes = None
+        if options.engram is not None and not from_directory:
+            decoder, classes = _with_classes(options, decoder, prepared.tokenizer)
         if not with_weights:
             return Model(Graph(decoder, runtime, mesh), {})
         if from_directory:
             return policy.load(options.source, runtime=runtime, mesh=mesh, sections=options.sections)
-        return policy.create(decoder, config.seed, runtime=runtime, mesh=mesh)
+        model = policy.create(decoder, config.seed, runtime=runtime, mesh=mesh)
+        if classes is not None:
+            model.params = set_classes(model.params, classes)
+        return model
     except (ModelFileError, UnsupportedModel) as error:
         raise ModelError(f"model {options.source}: {error}") from None
 
@@ -157,6 +166,15 @@ def _can_draft(decoder: DecoderConfig) -> None:
         speculative.check(decoder)
     except ValueError as error:
         raise ConfigError(f"generator.{error}") from None
+
+
+def _with_classes(options: ModelOptions, decoder: DecoderConfig, tokenizer) -> tuple[DecoderConfig, np.ndarray]:
+    """The decoder whose memories of n-grams tell apart the classes of tokens that this tokenizer has; and those classes."""
+    classes, count = token_classes(tokenizer, decoder.vocab_size)
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    changes = options.changes
+    changes["duet"]["engram"] |= {"ids": count, "pad_id": int(classes[pad])}
+    return sources.preset(options.source, changes), classes
 
 
 def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> None:

@@ -105,6 +105,17 @@ class Updater:
         trained = {k: jax.ShapeDtypeStruct((1,), jnp.float32) for k in self._split(weights)[0]}
         return Learner(weights, jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._transform.init, trained)))
 
+    def _near(self, tree):
+        """`tree` with the weights, and the moments of weights, that live in host memory brought to the device: there the arithmetic
+        of the optimizer is done, and the results go back."""
+        hosted = {path for path, place in self.owner.shardings.items() if place.memory_kind == "pinned_host"}
+
+        def bring(path, a):
+            name = getattr(path[-1], "key", None) if path else None
+            return jax.device_put(a, jax.memory.Space.Device) if name in hosted else a
+
+        return jax.tree_util.tree_map_with_path(bring, tree) if hosted else tree
+
     @cached_property
     def program(self):
         return jax.jit(self._update, donate_argnums=0, out_shardings=(self.shardings, None), static_argnames="micro_rows")
@@ -119,6 +130,7 @@ class Updater:
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, count, batch.tokens.shape[0]))
         grads, loss, metrics, counts = self._gradients(trained, still, batch, inputs, micro_rows)
+        learner, trained = self._near(learner), self._near(trained)
         grads, norm, norms = self._clipped(grads)
         changes, state = self._transform.update(grads, learner.optimizer, trained)
         constants = {path: array for path, array in still.items() if path in self._learned}
@@ -173,7 +185,7 @@ class Updater:
 
         def one(total, xs):
             (loss, (metrics, counts)), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
-            total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
+            total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, self._near(grads))
             return total, (loss, metrics, counts)
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)

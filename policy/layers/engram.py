@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.compute_on import compute_on
 
 from policy.cache import LayerCache, Step
-from policy.config import DecoderConfig, Engram
+from policy.config import DecoderConfig, Engram, Runtime
 from policy.layers.delta_net import number_documents
 from policy.layers.norms import RMSNorm
-from policy.layers.parameter import IntegerConstant, normal, ones, weight, zeros
+from policy.layers.parameter import IntegerConstant, RowTable, normal, ones, weight, zeros
+from policy.sharding import Layout, constrain
 
 
 class NgramMemory(nnx.Module):
@@ -32,7 +35,7 @@ class NgramMemory(nnx.Module):
         self.spec = spec
         G = 1 if config.hyper_connections is None else config.hyper_connections.streams
         E, D, init = config.hidden_size, len(spec.rows) * spec.head_dim, normal(config.initializer_range)
-        self.table = weight(rngs, (sum(spec.rows), spec.head_dim), ("vocab", "embed_vocab"), init)
+        self.table = weight(rngs, (sum(spec.rows), spec.head_dim), (None, "engram_row"), init, RowTable)
         self.key_proj = weight(rngs, (G, D, E), (None, "engram_dim", "embed"), init)
         self.key_bias = weight(rngs, (G, E), (None, None), zeros)
         self.value_proj = weight(rngs, (D, E), ("engram_dim", "embed"), init)
@@ -45,14 +48,14 @@ class NgramMemory(nnx.Module):
             self.outer_norm = RMSNorm(E, spec.outer_norm, rngs)
         self.classes = IntegerConstant(jnp.arange(config.vocab_size, dtype=jnp.int32) % spec.ids, out_sharding=(None,))
 
-    def __call__(self, x: jax.Array, step: Step, cache: LayerCache | None):
+    def __call__(self, x: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """(what is added to x, cache). x is [B, T, E], or [B, T, G, E]. Nothing reaches across documents of a row; with a cache
         the first document goes on from what the cache holds. Padding leaves the cache as it is."""
         spec = self.spec
         x_BTGE = x[:, :, None] if x.ndim == 3 else x
         documents = number_documents(step.segments)
         rows_BTH, cache = self._rows(step, documents, cache)
-        found_BTD = self.table[...][rows_BTH].astype(x.dtype).reshape(*step.tokens.shape, -1)
+        found_BTD = look_up(self.table[...], rows_BTH, x.dtype, runtime).reshape(*step.tokens.shape, -1)
         key = jnp.einsum("btd,gde->btge", found_BTD, self.key_proj[...].astype(x.dtype)) + self.key_bias[...].astype(x.dtype)
         value = jnp.einsum("btd,de->bte", found_BTD, self.value_proj[...].astype(x.dtype)) + self.value_bias[...].astype(x.dtype)
         query = x_BTGE if spec.outer_norm is None else self.outer_norm(x_BTGE)
@@ -93,6 +96,15 @@ class NgramMemory(nnx.Module):
         return out.reshape(shape), cache
 
 
+def set_classes(params: dict[str, jax.Array], classes: np.ndarray) -> dict[str, jax.Array]:
+    """`params` of a decoder, in which every memory takes tokens by `classes` int32[V] (rollout/classes.py)."""
+
+    def put(array):
+        return jax.device_put(np.broadcast_to(classes.astype(np.int32), array.shape), array.sharding)
+
+    return {path: put(array) if path.endswith(".memory.classes") else array for path, array in params.items()}
+
+
 def _rms(x: jax.Array, scale: nnx.Param, eps: float) -> jax.Array:
     """The root-mean-square norm of each stream, with a weight of its own; float32."""
     x = x.astype(jnp.float32)
@@ -110,6 +122,48 @@ def _after(cache: LayerCache | None, name: str, new_BTX: jax.Array, count: int, 
     last = jnp.take_along_axis(rows, (end[:, None] + jnp.arange(count))[..., None], axis=1)
     arrays = cache.arrays | {name: array.at[cache.index].set(last[:, None].astype(array.dtype))}
     return rows, replace(cache, arrays=arrays)
+
+
+def look_up(table: jax.Array, rows_BTH: jax.Array, dtype, runtime: Runtime) -> jax.Array:
+    """table[rows] as [B, T, H, head_dim] of `dtype`. The table is spread along its rows, so every device reads its part of the rows
+    of the whole batch, and only what was read is exchanged, never the table."""
+    layout = runtime.layout
+    batch = None if _spread(table, layout) else "batch"
+    rows_BTH = constrain(rows_BTH, (batch, None, None), layout)
+    read = _read_on_host if runtime.table_memory == "host" else _read
+    found = constrain(read(table, rows_BTH, dtype), (batch, None, None, "engram_row"), layout)
+    return constrain(found, ("batch", None, None, None), layout)
+
+
+def _spread(table: jax.Array, layout: Layout | None) -> bool:
+    return layout is not None and layout.spec((None, "engram_row"), table.shape)[1] is not None
+
+
+def _read(table: jax.Array, rows: jax.Array, dtype) -> jax.Array:
+    return table[rows].astype(dtype)
+
+
+def _read_on_host(table: jax.Array, rows: jax.Array, dtype) -> jax.Array:
+    """The same for a table in host memory, computed by the host: on a TPU the program then holds what was read and no copy of the
+    table. The gradient, a dense array like the table, is summed up and left there too."""
+
+    def on_host(function, *arrays):
+        there = jax.device_put(arrays, jax.memory.Space.Host)
+        return compute_on("device_host")(jax.jit(function))(*there)
+
+    @jax.custom_vjp
+    def read(table, rows):
+        return jax.device_put(on_host(partial(_read, dtype=dtype), table, rows), jax.memory.Space.Device)
+
+    def backward(rows, cotangent):
+        def summed(cotangent, rows):
+            return jnp.zeros(shape, stored).at[rows].add(cotangent.astype(stored))
+
+        return jax.device_put(on_host(summed, cotangent, rows), jax.memory.Space.Host), None
+
+    shape, stored = table.shape, table.dtype
+    read.defvjp(lambda table, rows: (read(table, rows), rows), backward)
+    return read(table, rows)
 
 
 def table_rows(spec: Engram, shifted: list[jax.Array]) -> jax.Array:

@@ -59,7 +59,7 @@ class Layer(nnx.Module):
         """Returns (x_BTE, cache, LayerAux)."""
         spec, aux, normed = self.spec, LayerAux(), None
         if spec.memory is not None:
-            found, cache = self.memory(x_BTE, step, cache)
+            found, cache = self.memory(x_BTE, step, cache, runtime)
             x_BTE = x_BTE + found
         if spec.mixer is not None:
             read, mix = self.mixer_residual.read(x_BTE)

@@ -23,6 +23,10 @@ class RouterBias(Constant):
     """A selection bias of a router: moved by a rule of its own."""
 
 
+class RowTable(nnx.Param):
+    """A trained table of which a call reads a few rows, so that it may live in host memory (Runtime.table_memory)."""
+
+
 def normal(std: float):
     return jax.nn.initializers.normal(std)
 
@@ -44,11 +48,16 @@ def stacked(create, rngs: nnx.Rngs, repeats: int):
 
 
 def weight(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init, inputs: tuple[int, ...] | None = None
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    init,
+    kind: type[nnx.Param] = nnx.Param,
+    inputs: tuple[int, ...] | None = None,
 ) -> nnx.Param:
     """A trained array of `shape` whose dimension i carries the logical axis name `axes[i]`; float32 until it is placed. `inputs`
     are the dimensions that its products sum over, where they go through policy/layers/linear.py: such a weight may be
     quantised."""
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length")
-    return nnx.Param(init(rngs.params(), shape, jnp.float32), out_sharding=axes, inputs=inputs)
+    return kind(init(rngs.params(), shape, jnp.float32), out_sharding=axes, inputs=inputs)

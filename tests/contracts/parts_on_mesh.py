@@ -1,0 +1,62 @@
+"""Hyper-connections and an n-gram memory on a mesh of four CPU devices, compared with one: run by test_parts_on_a_mesh.py.
+
+Prints a JSON object: for each mesh the largest difference of log-probabilities and of gradients (over the largest gradient),
+whether the table is cut, and the kinds of memory that it lives in.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from oracles import configuration, random_model, tokens
+
+from policy import families
+from policy.config import Runtime
+from policy.modes import sit
+from policy.sharding import layout
+
+MESHES = {
+    "fsdp4": ({"fsdp": 4}, "device"),
+    "fsdp2_tensor2": ({"fsdp": 2, "tensor": 2}, "device"),
+    "fsdp4_host": ({"fsdp": 4}, "host"),
+}
+SECTION = {"layers": [1], "vocab_bases": [50, 70], "heads": 2, "head_dim": 8, "kernel_size": 3}
+TABLE = "stacks.1.layers.0.memory.table"
+
+
+def computed(mesh, memory):
+    parts = {"engram": SECTION, "hyper_connections": {"streams": 4, "norm_weight": True}}
+    config = families.read(configuration("Llama", num_hidden_layers=2, duet=parts))
+    model = random_model(config, runtime=Runtime(table_memory=memory, remat="none"), mesh=mesh)
+    rows = tokens(4, 12)
+    segments = jnp.asarray(np.array([[1] * 12, [1] * 5 + [2] * 7, [0] * 3 + [1] * 9, [1] * 9 + [0] * 3]))
+    weights = {path: array for path, array in model.params.items() if path not in model.graph.untrained}
+
+    def loss(weights):
+        logp = model.graph.logprobs(model.params | weights, rows, sit(rows, None, segments), 1.0)[0]
+        return logp.sum(), logp
+
+    run = jax.jit(jax.grad(loss, has_aux=True), out_shardings=({path: model.graph.sharding(path) for path in weights}, None))
+    grads, logp = jax.block_until_ready(run(weights))
+    return model, {path: np.asarray(grad) for path, grad in grads.items()}, np.asarray(logp)
+
+
+def compare() -> dict:
+    _, expected, logp = computed(None, "device")
+    largest, found = max(np.abs(grad).max() for grad in expected.values()), {}
+    for name, (degrees, memory) in MESHES.items():
+        model, grads, other = computed(layout(degrees), memory)
+        table = model.params[TABLE]
+        found[name] = {
+            "logp": float(np.abs(other - logp).max()),
+            "gradient": max(float(np.abs(grads[path] - grad).max() / largest) for path, grad in expected.items()),
+            "cut": len({str(shard.index) for shard in table.addressable_shards}),
+            "memory": table.sharding.memory_kind,
+        }
+    return found
+
+
+if __name__ == "__main__":
+    assert len(jax.devices()) == 4
+    print(json.dumps(compare()))
