@@ -34,6 +34,13 @@ def experts(**how):
     return random_model(families.read(configuration("DeepseekV3", **sizes)), **({"runtime": QUICK} | how))
 
 
+@functools.cache
+def indexed(**how):
+    """`experts` with an indexer that leaves 3 keys to a query. With so many index heads no two keys score the same."""
+    sizes = SIZES | {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "index_topk": 3, "index_n_heads": 32}
+    return random_model(families.read(configuration("DeepseekV32", **sizes)), **({"runtime": QUICK} | how))
+
+
 def stage(algorithm="sft", **keys) -> StageOptions:
     """Options of a stage; `optimizer` and `sampling` may be given in part. AdamW's eps is large, so that a gradient of 0 up to
     rounding is not blown up to a step of the learning rate."""

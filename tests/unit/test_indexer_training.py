@@ -1,0 +1,154 @@
+"""Stages with an indexer: what moves, what the loss is, and that it does not depend on how rows or arrays are cut."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import learners
+import numpy as np
+import pytest
+from learners import batch, begin, host, stage
+
+from policy import modes
+from policy.sharding import layout
+from rl.config import RunConfig
+from rl.configcheck import problems
+from rl.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+ROUTER = {"bias_rate": 0.1, "balance_coef": 0.3}
+DECAY = {"weight_decay": 0.5}
+
+
+def updated(options, data, model=None, updates=1):
+    """(weights before, weights after, metrics of the last update, paths with moments)."""
+    trainer, state = begin(model or learners.indexed(), options)
+    before = host(state.policy.params)
+    for _ in range(updates):
+        state, metrics = trainer.update(state, data)
+    moments = {
+        entry.key for path, _ in jax.tree.leaves_with_path(state.policy.optimizer) for entry in path if hasattr(entry, "key")
+    }
+    return before, host(state.policy.params), jax.device_get(metrics), moments
+
+
+def moved(before, after):
+    return {path.strip("[']") for path in before if before[path].tobytes() != after[path].tobytes()}
+
+
+def divergence(model, data, indexer):
+    """Its mean over the tokens that are not padding, by a forward pass."""
+    graph = model.graph.at(indexer=indexer)
+    aux = jax.jit(graph.aux)(model.params, data.tokens, modes.sit(jnp.asarray(data.tokens), segments=data.segments))
+    [found] = aux.found("indexing").values()
+    return float(found.divergence[0]) / (data.segments != 0).sum()
+
+
+def test_without_training_the_indexer_stays_bit_by_bit():
+    before, after, metrics, moments = updated(stage(optimizer=DECAY, router=ROUTER), batch(), updates=2)
+    indexer = {path for path in learners.indexed().params if ".indexer." in path}
+    assert len(indexer) == 5 and moved(before, after) == learners.indexed().params.keys() - indexer
+    assert not indexer & moments and not any(name.startswith("indexer/") for name in metrics) and metrics["nll"] > 0
+
+
+def test_the_dense_warm_up_moves_indexers_only_and_computes_no_head(monkeypatch):
+    monkeypatch.setattr(modes, "train", None)  # the only way to the head
+    data, options = batch(seed=3), stage(optimizer=DECAY, router=ROUTER, indexer={"training": "dense_warmup", "coef": 0.5})
+    before, after, metrics, moments = updated(options, data, updates=2)
+    indexer = {path for path in learners.indexed().params if ".indexer." in path}
+    assert moved(before, after) == indexer == moments & learners.indexed().params.keys()
+    assert metrics["loss"] == pytest.approx(0.5 * metrics["indexer/kl"], rel=1e-6)
+    assert 0 < metrics["indexer/recall"] < 1 and "nll" not in metrics
+    first = updated(options, data)[2]["indexer/kl"]
+    assert first == pytest.approx(divergence(learners.indexed(), data, "dense_warmup"), rel=1e-5)
+    assert metrics["indexer/kl"] < first
+
+
+@pytest.mark.parametrize("algorithm", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_sparse_training_adds_the_divergence_however_the_rows_are_cut(algorithm):
+    data = batch(rows=7).without(np.arange(7) == 2)
+    how = {"router": ROUTER, "optimizer": {"clip_norm": None}, "indexer": {"training": "sparse", "coef": 2.0}}
+    before, after, metrics, _ = updated(stage(algorithm, **how), data)
+    assert moved(before, after) == learners.indexed().params.keys()
+    assert metrics["indexer/kl"] == pytest.approx(divergence(learners.indexed(), data, "sparse"), rel=1e-5)
+    main = metrics["nll" if algorithm == "sft" else "policy_loss"]
+    assert metrics["loss"] == pytest.approx(main + 0.3 * metrics["moe/balance"] + 2 * metrics["indexer/kl"], rel=1e-5)
+    assert "indexer/recall" not in metrics
+    cut_after, cut = updated(stage(algorithm, micro_batch=3, **how), data)[1:3]
+    for path in before:
+        np.testing.assert_allclose(cut_after[path], after[path], atol=2e-6, err_msg=path)
+    assert cut["indexer/kl"] == pytest.approx(metrics["indexer/kl"], rel=1e-5)
+
+
+def test_a_critic_never_moves_its_indexer():
+    trainer, _ = begin(learners.indexed(), stage("ppo", indexer={"training": "sparse"}))
+    learnt = trainer.critic._split(trainer._critic.axes)[0]
+    assert not any(".indexer." in path for path in learnt) and len(learnt) > 10
+
+
+def check_meshes(*meshes):
+    path = os.pathsep.join((str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]))
+    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, __file__, json.dumps(meshes)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == len(meshes) and max(map(max, found)) < 1e-5, found
+
+
+def test_two_devices_learn_what_one_does():
+    check_meshes({"fsdp": 2})
+
+
+@pytest.mark.slow
+def test_two_devices_learn_what_one_does_on_other_meshes():
+    check_meshes({"tensor": 2}, {"expert": 2})
+
+
+def on_two_devices(meshes) -> list:
+    """mesh by mesh: how far the divergence, and the weights after an update, are from those on one device."""
+    options = stage("sft", indexer={"training": "sparse"})
+    _, expected, metrics, _ = updated(options, batch())
+    found = []
+    for mesh in meshes:
+        _, after, there, _ = updated(options, batch(), model=learners.indexed(mesh=layout(mesh)))
+        worst = max(float(np.abs(after[path] - expected[path]).max()) for path in expected)
+        found.append((abs(float(there["indexer/kl"]) - float(metrics["indexer/kl"])), worst))
+    return found
+
+
+def config(**stage) -> RunConfig:
+    """A run of one stage on the tiny preset."""
+    model = {"source": "tiny-deepseek"}
+    data = {"task": "arithmetic"}
+    stages = [{"algorithm": "sft", "steps": 1, "sampling": {"max_new_tokens": 2}} | stage]
+    tokenizer = {"source": "characters", "alphabet": "0123456789+="}
+    keys = {"model": model, "data": data, "stages": stages, "tokenizer": tokenizer, "max_length": 16}
+    return RunConfig.model_validate(keys | {"rewards": {"functions": ["exact_answer"]}})
+
+
+def test_what_cannot_be_trained_is_refused():
+    from rl.loop import _check_indexers
+
+    warm = {"indexer": {"training": "dense_warmup"}}
+    assert problems(config(**warm)) == []
+    [(path, said)] = problems(config(algorithm="grpo", **warm))
+    assert path == ("stages", 0, "indexer", "training") and "use sft" in said
+    indexed, plain = learners.indexed().config, learners.experts().config
+    _check_indexers(config(**warm), indexed)
+    _check_indexers(config(), plain)
+    with pytest.raises(ConfigError, match="stages.0.indexer.training: dense_warmup, but this model has no indexer"):
+        _check_indexers(config(**warm), plain)
+    many = learners.families.read(learners.configuration("DeepseekV32", index_topk=16))
+    with pytest.raises(ConfigError, match="select 16; raise max_length"):
+        _check_indexers(config(indexer={"training": "sparse"}), many)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_disable_most_optimizations", True)
+    print(json.dumps(on_two_devices(json.loads(sys.argv[1]))))
