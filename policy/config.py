@@ -326,7 +326,8 @@ class DecoderConfig:
 class Runtime:
     """How a decoder is computed, apart from what it computes. `remat` is a policy of policy/remat.py, or none, and
     `remat_tensors` are what "custom" keeps, as (name, memory); more than `attention_chunk` queries are taken in chunks; `record`
-    names what each layer adds to the Aux. `layout` is filled in by the Graph."""
+    names what each layer adds to the Aux. `host_parameters`: trained weights live in host memory (policy/memory.py).
+    `layout` is filled in by the Graph."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -335,4 +336,5 @@ class Runtime:
     scan: bool = True
     attention_chunk: int = 512
     record: tuple[Literal["hidden", "activations"], ...] = ()
+    host_parameters: bool = False
     layout: Layout | None = None

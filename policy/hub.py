@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 import yaml
+from jax.sharding import SingleDeviceSharding
 
 from policy import extensions, families, names, quantized
 from policy.config import DecoderConfig, LayerSpec
 from policy.hf import UnsupportedModel
+from policy.memory import fetch
 from policy.quantized import Scheme
 from policy.tensorfiles import INDEX, SINGLE, ModelFileError, TensorFiles
 
@@ -195,6 +197,7 @@ def _on_mesh(graph: Graph, place: Place, files: TensorFiles) -> jax.Array:
     """The weight, shard by shard; devices that hold the same shard share one reading of it."""
     shape, dtype, sharding = graph.shapes[place.path].shape, graph.shapes[place.path].dtype, graph.sharding(place.path)
     devices: dict[tuple, list] = {}
+    memory = sharding.memory_kind
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices.setdefault(tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)), []).append(device)
     arrays = []
@@ -206,7 +209,7 @@ def _on_mesh(graph: Graph, place: Place, files: TensorFiles) -> jax.Array:
         else:
             for i, layer in enumerate(place.layers[index[0]]):
                 place.read(files, layer, index[1:], shard[i, ...])
-        arrays += jax.block_until_ready([jax.device_put(shard, device) for device in holders])
+        arrays += jax.block_until_ready([jax.device_put(shard, SingleDeviceSharding(d, memory_kind=memory)) for d in holders])
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
@@ -250,7 +253,7 @@ def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | N
 
 @jax.jit
 def _layer(array: jax.Array, number: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
+    return fetch(jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False))
 
 
 def _on_host(array, number: int | None) -> np.ndarray:

@@ -15,6 +15,7 @@ from policy import head, modes
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
 from policy.layers.parameter import Constant
+from policy.memory import fetch, in_host_memory
 from policy.sharding import Layout, layout
 
 
@@ -47,14 +48,17 @@ class Graph:
         return other
 
     def sharding(self, path: str) -> jax.sharding.NamedSharding:
-        return self.layout.sharding(self.axes[path], self.shapes[path].shape)
+        place = self.layout.sharding(self.axes[path], self.shapes[path].shape)
+        return in_host_memory(place) if self.runtime.host_parameters and path not in self.untrained else place
 
     @property
     def shardings(self) -> dict[str, jax.sharding.NamedSharding]:
         return {path: self.sharding(path) for path in self.paths}
 
     def decoder(self, params: dict[str, jax.Array]) -> Decoder:
-        """The module on these arrays; to be called inside a jitted function."""
+        """The module on these arrays; to be called inside a jitted function. Of weights in host memory those outside the stacks
+        come to the device here, whole; a stack fetches its own, one repeat at a time."""
+        params = {path: array if path.startswith("stacks.") else fetch(array) for path, array in params.items()}
         return nnx.merge(self._definition, jax.tree.unflatten(self._treedef, [params[path] for path in self.paths]))
 
     def precision(self):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 import rl.algorithms
-from policy import remat
+from policy.remat import NAMES as REMAT_POLICIES
 
 
 class Strict(BaseModel):
@@ -79,7 +79,7 @@ class ModelOptions(Strict):
     overrides: dict[str, Any] = Field({}, description="keys of the Hugging Face configuration to change; random weights only")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the matrix products")
     param_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype in which weights are stored")
-    remat: Literal[remat.NAMES] = Field(
+    remat: Literal[REMAT_POLICIES] = Field(
         "full",
         description="what the backward pass computes again: full keeps the input of each layer only, none keeps all; the others "
         "stand in memory.md",
@@ -88,6 +88,7 @@ class ModelOptions(Strict):
         {}, description="remat: custom only: where each tensor named in memory.md is kept (offload: host memory), or remat"
     )
     scan: bool = Field(True, description="scan over stacked layers when training (False: unrolled)")
+    host_parameters: bool = Field(False, description="weights live in host memory; a layer at a time is on the device")
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -203,6 +204,7 @@ class OptimizerOptions(Strict):
     beta2: float = Field(0.999, ge=0.0, lt=1.0, description="decay of the mean of squared gradients")
     eps: float = Field(1e-8, gt=0.0, description="added to the root of the mean of squares")
     clip_norm: float | None = Field(1.0, gt=0.0, description="gradients of a larger norm are scaled down to it; null: never")
+    host_memory: bool = Field(False, description="its moments live in host memory; an update takes them a layer at a time")
 
 
 class RouterOptions(Strict):

@@ -103,6 +103,7 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
         remat=options.remat,
         remat_tensors=tuple(options.remat_tensors.items()),
         scan=options.scan,
+        host_parameters=options.host_parameters,
     )
     try:
         mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)

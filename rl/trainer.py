@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 import rl.algorithms
 from policy import modes
 from policy.layers.dropout import Dropout, row_seeds
+from policy.memory import fetch, in_host_memory
 from policy.model import Graph
 from policy.sharding import constrain, settle
 from rl.algorithms import PolicyInputs
@@ -24,6 +26,7 @@ from rl.auxiliary import auxiliary_loss, expert_counts, load_metrics, moved_bias
 from rl.batch import Batch
 from rl.config import OptimizerOptions, StageOptions
 from rl.critic import Critic
+from rl.optimizerstep import at_once, by_layer, start
 
 
 @jax.tree_util.register_dataclass
@@ -88,17 +91,28 @@ class Updater:
         return {k: v for k, v in params.items() if k not in still}, {k: v for k, v in params.items() if k in still}
 
     def start(self, params: dict[str, jax.Array]) -> Learner:
-        init = jax.jit(self._transform.init, out_shardings=self.shardings.optimizer)
-        return Learner(params, settle(init(self._split(params)[0]), self.layout))
+        return Learner(params, settle(self._start(self._split(params)[0]), self.layout))
+
+    @property
+    def _in_host_memory(self) -> bool:
+        return self.owner.runtime.host_parameters or self._options.host_memory
+
+    def _start(self, weights: dict[str, jax.Array]):
+        if self._in_host_memory:
+            return start(self._transform, weights, self.shardings.optimizer)
+        return jax.jit(self._transform.init, out_shardings=self.shardings.optimizer)(weights)
 
     @cached_property
     def shardings(self) -> Learner:
-        """Where each array of the learner lives: moments where their weights do, counters everywhere."""
+        """Where each array of the learner lives: moments are cut as their weights are, counters are everywhere."""
         weights = self.owner.shardings
 
         def place(path, _):
             keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-            return weights[keys[-1]] if keys else self.layout.replicated
+            if not keys:
+                return self.layout.replicated
+            moment = NamedSharding(self.layout.mesh, weights[keys[-1]].spec)
+            return in_host_memory(moment) if self._options.host_memory else moment
 
         trained = {k: jax.ShapeDtypeStruct((1,), jnp.float32) for k in self._split(weights)[0]}
         return Learner(weights, jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._transform.init, trained)))
@@ -120,15 +134,16 @@ class Updater:
         norm = optax.tree.norm(grads)
         if self._options.clip_norm is not None:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self._options.clip_norm / (norm + 1e-6)), grads)
-        changes, state = self._transform.update(grads, learner.optimizer, trained)
-        new = Learner(optax.apply_updates(trained, changes) | moved_biases(still, counts, self._stage.router.bias_rate), state)
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
-        new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, learner)
+        step = by_layer if self._in_host_memory else at_once
+        weights, state, change = step(self._transform, grads, learner.optimizer, trained, good)
+        moved = moved_biases(still, counts, self._stage.router.bias_rate)
+        new = Learner(weights | jax.tree.map(lambda a, b: jnp.where(good, a, b), moved, still), state)
         metrics |= {
             "loss": loss,
             "optim/lr": self.rate(count),
             "optim/grad_norm": norm,
-            "optim/update_norm": optax.tree.norm(changes),
+            "optim/update_norm": change,
             "optim/skipped": 1.0 - good,
         }
         return new, metrics | load_metrics(counts)
@@ -153,7 +168,7 @@ class Updater:
 
         def one(total, xs):
             (loss, (metrics, counts)), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
-            total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
+            total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, fetch(grads))
             return total, (loss, metrics, counts)
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
@@ -178,7 +193,7 @@ class Trainer:
         """The state at the beginning of the stage. Takes `params` over; reference and critic are copies of them."""
         reference = critic = None
         if self.algorithm.needs_reference:
-            reference = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=self.graph.shardings)(params)
+            reference = jax.jit(lambda a: jax.tree.map(jnp.copy, fetch(a)), out_shardings=self.graph.shardings)(params)
         if self.critic:
             critic = self.critic.start(self._critic.init(params, self.algorithm.value_init_std, seed))
         return settle(RunState(self.policy.start(params), reference, critic), self.graph.layout)

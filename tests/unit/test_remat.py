@@ -98,7 +98,7 @@ def test_each_policy_keeps_what_the_table_says(kind, policy, capsys):
 
 
 def test_the_table_has_every_policy_and_the_aliases_are_equal():
-    assert KEEPS.keys() == remat.POLICIES.keys() and remat.NAMES == ("none", *KEEPS, "custom")
+    assert KEEPS.keys() == remat.POLICIES.keys() and ("none", *KEEPS, "custom") == remat.NAMES
     assert remat.POLICIES["minimal_flash"] == remat.POLICIES["minimal_with_context"]
     for name, saved in remat.POLICIES.items():
         assert not {*saved.device, *saved.host} - remat.TENSORS.keys(), name
