@@ -327,7 +327,8 @@ class Runtime:
     """How a decoder is computed, apart from what it computes. `remat` is a policy of policy/remat.py, or none, and
     `remat_tensors` are what "custom" keeps, as (name, memory); more than `attention_chunk` queries are taken in chunks; `record`
     names what each layer adds to the Aux. `host_parameters`: trained weights live in host memory (policy/memory.py).
-    `layout` is filled in by the Graph."""
+    `vocab_tiles`: chunks of tokens whose logits are computed at a time (policy/head.py); None: by size. `layout` is filled in by
+    the Graph."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -337,4 +338,5 @@ class Runtime:
     attention_chunk: int = 512
     record: tuple[Literal["hidden", "activations"], ...] = ()
     host_parameters: bool = False
+    vocab_tiles: int | None = None
     layout: Layout | None = None

@@ -88,6 +88,9 @@ class ModelOptions(Strict):
         {}, description="remat: custom only: where each tensor named in memory.md is kept (offload: host memory), or remat"
     )
     scan: bool = Field(True, description="scan over stacked layers when training (False: unrolled)")
+    num_vocab_tiling: int | None = Field(
+        None, ge=1, description="chunks of tokens whose logits exist at a time; null: as few as have at most 2^24 logits each"
+    )
     host_parameters: bool = Field(False, description="weights live in host memory; a layer at a time is on the device")
 
     @property
