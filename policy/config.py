@@ -310,6 +310,13 @@ class DecoderConfig:
         """The layers one by one, from the embedding to the final norm."""
         return tuple(spec for stack in self.stacks for _ in range(stack.repeats) for spec in stack.pattern)
 
+    def numbers(self, path: str) -> list[int]:
+        """The layers, counted from 0, whose weights are stacked at `path`, "stacks.S.layers.I"."""
+        _, s, _, i = path.split(".")
+        before, stack = self.stacks[: int(s)], self.stacks[int(s)]
+        first = sum(len(each.pattern) * each.repeats for each in before) + int(i)
+        return [first + r * len(stack.pattern) for r in range(stack.repeats)]
+
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """Every rotary embedding that some layer uses, once."""

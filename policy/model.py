@@ -107,6 +107,10 @@ class Model:
         """
         return self._logprobs(self.params, *self._arguments(tokens, positions, segments), jnp.float32(temperature))
 
+    def hidden_states(self, tokens, positions=None, segments=None) -> jax.Array:
+        """[L, B, T, E]: the output of each layer, before the final norm (hyper-connections: [L, B, T, streams, E])."""
+        return self._hidden(self.params, *self._arguments(tokens, positions, segments))
+
     def _arguments(self, tokens, positions, segments):
         tokens = jnp.asarray(tokens, jnp.int32)
         if tokens.ndim != 2:
@@ -126,6 +130,18 @@ class Model:
                 decoder = self.graph.decoder(params)
                 hidden, _, _ = decoder(tokens, step, None, self.graph.runtime)
                 return head.logits(hidden, decoder.head_weight, self.config.logit_softcap)
+
+        return jax.jit(run)
+
+    @cached_property
+    def _hidden(self):
+        graph = self.graph.at(record=("hidden",))
+
+        def run(params, tokens, step):
+            with graph.precision():
+                _, _, aux = graph.decoder(params)(tokens, step, None, graph.runtime)
+            layers = {n: a[r] for path, a in aux.found("hidden").items() for r, n in enumerate(self.config.numbers(path))}
+            return jnp.stack([layers[n] for n in sorted(layers)])
 
         return jax.jit(run)
 

@@ -26,6 +26,7 @@ from rl.auxiliary import auxiliary_loss, expert_counts, load_metrics, moved_bias
 from rl.batch import Batch
 from rl.config import OptimizerOptions, StageOptions
 from rl.critic import Critic
+from rl.internals import activation_metrics, gradient_norms
 from rl.optimizerstep import at_once, by_layer, start
 
 
@@ -81,6 +82,7 @@ class Updater:
         """`loss(params, micro, totals) -> (scalar, metrics, Aux)`: micro-batches are summed."""
         self.owner, self._loss, self._options, self._stage = owner, loss, options, stage
         self._seed = seed if stage.dropout else None
+        self._internals = stage.internal_metrics and isinstance(owner, Graph)
         self.layout = owner.layout if isinstance(owner, Graph) else owner.trunk.layout
         self.rate = schedule(options, stage.steps * stage.updates_per_step)
         self._transform = optimizer(options, self.rate, owner.axes)
@@ -132,6 +134,8 @@ class Updater:
             batch = batch.replace(dropout=row_seeds(self._seed, count, batch.tokens.shape[0]))
         grads, loss, metrics, counts = self._gradients(trained, still, batch, inputs, micro_rows)
         norm = optax.tree.norm(grads)
+        if self._internals:
+            metrics |= gradient_norms(grads)
         if self._options.clip_norm is not None:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self._options.clip_norm / (norm + 1e-6)), grads)
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -164,16 +168,19 @@ class Updater:
         def objective(weights, micro, totals):
             loss, metrics, aux = self._loss(weights | still, micro, totals)
             besides, found = auxiliary_loss(self._stage, aux, sequences)
-            return loss + besides, (metrics | found, expert_counts(aux))
+            return loss + besides, (metrics | found, expert_counts(aux), aux.found("activations") if self._internals else {})
 
         def one(total, xs):
-            (loss, (metrics, counts)), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
+            (loss, found), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
             total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, fetch(grads))
-            return total, (loss, metrics, counts)
+            return total, (loss, *found)
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
-        grads, (loss, metrics, counts) = jax.lax.scan(one, zeros, jax.tree.map(cut, (batch, inputs)))
-        return grads, loss.sum(), rl.algorithms.reduce_metrics(metrics), jax.tree.map(lambda a: a.sum(axis=0), counts)
+        grads, (loss, metrics, counts, inside) = jax.lax.scan(one, zeros, jax.tree.map(cut, (batch, inputs)))
+        metrics = rl.algorithms.reduce_metrics(metrics)
+        if self._internals:
+            metrics |= activation_metrics(inside, batch.segments.reshape(M, R, -1), self.owner.config)
+        return grads, loss.sum(), metrics, jax.tree.map(lambda a: a.sum(axis=0), counts)
 
 
 class Trainer:
@@ -182,8 +189,10 @@ class Trainer:
     def __init__(self, graph: Graph, stage: StageOptions, algorithm, seed: int = 0):
         """`seed` is that of the run; dropout needs it."""
         self.graph, self.stage, self.algorithm = graph, stage, algorithm
+        if stage.internal_metrics:
+            self.graph = graph.at(record=("activations",))
         self.temperature = np.float32((stage.sampling.temperature if algorithm.needs_rollouts else 0.0) or 1.0)
-        self.policy = Updater(graph, self._policy_loss, stage.optimizer, stage, seed)
+        self.policy = Updater(self.graph, self._policy_loss, stage.optimizer, stage, seed)
         self.critic = None
         if algorithm.needs_critic:
             self._critic = Critic(graph)
