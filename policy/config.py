@@ -393,6 +393,13 @@ class DecoderConfig:
         """The layers one by one, from the embedding to the final norm."""
         return tuple(spec for stack in self.stacks for _ in range(stack.repeats) for spec in stack.pattern)
 
+    def numbers(self, path: str) -> list[int]:
+        """The layers, counted from 0, whose weights are stacked at `path`, "stacks.S.layers.I"."""
+        _, s, _, i = path.split(".")
+        before, stack = self.stacks[: int(s)], self.stacks[int(s)]
+        first = sum(len(each.pattern) * each.repeats for each in before) + int(i)
+        return [first + r * len(stack.pattern) for r in range(stack.repeats)]
+
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """Every rotary embedding that some layer uses, once."""
@@ -408,13 +415,17 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How a decoder is computed, apart from what it computes. `remat` is a key of REMAT_SAVES in policy/decoder.py,
-    or none; more than `attention_chunk` queries are taken in chunks; `record` names what each layer adds to the Aux. `layout` is
-    filled in by the Graph. `indexer`: what an indexer of keys learns from when there is no cache, if anything (policy/layers/
-    sparse_attention.py); attention is dense during its warm-up. `mtp`: log-probabilities come with those of the prediction
-    modules, whose gradient reaches everything (joint) or their own weights only (detached). `tentative`: a call over a cache may
-    be taken back in part (policy/cache.py). `table_memory` is where the tables of n-gram memories live: in that of the device, or
-    of its host, from which only the rows that are looked up are brought."""
+    """How a decoder is computed, apart from what it computes.
+
+    `remat` is a policy of policy/remat.py, or none, and `remat_tensors` are what "custom" keeps, as (name, memory). More than
+    `attention_chunk` queries are taken in chunks. `record` names what each layer adds to the Aux. `indexer`: what an indexer of
+    keys learns from when there is no cache, if anything (policy/layers/sparse_attention.py); attention is dense during its
+    warm-up. `mtp`: log-probabilities come with those of the prediction modules, whose gradient reaches everything (joint) or
+    their own weights only (detached). `tentative`: a call over a cache may be taken back in part (policy/cache.py).
+    `host_parameters`: trained weights live in host memory (policy/memory.py); `table_memory`: where the tables of n-gram memories
+    live: in that of the device, or of its host, from which only the rows that are looked up are brought. `vocab_tiles`: chunks of
+    tokens whose logits are computed at a time (policy/head.py); None: by size. `layout` is filled in by the Graph.
+    """
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -427,4 +438,6 @@ class Runtime:
     mtp: Literal["joint", "detached"] | None = None
     tentative: bool = False
     table_memory: Literal["device", "host"] = "device"
+    host_parameters: bool = False
+    vocab_tiles: int | None = None
     layout: Layout | None = None

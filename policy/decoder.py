@@ -23,6 +23,7 @@ from policy.layers.layer import Layer
 from policy.layers.norms import norm
 from policy.layers.parameter import normal, stacked, weight
 from policy.layers.rope import rotation, sinusoids
+from policy.memory import fetch_layer
 from policy.multi_token_prediction import PredictionModule
 from policy.remat import checkpointed, saved
 
@@ -42,7 +43,7 @@ class LayerStack(nnx.Module):
         def repeat(x, part, one, r, index):
             """Repeat number `r` of the pattern; `part` holds the cache arrays of one or all repeats, its own at `index`."""
             found, arrays = [], []
-            for i, layer in enumerate(nnx.merge(graph, one)):
+            for i, layer in enumerate(nnx.merge(graph, fetch_layer(one, runtime))):
                 view = None if part is None else LayerCache(part[i], index)
                 here = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
                 x, view, aux = layer(checkpoint_name(x, "decoder_layer_input"), here, view, runtime)

@@ -1,16 +1,20 @@
 """From hidden states to logits, and to log-probabilities and entropies without ever holding logits of all tokens.
 
-M tokens (rows and positions flattened), E hidden, V vocabulary. All logits are float32.
+M tokens (rows and positions flattened), E hidden, V vocabulary, K tokens asked about at one place. All logits are float32.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-# Logits held at once: 2^24 float32 are 64 MiB.
+from policy.sharding import Layout
+
+# Logits of a chunk unless the number of chunks is set: 2^24 float32 are 64 MiB.
 CHUNK_LOGITS = 1 << 24
 
 
@@ -20,21 +24,88 @@ def logits(hidden_ME: jax.Array, weight_VE: jax.Array, softcap: float | None = N
     return z if softcap is None else softcap * jnp.tanh(z / softcap)
 
 
-def logprobs(
-    hidden_ME: jax.Array, weight_VE: jax.Array, targets_M: jax.Array, temperature, softcap: float | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """(logp, entropy), float32[M]: log softmax(logits / temperature) at `targets`, and the entropy of that distribution.
+@dataclass(frozen=True)
+class Tiling:
+    """How the rows are worked through. `tiles`: in so many chunks, the last one filled up where they do not divide; None: as few
+    as have at most CHUNK_LOGITS logits. `layout`: the devices over which rows are spread, each of which works on its own rows
+    with the whole weight, or its part of the vocabulary."""
 
-    Works through the tokens in chunks of at most CHUNK_LOGITS logits; the backward pass computes the logits again, so nothing
-    of size [M, V] is kept. Differentiable in hidden and weight, through both results.
+    tiles: int | None = None
+    layout: Layout | None = None
+
+    def rows(self, M: int, V: int) -> int:
+        """Rows of a chunk."""
+        return max(1, min(M, CHUNK_LOGITS // V) if self.tiles is None else -(-M // self.tiles))
+
+    def spread(self, function, M: int, *row_inputs: bool):
+        """`function` run by every device on its own rows; `row_inputs` says which of its arguments have rows, all results do.
+
+        Left to itself the partitioner cuts the chunks, not the rows, over the devices: every chunk's logits are then added up
+        between them, M V numbers twice a step in place of one weight V E.
+        """
+        axes = None if self.layout is None else self.layout.spec(("batch",), (M,))[0]
+        if not axes:
+            return function
+        rows, whole = PartitionSpec(axes), PartitionSpec()
+        manual = {axes} if isinstance(axes, str) else set(axes)
+        return jax.shard_map(
+            function,
+            mesh=self.layout.mesh,
+            in_specs=tuple(rows if has else whole for has in row_inputs),
+            out_specs=rows,
+            axis_names=manual,
+            check_vma=False,
+        )
+
+
+def logprobs(
+    hidden_ME: jax.Array,
+    weight_VE: jax.Array,
+    targets: jax.Array,
+    temperature,
+    softcap: float | None = None,
+    tiling: Tiling = Tiling(),
+) -> tuple[jax.Array, jax.Array]:
+    """(logp, entropy): log softmax(logits / temperature) at `targets`, int[M] or several a token int[M, K], in the shape of
+    `targets`, and the entropy of that distribution, [M]. float32.
+
+    Works through the tokens in chunks; the backward pass computes the logits again, so nothing of size [M, V] is kept.
+    Differentiable in hidden and weight, through both results: a loss may be made of them at will.
     """
+
+    def local(hidden, weight, targets, temperature):
+        M = hidden.shape[0]
+        cut = _cut(tiling.rows(M, weight.shape[0]), hidden, targets)
+        logp, entropy = _chunked(cut[0], weight, cut[1], temperature, softcap)
+        return logp.reshape(-1, targets.shape[1])[:M], entropy.reshape(-1)[:M]
+
     M = hidden_ME.shape[0]
-    chunk = max(1, min(M, CHUNK_LOGITS // weight_VE.shape[0]))
-    pad = -M % chunk
-    hidden = jnp.pad(hidden_ME, ((0, pad), (0, 0))).reshape(-1, chunk, hidden_ME.shape[1])
-    targets = jnp.pad(targets_M, (0, pad)).reshape(-1, chunk)
-    logp, entropy = _chunked(hidden, weight_VE, targets, jnp.asarray(temperature, jnp.float32), softcap)
-    return logp.reshape(-1)[:M], entropy.reshape(-1)[:M]
+    run = tiling.spread(local, M, True, False, True, False)
+    logp, entropy = run(hidden_ME, weight_VE, targets.reshape(M, -1), jnp.asarray(temperature, jnp.float32))
+    return logp.reshape(targets.shape), entropy
+
+
+def top_logprobs(
+    hidden_ME: jax.Array, weight_VE: jax.Array, k: int, temperature, softcap: float | None = None, tiling: Tiling = Tiling()
+) -> tuple[jax.Array, jax.Array]:
+    """(logp float32[M, k], ids int32[M, k]) of the k likeliest tokens, likeliest first, lowest id first among equals; in the same
+    chunks. Not differentiable: for gradients give `ids` to `logprobs`."""
+
+    def local(hidden, weight, temperature):
+        def one(h):
+            return jax.lax.top_k(_log_softmax(logits(h, weight, softcap), temperature), k)
+
+        M = hidden.shape[0]
+        found = jax.lax.map(one, *_cut(tiling.rows(M, weight.shape[0]), hidden))
+        return tuple(a.reshape(-1, k)[:M] for a in found)
+
+    run = tiling.spread(local, hidden_ME.shape[0], True, False, False)
+    return jax.lax.stop_gradient(run(hidden_ME, weight_VE, jnp.asarray(temperature, jnp.float32)))
+
+
+def _cut(rows: int, *arrays: jax.Array) -> list[jax.Array]:
+    """Each [M, X] as chunks [n, rows, X], filled up with zeros."""
+    return [jnp.pad(a, ((0, -a.shape[0] % rows), (0, 0))).reshape(-1, rows, a.shape[1]) for a in arrays]
 
 
 def likeliest(hidden_ME: jax.Array, weight_VE: jax.Array, softcap: float | None = None) -> jax.Array:
@@ -55,7 +126,7 @@ def _chunked(hidden, weight, targets, temperature, softcap):
     def one(xs):
         log_p = _log_softmax(logits(xs[0], weight, softcap), temperature)
         entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-        return jnp.take_along_axis(log_p, xs[1][:, None], axis=-1)[:, 0], entropy
+        return jnp.take_along_axis(log_p, xs[1], axis=-1), entropy
 
     return jax.lax.map(one, (hidden, targets))
 
@@ -76,8 +147,8 @@ def _backward(softcap, saved, cotangents):
         z = logits(h, weight, softcap)
         log_p = _log_softmax(z, temperature)
         p = jnp.exp(log_p)
-        g_z = -p * (g_logp[:, None] + g_ent[:, None] * (log_p + ent[:, None]))
-        g_z = g_z.at[jnp.arange(t.shape[0]), t].add(g_logp, unique_indices=True)
+        g_z = -p * (g_logp.sum(axis=-1, keepdims=True) + g_ent[:, None] * (log_p + ent[:, None]))
+        g_z = g_z.at[jnp.arange(t.shape[0])[:, None], t].add(g_logp, unique_indices=t.shape[1] == 1)
         if softcap is not None:
             g_z = g_z * (1.0 - jnp.square(z / softcap))
         g_z = (g_z / temperature).astype(h.dtype)

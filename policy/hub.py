@@ -18,6 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from policy import extensions, families, names, sources
 from policy.config import DecoderConfig, LayerSpec
+from policy.memory import fetch
 from policy.quantized import Scheme
 from policy.tensorfiles import INDEX, SINGLE, ModelFileError, TensorFiles
 
@@ -143,6 +144,7 @@ def _on_mesh(graph: Graph, place: Place, files: TensorFiles) -> jax.Array:
     """The weight, shard by shard; devices that hold the same shard share one reading of it."""
     shape, dtype, sharding = graph.shapes[place.path].shape, graph.shapes[place.path].dtype, graph.sharding(place.path)
     devices: dict[tuple, list] = {}
+    memory = sharding.memory_kind
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices.setdefault(tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)), []).append(device)
     arrays = []
@@ -205,7 +207,7 @@ def _extra_layer(config: DecoderConfig, name: str) -> bool:
 
 @jax.jit
 def _layer(array: jax.Array, number: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
+    return fetch(jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False))
 
 
 def _on_host(array, number: int | None) -> np.ndarray:

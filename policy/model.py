@@ -16,6 +16,7 @@ from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
 from policy.intermediates import Aux
 from policy.layers.parameter import Constant, RowTable
+from policy.memory import fetch, in_host_memory
 from policy.sharding import Layout, layout
 
 
@@ -37,7 +38,8 @@ class Graph:
         self.axes = {path: v.get_metadata("out_sharding") for path, v in zip(self.paths, variables, strict=True)}
         self.untrained = frozenset(p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, Constant))
         tables = (p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, RowTable))
-        self.hosted = frozenset(tables if runtime.table_memory == "host" else ())
+        self.tables = frozenset(tables if runtime.table_memory == "host" else ())
+        self.hosted = self.tables | (frozenset(self.paths) - self.untrained if runtime.host_parameters else frozenset())
         self.shapes = {
             path: jax.ShapeDtypeStruct(v.shape, jnp.dtype(v.kind if path in self.untrained else runtime.param_dtype))
             for path, v in zip(self.paths, variables, strict=True)
@@ -51,14 +53,16 @@ class Graph:
 
     def sharding(self, path: str) -> jax.sharding.NamedSharding:
         place = self.layout.sharding(self.axes[path], self.shapes[path].shape)
-        return place.with_memory_kind("pinned_host") if path in self.hosted else place
+        return in_host_memory(place) if path in self.hosted else place
 
     @property
     def shardings(self) -> dict[str, jax.sharding.NamedSharding]:
         return {path: self.sharding(path) for path in self.paths}
 
     def decoder(self, params: dict[str, jax.Array]) -> Decoder:
-        """The module on these arrays; to be called inside a jitted function."""
+        """The module on these arrays; to be called inside a jitted function. Of weights in host memory those outside the stacks
+        come to the device here, whole; a stack fetches its own, one repeat at a time."""
+        params = {path: array if path.startswith("stacks.") else fetch(array) for path, array in params.items()}
         return nnx.merge(self._definition, jax.tree.unflatten(self._treedef, [params[path] for path in self.paths]))
 
     def precision(self):
@@ -112,6 +116,10 @@ class Model:
         """
         return self._logprobs(self.params, *self._arguments(tokens, positions, segments), jnp.float32(temperature))
 
+    def hidden_states(self, tokens, positions=None, segments=None) -> jax.Array:
+        """[L, B, T, E]: the output of each layer, before the final norm (hyper-connections: [L, B, T, streams, E])."""
+        return self._hidden(self.params, *self._arguments(tokens, positions, segments))
+
     def _arguments(self, tokens, positions, segments):
         tokens = jnp.asarray(tokens, jnp.int32)
         if tokens.ndim != 2:
@@ -131,6 +139,18 @@ class Model:
                 decoder = self.graph.decoder(params)
                 hidden, _, _ = decoder(tokens, step, None, self.graph.runtime)
                 return head.logits(hidden, decoder.head_weight, self.config.logit_softcap)
+
+        return jax.jit(run)
+
+    @cached_property
+    def _hidden(self):
+        graph = self.graph.at(record=("hidden",))
+
+        def run(params, tokens, step):
+            with graph.precision():
+                _, _, aux = graph.decoder(params)(tokens, step, None, graph.runtime)
+            layers = {n: a[r] for path, a in aux.found("hidden").items() for r, n in enumerate(self.config.numbers(path))}
+            return jnp.stack([layers[n] for n in sorted(layers)])
 
         return jax.jit(run)
 

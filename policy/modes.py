@@ -38,7 +38,8 @@ def train(decoder: Decoder, tokens_BT, step: Step, temperature, runtime: Runtime
         aux = predictions(decoder, tokens_BT, step, hidden, aux, temperature, runtime)
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
     rows, targets = before.reshape(-1, hidden.shape[-1]), tokens_BT.reshape(-1)
-    logp, entropy = head.logprobs(rows, decoder.head_weight, targets, temperature, decoder.config.logit_softcap)
+    tiling = head.Tiling(runtime.vocab_tiles, runtime.layout)
+    logp, entropy = head.logprobs(rows, decoder.head_weight, targets, temperature, decoder.config.logit_softcap, tiling)
     scored = (step.segments != 0) & ~first_of_segment(step.segments)
     return *(jnp.where(scored, a.reshape(tokens_BT.shape), 0.0) for a in (logp, entropy)), replace(aux, mtp_input=None)
 

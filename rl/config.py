@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 import rl.algorithms
-from policy import remat
 from policy.config import HyperConnections
 from policy.ngrams import EngramSection
+from policy.remat import NAMES as REMAT_POLICIES
 
 
 class Strict(BaseModel):
@@ -136,7 +136,7 @@ class ModelOptions(Strict):
     overrides: dict[str, Any] = Field({}, description="keys of the Hugging Face configuration to change; random weights only")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the matrix products")
     param_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype in which weights are stored")
-    remat: Literal[remat.NAMES] = Field(
+    remat: Literal[REMAT_POLICIES] = Field(
         "full",
         description="what the backward pass computes again: full keeps the input of each layer only, none keeps all; the others "
         "stand in memory.md",
@@ -145,6 +145,10 @@ class ModelOptions(Strict):
         {}, description="remat: custom only: where each tensor named in memory.md is kept (offload: host memory), or remat"
     )
     scan: bool = Field(True, description="scan over stacked layers when training (False: unrolled)")
+    num_vocab_tiling: int | None = Field(
+        None, ge=1, description="chunks of tokens whose logits exist at a time; null: as few as have at most 2^24 logits each"
+    )
+    host_parameters: bool = Field(False, description="weights live in host memory; a layer at a time is on the device")
     hyper_connections: HyperConnectionOptions | None = Field(
         None, description="several residual streams; `{}` for the defaults; random weights only"
     )
@@ -279,6 +283,7 @@ class OptimizerOptions(Strict):
     beta2: float = Field(0.999, ge=0.0, lt=1.0, description="decay of the mean of squared gradients")
     eps: float = Field(1e-8, gt=0.0, description="added to the root of the mean of squares")
     clip_norm: float | None = Field(1.0, gt=0.0, description="gradients of a larger norm are scaled down to it; null: never")
+    host_memory: bool = Field(False, description="its moments live in host memory; an update takes them a layer at a time")
 
 
 class RouterOptions(Strict):
@@ -344,6 +349,7 @@ class StageOptions(Strict):
     samples_per_prompt: int = Field(8, ge=1, description="completions of each prompt: the group")
     updates_per_step: int = Field(1, ge=1, description="optimiser updates made from the completions of one step")
     micro_batch: int | None = Field(None, ge=1, description="rows in one gradient computation; changes speed and memory only")
+    internal_metrics: bool = Field(False, description="log activations of each layer and gradient norms of each kind of part")
     dropout: float = Field(0.0, ge=0, lt=1, description="share of activations dropped in updates of the policy")
     optimizer: OptimizerOptions = Field(OptimizerOptions(), description="optimizer of the policy")
     critic: OptimizerOptions = Field(OptimizerOptions(), description="optimizer of the critic (ppo)")

@@ -76,7 +76,7 @@ def _has_modules(config: RunConfig) -> bool:
 def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     from rl.configfile import model_presets, nearest
 
-    yield from _remat(config.model)
+    yield from _memory(config.model)
     path, source = ("model", "source"), config.model.source
     directory = Path(source)
     if source in model_presets():
@@ -96,9 +96,15 @@ def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
             yield ("model", name), f"{source} is a model directory, whose config.json says what parts it has; leave this out"
 
 
-def _remat(model: ModelOptions) -> Iterator[tuple[tuple, str]]:
+def _memory(model: ModelOptions) -> Iterator[tuple[tuple, str]]:
     from rl.configfile import nearest
 
+    if model.host_parameters and model.remat == "none":
+        yield (
+            ("model", "remat"),
+            "none keeps every layer's weights on the device until the backward pass, so host_parameters saves nothing; "
+            "set full, or another policy",
+        )
     if model.remat == "custom":
         for name in model.remat_tensors:
             if name not in remat.TENSORS:

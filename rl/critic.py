@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from policy.memory import fetch
 from policy.model import Graph
 
 VALUE_HEAD = "value_head"
@@ -18,7 +19,8 @@ class Critic:
     def __init__(self, policy: Graph):
         trunk = dataclasses.replace(policy.config, tied_head=True, multi_token_prediction=None)
         self.trunk = Graph(trunk, policy.runtime, policy.layout)
-        self.untrained = self.trunk.untrained
+        self.runtime, self.untrained = self.trunk.runtime, self.trunk.untrained
+        self.hosted, self.tables = self.trunk.hosted, self.trunk.tables
         self.axes = self.trunk.axes | {VALUE_HEAD: (None,)}
 
     @property
@@ -30,7 +32,7 @@ class Critic:
 
         def create(params, key):
             head = std * jax.random.normal(key, (self.trunk.config.hidden_size,), jnp.float32)
-            return {path: jnp.copy(params[path]) for path in self.trunk.paths} | {VALUE_HEAD: head}
+            return {path: jnp.copy(fetch(params[path])) for path in self.trunk.paths} | {VALUE_HEAD: head}
 
         return jax.jit(create, out_shardings=self.shardings)(params, jax.random.key(seed))
 

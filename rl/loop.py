@@ -109,6 +109,8 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
         remat_tensors=tuple(options.remat_tensors.items()),
         scan=options.scan,
         table_memory=options.table_memory,
+        host_parameters=options.host_parameters,
+        vocab_tiles=options.num_vocab_tiling,
     )
     try:
         mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)

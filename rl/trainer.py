@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 import rl.algorithms
 from policy import modes
 from policy.cache import Step
 from policy.layers.dropout import Dropout, row_seeds
+from policy.memory import fetch, in_host_memory
 from policy.model import Graph
 from policy.sharding import constrain, settle
 from rl.algorithms import PolicyInputs
@@ -25,7 +27,9 @@ from rl.auxiliary import auxiliary_loss, expert_counts, load_metrics, moved_bias
 from rl.batch import Batch
 from rl.config import OptimizerOptions, StageOptions
 from rl.critic import Critic
+from rl.internals import activation_metrics, gradient_norms
 from rl.learned import MODULES, learned
+from rl.optimizerstep import at_once, by_layer, start
 
 
 @jax.tree_util.register_dataclass
@@ -76,10 +80,12 @@ class Updater:
     """One optimiser update of some weights as a compiled program: gradients summed over micro-batches, clipping, AdamW, and the
     rule that moves the selection biases of routers. An update that is not finite leaves everything as it was."""
 
-    def __init__(self, owner: Graph | Critic, loss, options: OptimizerOptions, stage: StageOptions, learned: frozenset, seed: int):
-        """`loss(params, micro, totals) -> (scalar, metrics, Aux)`: micro-batches are summed. `learned` are the paths that move."""
-        self.owner, self._loss, self._options, self._stage, self._learned = owner, loss, options, stage, learned
+    def __init__(self, owner: Graph | Critic, loss, options: OptimizerOptions, stage: StageOptions, seed: int):
+        """`loss(params, micro, totals) -> (scalar, metrics, Aux)`: micro-batches are summed."""
+        self.owner, self._loss, self._options, self._stage = owner, loss, options, stage
+        self._learned = learned(owner.axes, owner.runtime)
         self._seed = seed if stage.dropout else None
+        self._internals = stage.internal_metrics and isinstance(owner, Graph)
         self.layout = owner.layout if isinstance(owner, Graph) else owner.trunk.layout
         self.rate = schedule(options, stage.steps * stage.updates_per_step)
         self._transform = optimizer(options, self.rate, owner.axes)
@@ -90,31 +96,32 @@ class Updater:
         return {k: v for k, v in params.items() if k in moves}, {k: v for k, v in params.items() if k not in moves}
 
     def start(self, params: dict[str, jax.Array]) -> Learner:
-        init = jax.jit(self._transform.init, out_shardings=self.shardings.optimizer)
-        return Learner(params, settle(init(self._split(params)[0]), self.layout))
+        return Learner(params, settle(self._start(self._split(params)[0]), self.layout))
+
+    @property
+    def _in_host_memory(self) -> bool:
+        return bool(self.owner.hosted) or self._options.host_memory
+
+    def _start(self, weights: dict[str, jax.Array]):
+        if self._in_host_memory:
+            return start(self._transform, weights, self.shardings.optimizer)
+        return jax.jit(self._transform.init, out_shardings=self.shardings.optimizer)(weights)
 
     @cached_property
     def shardings(self) -> Learner:
-        """Where each array of the learner lives: moments where their weights do, counters everywhere."""
+        """Where each array of the learner lives: moments are cut as their weights are, counters are everywhere. Moments of a table in
+        host memory are there too."""
         weights = self.owner.shardings
 
         def place(path, _):
             keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-            return weights[keys[-1]] if keys else self.layout.replicated
+            if not keys:
+                return self.layout.replicated
+            moment = NamedSharding(self.layout.mesh, weights[keys[-1]].spec)
+            return in_host_memory(moment) if self._options.host_memory or keys[-1] in self.owner.tables else moment
 
         trained = {k: jax.ShapeDtypeStruct((1,), jnp.float32) for k in self._split(weights)[0]}
         return Learner(weights, jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._transform.init, trained)))
-
-    def _near(self, tree):
-        """`tree` with the weights, and the moments of weights, that live in host memory brought to the device: there the arithmetic
-        of the optimizer is done, and the results go back."""
-        hosted = {path for path, place in self.owner.shardings.items() if place.memory_kind == "pinned_host"}
-
-        def bring(path, a):
-            name = getattr(path[-1], "key", None) if path else None
-            return jax.device_put(a, jax.memory.Space.Device) if name in hosted else a
-
-        return jax.tree_util.tree_map_with_path(bring, tree) if hosted else tree
 
     @cached_property
     def program(self):
@@ -130,19 +137,20 @@ class Updater:
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, count, batch.tokens.shape[0]))
         grads, loss, metrics, counts = self._gradients(trained, still, batch, inputs, micro_rows)
-        learner, trained = self._near(learner), self._near(trained)
+        if self._internals:
+            metrics |= gradient_norms(grads)
         grads, norm, norms = self._clipped(grads)
-        changes, state = self._transform.update(grads, learner.optimizer, trained)
+        good = jnp.isfinite(loss) & jnp.isfinite(norm)
+        step = by_layer if self._in_host_memory else at_once
+        weights, state, change = step(self._transform, grads, learner.optimizer, trained, good)
         constants = {path: array for path, array in still.items() if path in self._learned}
         moved = moved_biases(constants, counts, self._stage.router.bias_rate)
-        new = Learner(optax.apply_updates(trained, changes) | still | moved, state)
-        good = jnp.isfinite(loss) & jnp.isfinite(norm)
-        new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, learner)
+        new = Learner(weights | still | jax.tree.map(lambda a, b: jnp.where(good, a, b), moved, constants), state)
         metrics |= {
             "loss": loss,
             "optim/lr": self.rate(count),
             "optim/grad_norm": norm,
-            "optim/update_norm": optax.tree.norm(changes),
+            "optim/update_norm": change,
             "optim/skipped": 1.0 - good,
         }
         return new, metrics | norms | load_metrics(counts)
@@ -181,16 +189,19 @@ class Updater:
         def objective(weights, micro, inputs):
             loss, metrics, aux = self._loss(weights | still, micro, inputs)
             besides, found = auxiliary_loss(self._stage, aux, micro, whole)
-            return loss + besides, (metrics | found, expert_counts(aux))
+            return loss + besides, (metrics | found, expert_counts(aux), aux.found("activations") if self._internals else {})
 
         def one(total, xs):
-            (loss, (metrics, counts)), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
-            total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, self._near(grads))
-            return total, (loss, metrics, counts)
+            (loss, found), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
+            total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, fetch(grads))
+            return total, (loss, *found)
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
-        grads, (loss, metrics, counts) = jax.lax.scan(one, zeros, jax.tree.map(cut, (batch, inputs)))
-        return grads, loss.sum(), rl.algorithms.reduce_metrics(metrics), jax.tree.map(lambda a: a.sum(axis=0), counts)
+        grads, (loss, metrics, counts, inside) = jax.lax.scan(one, zeros, jax.tree.map(cut, (batch, inputs)))
+        metrics = rl.algorithms.reduce_metrics(metrics)
+        if self._internals:
+            metrics |= activation_metrics(inside, batch.segments.reshape(M, R, -1), self.owner.config)
+        return grads, loss.sum(), metrics, jax.tree.map(lambda a: a.sum(axis=0), counts)
 
 
 class Trainer:
@@ -199,22 +210,24 @@ class Trainer:
     def __init__(self, graph: Graph, stage: StageOptions, algorithm, seed: int = 0):
         """`seed` is that of the run; dropout needs it."""
         self.graph, self.stage, self.algorithm = graph, stage, algorithm
+        if stage.internal_metrics:
+            self.graph = graph.at(record=("activations",))
         self.temperature = np.float32((stage.sampling.temperature if algorithm.needs_rollouts else 0.0) or 1.0)
         modules = None if stage.mtp is None else "detached" if stage.mtp.detach else "joint"
-        self._learning = graph.at(indexer=stage.indexer.training, mtp=modules)
+        record = ("activations",) if stage.internal_metrics else ()
+        self._learning = graph.at(indexer=stage.indexer.training, mtp=modules, record=record)
         loss = self._parts_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
-        self.policy = Updater(graph, loss, stage.optimizer, stage, learned(graph.axes, self._learning.runtime), seed)
+        self.policy = Updater(self._learning, loss, stage.optimizer, stage, seed)
         self.critic = None
         if algorithm.needs_critic:
             self._critic = Critic(graph)
-            moves = learned(self._critic.axes, self._critic.trunk.runtime)
-            self.critic = Updater(self._critic, self._critic_loss, stage.critic, stage, moves, seed)
+            self.critic = Updater(self._critic, self._critic_loss, stage.critic, stage, seed)
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
         """The state at the beginning of the stage. Takes `params` over; reference and critic are copies of them."""
         reference = critic = None
         if self.algorithm.needs_reference:
-            reference = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=self.graph.shardings)(params)
+            reference = jax.jit(lambda a: jax.tree.map(jnp.copy, fetch(a)), out_shardings=self.graph.shardings)(params)
         if self.critic:
             critic = self.critic.start(self._critic.init(params, self.algorithm.value_init_std, seed))
         return settle(RunState(self.policy.start(params), reference, critic), self.graph.layout)

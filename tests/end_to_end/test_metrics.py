@@ -25,8 +25,10 @@ def written(directory) -> set[str]:
 
 
 def general(name: str) -> str:
-    """The name as the document has it: one entry for all functions, and for all k."""
-    return re.sub(r"@\d+$", "@<k>", re.sub(r"^rewards/[^/]+/", "rewards/<name>/", name))
+    """The name as the document has it: one entry for all functions, layers and parts, and for all k."""
+    name = re.sub(r"^rewards/[^/]+/", "rewards/<name>/", name)
+    name = re.sub(r"^(activation/\w+)/\d+$", r"\1/<layer>", name)
+    return re.sub(r"@\d+$", "@<k>", re.sub(r"^grad_norm/\w+$", "grad_norm/<part>", name))
 
 
 def of_the_losses() -> set[str]:

@@ -1,19 +1,32 @@
 """Chunked log-probabilities and entropies equal what plain automatic differentiation gives with all logits at hand."""
 
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles import configuration, random_model, tokens
 
-from policy import head
+from policy import families, head
+from policy.modes import sit
+from policy.sharding import layout
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 M, E, V = 13, 6, 11
 
 
-def plain(hidden, weight, targets, temperature):
-    z = jnp.einsum("me,ve->mv", hidden, weight) / temperature
+def plain(hidden, weight, targets, temperature, softcap=None, tiling=None):
+    z = jnp.einsum("me,ve->mv", hidden, weight)
+    z = (z if softcap is None else softcap * jnp.tanh(z / softcap)) / temperature
     log_p = jax.nn.log_softmax(z, axis=-1)
-    return jnp.take_along_axis(log_p, targets[:, None], axis=1)[:, 0], -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    logp = jnp.take_along_axis(log_p, targets.reshape(len(targets), -1), axis=1).reshape(targets.shape)
+    return logp, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
 
 def inputs():
@@ -41,6 +54,100 @@ def test_values_and_gradients(chunk, temperature, monkeypatch):
         (_, expected), expected_gradients = loss(plain)
     for x, y in zip((*found, *found_gradients), (*expected, *expected_gradients), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 8, 100])  # 13 rows: the last chunk of all but the first is filled up
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_any_number_of_tiles_gives_the_same(tiles, softcap):
+    """Also a loss that is no sum of logp and entropy, and several tokens asked about at one place, one of them twice."""
+    hidden, weight, a, b, _ = inputs()
+    targets = jnp.asarray(np.random.default_rng(1).integers(0, V, (M, 3))).at[0].set(4)
+
+    def loss(function):
+        def of(hidden, weight):
+            logp, entropy = function(hidden, weight, targets, 0.7, softcap, head.Tiling(tiles))
+            return jnp.sum(a * jnp.square(logp.sum(-1) + b)) + jnp.sum(jnp.exp(logp)) + jnp.max(entropy), (logp, entropy)
+
+        return jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(hidden, weight)
+
+    with jax.default_matmul_precision("highest"):
+        (_, found), found_gradients = loss(head.logprobs)
+        (_, expected), expected_gradients = loss(plain)
+    for x, y in zip((*found, *found_gradients), (*expected, *expected_gradients), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=2e-5, rtol=1e-5)
+
+
+def test_the_number_of_tiles_is_the_number_of_chunks():
+    shapes = jnp.ones((13, 8)), jnp.ones((32, 8)), jnp.zeros(13, int)
+    text = jax.jit(lambda *a: head.logprobs(*a, 1.0, None, head.Tiling(3))).lower(*shapes).as_text()
+    assert "5x32xf32" in text and "13x32xf32" not in text
+
+
+@pytest.mark.parametrize("tiles", [None, 4])
+def test_likeliest_tokens(tiles):
+    hidden, weight, *_ = inputs()
+    logp, ids = head.top_logprobs(hidden, weight, 3, 0.7, 1.5, head.Tiling(tiles))
+    everything = np.stack([plain(hidden, weight, jnp.full(M, v), 0.7, 1.5)[0] for v in range(V)], axis=1)
+    np.testing.assert_array_equal(ids, np.argsort(-everything, axis=1, kind="stable")[:, :3])
+    np.testing.assert_allclose(logp, -np.sort(-everything, axis=1)[:, :3], atol=2e-6)
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
+    """Against plain differentiation through all logits of the whole model: the tied table gets both gradients."""
+    config = families.read(configuration("Gemma2", num_hidden_layers=1, tie_word_embeddings=tied, final_logit_softcapping=2.0))
+    model = random_model(config)
+    rows, weight = jnp.asarray(tokens(2, 9)), jnp.asarray(np.random.default_rng(0).normal(size=(2, 8)), jnp.float32)
+
+    def gradient(tiles):
+        graph = model.graph.at(vocab_tiles=tiles)
+
+        def loss(params):
+            logp, entropy, _ = graph.logprobs(params, rows, sit(rows), 0.7)
+            return jnp.sum(weight * logp[:, 1:] + jnp.sin(entropy[:, 1:]))
+
+        return jax.jit(jax.grad(loss))(model.params)
+
+    def reference(params):
+        decoder = model.graph.decoder(params)
+        hidden = decoder(rows, sit(rows), None, model.graph.runtime)[0][:, :-1].reshape(16, -1)
+        logp, entropy = plain(hidden, decoder.head_weight, rows[:, 1:].reshape(-1), 0.7, 2.0)
+        return jnp.sum(weight.reshape(-1) * logp + jnp.sin(entropy))
+
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(jax.grad(reference))(model.params)
+    for path, found in gradient(5).items():
+        np.testing.assert_allclose(found, expected[path], atol=1e-5 * (1 + np.abs(expected[path]).max()), err_msg=path)
+
+
+def test_devices_exchange_weights_and_no_logits():
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def on_two_devices(**degrees):
+    """Rows, or the vocabulary, cut over two devices: the numbers of one device, and no result of a collective is as large as the
+    logits of a chunk."""
+    mesh, rng = layout(degrees), np.random.default_rng(0)
+    hidden, weight = rng.normal(size=(4, 16, 8)).astype(np.float32), rng.normal(size=(48, 8)).astype(np.float32)
+    targets, factor = rng.integers(0, 48, (4, 16)), rng.normal(size=64).astype(np.float32)
+    places = [mesh.sharding(axes, a.shape) for axes, a in ((("batch", None, None), hidden), (("vocab", "embed_vocab"), weight))]
+
+    def loss(hidden, weight, mesh=None):
+        logp, entropy = head.logprobs(
+            hidden.reshape(-1, 8), weight, jnp.asarray(targets).reshape(-1), 0.7, None, head.Tiling(3, mesh)
+        )
+        return jnp.sum(factor * logp + entropy)
+
+    program = jax.jit(jax.value_and_grad(partial(loss, mesh=mesh), argnums=(0, 1)), in_shardings=places)
+    expected = jax.tree.leaves(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, weight))
+    for x, y in zip(jax.tree.leaves(program(hidden, weight)), expected, strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=1e-4)
+    text = program.lower(hidden, weight).compile().as_text()
+    results = re.findall(r" = (.*?) (?:all-reduce|all-gather|all-to-all|reduce-scatter)(?:-start)?\(", text)
+    exchanged = [shape.split(",") for result in results for shape in re.findall(r"f32\[([\d,]*)\]", result)]
+    assert exchanged and not [shape for shape in exchanged if {"48", "24"} & {*shape} and not {"8", "4"} & {*shape}], exchanged
 
 
 def test_a_tied_weight_gets_the_gradient_of_both_uses(monkeypatch):
@@ -78,3 +185,8 @@ def test_far_apart_logits_give_no_nan():
 def test_logits_of_bfloat16_states_are_float32():
     hidden, weight = jnp.ones((2, 3, E), jnp.bfloat16), jnp.ones((V, E), jnp.float32)
     assert head.logits(hidden, weight).dtype == jnp.float32 and head.logits(hidden, weight).shape == (2, 3, V)
+
+
+if __name__ == "__main__":
+    for axis in ("fsdp", "data", "tensor"):
+        on_two_devices(**{axis: 2})

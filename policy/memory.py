@@ -1,0 +1,56 @@
+"""Arrays that live in host memory and come to the device when they are needed, a layer at a time."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from policy.config import Runtime
+from policy.layers.parameter import RowTable
+
+HOST = "pinned_host"
+Space = jax.memory.Space
+
+
+class NoHostMemory(ValueError):
+    """The devices cannot reach arrays in host memory."""
+
+
+def in_host_memory(sharding: NamedSharding) -> NamedSharding:
+    """The same pieces on the same devices, in the memory of their hosts.
+
+    Raises NoHostMemory where the platform has none that programs can read.
+    """
+    device = sharding.mesh.devices.flat[0]
+    if not any(memory.kind == HOST for memory in device.addressable_memories()):
+        raise NoHostMemory(
+            f"{device.platform} devices have no {HOST} memory, so nothing can be kept there: set model.host_parameters and "
+            "optimizer.host_memory to false, and model.remat to a policy that offloads nothing"
+        )
+    return sharding.with_memory_kind(HOST)
+
+
+def fetch(tree):
+    """The arrays, those in host memory copied to device memory. In a jitted function; its gradient goes back to where they were.
+
+    Inside a function under jax.checkpoint the copy is made again for the backward pass, and not kept until then.
+    """
+    return jax.tree.map(lambda a: jax.device_put(a, Space.Device) if jax.typeof(a).memory_space == Space.Host else a, tree)
+
+
+def fetch_layer(weights, runtime: Runtime):
+    """The same for the weights of a layer: a table that `table_memory` keeps in host memory stays there."""
+
+    def stays(variable) -> bool:
+        return runtime.table_memory == "host" and isinstance(variable, RowTable)
+
+    def is_variable(node) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    return jax.tree.map(lambda v: v if stays(v) else fetch(v), weights, is_leaf=is_variable)
+
+
+def put_back(tree, like):
+    """`tree`, each array in the memory of its counterpart in `like`."""
+    return jax.tree.map(lambda a, b: jax.device_put(a, Space.Host) if jax.typeof(b).memory_space == Space.Host else a, tree, like)
