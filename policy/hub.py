@@ -144,7 +144,6 @@ def _on_mesh(graph: Graph, place: Place, files: TensorFiles) -> jax.Array:
     """The weight, shard by shard; devices that hold the same shard share one reading of it."""
     shape, dtype, sharding = graph.shapes[place.path].shape, graph.shapes[place.path].dtype, graph.sharding(place.path)
     devices: dict[tuple, list] = {}
-    memory = sharding.memory_kind
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices.setdefault(tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)), []).append(device)
     arrays = []

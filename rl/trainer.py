@@ -109,8 +109,8 @@ class Updater:
 
     @cached_property
     def shardings(self) -> Learner:
-        """Where each array of the learner lives: moments are cut as their weights are, counters are everywhere. Moments of a table in
-        host memory are there too."""
+        """Where each array of the learner lives: moments are cut as their weights are, counters are everywhere. Moments of a table
+        in host memory are there too."""
         weights = self.owner.shardings
 
         def place(path, _):
