@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 from jax.sharding import SingleDeviceSharding
 
-from policy import extensions, families, names, quantized
+from policy import extensions, families, hostmemory, names, quantized
 from policy.config import DecoderConfig, LayerSpec
 from policy.hf import UnsupportedModel
 from policy.quantized import Scheme
@@ -260,7 +260,7 @@ def _on_host(array, number: int | None) -> np.ndarray:
     """The whole weight, or one of those that it stacks."""
     if number is None:
         return np.asarray(array)
-    on_device = isinstance(array, jax.Array) and array.sharding.memory_kind != "pinned_host"
+    on_device = isinstance(array, jax.Array) and array.sharding.memory_kind != hostmemory.KIND
     return np.asarray(_layer(array, number) if on_device else np.asarray(array)[number])
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from policy import head, modes
+from policy import head, hostmemory, modes
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
 from policy.layers.parameter import Constant, RowTable
@@ -50,7 +50,7 @@ class Graph:
 
     def sharding(self, path: str) -> jax.sharding.NamedSharding:
         place = self.layout.sharding(self.axes[path], self.shapes[path].shape)
-        return place.with_memory_kind("pinned_host") if path in self.hosted else place
+        return place.with_memory_kind(hostmemory.KIND) if path in self.hosted else place
 
     @property
     def shardings(self) -> dict[str, jax.sharding.NamedSharding]:

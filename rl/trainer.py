@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 import rl.algorithms
-from policy import modes
+from policy import hostmemory, modes
 from policy.layers.dropout import Dropout, row_seeds
 from policy.model import Graph
 from policy.sharding import constrain, settle
@@ -24,6 +24,7 @@ from rl.auxiliary import auxiliary_loss, expert_counts, load_metrics, moved_bias
 from rl.batch import Batch
 from rl.config import OptimizerOptions, StageOptions
 from rl.critic import Critic
+from rl.hosted import by_place, joined
 
 
 @jax.tree_util.register_dataclass
@@ -70,6 +71,16 @@ def optimizer(options: OptimizerOptions, rate: optax.Schedule, axes: dict) -> op
     )
 
 
+def _length(tree) -> jax.Array:
+    """The Euclidean length of all numbers together. (That of optax adds imaginary parts, which the host has no place for.)"""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
+
+
+def _whole(lengths) -> jax.Array:
+    """The length of a vector of whose parts these are the lengths."""
+    return lengths[0] if len(lengths) == 1 else _length(hostmemory.to_device(list(lengths)))
+
+
 class Updater:
     """One optimiser update of some weights as a compiled program: gradients summed over micro-batches, clipping, AdamW, and the
     rule that moves the selection biases of routers. An update that is not finite leaves everything as it was."""
@@ -103,16 +114,9 @@ class Updater:
         trained = {k: jax.ShapeDtypeStruct((1,), jnp.float32) for k in self._split(weights)[0]}
         return Learner(weights, jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._transform.init, trained)))
 
-    def _near(self, tree):
-        """`tree` with the weights, and the moments of weights, that live in host memory brought to the device: there the arithmetic
-        of the optimizer is done, and the results go back."""
-        hosted = {path for path, place in self.owner.shardings.items() if place.memory_kind == "pinned_host"}
-
-        def bring(path, a):
-            name = getattr(path[-1], "key", None) if path else None
-            return jax.device_put(a, jax.memory.Space.Device) if name in hosted else a
-
-        return jax.tree_util.tree_map_with_path(bring, tree) if hosted else tree
+    @cached_property
+    def _hosted(self) -> frozenset[str]:
+        return frozenset(path for path, place in self.owner.shardings.items() if place.memory_kind == hostmemory.KIND)
 
     @cached_property
     def program(self):
@@ -128,22 +132,30 @@ class Updater:
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, count, batch.tokens.shape[0]))
         grads, loss, metrics, counts = self._gradients(trained, still, batch, inputs, micro_rows)
-        learner, trained = self._near(learner), self._near(trained)
-        norm = optax.tree.norm(grads)
-        if self._options.clip_norm is not None:
-            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self._options.clip_norm / (norm + 1e-6)), grads)
-        changes, state = self._transform.update(grads, learner.optimizer, trained)
-        new = Learner(optax.apply_updates(trained, changes) | moved_biases(still, counts, self._stage.router.bias_rate), state)
+        norm = _whole(by_place(_length, self._hosted, grads))
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
-        new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, learner)
+        arguments = grads, trained, learner.optimizer, norm, good
+        weights, states, changes = zip(*by_place(self._stepped, self._hosted, *arguments), strict=True)
+        moved = moved_biases(still, counts, self._stage.router.bias_rate)
+        kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), moved, still)
+        new = Learner(joined(weights) | kept, joined(states))
         metrics |= {
             "loss": loss,
             "optim/lr": self.rate(count),
             "optim/grad_norm": norm,
-            "optim/update_norm": optax.tree.norm(changes),
+            "optim/update_norm": _whole(changes),
             "optim/skipped": 1.0 - good,
         }
         return new, metrics | load_metrics(counts)
+
+    def _stepped(self, grads, weights, state, norm, good):
+        """(weights, state of the optimizer, length of the change) after a step by gradients that with all others have the length
+        `norm`; the first two as they were unless `good`."""
+        if self._options.clip_norm is not None:
+            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self._options.clip_norm / (norm + 1e-6)), grads)
+        changes, new = self._transform.update(grads, state, weights)
+        new = optax.apply_updates(weights, changes), new
+        return *jax.tree.map(lambda a, b: jnp.where(good, a, b), new, (weights, state)), _length(changes)
 
     def _gradients(self, trained, still, batch: Batch, inputs, R: int):
         """Sums over the micro-batches, in float32: (gradients, loss, metrics, expert counts)."""
@@ -165,10 +177,10 @@ class Updater:
 
         def one(total, xs):
             (loss, (metrics, counts)), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
-            total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, self._near(grads))
+            total = joined(by_place(partial(jax.tree.map, lambda a, g: a + g.astype(jnp.float32)), self._hosted, total, grads))
             return total, (loss, metrics, counts)
 
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
+        zeros = joined(by_place(partial(jax.tree.map, lambda p: jnp.zeros(p.shape, jnp.float32)), self._hosted, trained))
         grads, (loss, metrics, counts) = jax.lax.scan(one, zeros, jax.tree.map(cut, (batch, inputs)))
         return grads, loss.sum(), rl.algorithms.reduce_metrics(metrics), jax.tree.map(lambda a: a.sum(axis=0), counts)
 
