@@ -213,7 +213,7 @@ def _on_host(array, number: int | None) -> np.ndarray:
     """The whole weight, or one of those that it stacks."""
     if number is None:
         return np.asarray(array)
-    on_device = isinstance(array, jax.Array) and array.sharding.memory_kind != "pinned_host"
+    on_device = isinstance(array, jax.Array) and array.sharding.memory_kind != hostmemory.KIND
     return np.asarray(_layer(array, number) if on_device else np.asarray(array)[number])
 
 

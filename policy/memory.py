@@ -1,9 +1,11 @@
-"""Arrays that live in host memory and come to the device when they are needed, a layer at a time."""
+"""Arrays that live in host memory: they come to the device when they are needed, a layer at a time, or are computed on where they
+are."""
 
 from __future__ import annotations
 
 import jax
 from flax import nnx
+from jax.experimental.compute_on import compute_on
 from jax.sharding import NamedSharding
 
 from policy.config import Runtime
@@ -54,3 +56,15 @@ def fetch_layer(weights, runtime: Runtime):
 def put_back(tree, like):
     """`tree`, each array in the memory of its counterpart in `like`."""
     return jax.tree.map(lambda a, b: jax.device_put(a, Space.Host) if jax.typeof(b).memory_space == Space.Host else a, tree, like)
+
+
+def to_device(tree):
+    """The arrays in device memory."""
+    return jax.device_put(tree, Space.Device)
+
+
+def on_host(function, *trees):
+    """function(*trees), computed by the host, in the middle of a program on a TPU: only arguments and results move. The arguments are
+    brought there if need be, and the result stays there."""
+    there = jax.device_put(trees, Space.Host)
+    return jax.device_put(compute_on("device_host")(jax.jit(function))(*there), Space.Host)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from policy.config import DecoderConfig
 from policy.intermediates import Activations
@@ -36,12 +35,12 @@ def part(path: str) -> str:
     raise ValueError(f"{path} belongs to no part of rl/internals.py; add a pattern for it there")
 
 
-def gradient_norms(grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """grad_norm/<part>: norm of the gradient of all weights of a part, before clipping."""
+def gradient_norms(squares: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """grad_norm/<part>: norm of the gradient of all weights of a part, before clipping, from the sums of squares by path."""
     groups: dict[str, list] = {}
-    for path, gradient in grads.items():
-        groups.setdefault(part(path), []).append(gradient)
-    return {f"grad_norm/{name}": optax.tree.norm(found) for name, found in groups.items()}
+    for path, square in squares.items():
+        groups.setdefault(part(path), []).append(square)
+    return {f"grad_norm/{name}": jnp.sqrt(sum(found)) for name, found in groups.items()}
 
 
 def activation_metrics(found: dict[str, Activations], segments_MRT: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:

@@ -19,7 +19,7 @@ import rl.algorithms
 from policy import modes
 from policy.cache import Step
 from policy.layers.dropout import Dropout, row_seeds
-from policy.memory import fetch, in_host_memory
+from policy.memory import fetch, in_host_memory, to_device
 from policy.model import Graph
 from policy.sharding import constrain, settle
 from rl.algorithms import PolicyInputs
@@ -27,6 +27,7 @@ from rl.auxiliary import auxiliary_loss, expert_counts, load_metrics, moved_bias
 from rl.batch import Batch
 from rl.config import OptimizerOptions, StageOptions
 from rl.critic import Critic
+from rl.hosted import by_place, joined
 from rl.internals import activation_metrics, gradient_norms
 from rl.learned import MODULES, learned
 from rl.optimizerstep import at_once, by_layer, start
@@ -76,6 +77,16 @@ def optimizer(options: OptimizerOptions, rate: optax.Schedule, axes: dict) -> op
     )
 
 
+def _length(tree) -> jax.Array:
+    """The Euclidean length of all numbers together. (That of optax adds imaginary parts, which the host has no place for.)"""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
+
+
+def _whole(lengths) -> jax.Array:
+    """The length of a vector of whose parts these are the lengths."""
+    return lengths[0] if len(lengths) == 1 else _length(hostmemory.to_device(list(lengths)))
+
+
 class Updater:
     """One optimiser update of some weights as a compiled program: gradients summed over micro-batches, clipping, AdamW, and the
     rule that moves the selection biases of routers. An update that is not finite leaves everything as it was."""
@@ -100,7 +111,7 @@ class Updater:
 
     @property
     def _in_host_memory(self) -> bool:
-        return bool(self.owner.hosted) or self._options.host_memory
+        return bool(self.owner.hosted - self.owner.tables) or self._options.host_memory
 
     def _start(self, weights: dict[str, jax.Array]):
         if self._in_host_memory:
@@ -137,41 +148,45 @@ class Updater:
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, count, batch.tokens.shape[0]))
         grads, loss, metrics, counts = self._gradients(trained, still, batch, inputs, micro_rows)
+        squares = to_device(joined(by_place(_squares, self.owner.tables, grads)))
         if self._internals:
-            metrics |= gradient_norms(grads)
-        grads, norm, norms = self._clipped(grads)
+            metrics |= gradient_norms(squares)
+        factors, norm, norms = self._clipping(squares)
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
-        step = by_layer if self._in_host_memory else at_once
-        weights, state, change = step(self._transform, grads, learner.optimizer, trained, good)
+        arguments = grads, factors, learner.optimizer, trained, good
+        weights, states, changes = zip(*by_place(self._stepped, self.owner.tables, *arguments), strict=True)
         constants = {path: array for path, array in still.items() if path in self._learned}
         moved = moved_biases(constants, counts, self._stage.router.bias_rate)
-        new = Learner(weights | still | jax.tree.map(lambda a, b: jnp.where(good, a, b), moved, constants), state)
+        kept = still | jax.tree.map(lambda a, b: jnp.where(good, a, b), moved, constants)
+        new = Learner(joined(weights) | kept, joined(states))
         metrics |= {
             "loss": loss,
             "optim/lr": self.rate(count),
             "optim/grad_norm": norm,
-            "optim/update_norm": change,
+            "optim/update_norm": optax.tree.norm(to_device(changes)),
             "optim/skipped": 1.0 - good,
         }
         return new, metrics | norms | load_metrics(counts)
 
-    def _clipped(self, grads: dict) -> tuple[dict, jax.Array, dict]:
-        """(gradients of at most `clip_norm`, their norm before, metrics). Prediction modules that are trained apart from the
-        policy are clipped by themselves, so that they do not shorten its steps."""
+    def _clipping(self, squares: dict[str, jax.Array]) -> tuple[dict, jax.Array, dict]:
+        """(what each gradient is multiplied by, their norm before, metrics), from the sums of squares of the gradients by path.
+        Prediction modules that are trained apart from the policy are clipped by themselves, so that they do not shorten its
+        steps."""
         limit, mtp, found = self._options.clip_norm, self._stage.mtp, {}
-
-        def clip(part: dict, norm) -> dict:
-            return part if limit is None else jax.tree.map(lambda g: g * jnp.minimum(1.0, limit / (norm + 1e-6)), part)
-
-        modules = {path: g for path, g in grads.items() if path.startswith(MODULES)} if mtp else {}
+        modules = [path for path in squares if path.startswith(MODULES)]
+        apart = modules if mtp and mtp.detach else []
+        norm = _length([square for path, square in squares.items() if path not in apart])
+        norms = dict.fromkeys(squares, norm)
         if modules:
-            found["mtp/grad_norm"] = optax.tree.norm(modules)
-        if not (modules and mtp.detach):
-            norm = optax.tree.norm(grads)
-            return clip(grads, norm), norm, found
-        policy = {path: g for path, g in grads.items() if path not in modules}
-        norm = optax.tree.norm(policy)
-        return clip(policy, norm) | clip(modules, found["mtp/grad_norm"]), norm, found
+            found["mtp/grad_norm"] = _length([squares[path] for path in modules])
+            norms |= dict.fromkeys(apart, found["mtp/grad_norm"])
+        factors = {path: 1.0 if limit is None else jnp.minimum(1.0, limit / (each + 1e-6)) for path, each in norms.items()}
+        return factors, norm, found
+
+    def _stepped(self, grads, factors, state, weights, good):
+        """(weights, state of the optimizer, norm of the change) after a step. Tables in host memory are stepped there."""
+        step = by_layer if self._in_host_memory and not weights.keys() <= self.owner.tables else at_once
+        return step(self._transform, jax.tree.map(jnp.multiply, grads, factors), state, weights, good)
 
     def _gradients(self, trained, still, batch: Batch, inputs, R: int):
         """Sums over the micro-batches, in float32: (gradients, loss, metrics, expert counts)."""
@@ -193,15 +208,32 @@ class Updater:
 
         def one(total, xs):
             (loss, found), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
-            total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, fetch(grads))
+            grads = {path: g if path in self.owner.tables else fetch(g) for path, g in grads.items()}
+            total = joined(by_place(_added, self.owner.tables, total, grads))
             return total, (loss, *found)
 
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
+        zeros = joined(by_place(_zeros, self.owner.tables, trained))
         grads, (loss, metrics, counts, inside) = jax.lax.scan(one, zeros, jax.tree.map(cut, (batch, inputs)))
         metrics = rl.algorithms.reduce_metrics(metrics)
         if self._internals:
             metrics |= activation_metrics(inside, batch.segments.reshape(M, R, -1), self.owner.config)
         return grads, loss.sum(), metrics, jax.tree.map(lambda a: a.sum(axis=0), counts)
+
+
+def _squares(grads: dict) -> dict[str, jax.Array]:
+    return {path: jnp.sum(jnp.square(g)) for path, g in grads.items()}
+
+
+def _length(squares) -> jax.Array:
+    return jnp.sqrt(sum(squares))
+
+
+def _added(total: dict, grads: dict) -> dict:
+    return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
+
+
+def _zeros(weights: dict) -> dict:
+    return {path: jnp.zeros(w.shape, jnp.float32) for path, w in weights.items()}
 
 
 class Trainer:

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.compute_on import compute_on
 
 from policy.cache import LayerCache, Step
 from policy.config import DecoderConfig, Engram, Runtime
 from policy.layers.delta_net import number_documents
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import IntegerConstant, RowTable, normal, ones, weight, zeros
+from policy.memory import on_host, to_device
 from policy.sharding import Layout, constrain
 
 
@@ -147,19 +147,15 @@ def _read_on_host(table: jax.Array, rows: jax.Array, dtype) -> jax.Array:
     """The same for a table in host memory, computed by the host: on a TPU the program then holds what was read and no copy of the
     table. The gradient, a dense array like the table, is summed up and left there too."""
 
-    def on_host(function, *arrays):
-        there = jax.device_put(arrays, jax.memory.Space.Host)
-        return compute_on("device_host")(jax.jit(function))(*there)
-
     @jax.custom_vjp
     def read(table, rows):
-        return jax.device_put(on_host(partial(_read, dtype=dtype), table, rows), jax.memory.Space.Device)
+        return to_device(on_host(partial(_read, dtype=dtype), table, rows))
 
     def backward(rows, cotangent):
         def summed(cotangent, rows):
             return jnp.zeros(shape, stored).at[rows].add(cotangent.astype(stored))
 
-        return jax.device_put(on_host(summed, cotangent, rows), jax.memory.Space.Host), None
+        return on_host(summed, cotangent, rows), None
 
     shape, stored = table.shape, table.dtype
     read.defvjp(lambda table, rows: (read(table, rows), rows), backward)
