@@ -13,6 +13,12 @@ class NoHostMemory(ValueError):
     """The devices cannot reach arrays in host memory."""
 
 
+def belongs_there(axes: tuple[str | None, ...]) -> bool:
+    """Whether an array with these logical axes is worth a place in host memory: matrices are. Norms and biases are little, and TPUs
+    cannot cut one row out of a stack of them there, because rows are stored eight at a time."""
+    return len([axis for axis in axes if axis != "layers"]) > 1
+
+
 def in_host_memory(sharding: NamedSharding) -> NamedSharding:
     """The same pieces on the same devices, in the memory of their hosts.
 

@@ -15,7 +15,8 @@ from policy import head, modes
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
 from policy.layers.parameter import Constant
-from policy.memory import fetch, in_host_memory
+from policy.memory import belongs_there, fetch, in_host_memory
+from policy.remat import saved
 from policy.sharding import Layout, layout
 
 
@@ -27,6 +28,8 @@ class Graph:
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
         self.config, self.runtime, self.layout = config, replace(runtime, layout=layout), layout
+        if runtime.host_parameters or (runtime.remat != "none" and saved(runtime.remat, runtime.remat_tensors).host):
+            in_host_memory(layout.replicated)  # refuses a platform without it before anything is built
         with nnx.use_eager_sharding(False):
             abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         self._definition, state = nnx.split(abstract)
@@ -49,7 +52,8 @@ class Graph:
 
     def sharding(self, path: str) -> jax.sharding.NamedSharding:
         place = self.layout.sharding(self.axes[path], self.shapes[path].shape)
-        return in_host_memory(place) if self.runtime.host_parameters and path not in self.untrained else place
+        moves = self.runtime.host_parameters and path not in self.untrained and belongs_there(self.axes[path])
+        return in_host_memory(place) if moves else place
 
     @property
     def shardings(self) -> dict[str, jax.sharding.NamedSharding]:

@@ -20,6 +20,7 @@ import policy
 from policy import hub
 from policy.config import Runtime
 from policy.hf import UnsupportedModel
+from policy.memory import NoHostMemory, in_host_memory
 from policy.model import Graph, Model
 from policy.sharding import layout
 from rewards import RewardError, RewardFailed
@@ -108,6 +109,8 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
     )
     try:
         mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)
+        if any(each.host_memory for stage in config.stages for each in (stage.optimizer, stage.critic)):
+            in_host_memory(mesh.replicated)
     except ValueError as error:
         raise ResourceError(f"{error} (platform: {config.platform})") from None
     except RuntimeError as error:
@@ -127,6 +130,8 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
         if from_directory:
             return policy.load(options.source, runtime=runtime, mesh=mesh)
         return policy.create(decoder, config.seed, runtime=runtime, mesh=mesh)
+    except NoHostMemory as error:
+        raise ResourceError(str(error)) from None
     except (hub.ModelFileError, UnsupportedModel) as error:
         raise ModelError(f"model {options.source}: {error}") from None
 

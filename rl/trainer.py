@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 import rl.algorithms
 from policy import modes
 from policy.layers.dropout import Dropout, row_seeds
-from policy.memory import fetch, in_host_memory
+from policy.memory import belongs_there, fetch, in_host_memory
 from policy.model import Graph
 from policy.sharding import constrain, settle
 from rl.algorithms import PolicyInputs
@@ -114,7 +114,8 @@ class Updater:
             if not keys:
                 return self.layout.replicated
             moment = NamedSharding(self.layout.mesh, weights[keys[-1]].spec)
-            return in_host_memory(moment) if self._options.host_memory else moment
+            moves = self._options.host_memory and belongs_there(self.owner.axes[keys[-1]])
+            return in_host_memory(moment) if moves else moment
 
         trained = {k: jax.ShapeDtypeStruct((1,), jnp.float32) for k in self._split(weights)[0]}
         return Learner(weights, jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._transform.init, trained)))
