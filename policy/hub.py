@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from policy import extensions, families, names, sources
 from policy.config import DecoderConfig, LayerSpec
-from policy.memory import fetch
+from policy.memory import HOST
 from policy.quantized import Scheme
 from policy.tensorfiles import INDEX, SINGLE, ModelFileError, TensorFiles
 
@@ -206,14 +206,14 @@ def _extra_layer(config: DecoderConfig, name: str) -> bool:
 
 @jax.jit
 def _layer(array: jax.Array, number: jax.Array) -> jax.Array:
-    return fetch(jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False))
+    return jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
 
 
 def _on_host(array, number: int | None) -> np.ndarray:
     """The whole weight, or one of those that it stacks."""
     if number is None:
         return np.asarray(array)
-    on_device = isinstance(array, jax.Array) and array.sharding.memory_kind != hostmemory.KIND
+    on_device = isinstance(array, jax.Array) and array.sharding.memory_kind != HOST
     return np.asarray(_layer(array, number) if on_device else np.asarray(array)[number])
 
 

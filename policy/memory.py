@@ -19,6 +19,12 @@ class NoHostMemory(ValueError):
     """The devices cannot reach arrays in host memory."""
 
 
+def belongs_there(axes: tuple[str | None, ...]) -> bool:
+    """Whether an array with these logical axes is worth a place in host memory: matrices are. Norms and biases are little, and TPUs
+    cannot cut one row out of a stack of them there, because rows are stored eight at a time."""
+    return len([axis for axis in axes if axis != "layers"]) > 1
+
+
 def in_host_memory(sharding: NamedSharding) -> NamedSharding:
     """The same pieces on the same devices, in the memory of their hosts.
 
@@ -64,7 +70,7 @@ def to_device(tree):
 
 
 def on_host(function, *trees):
-    """function(*trees), computed by the host, in the middle of a program on a TPU: only arguments and results move. The arguments are
-    brought there if need be, and the result stays there."""
+    """function(*trees), computed by the host, in the middle of a program on a TPU: only arguments and results move. The arguments
+    are brought there if need be, and the result stays there."""
     there = jax.device_put(trees, Space.Host)
     return jax.device_put(compute_on("device_host")(jax.jit(function))(*there), Space.Host)

@@ -16,7 +16,8 @@ from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
 from policy.intermediates import Aux
 from policy.layers.parameter import Constant, RowTable
-from policy.memory import fetch, in_host_memory
+from policy.memory import belongs_there, fetch, in_host_memory
+from policy.remat import saved
 from policy.sharding import Layout, layout
 
 
@@ -28,6 +29,8 @@ class Graph:
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
         self.config, self.runtime, self.layout = config, replace(runtime, layout=layout), layout
+        if runtime.host_parameters or (runtime.remat != "none" and saved(runtime.remat, runtime.remat_tensors).host):
+            in_host_memory(layout.replicated)  # refuses a platform without it before anything is built
         with nnx.use_eager_sharding(False):
             abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
         self._definition, state = nnx.split(abstract)
@@ -39,7 +42,8 @@ class Graph:
         self.untrained = frozenset(p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, Constant))
         tables = (p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, RowTable))
         self.tables = frozenset(tables if runtime.table_memory == "host" else ())
-        self.hosted = self.tables | (frozenset(self.paths) - self.untrained if runtime.host_parameters else frozenset())
+        matrices = frozenset(path for path in self.paths if path not in self.untrained and belongs_there(self.axes[path]))
+        self.hosted = self.tables | matrices if runtime.host_parameters else self.tables
         self.shapes = {
             path: jax.ShapeDtypeStruct(v.shape, jnp.dtype(v.kind if path in self.untrained else runtime.param_dtype))
             for path, v in zip(self.paths, variables, strict=True)

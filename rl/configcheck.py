@@ -76,7 +76,7 @@ def _has_modules(config: RunConfig) -> bool:
 def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     from rl.configfile import model_presets, nearest
 
-    yield from _memory(config.model)
+    yield from _memory(config.model, config.platform)
     path, source = ("model", "source"), config.model.source
     directory = Path(source)
     if source in model_presets():
@@ -96,7 +96,7 @@ def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
             yield ("model", name), f"{source} is a model directory, whose config.json says what parts it has; leave this out"
 
 
-def _memory(model: ModelOptions) -> Iterator[tuple[tuple, str]]:
+def _memory(model: ModelOptions, platform: str) -> Iterator[tuple[tuple, str]]:
     from rl.configfile import nearest
 
     if model.host_parameters and model.remat == "none":
@@ -105,6 +105,8 @@ def _memory(model: ModelOptions) -> Iterator[tuple[tuple, str]]:
             "none keeps every layer's weights on the device until the backward pass, so host_parameters saves nothing; "
             "set full, or another policy",
         )
+    if model.host_parameters and not model.scan and platform == "tpu":
+        yield ("model", "scan"), "TPUs cannot add up gradients of unrolled layers in host memory; host_parameters needs scan: true"
     if model.remat == "custom":
         for name in model.remat_tensors:
             if name not in remat.TENSORS:

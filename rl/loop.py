@@ -17,26 +17,19 @@ import jax
 import numpy as np
 
 import policy
-from policy import sources
-from policy.config import DecoderConfig, Runtime
-from policy.hf import UnsupportedModel
-from policy.layers.engram import set_classes
-from policy.model import Graph, Model
-from policy.sharding import layout
-from policy.tensorfiles import ModelFileError
+from policy.model import Model
 from rewards import RewardError, RewardFailed
-from rl import data, rollouts
+from rl import build, data, rollouts
 from rl.batch import Batch, pack
 from rl.checkpoint import Checkpoints
-from rl.config import ModelOptions, RunConfig, UntilOptions
-from rl.errors import ConfigError, DataError, Interrupted, ModelError, ResourceError, RewardStop
+from rl.config import RunConfig, UntilOptions
+from rl.errors import DataError, Interrupted, ResourceError, RewardStop
 from rl.evaluation import Evaluation
 from rl.events import Events
 from rl.folder import RunFolder, StopWish
 from rl.prepare import Prepared, Stage, prepare
 from rl.trainer import RunState, Trainer
-from rollout import Generator, GeneratorOptions, speculative
-from rollout.classes import token_classes
+from rollout import Generator, GeneratorOptions
 
 _FINISHED = """\
 {0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
@@ -71,7 +64,7 @@ def run(config: RunConfig) -> int:
                 return 0
             checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints)
             saved = checkpoints.host()
-            model = _model(config, prepared, with_weights=saved is None)
+            model = build.model(config, prepared, with_weights=saved is None)
             generator = Generator(
                 model,
                 max_length=config.max_length,
@@ -97,86 +90,6 @@ def run(config: RunConfig) -> int:
     finally:
         prepared.close()
     return 0
-
-
-def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model:
-    """The model on its mesh; without weights when a checkpoint will bring them."""
-    options = config.model
-    runtime = Runtime(
-        dtype=options.dtype,
-        param_dtype=options.param_dtype,
-        remat=options.remat,
-        remat_tensors=tuple(options.remat_tensors.items()),
-        scan=options.scan,
-        table_memory=options.table_memory,
-        host_parameters=options.host_parameters,
-        vocab_tiles=options.num_vocab_tiling,
-    )
-    try:
-        mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)
-    except ValueError as error:
-        raise ResourceError(f"{error} (platform: {config.platform})") from None
-    except RuntimeError as error:
-        raise ResourceError(f"platform: {config.platform} cannot be used here; set it to auto or cpu. jax says: {error}") from None
-    try:
-        from_directory = Path(options.source).is_dir()
-        if from_directory:
-            decoder = sources.read_config(options.source, options.sections)
-        else:
-            decoder = sources.preset(options.source, options.changes)
-        if len(prepared.tokenizer) > decoder.vocab_size:
-            raise ConfigError(
-                f"the tokenizer has {len(prepared.tokenizer)} tokens, the model's vocab_size is {decoder.vocab_size}; use the "
-                "model's own tokenizer, or set model.overrides.vocab_size for random weights"
-            )
-        if decoder.max_positions is not None and config.max_length > decoder.max_positions:
-            raise ConfigError(f"max_length: {config.max_length} is more than the {decoder.max_positions} positions of this model")
-        _check_indexers(config, decoder)
-        if config.generator.speculative:
-            _can_draft(decoder)
-        classes = None
-        if options.engram is not None and not from_directory:
-            decoder, classes = _with_classes(options, decoder, prepared.tokenizer)
-        if not with_weights:
-            return Model(Graph(decoder, runtime, mesh), {})
-        if from_directory:
-            return policy.load(options.source, runtime=runtime, mesh=mesh, sections=options.sections)
-        model = policy.create(decoder, config.seed, runtime=runtime, mesh=mesh)
-        if classes is not None:
-            model.params = set_classes(model.params, classes)
-        return model
-    except (ModelFileError, UnsupportedModel) as error:
-        raise ModelError(f"model {options.source}: {error}") from None
-
-
-def _check_indexers(config: RunConfig, decoder: DecoderConfig) -> None:
-    """Stages that train indexers need a model that has some, and one that selects."""
-    indexers = [indexer for spec in decoder.layers if (indexer := getattr(spec.mixer, "indexer", None)) is not None]
-    for number, stage in enumerate(config.stages):
-        key, training = f"stages.{number}.indexer.training", stage.indexer.training
-        if training != "off" and not indexers:
-            raise ConfigError(f"{key}: {training}, but this model has no indexer (DeepSeek-V3.2 has); leave it off")
-        if training == "sparse" and (topk := min(each.topk for each in indexers)) >= config.max_length:
-            raise ConfigError(
-                f"{key}: sparse, but with max_length {config.max_length} every query sees all keys: the indexers select {topk}; "
-                "raise max_length, lower model.overrides.index_topk, or use dense_warmup"
-            )
-
-
-def _can_draft(decoder: DecoderConfig) -> None:
-    try:
-        speculative.check(decoder)
-    except ValueError as error:
-        raise ConfigError(f"generator.{error}") from None
-
-
-def _with_classes(options: ModelOptions, decoder: DecoderConfig, tokenizer) -> tuple[DecoderConfig, np.ndarray]:
-    """The decoder whose memories of n-grams tell apart the classes of tokens that this tokenizer has; and those classes."""
-    classes, count = token_classes(tokenizer, decoder.vocab_size)
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    changes = options.changes
-    changes["duet"]["engram"] |= {"ids": count, "pad_id": int(classes[pad])}
-    return sources.preset(options.source, changes), classes
 
 
 def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> None:

@@ -19,7 +19,7 @@ import rl.algorithms
 from policy import modes
 from policy.cache import Step
 from policy.layers.dropout import Dropout, row_seeds
-from policy.memory import fetch, in_host_memory, to_device
+from policy.memory import belongs_there, fetch, in_host_memory, to_device
 from policy.model import Graph
 from policy.sharding import constrain, settle
 from rl.algorithms import PolicyInputs
@@ -77,16 +77,6 @@ def optimizer(options: OptimizerOptions, rate: optax.Schedule, axes: dict) -> op
     )
 
 
-def _length(tree) -> jax.Array:
-    """The Euclidean length of all numbers together. (That of optax adds imaginary parts, which the host has no place for.)"""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
-
-
-def _whole(lengths) -> jax.Array:
-    """The length of a vector of whose parts these are the lengths."""
-    return lengths[0] if len(lengths) == 1 else _length(hostmemory.to_device(list(lengths)))
-
-
 class Updater:
     """One optimiser update of some weights as a compiled program: gradients summed over micro-batches, clipping, AdamW, and the
     rule that moves the selection biases of routers. An update that is not finite leaves everything as it was."""
@@ -129,7 +119,9 @@ class Updater:
             if not keys:
                 return self.layout.replicated
             moment = NamedSharding(self.layout.mesh, weights[keys[-1]].spec)
-            return in_host_memory(moment) if self._options.host_memory or keys[-1] in self.owner.tables else moment
+            path = keys[-1]
+            moves = self._options.host_memory and belongs_there(self.owner.axes[path])
+            return in_host_memory(moment) if moves or path in self.owner.tables else moment
 
         trained = {k: jax.ShapeDtypeStruct((1,), jnp.float32) for k in self._split(weights)[0]}
         return Learner(weights, jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._transform.init, trained)))
@@ -163,7 +155,7 @@ class Updater:
             "loss": loss,
             "optim/lr": self.rate(count),
             "optim/grad_norm": norm,
-            "optim/update_norm": optax.tree.norm(to_device(changes)),
+            "optim/update_norm": _length(map(jnp.square, to_device(changes))),
             "optim/skipped": 1.0 - good,
         }
         return new, metrics | norms | load_metrics(counts)

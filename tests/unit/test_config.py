@@ -106,6 +106,13 @@ BAD = [
     ("max_new_tokens: 8", "max_new_tokens: 64", 13, "stages.1.sampling.max_new_tokens", ["max_length (64)"]),
     ("steps: 3", "steps: 3\n    micro_batch: 257", 13, "stages.1.micro_batch", ["256"]),
     ("max_length: 64", "mesh: {data: -1}", 5, "mesh", ["only one axis"]),
+    ("model}", "model, remat: minimum}", 1, "model.remat", ["minimum", "nearest: minimal"]),
+    ("model}", "model, remat_tensors: {mlpwo: device}}", 1, "model.remat_tensors", ["full says itself", "remat: custom"]),
+    ("model}", "model, remat: custom, remat_tensors: {mlpw: device}}", 1, "model.remat_tensors.mlpw", ["nearest: mlpwo"]),
+    ("model}", "model, remat: custom, remat_tensors: {mlpwo: disk}}", 1, "model.remat_tensors.mlpwo", ["disk", "offload"]),
+    ("model}", "model, remat: none, host_parameters: true}", 1, "model.remat", ["host_parameters saves nothing"]),
+    ("model}", "model, scan: false, host_parameters: true}\nplatform: tpu", 1, "model.scan", ["TPUs", "scan: true"]),
+    ("model}", "model, num_vocab_tiling: 0}", 1, "model.num_vocab_tiling", ["0"]),
     ("max_length: 64", "mesh: {rules: {embed: [fspd]}}", 5, "mesh.rules.embed", ["nearest: fsdp"]),
     (
         "max_length: 64",

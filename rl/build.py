@@ -1,0 +1,118 @@
+"""The model that a run trains: from what the configuration asks for to weights on their mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import policy
+from policy import sources
+from policy.config import DecoderConfig, Runtime
+from policy.hf import UnsupportedModel
+from policy.layers.engram import set_classes
+from policy.memory import NoHostMemory, in_host_memory
+from policy.model import Graph, Model
+from policy.sharding import Layout, layout
+from policy.tensorfiles import ModelFileError
+from rl.config import ModelOptions, RunConfig
+from rl.errors import ConfigError, ModelError, ResourceError
+from rl.prepare import Prepared
+from rollout import speculative
+from rollout.classes import token_classes
+
+
+def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model:
+    """The model on its mesh; without weights when a checkpoint will bring them.
+
+    Raises ResourceError for devices or memory that are not there, ConfigError for what does not fit the model, ModelError for a
+    model that cannot be read.
+    """
+    options, mesh = config.model, _mesh(config)
+    from_directory = Path(options.source).is_dir()
+    try:
+        decoder, classes = _decoder(options, prepared.tokenizer, from_directory)
+        _check(config, decoder, prepared.tokenizer)
+        how = {"runtime": _runtime(options), "mesh": mesh}
+        if not with_weights:
+            return Model(Graph(decoder, how["runtime"], mesh), {})
+        if from_directory:
+            return policy.load(options.source, sections=options.sections, **how)
+        made = policy.create(decoder, config.seed, **how)
+    except NoHostMemory as error:
+        raise ResourceError(str(error)) from None
+    except (ModelFileError, UnsupportedModel) as error:
+        raise ModelError(f"model {options.source}: {error}") from None
+    if classes is not None:
+        made.params = set_classes(made.params, classes)
+    return made
+
+
+def _runtime(options: ModelOptions) -> Runtime:
+    return Runtime(
+        dtype=options.dtype,
+        param_dtype=options.param_dtype,
+        remat=options.remat,
+        remat_tensors=tuple(options.remat_tensors.items()),
+        scan=options.scan,
+        table_memory=options.table_memory,
+        host_parameters=options.host_parameters,
+        vocab_tiles=options.num_vocab_tiling,
+    )
+
+
+def _mesh(config: RunConfig) -> Layout:
+    try:
+        mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)
+        if any(each.host_memory for stage in config.stages for each in (stage.optimizer, stage.critic)):
+            in_host_memory(mesh.replicated)
+        return mesh
+    except ValueError as error:
+        raise ResourceError(f"{error} (platform: {config.platform})") from None
+    except RuntimeError as error:
+        raise ResourceError(f"platform: {config.platform} cannot be used here; set it to auto or cpu. jax says: {error}") from None
+
+
+def _decoder(options: ModelOptions, tokenizer, from_directory: bool) -> tuple[DecoderConfig, np.ndarray | None]:
+    """(the decoder, the classes of tokens that memories of n-grams with random weights tell apart, if it has some)."""
+    if from_directory:
+        return sources.read_config(options.source, options.sections), None
+    decoder = sources.preset(options.source, options.changes)
+    if options.engram is None:
+        return decoder, None
+    classes, count = token_classes(tokenizer, decoder.vocab_size)
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    changes = options.changes
+    changes["duet"]["engram"] |= {"ids": count, "pad_id": int(classes[pad])}
+    return sources.preset(options.source, changes), classes
+
+
+def _check(config: RunConfig, decoder: DecoderConfig, tokenizer) -> None:
+    """What the rest of the configuration asks of this decoder."""
+    if len(tokenizer) > decoder.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {decoder.vocab_size}; use the "
+            "model's own tokenizer, or set model.overrides.vocab_size for random weights"
+        )
+    if decoder.max_positions is not None and config.max_length > decoder.max_positions:
+        raise ConfigError(f"max_length: {config.max_length} is more than the {decoder.max_positions} positions of this model")
+    _check_indexers(config, decoder)
+    if config.generator.speculative:
+        try:
+            speculative.check(decoder)
+        except ValueError as error:
+            raise ConfigError(f"generator.{error}") from None
+
+
+def _check_indexers(config: RunConfig, decoder: DecoderConfig) -> None:
+    """Stages that train indexers need a model that has some, and one that selects."""
+    indexers = [indexer for spec in decoder.layers if (indexer := getattr(spec.mixer, "indexer", None)) is not None]
+    for number, stage in enumerate(config.stages):
+        key, training = f"stages.{number}.indexer.training", stage.indexer.training
+        if training != "off" and not indexers:
+            raise ConfigError(f"{key}: {training}, but this model has no indexer (DeepSeek-V3.2 has); leave it off")
+        if training == "sparse" and (topk := min(each.topk for each in indexers)) >= config.max_length:
+            raise ConfigError(
+                f"{key}: sparse, but with max_length {config.max_length} every query sees all keys: the indexers select {topk}; "
+                "raise max_length, lower model.overrides.index_topk, or use dense_warmup"
+            )
