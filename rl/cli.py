@@ -13,7 +13,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 from rl.errors import ConfigError, DuetError
 
@@ -94,7 +93,7 @@ def _say_error(error: DuetError) -> None:
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Configuration files and overrides: an argument `key.path=value` that names no file is an override."""
-    overrides = [text for text in arguments if re.match(r"[\w.\s-]*=", text) and not Path(text).exists()]
+    overrides = [text for text in arguments if re.match(r"[\w.\s-]*=", text) and not os.path.exists(text)]
     return [text for text in arguments if text not in overrides], overrides
 
 

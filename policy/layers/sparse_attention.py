@@ -64,7 +64,7 @@ def _attend_and_teach(q_BHTD: jax.Array, k_BHCD: jax.Array, v_BHCD: jax.Array, m
         weights = jax.nn.softmax(jnp.where(allowed[:, None], scores, MASKED), axis=-1)
         out = jnp.einsum("bhtc,bhcd->bhtd", weights.astype(v_BHCD.dtype), v_BHCD)
         p = jax.lax.stop_gradient(weights).sum(axis=1)
-        return out, _compared(p, index, allowed, kept if dense else None, queries[1])
+        return out, _compared(p, index, allowed, kept if dense else None)
 
     if chunk >= T:
         return some(q_BHTD, *mask.queries)
@@ -73,15 +73,10 @@ def _attend_and_teach(q_BHTD: jax.Array, k_BHCD: jax.Array, v_BHCD: jax.Array, m
     return of_chunks(out, 2)[:, :, :T], jax.tree.map(lambda a: a.sum(axis=0), found)
 
 
-def _compared(p_BTC, scores_BTC, allowed_BTC, kept_BTC, segments_BT) -> Indexing:
+def _compared(p_BTC, scores_BTC, allowed_BTC, kept_BTC) -> Indexing:
     """How far softmax(scores) over the allowed keys is from p, the main path's weights summed over its heads, and how much of p
-    falls on the kept keys. Queries of padding, which may see nothing, count for nothing."""
-    queries = segments_BT != 0
+    falls on the kept keys. Padding adds 0 to both: none of its keys is allowed."""
     p = p_BTC / jnp.maximum(p_BTC.sum(axis=-1, keepdims=True), 1e-30)
     log_q = jax.nn.log_softmax(jnp.where(allowed_BTC, scores_BTC, MASKED), axis=-1)
     terms = jnp.where(allowed_BTC & (p > 0), p * (jnp.log(jnp.where(p > 0, p, 1.0)) - log_q), 0.0)
-    divergence = jnp.sum(jnp.where(queries, terms.sum(axis=-1), 0.0))
-    if kept_BTC is None:
-        return Indexing(divergence)
-    recall = jnp.sum(jnp.where(queries, jnp.sum(p, axis=-1, where=kept_BTC), 0.0))
-    return Indexing(divergence, recall)
+    return Indexing(terms.sum(), None if kept_BTC is None else jnp.sum(p, where=kept_BTC))

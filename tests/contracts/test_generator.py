@@ -60,14 +60,16 @@ def rows_of(out, prompts=PROMPTS):
 
 
 def margins(model, tokens, segments):
-    """float[N, WIDTH]: by how little the choice of an expert or of a group was made at a token, least over the layers."""
+    """float[N, WIDTH]: by how little the choice of an expert, of a group or of the keys of sparse attention was made at a token,
+    least over the layers."""
     import jax
     import jax.numpy as jnp
 
+    from policy.layers.indexer import IndexedMask
     from policy.layers.moe import TopKRouter
     from policy.modes import sit
 
-    real, found = TopKRouter.__call__, []
+    real, best, found = TopKRouter.__call__, IndexedMask.best, []
 
     def gap(values, kept):
         ranked = -jnp.sort(-values, axis=-1)
@@ -84,17 +86,23 @@ def margins(model, tokens, segments):
         found.append(gap(choice, spec.experts_per_token))
         return experts, weights, scores
 
+    def watched_keys(self, visible, scores):
+        ranked = -jnp.sort(jnp.where(visible, -scores, jnp.inf), axis=-1).reshape(-1, scores.shape[-1])
+        last, next_ = ranked[:, self.topk - 1], ranked[:, self.topk]
+        found.append(jnp.where(jnp.isinf(next_), jnp.inf, last - next_))
+        return best(self, visible, scores)
+
     def run(params, tokens, segments):
         runtime = dataclasses.replace(model.graph.runtime, scan=False, remat="none")
         with model.graph.precision():
             model.graph.decoder(params)(tokens, sit(tokens, None, segments), None, runtime)
         return jnp.min(jnp.stack(found), axis=0)
 
-    TopKRouter.__call__ = watched
+    TopKRouter.__call__, IndexedMask.best = watched, watched_keys
     try:
         return np.asarray(jax.jit(run)(model.params, tokens, segments)).reshape(tokens.shape)
     finally:
-        TopKRouter.__call__ = real
+        TopKRouter.__call__, IndexedMask.best = real, best
 
 
 def tolerance_of(name):

@@ -15,7 +15,10 @@ stages:
   - {algorithm: sft, steps: 16, prompts_per_step: 16, optimizer: {learning_rate: 2e-2}, indexer: {training: dense_warmup}}
   - {algorithm: sft, steps: 12, prompts_per_step: 16, optimizer: {learning_rate: 5e-3}, indexer: {training: sparse}}
 """
-GRPO = "{algorithm: grpo, steps: 2, prompts_per_step: 4, samples_per_prompt: 4, sampling: {max_new_tokens: 6}, indexer: {training: sparse}}"
+GRPO = (
+    "{algorithm: grpo, steps: 2, prompts_per_step: 4, samples_per_prompt: 4, sampling: {max_new_tokens: 6}, "
+    "indexer: {training: sparse}}"
+)
 
 
 def trained(directory, *more) -> dict[str, list[dict]]:

@@ -116,6 +116,15 @@ def test_the_models_have_the_sizes_that_they_are_named_for(script, name, weights
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_latent_attention_computes_the_same_twice(script, capsys):
+    small = ["--heads", "4", "--index-heads", "4", "--slots", "2", "--lengths", "16", "--sparse-lengths", "64", "--topk", "8"]
+    found = script("latent_attention").main(["--repeats", "1", *small])
+    printed = capsys.readouterr().out
+    assert "cache 576 and 1,280 numbers a token" in printed and [row.peer for row in found] == ["expanded", "masked"]
+    assert all(float(row.note.rpartition("differ by ")[2]) < 1e-5 and f"{row.ratio:.2f}" in printed for row in found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "rows"),
     [

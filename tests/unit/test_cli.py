@@ -37,6 +37,8 @@ def test_arguments_with_an_equals_sign_are_overrides_unless_a_file_has_that_name
     files, overrides = cli.split_arguments(["x.yml", "a=b.yml", "stages.1.steps=3", "runs/a", "data.path=/x=y"])
     assert files == ["x.yml", "a=b.yml", "runs/a"]
     assert overrides == ["stages.1.steps=3", "data.path=/x=y"]
+    long = f"model.overrides={{{', '.join(f'key_{i}: {i}' for i in range(50))}}}"  # longer than a file's name can be
+    assert cli.split_arguments([long]) == ([], [long])
 
 
 @pytest.mark.parametrize(("error", "code"), [(ConfigError("no such key"), 2), (DataError("row 3"), 3)])
