@@ -78,6 +78,8 @@ class Updater:
     def __init__(self, owner: Graph | Critic, loss, options: OptimizerOptions, stage: StageOptions, seed: int):
         """`loss(params, micro, totals) -> (scalar, metrics, Aux)`: micro-batches are summed."""
         self.owner, self._loss, self._options, self._stage = owner, loss, options, stage
+        modules = frozenset(path for path in owner.axes if path.startswith(f"{MODULES}."))
+        self._still = owner.untrained if stage.mtp else owner.untrained | modules
         self._seed = seed if stage.dropout else None
         self.layout = owner.layout if isinstance(owner, Graph) else owner.trunk.layout
         self.rate = schedule(options, stage.steps * stage.updates_per_step)
@@ -85,7 +87,7 @@ class Updater:
 
     def _split(self, params: dict) -> tuple[dict, dict]:
         """(weights with a gradient, the others)."""
-        still = self.owner.untrained
+        still = self._still
         return {k: v for k, v in params.items() if k not in still}, {k: v for k, v in params.items() if k in still}
 
     def start(self, params: dict[str, jax.Array]) -> Learner:
