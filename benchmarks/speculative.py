@@ -18,6 +18,7 @@ the ratio is what is left.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from models import MODELS
 from side_by_side import Row, arguments, in_turns, parse, table
@@ -68,10 +69,8 @@ def trained(name: str, steps: int):
         rows = [lines(LENGTH // 4, seed=step * ROWS + row)[:LENGTH] for row in range(ROWS)]
         state, metrics = trainer.update(state, pack([(row, [1] * LENGTH) for row in rows], LENGTH))
     model.params = state.policy.params
-    print(
-        f"{name} after {steps} steps: "
-        + ", ".join(f"{key} {float(metrics[key]):.3f}" for key in ("nll", "mtp/loss", "mtp/acceptance"))
-    )
+    shown = (f"{key} {float(metrics[key]):.3f}" for key in ("nll", "mtp/loss", "mtp/acceptance"))
+    print(f"{name} after {steps} steps:", *shown)
     return model
 
 
@@ -101,7 +100,7 @@ def measure(name: str, model, batch: int, drafts: int, temperature: float, repea
 
 
 def acceptance(model, prompts, made, temperature: float) -> tuple[float, float]:
-    """(probability that one number gives decoder and module the same token, mean of sum_x min(p(x), q(x))), over the completions."""
+    """Over the completions: (how often one number gives decoder and module the same token, mean of sum_x min(p(x), q(x)))."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -121,10 +120,7 @@ def acceptance(model, prompts, made, temperature: float) -> tuple[float, float]:
         decoder, runtime = model.graph.decoder(params), model.graph.runtime
         hidden, _, aux = decoder(tokens, modes.sit(jnp.asarray(tokens)), None, runtime)
         ahead = jnp.asarray(tokens[:, 1:])
-        step = modes.sit(ahead)
-        normed = predict(decoder, 1, aux.mtp_input[:, :-1], modes.Step(step.positions, step.segments, tokens=ahead), None, runtime)[
-            1
-        ]
+        normed = predict(decoder, 1, aux.mtp_input[:, :-1], replace(modes.sit(ahead), tokens=ahead), None, runtime)[1]
         return tuple(jax.nn.softmax(head.logits(h, decoder.head_weight) / temperature) for h in (hidden[:, 1:-1], normed[:, :-1]))
 
     p, q = (np.asarray(a, np.float64)[written[:, 2:]] for a in both(model.params))

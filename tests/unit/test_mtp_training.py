@@ -82,7 +82,7 @@ def test_without_the_section_the_modules_stay():
 
 
 # Far below the norm of the gradients: clipping joins the steps of all weights that are clipped together.
-CLIPPED = {"optimizer": {"clip_norm": 1e-2}}
+CLIPPED = {"optimizer": {"clip_norm": 1e-2, "weight_decay": 0.1}}
 
 
 def check_detached(*which):
