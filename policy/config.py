@@ -326,7 +326,11 @@ class DecoderConfig:
 class Runtime:
     """How a decoder is computed, apart from what it computes. `remat` is a key of REMAT_SAVES in policy/decoder.py,
     or none; more than `attention_chunk` queries are taken in chunks; `record` names what each layer adds to the Aux. `layout` is
-    filled in by the Graph."""
+    filled in by the Graph.
+
+    `expert_parallel` is the scheme of policy/layers/expert_parallel.py (auto: gather). An expert takes `capacity_factor` times its
+    even share of a row at most, and a device of the scheme all_to_all `ragged_buffer_factor` times its even share of all choices;
+    what is beyond is dropped. None: nothing is. They are for training, where the generator does not need the same numbers."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -334,4 +338,12 @@ class Runtime:
     scan: bool = True
     attention_chunk: int = 512
     record: tuple[Literal["hidden", "activations"], ...] = ()
+    expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = "auto"
+    capacity_factor: float | None = None
+    ragged_buffer_factor: float | None = None
     layout: Layout | None = None
+
+    @property
+    def drops(self) -> bool:
+        """Whether a mixture of experts may leave choices out."""
+        return self.capacity_factor is not None or self.ragged_buffer_factor is not None

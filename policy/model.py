@@ -14,6 +14,7 @@ from flax import nnx
 from policy import head, modes
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
+from policy.layers import expert_parallel
 from policy.layers.parameter import Constant
 from policy.sharding import Layout, layout
 
@@ -25,6 +26,8 @@ class Graph:
     """
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
+        expert_parallel.check(config, runtime, layout)
+        layout = layout.for_experts(runtime.expert_parallel)
         self.config, self.runtime, self.layout = config, replace(runtime, layout=layout), layout
         with nnx.use_eager_sharding(False):
             abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))

@@ -75,7 +75,7 @@ def test_a_plan_gives_every_choice_a_row_of_its_group(block):
 
 @pytest.mark.parametrize(("rows", "groups"), [(1, 8), (16, 8), (1000, 8), (100_000, 8)])
 def test_a_block_is_a_power_of_two_up_to_64(rows, groups):
-    block = grouped.block_rows(rows, groups)
+    block = grouped.block_rows(rows, groups, "cpu")
     assert block in (1, 2, 4, 8, 16, 32, 64) and block <= max(1, rows // groups)
 
 
