@@ -20,6 +20,7 @@ import policy
 from policy import hub
 from policy.config import Runtime
 from policy.hf import UnsupportedModel
+from policy.layers import expert_parallel
 from policy.model import Graph, Model
 from policy.sharding import layout
 from rewards import RewardError, RewardFailed
@@ -97,7 +98,7 @@ def run(config: RunConfig) -> int:
 def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model:
     """The model on its mesh; without weights when a checkpoint will bring them."""
     options = config.model
-    runtime = Runtime(options.dtype, options.param_dtype, options.remat, options.scan)
+    runtime = Runtime(options.dtype, options.param_dtype, options.remat, options.scan, expert_parallel=options.expert_parallel)
     try:
         mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)
     except ValueError as error:
@@ -114,6 +115,10 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
             )
         if decoder.max_positions is not None and config.max_length > decoder.max_positions:
             raise ConfigError(f"max_length: {config.max_length} is more than the {decoder.max_positions} positions of this model")
+        try:
+            expert_parallel.check(decoder, runtime, mesh)
+        except ValueError as error:
+            raise ConfigError(f"model.{error}") from None
         if not with_weights:
             return Model(Graph(decoder, runtime, mesh), {})
         if from_directory:

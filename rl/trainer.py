@@ -20,7 +20,7 @@ from policy.layers.dropout import Dropout, row_seeds
 from policy.model import Graph
 from policy.sharding import constrain, settle
 from rl.algorithms import PolicyInputs
-from rl.auxiliary import auxiliary_loss, expert_counts, load_metrics, moved_biases
+from rl.auxiliary import Whole, auxiliary_loss, load_metrics, moved_biases
 from rl.batch import Batch
 from rl.config import OptimizerOptions, StageOptions
 from rl.critic import Critic
@@ -116,12 +116,12 @@ class Updater:
         count = learner.optimizer[-1].count  # AdamW's last part counts the updates of its schedule
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, count, batch.tokens.shape[0]))
-        grads, loss, metrics, counts = self._gradients(trained, still, batch, inputs, micro_rows)
+        grads, loss, metrics, routing = self._gradients(trained, still, batch, inputs, micro_rows)
         norm = optax.tree.norm(grads)
         if self._options.clip_norm is not None:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, self._options.clip_norm / (norm + 1e-6)), grads)
         changes, state = self._transform.update(grads, learner.optimizer, trained)
-        new = Learner(optax.apply_updates(trained, changes) | moved_biases(still, counts, self._stage.router.bias_rate), state)
+        new = Learner(optax.apply_updates(trained, changes) | moved_biases(still, routing, self._stage.router.bias_rate), state)
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
         new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, learner)
         metrics |= {
@@ -131,10 +131,10 @@ class Updater:
             "optim/update_norm": optax.tree.norm(changes),
             "optim/skipped": 1.0 - good,
         }
-        return new, metrics | load_metrics(counts)
+        return new, metrics | load_metrics(routing)
 
     def _gradients(self, trained, still, batch: Batch, inputs, R: int):
-        """Sums over the micro-batches, in float32: (gradients, loss, metrics, expert counts)."""
+        """Sums over the micro-batches, in float32: (gradients, loss, metrics, what the routers did by path of the layer)."""
         M = batch.tokens.shape[0] // R
         N = M * R
 
@@ -144,21 +144,30 @@ class Updater:
                 return jnp.broadcast_to(a, (M, *jnp.shape(a)))
             return constrain(a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout)
 
-        sequences = jnp.sum(jnp.any(batch.segments != 0, axis=1))
+        micros = jax.tree.map(cut, (batch, inputs))
+        filled = batch.segments != 0
+        whole = Whole(jnp.sum(jnp.any(filled, axis=1)), jnp.sum(filled))
+        if self._stage.router.balance == "batch" and M > 1:
+            # A forward pass of its own, without the head: how often an expert is chosen in the batch has to be known before the
+            # first micro-batch's gradient.
+            def count(_, xs):
+                return None, {path: each.counts for path, each in self._loss(trained | still, *xs)[2].found("routing").items()}
+
+            whole = replace(whole, counts=jax.tree.map(lambda a: a.sum(axis=0), jax.lax.scan(count, None, micros)[1]))
 
         def objective(weights, micro, totals):
             loss, metrics, aux = self._loss(weights | still, micro, totals)
-            besides, found = auxiliary_loss(self._stage, aux, sequences)
-            return loss + besides, (metrics | found, expert_counts(aux))
+            besides, found = auxiliary_loss(self._stage, aux, whole)
+            return loss + besides, (metrics | found, aux.found("routing"))
 
         def one(total, xs):
-            (loss, (metrics, counts)), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
+            (loss, (metrics, routing)), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
             total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
-            return total, (loss, metrics, counts)
+            return total, (loss, metrics, routing)
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
-        grads, (loss, metrics, counts) = jax.lax.scan(one, zeros, jax.tree.map(cut, (batch, inputs)))
-        return grads, loss.sum(), rl.algorithms.reduce_metrics(metrics), jax.tree.map(lambda a: a.sum(axis=0), counts)
+        grads, (loss, metrics, routing) = jax.lax.scan(one, zeros, micros)
+        return grads, loss.sum(), rl.algorithms.reduce_metrics(metrics), jax.tree.map(lambda a: a.sum(axis=0), routing)
 
 
 class Trainer:
@@ -168,6 +177,9 @@ class Trainer:
         """`seed` is that of the run; dropout needs it."""
         self.graph, self.stage, self.algorithm = graph, stage, algorithm
         self.temperature = np.float32((stage.sampling.temperature if algorithm.needs_rollouts else 0.0) or 1.0)
+        # Only updates may drop choices of experts: the generator and what is compared with it never do.
+        limits = {name: getattr(stage.router, name) for name in ("capacity_factor", "ragged_buffer_factor")}
+        self._learning = graph.at(**limits)
         self.policy = Updater(graph, self._policy_loss, stage.optimizer, stage, seed)
         self.critic = None
         if algorithm.needs_critic:
@@ -235,7 +247,7 @@ class Trainer:
         step = modes.sit(micro.tokens, segments=micro.segments)
         if micro.dropout is not None:
             step = replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
-        logp, entropy, aux = self.graph.logprobs(params, micro.tokens, step, self.temperature)
+        logp, entropy, aux = self._learning.logprobs(params, micro.tokens, step, self.temperature)
         loss, metrics = self.algorithm.loss(replace(inputs, logp=logp, entropy=entropy))
         return loss, metrics, aux
 

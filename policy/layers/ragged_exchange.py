@@ -64,8 +64,7 @@ def exchange(rows_ME: jax.Array, trip: Trip, lengths: tuple[int, int], axis: str
     M, R = lengths
     here = jax.lax.axis_index(axis)
     if native:
-        empty = jnp.zeros((R, rows_ME.shape[1]), rows_ME.dtype)
-        empty = jax.lax.pcast(empty, tuple(jax.typeof(rows_ME).vma), to="varying")
+        empty = jnp.zeros_like(rows_ME, shape=(R, rows_ME.shape[1]))
         sent = trip.source[here], trip.sizes[here], trip.target[here]
         return jax.lax.ragged_all_to_all(rows_ME, empty, *sent, trip.sizes[:, here], axis_name=axis)
     everywhere = jax.lax.all_gather(rows_ME, axis, axis=0, tiled=True)

@@ -9,6 +9,7 @@ import json
 import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,16 @@ from flax import nnx
 from policy.cache import Step
 from policy.config import ClampedSwiglu, DecoderConfig, Mlp, Moe, Norm, Router, Runtime
 from policy.layers.moe import MixtureOfExperts
+from policy.model import Model
 from policy.sharding import layout
+from rollout import Generator, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import learners
 
 E = 16
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 GROUPS = {"score": "sigmoid", "correction_bias": True, "groups": 4, "topk_groups": 2, "group_score": "top2", "scale": 2.5}
 MIXTURES = {
     "groups": Moe(Router(8, 3, **GROUPS), 12, shared=Mlp(8)),
@@ -38,9 +46,10 @@ def mixture(name: str, skew: float):
     graph, state = nnx.split(module)
     rng = np.random.default_rng(1)
     weights = jax.tree.map(lambda a: rng.normal(0, 0.5, a.shape).astype(np.float32), state)
-    for bias in ("bias", "correction_bias"):
-        if bias in weights["router"] and skew:
-            weights["router"][bias] = weights["router"][bias].replace(skew * np.arange(MIXTURES[name].router.experts, dtype=np.float32))
+    for bias in ("bias", "correction_bias") if skew else ():
+        if bias in weights["router"]:
+            tilt = skew * np.arange(MIXTURES[name].router.experts, dtype=np.float32)
+            weights["router"][bias] = weights["router"][bias].replace(tilt)
     return graph, weights
 
 
@@ -80,14 +89,47 @@ def computed(name: str, degrees: str, shape: tuple[int, int], skew: float, how: 
 
 
 def layer(degrees: dict, scheme: str, name: str, options: dict) -> dict:
-    """name of an array -> its largest difference from one device, as a share of its largest number (at least 1e-3)."""
+    """The array that differs most from one device, the difference as a share of its largest number (at least 1e-3), and the
+    choices dropped on the mesh."""
     options = {"shape": (8, 6), "skew": 0.0, "one": {}, "how": {}} | options
     case = tuple(options["shape"]), options["skew"]
     one = computed(name, "null", *case, json.dumps(options["how"] | options["one"]))
     many = computed(name, json.dumps(degrees), *case, json.dumps(options["how"] | {"expert_parallel": scheme}))
+    differences = {key: float(np.abs(many[key] - a).max() / max(np.abs(a).max(), 1e-3)) for key, a in one.items()}
+    worst = max(differences, key=differences.get)
+    return {"worst": worst, "difference": differences[worst], "dropped": float(many.get("dropped", 0))}
+
+
+def update(degrees: dict, scheme: str, options: dict) -> dict:
+    """Two updates of a small model in micro-batches, and what it then writes, against one device: how many biases differ at all,
+    how many weights are stored in pieces, the largest difference of a weight, of a metric, of a log-probability, and whether
+    greedy completions are equal."""
+    keys = {"algorithm": "sft", "micro_batch": 4} | options
+    keys["router"] = {"bias_rate": 0.05, "balance_coef": 0.3} | keys.get("router", {})
+    ends = []
+    for mesh, how in ((None, "auto"), (layout(degrees), scheme)):
+        runtime = replace(learners.QUICK, expert_parallel=how)
+        model = learners.experts(runtime=runtime, **({} if mesh is None else {"mesh": mesh}))
+        trainer, state = learners.begin(model, learners.stage(**keys), fresh=True)
+        cut = sum(len({str(s.index) for s in a.addressable_shards}) > 1 for a in model.params.values())
+        for seed in (0, 1):
+            state, metrics = trainer.update(state, learners.batch(seed=seed))
+        written = Generator(Model(model.graph, state.policy.params), max_length=24, slots=6).generate(
+            PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0)
+        )
+        found = {path: np.asarray(a) for path, a in state.policy.params.items()}
+        ends.append((found, {name: float(m) for name, m in metrics.items()}, [c for (c,) in written]))
+    (one, logged, texts), (many, also, same) = ends
+    biases = [path for path in one if path.endswith("correction_bias")]
     return {
-        key: float(np.abs(many[key] - one[key]).max() / max(np.abs(one[key]).max(), 1e-3)) for key in one if key in many
-    } | {f"#{key}": float(many[key]) for key in ("dropped",) if key in many}
+        "biases": int(sum((many[path] != one[path]).sum() for path in biases)),
+        "cut": cut,
+        "weights": max(float(np.abs(many[path] - one[path]).max()) for path in one),
+        "metrics": max(abs(also[name] - value) for name, value in logged.items()),
+        "dropped": also.get("moe/dropped", 0.0),
+        "logprobs": max(float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(texts, same, strict=True)),
+        "equal": [a.tokens for a in texts] == [b.tokens for b in same],
+    }
 
 
 if __name__ == "__main__":
