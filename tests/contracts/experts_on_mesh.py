@@ -97,7 +97,8 @@ def layer(degrees: dict, scheme: str, name: str, options: dict) -> dict:
     many = computed(name, json.dumps(degrees), *case, json.dumps(options["how"] | {"expert_parallel": scheme}))
     differences = {key: float(np.abs(many[key] - a).max() / max(np.abs(a).max(), 1e-3)) for key, a in one.items()}
     worst = max(differences, key=differences.get)
-    return {"worst": worst, "difference": differences[worst], "dropped": float(many.get("dropped", 0))}
+    dropped, choices = float(many.get("dropped", 0)), float(many["counts"].sum())
+    return {"worst": worst, "difference": differences[worst], "dropped": dropped, "choices": choices}
 
 
 def update(degrees: dict, scheme: str, options: dict) -> dict:
@@ -114,9 +115,8 @@ def update(degrees: dict, scheme: str, options: dict) -> dict:
         cut = sum(len({str(s.index) for s in a.addressable_shards}) > 1 for a in model.params.values())
         for seed in (0, 1):
             state, metrics = trainer.update(state, learners.batch(seed=seed))
-        written = Generator(Model(model.graph, state.policy.params), max_length=24, slots=6).generate(
-            PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0)
-        )
+        generator = Generator(Model(model.graph, state.policy.params), max_length=24, slots=6)
+        written = generator.generate(PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0))
         found = {path: np.asarray(a) for path, a in state.policy.params.items()}
         ends.append((found, {name: float(m) for name, m in metrics.items()}, [c for (c,) in written]))
     (one, logged, texts), (many, also, same) = ends

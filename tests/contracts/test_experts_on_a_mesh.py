@@ -35,7 +35,7 @@ def on_devices(number: int, cases: list) -> list[dict]:
 
 def check_layers(number: int, cases: list) -> None:
     for case, found in zip(cases, on_devices(number, cases), strict=True):
-        assert found["difference"] < (case[4].get("tolerance", 1e-5)), (case, found)
+        assert found["difference"] < case[4].get("tolerance", 1e-5), (case, found)
         assert found["dropped"] == 0, (case, found)
 
 
@@ -97,12 +97,15 @@ def check_updates(number: int, cases: list) -> None:
 
 
 def test_a_full_buffer_drops_and_says_how_much():
-    """With all tokens on two experts of one device, a buffer of its even share takes an n-th of the choices."""
+    """8 rows of 6 tokens, 2 choices each: 24 choices a device, all of them for two experts of one device."""
+    full = {"how": {"ragged_buffer_factor": 1.0}, **SKEWED}
+    wide = {"how": {"ragged_buffer_factor": 2.0}, **SKEWED}
     found = on_devices(
         4,
         [
-            ["layer", {"expert": 4}, "all_to_all", "biases", {"how": {"ragged_buffer_factor": 1.0}, **SKEWED}],
-            ["layer", {"expert": 2, "data": 2}, "all_to_all", "biases", {"how": {"ragged_buffer_factor": 2.0}, **SKEWED}],
+            ["layer", {"expert": 4}, "all_to_all", "biases", full],
+            ["layer", {"data": 2, "expert": 2}, "all_to_all", "biases", wide],
         ],
     )
-    print(found)
+    assert found[0]["choices"] > 24 and found[0]["dropped"] == found[0]["choices"] - 24
+    assert found[1]["difference"] < 1e-5 and found[1]["dropped"] == 0

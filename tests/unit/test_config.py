@@ -105,6 +105,20 @@ BAD = [
     ('rewards: {functions: ["REWARD:score"]}\n', "", 10, "stages.1.rewards", ["grpo needs rewards"]),
     ("max_new_tokens: 8", "max_new_tokens: 64", 13, "stages.1.sampling.max_new_tokens", ["max_length (64)"]),
     ("steps: 3", "steps: 3\n    micro_batch: 257", 13, "stages.1.micro_batch", ["256"]),
+    (
+        "steps: 3",
+        "steps: 3\n    router: {capacity_factor: 1.25}",
+        13,
+        "stages.1.router.capacity_factor",
+        ["grpo learns from what the generator samples", "sft stages only"],
+    ),
+    (
+        "steps: 2",
+        "steps: 2\n    router: {ragged_buffer_factor: 1.25}",
+        8,
+        "stages.0.router.ragged_buffer_factor",
+        ["all_to_all", "the scheme is auto"],
+    ),
     ("max_length: 64", "mesh: {data: -1}", 5, "mesh", ["only one axis"]),
     ("max_length: 64", "mesh: {rules: {embed: [fspd]}}", 5, "mesh.rules.embed", ["nearest: fsdp"]),
     (
