@@ -330,7 +330,8 @@ class Runtime:
 
     `expert_parallel` is the scheme of policy/layers/expert_parallel.py (auto: gather). An expert takes `capacity_factor` times its
     even share of a row at most, and a device of the scheme all_to_all `ragged_buffer_factor` times its even share of all choices;
-    what is beyond is dropped. None: nothing is. They are for training, where the generator does not need the same numbers."""
+    what is beyond is dropped. None: nothing is. They are for training, where the generator does not need the same numbers.
+    `batch_split` is the schedule of policy/batch_split.py."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -341,6 +342,7 @@ class Runtime:
     expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = "auto"
     capacity_factor: float | None = None
     ragged_buffer_factor: float | None = None
+    batch_split: bool = False
     layout: Layout | None = None
 
     @property

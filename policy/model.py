@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from policy import head, modes
+from policy import batch_split, head, modes
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
 from policy.layers import expert_parallel
@@ -27,6 +27,7 @@ class Graph:
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
         expert_parallel.check(config, runtime, layout)
+        batch_split.check(config, runtime)
         layout = layout.for_experts(runtime.expert_parallel)
         self.config, self.runtime, self.layout = config, replace(runtime, layout=layout), layout
         with nnx.use_eager_sharding(False):

@@ -14,10 +14,8 @@ from policy.config import Router, Runtime
 
 
 def limited(experts_BTK: jax.Array, segments_BT: jax.Array, router: Router, runtime: Runtime) -> tuple[jax.Array, jax.Array]:
-    """(choices, number dropped float32): where the runtime drops, padding is given no expert, and an expert no more than its
-    capacity; otherwise the choices as they are."""
-    if not runtime.drops:
-        return experts_BTK, jnp.float32(0.0)
+    """(choices, number dropped float32) where the runtime drops: padding is given no expert, and an expert no more than its
+    capacity, if there is one."""
     chosen = jnp.where(segments_BT[..., None] != 0, experts_BTK, router.experts)
     if runtime.capacity_factor is None:
         return chosen, jnp.float32(0.0)

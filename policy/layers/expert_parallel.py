@@ -49,7 +49,7 @@ def mixture(x_BTE: jax.Array, experts_BTK: jax.Array, weights_BTK: jax.Array, we
         return experts.unroute(experts.compute(weights, routed, spec)).reshape(x_BTE.shape), None
     cut = Cut(spec, runtime, x_BTE.shape)
     body = all_to_all if cut.exchanges else gather
-    places = {name: cut.place(name, array.shape) for name, array in weights.items()}
+    places = cut.places(weights)
     limited = cut.exchanges and runtime.ragged_buffer_factor is not None
     return jax.shard_map(
         partial(_on_one_device, body=body, cut=cut, places=places),
@@ -131,6 +131,17 @@ class Cut:
         return self.token_axes | self.kept_axes
 
     @property
+    def own_experts(self) -> int:
+        """Experts of a device."""
+        return self.spec.router.experts // math.prod(self.layout.mesh.shape[axis] for axis in self.kept["exp"])
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """That of x on a device."""
+        mesh = self.layout.mesh.shape
+        return tuple(n // math.prod(mesh[axis] for axis in axes) for n, axes in zip(self.shape, _dims(self.tokens), strict=True))
+
+    @property
     def block(self) -> int | None:
         """Rows of a block of the grouped products; their mean number for one expert does not depend on the scheme."""
         mesh = self.layout.mesh.shape
@@ -138,9 +149,12 @@ class Cut:
         rows = math.prod(self.shape[:2]) * self.spec.router.experts_per_token // parts
         return block_rows(rows, self.spec.router.experts, self.layout.platform)
 
-    def place(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        """Where a weight of the experts lies when a device starts: cut as it will be used, and on top of that as it is stored
-        over axes along which tokens differ."""
+    def places(self, weights: Weights) -> dict[str, PartitionSpec]:
+        """Where the weights of the experts lie when a device starts: cut as they will be used, and on top of that as they are
+        stored over axes along which tokens differ."""
+        return {name: self._place(name, array.shape) for name, array in weights.items()}
+
+    def _place(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         names, dims = experts.AXES[name], []
         for logical, stored, size in zip(names, _dims(self.layout.spec(names, shape)), shape, strict=True):
             kept = self.kept.get(logical, ())
@@ -162,44 +176,51 @@ def _axes(spec: PartitionSpec) -> frozenset[str]:
 
 
 def _on_one_device(x_bte, experts_btk, weights_btk, weights: Weights, *, body, cut: Cut, places: dict[str, PartitionSpec]):
-    """Gathers what is cut for storage only, and flattens the tokens for `body`. Everything is marked as differing along all the
-    axes that matter, so that gradients are summed once, here."""
-    flat = [_vary(a.reshape(-1, a.shape[-1]), cut.tokens, cut) for a in (x_bte, experts_btk, weights_btk)]
-    held = {}
+    out, dropped = body(*(flat(a, cut) for a in (x_bte, experts_btk, weights_btk)), held(weights, places, cut), cut)
+    return out.reshape(x_bte.shape), dropped
+
+
+def flat(array_bt: jax.Array, cut: Cut) -> jax.Array:
+    """[b, t, ...] as [N, ...], for a scheme."""
+    return _vary(array_bt.reshape(-1, array_bt.shape[-1]), cut.tokens, cut)
+
+
+def held(weights: Weights, places: dict[str, PartitionSpec], cut: Cut) -> Weights:
+    """The weights as a device uses them: what is cut for storage only is gathered."""
+    ready = {}
     for name, array in weights.items():
         array = _vary(array, places[name], cut)
         for dim, axes in enumerate(_dims(places[name])):
             if stored := tuple(axis for axis in axes if axis not in cut.kept_axes):
                 array = jax.lax.all_gather(array, stored, axis=dim, tiled=True)
-        held[name] = array
-    if "down_bias" in held:  # added by one of the devices that add up their slices of the width
-        first = sum(jax.lax.axis_index(axis) for axis in cut.kept["mlp_moe"]) == 0
-        held["down_bias"] = jnp.where(first, held["down_bias"], 0)
-    out, dropped = body(*flat, held, cut)
-    return out.reshape(x_bte.shape), dropped
+        ready[name] = array
+    if "down_bias" in ready and (parts := cut.kept["mlp_moe"]):  # one of the devices that add up their slices of the width adds it
+        first = sum(jax.lax.axis_index(axis) for axis in parts) == 0
+        ready["down_bias"] = jnp.where(first, ready["down_bias"], 0)
+    return ready
 
 
-def _vary(array: jax.Array, spec, cut: Cut) -> jax.Array:
+def _vary(array: jax.Array, spec: PartitionSpec, cut: Cut) -> jax.Array:
+    """Marks the array as differing along all the axes that matter, so that its gradient is summed over the devices once, here."""
     missing = cut.live - _axes(spec)
     return jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
 
 
 def gather(x_NE, experts_NK, weights_NK, weights: Weights, cut: Cut):
     """The schemes gather and hidden, on one device: (out [N, E], None)."""
-    routed = gathered(x_NE, experts_NK, weights_NK, cut, held=weights["gate"].shape[0])
+    routed = gathered(x_NE, experts_NK, weights_NK, cut)
     return scattered(experts.compute(weights, routed, cut.spec), cut), None
 
 
-def gathered(x_NE, experts_NK, weights_NK, cut: Cut, *, held: int) -> Routed:
-    """Brings the tokens of the other devices here, and sorts their choices of the `held` experts of this one."""
+def gathered(x_NE, experts_NK, weights_NK, cut: Cut) -> Routed:
+    """Brings the tokens of the other devices here, and sorts their choices of the experts of this one."""
     if cut.gathers:
         x_NE, experts_NK, weights_NK = (jax.lax.all_gather(a, AXIS, axis=0, tiled=True) for a in (x_NE, experts_NK, weights_NK))
-    everywhere = held == cut.spec.router.experts
-    if not everywhere:
-        local = experts_NK - held * jax.lax.axis_index(AXIS)
-        experts_NK = jnp.where((local >= 0) & (local < held), local, held)
-    partial = cut.runtime.drops or not everywhere
-    return experts.route(x_NE, experts_NK, weights_NK, cut.spec, groups=held, block=cut.block, partial=partial)
+    own, partial = cut.own_experts, cut.runtime.drops
+    if own < cut.spec.router.experts:
+        local, partial = experts_NK - own * jax.lax.axis_index(AXIS), True
+        experts_NK = jnp.where((local >= 0) & (local < own), local, own)
+    return experts.route(x_NE, experts_NK, weights_NK, cut.spec, groups=own, block=cut.block, partial=partial)
 
 
 def scattered(routed: Routed, cut: Cut) -> jax.Array:
@@ -213,8 +234,8 @@ def scattered(routed: Routed, cut: Cut) -> jax.Array:
 def all_to_all(x_NE, experts_NK, weights_NK, weights: Weights, cut: Cut):
     """The scheme all_to_all, on one device: (out [N, E], choices dropped or None)."""
     N, k = experts_NK.shape
-    spec, drops, held, devices = cut.spec, cut.runtime.drops, weights["gate"].shape[0], cut.layout.mesh.shape[AXIS]
-    factor, room = cut.runtime.ragged_buffer_factor, N * devices * min(k, held)
+    spec, drops, own, devices = cut.spec, cut.runtime.drops, cut.own_experts, cut.layout.mesh.shape[AXIS]
+    factor, room = cut.runtime.ragged_buffer_factor, N * devices * min(k, own)
     if factor is not None:
         room = min(room, math.ceil(N * k * factor))
     leaving = experts.route(x_NE, experts_NK, weights_NK, spec, groups=spec.router.experts, block=None, partial=drops)
@@ -223,8 +244,8 @@ def all_to_all(x_NE, experts_NK, weights_NK, weights: Weights, cut: Cut):
     rows_RE = exchange(leaving.rows, trip, (N * k, room), AXIS, native)
     # A second sort: rows arrive by sender. Weights stay with the sender, or are in the rows already.
     groups = groups_on_arrival(arriving[:, here], room)[:, None]
-    routes = plan(groups, held, block=cut.block, partial=True)
-    arrived = Routed(dispatch(rows_RE, routes), routes, (groups < held).astype(jnp.float32))
+    routes = plan(groups, own, block=cut.block, partial=True)
+    arrived = Routed(dispatch(rows_RE, routes), routes, (groups < own).astype(jnp.float32))
     done_RE = experts.unroute(experts.compute(weights, arrived, spec))
     home = exchange(done_RE, trip.back, (room, N * k), AXIS, native)
     out = experts.unroute(Routed(home, leaving.plan, leaving.weights))

@@ -52,24 +52,35 @@ class Layer(nnx.Module):
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
-        spec, aux, normed = self.spec, LayerAux(), None
-        if spec.mixer is not None:
-            read, mix = self.mixer_residual.read(x_BTE)
-            normed = self._norm("input_layernorm", read)
-            mixed, cache, found = self.mixer(normed, step, cache, runtime)
-            aux = aux.also(found)
-            x_BTE = self.mixer_residual.write(x_BTE, drop(self._norm("post_attention_layernorm", mixed), step.dropout, 0), mix)
+        spec = self.spec
+        x_BTE, normed, cache, aux = self.mix(x_BTE, step, cache, runtime)
         if spec.feed_forward is not None:
-            read, mix = self.feed_forward_residual.read(x_BTE)
-            if not spec.parallel:
-                normed = self._norm("pre_feedforward_layernorm", read)
+            normed, mix = self.enter(x_BTE, normed)
             fed, found = self.feed_forward(normed, step, runtime)
-            aux = aux.also(found)
-            fed = drop(self._norm("post_feedforward_layernorm", fed), step.dropout, 1)
-            x_BTE = self.feed_forward_residual.write(x_BTE, fed, mix)
+            x_BTE, aux = self.leave(x_BTE, fed, step, mix), aux.also(found)
         if spec.scalar:
             x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
         return x_BTE, cache, aux.also(observe(x_BTE, step.segments, runtime.record))
+
+    def mix(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
+        """(x after the mixer, what the mixer read, cache, LayerAux)."""
+        if self.spec.mixer is None:
+            return x_BTE, None, cache, LayerAux()
+        read, mix = self.mixer_residual.read(x_BTE)
+        normed = self._norm("input_layernorm", read)
+        mixed, cache, found = self.mixer(normed, step, cache, runtime)
+        mixed = drop(self._norm("post_attention_layernorm", mixed), step.dropout, 0)
+        return self.mixer_residual.write(x_BTE, mixed, mix), normed, cache, LayerAux().also(found)
+
+    def enter(self, x_BTE: jax.Array, normed_BTE: jax.Array | None):
+        """(what the feed-forward reads, what `leave` needs besides). `normed` is what the mixer read."""
+        read, mix = self.feed_forward_residual.read(x_BTE)
+        return normed_BTE if self.spec.parallel else self._norm("pre_feedforward_layernorm", read), mix
+
+    def leave(self, x_BTE: jax.Array, fed_BTE: jax.Array, step: Step, mix) -> jax.Array:
+        """x with the output of the feed-forward."""
+        fed_BTE = drop(self._norm("post_feedforward_layernorm", fed_BTE), step.dropout, 1)
+        return self.feed_forward_residual.write(x_BTE, fed_BTE, mix)
 
     def _norm(self, name: str, x_BTE: jax.Array) -> jax.Array:
         return getattr(self, name)(x_BTE) if name in self.spec.norms else x_BTE

@@ -95,25 +95,36 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x_BTE: jax.Array, step: Step, runtime: Runtime, router_input: jax.Array | None = None
     ) -> tuple[jax.Array, LayerAux]:
-        """(x_BTE, what the router did, see `routing_statistics`). The router scores `router_input`, by default x."""
-        spec, (B, T, E) = self.spec, x_BTE.shape
-        x_NE = x_BTE.reshape(-1, E)
-        chosen = self.router(x_NE if router_input is None else router_input.reshape(x_NE.shape))
-        experts, weights, scores = (a.reshape(B, T, -1) for a in chosen)
-        routing = routing_statistics(experts, scores, step.segments)
-        experts, dropped = limited(experts, step.segments, spec.router, runtime)
-        out, lost = mixture(x_BTE, experts, weights, self._weights(x_BTE.dtype), spec, runtime)
-        out = out.reshape(x_NE.shape)
-        if spec.shared:
-            shared, _ = self.shared(x_NE, step, runtime)
-            if spec.shared_gate:
-                shared = shared * jax.nn.sigmoid(x_NE @ self.shared_gate[...].astype(x_NE.dtype))
-            out = out + shared
-        if runtime.drops:
-            routing = replace(routing, dropped=dropped if lost is None else dropped + lost)
-        return out.reshape(x_BTE.shape), LayerAux(routing=routing)
+        """(x_BTE, what the router did). The router scores `router_input`, by default x."""
+        experts, weights, routing = self.choose(x_BTE if router_input is None else router_input, step, runtime)
+        out, lost = mixture(x_BTE, experts, weights, self.weights(x_BTE.dtype), self.spec, runtime)
+        if lost is not None:
+            routing = replace(routing, dropped=routing.dropped + lost)
+        shared = self.beside(x_BTE, step, runtime)
+        return out if shared is None else out + shared, LayerAux(routing=routing)
 
-    def _weights(self, dtype) -> Weights:
+    def choose(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
+        """(experts int[B, T, k], their weights float32[B, T, k], see `routing_statistics`)."""
+        B, T, E = x_BTE.shape
+        experts, weights, scores = (a.reshape(B, T, -1) for a in self.router(x_BTE.reshape(-1, E)))
+        routing = routing_statistics(experts, scores, step.segments)
+        if runtime.drops:
+            experts, dropped = limited(experts, step.segments, self.spec.router, runtime)
+            routing = replace(routing, dropped=dropped)
+        return experts, weights, routing
+
+    def beside(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
+        """What the shared experts add, if there are any."""
+        if not self.spec.shared:
+            return None
+        x_NE = x_BTE.reshape(-1, x_BTE.shape[-1])
+        shared, _ = self.shared(x_NE, step, runtime)
+        if self.spec.shared_gate:
+            shared = shared * jax.nn.sigmoid(x_NE @ self.shared_gate[...].astype(x_NE.dtype))
+        return shared.reshape(x_BTE.shape)
+
+    def weights(self, dtype) -> Weights:
+        """Those of the routed experts, by the names of `AXES`."""
         names = {name: f"expert_{name}_proj" for name in ("gate", "up", "down")}
         if self.spec.bias:
             names |= {f"{name}_bias": f"expert_{name}_bias" for name in ("gate", "up", "down")}

@@ -115,7 +115,7 @@ BAD = [
     (
         "steps: 2",
         "steps: 2\n    router: {ragged_buffer_factor: 1.25}",
-        8,
+        9,
         "stages.0.router.ragged_buffer_factor",
         ["all_to_all", "the scheme is auto"],
     ),
