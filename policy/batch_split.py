@@ -55,7 +55,8 @@ def applies(layers, shape_BTE: tuple[int, int, int], runtime: Runtime) -> bool:
 
 
 def _fits(spec: LayerSpec) -> bool:
-    return isinstance(spec.feed_forward, Moe) and spec.mixer is not None and not spec.scalar
+    indexed = getattr(spec.mixer, "indexer", None) is not None
+    return isinstance(spec.feed_forward, Moe) and spec.mixer is not None and not indexed and not spec.scalar
 
 
 def _plain(layer) -> bool:
@@ -90,11 +91,11 @@ def run(layer, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime)
     stages = Stages(Cut(moe.spec, runtime, x0.shape))
     weights = stages.hold(moe.weights(x0.dtype))
 
-    x0, read0, mix0, aux0 = _mix(layer, x0, steps[0], runtime)
+    x0, read0, mix0 = _mix(layer, x0, steps[0], runtime)
     x1, read0 = jax.lax.optimization_barrier((x1, read0))
     chosen0 = moe.choose(read0, steps[0], runtime)
     routed0 = stages.route(read0, *chosen0[:2])
-    x1, read1, mix1, aux1 = _mix(layer, x1, steps[1], runtime)
+    x1, read1, mix1 = _mix(layer, x1, steps[1], runtime)
     routed0, read1 = _tied(routed0, read1)
     chosen1 = moe.choose(read1, steps[1], runtime)
     routed1 = stages.route(read1, *chosen1[:2])
@@ -112,8 +113,9 @@ def run(layer, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime)
 
 
 def _mix(layer, x, step: Step, runtime: Runtime):
-    x, normed, _, aux = layer.mix(x, step, None, runtime)
-    return x, *layer.enter(x, normed), aux
+    """(x after the mixer, what the feed-forward reads, what `leave` needs besides)."""
+    x, normed, _, _ = layer.mix(x, step, None, runtime)
+    return x, *layer.enter(x, normed)
 
 
 def _tied(routed: Routed, other: jax.Array) -> tuple[Routed, jax.Array]:

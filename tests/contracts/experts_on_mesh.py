@@ -8,7 +8,7 @@ Prints a JSON list with the findings of each case: the largest differences, as a
 import json
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -16,16 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from policy import families
 from policy.cache import Step
 from policy.config import ClampedSwiglu, DecoderConfig, Mlp, Moe, Norm, Router, Runtime
 from policy.layers.moe import MixtureOfExperts
 from policy.model import Model
+from policy.modes import sit
 from policy.sharding import layout
 from rollout import Generator, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import learners
+import oracles
+from oracles import STANDARD, configuration, random_model
 
 E = 16
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
@@ -99,6 +103,36 @@ def layer(degrees: dict, scheme: str, name: str, options: dict) -> dict:
     worst = max(differences, key=differences.get)
     dropped, choices = float(many.get("dropped", 0)), float(many["counts"].sum())
     return {"worst": worst, "difference": differences[worst], "dropped": dropped, "choices": choices}
+
+
+def gradients(degrees: dict, how: dict, options: dict) -> dict:
+    """Log-probabilities and all gradients of a decoder with a dense layer and two of experts, on packed and padded rows, against
+    one device that runs plainly: the largest difference of a log-probability, and of a gradient as a share of the largest
+    number in it (at least a thousandth of the largest of all)."""
+    config = families.read(configuration("DeepseekV3", **STANDARD["DeepseekV3"] | {"num_hidden_layers": 3} | options))
+    tokens, cotangent = oracles.tokens(8, 12), np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
+    segments = rows(8, 12)[2]
+    found = []
+    for mesh, runtime in ((None, Runtime()), (layout(degrees), Runtime(**how))):
+        graph = (model := random_model(config, runtime=runtime, mesh=mesh)).graph
+
+        @jax.jit
+        @partial(jax.value_and_grad, has_aux=True)
+        def loss(params, tokens, segments, graph=graph):
+            logp, entropy, aux = graph.logprobs(params, tokens, sit(tokens, segments=segments), 0.9)
+            balance = sum(routing.balance.sum() for routing in aux.found("routing").values())
+            counts = jnp.stack([routing.counts.sum(0) for routing in aux.found("routing").values()])
+            return jnp.sum(cotangent * logp + entropy) + balance, (logp, counts)
+
+        (_, (logp, counts)), gradient = jax.block_until_ready(loss(model.params, tokens, segments))
+        found.append((np.asarray(logp), np.asarray(counts), {path: np.asarray(g) for path, g in gradient.items()}))
+    (logp, counts, one), (also, same, many) = found
+    largest = {path: float(np.abs(gradient).max()) for path, gradient in one.items()}
+    floor = 1e-3 * max(largest.values())
+    shares = {path: float(np.abs(many[path] - one[path]).max()) / max(floor, largest[path]) for path in one}
+    worst = max(shares, key=shares.get)
+    moved = int((counts != same).sum())
+    return {"logprobs": float(np.abs(also - logp).max()), "gradient": shares[worst], "worst": worst, "counts": moved}
 
 
 def update(degrees: dict, scheme: str, options: dict) -> dict:
