@@ -425,6 +425,11 @@ class Runtime:
     `host_parameters`: trained weights live in host memory (policy/memory.py); `table_memory`: where the tables of n-gram memories
     live: in that of the device, or of its host, from which only the rows that are looked up are brought. `vocab_tiles`: chunks of
     tokens whose logits are computed at a time (policy/head.py); None: by size. `layout` is filled in by the Graph.
+
+    `expert_parallel` is the scheme of policy/layers/expert_parallel.py (auto: gather). An expert takes `capacity_factor` times its
+    even share of a row at most, and a device of the scheme all_to_all `ragged_buffer_factor` times its even share of all choices;
+    what is beyond is dropped. None: nothing is. They are for training, where the generator does not need the same numbers.
+    `batch_split` is the schedule of policy/batch_split.py.
     """
 
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -440,4 +445,13 @@ class Runtime:
     table_memory: Literal["device", "host"] = "device"
     host_parameters: bool = False
     vocab_tiles: int | None = None
+    expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = "auto"
+    capacity_factor: float | None = None
+    ragged_buffer_factor: float | None = None
+    batch_split: bool = False
     layout: Layout | None = None
+
+    @property
+    def drops(self) -> bool:
+        """Whether a mixture of experts may leave choices out."""
+        return self.capacity_factor is not None or self.ragged_buffer_factor is not None

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from policy import batch_split
 from policy.cache import LayerCache, Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
 from policy.intermediates import Aux
@@ -39,6 +40,8 @@ class LayerStack(nnx.Module):
     def __call__(self, x_BTE: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         """Returns (x_BTE, cache parts or None, a LayerAux with arrays [R, ...] for each layer of the pattern)."""
         graph, weights = nnx.split(self.layers)
+        split = cache is None and batch_split.applies(self.layers, x_BTE.shape, runtime)
+        x_BTE = batch_split.split(x_BTE, runtime) if split else x_BTE
 
         def repeat(x, part, one, r, index):
             """Repeat number `r` of the pattern; `part` holds the cache arrays of one or all repeats, its own at `index`."""
@@ -46,7 +49,8 @@ class LayerStack(nnx.Module):
             for i, layer in enumerate(nnx.merge(graph, fetch_layer(one, runtime))):
                 view = None if part is None else LayerCache(part[i], index)
                 here = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
-                x, view, aux = layer(checkpoint_name(x, "decoder_layer_input"), here, view, runtime)
+                x = jax.tree.map(lambda a: checkpoint_name(a, "decoder_layer_input"), x)
+                x, view, aux = batch_split.run(layer, x, here, runtime) if split else layer(x, here, view, runtime)
                 found.append(aux)
                 arrays.append(None if view is None else view.arrays)
             return x, None if part is None else tuple(arrays), tuple(found)
@@ -54,7 +58,8 @@ class LayerStack(nnx.Module):
         if runtime.remat != "none" and cache is None:
             repeat = checkpointed(repeat, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan)
         if (len(cache) > 1) if cache is not None else not runtime.scan:
-            return self._unrolled(x_BTE, cache, weights, repeat)
+            x_BTE, cache, found = self._unrolled(x_BTE, cache, weights, repeat)
+            return batch_split.merge(x_BTE) if split else x_BTE, cache, found
 
         def body(carry, xs):
             x, part, found = repeat(*carry, *xs, xs[1])
@@ -62,7 +67,7 @@ class LayerStack(nnx.Module):
 
         carry = (x_BTE, None if cache is None else cache[0])
         (x, part), found = jax.lax.scan(body, carry, (weights, jnp.arange(self.repeats)))
-        return x, None if cache is None else (part,), found
+        return batch_split.merge(x) if split else x, None if cache is None else (part,), found
 
     def _unrolled(self, x_BTE, cache, weights, repeat):
         """The same repeats one after the other, each with a cache part of its own."""

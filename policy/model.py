@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from policy import head, modes, sources
+from policy import batch_split, head, modes, sources
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
 from policy.intermediates import Aux
+from policy.layers import expert_parallel
 from policy.layers.parameter import Constant, RowTable
 from policy.memory import belongs_there, fetch, in_host_memory
 from policy.remat import saved
@@ -28,6 +29,9 @@ class Graph:
     """
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
+        expert_parallel.check(config, runtime, layout)
+        batch_split.check(config, runtime)
+        layout = layout.for_experts(runtime.expert_parallel)
         self.config, self.runtime, self.layout = config, replace(runtime, layout=layout), layout
         if runtime.host_parameters or (runtime.remat != "none" and saved(runtime.remat, runtime.remat_tensors).host):
             in_host_memory(layout.replicated)  # refuses a platform without it before anything is built

@@ -3,7 +3,7 @@ activations."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -34,6 +34,9 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "cache_heads": ("tensor",),
 }
 
+# Instead, where every device holds a slice of the width of all experts (`expert_parallel: hidden`).
+HIDDEN_SPLIT_RULES: dict[str, tuple[str, ...]] = {"exp": ("fsdp", "context"), "mlp_moe": ("expert", "tensor")}
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -57,6 +60,18 @@ class Layout:
 
     def sharding(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes, shape))
+
+    def for_experts(self, scheme: str) -> Layout:
+        """With the rules of a scheme of policy/layers/expert_parallel.py in place of default ones; rules that were set stay."""
+        rules = dict(self.rules)
+        if scheme == "hidden":
+            rules |= {name: axes for name, axes in HIDDEN_SPLIT_RULES.items() if rules[name] == DEFAULT_RULES[name]}
+        return replace(self, rules=tuple(sorted(rules.items())))
+
+    @property
+    def platform(self) -> str:
+        """cpu, gpu or tpu: that of the mesh, which ahead-of-time compilation may not have at hand."""
+        return self.mesh.devices.flat[0].platform
 
     @property
     def replicated(self) -> NamedSharding:
@@ -100,6 +115,6 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...], layout: Layout | None)
 
 def settle(result, layout: Layout):
     """`result`, waited for where programs must not overlap: on CPU with several devices overlapping collectives deadlock."""
-    if layout.mesh.size > 1 and layout.mesh.devices.flat[0].platform == "cpu":
+    if layout.mesh.size > 1 and layout.platform == "cpu":
         jax.block_until_ready(result)
     return result

@@ -1,4 +1,4 @@
-"""Losses that the layers bring along, beside the one of the algorithm."""
+"""Losses that the layers bring along, beside the one of the algorithm. R repeats of a stack, X experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from policy.intermediates import Aux, Indexing, Predictions
+from policy.intermediates import Aux, Indexing, Predictions, Routing
 from policy.layers.moe import bias_update
 from policy.multi_token_prediction import predicted
 from rl.batch import Batch
@@ -19,12 +19,14 @@ _BIAS = ".feed_forward.router.correction_bias"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Totals:
-    """Of a whole optimiser batch: rows and tokens that are not padding, and tokens trained on."""
+    """What a micro-batch has to know of the whole optimiser batch: rows and tokens that are not padding, tokens trained on, and
+    choices of each expert float32[R, X] by path of the layer (None: this micro-batch is the whole)."""
 
     sequences: jax.Array
     tokens: jax.Array
     segments: jax.Array
     mask: jax.Array
+    counts: dict[str, jax.Array] | None = None
 
     def predicted(self, d: int) -> jax.Array:
         """Tokens trained on that prediction module d predicts, at least 1: a predicted token has more before it."""
@@ -40,7 +42,10 @@ def auxiliary_loss(stage: StageOptions, aux: Aux, micro: Batch, whole: Totals) -
     """A micro-batch's share of the losses of the parts, each with its coefficient, and their metrics."""
     loss, metrics = jnp.float32(0.0), {}
     if routing := aux.found("routing"):
-        balance = sum(each.balance.sum() for each in routing.values()) / jnp.maximum(whole.sequences, 1)
+        if stage.router.balance == "sequence":
+            balance = sum(each.balance.sum() for each in routing.values()) / jnp.maximum(whole.sequences, 1)
+        else:
+            balance = batch_balance(routing, whole)
         metrics["moe/balance"] = balance
         if stage.indexer.training != "dense_warmup":  # a constant there: the routers stay
             loss += stage.router.balance_coef * balance
@@ -77,20 +82,32 @@ def _prediction(predictions: Predictions, micro: Batch, whole: Totals) -> dict[s
     return {"mtp/loss": -jnp.sum(predictions.logp * share), "mtp/acceptance": jnp.sum(predictions.agrees * share)}
 
 
-def expert_counts(aux: Aux) -> dict[str, jax.Array]:
-    """Choices of each expert, float32[R, X], by path of the layer. They add up over micro-batches."""
-    return {path: routing.counts for path, routing in aux.found("routing").items()}
+def batch_balance(routing: dict[str, Routing], whole: Totals) -> jax.Array:
+    """The balance term over all tokens of the optimiser batch, summed over the layers: of each, sum_e f_e P_e with f_e = X times
+    the share of e in the choices, and P_e the mean share of e in the scores (arXiv 2101.03961, equations 4-6, for k choices).
+    1 for even use. f has no gradient and P is a sum over tokens, so micro-batches add up to the whole."""
+    total = jnp.float32(0.0)
+    for path, each in routing.items():
+        counts = jax.lax.stop_gradient(each.counts if whole.counts is None else whole.counts[path])
+        frequency = counts.shape[-1] * counts / jnp.maximum(counts.sum(axis=-1, keepdims=True), 1.0)
+        total += jnp.sum(frequency * each.share) / jnp.maximum(whole.tokens, 1)
+    return total
 
 
-def moved_biases(still: dict[str, jax.Array], counts: dict[str, jax.Array], rate: float) -> dict[str, jax.Array]:
+def moved_biases(still: dict[str, jax.Array], routing: dict[str, Routing], rate: float) -> dict[str, jax.Array]:
     """The weights without a gradient after an update: selection biases of routers move by the counts of the whole batch."""
     return {
-        path: bias_update(array, counts[layer], rate) if (layer := path.removesuffix(_BIAS)) in counts else array
+        path: bias_update(array, routing[layer].counts, rate) if (layer := path.removesuffix(_BIAS)) in routing else array
         for path, array in still.items()
     }
 
 
-def load_metrics(counts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """moe/max_load: choices of the busiest expert over the mean, the worst of all layers."""
-    loads = [each.max(axis=-1) / jnp.maximum(each.mean(axis=-1), 1.0) for each in counts.values()]
-    return {"moe/max_load": jnp.max(jnp.concatenate(loads))} if loads else {}
+def load_metrics(routing: dict[str, Routing]) -> dict[str, jax.Array]:
+    """Of the whole batch. moe/max_load: choices of the busiest expert over the mean, the worst of all layers; moe/dropped: the
+    share of all choices that no expert computed, where some may be dropped."""
+    loads = [each.counts.max(axis=-1) / jnp.maximum(each.counts.mean(axis=-1), 1.0) for each in routing.values()]
+    metrics = {"moe/max_load": jnp.max(jnp.concatenate(loads))} if loads else {}
+    dropped = [each.dropped.sum() for each in routing.values() if each.dropped is not None]
+    if dropped:
+        metrics["moe/dropped"] = sum(dropped) / jnp.maximum(sum(each.counts.sum() for each in routing.values()), 1.0)
+    return metrics

@@ -10,6 +10,7 @@ import policy
 from policy import sources
 from policy.config import DecoderConfig, Runtime
 from policy.hf import UnsupportedModel
+from policy.layers import expert_parallel
 from policy.layers.engram import set_classes
 from policy.memory import NoHostMemory, in_host_memory
 from policy.model import Graph, Model
@@ -34,6 +35,10 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model
         decoder, classes = _decoder(options, prepared.tokenizer, from_directory)
         _check(config, decoder, prepared.tokenizer)
         how = {"runtime": _runtime(options), "mesh": mesh}
+        try:
+            expert_parallel.check(decoder, how["runtime"], mesh)
+        except ValueError as error:
+            raise ConfigError(f"model.{error}") from None
         if not with_weights:
             return Model(Graph(decoder, how["runtime"], mesh), {})
         if from_directory:
@@ -58,6 +63,7 @@ def _runtime(options: ModelOptions) -> Runtime:
         table_memory=options.table_memory,
         host_parameters=options.host_parameters,
         vocab_tiles=options.num_vocab_tiling,
+        expert_parallel=options.expert_parallel,
     )
 
 

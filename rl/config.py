@@ -145,6 +145,9 @@ class ModelOptions(Strict):
         {}, description="remat: custom only: where each tensor named in memory.md is kept (offload: host memory), or remat"
     )
     scan: bool = Field(True, description="scan over stacked layers when training (False: unrolled)")
+    expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = Field(
+        "auto", description="how tokens and experts meet along the mesh axis `expert`, see docs/experts.md; auto: gather"
+    )
     num_vocab_tiling: int | None = Field(
         None, ge=1, description="chunks of tokens whose logits exist at a time; null: as few as have at most 2^24 logits each"
     )
@@ -290,7 +293,20 @@ class RouterOptions(Strict):
     """How the routers of mixture-of-experts layers are kept balanced."""
 
     bias_rate: float = Field(1e-3, ge=0.0, description="step of the selection bias after each update; 0: it stays")
-    balance_coef: float = Field(0.0, ge=0.0, description="weight of the sequence-wise balance loss (DeepSeek-V3: 1e-4)")
+    balance_coef: float = Field(0.0, ge=0.0, description="weight of the balance loss (DeepSeek-V3: 1e-4)")
+    balance: Literal["sequence", "batch"] = Field(
+        "sequence",
+        description="even use within each sequence, or over all tokens of an update (with micro-batches one more forward pass)",
+    )
+    capacity_factor: float | None = Field(
+        None, gt=0.0, description="sft: an expert takes so many times its even share of a row, and drops the rest; null: all"
+    )
+    ragged_buffer_factor: float | None = Field(
+        None,
+        gt=0.0,
+        description="sft with expert_parallel all_to_all: a device has room for so many times its even share of all choices, "
+        "and drops the rest; null: for the worst case",
+    )
 
 
 class IndexerOptions(Strict):

@@ -233,12 +233,24 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
         rows *= stage.samples_per_prompt
         if not (stage.rewards or config.rewards):
             yield (*path, "rewards"), f"{name} needs rewards, here or for the whole run (`rewards`)"
+        for key in ("capacity_factor", "ragged_buffer_factor"):
+            if getattr(stage.router, key) is not None:
+                yield (
+                    (*path, "router", key),
+                    f"{name} learns from what the generator samples, which drops nothing; with {key} the policy would give those "
+                    f"tokens other probabilities. Leave {key} out, or use it in sft stages only",
+                )
         if stage.sampling.temperature == 0:
             yield (*path, "sampling", "temperature"), "0 is greedy: nothing to learn from equal completions"
     if (not supervised(stage) or config.evaluation) and stage.sampling.max_new_tokens >= config.max_length:
         yield (
             (*path, "sampling", "max_new_tokens"),
             f"{stage.sampling.max_new_tokens} leaves no room for a prompt in max_length ({config.max_length})",
+        )
+    if stage.router.ragged_buffer_factor is not None and config.model.expert_parallel != "all_to_all":
+        yield (
+            (*path, "router", "ragged_buffer_factor"),
+            f"only `model.expert_parallel: all_to_all` has this buffer, the scheme is {config.model.expert_parallel}",
         )
     if stage.micro_batch and stage.micro_batch > rows:
         yield (*path, "micro_batch"), f"{stage.micro_batch} rows, but one update has {rows}; leave it out or lower it"

@@ -23,7 +23,7 @@ from policy.memory import belongs_there, fetch, in_host_memory, to_device
 from policy.model import Graph
 from policy.sharding import constrain, settle
 from rl.algorithms import PolicyInputs
-from rl.auxiliary import auxiliary_loss, expert_counts, load_metrics, moved_biases, totals
+from rl.auxiliary import auxiliary_loss, load_metrics, moved_biases, totals
 from rl.batch import Batch
 from rl.config import OptimizerOptions, StageOptions
 from rl.critic import Critic
@@ -139,7 +139,7 @@ class Updater:
         count = learner.optimizer[-1].count  # AdamW's last part counts the updates of its schedule
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, count, batch.tokens.shape[0]))
-        grads, loss, metrics, counts = self._gradients(trained, still, batch, inputs, micro_rows)
+        grads, loss, metrics, routing = self._gradients(trained, still, batch, inputs, micro_rows)
         squares = to_device(joined(by_place(_squares, self.owner.tables, grads)))
         if self._internals:
             metrics |= gradient_norms(squares)
@@ -148,7 +148,7 @@ class Updater:
         arguments = grads, factors, learner.optimizer, trained, good
         weights, states, changes = zip(*by_place(self._stepped, self.owner.tables, *arguments), strict=True)
         constants = {path: array for path, array in still.items() if path in self._learned}
-        moved = moved_biases(constants, counts, self._stage.router.bias_rate)
+        moved = moved_biases(constants, routing, self._stage.router.bias_rate)
         kept = still | jax.tree.map(lambda a, b: jnp.where(good, a, b), moved, constants)
         new = Learner(joined(weights) | kept, joined(states))
         metrics |= {
@@ -158,7 +158,7 @@ class Updater:
             "optim/update_norm": _length(map(jnp.square, to_device(changes))),
             "optim/skipped": 1.0 - good,
         }
-        return new, metrics | norms | load_metrics(counts)
+        return new, metrics | norms | load_metrics(routing)
 
     def _clipping(self, squares: dict[str, jax.Array]) -> tuple[dict, jax.Array, dict]:
         """(what each gradient is multiplied by, their norm before, metrics), from the sums of squares of the gradients by path.
@@ -181,7 +181,7 @@ class Updater:
         return step(self._transform, jax.tree.map(jnp.multiply, grads, factors), state, weights, good)
 
     def _gradients(self, trained, still, batch: Batch, inputs, R: int):
-        """Sums over the micro-batches, in float32: (gradients, loss, metrics, expert counts)."""
+        """Sums over the micro-batches, in float32: (gradients, loss, metrics, what the routers did by path of the layer)."""
         M = batch.tokens.shape[0] // R
         N = M * R
 
@@ -191,12 +191,19 @@ class Updater:
                 return jnp.broadcast_to(a, (M, *jnp.shape(a)))
             return constrain(a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout)
 
-        whole = totals(batch)
+        micros, whole = jax.tree.map(cut, (batch, inputs)), totals(batch)
+        if self._stage.router.balance == "batch" and M > 1:
+            # A forward pass of its own, without the head: how often an expert is chosen in the batch has to be known before the
+            # first micro-batch's gradient.
+            def count(_, xs):
+                return None, {path: each.counts for path, each in self._loss(trained | still, *xs)[2].found("routing").items()}
+
+            whole = replace(whole, counts=jax.tree.map(lambda a: a.sum(axis=0), jax.lax.scan(count, None, micros)[1]))
 
         def objective(weights, micro, inputs):
             loss, metrics, aux = self._loss(weights | still, micro, inputs)
             besides, found = auxiliary_loss(self._stage, aux, micro, whole)
-            return loss + besides, (metrics | found, expert_counts(aux), aux.found("activations") if self._internals else {})
+            return loss + besides, (metrics | found, aux.found("routing"), aux.found("activations") if self._internals else {})
 
         def one(total, xs):
             (loss, found), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
@@ -205,11 +212,11 @@ class Updater:
             return total, (loss, *found)
 
         zeros = joined(by_place(_zeros, self.owner.tables, trained))
-        grads, (loss, metrics, counts, inside) = jax.lax.scan(one, zeros, jax.tree.map(cut, (batch, inputs)))
+        grads, (loss, metrics, routing, inside) = jax.lax.scan(one, zeros, micros)
         metrics = rl.algorithms.reduce_metrics(metrics)
         if self._internals:
             metrics |= activation_metrics(inside, batch.segments.reshape(M, R, -1), self.owner.config)
-        return grads, loss.sum(), metrics, jax.tree.map(lambda a: a.sum(axis=0), counts)
+        return grads, loss.sum(), metrics, jax.tree.map(lambda a: a.sum(axis=0), routing)
 
 
 def _squares(grads: dict) -> dict[str, jax.Array]:
@@ -234,12 +241,16 @@ class Trainer:
     def __init__(self, graph: Graph, stage: StageOptions, algorithm, seed: int = 0):
         """`seed` is that of the run; dropout needs it."""
         self.graph, self.stage, self.algorithm = graph, stage, algorithm
-        if stage.internal_metrics:
-            self.graph = graph.at(record=("activations",))
         self.temperature = np.float32((stage.sampling.temperature if algorithm.needs_rollouts else 0.0) or 1.0)
         modules = None if stage.mtp is None else "detached" if stage.mtp.detach else "joint"
-        record = ("activations",) if stage.internal_metrics else ()
-        self._learning = graph.at(indexer=stage.indexer.training, mtp=modules, record=record)
+        # Only updates may drop choices of experts: the generator and what is compared with it never do.
+        self._learning = graph.at(
+            indexer=stage.indexer.training,
+            mtp=modules,
+            record=("activations",) if stage.internal_metrics else (),
+            capacity_factor=stage.router.capacity_factor,
+            ragged_buffer_factor=stage.router.ragged_buffer_factor,
+        )
         loss = self._parts_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
         self.policy = Updater(self._learning, loss, stage.optimizer, stage, seed)
         self.critic = None

@@ -57,29 +57,42 @@ class Layer(nnx.Module):
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
-        spec, aux, normed = self.spec, LayerAux(), None
+        spec = self.spec
         if spec.memory is not None:
             found, cache = self.memory(x_BTE, step, cache, runtime)
             x_BTE = x_BTE + found
-        if spec.mixer is not None:
-            read, mix = self.mixer_residual.read(x_BTE)
-            normed = self._norm("input_layernorm", read)
-            mixed, cache, found = self.mixer(normed, step, cache, runtime)
-            aux = aux.also(found)
-            x_BTE = self.mixer_residual.write(x_BTE, drop(self._norm("post_attention_layernorm", mixed), step.dropout, 0), mix)
+        x_BTE, normed, mix, cache, aux = self.mix(x_BTE, step, cache, runtime)
         if spec.feed_forward is not None:
-            if not spec.parallel:
-                read, mix = self.feed_forward_residual.read(x_BTE)
-                normed = self._norm("pre_feedforward_layernorm", read)
+            normed, mix = self.enter(x_BTE, normed, mix)
             fed, found = self.feed_forward(normed, step, runtime)
-            aux = aux.also(found)
-            fed = drop(self._norm("post_feedforward_layernorm", fed), step.dropout, 1)
-            x_BTE = (
-                self.mixer_residual.beside(x_BTE, fed, mix) if spec.parallel else self.feed_forward_residual.write(x_BTE, fed, mix)
-            )
+            x_BTE, aux = self.leave(x_BTE, fed, step, mix), aux.also(found)
         if spec.scalar:
             x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
         return x_BTE, cache, aux.also(observe(x_BTE, step.segments, runtime.record))
+
+    def mix(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
+        """(x after the mixer, what the mixer read, how its output was joined, cache, LayerAux)."""
+        if self.spec.mixer is None:
+            return x_BTE, None, None, cache, LayerAux()
+        read, mix = self.mixer_residual.read(x_BTE)
+        normed = self._norm("input_layernorm", read)
+        mixed, cache, found = self.mixer(normed, step, cache, runtime)
+        mixed = drop(self._norm("post_attention_layernorm", mixed), step.dropout, 0)
+        return self.mixer_residual.write(x_BTE, mixed, mix), normed, mix, cache, found
+
+    def enter(self, x_BTE: jax.Array, normed_BTE: jax.Array | None, mix) -> tuple[jax.Array, object]:
+        """(what the feed-forward reads, what `leave` needs besides). `normed` and `mix` are those of the mixer."""
+        if self.spec.parallel:
+            return normed_BTE, mix
+        read, mix = self.feed_forward_residual.read(x_BTE)
+        return self._norm("pre_feedforward_layernorm", read), mix
+
+    def leave(self, x_BTE: jax.Array, fed_BTE: jax.Array, step: Step, mix) -> jax.Array:
+        """x with the output of the feed-forward."""
+        fed_BTE = drop(self._norm("post_feedforward_layernorm", fed_BTE), step.dropout, 1)
+        if self.spec.parallel:
+            return self.mixer_residual.beside(x_BTE, fed_BTE, mix)
+        return self.feed_forward_residual.write(x_BTE, fed_BTE, mix)
 
     def _norm(self, name: str, x_BTE: jax.Array) -> jax.Array:
         return getattr(self, name)(x_BTE) if name in self.spec.norms else x_BTE

@@ -1,17 +1,20 @@
-"""Mixture of experts without dropping. N tokens, k experts per token, X experts, E hidden, F expert width."""
+"""Mixture of experts. N tokens, k experts per token, X experts, E hidden, F expert width."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from policy.cache import Step
 from policy.config import DecoderConfig, Moe, Router, Runtime
 from policy.intermediates import LayerAux, Routing
-from policy.layers.grouped import Plan, block_rows, combine, dispatch, groups_of, plan, product
-from policy.layers.mlp import ACTIVATIONS, FeedForward
+from policy.layers.capacity import limited
+from policy.layers.expert_parallel import mixture
+from policy.layers.experts import AXES, Weights
+from policy.layers.mlp import FeedForward
 from policy.layers.norms import norm
 from policy.layers.parameter import RouterBias, normal, ones, weight, zeros
 
@@ -80,12 +83,8 @@ class MixtureOfExperts(nnx.Module):
         X, E, F = spec.router.experts, config.hidden_size, spec.width
         init = normal(config.initializer_range)
         self.router = TopKRouter(spec.router, config, rngs)
-        for name, shape, axes in (
-            ("gate", (X, E, F), ("exp", "embed_moe", "mlp_moe")),
-            ("up", (X, E, F), ("exp", "embed_moe", "mlp_moe")),
-            ("down", (X, F, E), ("exp", "mlp_moe", "embed_moe")),
-        ):
-            setattr(self, f"expert_{name}_proj", weight(rngs, shape, axes, init, inputs=(1,)))
+        for name, shape in (("gate", (X, E, F)), ("up", (X, E, F)), ("down", (X, F, E))):
+            setattr(self, f"expert_{name}_proj", weight(rngs, shape, AXES[name], init, inputs=(1,)))
             if spec.bias:
                 setattr(self, f"expert_{name}_bias", weight(rngs, (X, shape[-1]), ("exp", None), zeros))
         if spec.shared:
@@ -96,48 +95,47 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x_BTE: jax.Array, step: Step, runtime: Runtime, router_input: jax.Array | None = None
     ) -> tuple[jax.Array, LayerAux]:
-        """(x_BTE, what the router did, see `routing_statistics`). The router scores `router_input`, by default x."""
-        spec = self.spec
+        """(x_BTE, what the router did). The router scores `router_input`, by default x."""
+        experts, weights, routing = self.choose(x_BTE if router_input is None else router_input, step, runtime)
+        out, lost = mixture(x_BTE, experts, weights, self.weights(x_BTE.dtype), self.spec, runtime)
+        if lost is not None:
+            routing = replace(routing, dropped=routing.dropped + lost)
+        shared = self.beside(x_BTE, step, runtime)
+        return out if shared is None else out + shared, LayerAux(routing=routing)
+
+    def choose(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
+        """(experts int[B, T, k], their weights float32[B, T, k], see `routing_statistics`)."""
+        B, T, E = x_BTE.shape
+        experts, weights, scores = (a.reshape(B, T, -1) for a in self.router(x_BTE.reshape(-1, E)))
+        routing = routing_statistics(experts, scores, step.segments)
+        if runtime.drops:
+            experts, dropped = limited(experts, step.segments, self.spec.router, runtime)
+            routing = replace(routing, dropped=dropped)
+        return experts, weights, routing
+
+    def beside(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
+        """What the shared experts add, if there are any."""
+        if not self.spec.shared:
+            return None
         x_NE = x_BTE.reshape(-1, x_BTE.shape[-1])
-        experts, weights, scores = self.router(x_NE if router_input is None else router_input.reshape(x_NE.shape))
-        k, X = spec.router.experts_per_token, spec.router.experts
-        routes = plan(experts, X, block=block_rows(experts.size, X))
-        rows = dispatch(x_NE, routes)
-        if spec.weigh == "input":
-            rows = rows * jnp.zeros(rows.shape[0], rows.dtype).at[routes.row].set(weights.astype(rows.dtype))[:, None]
-            weights = jnp.ones_like(weights)
-        out = combine(self._experts(rows, routes, runtime), weights, routes)
-        if spec.shared:
-            shared, _ = self.shared(x_NE, step, runtime)
-            if spec.shared_gate:
-                shared = shared * jax.nn.sigmoid(x_NE @ self.shared_gate[...].astype(x_NE.dtype))
-            out = out + shared
-        B, T = step.segments.shape
-        routing = routing_statistics(experts.reshape(B, T, k), scores.reshape(B, T, X), step.segments)
-        return out.reshape(x_BTE.shape), LayerAux(routing=routing)
+        shared, _ = self.shared(x_NE, step, runtime)
+        if self.spec.shared_gate:
+            shared = shared * jax.nn.sigmoid(x_NE @ self.shared_gate[...].astype(x_NE.dtype))
+        return shared.reshape(x_BTE.shape)
 
-    def _experts(self, rows_ME: jax.Array, routes: Plan, runtime: Runtime) -> jax.Array:
-        """Every row through the expert of its group: [M, E]."""
-        spec = self.spec
-
-        def linear(rows, name):
-            out = product(rows, getattr(self, f"expert_{name}_proj")[...], routes, runtime)
-            return out + getattr(self, f"expert_{name}_bias")[...].astype(rows.dtype)[groups_of(routes)] if spec.bias else out
-
-        gate = checkpoint_name(linear(rows_ME, "gate"), "mlpwi_0")
-        up = checkpoint_name(linear(rows_ME, "up"), "mlpwi_1")
-        if spec.clamp is None:
-            inner = ACTIVATIONS[spec.activation](gate) * up
-        else:
-            gate, up = jnp.minimum(gate, spec.clamp.limit), jnp.clip(up, -spec.clamp.limit, spec.clamp.limit)
-            inner = (up + 1.0) * gate * jax.nn.sigmoid(spec.clamp.alpha * gate)
-        return checkpoint_name(linear(inner, "down"), "mlpwo")
+    def weights(self, dtype) -> Weights:
+        """Those of the routed experts, by the names of `AXES`."""
+        names = {name: f"expert_{name}_proj" for name in ("gate", "up", "down")}
+        if self.spec.bias:
+            names |= {f"{name}_bias": f"expert_{name}_bias" for name in ("gate", "up", "down")}
+        return {name: getattr(self, path)[...].astype(dtype) for name, path in names.items()}
 
 
 def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_BT: jax.Array) -> Routing:
     """`counts` float32[X]: choices of each expert, padding left out. `balance`: the sequence-wise balance term of
     arXiv 2412.19437 (eq. 17-20), summed over rows: sum_e f_e P_e with f_e = X / (k T) * choices of e, and P_e the mean share of
-    e in the scores. 1 for a row that uses its experts evenly; rows of padding add 0."""
+    e in the scores. 1 for a row that uses its experts evenly; rows of padding add 0. `share` float32[X]: the sum over tokens of
+    each expert's share in the scores, for the balance term of a whole batch."""
     B, T, k = experts_BTK.shape
     X = scores_BTX.shape[-1]
     valid = (segments_BT != 0).astype(jnp.float32)
@@ -147,6 +145,7 @@ def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_B
     frequency = chosen.sum(axis=1) * (X / k) / tokens[:, None]
     return Routing(
         counts=chosen.sum(axis=(0, 1)),
+        share=share.sum(axis=(0, 1)),
         balance=jnp.sum(jax.lax.stop_gradient(frequency) * share.sum(axis=1) / tokens[:, None]),
     )
 

@@ -21,12 +21,12 @@ CHOICES = {
 }
 
 
-@partial(jax.jit, static_argnames="block")
-def mixture_and_gradients(x, w, weights, choices, cotangent, block):
-    """(out, d x, d w, d weights) of sum(out * cotangent)."""
+@partial(jax.jit, static_argnames=("block", "partial"))
+def mixture_and_gradients(x, w, weights, choices, cotangent, block, partial=False):
+    """(out, d x, d w, d weights) of sum(out * cotangent), with the groups that w has."""
 
     def mixture(x, w, weights):
-        plan = grouped.plan(choices, G, block=block)
+        plan = grouped.plan(choices, w.shape[0], block=block, partial=partial)
         return grouped.combine(grouped.product(grouped.dispatch(x, plan), w, plan, Runtime()), weights, plan)
 
     with jax.default_matmul_precision("highest"):
@@ -61,6 +61,38 @@ def test_every_layout_computes_the_definition_and_its_gradient(name):
             np.testing.assert_allclose(np.asarray(a), b, atol=1e-5, rtol=1e-5, err_msg=f"block {block}")
 
 
+@pytest.mark.parametrize("name", ["mixed", "only_the_last"])
+def test_choices_of_other_groups_add_nothing_and_what_stands_in_their_rows_is_never_seen(name, monkeypatch):
+    """Kernels leave rows past the last group as they find them: here as NaN, in products and in their gradients."""
+    ragged_dot = jax.lax.ragged_dot
+
+    @jax.custom_vjp
+    def unmasked(rows, w, sizes):
+        return spoilt(ragged_dot(rows, w, sizes), sizes)
+
+    def spoilt(rows, sizes):
+        return jnp.where((jnp.arange(rows.shape[0]) < sizes.sum())[:, None], rows, jnp.nan)
+
+    def backward(saved, g):
+        rows, w, sizes = saved
+        d_rows, d_w = jax.vjp(lambda rows, w: ragged_dot(rows, w, sizes), rows, w)[1](g)
+        return spoilt(d_rows, sizes), d_w, None
+
+    unmasked.defvjp(lambda *saved: (unmasked(*saved), saved), backward)
+    monkeypatch.setattr(jax.lax, "ragged_dot", unmasked)
+    choices, rng, held = CHOICES[name], np.random.default_rng(2), 3
+    shapes = ((N, E), (held, E, F), choices.shape, (N, F))
+    x, w, weights, cotangent = (rng.normal(size=s).astype(np.float32) for s in shapes)
+    whole = np.concatenate([w, np.zeros((G - held, E, F), np.float32)])
+    expected = [np.array(a) for a in mixture_and_gradients(x, whole, weights, choices, cotangent, block=1)]
+    expected[2] = expected[2][:held]
+    expected[3][choices >= held] = 0
+    for block in (4, None):
+        found = mixture_and_gradients(x, w, weights, choices, cotangent, block, partial=True)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(a), b, atol=1e-5, rtol=1e-5, err_msg=f"block {block}")
+
+
 @pytest.mark.parametrize("block", [1, 4, 64])
 def test_a_plan_gives_every_choice_a_row_of_its_group(block):
     for choices in CHOICES.values():
@@ -75,7 +107,7 @@ def test_a_plan_gives_every_choice_a_row_of_its_group(block):
 
 @pytest.mark.parametrize(("rows", "groups"), [(1, 8), (16, 8), (1000, 8), (100_000, 8)])
 def test_a_block_is_a_power_of_two_up_to_64(rows, groups):
-    block = grouped.block_rows(rows, groups)
+    block = grouped.block_rows(rows, groups, "cpu")
     assert block in (1, 2, 4, 8, 16, 32, 64) and block <= max(1, rows // groups)
 
 

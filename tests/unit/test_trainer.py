@@ -95,6 +95,11 @@ def test_updates_of_experts_are_the_same_for_any_micro_batch_and_move_biases_by_
     np.testing.assert_allclose(difference, 0.3 * found[0]["moe/balance"], rtol=1e-5)
 
 
+def test_the_balance_of_a_whole_batch_is_the_same_for_any_micro_batch():
+    router = {"balance": "batch", "balance_coef": 0.3, "bias_rate": 0.0}
+    assert_cut_changes_nothing(learners.experts(), batch(), "sft", cuts=[3], router=router)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 3, 4])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

@@ -1,0 +1,256 @@
+"""A mixture of experts over a mesh: three ways to bring tokens and experts of different devices together.
+
+gather: devices along the mesh axis `expert` hold different experts. Each gets the tokens of all of them, computes the choices
+of its own experts, and the results are summed back to the owners of the tokens (all-gather, reduce-scatter).
+all_to_all: experts are held alike. Each device sends a row for every choice to the device of its expert and gets the result
+back (two ragged all-to-alls).
+hidden: every device holds a slice of the width of all experts. Tokens travel as in gather; loads are equal whatever is chosen.
+
+Elements of the hidden state that a device receives for each token of its own, there and back, with p devices along `expert`,
+k choices and E hidden: gather and hidden 2 (p - 1) E; all_to_all 2 k E (p - 1) / p on average, less than gather where k < p.
+Rows of memory for each token: gather p k; all_to_all k min(p, X / k), or k times `ragged_buffer_factor`; hidden p k.
+
+Without an axis `expert`, or where the experts cannot be spread evenly, each device computes its own tokens with all experts.
+Weights arrive as they are stored and are gathered over fsdp here, so that their gradients are reduce-scattered.
+
+b rows and t tokens of one device, N = b t; k choices of X experts, G held here; M rows of choices, E hidden, p devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from policy.config import DecoderConfig, DenseAndExperts, Moe, Runtime
+from policy.layers import experts
+from policy.layers.experts import Routed, Weights
+from policy.layers.grouped import block_rows, dispatch, plan
+from policy.layers.ragged_exchange import exchange, groups_on_arrival, trips
+from policy.sharding import Layout
+
+AXIS = "expert"
+
+
+def mixture(x_BTE: jax.Array, experts_BTK: jax.Array, weights_BTK: jax.Array, weights: Weights, spec: Moe, runtime: Runtime):
+    """(sum over choices of weight * expert(x) [B, T, E], dropped). Choices of expert X or more are of no expert and add nothing;
+    there may be such only where the runtime drops. `dropped` float32: choices that found the buffer of their device full; None
+    where there is no such limit."""
+    layout = runtime.layout
+    if layout is None or layout.mesh.size == 1:
+        block = block_rows(experts_BTK.size, spec.router.experts, layout.platform if layout else jax.default_backend())
+        flat = (a.reshape(-1, a.shape[-1]) for a in (x_BTE, experts_BTK, weights_BTK))
+        routed = experts.route(*flat, spec, groups=spec.router.experts, block=block, partial=runtime.drops)
+        return experts.unroute(experts.compute(weights, routed, spec, runtime)).reshape(x_BTE.shape), None
+    cut = Cut(spec, runtime, x_BTE.shape)
+    body = all_to_all if cut.exchanges else gather
+    places = cut.places(weights)
+    limited = cut.exchanges and runtime.ragged_buffer_factor is not None
+    return jax.shard_map(
+        partial(_on_one_device, body=body, cut=cut, places=places),
+        mesh=layout.mesh,
+        in_specs=(cut.tokens, cut.tokens, cut.tokens, places),
+        out_specs=(cut.tokens, PartitionSpec() if limited else None),
+    )(x_BTE, experts_BTK, weights_BTK, weights)
+
+
+def check(config: DecoderConfig, runtime: Runtime, layout: Layout) -> None:
+    """Raises ValueError where the scheme that `runtime` names cannot spread the experts of this decoder over this mesh."""
+    parts = layout.mesh.shape[AXIS]
+    for spec in config.layers:
+        moe = spec.feed_forward.experts if isinstance(spec.feed_forward, DenseAndExperts) else spec.feed_forward
+        if runtime.expert_parallel == "auto" or not isinstance(moe, Moe):
+            continue
+        what, size = ("width", moe.width) if runtime.expert_parallel == "hidden" else ("number", moe.router.experts)
+        if size % parts:
+            raise ValueError(
+                f"expert_parallel {runtime.expert_parallel} cuts the {what} of the experts, {size}, over the {parts} devices along "
+                f"the mesh axis expert, which do not divide it; choose another number of them, or expert_parallel auto"
+            )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one call is cut over the mesh: what each device has of the tokens and of the experts."""
+
+    spec: Moe
+    runtime: Runtime
+    shape: tuple[int, ...]
+
+    @property
+    def layout(self) -> Layout:
+        return self.runtime.layout
+
+    @cached_property
+    def tokens(self) -> PartitionSpec:
+        """Mesh axes of the dimensions of x [B, T, E]."""
+        return self.layout.spec(("batch", "length", None), self.shape)
+
+    @cached_property
+    def token_axes(self) -> frozenset[str]:
+        return _axes(self.tokens)
+
+    @cached_property
+    def kept(self) -> dict[str, tuple[str, ...]]:
+        """Mesh axes over which experts stay cut while they are used, by logical axis."""
+        mesh, kept = self.layout.mesh.shape, {"exp": (), "mlp_moe": ()}
+        hidden = self.runtime.expert_parallel == "hidden"
+        sizes = {"exp": self.spec.router.experts, "mlp_moe": self.spec.width}
+        for name, axis in (("mlp_moe" if hidden else "exp", AXIS), ("mlp_moe", "tensor")):
+            parts = math.prod(mesh[a] for a in kept[name]) * mesh[axis]
+            if mesh[axis] > 1 and sizes[name] % parts == 0 and (axis == AXIS or axis not in self.token_axes):
+                kept[name] = (*kept[name], axis)
+        return kept
+
+    @cached_property
+    def kept_axes(self) -> frozenset[str]:
+        return frozenset(chain(*self.kept.values()))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether tokens travel along the axis `expert`; not where every device of it has the same ones (few rows, decoding)."""
+        return AXIS in self.kept_axes and AXIS in self.token_axes
+
+    @property
+    def exchanges(self) -> bool:
+        return self.gathers and self.runtime.expert_parallel == "all_to_all"
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Axes along which devices have the same tokens and a part of their result each."""
+        return tuple(sorted(self.kept_axes - self.token_axes))
+
+    @property
+    def live(self) -> frozenset[str]:
+        """Axes along which devices compute different things."""
+        return self.token_axes | self.kept_axes
+
+    @property
+    def own_experts(self) -> int:
+        """Experts of a device."""
+        return self.spec.router.experts // math.prod(self.layout.mesh.shape[axis] for axis in self.kept["exp"])
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """That of x on a device."""
+        mesh = self.layout.mesh.shape
+        return tuple(n // math.prod(mesh[axis] for axis in axes) for n, axes in zip(self.shape, _dims(self.tokens), strict=True))
+
+    @property
+    def block(self) -> int | None:
+        """Rows of a block of the grouped products; their mean number for one expert does not depend on the scheme."""
+        mesh = self.layout.mesh.shape
+        parts = math.prod(mesh[axis] for axis in self.token_axes - ({AXIS} if self.gathers else set()))
+        rows = math.prod(self.shape[:2]) * self.spec.router.experts_per_token // parts
+        return block_rows(rows, self.spec.router.experts, self.layout.platform)
+
+    def places(self, weights: Weights) -> dict[str, PartitionSpec]:
+        """Where the weights of the experts lie when a device starts: cut as they will be used, and on top of that as they are
+        stored over axes along which tokens differ."""
+        return {name: self._place(name, array.shape) for name, array in weights.items()}
+
+    def _place(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        names, dims = experts.AXES[name], []
+        for logical, stored, size in zip(names, _dims(self.layout.spec(names, shape)), shape, strict=True):
+            kept = self.kept.get(logical, ())
+            extra = tuple(axis for axis in stored if axis in self.token_axes - self.kept_axes)
+            if size % math.prod(self.layout.mesh.shape[axis] for axis in kept + extra):
+                extra = ()
+            dims.append(kept + extra or None)
+        return PartitionSpec(*dims)
+
+
+def _dims(spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each dimension; a PartitionSpec holds a single one as a string."""
+    return tuple((dim,) if isinstance(dim, str) else dim or () for dim in spec)
+
+
+def _axes(spec: PartitionSpec) -> frozenset[str]:
+    """The mesh axes of all dimensions."""
+    return frozenset(chain.from_iterable(_dims(spec)))
+
+
+def _on_one_device(x_bte, experts_btk, weights_btk, weights: Weights, *, body, cut: Cut, places: dict[str, PartitionSpec]):
+    out, dropped = body(*(flat(a, cut) for a in (x_bte, experts_btk, weights_btk)), held(weights, places, cut), cut)
+    return out.reshape(x_bte.shape), dropped
+
+
+def flat(array_bt: jax.Array, cut: Cut) -> jax.Array:
+    """[b, t, ...] as [N, ...], for a scheme."""
+    return _vary(array_bt.reshape(-1, array_bt.shape[-1]), cut.tokens, cut)
+
+
+def held(weights: Weights, places: dict[str, PartitionSpec], cut: Cut) -> Weights:
+    """The weights as a device uses them: what is cut for storage only is gathered."""
+    ready = {}
+    for name, array in weights.items():
+        array = _vary(array, places[name], cut)
+        for dim, axes in enumerate(_dims(places[name])):
+            if stored := tuple(axis for axis in axes if axis not in cut.kept_axes):
+                array = jax.lax.all_gather(array, stored, axis=dim, tiled=True)
+        ready[name] = array
+    if "down_bias" in ready and (parts := cut.kept["mlp_moe"]):  # one of the devices that add up their slices of the width adds it
+        first = sum(jax.lax.axis_index(axis) for axis in parts) == 0
+        ready["down_bias"] = jnp.where(first, ready["down_bias"], 0)
+    return ready
+
+
+def _vary(array: jax.Array, spec: PartitionSpec, cut: Cut) -> jax.Array:
+    """Marks the array as differing along all the axes that matter, so that its gradient is summed over the devices once, here."""
+    missing = cut.live - _axes(spec)
+    return jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
+
+
+def gather(x_NE, experts_NK, weights_NK, weights: Weights, cut: Cut):
+    """The schemes gather and hidden, on one device: (out [N, E], None)."""
+    routed = gathered(x_NE, experts_NK, weights_NK, cut)
+    return scattered(experts.compute(weights, routed, cut.spec, cut.runtime), cut), None
+
+
+def gathered(x_NE, experts_NK, weights_NK, cut: Cut) -> Routed:
+    """Brings the tokens of the other devices here, and sorts their choices of the experts of this one."""
+    if cut.gathers:
+        x_NE, experts_NK, weights_NK = (jax.lax.all_gather(a, AXIS, axis=0, tiled=True) for a in (x_NE, experts_NK, weights_NK))
+    own, partial = cut.own_experts, cut.runtime.drops
+    if own < cut.spec.router.experts:
+        local, partial = experts_NK - own * jax.lax.axis_index(AXIS), True
+        experts_NK = jnp.where((local >= 0) & (local < own), local, own)
+    return experts.route(x_NE, experts_NK, weights_NK, cut.spec, groups=own, block=cut.block, partial=partial)
+
+
+def scattered(routed: Routed, cut: Cut) -> jax.Array:
+    """The sums over the choices of each token, added up over the devices and handed back to the owners of the tokens."""
+    out_NE = experts.unroute(routed)
+    if cut.gathers:
+        out_NE = jax.lax.psum_scatter(out_NE, AXIS, scatter_dimension=0, tiled=True)
+    return jax.lax.psum(out_NE, cut.summed) if cut.summed else out_NE
+
+
+def all_to_all(x_NE, experts_NK, weights_NK, weights: Weights, cut: Cut):
+    """The scheme all_to_all, on one device: (out [N, E], choices dropped or None)."""
+    N, k = experts_NK.shape
+    spec, drops, own, devices = cut.spec, cut.runtime.drops, cut.own_experts, cut.layout.mesh.shape[AXIS]
+    factor, room = cut.runtime.ragged_buffer_factor, N * devices * min(k, own)
+    if factor is not None:
+        room = min(room, math.ceil(N * k * factor))
+    leaving = experts.route(x_NE, experts_NK, weights_NK, spec, groups=spec.router.experts, block=None, partial=drops)
+    trip, arriving = trips(jax.lax.all_gather(leaving.plan.sizes, AXIS), room)
+    here, native = jax.lax.axis_index(AXIS), cut.layout.platform != "cpu"
+    rows_RE = exchange(leaving.rows, trip, (N * k, room), AXIS, native)
+    # A second sort: rows arrive by sender. Weights stay with the sender, or are in the rows already.
+    groups = groups_on_arrival(arriving[:, here], room)[:, None]
+    routes = plan(groups, own, block=cut.block, partial=True)
+    arrived = Routed(dispatch(rows_RE, routes), routes, (groups < own).astype(jnp.float32))
+    done_RE = experts.unroute(experts.compute(weights, arrived, spec, cut.runtime))
+    home = exchange(done_RE, trip.back, (room, N * k), AXIS, native)
+    out = experts.unroute(Routed(home, leaving.plan, leaving.weights))
+    out = jax.lax.psum(out, cut.summed) if cut.summed else out
+    if factor is None:
+        return out, None
+    dropped = (leaving.plan.sizes.sum() - trip.sizes[here].sum()).astype(jnp.float32)
+    return out, jax.lax.psum(jax.lax.pmean(dropped, cut.summed) if cut.summed else dropped, tuple(sorted(cut.token_axes)))

@@ -1,0 +1,170 @@
+"""Mixtures of experts on a mesh of CPU devices against one device: run by test_experts_on_a_mesh.py.
+
+    python experts_on_mesh.py '[["layer", {"expert": 2}, "gather", "groups", {}], ...]'
+
+Prints a JSON list with the findings of each case: the largest differences, as a share of the largest number.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from policy import families
+from policy.cache import Step
+from policy.config import ClampedSwiglu, DecoderConfig, Mlp, Moe, Norm, Router, Runtime
+from policy.layers.moe import MixtureOfExperts
+from policy.model import Model
+from policy.modes import sit
+from policy.sharding import layout
+from rollout import Generator, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import learners
+import oracles
+from oracles import STANDARD, configuration, random_model
+
+E = 16
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
+GROUPS = {"score": "sigmoid", "correction_bias": True, "groups": 4, "topk_groups": 2, "group_score": "top2", "scale": 2.5}
+MIXTURES = {
+    "groups": Moe(Router(8, 3, **GROUPS), 12, shared=Mlp(8)),
+    "biases": Moe(Router(8, 2, bias=True), 12, bias=True, clamp=ClampedSwiglu(1.0)),
+    "input": Moe(Router(8, 1, score="sigmoid", renormalize=False), 12, weigh="input"),
+    "narrow": Moe(Router(8, 2), 9, bias=True),
+    "six": Moe(Router(6, 2), 12),
+}
+
+
+def mixture(name: str, skew: float):
+    """(graph, numpy weights) of a mixture; a large `skew` sends all tokens to the last experts."""
+    with nnx.use_eager_sharding(False):
+        module = MixtureOfExperts(MIXTURES[name], DecoderConfig(16, E, (), Norm(), "none", "{}"), nnx.Rngs(0))
+    graph, state = nnx.split(module)
+    rng = np.random.default_rng(1)
+    weights = jax.tree.map(lambda a: rng.normal(0, 0.5, a.shape).astype(np.float32), state)
+    for bias in ("bias", "correction_bias") if skew else ():
+        if bias in weights["router"]:
+            tilt = skew * np.arange(MIXTURES[name].router.experts, dtype=np.float32)
+            weights["router"][bias] = weights["router"][bias].replace(tilt)
+    return graph, weights
+
+
+def rows(B: int, T: int):
+    """(x, cotangent, segments with two packed texts and padding)."""
+    rng = np.random.default_rng(2)
+    x, cotangent = rng.normal(size=(2, B, T, E)).astype(np.float32)
+    segments = np.where(np.arange(T) < T // 2, 1, 2) * (np.arange(T) < rng.integers(1, T + 1, (B, 1)))
+    return x, cotangent, segments.astype(np.int32)
+
+
+@cache
+def computed(name: str, degrees: str, shape: tuple[int, int], skew: float, how: str) -> dict:
+    """Everything that a mixture computes, by name, on a mesh (null: one device)."""
+    graph, weights = mixture(name, skew)
+    degrees, how = json.loads(degrees), json.loads(how)
+    mesh = layout(degrees) if degrees else layout({"fsdp": 1}, devices=jax.devices()[:1])
+    runtime = Runtime(**how)
+    runtime = replace(runtime, layout=mesh.for_experts(runtime.expert_parallel))
+
+    def run(weights, x, cotangent, segments):
+        def forward(weights, x):
+            step = Step(jnp.zeros_like(segments), segments)
+            out, aux = nnx.merge(graph, weights)(x.astype(runtime.dtype), step, runtime)
+            return out.astype(jnp.float32), aux.routing
+
+        with jax.default_matmul_precision("highest"):
+            out, back, routing = jax.vjp(forward, weights, x, has_aux=True)
+            return out, *back(cotangent), routing
+
+    out, d_weights, d_x, routing = jax.block_until_ready(jax.jit(run)(weights, *rows(*shape)))
+    found = {"out": out, "d_x": d_x, "counts": routing.counts, "balance": routing.balance, "share": routing.share}
+    found |= {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(d_weights)}
+    if routing.dropped is not None:
+        found["dropped"] = routing.dropped
+    return {name: np.asarray(a) for name, a in found.items()}
+
+
+def layer(degrees: dict, scheme: str, name: str, options: dict) -> dict:
+    """The array that differs most from one device, the difference as a share of its largest number (at least 1e-3), and the
+    choices dropped on the mesh."""
+    options = {"shape": (8, 6), "skew": 0.0, "one": {}, "how": {}} | options
+    case = tuple(options["shape"]), options["skew"]
+    one = computed(name, "null", *case, json.dumps(options["how"] | options["one"]))
+    many = computed(name, json.dumps(degrees), *case, json.dumps(options["how"] | {"expert_parallel": scheme}))
+    differences = {key: float(np.abs(many[key] - a).max() / max(np.abs(a).max(), 1e-3)) for key, a in one.items()}
+    worst = max(differences, key=differences.get)
+    dropped, choices = float(many.get("dropped", 0)), float(many["counts"].sum())
+    return {"worst": worst, "difference": differences[worst], "dropped": dropped, "choices": choices}
+
+
+def gradients(degrees: dict, how: dict, options: dict) -> dict:
+    """Log-probabilities and all gradients of a decoder with a dense layer and two of experts, on packed and padded rows, against
+    one device that runs plainly: the largest difference of a log-probability, and of a gradient as a share of the largest
+    number in it (at least a thousandth of the largest of all)."""
+    config = families.read(configuration("DeepseekV3", **STANDARD["DeepseekV3"] | {"num_hidden_layers": 3} | options))
+    tokens, cotangent = oracles.tokens(8, 12), np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
+    segments = rows(8, 12)[2]
+    found = []
+    for mesh, runtime in ((None, Runtime()), (layout(degrees), Runtime(**how))):
+        graph = (model := random_model(config, runtime=runtime, mesh=mesh)).graph
+
+        @jax.jit
+        @partial(jax.value_and_grad, has_aux=True)
+        def loss(params, tokens, segments, graph=graph):
+            logp, entropy, aux = graph.logprobs(params, tokens, sit(tokens, segments=segments), 0.9)
+            balance = sum(routing.balance.sum() for routing in aux.found("routing").values())
+            counts = jnp.stack([routing.counts.sum(0) for routing in aux.found("routing").values()])
+            return jnp.sum(cotangent * logp + entropy) + balance, (logp, counts)
+
+        (_, (logp, counts)), gradient = jax.block_until_ready(loss(model.params, tokens, segments))
+        found.append((np.asarray(logp), np.asarray(counts), {path: np.asarray(g) for path, g in gradient.items()}))
+    (logp, counts, one), (also, same, many) = found
+    largest = {path: float(np.abs(gradient).max()) for path, gradient in one.items()}
+    floor = 1e-3 * max(largest.values())
+    shares = {path: float(np.abs(many[path] - one[path]).max()) / max(floor, largest[path]) for path in one}
+    worst = max(shares, key=shares.get)
+    moved = int((counts != same).sum())
+    return {"logprobs": float(np.abs(also - logp).max()), "gradient": shares[worst], "worst": worst, "counts": moved}
+
+
+def update(degrees: dict, scheme: str, options: dict) -> dict:
+    """Two updates of a small model in micro-batches, and what it then writes, against one device: how many biases differ at all,
+    how many weights are stored in pieces, the largest difference of a weight, of a metric, of a log-probability, and whether
+    greedy completions are equal."""
+    keys = {"algorithm": "sft", "micro_batch": 4} | options
+    keys["router"] = {"bias_rate": 0.05, "balance_coef": 0.3} | keys.get("router", {})
+    ends = []
+    for mesh, how in ((None, "auto"), (layout(degrees), scheme)):
+        runtime = replace(learners.QUICK, expert_parallel=how)
+        model = learners.experts(runtime=runtime, **({} if mesh is None else {"mesh": mesh}))
+        trainer, state = learners.begin(model, learners.stage(**keys), fresh=True)
+        cut = sum(len({str(s.index) for s in a.addressable_shards}) > 1 for a in model.params.values())
+        for seed in (0, 1):
+            state, metrics = trainer.update(state, learners.batch(seed=seed))
+        generator = Generator(Model(model.graph, state.policy.params), max_length=24, slots=6)
+        written = generator.generate(PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0))
+        found = {path: np.asarray(a) for path, a in state.policy.params.items()}
+        ends.append((found, {name: float(m) for name, m in metrics.items()}, [c for (c,) in written]))
+    (one, logged, texts), (many, also, same) = ends
+    biases = [path for path in one if path.endswith("correction_bias")]
+    return {
+        "biases": int(sum((many[path] != one[path]).sum() for path in biases)),
+        "cut": cut,
+        "weights": max(float(np.abs(many[path] - one[path]).max()) for path in one),
+        "metrics": max(abs(also[name] - value) for name, value in logged.items()),
+        "dropped": also.get("moe/dropped", 0.0),
+        "logprobs": max(float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(texts, same, strict=True)),
+        "equal": [a.tokens for a in texts] == [b.tokens for b in same],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps([globals()[what](*arguments) for what, *arguments in json.loads(sys.argv[1])]))
