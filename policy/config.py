@@ -322,10 +322,17 @@ class DecoderConfig:
         return next((table.length for table in self.positions if isinstance(table, LearnedPositions)), None)
 
 
+# Training rules: types of weights, activations and gradients. fp8: e4m3 for all; fp8_full: e5m2 for gradients.
+Quantization = Literal["int8", "fp8", "fp8_full"]
+# Types of stored weights and cache entries; fp8 is e4m3.
+StoredType = Literal["int8", "int4", "fp8"]
+
+
 @dataclass(frozen=True)
 class Runtime:
     """How a decoder is computed, apart from what it computes. `remat` is a key of REMAT_SAVES in policy/decoder.py,
-    or none; more than `attention_chunk` queries are taken in chunks; `record` names what each layer adds to the Aux. `layout` is
+    or none; more than `attention_chunk` queries are taken in chunks; `quantization` is the
+    rule by which products with weights are computed in few bits; `record` names what each layer adds to the Aux. `layout` is
     filled in by the Graph."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -333,5 +340,6 @@ class Runtime:
     remat: str = "full"
     scan: bool = True
     attention_chunk: int = 512
+    quantization: Quantization | None = None
     record: tuple[Literal["hidden", "activations"], ...] = ()
     layout: Layout | None = None

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from policy.config import Runtime
+from policy.layers.linear import Weight, linear, ragged_linear
 
 
 @jax.tree_util.register_dataclass
@@ -96,11 +97,10 @@ def _combine_backward(saved, g_NE: jax.Array):
 combine.defvjp(lambda rows, weights, plan: (combine(rows, weights, plan), (rows, weights, plan)), _combine_backward)
 
 
-def product(rows_ME: jax.Array, weights_GEF: jax.Array, plan: Plan, runtime: Runtime) -> jax.Array:
+def product(rows_ME: jax.Array, weights_GEF: Weight, plan: Plan, runtime: Runtime) -> jax.Array:
     """rows[m] @ weights[group of m], in rows' dtype: [M, F]."""
-    weights_GEF = weights_GEF.astype(rows_ME.dtype)
     if plan.block_group is None:
-        return jax.lax.ragged_dot(rows_ME, weights_GEF, plan.sizes.astype(jnp.int32))
+        return ragged_linear(rows_ME, weights_GEF, plan.sizes.astype(jnp.int32), runtime)
     blocks = rows_ME.reshape(plan.block_group.shape[0], -1, rows_ME.shape[-1])
-    out = jnp.einsum("bre,bef->brf", blocks, weights_GEF[plan.block_group])
+    out = linear("bre,bef->brf", blocks, weights_GEF.astype(rows_ME.dtype)[plan.block_group], runtime)
     return out.reshape(rows_ME.shape[0], -1)
