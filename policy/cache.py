@@ -1,19 +1,25 @@
 """What a token may look at. No cache: the tokens of its own call. A cache: what earlier calls left there as well.
 
 A layer hands its new keys and values (or latents) to `extend` and gets back everything visible; it never asks for a mode.
+Keys, values and latents may be kept quantised, as values of 8 or 4 bits beside their scales ("k" and "k.scale"); `extend` quantises
+what it writes and gives back floats. Keys of an index selector and states of fixed size never are.
+
 Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension, B rows, T tokens.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import qwix
 
-from policy.config import Attention, DecoderConfig, GatedDeltaNet, LatentAttention, LayerSpec
+from policy.config import Attention, DecoderConfig, GatedDeltaNet, LatentAttention, LayerSpec, StoredType
 from policy.layers.dropout import Dropout
+from policy.layers.quantization import TYPES, quantize_tiles
 
 
 @jax.tree_util.register_dataclass
@@ -65,14 +71,31 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
     B, T = step.positions.shape
     rows = jnp.arange(B)[:, None]
     for name, value in new.items():
-        array = cache.arrays[name]
-        at = jnp.where(step.segments != 0, step.positions, array.shape[3] + jnp.arange(T))
-        value = jnp.swapaxes(value, 1, 2).astype(array.dtype)
-        arrays[name] = array.at[cache.index, rows, :, at].set(value, mode="drop", unique_indices=True)
-        seen[name] = arrays[name][cache.index]
+        for part, written in _parts(cache.arrays, name, value).items():
+            array = cache.arrays[part]
+            at = jnp.where(step.segments != 0, step.positions, array.shape[3] + jnp.arange(T))
+            written = jnp.swapaxes(written, 1, 2).astype(array.dtype)
+            arrays[part] = array.at[cache.index, rows, :, at].set(written, mode="drop", unique_indices=True)
+        seen[name] = read(arrays, name, lambda array: array[cache.index], value.dtype)
     length = next(iter(seen.values())).shape[2]
     positions = jnp.broadcast_to(jnp.arange(length), (B, length))
-    return Visible(seen, positions, jnp.ones_like(positions)), replace(cache, arrays=arrays)
+    return Visible(seen, positions, jnp.ones_like(positions)), replace(cache, arrays=cache.arrays | arrays)
+
+
+def _parts(arrays: dict[str, jax.Array], name: str, value: jax.Array) -> dict[str, jax.Array]:
+    """`value` as the arrays that the cache keeps of it, by name: itself, or quantised values and scales."""
+    if f"{name}.scale" not in arrays:
+        return {name: value}
+    tiles = arrays[f"{name}.scale"].shape[-1]
+    quantized = quantize_tiles(value, arrays[name].dtype, tiles)
+    return {name: quantized.qvalue, f"{name}.scale": quantized.scale}
+
+
+def read(arrays: dict[str, jax.Array], name: str, pick, dtype) -> jax.Array:
+    """`pick(array)`, a part of the entries `name` with whole vectors [..., D], as floats where they are quantised."""
+    if f"{name}.scale" not in arrays:
+        return pick(arrays[name])
+    return qwix.dequantize(qwix.QArray(pick(arrays[name]), pick(arrays[f"{name}.scale"]))).astype(dtype)
 
 
 # Logical axes of every cache array [R, S, K, C, D].
@@ -82,39 +105,62 @@ AXES = (None, "cache_batch", "cache_heads", None, None)
 @dataclass(frozen=True)
 class Entry:
     """One array of a layer, [heads, length, dim] a slot. `length` None is the length of the cache: one entry a token; a number is
-    a state of fixed size, whatever the length. `dtype` None is that of the cache."""
+    a state of fixed size, whatever the length. `dtype` None is that of the cache. `tile`: where the cache is quantised, one
+    scale for so many numbers of a token; None: never quantised."""
 
     heads: int
     dim: int
     length: int | None = None
     dtype: str | None = None
+    tile: int | None = None
+
+    @property
+    def bits(self) -> int:
+        """Of one number; `dtype` is known."""
+        dtype = jnp.dtype(self.dtype)
+        return 4 if dtype == jnp.int4 else 8 * dtype.itemsize
 
 
 def _entries(spec: LayerSpec) -> dict[str, Entry]:
     """What a layer keeps in the cache, by name."""
     match spec.mixer:
         case Attention(kv_heads=heads, head_dim=dim):
-            return {"k": Entry(heads, dim), "v": Entry(heads, dim)}
+            return {"k": Entry(heads, dim, tile=dim), "v": Entry(heads, dim, tile=dim)}
         case LatentAttention(kv_lora_rank=rank, rope=rope, indexer=indexer):
             keys = {} if indexer is None else {"index": Entry(1, indexer.head_dim)}
-            return {"latent": Entry(1, rank + rope.dim)} | keys
+            # No tile holds numbers of both the normed latent and the rotated key, which differ in size.
+            return {"latent": Entry(1, rank + rope.dim, tile=math.gcd(rank, rope.dim))} | keys
         case GatedDeltaNet(key_heads=K, value_heads=H, key_dim=D, value_dim=V, conv_width=width):
             return {"conv": Entry(1, 2 * K * D + H * V, width - 1), "state": Entry(H, V, D, "float32")}
         case None:
             return {}
 
 
-def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool) -> tuple:
+def _stored(spec: LayerSpec, dtype, quantization: StoredType | None) -> dict[str, Entry]:
+    """The entries of a layer as arrays of known dtypes; quantised ones have their scales beside them."""
+    found = {}
+    for name, entry in _entries(spec).items():
+        if quantization is None or entry.tile is None:
+            found[name] = replace(entry, dtype=entry.dtype or jnp.dtype(dtype).name)
+        else:
+            found[name] = replace(entry, dtype=jnp.dtype(TYPES[quantization]).name)
+            found[f"{name}.scale"] = Entry(entry.heads, entry.dim // entry.tile, dtype="float32")
+    return found
+
+
+def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool, quantization: StoredType | None = None) -> tuple:
     """An empty cache of `slots` rows of `length` tokens: for each stack a tuple of parts, each a tuple over the pattern of
     named arrays. A scanned stack has one part with all its repeats, an unrolled one a part with one layer for each repeat
-    (on CPU, reading a layer out of one stacked array costs a copy of it at every step)."""
+    (on CPU, reading a layer out of one stacked array costs a copy of it at every step). `quantization`: the type in which keys,
+    values and latents are kept."""
 
-    def zeros(entry, repeats):
-        rows = length if entry.length is None else entry.length
-        return jnp.zeros((repeats, slots, entry.heads, rows, entry.dim), entry.dtype or dtype)
+    def zeros(spec, repeats):
+        entries = _stored(spec, dtype, quantization).items()
+        shapes = {name: (repeats, slots, e.heads, length if e.length is None else e.length, e.dim) for name, e in entries}
+        return {name: jnp.zeros(shapes[name], entry.dtype) for name, entry in entries}
 
     def part(stack, repeats):
-        return tuple({name: zeros(entry, repeats) for name, entry in _entries(spec).items()} for spec in stack.pattern)
+        return tuple(zeros(spec, repeats) for spec in stack.pattern)
 
     return tuple(
         (part(stack, stack.repeats),) if scan else tuple(part(stack, 1) for _ in range(stack.repeats)) for stack in config.stacks
@@ -131,7 +177,7 @@ def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tu
     return jax.tree.map(copy, cache, prefix)
 
 
-def bytes_per_token(config: DecoderConfig, dtype) -> int:
-    """Bytes that one more token takes in the cache, over all layers; states of fixed size take none."""
-    entries = [entry for spec in config.layers for entry in _entries(spec).values() if entry.length is None]
-    return sum(entry.heads * entry.dim * jnp.dtype(entry.dtype or dtype).itemsize for entry in entries)
+def bytes_per_token(config: DecoderConfig, dtype, quantization: StoredType | None = None) -> int:
+    """Bytes that one more token takes in the cache, over all layers, scales included; states of fixed size take none."""
+    entries = [entry for spec in config.layers for entry in _stored(spec, dtype, quantization).values() if entry.length is None]
+    return sum(entry.heads * entry.dim * entry.bits for entry in entries) // 8

@@ -81,6 +81,9 @@ class ModelOptions(Strict):
     remat: Literal["none", "full", "minimal", "save_dot_except_mlp", "save_qkv_proj", "save_out_proj"] = Field(
         "full", description="what the backward pass computes again: full keeps the input of each layer only, none keeps all"
     )
+    quantization: Literal["int8", "fp8", "fp8_full"] | None = Field(
+        None, description="numbers in which layers multiply; fp8: e4m3, fp8_full: gradients e5m2; weights stay in param_dtype"
+    )
     scan: bool = Field(True, description="scan over stacked layers when training (False: unrolled)")
 
     @property
@@ -113,6 +116,13 @@ class GeneratorOptions(Strict):
     slots: int = Field(64, ge=1, description="completions decoded at the same time")
     prefill_chunk: int = Field(256, ge=1, description="prompt tokens per prefill call")
     tokens_per_dispatch: int = Field(16, ge=1, description="decoding steps between two looks of the host")
+    weights: Literal["int8", "int4", "fp8"] | None = Field(
+        None,
+        description="numbers in which rollouts keep the weights of layers; set a `correction` with it; null: the trained weights",
+    )
+    kv_cache: Literal["int8", "int4", "fp8"] | None = Field(
+        None, description="numbers in which keys, values and latents are kept; set a `correction` with it; null: dtype"
+    )
 
 
 class ColumnNames(Strict):

@@ -43,6 +43,7 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     if directory.exists() and not directory.is_dir():
         yield ("run", "dir"), f"{directory} exists and is not a directory"
     yield from _model(config)
+    yield from _quantization(config)
     yield from _tokenizer(config)
     yield from _mesh(config.mesh)
     if config.data:
@@ -71,6 +72,17 @@ def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         yield (
             ("model", "overrides"),
             f"{source} holds weights; overrides change the shape of a model that starts from random weights only",
+        )
+
+
+def _quantization(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    """With a training rule the generator multiplies what it stores by activations of that rule's type."""
+    rule, weights = config.model.quantization, config.generator.weights
+    if rule and weights and not rule.startswith(weights):
+        yield (
+            ("generator", "weights"),
+            f"{weights} weights cannot be multiplied by the {rule} activations of model.quantization; leave it out, or use the "
+            "same numbers",
         )
 
 

@@ -75,9 +75,7 @@ def run(config: RunConfig) -> int:
                 slots=config.generator.slots,
                 seed=config.seed,
                 tokenizer=prepared.tokenizer,
-                options=GeneratorOptions(
-                    prefill_chunk=config.generator.prefill_chunk, tokens_per_dispatch=config.generator.tokens_per_dispatch
-                ),
+                options=GeneratorOptions(**config.generator.model_dump(exclude={"slots"})),
             )
             events = Events(config, folder.path)
             try:
@@ -97,7 +95,7 @@ def run(config: RunConfig) -> int:
 def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model:
     """The model on its mesh; without weights when a checkpoint will bring them."""
     options = config.model
-    runtime = Runtime(options.dtype, options.param_dtype, options.remat, options.scan)
+    runtime = Runtime(options.dtype, options.param_dtype, options.remat, options.scan, quantization=options.quantization)
     try:
         mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)
     except ValueError as error:

@@ -1,4 +1,5 @@
-"""The generator: prompts in, completions out, made by the policy's own weights. It keeps no copy of them.
+"""The generator: prompts in, completions out, made by the policy's own weights. It keeps no copy of them,
+but for a quantised one if that is wanted.
 
 S slots, P prompts of one prefill, C tokens of one prefill call, K decoding steps of one dispatch, V vocabulary.
 """
@@ -16,11 +17,14 @@ import numpy as np
 from policy import cache as caches
 from policy import modes
 from policy.cache import Step
+from policy.config import StoredType
+from policy.layers.quantization import TYPES
 from policy.model import Model
 from policy.sharding import settle
 from rollout.chat import render_prompt
 from rollout.sampling import SamplingParams, draw, uniforms
 from rollout.scheduler import Request, Scheduler
+from rollout.weights import QuantizedWeights
 
 PREFILL_ROWS = (1, 4, 16)
 # Above this many layers decoding is scanned on CPU too: unrolled it runs several times faster, but compiles longer.
@@ -29,13 +33,19 @@ UNROLLED_LAYERS = 32
 
 @dataclass(frozen=True)
 class GeneratorOptions:
-    """prefill_chunk: prompt tokens of one prefill call. tokens_per_dispatch: decoding steps between two looks of the host."""
+    """prefill_chunk: prompt tokens of one prefill call. tokens_per_dispatch: decoding steps between two looks of the host.
+    weights, kv_cache: types in which the weights of products, and keys, values and latents, are kept; None: as floats."""
 
     cache: Literal["contiguous"] = "contiguous"
     prefill_chunk: int = 256
     tokens_per_dispatch: int = 16
+    weights: StoredType | None = None
+    kv_cache: StoredType | None = None
 
     def __post_init__(self):
+        for name in ("weights", "kv_cache"):
+            if getattr(self, name) not in (None, *TYPES):
+                raise ValueError(f"GeneratorOptions.{name}: {getattr(self, name)!r} is none of {', '.join(TYPES)}")
         if self.cache != "contiguous":
             raise ValueError(f"GeneratorOptions.cache: {self.cache!r} is not available; use 'contiguous'")
         if self.prefill_chunk < 1 or self.tokens_per_dispatch < 1:
@@ -56,7 +66,8 @@ class Generator:
     """Decodes up to `slots` completions at the same time over a cache of `max_length` tokens each.
 
     A token's draw depends only on (seed, prompt id, sample index, position), so neither the other prompts of a call nor the
-    number of slots changes a completion. The weights are read from `model.params` at every dispatch.
+    number of slots changes a completion. The weights are read from `model.params` at every dispatch; quantised ones are made again
+    when those have changed (rollout/weights.py).
     """
 
     def __init__(
@@ -75,7 +86,8 @@ class Generator:
             raise ValueError(f"Generator: max_length {max_length} is more than the {limit} positions of this model")
         self.model, self.max_length, self.slots = model, max_length, slots
         self.seed, self.tokenizer, self.options = seed, tokenizer, options
-        self._programs = _Programs(model.graph, options.tokens_per_dispatch)
+        self._programs = _Programs(model.graph, options.tokens_per_dispatch, options.kv_cache)
+        self._quantized = QuantizedWeights(model.graph, options.weights) if options.weights else None
         self._cache = None
 
     def generate(
@@ -130,6 +142,11 @@ class Generator:
             )
         return prompt
 
+    @property
+    def _params(self) -> dict:
+        """The model's weights as they are now, quantised if so wanted."""
+        return self._quantized.of(self.model.params) if self._quantized else self.model.params
+
     def _text(self, tokens: list[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
 
@@ -146,7 +163,7 @@ class Generator:
             waiting = {request.index for request in scheduler.waiting}
             prefixes = {index: prefix for index, prefix in prefixes.items() if index in waiting}
             cache, tokens_KS, logps_KS = self._programs.decode(
-                self.model.params, cache, self._view(scheduler.running, params), params, self.seed
+                self._params, cache, self._view(scheduler.running, params), params, self.seed
             )
             for slot in list(scheduler.running):
                 if self._append(scheduler.running[slot], tokens_KS[:, slot], logps_KS[:, slot], params):
@@ -183,7 +200,7 @@ class Generator:
             lengths[row] = len(prompt)
         prefix = self._programs.empty(P, length)
         for start in range(0, longest, C):
-            prefix = self._programs.prefill(self.model.params, prefix, tokens[:, start : start + C], start, lengths)
+            prefix = self._programs.prefill(self._params, prefix, tokens[:, start : start + C], start, lengths)
         return prefix
 
     def _view(self, running: dict[int, Request], params: SamplingParams) -> _Slots:
@@ -251,8 +268,8 @@ class _Draws:
 class _Programs:
     """The compiled programs of a generator; caches are donated to them."""
 
-    def __init__(self, graph, dispatch: int):
-        self.graph, self._dispatch = graph, dispatch
+    def __init__(self, graph, dispatch: int, kv_cache: StoredType | None):
+        self.graph, self._dispatch, self._kv_cache = graph, dispatch, kv_cache
         self._scan = jax.default_backend() != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
         self._empty = jax.jit(self._empty_program, static_argnums=(0, 1))
         self._prefill = jax.jit(self._prefill_program, donate_argnums=1)
@@ -285,7 +302,8 @@ class _Programs:
         return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, layout.sharding(caches.AXES, a.shape)), cache)
 
     def _empty_program(self, rows: int, length: int):
-        return self._pinned(caches.create(self.graph.config, rows, length, self.graph.runtime.dtype, scan=self._scan))
+        dtype, kind = self.graph.runtime.dtype, self._kv_cache
+        return self._pinned(caches.create(self.graph.config, rows, length, dtype, scan=self._scan, quantization=kind))
 
     def _insert_program(self, cache, prefix, slots, rows):
         return self._pinned(caches.insert(cache, prefix, slots, rows))

@@ -38,6 +38,13 @@ def quantize(array: jax.Array, qtype, inputs: tuple[int, ...]) -> qwix.QArray:
     return qwix.quantize(array.astype(jnp.float32), qtype, channelwise_axes=kept)
 
 
+def quantize_tiles(array: jax.Array, qtype, tiles: int) -> qwix.QArray:
+    """`array` as values of `qtype` with float32 scales [..., tiles]: one for each of `tiles` equal pieces of the last dimension."""
+    kept, last = tuple(range(array.ndim - 1)), array.ndim - 1
+    size = array.shape[-1] // tiles
+    return qwix.quantize(array.astype(jnp.float32), qtype, channelwise_axes=kept, tiled_axes={last: size})
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def einsum(equation: str, x: jax.Array, weight: jax.Array, rule: str) -> jax.Array:
     """einsum(equation, x, weight) by the training rule of that name; no dots in the equation, every letter once per operand."""
