@@ -1,7 +1,9 @@
 """Products of numbers of few bits (qwix): what training with `Runtime.quantization` and quantised weights are made of.
 
 A quantised array is a `qwix.QArray`: values of 8 or 4 bits, and one scale for all numbers that a product sums over, which is the
-largest of them in size over the largest that the type can hold. All scales are float32, whatever the dtype of the activations.
+largest of them in size over the largest that the type can hold. For int8 that is 127, not the 127.5 of qwix: the largest number
+would stand in the middle of two, and programs that differ in a last bit would round it apart (generator and trainer moved 8e-4
+in log-probability by that alone). All scales are float32, whatever the dtype of the activations.
 
 Training follows qwix's rule for quantised training, by its public functions. (Its provider finds weights by walking the caller's
 frames and comparing shapes, which fails in a layer with three weights of one shape.) With s_x, s_w the scales of
@@ -23,8 +25,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 TYPES = {"int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
 # Types of weights, activations and gradients in training.
+_INT8 = f"absmax,{127.5 / 127}"
 RULES = {
-    "int8": qwix.QtRule(weight_qtype=jnp.int8, act_qtype=jnp.int8, bwd_qtype=jnp.int8),
+    "int8": qwix.QtRule(
+        weight_qtype=jnp.int8,
+        act_qtype=jnp.int8,
+        bwd_qtype=jnp.int8,
+        weight_calibration_method=_INT8,
+        act_calibration_method=_INT8,
+        bwd_calibration_method=_INT8,
+    ),
     "fp8": qwix.QtRule(weight_qtype=jnp.float8_e4m3fn, act_qtype=jnp.float8_e4m3fn, bwd_qtype=jnp.float8_e4m3fn),
     "fp8_full": qwix.QtRule(weight_qtype=jnp.float8_e4m3fn, act_qtype=jnp.float8_e4m3fn, bwd_qtype=jnp.float8_e5m2),
 }
@@ -35,7 +45,8 @@ def quantize(array: jax.Array, qtype, inputs: tuple[int, ...]) -> qwix.QArray:
     are 0 the scale is 1."""
     inputs = {dim % array.ndim for dim in inputs}
     kept = tuple(dim for dim in range(array.ndim) if dim not in inputs)
-    return qwix.quantize(array.astype(jnp.float32), qtype, channelwise_axes=kept)
+    method = _INT8 if qtype == jnp.int8 else "absmax"
+    return qwix.quantize(array.astype(jnp.float32), qtype, channelwise_axes=kept, calibration_method=method)
 
 
 def quantize_tiles(array: jax.Array, qtype, tiles: int) -> qwix.QArray:
