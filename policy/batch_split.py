@@ -89,7 +89,7 @@ def run(layer, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime)
     moe, (x0, x1) = layer.feed_forward, parts
     steps = [_step(step, i) for i in range(PARTS)]
     stages = Stages(Cut(moe.spec, runtime, x0.shape))
-    weights = stages.hold(moe.weights(x0.dtype))
+    weights = stages.hold(moe.weights(x0.dtype, runtime))
 
     x0, read0, mix0 = _mix(layer, x0, steps[0], runtime)
     x1, read0 = jax.lax.optimization_barrier((x1, read0))

@@ -1,6 +1,8 @@
 """What a token may look at. No cache: the tokens of its own call. A cache: what earlier calls left there as well.
 
 A layer hands its new keys and values (or latents) to `extend` and gets back everything visible; it never asks for a mode.
+Keys, values and latents may be kept quantised, as values of 8 or 4 bits beside their scales ("k" and "k.scale"); `extend` quantises
+what it writes and gives back floats. Keys of an index selector and states of fixed size never are.
 
 Some tokens of a call may be taken back: a drafted token that turns out wrong. Entries by position need nothing for that: those
 past the tokens that stay are masked, for their position is larger than that of any query, and are overwritten. States of fixed
@@ -12,14 +14,17 @@ Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import qwix
 
-from policy.config import Attention, DecoderConfig, Engram, GatedDeltaNet, LatentAttention, LayerSpec
+from policy.config import Attention, DecoderConfig, Engram, GatedDeltaNet, LatentAttention, LayerSpec, StoredType
 from policy.layers.dropout import Dropout
+from policy.layers.quantization import TYPES, quantize_tiles
 
 if TYPE_CHECKING:
     from policy.intermediates import Aux
@@ -74,21 +79,38 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
     B, T = step.positions.shape
     rows = jnp.arange(B)[:, None]
     for name, value in new.items():
-        array = cache.arrays[name]
-        at = jnp.where(step.segments != 0, step.positions, array.shape[3] + jnp.arange(T))
-        value = jnp.swapaxes(value, 1, 2).astype(array.dtype)
-        arrays[name] = array.at[cache.index, rows, :, at].set(value, mode="drop", unique_indices=True)
-        seen[name] = arrays[name][cache.index]
+        for part, written in _parts(cache.arrays, name, value).items():
+            array = cache.arrays[part]
+            at = jnp.where(step.segments != 0, step.positions, array.shape[3] + jnp.arange(T))
+            written = jnp.swapaxes(written, 1, 2).astype(array.dtype)
+            arrays[part] = array.at[cache.index, rows, :, at].set(written, mode="drop", unique_indices=True)
+        seen[name] = read(arrays, name, lambda array: array[cache.index], value.dtype)
     length = next(iter(seen.values())).shape[2]
     positions = jnp.broadcast_to(jnp.arange(length), (B, length))
     return Visible(seen, positions, jnp.ones_like(positions)), replace(cache, arrays=cache.arrays | arrays)
 
 
-def take(cache: LayerCache, name: str, at_BTk: jax.Array) -> jax.Array:
-    """[B, T, k, D]: the entries of an array with one head that stand at `at`, row b of slot b. They are read where they lie: to
-    slice the layer out of a stacked array first would copy all of it."""
+def take(cache: LayerCache, name: str, at_BTk: jax.Array, dtype) -> jax.Array:
+    """[B, T, k, D]: the entries of an array with one head that stand at `at`, row b of slot b, as `read` gives them. They are read
+    where they lie: to slice the layer out of a stacked array first would copy all of it."""
     rows = jnp.arange(at_BTk.shape[0])[:, None, None]
-    return cache.arrays[name].at[cache.index, rows, 0, at_BTk].get(mode="promise_in_bounds")
+    return read(cache.arrays, name, lambda a: a.at[cache.index, rows, 0, at_BTk].get(mode="promise_in_bounds"), dtype)
+
+
+def _parts(arrays: dict[str, jax.Array], name: str, value: jax.Array) -> dict[str, jax.Array]:
+    """`value` as the arrays that the cache keeps of it, by name: itself, or quantised values and scales."""
+    if f"{name}.scale" not in arrays:
+        return {name: value}
+    tiles = arrays[f"{name}.scale"].shape[-1]
+    quantized = quantize_tiles(value, arrays[name].dtype, tiles)
+    return {name: quantized.qvalue, f"{name}.scale": quantized.scale}
+
+
+def read(arrays: dict[str, jax.Array], name: str, pick, dtype) -> jax.Array:
+    """`pick(array)`, a part of the entries `name` with whole vectors [..., D], as floats where they are quantised."""
+    if f"{name}.scale" not in arrays:
+        return pick(arrays[name])
+    return qwix.dequantize(qwix.QArray(pick(arrays[name]), pick(arrays[f"{name}.scale"]))).astype(dtype)
 
 
 # Logical axes of every cache array [R, S, K, C, D].
@@ -98,12 +120,20 @@ AXES = (None, "cache_batch", "cache_heads", None, None)
 @dataclass(frozen=True)
 class Entry:
     """One array of a layer, [heads, length, dim] a slot. `length` None is the length of the cache: one entry a token; a number is
-    a state of fixed size, whatever the length. `dtype` None is that of the cache."""
+    a state of fixed size, whatever the length. `dtype` None is that of the cache. `tile`: where the cache is quantised, one
+    scale for so many numbers of a token; None: never quantised."""
 
     heads: int
     dim: int
     length: int | None = None
     dtype: str | None = None
+    tile: int | None = None
+
+    @property
+    def bits(self) -> int:
+        """Of one number; `dtype` is known."""
+        dtype = jnp.dtype(self.dtype)
+        return 4 if dtype == jnp.int4 else 8 * dtype.itemsize
 
 
 def _entries(spec: LayerSpec, config: DecoderConfig) -> dict[str, Entry]:
@@ -122,34 +152,49 @@ def _memory_entries(memory: Engram | None, config: DecoderConfig) -> dict[str, E
 def _mixer_entries(spec: LayerSpec) -> dict[str, Entry]:
     match spec.mixer:
         case Attention(kv_heads=heads, head_dim=dim):
-            return {"k": Entry(heads, dim), "v": Entry(heads, dim)}
+            return {"k": Entry(heads, dim, tile=dim), "v": Entry(heads, dim, tile=dim)}
         case LatentAttention(kv_lora_rank=rank, rope=rope, indexer=indexer):
             keys = {} if indexer is None else {"index": Entry(1, indexer.head_dim)}
-            return {"latent": Entry(1, rank + rope.dim)} | keys
+            # No tile holds numbers of both the normed latent and the rotated key, which differ in size.
+            return {"latent": Entry(1, rank + rope.dim, tile=math.gcd(rank, rope.dim))} | keys
         case GatedDeltaNet(key_heads=K, value_heads=H, key_dim=D, value_dim=V, conv_width=width):
             return {"conv": Entry(1, 2 * K * D + H * V, width - 1), "state": Entry(H, V, D, "float32")}
         case None:
             return {}
 
 
-def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool) -> tuple:
+def _stored(spec: LayerSpec, config: DecoderConfig, dtype, quantization: StoredType | None) -> dict[str, Entry]:
+    """The entries of a layer as arrays of known dtypes; quantised ones have their scales beside them."""
+    found = {}
+    for name, entry in _entries(spec, config).items():
+        if quantization is None or entry.tile is None:
+            found[name] = replace(entry, dtype=entry.dtype or jnp.dtype(dtype).name)
+        else:
+            found[name] = replace(entry, dtype=jnp.dtype(TYPES[quantization]).name)
+            found[f"{name}.scale"] = Entry(entry.heads, entry.dim // entry.tile, dtype="float32")
+    return found
+
+
+def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool, quantization: StoredType | None = None) -> tuple:
     """An empty cache of `slots` rows of `length` tokens: for each stack a tuple of parts, each a tuple over the pattern of
     named arrays. A scanned stack has one part with all its repeats, an unrolled one a part with one layer for each repeat
-    (on CPU, reading a layer out of one stacked array costs a copy of it at every step)."""
+    (on CPU, reading a layer out of one stacked array costs a copy of it at every step). `quantization`: the type in which keys,
+    values and latents are kept."""
 
     def part(stack, repeats):
-        return tuple(_empty(spec, config, (repeats, slots), length, dtype) for spec in stack.pattern)
+        return tuple(_empty(spec, config, (repeats, slots), (length, dtype, quantization)) for spec in stack.pattern)
 
     return tuple(
         (part(stack, stack.repeats),) if scan else tuple(part(stack, 1) for _ in range(stack.repeats)) for stack in config.stacks
     )
 
 
-def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], length: int, dtype) -> dict[str, jax.Array]:
-    """The arrays of a layer, [*first, K, C, D]."""
+def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], kind: tuple) -> dict[str, jax.Array]:
+    """The arrays of a layer, [*first, K, C, D]; `kind` is (length of the cache, its dtype, its quantization)."""
+    length, dtype, quantization = kind
     return {
-        name: jnp.zeros((*first, e.heads, length if e.length is None else e.length, e.dim), e.dtype or dtype)
-        for name, e in _entries(spec, config).items()
+        name: jnp.zeros((*first, e.heads, length if e.length is None else e.length, e.dim), e.dtype)
+        for name, e in _stored(spec, config, dtype, quantization).items()
     }
 
 
@@ -166,11 +211,12 @@ def rewinds(spec: LayerSpec, config: DecoderConfig) -> bool:
     return all(entry.length is None for entry in _entries(spec, config).values())
 
 
-def create_drafts(config: DecoderConfig, slots: int, length: int, dtype, *, modules: int, window: int) -> Drafts:
-    """Empty `Drafts` of the first `modules` prediction modules, with W = `window`."""
+def create_drafts(config: DecoderConfig, slots: int, kind: tuple, *, modules: int, window: int) -> Drafts:
+    """Empty `Drafts` of the first `modules` prediction modules, with W = `window`; `kind` is (length of the cache, its dtype, its
+    quantization)."""
     spec = config.multi_token_prediction.layer
-    layers = tuple(_empty(spec, config, (1, slots), length, dtype) for _ in range(modules))
-    return Drafts(layers, jnp.zeros((1, slots, 1, window, config.hidden_size), dtype))
+    layers = tuple(_empty(spec, config, (1, slots), kind) for _ in range(modules))
+    return Drafts(layers, jnp.zeros((1, slots, 1, window, config.hidden_size), kind[1]))
 
 
 def commit(cache: tuple, aux: Aux, counts_S: jax.Array) -> tuple:
@@ -205,7 +251,9 @@ def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tu
     return jax.tree.map(copy, cache, prefix)
 
 
-def bytes_per_token(config: DecoderConfig, dtype) -> int:
-    """Bytes that one more token takes in the cache, over all layers; states of fixed size take none."""
-    entries = [entry for spec in config.layers for entry in _entries(spec, config).values() if entry.length is None]
-    return sum(entry.heads * entry.dim * jnp.dtype(entry.dtype or dtype).itemsize for entry in entries)
+def bytes_per_token(config: DecoderConfig, dtype, quantization: StoredType | None = None) -> int:
+    """Bytes that one more token takes in the cache, over all layers, scales included; states of fixed size take none."""
+    entries = [
+        entry for spec in config.layers for entry in _stored(spec, config, dtype, quantization).values() if entry.length is None
+    ]
+    return sum(entry.heads * entry.dim * entry.bits for entry in entries) // 8

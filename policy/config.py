@@ -413,6 +413,12 @@ class DecoderConfig:
         return next((table.length for table in self.positions if isinstance(table, LearnedPositions)), None)
 
 
+# Training rules: types of weights, activations and gradients. fp8: e4m3 for all; fp8_full: e5m2 for gradients.
+Quantization = Literal["int8", "fp8", "fp8_full"]
+# Types of stored weights and cache entries; fp8 is e4m3.
+StoredType = Literal["int8", "int4", "fp8"]
+
+
 @dataclass(frozen=True)
 class Runtime:
     """How a decoder is computed, apart from what it computes.
@@ -425,6 +431,7 @@ class Runtime:
     `host_parameters`: trained weights live in host memory (policy/memory.py); `table_memory`: where the tables of n-gram memories
     live: in that of the device, or of its host, from which only the rows that are looked up are brought. `vocab_tiles`: chunks of
     tokens whose logits are computed at a time (policy/head.py); None: by size. `layout` is filled in by the Graph.
+    `quantization` is the rule by which products with weights are computed in few bits (policy/layers/quantization.py).
 
     `expert_parallel` is the scheme of policy/layers/expert_parallel.py (auto: gather). An expert takes `capacity_factor` times its
     even share of a row at most, and a device of the scheme all_to_all `ragged_buffer_factor` times its even share of all choices;
@@ -449,6 +456,7 @@ class Runtime:
     capacity_factor: float | None = None
     ragged_buffer_factor: float | None = None
     batch_split: bool = False
+    quantization: Quantization | None = None
     layout: Layout | None = None
 
     @property

@@ -25,7 +25,8 @@ from policy.sharding import Layout, layout
 class Graph:
     """The static half of a model: what arrays it needs, and how to run it on them. Holds no array.
 
-    Weights are a flat dict from path ("stacks.0.layers.0.mixer.q_proj") to array, in any order.
+    Weights are a flat dict from path ("stacks.0.layers.0.mixer.q_proj") to array, in any order. `inputs` names those that may be
+    quantised, with the dimensions that their products sum over.
     """
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
@@ -43,6 +44,7 @@ class Graph:
         self.paths = tuple(".".join(map(str, path)) for path, _ in flat)
         variables = [variable for _, variable in flat]
         self.axes = {path: v.get_metadata("out_sharding") for path, v in zip(self.paths, variables, strict=True)}
+        self.inputs = {path: _inputs(v) for path, v in zip(self.paths, variables, strict=True) if v.get_metadata("inputs", None)}
         self.untrained = frozenset(p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, Constant))
         tables = (p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, RowTable))
         self.tables = frozenset(tables if runtime.table_memory == "host" else ())
@@ -210,6 +212,12 @@ def save(model: Model, directory) -> None:
     from policy import hub
 
     hub.write(directory, model.graph, model.params)
+
+
+def _inputs(variable: nnx.Variable) -> tuple[int, ...]:
+    """The dimensions that the products of a weight sum over, counted with the repeats of a stack in front."""
+    stacked = variable.get_metadata("out_sharding")[0] == "layers"
+    return tuple(dim + stacked for dim in variable.get_metadata("inputs"))
 
 
 def _one_device() -> Layout:

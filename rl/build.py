@@ -64,6 +64,7 @@ def _runtime(options: ModelOptions) -> Runtime:
         host_parameters=options.host_parameters,
         vocab_tiles=options.num_vocab_tiling,
         expert_parallel=options.expert_parallel,
+        quantization=options.quantization,
     )
 
 

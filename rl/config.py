@@ -144,6 +144,9 @@ class ModelOptions(Strict):
     remat_tensors: dict[str, Literal["device", "offload", "remat"]] = Field(
         {}, description="remat: custom only: where each tensor named in memory.md is kept (offload: host memory), or remat"
     )
+    quantization: Literal["int8", "fp8", "fp8_full"] | None = Field(
+        None, description="numbers in which layers multiply; fp8: e4m3, fp8_full: gradients e5m2; weights stay in param_dtype"
+    )
     scan: bool = Field(True, description="scan over stacked layers when training (False: unrolled)")
     expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = Field(
         "auto", description="how tokens and experts meet along the mesh axis `expert`, see docs/experts.md; auto: gather"
@@ -201,6 +204,13 @@ class GeneratorOptions(Strict):
         0,
         ge=0,
         description="tokens that model.multi_token_prediction drafts a step; 0: none. Completions stay the same",
+    )
+    weights: Literal["int8", "int4", "fp8"] | None = Field(
+        None,
+        description="numbers in which rollouts keep the weights of layers; set a `correction` with it; null: the trained weights",
+    )
+    kv_cache: Literal["int8", "int4", "fp8"] | None = Field(
+        None, description="numbers in which keys, values and latents are kept; set a `correction` with it; null: dtype"
     )
 
 

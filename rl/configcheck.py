@@ -45,6 +45,7 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     if directory.exists() and not directory.is_dir():
         yield ("run", "dir"), f"{directory} exists and is not a directory"
     yield from _model(config)
+    yield from _quantization(config)
     yield from _tokenizer(config)
     yield from _mesh(config.mesh)
     if config.generator.speculative and not _has_modules(config):
@@ -113,6 +114,17 @@ def _memory(model: ModelOptions, platform: str) -> Iterator[tuple[tuple, str]]:
                 yield ("model", "remat_tensors", name), f"no tensor {name}{nearest(name, list(remat.TENSORS))}"
     elif model.remat_tensors:
         yield ("model", "remat_tensors"), f"{model.remat} says itself what is kept; set `remat: custom`, or leave this out"
+
+
+def _quantization(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    """With a training rule the generator multiplies what it stores by activations of that rule's type."""
+    rule, weights = config.model.quantization, config.generator.weights
+    if rule and weights and not rule.startswith(weights):
+        yield (
+            ("generator", "weights"),
+            f"{weights} weights cannot be multiplied by the {rule} activations of model.quantization; leave it out, or use the "
+            "same numbers",
+        )
 
 
 def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:

@@ -71,11 +71,7 @@ def run(config: RunConfig) -> int:
                 slots=config.generator.slots,
                 seed=config.seed,
                 tokenizer=prepared.tokenizer,
-                options=GeneratorOptions(
-                    prefill_chunk=config.generator.prefill_chunk,
-                    tokens_per_dispatch=config.generator.tokens_per_dispatch,
-                    speculative=config.generator.speculative,
-                ),
+                options=GeneratorOptions(**config.generator.model_dump(exclude={"slots"})),
             )
             events = Events(config, folder.path)
             try:

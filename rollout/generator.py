@@ -1,4 +1,5 @@
-"""The generator: prompts in, completions out, made by the policy's own weights. It keeps no copy of them.
+"""The generator: prompts in, completions out, made by the policy's own weights. It keeps no copy of them,
+but for a quantised one if that is wanted.
 
 S slots, P prompts of one prefill, C tokens of one prefill call, K decoding steps of one dispatch, V vocabulary.
 """
@@ -11,12 +12,15 @@ from typing import Literal
 
 import numpy as np
 
+from policy.config import StoredType
+from policy.layers.quantization import TYPES
 from policy.model import Model
 from rollout.chat import render_prompt
 from rollout.programs import Made, Programs, Slots
 from rollout.sampling import SamplingParams
 from rollout.scheduler import Request, Scheduler
 from rollout.speculative import SpeculativePrograms
+from rollout.weights import QuantizedWeights
 
 PREFILL_ROWS = (1, 4, 16)
 
@@ -26,15 +30,21 @@ class GeneratorOptions:
     """prefill_chunk: prompt tokens of one prefill call. tokens_per_dispatch: decoding steps between two looks of the host.
 
     speculative: tokens that the model's prediction modules draft at each step, 0 for none; a step then makes 1 to
-    1 + `speculative` tokens, the same as without (rollout/speculative.py).
+    1 + `speculative` tokens, the same as without (rollout/speculative.py). weights, kv_cache: types in which the weights of
+    products, and keys, values and latents, are kept; None: as floats.
     """
 
     cache: Literal["contiguous"] = "contiguous"
     prefill_chunk: int = 256
     tokens_per_dispatch: int = 16
     speculative: int = 0
+    weights: StoredType | None = None
+    kv_cache: StoredType | None = None
 
     def __post_init__(self):
+        for name in ("weights", "kv_cache"):
+            if getattr(self, name) not in (None, *TYPES):
+                raise ValueError(f"GeneratorOptions.{name}: {getattr(self, name)!r} is none of {', '.join(TYPES)}")
         if self.cache != "contiguous":
             raise ValueError(f"GeneratorOptions.cache: {self.cache!r} is not available; use 'contiguous'")
         if self.prefill_chunk < 1 or self.tokens_per_dispatch < 1:
@@ -59,7 +69,8 @@ class Generator:
     """Decodes up to `slots` completions at the same time over a cache of `max_length` tokens each.
 
     A token's draw depends only on (seed, prompt id, sample index, position), so neither the other prompts of a call nor the
-    number of slots changes a completion. The weights are read from `model.params` at every dispatch.
+    number of slots changes a completion. The weights are read from `model.params` at every dispatch; quantised ones are made again
+    when those have changed (rollout/weights.py).
     """
 
     def __init__(
@@ -78,8 +89,11 @@ class Generator:
             raise ValueError(f"Generator: max_length {max_length} is more than the {limit} positions of this model")
         self.model, self.max_length, self.slots = model, max_length, slots
         self.seed, self.tokenizer, self.options = seed, tokenizer, options
-        dispatch, drafts = options.tokens_per_dispatch, options.speculative
-        self._programs = SpeculativePrograms(model.graph, dispatch, drafts) if drafts else Programs(model.graph, dispatch)
+        if options.speculative:
+            self._programs = SpeculativePrograms(model.graph, options)
+        else:
+            self._programs = Programs(model.graph, options)
+        self._quantized = QuantizedWeights(model.graph, options.weights) if options.weights else None
         self._cache = None
 
     def generate(
@@ -134,6 +148,11 @@ class Generator:
             )
         return prompt
 
+    @property
+    def _params(self) -> dict:
+        """The model's weights as they are now, quantised if so wanted."""
+        return self._quantized.of(self.model.params) if self._quantized else self.model.params
+
     def _text(self, tokens: list[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
 
@@ -150,7 +169,7 @@ class Generator:
             waiting = {request.index for request in scheduler.waiting}
             prefixes = {index: prefix for index, prefix in prefixes.items() if index in waiting}
             view = self._view(scheduler.running, params)
-            cache, made = self._programs.decode(self.model.params, cache, view, params, self.seed)
+            cache, made = self._programs.decode(self._params, cache, view, params, self.seed)
             for slot in list(scheduler.running):
                 if self._append(scheduler.running[slot], made.of(slot), params):
                     scheduler.release(slot)
@@ -187,7 +206,7 @@ class Generator:
             tokens[row, : len(seen)] = seen
         prefix = self._programs.empty(P, length)
         for start in range(0, longest, C):
-            prefix = self._programs.prefill(self.model.params, prefix, tokens[:, start : start + C + ahead], start, lengths)
+            prefix = self._programs.prefill(self._params, prefix, tokens[:, start : start + C + ahead], start, lengths)
         return prefix
 
     def _view(self, running: dict[int, Request], params: SamplingParams) -> Slots:

@@ -6,7 +6,7 @@ S slots, P prompts of one prefill, C tokens of one prefill call, K decoding step
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from policy import modes
 from policy.cache import Step
 from policy.sharding import settle
 from rollout.sampling import Draws, SamplingParams, choose
+
+if TYPE_CHECKING:
+    from rollout.generator import GeneratorOptions
 
 # Above this many layers decoding is scanned on CPU too: unrolled it runs several times faster, but compiles longer.
 UNROLLED_LAYERS = 32
@@ -57,8 +60,8 @@ class Programs:
 
     ahead = recent = 0
 
-    def __init__(self, graph, dispatch: int):
-        self.graph, self._dispatch = graph, dispatch
+    def __init__(self, graph, options: GeneratorOptions):
+        self.graph, self._dispatch, self._kv_cache = graph, options.tokens_per_dispatch, options.kv_cache
         self._scan = jax.default_backend() != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
         self._empty = jax.jit(self._empty_program, static_argnums=(0, 1))
         self._prefill = jax.jit(self._prefill_program, donate_argnums=1)
@@ -88,7 +91,8 @@ class Programs:
         return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, layout.sharding(caches.AXES, a.shape)), cache)
 
     def _empty_program(self, rows: int, length: int):
-        return self._pinned(caches.create(self.graph.config, rows, length, self.graph.runtime.dtype, scan=self._scan))
+        dtype, kind = self.graph.runtime.dtype, self._kv_cache
+        return self._pinned(caches.create(self.graph.config, rows, length, dtype, scan=self._scan, quantization=kind))
 
     def _insert_program(self, cache, prefix, slots, rows):
         return self._pinned(caches.insert(cache, prefix, slots, rows))

@@ -17,6 +17,7 @@ S slots, d drafts, D modules in use, W = d + D entries that modules see again at
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,9 @@ from policy.config import DecoderConfig
 from policy.multi_token_prediction import predict
 from rollout.programs import Programs, Slots
 from rollout.sampling import Draws, choose
+
+if TYPE_CHECKING:
+    from rollout.generator import GeneratorOptions
 
 
 def check(config: DecoderConfig) -> None:
@@ -67,17 +71,18 @@ class SpeculativePrograms(Programs):
     to its own states, at the positions that follow.
     """
 
-    def __init__(self, graph, dispatch: int, drafts: int):
+    def __init__(self, graph, options: GeneratorOptions):
         check(graph.config)
+        drafts = options.speculative
         self._drafts, self.ahead = drafts, min(drafts, graph.config.multi_token_prediction.depth)
         self._window = drafts + self.ahead
         self.recent = self._window + 1
-        super().__init__(graph, dispatch)
+        super().__init__(graph, options)
 
     def _empty_program(self, rows: int, length: int):
-        config, dtype = self.graph.config, self.graph.runtime.dtype
-        main = caches.create(config, rows, length, dtype, scan=self._scan)
-        return self._pinned((main, caches.create_drafts(config, rows, length, dtype, modules=self.ahead, window=self._window)))
+        config, kind = self.graph.config, (length, self.graph.runtime.dtype, self._kv_cache)
+        main = caches.create(config, rows, *kind[:2], scan=self._scan, quantization=self._kv_cache)
+        return self._pinned((main, caches.create_drafts(config, rows, kind, modules=self.ahead, window=self._window)))
 
     def _prefill_program(self, params, cache, tokens_PC, start, lengths_P):
         """`tokens` are those of the call and `ahead` more: module k takes the token k places on."""

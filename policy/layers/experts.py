@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from policy.config import Moe, Runtime
 from policy.layers.grouped import Plan, by_row, combine, dispatch, plan, product
+from policy.layers.linear import Weight
 from policy.layers.mlp import ACTIVATIONS
 
 # Logical axes of the weights of experts, by name. Biases [G, F] and [G, E] are small: stored, their last axis is whole.
@@ -26,7 +27,7 @@ AXES = {
     "down_bias": ("exp", None),
 }
 
-Weights = dict[str, jax.Array]
+Weights = dict[str, Weight]
 
 
 @jax.tree_util.register_dataclass

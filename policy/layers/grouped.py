@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from policy.config import Runtime
+from policy.layers.linear import Weight, linear, ragged_linear
 
 
 @jax.tree_util.register_dataclass
@@ -122,16 +123,14 @@ def _combine_backward(saved, g_NE: jax.Array):
 combine.defvjp(lambda rows, weights, plan: (combine(rows, weights, plan), (rows, weights, plan)), _combine_backward)
 
 
-def product(
-    rows_ME: jax.Array, weights_GEF: jax.Array, plan: Plan, runtime: Runtime, bias_GF: jax.Array | None = None
-) -> jax.Array:
+def product(rows_ME: jax.Array, weights_GEF: Weight, plan: Plan, runtime: Runtime, bias_GF: jax.Array | None = None) -> jax.Array:
     """rows[m] @ weights[group of m] + bias[group of m], in rows' dtype: [M, F]."""
-    weights_GEF = weights_GEF.astype(rows_ME.dtype)
     if plan.block_group is not None:
         blocks = rows_ME.reshape(plan.block_group.shape[0], -1, rows_ME.shape[-1])
-        out = jnp.einsum("bre,bef->brf", blocks, weights_GEF[plan.block_group]).reshape(rows_ME.shape[0], -1)
+        out = linear("bre,bef->brf", blocks, weights_GEF.astype(rows_ME.dtype)[plan.block_group], runtime)
+        out = out.reshape(rows_ME.shape[0], -1)
     else:
-        out = jax.lax.ragged_dot(rows_ME, weights_GEF, plan.sizes.astype(jnp.int32))
+        out = ragged_linear(rows_ME, weights_GEF, plan.sizes.astype(jnp.int32), runtime)
     if bias_GF is not None:
         out = out + bias_GF.astype(out.dtype)[groups_of(plan)]
     # Kernels leave rows past the last group as they find them. `where` makes these 0 here and in the gradient.

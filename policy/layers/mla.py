@@ -13,7 +13,7 @@ from policy.config import DecoderConfig, LatentAttention, Runtime
 from policy.intermediates import LayerAux
 from policy.layers.attention import Mask, attend
 from policy.layers.indexer import IndexedMask, KeyIndexer
-from policy.layers.linear import dequantized, linear
+from policy.layers.linear import linear, rounded
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import normal, weight, zeros
 from policy.layers.rope import rotate
@@ -73,7 +73,8 @@ class MultiHeadLatentAttention(nnx.Module):
             out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries), None, runtime)
             out = checkpoint_name(checkpoint_name(out, "context"), "attention_out")
         else:
-            w_k, w_v = jnp.split(dequantized(self.kv_b_proj[...], x_BTE.dtype, runtime), [spec.nope_dim], axis=-1)
+            w_k, w_v = jnp.split(rounded(self.kv_b_proj[...], (0,), x_BTE.dtype, runtime), [spec.nope_dim], axis=-1)
+            latent = rounded(latent, (-1,), latent.dtype, runtime)
             visible, cache = extend(cache, step, latent=jnp.concatenate([latent[:, None], k_rope], axis=-1), **new)
             keys = visible.arrays["latent"]
             q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import qwix
 from flax import nnx
 
 from policy.cache import Step
@@ -14,6 +15,7 @@ from policy.intermediates import LayerAux, Routing
 from policy.layers.capacity import limited
 from policy.layers.expert_parallel import mixture
 from policy.layers.experts import AXES, Weights
+from policy.layers.linear import Weight, rounded
 from policy.layers.mlp import FeedForward
 from policy.layers.norms import norm
 from policy.layers.parameter import RouterBias, normal, ones, weight, zeros
@@ -97,7 +99,7 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[jax.Array, LayerAux]:
         """(x_BTE, what the router did). The router scores `router_input`, by default x."""
         experts, weights, routing = self.choose(x_BTE if router_input is None else router_input, step, runtime)
-        out, lost = mixture(x_BTE, experts, weights, self.weights(x_BTE.dtype), self.spec, runtime)
+        out, lost = mixture(x_BTE, experts, weights, self.weights(x_BTE.dtype, runtime), self.spec, runtime)
         if lost is not None:
             routing = replace(routing, dropped=routing.dropped + lost)
         shared = self.beside(x_BTE, step, runtime)
@@ -123,12 +125,20 @@ class MixtureOfExperts(nnx.Module):
             shared = shared * jax.nn.sigmoid(x_NE @ self.shared_gate[...].astype(x_NE.dtype))
         return shared.reshape(x_BTE.shape)
 
-    def weights(self, dtype) -> Weights:
+    def weights(self, dtype, runtime: Runtime) -> Weights:
         """Those of the routed experts, by the names of `AXES`."""
         names = {name: f"expert_{name}_proj" for name in ("gate", "up", "down")}
         if self.spec.bias:
             names |= {f"{name}_bias": f"expert_{name}_bias" for name in ("gate", "up", "down")}
-        return {name: getattr(self, path)[...].astype(dtype) for name, path in names.items()}
+        return {name: _ready(getattr(self, path)[...], dtype, runtime) for name, path in names.items()}
+
+
+def _ready(weight: Weight, dtype, runtime: Runtime) -> Weight:
+    """As products take it: floats in `dtype`; quantised as it is, but on several devices, between which scales are not passed."""
+    if isinstance(weight, qwix.QArray):
+        alone = runtime.layout is None or runtime.layout.mesh.size == 1
+        return weight if alone else rounded(weight, (1,), dtype, runtime)
+    return weight.astype(dtype)
 
 
 def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_BT: jax.Array) -> Routing:

@@ -41,7 +41,7 @@ def _gathers(T: int, C: int, topk: int) -> bool:
 def _attend_gathered(q_BHTD: jax.Array, v_dim: int, mask: IndexedMask, cache: LayerCache) -> jax.Array:
     """[B, H, T, v_dim]. Values are the first `v_dim` numbers of a latent. Nothing is read of the latents that were not selected."""
     chosen, counts = mask.choose(*mask.queries)
-    latents = take(cache, "latent", chosen)
+    latents = take(cache, "latent", chosen, q_BHTD.dtype)
     scores = jnp.einsum("bhtd,btkd->bhtk", q_BHTD, latents, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(jnp.where(counts[:, None], scores, MASKED), axis=-1).astype(latents.dtype)
     return jnp.einsum("bhtk,btkd->bhtd", weights, latents[..., :v_dim])
