@@ -17,11 +17,37 @@ from jax.ad_checkpoint import checkpoint_name
 
 from policy.cache import LayerCache, Step
 from policy.config import DecoderConfig, Engram, Runtime
+from policy.intermediates import LayerAux
 from policy.layers.delta_net import number_documents
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import IntegerConstant, RowTable, normal, ones, weight, zeros
 from policy.memory import on_host, to_device
 from policy.sharding import Layout, constrain
+
+
+class History:
+    """What stands before the tokens of a call, and what the cache is to keep of them. `real` bool[B, T]: tokens that are no padding,
+    which comes after them. Of a `tentative` call (policy/cache.py) the cache stays, and `states` holds what it would keep after
+    each token."""
+
+    def __init__(self, cache: LayerCache | None, real_BT: jax.Array, tentative: bool):
+        self.cache, self.real, self._tentative, self.states = cache, real_BT, tentative, {}
+
+    def before(self, name: str, new_BTX: jax.Array, count: int) -> jax.Array:
+        """`new` behind the `count` rows that stand before it, [B, count + T, X]. Those are what the cache holds under `name`, or 0.
+        The state after t tokens of the call is rows[:, t : t + count]; kept is the one after the last real token."""
+        if self.cache is None:
+            return jnp.pad(new_BTX, ((0, 0), (count, 0), (0, 0)))
+        array, T = self.cache.arrays[name], new_BTX.shape[1]
+        rows = jnp.concatenate([array[self.cache.index][:, 0].astype(new_BTX.dtype), new_BTX], axis=1)
+        if self._tentative:
+            self.states[name] = jnp.stack([rows[:, None, t + 1 : t + 1 + count] for t in range(T)], axis=1)
+            return rows
+        end = jnp.max(jnp.where(self.real, 1 + jnp.arange(T), 0), axis=1)
+        last = jnp.take_along_axis(rows, (end[:, None] + jnp.arange(count))[..., None], axis=1)
+        arrays = self.cache.arrays | {name: array.at[self.cache.index].set(last[:, None].astype(array.dtype))}
+        self.cache = replace(self.cache, arrays=arrays)
+        return rows
 
 
 class NgramMemory(nnx.Module):
@@ -49,12 +75,13 @@ class NgramMemory(nnx.Module):
         self.classes = IntegerConstant(jnp.arange(config.vocab_size, dtype=jnp.int32) % spec.ids, out_sharding=(None,))
 
     def __call__(self, x: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """(what is added to x, cache). x is [B, T, E], or [B, T, G, E]. Nothing reaches across documents of a row; with a cache
+        """(what is added to x, cache, LayerAux). x is [B, T, E], or [B, T, G, E]. Nothing reaches across documents of a row; with a cache
         the first document goes on from what the cache holds. Padding leaves the cache as it is."""
         spec = self.spec
         x_BTGE = x[:, :, None] if x.ndim == 3 else x
         documents = number_documents(step.segments)
-        rows_BTH, cache = self._rows(step, documents, cache)
+        history = History(cache, step.segments != 0, runtime.tentative)
+        rows_BTH = self._rows(step, documents, history)
         found_BTD = look_up(self.table[...], rows_BTH, x.dtype, runtime).reshape(*step.tokens.shape, -1)
         key = jnp.einsum("btd,gde->btge", found_BTD, self.key_proj[...].astype(x.dtype)) + self.key_bias[...].astype(x.dtype)
         value = jnp.einsum("btd,de->bte", found_BTD, self.value_proj[...].astype(x.dtype)) + self.value_bias[...].astype(x.dtype)
@@ -63,29 +90,29 @@ class NgramMemory(nnx.Module):
         score = jnp.sum(normed, axis=-1) / math.sqrt(x.shape[-1])
         gate = jax.nn.sigmoid(jnp.sign(score) * jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6)))
         value_BTGE = gate[..., None].astype(x.dtype) * value[:, :, None]
-        convolved, cache = self._convolved(value_BTGE, step.segments != 0, documents, cache)
+        convolved = self._convolved(value_BTGE, documents, history)
         out = checkpoint_name(value_BTGE + jax.nn.silu(convolved).astype(x.dtype), "engram")
-        return out.reshape(x.shape), cache
+        return out.reshape(x.shape), history.cache, LayerAux(states=history.states or None)
 
-    def _rows(self, step: Step, documents_BT: jax.Array, cache: LayerCache | None):
-        """(int32[B, T, H]: the rows of the table, cache)."""
-        N, T, real = len(self.spec.multipliers), step.tokens.shape[1], step.segments != 0
-        ids = jnp.where(real, self.classes[...][step.tokens] + 1, 0)  # from 1, as 0 in an empty cache is no token
-        ids, cache = _after(cache, "memory_ids", ids[..., None], N - 1, real)
+    def _rows(self, step: Step, documents_BT: jax.Array, history: History) -> jax.Array:
+        """int32[B, T, H]: the rows of the table."""
+        N, T = len(self.spec.multipliers), step.tokens.shape[1]
+        ids = jnp.where(history.real, self.classes[...][step.tokens] + 1, 0)  # from 1, as 0 in an empty cache is no token
+        ids = history.before("memory_ids", ids[..., None], N - 1)
         sources, shifted = jnp.pad(documents_BT, ((0, 0), (N - 1, 0))), []
         for j in range(N):
             there = slice(N - 1 - j, N - 1 - j + T)
             seen = (sources[:, there] == documents_BT) & (ids[:, there, 0] > 0)
             shifted.append(jnp.where(seen, ids[:, there, 0] - 1, self.spec.pad_id))
-        return table_rows(self.spec, shifted), cache
+        return table_rows(self.spec, shifted)
 
-    def _convolved(self, value_BTGE: jax.Array, real_BT: jax.Array, documents_BT: jax.Array, cache: LayerCache | None):
-        """(sum_w conv[w] r(t - (W - 1 - w) N) of the normed values r, float32[B, T, G, E], cache)."""
+    def _convolved(self, value_BTGE: jax.Array, documents_BT: jax.Array, history: History) -> jax.Array:
+        """sum_w conv[w] r(t - (W - 1 - w) N) of the normed values r, float32[B, T, G, E]."""
         spec, shape = self.spec, value_BTGE.shape
         N, T, before = len(spec.multipliers), shape[1], spec.history
-        normed = jnp.where(real_BT[..., None, None], _rms(value_BTGE, self.conv_norm, spec.conv_norm.eps), 0)
+        normed = jnp.where(history.real[..., None, None], _rms(value_BTGE, self.conv_norm, spec.conv_norm.eps), 0)
         inputs = normed.astype(value_BTGE.dtype).reshape(*shape[:2], -1)
-        inputs, cache = _after(cache, "memory_conv", inputs, before, real_BT)
+        inputs = history.before("memory_conv", inputs, before)
         kernel = self.conv[...].astype(jnp.float32).reshape(spec.kernel_size, -1)
         sources = jnp.pad(documents_BT, ((0, 0), (before, 0)))
         out = 0.0
@@ -93,7 +120,7 @@ class NgramMemory(nnx.Module):
             there = slice(w * N, w * N + T)
             same = sources[:, there] == documents_BT
             out = out + jnp.where(same[..., None], inputs[:, there], 0) * kernel[w]
-        return out.reshape(shape), cache
+        return out.reshape(shape)
 
 
 def set_classes(params: dict[str, jax.Array], classes: np.ndarray) -> dict[str, jax.Array]:
@@ -109,19 +136,6 @@ def _rms(x: jax.Array, scale: nnx.Param, eps: float) -> jax.Array:
     """The root-mean-square norm of each stream, with a weight of its own; float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale[...].astype(jnp.float32)
-
-
-def _after(cache: LayerCache | None, name: str, new_BTX: jax.Array, count: int, real_BT: jax.Array):
-    """(`new` behind the `count` rows that stand before it, [B, count + T, X]; cache). Those rows are what the cache holds under
-    `name`, or 0. The state after t tokens of the call is rows[:, t : t + count]; kept is the one after the last real token."""
-    if cache is None:
-        return jnp.pad(new_BTX, ((0, 0), (count, 0), (0, 0))), None
-    array = cache.arrays[name]
-    rows = jnp.concatenate([array[cache.index][:, 0].astype(new_BTX.dtype), new_BTX], axis=1)
-    end = jnp.max(jnp.where(real_BT, 1 + jnp.arange(real_BT.shape[1]), 0), axis=1)
-    last = jnp.take_along_axis(rows, (end[:, None] + jnp.arange(count))[..., None], axis=1)
-    arrays = cache.arrays | {name: array.at[cache.index].set(last[:, None].astype(array.dtype))}
-    return rows, replace(cache, arrays=arrays)
 
 
 def look_up(table: jax.Array, rows_BTH: jax.Array, dtype, runtime: Runtime) -> jax.Array:

@@ -57,11 +57,12 @@ class Layer(nnx.Module):
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
-        spec = self.spec
+        spec, aux = self.spec, LayerAux()
         if spec.memory is not None:
-            found, cache = self.memory(x_BTE, step, cache, runtime)
-            x_BTE = x_BTE + found
-        x_BTE, normed, mix, cache, aux = self.mix(x_BTE, step, cache, runtime)
+            remembered, cache, aux = self.memory(x_BTE, step, cache, runtime)
+            x_BTE = x_BTE + remembered
+        x_BTE, normed, mix, cache, found = self.mix(x_BTE, step, cache, runtime)
+        aux = aux.also(found)
         if spec.feed_forward is not None:
             normed, mix = self.enter(x_BTE, normed, mix)
             fed, found = self.feed_forward(normed, step, runtime)
