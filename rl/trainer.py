@@ -79,6 +79,7 @@ class Updater:
         """`loss(params, micro, totals) -> (scalar, metrics, Aux)`: micro-batches are summed."""
         self.owner, self._loss, self._options, self._stage = owner, loss, options, stage
         modules = frozenset(path for path in owner.axes if path.startswith(f"{MODULES}."))
+        # What a stage does not train has no moments, and no weight decay either.
         self._still = owner.untrained if stage.mtp else owner.untrained | modules
         self._seed = seed if stage.dropout else None
         self.layout = owner.layout if isinstance(owner, Graph) else owner.trunk.layout
