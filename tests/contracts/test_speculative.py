@@ -65,11 +65,6 @@ def test_plain_attention_writes_the_same_tokens(sampling):
     check("llama", sampling)
 
 
-@pytest.mark.parametrize("name", ["latent-experts", "delta_net"])
-def test_other_caches_write_the_same_tokens(name):
-    check(name, FILTERED)
-
-
 @pytest.mark.slow
 def test_slots_dispatches_and_prefill_chunks_change_nothing():
     check("llama", FILTERED, slots=1, dispatch=1, chunk=5)
