@@ -61,8 +61,8 @@ def text_model(hf: dict) -> dict:
             raise unknown from None
     kind = inner.get("model_type")
     number = family.MODEL_TYPES.index(kind) if kind in family.MODEL_TYPES else 0
-    tied = {key: hf[key] for key in ("tie_word_embeddings",) if key in hf}
-    return tied | inner | {"architectures": [family.ARCHITECTURES[number]], "model_type": family.MODEL_TYPES[number]}
+    outer = {key: hf[key] for key in ("tie_word_embeddings", extensions.KEY) if key in hf}
+    return outer | inner | {"architectures": [family.ARCHITECTURES[number]], "model_type": family.MODEL_TYPES[number]}
 
 
 def read(hf: dict) -> DecoderConfig:

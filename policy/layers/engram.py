@@ -26,9 +26,9 @@ from policy.sharding import Layout, constrain
 
 
 class History:
-    """What stands before the tokens of a call, and what the cache is to keep of them. `real` bool[B, T]: tokens that are no padding,
-    which comes after them. Of a `tentative` call (policy/cache.py) the cache stays, and `states` holds what it would keep after
-    each token."""
+    """What stands before the tokens of a call, and what the cache is to keep of them. `real` bool[B, T]: the tokens that are not
+    padding, which comes after them. Of a `tentative` call (policy/cache.py) the cache stays as it is, and `states` holds what it
+    would keep after each token."""
 
     def __init__(self, cache: LayerCache | None, real_BT: jax.Array, tentative: bool):
         self.cache, self.real, self._tentative, self.states = cache, real_BT, tentative, {}
@@ -75,8 +75,8 @@ class NgramMemory(nnx.Module):
         self.classes = IntegerConstant(jnp.arange(config.vocab_size, dtype=jnp.int32) % spec.ids, out_sharding=(None,))
 
     def __call__(self, x: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """(what is added to x, cache, LayerAux). x is [B, T, E], or [B, T, G, E]. Nothing reaches across documents of a row; with a cache
-        the first document goes on from what the cache holds. Padding leaves the cache as it is."""
+        """(what is added to x, cache, LayerAux). x is [B, T, E], or [B, T, G, E]. Nothing reaches across documents of a row; with a
+        cache the first document goes on from what the cache holds. Padding leaves the cache as it is."""
         spec = self.spec
         x_BTGE = x[:, :, None] if x.ndim == 3 else x
         documents = number_documents(step.segments)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 DEPTH, LAYERS = 2, 2
 KINDS_HERE = ["DeepseekV3", "Llama"]
+BY_COST = ["DeepseekV3", pytest.param("Llama", marks=pytest.mark.slow)]
 ROWS, WIDTH = 4, 16
 SECTION = {"multi_token_prediction": {"depth": DEPTH}}
 
@@ -92,7 +93,7 @@ def theirs(kind, row):
         return main(torch.tensor(row[None]), use_cache=False).logits[0].numpy(), logits
 
 
-@pytest.mark.parametrize("kind", KINDS_HERE)
+@pytest.mark.parametrize("kind", BY_COST)
 def test_log_probabilities_and_agreement_are_those_of_transformers(kind, models):
     model = models[kind]
     rows = tokens(2, 11, seed=4)
@@ -128,6 +129,7 @@ def test_what_is_saved_is_read_again_and_transformers_finds_nothing_odd(kind, mo
     reload(kind, tmp_path)
 
 
+@pytest.mark.slow
 def test_released_size_keeps_the_released_names(tmp_path):
     """With DeepSeek-V3's 61 layers the module stands in the files that transformers reads, which passes it over."""
     sizes = {"num_hidden_layers": 61, "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 4, "vocab_size": 16}
@@ -156,6 +158,7 @@ def test_packed_documents_equal_the_documents_alone(models):
         np.testing.assert_array_equal(found[1][:, 0, at : at + n], expected[1][:, number, :n])
 
 
+@pytest.mark.slow
 def test_unrolled_layers_give_the_same(models):
     rows = tokens(2, 9)
     found = ours(models["Llama"], rows, scan=False, remat="none")[0]

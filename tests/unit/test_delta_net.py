@@ -15,6 +15,7 @@ from policy import cache as caches
 from policy import modes
 from policy.cache import LayerCache, Step
 from policy.config import DecoderConfig, GatedDeltaNet, LayerSpec, Norm, Runtime, Stack
+from policy.intermediates import Aux
 from policy.layers.delta_net import DeltaNet, unit_lower_inverse
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -36,10 +37,11 @@ def a_layer(G=2):
     shapes = {".".join(map(str, path)): variable.shape for path, variable in nnx.to_flat_state(state)}
     structure = jax.tree.structure(state)
 
-    @jax.jit
-    def forward(weights, x_BTE, step, cache=None):
+    @functools.partial(jax.jit, static_argnames="runtime")
+    def forward(weights, x_BTE, step, cache=None, runtime=Runtime()):
         layer = nnx.merge(graph, jax.tree.unflatten(structure, [weights[name] for name in shapes]))
-        return layer(x_BTE, step, cache, Runtime())[:2]
+        found = layer(x_BTE, step, cache, runtime)
+        return found if runtime.tentative else found[:2]
 
     return forward, shapes
 
@@ -203,6 +205,43 @@ def test_slots_that_are_not_active_keep_window_and_state_to_the_bit(T):
         np.testing.assert_array_equal(found[0], before[0])
         np.testing.assert_array_equal(found[1, [0, 2]], before[1, [0, 2]])
         assert (found[1, 1] != before[1, 1]).any(axis=-1).any()
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_tokens_that_are_taken_back_leave_window_and_state_as_if_they_had_not_been_fed(scan):
+    """Four slots keep 0 to 3 of three tokens, after five that all keep."""
+    forward, weights, repeats, kept = a_layer()[0], random_weights(), 2, np.arange(4)
+    first, then, places = inputs(4, 5), inputs(4, 3, seed=2), np.broadcast_to(np.arange(3), (4, 3))
+    cache = caches.create(a_config(), 4, 9, "float32", scan=scan)
+    number = (lambda r: (0, r)) if scan else (lambda r: (r, 0))  # part, and index in it
+
+    def settled(cache, arrays, r):
+        parts = list(cache[0])
+        parts[number(r)[0]] = (arrays,)
+        return (tuple(parts),)
+
+    five = Step(np.broadcast_to(np.arange(5), (4, 5)), np.ones((4, 5), int))
+    for r in range(repeats):
+        part, index = number(r)
+        cache = settled(cache, forward(weights, first, five, LayerCache(cache[0][part][0], index))[1].arrays, r)
+    tentative, expected = [], cache
+    for r in range(repeats):
+        part, index = number(r)
+        step, view = Step(5 + places, np.ones((4, 3), int)), LayerCache(cache[0][part][0], index)
+        out, after, found = forward(weights, (r + 1) * then, step, view, Runtime(tentative=True))
+        assert all((after.arrays[name] == view.arrays[name]).all() for name in view.arrays)
+        plain = forward(weights, (r + 1) * then, step, view)
+        close(out, plain[0], 1e-5)
+        tentative.append(found)
+        few = Step(5 + places, (places < kept[:, None]).astype(int))
+        after = forward(weights, (r + 1) * then, few, LayerCache(expected[0][part][0], index))[1]
+        expected = settled(expected, after.arrays, r)
+    aux = Aux({"stacks.0.layers.0": jax.tree.map(lambda *a: jnp.stack(a), *tentative)})
+    found = caches.commit(cache, aux, jnp.asarray(kept))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        close(a, b, 1e-5)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(a[:, 0], b[:, 0])
 
 
 def test_a_short_prefix_is_inserted_whole():

@@ -66,6 +66,7 @@ def test_the_loss_is_the_mean_over_modules_of_the_means_over_trained_tokens():
     assert float(metrics["mtp/acceptance"]) == pytest.approx(np.mean(agreement), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_micro_batches_add_up():
     _, one, metrics = updated(learners.stage(mtp={}))
     _, other, parts = updated(learners.stage(mtp={}, micro_batch=2))
@@ -116,3 +117,22 @@ def test_selection_biases_of_the_modules_move_by_their_own_counts():
     assert steps.shape == (DEPTH, 8) and set(np.unique(steps)) <= {-1.0, 0.0, 1.0} and np.abs(steps).any()
     assert not np.array_equal(steps[0], steps[1])
     np.testing.assert_array_equal(alone[found], before[found])
+
+
+@pytest.mark.slow
+def test_states_before_the_final_norm_and_modules_without_a_norm_of_their_own():
+    """A norm of a normed state is that state where the first one's weights are 1; where they are not, the forms differ."""
+    rows = learners.batch(rows=2).tokens
+    sections = {"post_norm": {}, "pre_norm": {"input": "pre_norm", "final_norm": False}}
+
+    def logps(name, weight):
+        section = {"duet": {"multi_token_prediction": {"depth": 1} | sections[name]}}
+        made = random_model(families.read(configuration("Llama", **learners.SIZES, **section)), runtime=learners.QUICK)
+        params = {path: model().params[path] for path in made.params}
+        params |= {path: jnp.full_like(params[path], weight) for path in ("norm.weight", "mtp.post_norm.weight") if path in params}
+        graph = made.graph.at(mtp="joint")
+        return jax.jit(lambda p: graph.logprobs(p, rows, sit(jnp.asarray(rows)), 1.0)[2].predictions.logp)(params)
+
+    np.testing.assert_allclose(logps("pre_norm", 1.0), logps("post_norm", 1.0), atol=1e-4)
+    uneven = np.linspace(0.5, 2.0, learners.SIZES["hidden_size"])
+    assert np.abs(logps("pre_norm", uneven) - logps("post_norm", uneven)).max() > 0.01
