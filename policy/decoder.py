@@ -56,10 +56,12 @@ class LayerStack(nnx.Module):
                 arrays.append(None if view is None else view.arrays)
             return x, None if part is None else tuple(arrays), tuple(found)
 
+        # A loop would carry the gradient of a table in host memory through the device, so one repeat is no loop there.
+        scan = runtime.scan and not (self.repeats == 1 and runtime.table_memory == "host")
         if runtime.remat != "none" and cache is None:
             policy = jax.checkpoint_policies.save_only_these_names(*REMAT_SAVES[runtime.remat])
-            repeat = jax.checkpoint(repeat, policy=policy, prevent_cse=not runtime.scan)
-        if (len(cache) > 1) if cache is not None else not runtime.scan:
+            repeat = jax.checkpoint(repeat, policy=policy, prevent_cse=not scan)
+        if (len(cache) > 1) if cache is not None else not scan:
             return self._unrolled(x_BTE, cache, weights, repeat)
 
         def body(carry, xs):

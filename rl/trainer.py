@@ -175,13 +175,25 @@ class Updater:
             besides, found = auxiliary_loss(self._stage, aux, sequences)
             return loss + besides, (metrics | found, expert_counts(aux))
 
-        def one(total, xs):
+        def found(xs):
             (loss, (metrics, counts)), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
-            total = joined(by_place(partial(jax.tree.map, lambda a, g: a + g.astype(jnp.float32)), self._hosted, total, grads))
-            return total, (loss, metrics, counts)
+            return grads, (loss, metrics, counts)
 
-        zeros = joined(by_place(partial(jax.tree.map, lambda p: jnp.zeros(p.shape, jnp.float32)), self._hosted, trained))
-        grads, (loss, metrics, counts) = jax.lax.scan(one, zeros, jax.tree.map(cut, (batch, inputs)))
+        def add(total, grads):
+            return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
+
+        def one(total, xs):
+            grads, rest = found(xs)
+            return joined(by_place(add, self._hosted, total, grads)), rest
+
+        micro = jax.tree.map(cut, (batch, inputs))
+        if M == 1 and self._hosted:  # a loop would carry gradients that belong on the host through the device
+            grads, rest = found(jax.tree.map(lambda a: a[0], micro))
+            loss, metrics, counts = jax.tree.map(lambda a: a[None], rest)
+        else:
+            zeros = partial(jax.tree.map, lambda p: jnp.zeros(p.shape, jnp.float32))
+            start = joined(by_place(zeros, self._hosted, trained))
+            grads, (loss, metrics, counts) = jax.lax.scan(one, start, micro)
         return grads, loss.sum(), rl.algorithms.reduce_metrics(metrics), jax.tree.map(lambda a: a.sum(axis=0), counts)
 
 
