@@ -205,14 +205,20 @@ class Updater:
             besides, found = auxiliary_loss(self._stage, aux, micro, whole)
             return loss + besides, (metrics | found, aux.found("routing"), aux.found("activations") if self._internals else {})
 
-        def one(total, xs):
-            (loss, found), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
-            grads = {path: g if path in self.owner.tables else fetch(g) for path, g in grads.items()}
-            total = joined(by_place(_added, self.owner.tables, total, grads))
-            return total, (loss, *found)
+        def found(xs):
+            (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
+            return {path: g if path in self.owner.tables else fetch(g) for path, g in grads.items()}, (loss, *rest)
 
-        zeros = joined(by_place(_zeros, self.owner.tables, trained))
-        grads, (loss, metrics, routing, inside) = jax.lax.scan(one, zeros, micros)
+        def one(total, xs):
+            grads, rest = found(xs)
+            return joined(by_place(_added, self.owner.tables, total, grads)), rest
+
+        if M == 1 and self.owner.tables:  # a loop would carry gradients that belong on the host through the device
+            grads, rest = found(jax.tree.map(lambda a: a[0], micros))
+            loss, metrics, routing, inside = jax.tree.map(lambda a: a[None], rest)
+        else:
+            zeros = joined(by_place(_zeros, self.owner.tables, trained))
+            grads, (loss, metrics, routing, inside) = jax.lax.scan(one, zeros, micros)
         metrics = rl.algorithms.reduce_metrics(metrics)
         if self._internals:
             metrics |= activation_metrics(inside, batch.segments.reshape(M, R, -1), self.owner.config)
