@@ -85,6 +85,17 @@ class ModelOptions(Strict):
     expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = Field(
         "auto", description="how tokens and experts meet along the mesh axis `expert`, see docs/experts.md; auto: gather"
     )
+    batch_split: bool = Field(
+        False,
+        description="updates take the rows of each device in two halves, so that in layers with experts the collectives of one "
+        "run under the products of the other; the number of rows of a micro-batch becomes even on each device",
+    )
+
+    @model_validator(mode="after")
+    def _splittable(self):
+        if self.batch_split and self.expert_parallel == "all_to_all":
+            raise ValueError("`batch_split` interleaves the collectives of `expert_parallel` gather or hidden, not of all_to_all")
+        return self
 
     @property
     def changes(self) -> dict[str, Any]:

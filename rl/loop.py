@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 import policy
-from policy import hub
+from policy import batch_split, hub
 from policy.config import Runtime
 from policy.hf import UnsupportedModel
 from policy.layers import expert_parallel
@@ -98,7 +98,8 @@ def run(config: RunConfig) -> int:
 def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model:
     """The model on its mesh; without weights when a checkpoint will bring them."""
     options = config.model
-    runtime = Runtime(options.dtype, options.param_dtype, options.remat, options.scan, expert_parallel=options.expert_parallel)
+    how = {"expert_parallel": options.expert_parallel, "batch_split": options.batch_split}
+    runtime = Runtime(options.dtype, options.param_dtype, options.remat, options.scan, **how)
     try:
         mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)
     except ValueError as error:
@@ -117,6 +118,7 @@ def _model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Mode
             raise ConfigError(f"max_length: {config.max_length} is more than the {decoder.max_positions} positions of this model")
         try:
             expert_parallel.check(decoder, runtime, mesh)
+            batch_split.check(decoder, runtime)
         except ValueError as error:
             raise ConfigError(f"model.{error}") from None
         if not with_weights:
