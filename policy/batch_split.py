@@ -44,6 +44,16 @@ def check(config: DecoderConfig, runtime: Runtime) -> None:
         raise ValueError("batch_split is a schedule of layers with a mixture of experts; this decoder has none that it can split")
 
 
+def compiler_options(runtime: Runtime) -> dict[str, str] | None:
+    """What XLA has to be told for the schedule to pay on a TPU: left to itself it runs these collectives at once, with nothing
+    beside them. On the sparse cores they have a start and an end, and products in between; the last option is for groups of devices
+    that span two dimensions of the torus."""
+    if not runtime.batch_split or runtime.layout.platform != "tpu":
+        return None
+    prefix = "xla_tpu_enable_sparse_core_collective_offload_"
+    return {prefix + name: "true" for name in ("all_gather", "reduce_scatter", "2d_all_gather")}
+
+
 def applies(layers, shape_BTE: tuple[int, int, int], runtime: Runtime) -> bool:
     """Whether a stack runs in this schedule: every layer of its pattern is a mixer and a mixture of experts, and every device has
     an even number of rows. What does not fit runs plainly, with the same result."""
@@ -87,22 +97,30 @@ def _step(step: Step, i: int) -> Step:
 def run(layer, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime):
     """One layer on both micro-batches: ((x, x), None, LayerAux of both together)."""
     moe, (x0, x1) = layer.feed_forward, parts
+    first, second = partial(jax.named_scope, "micro_0"), partial(jax.named_scope, "micro_1")  # tells them apart in a profile
     steps = [_step(step, i) for i in range(PARTS)]
     stages = Stages(Cut(moe.spec, runtime, x0.shape))
     weights = stages.hold(moe.weights(x0.dtype, runtime))
 
-    x0, read0, mix0 = _mix(layer, x0, steps[0], runtime)
+    with first():
+        x0, read0, mix0 = _mix(layer, x0, steps[0], runtime)
     x1, read0 = jax.lax.optimization_barrier((x1, read0))
-    chosen0 = moe.choose(read0, steps[0], runtime)
-    routed0 = stages.route(read0, *chosen0[:2])
-    x1, read1, mix1 = _mix(layer, x1, steps[1], runtime)
+    with first():
+        chosen0 = moe.choose(read0, steps[0], runtime)
+        routed0 = stages.route(read0, *chosen0[:2])
+    with second():
+        x1, read1, mix1 = _mix(layer, x1, steps[1], runtime)
     routed0, read1 = _tied(routed0, read1)
-    chosen1 = moe.choose(read1, steps[1], runtime)
-    routed1 = stages.route(read1, *chosen1[:2])
-    done0 = stages.compute(weights, routed0)
+    with second():
+        chosen1 = moe.choose(read1, steps[1], runtime)
+        routed1 = stages.route(read1, *chosen1[:2])
+    with first():
+        done0 = stages.compute(weights, routed0)
     routed1, rows0 = _tied(routed1, done0.rows)
-    out0 = stages.unroute(replace(done0, rows=rows0))
-    out1 = stages.unroute(stages.compute(weights, routed1))
+    with first():
+        out0 = stages.unroute(replace(done0, rows=rows0))
+    with second():
+        out1 = stages.unroute(stages.compute(weights, routed1))
 
     ends = []
     for x, read, out, mix, at in ((x0, read0, out0, mix0, steps[0]), (x1, read1, out1, mix1, steps[1])):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 import policy
-from policy import sources
+from policy import batch_split, sources
 from policy.config import DecoderConfig, Runtime
 from policy.hf import UnsupportedModel
 from policy.layers import expert_parallel
@@ -37,6 +37,7 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model
         how = {"runtime": _runtime(options), "mesh": mesh}
         try:
             expert_parallel.check(decoder, how["runtime"], mesh)
+            batch_split.check(decoder, how["runtime"])
         except ValueError as error:
             raise ConfigError(f"model.{error}") from None
         if not with_weights:
@@ -64,6 +65,7 @@ def _runtime(options: ModelOptions) -> Runtime:
         host_parameters=options.host_parameters,
         vocab_tiles=options.num_vocab_tiling,
         expert_parallel=options.expert_parallel,
+        batch_split=options.batch_split,
         quantization=options.quantization,
     )
 

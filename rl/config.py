@@ -151,6 +151,11 @@ class ModelOptions(Strict):
     expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = Field(
         "auto", description="how tokens and experts meet along the mesh axis `expert`, see docs/experts.md; auto: gather"
     )
+    batch_split: bool = Field(
+        False,
+        description="updates take the rows of each device in two halves, so that in layers with experts the collectives of one "
+        "run under the products of the other; the number of rows of a micro-batch becomes even on each device",
+    )
     num_vocab_tiling: int | None = Field(
         None, ge=1, description="chunks of tokens whose logits exist at a time; null: as few as have at most 2^24 logits each"
     )
@@ -165,6 +170,12 @@ class ModelOptions(Strict):
     multi_token_prediction: MultiTokenPredictionOptions | None = Field(
         None, description="modules that predict further tokens; null: none, or what the directory's config.json says"
     )
+
+    @model_validator(mode="after")
+    def _splittable(self):
+        if self.batch_split and self.expert_parallel == "all_to_all":
+            raise ValueError("`batch_split` interleaves the collectives of `expert_parallel` gather or hidden, not of all_to_all")
+        return self
 
     @property
     def sections(self) -> dict[str, dict]:

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 
 import rl.algorithms
-from policy import modes
+from policy import batch_split, modes
 from policy.cache import Step
 from policy.layers.dropout import Dropout, row_seeds
 from policy.memory import belongs_there, fetch, in_host_memory, to_device
@@ -128,7 +128,14 @@ class Updater:
 
     @cached_property
     def program(self):
-        return jax.jit(self._update, donate_argnums=0, out_shardings=(self.shardings, None), static_argnames="micro_rows")
+        runtime = (self.owner if isinstance(self.owner, Graph) else self.owner.trunk).runtime
+        return jax.jit(
+            self._update,
+            donate_argnums=0,
+            out_shardings=(self.shardings, None),
+            static_argnames="micro_rows",
+            compiler_options=batch_split.compiler_options(runtime),
+        )
 
     def __call__(self, learner: Learner, batch: Batch, inputs, micro_rows: int) -> tuple[Learner, dict]:
         """The learner after one update, and its metrics (on the device). `batch` holds a multiple of `micro_rows` rows."""
@@ -284,9 +291,10 @@ class Trainer:
         return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
 
     def micro_rows(self, rows: int) -> int:
-        """Rows of one gradient computation: what the stage says, or all; a multiple of what the mesh splits a batch into."""
+        """Rows of one gradient computation: what the stage says, or all; a multiple of what the mesh and the schedule split a batch
+        into."""
         mesh = self.graph.layout.mesh.shape
-        ways = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+        ways = mesh["data"] * mesh["fsdp"] * mesh["expert"] * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
         return -(-min(self.stage.micro_batch or rows, rows) // ways) * ways
 
     def update(self, state: RunState, batch: Batch, *, critic_only: bool = False) -> tuple[RunState, dict]:

@@ -139,11 +139,12 @@ def update(degrees: dict, scheme: str, options: dict) -> dict:
     """Two updates of a small model in micro-batches, and what it then writes, against one device: how many biases differ at all,
     how many weights are stored in pieces, the largest difference of a weight, of a metric, of a log-probability, and whether
     greedy completions are equal."""
+    how, options = options.get("how", {}), {name: value for name, value in options.items() if name != "how"}
     keys = {"algorithm": "sft", "micro_batch": 4} | options
     keys["router"] = {"bias_rate": 0.05, "balance_coef": 0.3} | keys.get("router", {})
     ends = []
-    for mesh, how in ((None, "auto"), (layout(degrees), scheme)):
-        runtime = replace(learners.QUICK, expert_parallel=how)
+    for mesh, changes in ((None, {}), (layout(degrees), {"expert_parallel": scheme} | how)):
+        runtime = replace(learners.QUICK, **changes)
         model = learners.experts(runtime=runtime, **({} if mesh is None else {"mesh": mesh}))
         trainer, state = learners.begin(model, learners.stage(**keys), fresh=True)
         cut = sum(len({str(s.index) for s in a.addressable_shards}) > 1 for a in model.params.values())

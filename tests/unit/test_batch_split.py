@@ -1,0 +1,63 @@
+"""The batch-split schedule on one device, and where it does not apply. On meshes: tests/contracts/test_experts_on_a_mesh.py."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import learners
+import numpy as np
+import pytest
+from oracles import configuration
+
+from policy import batch_split, families
+from policy.config import Runtime
+from policy.modes import sit
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def value_and_gradient(model, data, **changes):
+    """(log-probabilities, counts of choices, gradients) of a decoder of one layer of experts."""
+    graph = model.graph.at(**changes)
+
+    @jax.jit
+    def run(params):
+        def loss(params):
+            logp, entropy, aux = graph.logprobs(params, data.tokens, sit(data.tokens, segments=data.segments), 0.9)
+            (routing,) = aux.found("routing").values()
+            return jnp.sum(logp * data.sampler_logp + entropy) + routing.balance.sum(), (logp, routing.counts)
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (_, (logp, counts)), gradient = run(model.params)
+    return logp, counts, gradient
+
+
+def test_both_halves_together_are_the_plain_layer():
+    model, data = learners.experts(), learners.batch(rows=6)
+    logp, counts, gradient = value_and_gradient(model, data)
+    split_logp, split_counts, split_gradient = value_and_gradient(model, data, batch_split=True)
+    np.testing.assert_allclose(split_logp, logp, atol=1e-5)
+    np.testing.assert_array_equal(split_counts, counts)
+    largest = max(float(jnp.abs(g).max()) for g in gradient.values())
+    for path, expected in gradient.items():
+        scale = max(1e-3 * largest, float(jnp.abs(expected).max()))
+        np.testing.assert_allclose(split_gradient[path], expected, atol=1e-5 * scale, rtol=0, err_msg=path)
+
+
+def test_rows_alternate_between_the_halves():
+    runtime = replace(Runtime(), layout=None)
+    x = jnp.arange(12).reshape(6, 2, 1)
+    first, second = batch_split.split(x, runtime)
+    np.testing.assert_array_equal(first[:, 0, 0], [0, 4, 8])
+    np.testing.assert_array_equal(second[:, 0, 0], [2, 6, 10])
+    np.testing.assert_array_equal(batch_split.merge((first, second)), x)
+
+
+def test_a_schedule_that_cannot_be_had_is_refused():
+    llama = families.read(configuration("Llama"))
+    with pytest.raises(ValueError, match="this decoder has none"):
+        batch_split.check(llama, Runtime(batch_split=True))
+    with pytest.raises(ValueError, match="not those of all_to_all"):
+        batch_split.check(learners.experts().config, Runtime(batch_split=True, expert_parallel="all_to_all"))
+    batch_split.check(llama, Runtime())
