@@ -127,8 +127,8 @@ def test_devices_exchange_weights_and_no_logits():
 
 
 def on_four_devices(**degrees):
-    """Rows, or the vocabulary, or both cut over four devices: the numbers of one device, and no result of a collective is as large as the
-    logits of a chunk."""
+    """Rows, or the vocabulary, or both cut over four devices: the numbers of one device, and no result of a collective is as large
+    as the logits of a chunk."""
     mesh, rng = layout(degrees), np.random.default_rng(0)
     hidden, weight = rng.normal(size=(4, 16, 8)).astype(np.float32), rng.normal(size=(48, 8)).astype(np.float32)
     targets, factor = rng.integers(0, 48, (4, 16)), rng.normal(size=64).astype(np.float32)
@@ -147,9 +147,8 @@ def on_four_devices(**degrees):
     text = program.lower(hidden, weight).compile().as_text()
     results = re.findall(r" = (.*?) (?:all-reduce|all-gather|all-to-all|reduce-scatter)(?:-start)?\(", text)
     exchanged = [shape.split(",") for result in results for shape in re.findall(r"f32\[([\d,]*)\]", result)]
-    assert exchanged and not [shape for shape in exchanged if {"48", "24", "12"} & {*shape} and not {"8", "4", "2"} & {*shape}], (
-        exchanged
-    )
+    logits = [shape for shape in exchanged if {"48", "24", "12"} & {*shape} and not {"8", "4", "2"} & {*shape}]
+    assert exchanged and not logits, exchanged
 
 
 def test_a_tied_weight_gets_the_gradient_of_both_uses(monkeypatch):
