@@ -104,6 +104,29 @@ def test_turns_alternate_and_the_ratio_is_that_of_the_medians(script):
     ]
 
 
+def test_bytes_and_operations_of_remat_policies(script):
+    """Offloading moves what `minimal` keeps to the host, and recomputes as much; what is kept is not recomputed."""
+    import numpy as np
+
+    from policy import families
+    from policy.config import Runtime
+    from policy.model import Graph
+    from policy.sharding import layout
+
+    remat = script("remat")
+    graph = Graph(families.read(script("models").MODELS["1m"]), Runtime(), layout({"fsdp": 1}))
+    device, host, operations = {}, {}, {}
+    for policy in ("none", "full", "minimal", "minimal_offloaded"):
+        function = remat.loss(graph.at(remat=policy), np.zeros((2, 32), int))
+        device[policy], host[policy] = remat.bytes_kept(function, graph.shapes)
+        operations[policy] = remat.operations(function, graph.shapes)
+    # q, k, v and out of 4, 2, 2 heads of 32 and 128 numbers, two projections to 384: float32, 4 layers of 64 tokens.
+    kept = 4 * 4 * 64 * (128 + 64 + 64 + 128 + 2 * 384)
+    assert host == {"none": 0, "full": 0, "minimal": 0, "minimal_offloaded": kept}
+    assert device["minimal"] - device["full"] == kept and device["minimal_offloaded"] == device["full"] < device["none"]
+    assert operations["none"] < operations["minimal"] == operations["minimal_offloaded"] < operations["full"]
+
+
 @pytest.mark.parametrize(("name", "weights"), [("1m", 1_049_000), ("25m", 25_170_000)])
 def test_the_models_have_the_sizes_that_they_are_named_for(script, name, weights):
     from policy import families

@@ -121,14 +121,14 @@ def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
 
 
 def test_devices_exchange_weights_and_no_logits():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def on_two_devices(**degrees):
-    """Rows, or the vocabulary, cut over two devices: the numbers of one device, and no result of a collective is as large as the
-    logits of a chunk."""
+def on_four_devices(**degrees):
+    """Rows, or the vocabulary, or both cut over four devices: the numbers of one device, and no result of a collective is as large
+    as the logits of a chunk."""
     mesh, rng = layout(degrees), np.random.default_rng(0)
     hidden, weight = rng.normal(size=(4, 16, 8)).astype(np.float32), rng.normal(size=(48, 8)).astype(np.float32)
     targets, factor = rng.integers(0, 48, (4, 16)), rng.normal(size=64).astype(np.float32)
@@ -147,7 +147,8 @@ def on_two_devices(**degrees):
     text = program.lower(hidden, weight).compile().as_text()
     results = re.findall(r" = (.*?) (?:all-reduce|all-gather|all-to-all|reduce-scatter)(?:-start)?\(", text)
     exchanged = [shape.split(",") for result in results for shape in re.findall(r"f32\[([\d,]*)\]", result)]
-    assert exchanged and not [shape for shape in exchanged if {"48", "24"} & {*shape} and not {"8", "4"} & {*shape}], exchanged
+    logits = [shape for shape in exchanged if {"48", "24", "12"} & {*shape} and not {"8", "4", "2"} & {*shape}]
+    assert exchanged and not logits, exchanged
 
 
 def test_a_tied_weight_gets_the_gradient_of_both_uses(monkeypatch):
@@ -188,5 +189,5 @@ def test_logits_of_bfloat16_states_are_float32():
 
 
 if __name__ == "__main__":
-    for axis in ("fsdp", "data", "tensor"):
-        on_two_devices(**{axis: 2})
+    for degrees in ({"fsdp": 4}, {"tensor": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "expert": 2}):
+        on_four_devices(**degrees)
