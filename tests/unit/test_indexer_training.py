@@ -18,6 +18,7 @@ from policy.sharding import layout
 from rl.config import RunConfig
 from rl.configcheck import problems
 from rl.errors import ConfigError
+from rollout import Generator, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -111,15 +112,25 @@ def test_two_devices_learn_what_one_does_on_other_meshes():
 
 
 def on_two_devices(meshes) -> list:
-    """mesh by mesh: how far the divergence, and the weights after an update, are from those on one device."""
+    """mesh by mesh: how far the divergence, the weights after an update, and the log-probabilities of greedy decoding are from
+    those on one device."""
     options = stage("sft", indexer={"training": "sparse"})
     _, expected, metrics, _ = updated(options, batch())
-    found = []
+    said, found = generated(learners.indexed()), []
     for mesh in meshes:
-        _, after, there, _ = updated(options, batch(), model=learners.indexed(mesh=layout(mesh)))
+        model = learners.indexed(mesh=layout(mesh))
+        _, after, there, _ = updated(options, batch(), model=model)
         worst = max(float(np.abs(after[path] - expected[path]).max()) for path in expected)
-        found.append((abs(float(there["indexer/kl"]) - float(metrics["indexer/kl"])), worst))
+        decoded = float(np.abs(generated(model) - said).max())
+        found.append((abs(float(there["indexer/kl"]) - float(metrics["indexer/kl"])), worst, decoded))
     return found
+
+
+def generated(model):
+    """Log-probabilities of 6 greedy tokens after each of two prompts."""
+    prompts, greedy = [[1, 2, 3, 4, 5, 6], [7, 8]], SamplingParams(max_new_tokens=6, temperature=0)
+    out = Generator(model, max_length=16, slots=2).generate(prompts, greedy)
+    return np.array([completion.logprobs for (completion,) in out])
 
 
 def config(**stage) -> RunConfig:

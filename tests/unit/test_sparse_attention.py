@@ -175,7 +175,7 @@ def test_many_queries_do_not_gather():
 
 def margins(model, rows):
     """float[R, B, T] for each layer: by how little the last selected key beat the next, in the forward pass."""
-    found, real = [], IndexedMask.best
+    found, real = [], IndexedMask._best
 
     def watched(self, visible, scores):
         ranked = jnp.sort(jnp.where(visible, scores, -jnp.inf), axis=-1, descending=True)
@@ -188,11 +188,11 @@ def margins(model, rows):
             graph.decoder(params)(jnp.asarray(rows), stepwise.modes.sit(jnp.asarray(rows)), None, graph.runtime)
         return jnp.stack(found)
 
-    IndexedMask.best = watched
+    IndexedMask._best = watched
     try:
         return np.asarray(jax.jit(run)(model.params))
     finally:
-        IndexedMask.best = real
+        IndexedMask._best = real
 
 
 def test_decoding_selects_the_keys_that_training_selects():
