@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 from learners import batch, begin, host, stage
 
 from policy import modes
+from policy.cache import AXES, LayerCache, Visible, take
+from policy.config import Indexer
+from policy.layers.indexer import IndexedMask
 from policy.sharding import layout
 from rl.config import RunConfig
 from rl.configcheck import problems
@@ -98,8 +102,9 @@ def check_meshes(*meshes):
     command = [sys.executable, __file__, json.dumps(meshes)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    exchanged, found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == len(meshes) and max(map(max, found)) < 1e-5, found
+    assert exchanged == [], "selecting and gathering are a row's own business"
 
 
 def test_two_devices_learn_what_one_does():
@@ -124,6 +129,26 @@ def on_two_devices(meshes) -> list:
         decoded = float(np.abs(generated(model) - said).max())
         found.append((abs(float(there["indexer/kl"]) - float(metrics["indexer/kl"])), worst, decoded))
     return found
+
+
+def exchanges() -> list[str]:
+    """The collectives of a program that selects keys and gathers latents of rows that two devices share."""
+    B, C, topk, mesh = 4, 16, 3, layout({"fsdp": 2})
+    step = modes.sit(jnp.zeros((B, C)))
+    mask = IndexedMask(
+        step, Visible({"index": jnp.zeros((B, 1, C, 2))}, step.positions, step.segments), (), Indexer(1, 2, topk, None), mesh
+    )
+
+    def run(scores, latents):
+        chosen, counts = mask.best(scores > 0, scores)
+        return take(LayerCache({"latent": latents}, 1), "latent", chosen), counts, mask.kept(scores > 0, scores)
+
+    scores = jax.ShapeDtypeStruct((B, 2, C), jnp.float32, sharding=mesh.sharding(("batch", None, None), (B, 2, C)))
+    shape = (3, B, 1, C, 5)
+    latents = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=mesh.sharding(AXES, shape))
+    return re.findall(
+        r"all-gather|all-reduce|all-to-all|collective-permute", jax.jit(run).lower(scores, latents).compile().as_text()
+    )
 
 
 def generated(model):
@@ -162,4 +187,4 @@ def test_what_cannot_be_trained_is_refused():
 
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
-    print(json.dumps(on_two_devices(json.loads(sys.argv[1]))))
+    print(json.dumps((exchanges(), on_two_devices(json.loads(sys.argv[1])))))
