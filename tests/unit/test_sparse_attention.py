@@ -240,7 +240,8 @@ def gradients(model, rows, of, segments=None, **runtime):
     return {path: np.asarray(g) for path, g in jax.jit(jax.grad(loss))(model.params).items()}
 
 
-@pytest.mark.parametrize("stage", [pytest.param("dense_warmup", marks=pytest.mark.slow), "sparse"])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["dense_warmup", "sparse"])
 def test_each_loss_reaches_its_own_weights_only(stage):
     model, rows = model_of(3), tokens(2, 12)
     rows[1, 7:], segments = 0, (np.arange(12) < [[12], [7]]).astype(np.int32)
@@ -259,7 +260,8 @@ def test_gradients_are_those_of_any_chunks_scan_and_remat():
         np.testing.assert_allclose(other[path], grad, atol=1e-4 * max(np.abs(grad).max(), 1e-3), err_msg=path)
 
 
-@pytest.mark.parametrize("stage", [pytest.param("dense_warmup", marks=pytest.mark.slow), "sparse"])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["dense_warmup", "sparse"])
 def test_the_divergence_of_a_packed_row_is_that_of_its_documents(stage):
     model, lengths = model_of(3, layers=2), np.array([9, 1, 6])
     padded = tokens(3, 9)
