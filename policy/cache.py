@@ -92,9 +92,21 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
 
 def take(cache: LayerCache, name: str, at_BTk: jax.Array, dtype) -> jax.Array:
     """[B, T, k, D]: the entries of an array with one head that stand at `at`, row b of slot b, as `read` gives them. They are read
-    where they lie: to slice the layer out of a stacked array first would copy all of it."""
-    rows = jnp.arange(at_BTk.shape[0])[:, None, None]
-    return read(cache.arrays, name, lambda a: a.at[cache.index, rows, 0, at_BTk].get(mode="promise_in_bounds"), dtype)
+    where they lie: to slice the layer out of a stacked array first would copy all of it. Slots are a batch dimension of the
+    gather: with an index for them, a mesh that cuts the cache by slots would exchange it."""
+    dims = jax.lax.GatherDimensionNumbers(
+        offset_dims=(3,),
+        collapsed_slice_dims=(0, 2, 3),
+        start_index_map=(0, 3),
+        operand_batching_dims=(1,),
+        start_indices_batching_dims=(0,),
+    )
+    index = jnp.stack([jnp.broadcast_to(cache.index, at_BTk.shape), at_BTk], axis=-1)
+
+    def pick(array):
+        return jax.lax.gather(array, index, dims, (1, 1, 1, 1, array.shape[-1]), mode="promise_in_bounds")
+
+    return read(cache.arrays, name, pick, dtype)
 
 
 def _parts(arrays: dict[str, jax.Array], name: str, value: jax.Array) -> dict[str, jax.Array]:

@@ -13,6 +13,7 @@ from policy.layers.attention import Mask
 from policy.layers.norms import MeanNorm
 from policy.layers.parameter import normal, weight
 from policy.layers.rope import rotate
+from policy.sharding import Layout
 
 
 class KeyIndexer(nnx.Module):
@@ -44,8 +45,11 @@ class IndexedMask(Mask):
     """A mask that leaves, of the keys a query may look at, the `topk` with the largest index scores; of equal scores the earlier
     key. With no more than `topk` keys it leaves all, and nothing is scored."""
 
-    def __init__(self, step: Step, visible: Visible, queries: tuple[jax.Array, jax.Array], spec: Indexer):
+    def __init__(
+        self, step: Step, visible: Visible, queries: tuple[jax.Array, jax.Array], spec: Indexer, layout: Layout | None = None
+    ):
         super().__init__(step, visible)
+        self.layout = layout
         self.queries = (*self.queries, *queries)
         self.index_keys, self.topk = visible.arrays["index"][:, 0], spec.topk
 
@@ -65,18 +69,29 @@ class IndexedMask(Mask):
 
     def best(self, visible_BTC: jax.Array, scores_BTC: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(indices int32[B, T, k] into the visible keys, which of them count): the invisible ones come last and do not count."""
-        scores = jax.lax.stop_gradient(jnp.where(visible_BTC, scores_BTC, -jnp.inf))
-        _, chosen = jax.lax.top_k(scores, min(self.topk, scores.shape[-1]))
+        return self._by_rows(self._best, visible_BTC, scores_BTC)
+
+    def _best(self, visible_BTC, scores_BTC):
+        _, chosen = jax.lax.top_k(jnp.where(visible_BTC, scores_BTC, -jnp.inf), min(self.topk, scores_BTC.shape[-1]))
         return chosen, jnp.take_along_axis(visible_BTC, chosen, axis=-1)
 
     def kept(self, visible_BTC: jax.Array, scores_BTC: jax.Array) -> jax.Array:
         """bool[B, T, C]: the same choice as a mask."""
-        if not self.selects:
-            return visible_BTC
-        chosen, counts = self.best(visible_BTC, scores_BTC)
+        return self._by_rows(self._kept, visible_BTC, scores_BTC) if self.selects else visible_BTC
+
+    def _kept(self, visible_BTC, scores_BTC):
+        chosen, counts = self._best(visible_BTC, scores_BTC)
         B, T, _ = chosen.shape
         none = jnp.zeros(visible_BTC.shape, jnp.bool_)
         return none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], chosen].set(counts, unique_indices=True)
+
+    def _by_rows(self, select, visible_BTC, scores_BTC):
+        """`select` of each device's own rows: left to the partitioner, top_k and the scatter gather all rows on every device."""
+        scores = jax.lax.stop_gradient(scores_BTC)
+        if self.layout is None or self.layout.mesh.size == 1:
+            return select(visible_BTC, scores)
+        rows = self.layout.spec(("batch", None, None), scores.shape)
+        return jax.shard_map(select, mesh=self.layout.mesh, in_specs=rows, out_specs=rows, check_vma=False)(visible_BTC, scores)
 
     def choose(self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array):
         """`best` of these queries; takes what `queries` holds, cut along T."""

@@ -70,7 +70,7 @@ class MultiHeadLatentAttention(nnx.Module):
             keys, values = checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
             visible, _ = extend(None, step, k=keys, v=values, **new)
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
-            out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries), None, runtime)
+            out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries, runtime), None, runtime)
             out = checkpoint_name(checkpoint_name(out, "context"), "attention_out")
         else:
             w_k, w_v = jnp.split(rounded(self.kv_b_proj[...], (0,), x_BTE.dtype, runtime), [spec.nope_dim], axis=-1)
@@ -79,7 +79,7 @@ class MultiHeadLatentAttention(nnx.Module):
             keys = visible.arrays["latent"]
             q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
             values = keys[..., : spec.kv_lora_rank]
-            out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries), cache, runtime)
+            out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries, runtime), cache, runtime)
             out = jnp.einsum("bhtc,chd->bhtd", out, w_v)
         out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
         return checkpoint_name(out, "out_proj"), cache, found
@@ -90,8 +90,10 @@ class MultiHeadLatentAttention(nnx.Module):
             return attend_selected(q, keys, values, mask, cache, runtime)
         return attend(q, keys, values, mask, runtime.attention_chunk), LayerAux()
 
-    def _mask(self, step: Step, visible: Visible, index_queries: tuple | None) -> Mask:
-        return Mask(step, visible) if index_queries is None else IndexedMask(step, visible, index_queries, self.spec.indexer)
+    def _mask(self, step: Step, visible: Visible, index_queries: tuple | None, runtime: Runtime) -> Mask:
+        if index_queries is None:
+            return Mask(step, visible)
+        return IndexedMask(step, visible, index_queries, self.spec.indexer, runtime.layout)
 
     def _query_latent(self, x_BTE: jax.Array, runtime: Runtime) -> jax.Array | None:
         if self.spec.q_lora_rank is None:

@@ -69,7 +69,7 @@ def margins(model, tokens, segments):
     from policy.layers.moe import TopKRouter
     from policy.modes import sit
 
-    real, best, found = TopKRouter.__call__, IndexedMask.best, []
+    real, best, found = TopKRouter.__call__, IndexedMask._best, []
 
     def gap(values, kept):
         ranked = -jnp.sort(-values, axis=-1)
@@ -98,11 +98,11 @@ def margins(model, tokens, segments):
             model.graph.decoder(params)(tokens, sit(tokens, None, segments), None, runtime)
         return jnp.min(jnp.stack(found), axis=0)
 
-    TopKRouter.__call__, IndexedMask.best = watched, watched_keys
+    TopKRouter.__call__, IndexedMask._best = watched, watched_keys
     try:
         return np.asarray(jax.jit(run)(model.params, tokens, segments)).reshape(tokens.shape)
     finally:
-        TopKRouter.__call__, IndexedMask.best = real, best
+        TopKRouter.__call__, IndexedMask._best = real, best
 
 
 def tolerance_of(name):

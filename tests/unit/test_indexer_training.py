@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,14 @@ import pytest
 from learners import batch, begin, host, stage
 
 from policy import modes
+from policy.cache import AXES, LayerCache, Visible, take
+from policy.config import Indexer
+from policy.layers.indexer import IndexedMask
 from policy.sharding import layout
 from rl.config import RunConfig
 from rl.configcheck import problems
 from rl.errors import ConfigError
+from rollout import Generator, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -97,8 +102,9 @@ def check_meshes(*meshes):
     command = [sys.executable, __file__, json.dumps(meshes)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    exchanged, found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == len(meshes) and max(map(max, found)) < 1e-5, found
+    assert exchanged == [], "selecting and gathering are a row's own business"
 
 
 def test_two_devices_learn_what_one_does():
@@ -111,15 +117,45 @@ def test_two_devices_learn_what_one_does_on_other_meshes():
 
 
 def on_two_devices(meshes) -> list:
-    """mesh by mesh: how far the divergence, and the weights after an update, are from those on one device."""
+    """mesh by mesh: how far the divergence, the weights after an update, and the log-probabilities of greedy decoding are from
+    those on one device."""
     options = stage("sft", indexer={"training": "sparse"})
     _, expected, metrics, _ = updated(options, batch())
-    found = []
+    said, found = generated(learners.indexed()), []
     for mesh in meshes:
-        _, after, there, _ = updated(options, batch(), model=learners.indexed(mesh=layout(mesh)))
+        model = learners.indexed(mesh=layout(mesh))
+        _, after, there, _ = updated(options, batch(), model=model)
         worst = max(float(np.abs(after[path] - expected[path]).max()) for path in expected)
-        found.append((abs(float(there["indexer/kl"]) - float(metrics["indexer/kl"])), worst))
+        decoded = float(np.abs(generated(model) - said).max())
+        found.append((abs(float(there["indexer/kl"]) - float(metrics["indexer/kl"])), worst, decoded))
     return found
+
+
+def exchanges() -> list[str]:
+    """The collectives of a program that selects keys and gathers latents of rows that two devices share."""
+    B, C, topk, mesh = 4, 16, 3, layout({"fsdp": 2})
+    step = modes.sit(jnp.zeros((B, C)))
+    mask = IndexedMask(
+        step, Visible({"index": jnp.zeros((B, 1, C, 2))}, step.positions, step.segments), (), Indexer(1, 2, topk, None), mesh
+    )
+
+    def run(scores, latents):
+        chosen, counts = mask.best(scores > 0, scores)
+        return take(LayerCache({"latent": latents}, 1), "latent", chosen), counts, mask.kept(scores > 0, scores)
+
+    scores = jax.ShapeDtypeStruct((B, 2, C), jnp.float32, sharding=mesh.sharding(("batch", None, None), (B, 2, C)))
+    shape = (3, B, 1, C, 5)
+    latents = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=mesh.sharding(AXES, shape))
+    return re.findall(
+        r"all-gather|all-reduce|all-to-all|collective-permute", jax.jit(run).lower(scores, latents).compile().as_text()
+    )
+
+
+def generated(model):
+    """Log-probabilities of 6 greedy tokens after each of two prompts."""
+    prompts, greedy = [[1, 2, 3, 4, 5, 6], [7, 8]], SamplingParams(max_new_tokens=6, temperature=0)
+    out = Generator(model, max_length=16, slots=2).generate(prompts, greedy)
+    return np.array([completion.logprobs for (completion,) in out])
 
 
 def config(**stage) -> RunConfig:
@@ -151,4 +187,4 @@ def test_what_cannot_be_trained_is_refused():
 
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
-    print(json.dumps(on_two_devices(json.loads(sys.argv[1]))))
+    print(json.dumps((exchanges(), on_two_devices(json.loads(sys.argv[1])))))

@@ -32,7 +32,7 @@ SHAPES = {
     "values_wider_than_keys": ("DeepseekV2", FULL_QUERY | {"qk_nope_head_dim": 2, "v_head_dim": 21, "num_attention_heads": 1}),
     "indexed": ("DeepseekV32", {"index_topk": 5, "index_n_heads": 32, "attention_bias": True}),
 }
-QUICK = ("query_latent-yarn", "odd", "indexed")
+QUICK = ("odd", "indexed")
 ROWS, LENGTH, PROMPT = 3, 27, 9
 LENGTHS = np.array([27, 5, 19])  # the second ends inside the prompt, the third while decoding
 
