@@ -122,6 +122,7 @@ def test_the_models_have_the_sizes_that_they_are_named_for(script, name, weights
         ("generate", ["--batches", "1", "2", "--new-tokens", "4"], 2),
         ("train", ["--rows", "2", "--length", "8"], 1),
         ("grpo", [], 1),
+        ("quantization", ["--kinds", "int8", "--batch", "2", "--new-tokens", "4"], 2),
     ],
 )
 def test_each_benchmark_runs(script, name, arguments, rows, capsys):

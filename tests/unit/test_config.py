@@ -105,6 +105,16 @@ BAD = [
     ('rewards: {functions: ["REWARD:score"]}\n', "", 10, "stages.1.rewards", ["grpo needs rewards"]),
     ("max_new_tokens: 8", "max_new_tokens: 64", 13, "stages.1.sampling.max_new_tokens", ["max_length (64)"]),
     ("steps: 3", "steps: 3\n    micro_batch: 257", 13, "stages.1.micro_batch", ["256"]),
+    ("{source: MODEL}", "{source: MODEL, quantization: int4}", 1, "model.quantization", ["valid: ", "fp8_full", "int8"]),
+    ("max_length: 64", "generator: {weights: int16}", 5, "generator.weights", ["valid: ", "int4"]),
+    ("max_length: 64", "generator: {kv_cache: bf16}", 5, "generator.kv_cache", ["valid: ", "int8"]),
+    (
+        "{source: MODEL}",
+        "{source: MODEL, quantization: fp8_full}\ngenerator: {weights: int8}",
+        2,
+        "generator.weights",
+        ["int8 weights", "fp8_full activations"],
+    ),
     ("max_length: 64", "mesh: {data: -1}", 5, "mesh", ["only one axis"]),
     ("max_length: 64", "mesh: {rules: {embed: [fspd]}}", 5, "mesh.rules.embed", ["nearest: fsdp"]),
     (
