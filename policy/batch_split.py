@@ -38,8 +38,6 @@ def check(config: DecoderConfig, runtime: Runtime) -> None:
     """Raises ValueError where the schedule is asked for and cannot be had."""
     if not runtime.batch_split:
         return
-    if runtime.expert_parallel == "all_to_all":
-        raise ValueError("batch_split interleaves the collectives of expert_parallel gather or hidden, not those of all_to_all")
     if not any(_fits(spec) for spec in config.layers):
         raise ValueError("batch_split is a schedule of layers with a mixture of experts; this decoder has none that it can split")
 

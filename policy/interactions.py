@@ -1,4 +1,4 @@
-"""Which features of a decoder and of how it is computed do not go together. Free of jax, so that a run's file is refused before
+"""Which features of a decoder, and of how it is computed, do not go together. Free of jax, so that a run's file is refused before
 anything starts.
 
 A feature is named by the key of a run's YAML file that switches it on, or by what the model has.
@@ -8,32 +8,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policy.config import DecoderConfig, DenseAndExperts, GatedDeltaNet, LatentAttention, Moe, Runtime
+from policy.config import DecoderConfig, LatentAttention, Runtime
 
-INDEXER, DELTA_NET, EXPERTS = "an indexer of keys", "a gated delta net", "a mixture of experts"
-HYPER, ENGRAM, MODULES = "model.hyper_connections", "model.engram", "model.multi_token_prediction"
-CONTEXT = "mesh.context"
+SPLIT, EXCHANGE = "model.batch_split", "model.expert_parallel: all_to_all"
+HYPER, ENGRAM, INDEXER = "model.hyper_connections", "model.engram", "an indexer of keys"
+WARMUP, MODULES = "stages.N.indexer.training: dense_warmup", "stages.N.mtp"
 
-# Unordered pairs, and why.
-APART: dict[tuple[str, str], str] = {}
+# Unordered pairs that are refused, and why.
+APART: dict[tuple[str, str], str] = {
+    (SPLIT, EXCHANGE): "the schedule interleaves the collectives of the schemes gather and hidden",
+    (SPLIT, HYPER): "the schedule carries one state for each token between layers, not several streams",
+    (SPLIT, ENGRAM): "the schedule begins with the mixer, and has no place for a memory before it",
+    (SPLIT, INDEXER): "the schedule does not hand on what an indexer learns from",
+    (WARMUP, MODULES): "a dense warm-up computes no head, and trains nothing but indexers",
+}
+
+
+class Conflict(ValueError):
+    """Two features that do not go together; the message names both and says why."""
 
 
 def features(config: DecoderConfig, runtime: Runtime) -> frozenset[str]:
-    """Names of those that are on."""
-    mixers, feed_forwards = ([getattr(spec, part) for spec in config.layers] for part in ("mixer", "feed_forward"))
-    found = {
-        INDEXER: any(isinstance(m, LatentAttention) and m.indexer is not None for m in mixers),
-        DELTA_NET: any(isinstance(m, GatedDeltaNet) for m in mixers),
-        EXPERTS: any(isinstance(f, Moe | DenseAndExperts) for f in feed_forwards),
+    """Names of those of APART that are on."""
+    on = {
+        SPLIT: runtime.batch_split,
+        EXCHANGE: runtime.expert_parallel == "all_to_all",
         HYPER: config.hyper_connections is not None,
         ENGRAM: any(spec.memory is not None for spec in config.layers),
-        MODULES: config.multi_token_prediction is not None,
+        INDEXER: any(isinstance(spec.mixer, LatentAttention) and spec.mixer.indexer is not None for spec in config.layers),
+        WARMUP: runtime.indexer == "dense_warmup",
+        MODULES: runtime.mtp is not None,
     }
-    return frozenset(name for name, on in found.items() if on)
+    return frozenset(name for name, is_on in on.items() if is_on)
 
 
-def conflicts(on: frozenset[str]) -> Iterator[str]:
+def conflicts(config: DecoderConfig, runtime: Runtime) -> Iterator[str]:
     """What is wrong with these features together, one text for each pair that is refused."""
+    on = features(config, runtime)
     for (one, other), reason in APART.items():
         if {one, other} <= on:
-            yield f"{one} and {other} do not go together: {reason}"
+            yield f"{one} does not go with {other}: {reason}"
+
+
+def check(config: DecoderConfig, runtime: Runtime) -> None:
+    """Raises Conflict for the first pair that is refused."""
+    for text in conflicts(config, runtime):
+        raise Conflict(text)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from policy import batch_split, head, modes, sources
+from policy import batch_split, head, interactions, modes, sources
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
 from policy.intermediates import Aux
@@ -30,6 +30,7 @@ class Graph:
     """
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
+        interactions.check(config, runtime)
         expert_parallel.check(config, runtime, layout)
         batch_split.check(config, runtime)
         layout = layout.for_experts(runtime.expert_parallel)
@@ -59,6 +60,7 @@ class Graph:
         """The same graph with some fields of its runtime changed; the dtypes stay."""
         other = copy.copy(self)
         other.runtime = replace(self.runtime, **changes)
+        interactions.check(self.config, other.runtime)
         return other
 
     def sharding(self, path: str) -> jax.sharding.NamedSharding:

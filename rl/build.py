@@ -8,7 +8,7 @@ import numpy as np
 
 import policy
 from policy import batch_split, sources
-from policy.config import DecoderConfig, Runtime
+from policy.config import DecoderConfig
 from policy.hf import UnsupportedModel
 from policy.layers import expert_parallel
 from policy.layers.engram import set_classes
@@ -34,7 +34,7 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model
     try:
         decoder, classes = _decoder(options, prepared.tokenizer, from_directory)
         _check(config, decoder, prepared.tokenizer)
-        how = {"runtime": _runtime(options), "mesh": mesh}
+        how = {"runtime": options.runtime, "mesh": mesh}
         try:
             expert_parallel.check(decoder, how["runtime"], mesh)
             batch_split.check(decoder, how["runtime"])
@@ -52,22 +52,6 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model
     if classes is not None:
         made.params = set_classes(made.params, classes)
     return made
-
-
-def _runtime(options: ModelOptions) -> Runtime:
-    return Runtime(
-        dtype=options.dtype,
-        param_dtype=options.param_dtype,
-        remat=options.remat,
-        remat_tensors=tuple(options.remat_tensors.items()),
-        scan=options.scan,
-        table_memory=options.table_memory,
-        host_parameters=options.host_parameters,
-        vocab_tiles=options.num_vocab_tiling,
-        expert_parallel=options.expert_parallel,
-        batch_split=options.batch_split,
-        quantization=options.quantization,
-    )
 
 
 def _mesh(config: RunConfig) -> Layout:
@@ -105,23 +89,8 @@ def _check(config: RunConfig, decoder: DecoderConfig, tokenizer) -> None:
         )
     if decoder.max_positions is not None and config.max_length > decoder.max_positions:
         raise ConfigError(f"max_length: {config.max_length} is more than the {decoder.max_positions} positions of this model")
-    _check_indexers(config, decoder)
     if config.generator.speculative:
         try:
             speculative.check(decoder)
         except ValueError as error:
             raise ConfigError(f"generator.{error}") from None
-
-
-def _check_indexers(config: RunConfig, decoder: DecoderConfig) -> None:
-    """Stages that train indexers need a model that has some, and one that selects."""
-    indexers = [indexer for spec in decoder.layers if (indexer := getattr(spec.mixer, "indexer", None)) is not None]
-    for number, stage in enumerate(config.stages):
-        key, training = f"stages.{number}.indexer.training", stage.indexer.training
-        if training != "off" and not indexers:
-            raise ConfigError(f"{key}: {training}, but this model has no indexer (DeepSeek-V3.2 has); leave it off")
-        if training == "sparse" and (topk := min(each.topk for each in indexers)) >= config.max_length:
-            raise ConfigError(
-                f"{key}: sparse, but with max_length {config.max_length} every query sees all keys: the indexers select {topk}; "
-                "raise max_length, lower model.overrides.index_topk, or use dense_warmup"
-            )

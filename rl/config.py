@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 import rl.algorithms
-from policy.config import HyperConnections
+from policy.config import HyperConnections, Runtime
 from policy.ngrams import EngramSection
 from policy.remat import NAMES as REMAT_POLICIES
 
@@ -171,11 +171,22 @@ class ModelOptions(Strict):
         None, description="modules that predict further tokens; null: none, or what the directory's config.json says"
     )
 
-    @model_validator(mode="after")
-    def _splittable(self):
-        if self.batch_split and self.expert_parallel == "all_to_all":
-            raise ValueError("`batch_split` interleaves the collectives of `expert_parallel` gather or hidden, not of all_to_all")
-        return self
+    @property
+    def runtime(self) -> Runtime:
+        """How the model is computed."""
+        return Runtime(
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            remat=self.remat,
+            remat_tensors=tuple(self.remat_tensors.items()),
+            scan=self.scan,
+            table_memory=self.table_memory,
+            host_parameters=self.host_parameters,
+            vocab_tiles=self.num_vocab_tiling,
+            expert_parallel=self.expert_parallel,
+            batch_split=self.batch_split,
+            quantization=self.quantization,
+        )
 
     @property
     def sections(self) -> dict[str, dict]:
@@ -396,6 +407,17 @@ class StageOptions(Strict):
     sampling: SamplingOptions = Field(SamplingOptions(), description="of completions; sft: of its evaluations, which are greedy")
     data: DataOptions | None = Field(None, description="instead of the run's data")
     rewards: RewardSettings | None = Field(None, description="instead of the run's rewards")
+
+    @property
+    def runtime(self) -> dict[str, Any]:
+        """Fields of Runtime that updates of this stage want otherwise."""
+        return {
+            "indexer": self.indexer.training,
+            "mtp": None if self.mtp is None else "detached" if self.mtp.detach else "joint",
+            "record": ("activations",) if self.internal_metrics else (),
+            "capacity_factor": self.router.capacity_factor,
+            "ragged_buffer_factor": self.router.ragged_buffer_factor,
+        }
 
     @model_validator(mode="after")
     def _even(self):

@@ -5,12 +5,13 @@ Quick and free of jax: it runs before anything is built, and for `rl-train --che
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from policy import remat
+from policy import interactions, remat, sources
+from policy.config import DecoderConfig
 from rl.config import DataOptions, EvaluationOptions, MeshOptions, ModelOptions, RewardSettings, RunConfig, StageOptions
 
 _FILE_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
@@ -45,11 +46,10 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     if directory.exists() and not directory.is_dir():
         yield ("run", "dir"), f"{directory} exists and is not a directory"
     yield from _model(config)
+    yield from _features(config)
     yield from _quantization(config)
     yield from _tokenizer(config)
     yield from _mesh(config.mesh)
-    if config.generator.speculative and not _has_modules(config):
-        yield ("generator", "speculative"), _NO_MODULES
     if config.data:
         yield from _data(("data",), config.data)
     if config.rewards:
@@ -60,18 +60,43 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         yield from _stage(("stages", number), stage, config)
 
 
-_NO_MODULES = "the model has no modules that predict further tokens; add `multi_token_prediction: {depth: 1}` under `model`"
-
-
-def _has_modules(config: RunConfig) -> bool:
-    """Whether the model has prediction modules, by the run's configuration or by that of its directory."""
-    if config.model.multi_token_prediction is not None:
-        return True
+def _decoder(model: ModelOptions) -> DecoderConfig | None:
+    """What is trained; None where it cannot be read, which is said elsewhere."""
     try:
-        stored = json.loads((Path(config.model.source) / "config.json").read_text())
-    except (OSError, ValueError):
-        return False  # a preset; what is wrong with a directory is said elsewhere
-    return "multi_token_prediction" in stored.get("duet", {})
+        if Path(model.source).is_dir():
+            return sources.read_config(model.source, model.sections)
+        return sources.preset(model.source, model.changes)
+    except ValueError:
+        return None
+
+
+def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    """What model, stages and generator want of each other."""
+    if (decoder := _decoder(config.model)) is None:
+        return
+    said = set(interactions.conflicts(decoder, config.model.runtime))
+    yield from ((("model",), text) for text in sorted(said))
+    if config.generator.speculative and decoder.multi_token_prediction is None:
+        yield ("generator", "speculative"), _NO_MODULES
+    indexers = [indexer for spec in decoder.layers if (indexer := getattr(spec.mixer, "indexer", None)) is not None]
+    for number, stage in enumerate(config.stages):
+        path, training = ("stages", number), stage.indexer.training
+        for text in interactions.conflicts(decoder, replace(config.model.runtime, **stage.runtime)):
+            if text not in said:
+                yield path, text
+        if stage.mtp and decoder.multi_token_prediction is None:
+            yield (*path, "mtp"), _NO_MODULES
+        if training != "off" and not indexers:
+            yield (*path, "indexer", "training"), f"{training}, but this model has no indexer (DeepSeek-V3.2 has); leave it off"
+        elif training == "sparse" and (topk := min(each.topk for each in indexers)) >= config.max_length:
+            yield (
+                (*path, "indexer", "training"),
+                f"sparse, but with max_length {config.max_length} every query sees all keys: the indexers select {topk}; "
+                "raise max_length, lower model.overrides.index_topk, or use dense_warmup",
+            )
+
+
+_NO_MODULES = "the model has no modules that predict further tokens; add `multi_token_prediction: {depth: 1}` under `model`"
 
 
 def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
@@ -236,8 +261,6 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
         yield from _rewards((*path, "rewards"), stage.rewards)
     if not (stage.data or config.data):
         yield (*path, "data"), f"{name} needs data, here or for the whole run (`data`)"
-    if stage.mtp and not _has_modules(config):
-        yield (*path, "mtp"), _NO_MODULES
     rows = stage.prompts_per_step // stage.updates_per_step
     if stage.indexer.training == "dense_warmup" and not supervised(stage):
         yield (*path, "indexer", "training"), f"a dense_warmup learns from texts alone, {name} samples for nothing; use sft"

@@ -255,15 +255,8 @@ class Trainer:
         """`seed` is that of the run; dropout needs it."""
         self.graph, self.stage, self.algorithm = graph, stage, algorithm
         self.temperature = np.float32((stage.sampling.temperature if algorithm.needs_rollouts else 0.0) or 1.0)
-        modules = None if stage.mtp is None else "detached" if stage.mtp.detach else "joint"
         # Only updates may drop choices of experts: the generator and what is compared with it never do.
-        self._learning = graph.at(
-            indexer=stage.indexer.training,
-            mtp=modules,
-            record=("activations",) if stage.internal_metrics else (),
-            capacity_factor=stage.router.capacity_factor,
-            ragged_buffer_factor=stage.router.ragged_buffer_factor,
-        )
+        self._learning = graph.at(**stage.runtime)
         loss = self._parts_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
         self.policy = Updater(self._learning, loss, stage.optimizer, stage, seed)
         self.critic = None

@@ -10,6 +10,7 @@ import jax
 import qwix
 
 from policy.layers.quantization import TYPES, quantize
+from policy.memory import fetch
 from policy.model import Graph
 from policy.sharding import settle
 
@@ -39,7 +40,7 @@ class QuantizedWeights:
 
     def _quantize(self, qtype, floats: dict[str, jax.Array], old) -> dict[str, qwix.QArray]:
         """`old` is only given up: its buffers are those of the result."""
-        return {path: self._placed(path, quantize(array, qtype, self.graph.inputs[path])) for path, array in floats.items()}
+        return {path: self._placed(path, quantize(fetch(array), qtype, self.graph.inputs[path])) for path, array in floats.items()}
 
     def _placed(self, path: str, array: qwix.QArray) -> qwix.QArray:
         """Values lie where their weight does; a scale has length 1, and so no axis, where the weight's products sum."""

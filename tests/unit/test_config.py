@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -6,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from policy import sources
 from rl import configfile
 from rl.configfile import load
 from rl.errors import ConfigError
@@ -330,9 +332,11 @@ def test_a_reward_that_does_not_load_is_reported_at_its_line_as_one_problem(fold
 
 
 def test_drafts_and_their_training_need_modules_that_predict(folder):
+    stored = json.loads(sources.preset("tiny-deepseek").hf)
+    Path("model/config.json").write_text(json.dumps(stored))
     found = message("run.yml", overrides=["generator.speculative=1", "stages.0.mtp={}"])
     assert "generator.speculative" in found and "stages.0.mtp" in found and "multi_token_prediction: {depth: 1}" in found
     config = load(["run.yml"], ["generator.speculative=1", "stages.0.mtp={}", "model.multi_token_prediction={}"])
     assert config.model.sections == {"multi_token_prediction": {"depth": 1, "input": "post_norm", "final_norm": True}}
-    Path("model/config.json").write_text('{"duet": {"multi_token_prediction": {"depth": 1}}}')
+    Path("model/config.json").write_text(json.dumps(stored | {"duet": {"multi_token_prediction": {"depth": 1}}}))
     assert load(["run.yml"], ["generator.speculative=1"]).stages[0].mtp is None

@@ -21,7 +21,6 @@ from policy.layers.indexer import IndexedMask
 from policy.sharding import layout
 from rl.config import RunConfig
 from rl.configcheck import problems
-from rl.errors import ConfigError
 from rollout import Generator, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -158,9 +157,9 @@ def generated(model):
     return np.array([completion.logprobs for (completion,) in out])
 
 
-def config(**stage) -> RunConfig:
-    """A run of one stage on the tiny preset."""
-    model = {"source": "tiny-deepseek"}
+def config(source="tiny-deepseek-v32", **stage) -> RunConfig:
+    """A run of one stage on a tiny preset."""
+    model = {"source": source}
     data = {"task": "arithmetic"}
     stages = [{"algorithm": "sft", "steps": 1, "sampling": {"max_new_tokens": 2}} | stage]
     tokenizer = {"source": "characters", "alphabet": "0123456789+="}
@@ -169,20 +168,15 @@ def config(**stage) -> RunConfig:
 
 
 def test_what_cannot_be_trained_is_refused():
-    from rl.loop import _check_indexers
-
-    warm = {"indexer": {"training": "dense_warmup"}}
-    assert problems(config(**warm)) == []
+    warm, sparse = ({"indexer": {"training": training}} for training in ("dense_warmup", "sparse"))
+    assert problems(config(**warm)) == problems(config(**sparse)) == problems(config("tiny-deepseek")) == []
     [(path, said)] = problems(config(algorithm="grpo", **warm))
     assert path == ("stages", 0, "indexer", "training") and "use sft" in said
-    indexed, plain = learners.indexed().config, learners.experts().config
-    _check_indexers(config(**warm), indexed)
-    _check_indexers(config(), plain)
-    with pytest.raises(ConfigError, match="stages.0.indexer.training: dense_warmup, but this model has no indexer"):
-        _check_indexers(config(**warm), plain)
-    many = learners.families.read(learners.configuration("DeepseekV32", index_topk=16))
-    with pytest.raises(ConfigError, match="select 16; raise max_length"):
-        _check_indexers(config(indexer={"training": "sparse"}), many)
+    [(path, said)] = problems(config("tiny-deepseek", **warm))
+    assert path == ("stages", 0, "indexer", "training") and said.startswith("dense_warmup, but this model has no indexer")
+    short = config(**sparse).model_copy(update={"max_length": 6})
+    [(path, said)] = problems(short)
+    assert path == ("stages", 0, "indexer", "training") and "select 6; raise max_length" in said
 
 
 if __name__ == "__main__":

@@ -1,0 +1,63 @@
+"""Features that do not go together are refused, by a run's file and by the model, with both names and the reason."""
+
+from dataclasses import replace
+
+import pytest
+
+import policy
+from policy import interactions, sources
+from policy.config import Runtime
+from rl import configcheck
+from rl.config import RunConfig
+
+ENGRAM = {"layers": [1], "vocab_bases": [11, 13], "heads": 1, "head_dim": 8}
+# For each feature: keys under `model`, keys of a stage, and the same as fields of Runtime.
+ON = {
+    interactions.SPLIT: ({"batch_split": True}, {}, {"batch_split": True}),
+    interactions.EXCHANGE: ({"expert_parallel": "all_to_all"}, {}, {"expert_parallel": "all_to_all"}),
+    interactions.HYPER: ({"hyper_connections": {}}, {}, {}),
+    interactions.ENGRAM: ({"engram": ENGRAM}, {}, {}),
+    interactions.INDEXER: ({"source": "tiny-deepseek-v32"}, {}, {}),
+    interactions.WARMUP: (
+        {"source": "tiny-deepseek-v32"},
+        {"indexer": {"training": "dense_warmup"}},
+        {"indexer": "dense_warmup"},
+    ),
+    interactions.MODULES: ({"multi_token_prediction": {}}, {"mtp": {}}, {"mtp": "joint"}),
+}
+
+
+def run(*features: str) -> RunConfig:
+    model, stage = {"source": "tiny-deepseek"}, {"algorithm": "sft", "steps": 1, "sampling": {"max_new_tokens": 2}}
+    for feature in features:
+        model |= ON[feature][0]
+        stage |= ON[feature][1]
+    tokenizer = {"source": "characters", "alphabet": "0123456789+="}
+    keys = {"model": model, "data": {"task": "arithmetic"}, "stages": [stage], "tokenizer": tokenizer, "max_length": 16}
+    return RunConfig.model_validate(keys | {"rewards": {"functions": ["exact_answer"]}})
+
+
+def runtime(*features: str) -> Runtime:
+    changes = {}
+    for feature in features:
+        changes |= ON[feature][2]
+    return replace(Runtime(), **changes)
+
+
+def test_every_feature_of_the_table_can_be_switched_on_alone():
+    assert {name for pair in interactions.APART for name in pair} == set(ON)
+    for feature in ON:
+        config = run(feature)
+        decoder = sources.preset(config.model.source, config.model.changes)
+        assert feature in interactions.features(decoder, runtime(feature))
+        assert configcheck.problems(config) == []
+
+
+@pytest.mark.parametrize("pair", interactions.APART, ids=" + ".join)
+def test_a_pair_is_refused_with_both_names_and_the_reason(pair):
+    config = run(*pair)
+    said = [text for _, text in configcheck.problems(config)]
+    assert said == [f"{pair[0]} does not go with {pair[1]}: {interactions.APART[pair]}"]
+    decoder = sources.preset(config.model.source, config.model.changes)
+    with pytest.raises(interactions.Conflict, match=pair[0]):
+        policy.create(decoder, runtime=runtime(*pair))
