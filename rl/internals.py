@@ -45,13 +45,14 @@ def gradient_norms(squares: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def activation_metrics(found: dict[str, Activations], segments_MRT: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:
     """activation/mean/<layer>, activation/std/<layer> and activation/zeros/<layer> over all tokens of M micro-batches that are not
-    padding, layers counted from 0. `found` is by path of the layer, arrays [M, repeats]."""
+    padding, layers counted from 0, prediction modules from mtp1. `found` is by path of the layer, arrays [M, repeats]."""
     tokens_M = jnp.sum(segments_MRT != 0, axis=(1, 2))
     share = (tokens_M / jnp.maximum(jnp.sum(tokens_M), 1))[:, None]
     metrics = {}
     for path, each in found.items():
         mean, zeros = (jnp.sum(share * a, axis=0) for a in (each.mean, each.fraction_zero))
         std = jnp.sqrt(jnp.sum(share * (jnp.square(each.std) + jnp.square(each.mean - mean)), axis=0))
-        for r, number in enumerate(config.numbers(path)):
+        numbers = config.numbers(path) if path.startswith("stacks.") else [f"mtp{d + 1}" for d in range(mean.size)]
+        for r, number in enumerate(numbers):
             metrics |= {f"activation/{name}/{number}": a[r] for name, a in (("mean", mean), ("std", std), ("zeros", zeros))}
     return metrics
