@@ -18,17 +18,8 @@ from pathlib import Path
 GAIN = 0.1
 ACCEPTED = "speculative/accepted_per_step"
 PARTS = (
-    "mixer",
-    "indexer",
-    "feed_forward",
-    "experts",
-    "router",
-    "hyper_connections",
-    "engram",
-    "mtp",
-    "embedding",
-    "head",
-    "norms",
+    *("mixer", "indexer", "feed_forward", "experts", "router", "norms", "embedding", "head"),
+    *("hyper_connections", "engram", "mtp"),
 )
 
 
