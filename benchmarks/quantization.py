@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 def created(name: str):
     import policy
-    from policy import families, hub
+    from policy import families, sources
 
-    return policy.create(hub.preset("tiny-deepseek") if name == "latent" else families.read(MODELS[name]))
+    return policy.create(sources.preset("tiny-deepseek") if name == "latent" else families.read(MODELS[name]))
 
 
 def measure(name: str, model, parts: dict[str, str], options) -> Row:

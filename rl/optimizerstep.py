@@ -20,7 +20,12 @@ def at_once(transform: optax.GradientTransformation, grads: dict, state: Any, we
     """(weights, state, norm of the change) after a step; the first two as they were where it is not `good`."""
     changes, new_state = transform.update(grads, state, weights)
     new = (optax.apply_updates(weights, changes), new_state)
-    return *jax.tree.map(lambda a, b: jnp.where(good, a, b), new, (weights, state)), optax.tree.norm(changes)
+    return *jax.tree.map(lambda a, b: jnp.where(good, a, b), new, (weights, state)), norm(changes)
+
+
+def norm(tree) -> jax.Array:
+    """The Euclidean norm of all numbers. That of optax adds up real and imaginary parts, which host memory has no place for."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
 def by_layer(transform: optax.GradientTransformation, grads: dict, state: Any, weights: dict, good: jax.Array):

@@ -31,6 +31,7 @@ from rl.hosted import by_place, joined
 from rl.internals import activation_metrics, gradient_norms
 from rl.learned import MODULES, learned
 from rl.optimizerstep import at_once, by_layer, start
+from rl.optimizerstep import norm as norm_of
 
 
 @jax.tree_util.register_dataclass
@@ -162,7 +163,7 @@ class Updater:
             "loss": loss,
             "optim/lr": self.rate(count),
             "optim/grad_norm": norm,
-            "optim/update_norm": _length(map(jnp.square, to_device(changes))),
+            "optim/update_norm": norm_of(to_device(changes)),
             "optim/skipped": 1.0 - good,
         }
         return new, metrics | norms | load_metrics(routing)

@@ -76,9 +76,9 @@ def test_greedy_decoding_over_selected_latents_is_that_of_transformers(tmp_path,
     ours, model = pair(tmp_path, TOPK)
     real, taken = sparse_attention.take, []
 
-    def watched(cache, name, at):
+    def watched(cache, name, at, dtype):
         taken.append(at.shape)
-        return real(cache, name, at)
+        return real(cache, name, at, dtype)
 
     monkeypatch.setattr(sparse_attention, "take", watched)
     generator, new = Generator(ours, max_length=64, slots=2), 24

@@ -140,7 +140,7 @@ def exchanges() -> list[str]:
 
     def run(scores, latents):
         chosen, counts = mask.best(scores > 0, scores)
-        return take(LayerCache({"latent": latents}, 1), "latent", chosen), counts, mask.kept(scores > 0, scores)
+        return take(LayerCache({"latent": latents}, 1), "latent", chosen, jnp.float32), counts, mask.kept(scores > 0, scores)
 
     scores = jax.ShapeDtypeStruct((B, 2, C), jnp.float32, sharding=mesh.sharding(("batch", None, None), (B, 2, C)))
     shape = (3, B, 1, C, 5)

@@ -40,9 +40,7 @@ def test_intermediate_values_have_the_same_types_scanned_and_unrolled(kind):
         assert jax.tree.structure(scanned) == jax.tree.structure(unrolled)
         assert [(a.shape, a.dtype) for a in jax.tree.leaves(scanned)] == [(a.shape, a.dtype) for a in jax.tree.leaves(unrolled)]
         stacks = dict(enumerate(graphs[0].config.stacks))
-        assert set(scanned.layers) == {
-            f"stacks.{s}.layers.{i}" for s, stack in enumerate(stacks) for i in range(len(stack.pattern))
-        }
+        assert set(scanned.layers) == {f"stacks.{s}.layers.{i}" for s, stack in stacks.items() for i in range(len(stack.pattern))}
         for path, layer in scanned.layers.items():
             repeats = stacks[int(path.split(".")[1])].repeats
             assert (layer.activations is not None) == (layer.hidden is not None) == bool(record)

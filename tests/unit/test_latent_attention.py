@@ -6,7 +6,7 @@ import stepwise
 from oracles import configuration, random_model, tokens
 from tiny import YARN
 
-from policy import cache, families, hub
+from policy import cache, families, sources
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -67,8 +67,8 @@ def test_documents_packed_into_one_row_are_those_of_slots_of_their_own(name):
 
 
 def test_the_cache_holds_576_numbers_a_token_of_a_layer_of_deepseek_v3():
-    config = hub.preset("deepseek-v3")
+    config = sources.preset("deepseek-v3")
     mixer = config.layers[0].mixer
     assert cache.bytes_per_token(config, "bfloat16") == len(config.layers) * 2 * 576
     assert mixer.heads * (mixer.nope_dim + mixer.rope.dim + mixer.v_dim) == 40_960  # what expanded keys and values would take
-    assert cache.bytes_per_token(hub.preset("deepseek-v3.2"), "bfloat16") == len(config.layers) * 2 * (576 + 128)
+    assert cache.bytes_per_token(sources.preset("deepseek-v3.2"), "bfloat16") == len(config.layers) * 2 * (576 + 128)

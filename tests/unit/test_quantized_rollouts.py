@@ -10,7 +10,7 @@ import qwix
 from oracles import configuration, random_model, short
 
 from policy import cache as caches
-from policy import families, hub
+from policy import families, sources
 from policy.cache import LayerCache, Step, extend
 from policy.config import Runtime
 from policy.model import Graph
@@ -143,7 +143,7 @@ def test_bytes_of_a_token_count_the_scales_and_states_and_index_keys_stay_as_the
 
 
 def test_a_latent_of_deepseek_v3_takes_576_bytes_and_nine_scales():
-    config = hub.preset("deepseek-v3")
+    config = sources.preset("deepseek-v3")
     assert caches.bytes_per_token(config, "bfloat16") == 61 * 2 * 576
     assert caches.bytes_per_token(config, "bfloat16", "int8") == 61 * (576 + 9 * 4)
 

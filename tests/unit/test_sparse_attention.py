@@ -164,9 +164,9 @@ def test_a_decoder_reads_selected_latents_only(topk, scan, monkeypatch):
     model, rows, lengths, taken = model_of(topk, layers=2), tokens(3, 26, seed=1), [26, 4, 17], []
     real = sparse_attention.take
 
-    def watched(cache, name, at):
+    def watched(cache, name, at, dtype):
         taken.append(at.shape)
-        return real(cache, name, at)
+        return real(cache, name, at, dtype)
 
     monkeypatch.setattr(sparse_attention, "take", watched)
     how = {"prompt": 6, "chunk": 2, "capacity": 33, "scan": scan}
