@@ -23,4 +23,4 @@ def test_the_distance_of_generator_and_trainer_is_logged_at_every_step(tmp_path,
     assert len(steps) == 2
     for metrics in steps:
         assert 0 < metrics["sampler/logp_diff_mean"] < 0.02 and metrics["sampler/logp_diff_max"] < 0.2
-        assert 0 < metrics["optim/grad_norm"]
+        assert metrics["optim/grad_norm"] > 0
