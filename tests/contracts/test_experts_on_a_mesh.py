@@ -58,8 +58,8 @@ def test_every_scheme_computes_what_one_device_does_unless_its_buffer_is_full():
 @pytest.mark.slow
 @pytest.mark.parametrize("number", MESHES)
 def test_every_scheme_on_every_mesh(number):
-    """Each with two of the mixtures, taken in turns, so that every mixture meets every scheme. bfloat16 has 8 bits, and a gradient
-    sums numbers that were rounded one by one."""
+    """Each with two of the mixtures, taken in turns. bfloat16 has 8 bits, and a gradient sums
+    numbers that were rounded one by one."""
     mixtures = [("groups", {}), ("biases", {}), ("biases", SKEWED), ("input", SKEWED), ("groups", {"shape": [8, 1]})]
     rounded = {"how": {"dtype": "bfloat16"}, "tolerance": 0.03}
     mixtures += [("groups", {"shape": [3, 4]}), ("groups", rounded)]
