@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import jax
 from flax import nnx
-from jax.experimental.compute_on import compute_on
+from jax.experimental import compute_on
 from jax.sharding import NamedSharding
 
 from policy.config import Runtime
 from policy.layers.parameter import RowTable
 
 HOST = "pinned_host"
+# Its name before jax 0.12, where `compute_on` was another function.
+_compute_on = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
 Space = jax.memory.Space
 
 
@@ -73,4 +75,4 @@ def on_host(function, *trees):
     """function(*trees), computed by the host, in the middle of a program on a TPU: only arguments and results move. The arguments
     are brought there if need be, and the result stays there."""
     there = jax.device_put(trees, Space.Host)
-    return jax.device_put(compute_on("device_host")(jax.jit(function))(*there), Space.Host)
+    return _compute_on(function, compute_type="device_host", out_memory_spaces=Space.Host)(*there)
