@@ -122,11 +122,12 @@ def over_expanded(layer, x, step, arrays):
     import jax.numpy as jnp
 
     from policy.cache import LayerCache, extend
+    from policy.config import Runtime
     from policy.layers.attention import Mask, attend
     from policy.layers.rope import rotate
 
-    spec, table_ = layer.spec, step.rotations[str(layer.spec.rope)]
-    q_nope, q_rope = jnp.split(layer._queries(x, layer._query_latent(x)), [spec.nope_dim], axis=-1)
+    spec, table_, runtime = layer.spec, step.rotations[str(layer.spec.rope)], Runtime()
+    q_nope, q_rope = jnp.split(layer._queries(x, layer._query_latent(x, runtime), runtime), [spec.nope_dim], axis=-1)
     latent, k_rope = jnp.split(x @ layer.kv_a_proj[...], [spec.kv_lora_rank], axis=-1)
     new = jnp.einsum("btc,chd->bhtd", layer.kv_a_layernorm(latent), layer.kv_b_proj[...])
     k_rope = jnp.broadcast_to(rotate(k_rope[:, None], spec.rope, table_), (*new.shape[:3], spec.rope.dim))
