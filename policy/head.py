@@ -108,12 +108,18 @@ def _cut(rows: int, *arrays: jax.Array) -> list[jax.Array]:
     return [jnp.pad(a, ((0, -a.shape[0] % rows), (0, 0))).reshape(-1, rows, a.shape[1]) for a in arrays]
 
 
-def likeliest(hidden_ME: jax.Array, weight_VE: jax.Array, softcap: float | None = None) -> jax.Array:
-    """int32[M]: the token of the largest logit, in chunks as in `logprobs`. No gradient."""
-    M, E = hidden_ME.shape
-    chunk = max(1, min(M, CHUNK_LOGITS // weight_VE.shape[0]))
-    hidden, weight = jax.lax.stop_gradient((jnp.pad(hidden_ME, ((0, -M % chunk), (0, 0))).reshape(-1, chunk, E), weight_VE))
-    return jax.lax.map(lambda h: jnp.argmax(logits(h, weight, softcap), axis=-1), hidden).reshape(-1)[:M].astype(jnp.int32)
+def likeliest(hidden_ME: jax.Array, weight_VE: jax.Array, softcap: float | None = None, tiling: Tiling = Tiling()) -> jax.Array:
+    """int32[M]: the token of the largest logit, in the same chunks. No gradient."""
+
+    def local(hidden, weight):
+        M = hidden.shape[0]
+        best = jax.lax.map(
+            lambda h: jnp.argmax(logits(h, weight, softcap), axis=-1), *_cut(tiling.rows(M, weight.shape[0]), hidden)
+        )
+        return best.reshape(-1)[:M].astype(jnp.int32)
+
+    run = tiling.spread(local, hidden_ME.shape[0], True, False)
+    return run(*jax.lax.stop_gradient((hidden_ME, weight_VE)))
 
 
 def _log_softmax(z, temperature):

@@ -93,7 +93,8 @@ def predictions(decoder: Decoder, tokens_BT, step: Step, hidden_BTE, aux: Aux, t
         decoder = nnx.merge(graph, own, jax.lax.stop_gradient(rest))
         read = jax.lax.stop_gradient(read)
     config = decoder.config
-    best = _likeliest(decoder, hidden_BTE, 1)
+    tiling = head.Tiling(runtime.vocab_tiles, runtime.layout)
+    best = _likeliest(decoder, hidden_BTE, 1, tiling)
 
     def module(d, read):
         segments = jnp.where(_shifted(step.segments, d) == step.segments, step.segments, 0)
@@ -106,10 +107,10 @@ def predictions(decoder: Decoder, tokens_BT, step: Step, hidden_BTE, aux: Aux, t
         run = partial(module, d)
         read, normed, found = (run if runtime.remat == "none" else jax.checkpoint(run))(read)
         rows, targets = _rows(normed, d + 1), tokens_BT.reshape(-1)
-        logp, _ = head.logprobs(rows, decoder.head_weight, targets, temperature, config.logit_softcap)
+        logp, _ = head.logprobs(rows, decoder.head_weight, targets, temperature, config.logit_softcap, tiling)
         valid = predicted(step.segments, d)
         logps.append(jnp.where(valid, logp.reshape(valid.shape), 0.0))
-        agrees.append(jnp.where(valid, _likeliest(decoder, normed, d + 1) == best, False).astype(jnp.float32))
+        agrees.append(jnp.where(valid, _likeliest(decoder, normed, d + 1, tiling) == best, False).astype(jnp.float32))
         layers.append(found)
     found = jax.tree.map(lambda *each: jnp.stack(each), *layers)
     return replace(aux, layers=aux.layers | {LAYER: found}, predictions=Predictions(jnp.stack(logps), jnp.stack(agrees)))
@@ -127,7 +128,7 @@ def _rows(hidden_BTE: jax.Array, back: int) -> jax.Array:
     return _shifted(hidden_BTE, -back).reshape(-1, hidden_BTE.shape[-1])
 
 
-def _likeliest(decoder: Decoder, hidden_BTE: jax.Array, back: int) -> jax.Array:
+def _likeliest(decoder: Decoder, hidden_BTE: jax.Array, back: int, tiling: head.Tiling) -> jax.Array:
     """int32[B, T]: the likeliest token at each place, by the state `back` places before it."""
-    best = head.likeliest(_rows(hidden_BTE, back), decoder.head_weight, decoder.config.logit_softcap)
+    best = head.likeliest(_rows(hidden_BTE, back), decoder.head_weight, decoder.config.logit_softcap, tiling)
     return best.reshape(hidden_BTE.shape[:2])
