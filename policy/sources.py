@@ -57,7 +57,10 @@ def _read_json(directory) -> dict:
 
 def scheme(directory) -> Scheme | None:
     """How the weights of a directory are quantised, by the `quantization_config` of its config.json; None: they are not."""
-    hf = _read_json(directory)
+    return _scheme(directory, _read_json(directory))
+
+
+def _scheme(directory, hf: dict) -> Scheme | None:
     inner = hf.get("text_config")
     found = hf.get(QUANTIZATION) or (inner.get(QUANTIZATION) if isinstance(inner, dict) else None)
     try:
@@ -68,8 +71,8 @@ def scheme(directory) -> Scheme | None:
 
 def read_hf(directory) -> dict:
     """config.json of a model directory, without its `quantization_config`: weights are dequantised as they are read."""
-    scheme(directory)
     hf = _read_json(directory)
+    _scheme(directory, hf)
     hf.pop(QUANTIZATION, None)
     if isinstance(hf.get("text_config"), dict):
         hf["text_config"].pop(QUANTIZATION, None)

@@ -119,10 +119,10 @@ class Updater:
             keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
             if not keys:
                 return self.layout.replicated
-            moment = NamedSharding(self.layout.mesh, weights[keys[-1]].spec)
-            path = keys[-1]
-            moves = self._options.host_memory and belongs_there(self.owner.axes[path])
-            return in_host_memory(moment) if moves or path in self.owner.tables else moment
+            weight = keys[-1]
+            moment = NamedSharding(self.layout.mesh, weights[weight].spec)
+            moves = self._options.host_memory and belongs_there(self.owner.axes[weight])
+            return in_host_memory(moment) if moves or weight in self.owner.tables else moment
 
         trained = {k: jax.ShapeDtypeStruct((1,), jnp.float32) for k in self._split(weights)[0]}
         return Learner(weights, jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._transform.init, trained)))
