@@ -15,7 +15,7 @@ B rows, T tokens, E hidden, N tokens of a device, M rows of choices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from policy.cache import Step
 from policy.config import DecoderConfig, LayerSpec, Moe, Runtime
-from policy.intermediates import LayerAux
+from policy.intermediates import LayerAux, Routing
 from policy.layers import expert_parallel, experts
 from policy.layers.expert_parallel import Cut
 from policy.layers.experts import Routed, Weights
@@ -44,12 +44,15 @@ def check(config: DecoderConfig, runtime: Runtime) -> None:
 
 def compiler_options(runtime: Runtime) -> dict[str, str] | None:
     """What XLA has to be told for the schedule to pay on a TPU: left to itself it runs these collectives at once, with nothing
-    beside them. On the sparse cores they have a start and an end, and products in between; the last option is for groups of devices
-    that span two dimensions of the torus."""
+    beside them. On the sparse cores they have a start and an end, and products in between. There is room for one at a time, so
+    those below a MiB (choices, small weights) stay where they are. Times the scheduler expects of the others are raised, else it
+    sees little reason to put products under them."""
     if not runtime.batch_split or runtime.layout.platform != "tpu":
         return None
-    prefix = "xla_tpu_enable_sparse_core_collective_offload_"
-    return {prefix + name: "true" for name in ("all_gather", "reduce_scatter", "2d_all_gather")}
+    options = {f"enable_sparse_core_collective_offload_{kind}": "true" for kind in ("all_gather", "reduce_scatter", "2d_all_gather")}
+    for kind in ("all_gather", "reduce_scatter"):
+        options |= {f"sparse_core_{kind}_offload_min_size_in_bytes": str(2**20), f"sparse_core_{kind}_latency_multiplier": "8"}
+    return {f"xla_tpu_{name}": value for name, value in options.items()}
 
 
 def applies(layers, shape_BTE: tuple[int, int, int], runtime: Runtime) -> bool:
@@ -94,50 +97,62 @@ def _step(step: Step, i: int) -> Step:
 
 def run(layer, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime):
     """One layer on both micro-batches: ((x, x), None, LayerAux of both together)."""
-    moe, (x0, x1) = layer.feed_forward, parts
+    (x0, x1), steps = parts, [_step(step, i) for i in range(PARTS)]
     first, second = partial(jax.named_scope, "micro_0"), partial(jax.named_scope, "micro_1")  # tells them apart in a profile
-    steps = [_step(step, i) for i in range(PARTS)]
-    stages = Stages(Cut(moe.spec, runtime, x0.shape))
-    weights = stages.hold(moe.weights(x0.dtype, runtime))
+    stages = Stages(Cut(layer.feed_forward.spec, runtime, x0.shape))
+    weights = stages.hold(layer.feed_forward.weights(x0.dtype, runtime))
 
     with first():
-        x0, read0, mix0 = _mix(layer, x0, steps[0], runtime)
-    x1, read0 = jax.lax.optimization_barrier((x1, read0))
+        half0, read0, shared0 = _mix(layer, x0, steps[0], runtime)
+    x1, read0, shared0 = _together(x1, read0, shared0)
     with first():
-        chosen0 = moe.choose(read0, steps[0], runtime)
-        routed0 = stages.route(read0, *chosen0[:2])
+        chosen0, routing0 = _choose(layer, read0, steps[0], runtime)
+        tokens0 = stages.collect(chosen0)
     with second():
-        x1, read1, mix1 = _mix(layer, x1, steps[1], runtime)
-    routed0, read1 = _tied(routed0, read1)
+        half1, read1, shared1 = _mix(layer, x1, steps[1], runtime)
+    tokens0, read1, shared1, weights = _together(tokens0, read1, shared1, weights)
     with second():
-        chosen1 = moe.choose(read1, steps[1], runtime)
-        routed1 = stages.route(read1, *chosen1[:2])
+        chosen1, routing1 = _choose(layer, read1, steps[1], runtime)
+        tokens1 = stages.collect(chosen1)
     with first():
-        done0 = stages.compute(weights, routed0)
-    routed1, rows0 = _tied(routed1, done0.rows)
+        inner0 = stages.gate_and_up(weights, stages.sort(tokens0))
+    inner0, tokens1 = _together(inner0, tokens1)
     with first():
-        out0 = stages.unroute(replace(done0, rows=rows0))
+        sums0 = stages.unroute(stages.down(weights, inner0))
+    sums0, tokens1, weights = _together(sums0, tokens1, weights)
+    with first():
+        out0 = stages.hand_back(sums0)
     with second():
-        out1 = stages.unroute(stages.compute(weights, routed1))
+        inner1 = stages.gate_and_up(weights, stages.sort(tokens1))
+    out0, inner1 = _together(out0, inner1)
+    with second():
+        out1 = stages.hand_back(stages.unroute(stages.down(weights, inner1)))
 
-    ends = []
-    for x, read, out, mix, at in ((x0, read0, out0, mix0, steps[0]), (x1, read1, out1, mix1, steps[1])):
-        shared = moe.beside(read, at, runtime)
-        ends.append(layer.leave(x, out if shared is None else out + shared, at, mix))
-    routing = jax.tree.map(jnp.add, chosen0[2], chosen1[2])
-    return tuple(ends), None, LayerAux(routing=routing)
+    x0 = _leave(layer, half0, out0, shared0, steps[0])
+    x1 = _leave(layer, half1, out1, shared1, steps[1])
+    return (x0, x1), None, LayerAux(routing=jax.tree.map(jnp.add, routing0, routing1))
 
 
-def _mix(layer, x, step: Step, runtime: Runtime):
-    """(x after the mixer, what the feed-forward reads, what `leave` needs besides)."""
+def _mix(layer, x: jax.Array, step: Step, runtime: Runtime):
+    """((x after the mixer, what `leave` needs besides), what the experts read, what the shared ones add)."""
     x, normed, mix, _, _ = layer.mix(x, step, None, runtime)
-    return x, *layer.enter(x, normed, mix)
+    read, mix = layer.enter(x, normed, mix)
+    return (x, mix), read, layer.feed_forward.beside(read, step, runtime)
 
 
-def _tied(routed: Routed, other: jax.Array) -> tuple[Routed, jax.Array]:
-    """Both, neither of them before the other is ready."""
-    rows, other = jax.lax.optimization_barrier((routed.rows, other))
-    return replace(routed, rows=rows), other
+def _choose(layer, read: jax.Array, step: Step, runtime: Runtime) -> tuple[tuple[jax.Array, ...], Routing]:
+    experts, weights, routing = layer.feed_forward.choose(read, step, runtime)
+    return (read, experts, weights), routing
+
+
+def _leave(layer, half, out: jax.Array, shared: jax.Array | None, step: Step) -> jax.Array:
+    x, mix = half
+    return layer.leave(x, out if shared is None else out + shared, step, mix)
+
+
+def _together(*values):
+    """All of them, none before the others are ready."""
+    return jax.lax.optimization_barrier(values)
 
 
 @dataclass(frozen=True)
@@ -152,28 +167,38 @@ class Stages:
         places = self.cut.places(weights)
         return self._on_devices(partial(expert_parallel.held, places=places, cut=self.cut), (places,), self._here)(weights)
 
-    def route(self, x_BTE: jax.Array, experts_BTK: jax.Array, weights_BTK: jax.Array) -> Routed:
-        """Gathers the tokens and sorts their choices."""
+    def collect(self, tokens: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Hidden states, choices and their weights, [B, T, ...] each, with those of the other devices: [p N, ...] each."""
 
-        def route(*arrays):
-            x, chosen, weights = (expert_parallel.flat(a, self.cut) for a in arrays)
-            return expert_parallel.gathered(x, chosen, weights, self.cut)
+        def collect(*tokens):
+            return expert_parallel.collect(tuple(expert_parallel.flat(a, self.cut) for a in tokens), self.cut)
 
-        return self._on_devices(route, (self.cut.tokens,) * 3, self._here)(x_BTE, experts_BTK, weights_BTK)
+        return self._on_devices(collect, (self.cut.tokens,) * len(tokens), self._here)(*tokens)
 
-    def compute(self, weights: Weights, routed: Routed) -> Routed:
-        """The products of the experts."""
-        compute = partial(experts.compute, spec=self.cut.spec, runtime=self.cut.runtime)
-        return self._on_devices(compute, (self._here, self._here), self._here)(weights, routed)
+    def sort(self, tokens: tuple[jax.Array, ...]) -> Routed:
+        """A row for every choice."""
+        return self._on_devices(partial(expert_parallel.sort, cut=self.cut), (self._here,) * len(tokens), self._here)(*tokens)
+
+    def gate_and_up(self, weights: Weights, routed: Routed) -> Routed:
+        """The first two products of the experts."""
+        stage = partial(experts.gate_and_up, spec=self.cut.spec, runtime=self.cut.runtime)
+        return self._on_devices(stage, (self._here, self._here), self._here)(weights, routed)
+
+    def down(self, weights: Weights, inner: Routed) -> Routed:
+        """The third one."""
+        return self._on_devices(partial(experts.down, runtime=self.cut.runtime), (self._here, self._here), self._here)(weights, inner)
 
     def unroute(self, routed: Routed) -> jax.Array:
-        """Sums over choices and devices, back with the owners of the tokens: [B, T, E]."""
+        """Sums over the choices of each token: [p N, E]."""
+        return self._on_devices(experts.unroute, (self._here,), self._here)(routed)
 
-        def unroute(routed):
-            out = expert_parallel.scattered(routed, self.cut)
-            return out.reshape(*self.cut.local_shape[:2], -1)
+    def hand_back(self, sums: jax.Array) -> jax.Array:
+        """Sums over devices, back with the owners of the tokens: [B, T, E]."""
 
-        return self._on_devices(unroute, (self._here,), self.cut.tokens)(routed)
+        def hand_back(sums):
+            return expert_parallel.hand_back(sums, self.cut).reshape(*self.cut.local_shape[:2], -1)
+
+        return self._on_devices(hand_back, (self._here,), self.cut.tokens)(sums)
 
     @property
     def _here(self) -> PartitionSpec:

@@ -208,14 +208,18 @@ def _vary(array: jax.Array, spec: PartitionSpec, cut: Cut) -> jax.Array:
 
 def gather(x_NE, experts_NK, weights_NK, weights: Weights, cut: Cut):
     """The schemes gather and hidden, on one device: (out [N, E], None)."""
-    routed = gathered(x_NE, experts_NK, weights_NK, cut)
-    return scattered(experts.compute(weights, routed, cut.spec, cut.runtime), cut), None
+    routed = sort(*collect((x_NE, experts_NK, weights_NK), cut), cut)
+    done = experts.compute(weights, routed, cut.spec, cut.runtime)
+    return hand_back(experts.unroute(done), cut), None
 
 
-def gathered(x_NE, experts_NK, weights_NK, cut: Cut) -> Routed:
-    """Brings the tokens of the other devices here, and sorts their choices of the experts of this one."""
-    if cut.gathers:
-        x_NE, experts_NK, weights_NK = (jax.lax.all_gather(a, AXIS, axis=0, tiled=True) for a in (x_NE, experts_NK, weights_NK))
+def collect(tokens: tuple[jax.Array, ...], cut: Cut) -> tuple[jax.Array, ...]:
+    """With those of the other devices: [N, ...] each to [p N, ...]."""
+    return tuple(jax.lax.all_gather(a, AXIS, axis=0, tiled=True) for a in tokens) if cut.gathers else tokens
+
+
+def sort(x_NE, experts_NK, weights_NK, cut: Cut) -> Routed:
+    """Rows for the choices of the experts of this device."""
     own, partial = cut.own_experts, cut.runtime.drops
     if own < cut.spec.router.experts:
         local, partial = experts_NK - own * jax.lax.axis_index(AXIS), True
@@ -223,9 +227,8 @@ def gathered(x_NE, experts_NK, weights_NK, cut: Cut) -> Routed:
     return experts.route(x_NE, experts_NK, weights_NK, cut.spec, groups=own, block=cut.block, partial=partial)
 
 
-def scattered(routed: Routed, cut: Cut) -> jax.Array:
-    """The sums over the choices of each token, added up over the devices and handed back to the owners of the tokens."""
-    out_NE = experts.unroute(routed)
+def hand_back(out_NE: jax.Array, cut: Cut) -> jax.Array:
+    """Adds up what the devices made of each token, [p N, E], where the token came from: [N, E]."""
     if cut.gathers:
         out_NE = jax.lax.psum_scatter(out_NE, AXIS, scatter_dimension=0, tiled=True)
     return jax.lax.psum(out_NE, cut.summed) if cut.summed else out_NE

@@ -1,12 +1,12 @@
 """The routed experts of one device: rows sorted by expert, three grouped products, and back to the tokens.
 
-N tokens, k experts per token, G experts that the device holds, M rows, E hidden, F expert width. `route`, `compute` and
-`unroute` are apart so that a schedule can put the collectives of one part of a batch between the products of another.
+N tokens, k experts per token, G experts that the device holds, M rows, E hidden, F expert width. The steps are apart so that a
+schedule can put the collectives of one part of a batch between the products of another.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,8 @@ Weights = dict[str, Weight]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routed:
-    """Rows [M, E] sorted by expert, where they came from, and the weight float32[N, k] of each choice in the sum."""
+    """Rows [M, E] (inside an expert [M, F]) sorted by expert, where they came from, and the weight float32[N, k] of each choice
+    in the sum."""
 
     rows: jax.Array
     plan: Plan
@@ -52,18 +53,28 @@ def route(x_NE: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, spec: M
 
 def compute(weights: Weights, routed: Routed, spec: Moe, runtime: Runtime) -> Routed:
     """Every row through its expert: down(act(gate(x)) * up(x)), or ClampedSwiglu in place of act and product."""
+    return down(weights, gate_and_up(weights, routed, spec, runtime), runtime)
 
-    def linear(rows, name):
-        return product(rows, weights[name], routed.plan, runtime, weights.get(f"{name}_bias"))
 
-    gate = checkpoint_name(linear(routed.rows, "gate"), "mlpwi_0")
-    up = checkpoint_name(linear(routed.rows, "up"), "mlpwi_1")
+def gate_and_up(weights: Weights, routed: Routed, spec: Moe, runtime: Runtime) -> Routed:
+    """The first two products, with rows [M, F] of what the third one reads."""
+    gate = checkpoint_name(_linear(weights, "gate", routed, runtime), "mlpwi_0")
+    up = checkpoint_name(_linear(weights, "up", routed, runtime), "mlpwi_1")
     if spec.clamp is None:
         inner = ACTIVATIONS[spec.activation](gate) * up
     else:
         gate, up = jnp.minimum(gate, spec.clamp.limit), jnp.clip(up, -spec.clamp.limit, spec.clamp.limit)
         inner = (up + 1.0) * gate * jax.nn.sigmoid(spec.clamp.alpha * gate)
-    return Routed(checkpoint_name(linear(inner, "down"), "mlpwo"), routed.plan, routed.weights)
+    return replace(routed, rows=inner)
+
+
+def down(weights: Weights, inner: Routed, runtime: Runtime) -> Routed:
+    """The third product: rows [M, E]."""
+    return replace(inner, rows=checkpoint_name(_linear(weights, "down", inner, runtime), "mlpwo"))
+
+
+def _linear(weights: Weights, name: str, routed: Routed, runtime: Runtime) -> jax.Array:
+    return product(routed.rows, weights[name], routed.plan, runtime, weights.get(f"{name}_bias"))
 
 
 def unroute(routed: Routed) -> jax.Array:
