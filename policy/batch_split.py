@@ -2,15 +2,20 @@
 
 Row b of a device belongs to micro-batch b mod 2. Of every layer with a mixture of experts the order is
 
-    mix 0 | gather 0 | mix 1 | gather 1 | experts 0 | scatter 0 | experts 1 | scatter 1
+    mix 0 | mix 1 | gate and up 0 | down 0 | gate and up 1 | down 1
+            |       |                        |
+            |       gather 1 (ends by down 0)
+            gather 0 (ends by gate and up 0) scatter 0 (ends by down 1)
 
 where gather brings the tokens of other devices (all-gather over the mesh axis `expert`) and scatter takes the results back
-(reduce-scatter). Barriers keep mix 1 behind mix 0, experts 0 behind mix 1 and experts 1 behind experts 0; nothing else is tied, so
-gather 0 can run under mix 1, gather 1 under experts 0 and scatter 0 under experts 1. The gradient of a barrier is a barrier:
-backwards the gather of micro-batch 0's cotangent can run under the products of 1, and the scatter of 1's under those of 0.
+(reduce-scatter). Barriers keep that order and nothing else is tied. The gradient of a barrier is a barrier: backwards the order is
+down 1, gate and up 1, down 0, gate and up 0; the gather that scatter 0 turns into lies beside gate and up 1, and the scatter that
+gather 1 turns into beside gate and up 0. The weights go through the barriers too, so that their gradients, products like the
+others, are taken where they stand and not in another layer. So each half has a gather and a scatter with products of the other
+beside them: gather 1 and scatter 0 forwards, gather 0 and scatter 1 backwards.
 
 The numbers are those of the plain layer, up to the order in which gradients of weights are summed.
-B rows, T tokens, E hidden, N tokens of a device, M rows of choices.
+B rows, T tokens, E hidden, N tokens of a device, p devices along the axis `expert`.
 """
 
 from __future__ import annotations
@@ -49,7 +54,8 @@ def compiler_options(runtime: Runtime) -> dict[str, str] | None:
     sees little reason to put products under them."""
     if not runtime.batch_split or runtime.layout.platform != "tpu":
         return None
-    options = {f"enable_sparse_core_collective_offload_{kind}": "true" for kind in ("all_gather", "reduce_scatter", "2d_all_gather")}
+    offloaded = ("all_gather", "reduce_scatter", "2d_all_gather")
+    options = {f"enable_sparse_core_collective_offload_{kind}": "true" for kind in offloaded}
     for kind in ("all_gather", "reduce_scatter"):
         options |= {f"sparse_core_{kind}_offload_min_size_in_bytes": str(2**20), f"sparse_core_{kind}_latency_multiplier": "8"}
     return {f"xla_tpu_{name}": value for name, value in options.items()}
@@ -186,7 +192,8 @@ class Stages:
 
     def down(self, weights: Weights, inner: Routed) -> Routed:
         """The third one."""
-        return self._on_devices(partial(experts.down, runtime=self.cut.runtime), (self._here, self._here), self._here)(weights, inner)
+        stage = partial(experts.down, runtime=self.cut.runtime)
+        return self._on_devices(stage, (self._here, self._here), self._here)(weights, inner)
 
     def unroute(self, routed: Routed) -> jax.Array:
         """Sums over the choices of each token: [p N, E]."""

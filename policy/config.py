@@ -436,7 +436,8 @@ class Runtime:
     `expert_parallel` is the scheme of policy/layers/expert_parallel.py (auto: gather). An expert takes `capacity_factor` times its
     even share of a row at most, and a device of the scheme all_to_all `ragged_buffer_factor` times its even share of all choices;
     what is beyond is dropped. None: nothing is. They are for training, where the generator does not need the same numbers.
-    `batch_split` is the schedule of policy/batch_split.py.
+    `batch_split` is the schedule of policy/batch_split.py. `expert_gradients`: the type in which the schemes gather and hidden send
+    the gradients of what experts made; None: that of the activations.
     """
 
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -456,6 +457,7 @@ class Runtime:
     capacity_factor: float | None = None
     ragged_buffer_factor: float | None = None
     batch_split: bool = False
+    expert_gradients: Literal["float8_e5m2"] | None = None
     quantization: Quantization | None = None
     layout: Layout | None = None
 

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from policy.config import DecoderConfig, LatentAttention, Runtime
 
 SPLIT, EXCHANGE = "model.batch_split", "model.expert_parallel: all_to_all"
+GRADIENTS = "model.expert_gradients"
 HYPER, ENGRAM, INDEXER = "model.hyper_connections", "model.engram", "an indexer of keys"
 WARMUP, MODULES = "stages.N.indexer.training: dense_warmup", "stages.N.mtp"
 
 # Unordered pairs that are refused, and why.
 APART: dict[tuple[str, str], str] = {
     (SPLIT, EXCHANGE): "the schedule interleaves the collectives of the schemes gather and hidden",
+    (GRADIENTS, EXCHANGE): "they are those of the sums that the schemes gather and hidden hand back",
     (SPLIT, HYPER): "the schedule carries one state for each token between layers, not several streams",
     (SPLIT, ENGRAM): "the schedule begins with the mixer, and has no place for a memory before it",
     (SPLIT, INDEXER): "the schedule does not hand on what an indexer learns from",
@@ -33,6 +35,7 @@ def features(config: DecoderConfig, runtime: Runtime) -> frozenset[str]:
     on = {
         SPLIT: runtime.batch_split,
         EXCHANGE: runtime.expert_parallel == "all_to_all",
+        GRADIENTS: runtime.expert_gradients is not None,
         HYPER: config.hyper_connections is not None,
         ENGRAM: any(spec.memory is not None for spec in config.layers),
         INDEXER: any(isinstance(spec.mixer, LatentAttention) and spec.mixer.indexer is not None for spec in config.layers),

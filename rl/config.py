@@ -156,6 +156,11 @@ class ModelOptions(Strict):
         description="updates take the rows of each device in two halves, so that in layers with experts the collectives of one "
         "run under the products of the other; the number of rows of a micro-batch becomes even on each device",
     )
+    expert_gradients: Literal["float8_e5m2"] | None = Field(
+        None,
+        description="type in which gradients travel back to the devices of the experts (gather and hidden); null: `dtype`. Halves "
+        "what a bfloat16 gradient sends, and rounds each number of it by up to an eighth",
+    )
     num_vocab_tiling: int | None = Field(
         None, ge=1, description="chunks of tokens whose logits exist at a time; null: as few as have at most 2^24 logits each"
     )
@@ -185,6 +190,7 @@ class ModelOptions(Strict):
             vocab_tiles=self.num_vocab_tiling,
             expert_parallel=self.expert_parallel,
             batch_split=self.batch_split,
+            expert_gradients=self.expert_gradients,
             quantization=self.quantization,
         )
 

@@ -25,12 +25,14 @@ from itertools import chain
 
 import jax
 import jax.numpy as jnp
+import qwix
 from jax.sharding import PartitionSpec
 
 from policy.config import DecoderConfig, DenseAndExperts, Moe, Runtime
 from policy.layers import experts
 from policy.layers.experts import Routed, Weights
 from policy.layers.grouped import block_rows, dispatch, plan
+from policy.layers.quantization import quantize
 from policy.layers.ragged_exchange import exchange, groups_on_arrival, trips
 from policy.sharding import Layout
 
@@ -229,9 +231,31 @@ def sort(x_NE, experts_NK, weights_NK, cut: Cut) -> Routed:
 
 def hand_back(out_NE: jax.Array, cut: Cut) -> jax.Array:
     """Adds up what the devices made of each token, [p N, E], where the token came from: [N, E]."""
-    if cut.gathers:
-        out_NE = jax.lax.psum_scatter(out_NE, AXIS, scatter_dimension=0, tiled=True)
+    if cut.gathers and cut.runtime.expert_gradients is None:
+        out_NE = _summed(out_NE)
+    elif cut.gathers:
+        out_NE = _summed_with_rounded_gradients(out_NE, cut.runtime.expert_gradients)
     return jax.lax.psum(out_NE, cut.summed) if cut.summed else out_NE
+
+
+def _summed(out_NE: jax.Array) -> jax.Array:
+    """The sum over devices of the rows that are this device's."""
+    return jax.lax.psum_scatter(out_NE, AXIS, scatter_dimension=0, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _summed_with_rounded_gradients(out_NE: jax.Array, qtype: str) -> jax.Array:
+    """As `_summed`; its gradient is gathered as values of `qtype`, each row with a scale of its own that travels with it."""
+    return _summed(out_NE)
+
+
+def _rounded_gradient(qtype: str, _, g_NE: jax.Array):
+    rounded = quantize(g_NE, jnp.dtype(qtype), inputs=(1,))
+    arrived = jax.tree.map(lambda a: jax.lax.all_gather(a, AXIS, axis=0, tiled=True), rounded)
+    return (qwix.dequantize(arrived).astype(g_NE.dtype),)
+
+
+_summed_with_rounded_gradients.defvjp(lambda out, qtype: (_summed(out), None), _rounded_gradient)
 
 
 def all_to_all(x_NE, experts_NK, weights_NK, weights: Weights, cut: Cut):

@@ -19,6 +19,7 @@ from flax import nnx
 from policy import families
 from policy.cache import Step
 from policy.config import ClampedSwiglu, DecoderConfig, Mlp, Moe, Norm, Router, Runtime
+from policy.layers import expert_parallel
 from policy.layers.moe import MixtureOfExperts
 from policy.model import Model
 from policy.modes import sit
@@ -107,13 +108,14 @@ def layer(degrees: dict, scheme: str, name: str, options: dict) -> dict:
 
 def gradients(degrees: dict, how: dict, options: dict) -> dict:
     """Log-probabilities and all gradients of a decoder with a dense layer and two of experts, on packed and padded rows, against
-    one device that runs plainly: the largest difference of a log-probability, and of a gradient as a share of the largest
-    number in it (at least a thousandth of the largest of all)."""
+    one device that runs plainly, by the same rule of quantisation: the largest difference of a log-probability, and of a gradient
+    as a share of the largest number in it (at least a thousandth of the largest of all)."""
     config = families.read(configuration("DeepseekV3", **STANDARD["DeepseekV3"] | {"num_hidden_layers": 3} | options))
     tokens, cotangent = oracles.tokens(8, 12), np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
     segments = rows(8, 12)[2]
     found = []
-    for mesh, runtime in ((None, Runtime()), (layout(degrees), Runtime(**how))):
+    plain = Runtime(quantization=how.get("quantization"))
+    for mesh, runtime in ((None, plain), (layout(degrees), Runtime(**how))):
         graph = (model := random_model(config, runtime=runtime, mesh=mesh)).graph
 
         @jax.jit
@@ -165,6 +167,22 @@ def update(degrees: dict, scheme: str, options: dict) -> dict:
         "logprobs": max(float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(texts, same, strict=True)),
         "equal": [a.tokens for a in texts] == [b.tokens for b in same],
     }
+
+
+def rounded_gradients(degrees: dict, rows: int) -> dict:
+    """The gradient of the sums that `hand_back` returns, in few bits: the largest difference of a number from the exact one, as a
+    share of it, and how many differ at all. Row i is 10^-i times as large as the first, so no row can do with another's scale."""
+    mesh = layout(degrees)
+    runtime = Runtime(expert_parallel="gather", expert_gradients="float8_e5m2", layout=mesh.for_experts("gather"))
+    cut = expert_parallel.Cut(MIXTURES["groups"], runtime, (rows, 1, E))
+    parts = jax.sharding.PartitionSpec("expert")
+    hand_back = jax.shard_map(partial(expert_parallel.hand_back, cut=cut), mesh=mesh.mesh, in_specs=parts, out_specs=parts)
+    g = np.random.default_rng(0).uniform(0.5, 1.0, (rows, E)) / 10.0 ** np.arange(rows)[:, None]
+    g = g.astype(np.float32)
+    sums = jnp.zeros((rows * degrees["expert"], E))
+    (found,) = jax.jit(lambda sums, g: jax.vjp(hand_back, sums)[1](g))(sums, g)
+    shares = np.abs(np.asarray(found).reshape(-1, rows, E) - g) / g
+    return {"share": float(shares.max()), "differ": int((shares > 0).sum())}
 
 
 if __name__ == "__main__":

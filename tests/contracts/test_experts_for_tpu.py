@@ -14,13 +14,15 @@ pytestmark = [
 ]
 
 
-def collectives(scheme: str, degrees: dict) -> dict[str, int]:
-    script = Path(__file__).with_name("compile_experts_for_tpu.py")
-    done = subprocess.run(
-        [sys.executable, script, scheme, json.dumps(degrees)], capture_output=True, text=True, timeout=600, check=False
-    )
+def printed(script: str, *arguments: str):
+    command = [sys.executable, Path(__file__).with_name(script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def collectives(scheme: str, degrees: dict) -> dict[str, int]:
+    return printed("compile_experts_for_tpu.py", scheme, json.dumps(degrees))
 
 
 def test_rows_travel_by_ragged_all_to_all():
@@ -37,3 +39,28 @@ def test_tokens_are_gathered_and_gradients_of_weights_scattered(scheme):
     found = collectives(scheme, {"fsdp": 2, "expert": 2})
     assert found["reduce-scatter"] == 6 and found["all-gather"] == 7
     assert found.get("all-reduce", 0) <= 1  # the gradient of the router
+
+
+def beside_the_other(*arguments: str) -> set[tuple[str, str]]:
+    """(kind of collective, micro-batch) of those between whose start and end stands a grouped product of another micro-batch. The
+    two, if there are two, are called 0 and 1 in the order of their first gathers."""
+    moves = printed("compile_batch_split_for_tpu.py", *arguments)
+    names = {batch: str(i) for i, batch in enumerate(dict.fromkeys(batch for _, batch, _ in moves if batch))}
+    assert {kind for kind, *_ in moves} == {"all-gather", "reduce-scatter"}
+    return {
+        (kind, names[batch])
+        for kind, batch, products in moves
+        if batch and any(product and product != batch for product in products)
+    }
+
+
+BOTH_HALVES = {(kind, half) for kind in ("all-gather", "reduce-scatter") for half in "01"}
+
+
+@pytest.mark.parametrize("rule", [[], ["fp8_full"]], ids=["bfloat16", "fp8_full"])
+def test_the_batch_split_schedule_has_products_of_one_half_beside_the_collectives_of_the_other(rule):
+    assert beside_the_other("split", *rule) >= BOTH_HALVES
+
+
+def test_plain_layers_have_none_beside_their_collectives():
+    assert not beside_the_other("plain")

@@ -42,9 +42,10 @@ def test_every_scheme_computes_what_one_device_does_unless_its_buffer_is_full():
     """Groups, a shared expert and a selection bias; biases and clamps with all tokens on two experts of one device, whose buffer is
     then too small; weighed inputs. A device has 8 rows of 6 tokens for four devices, 2 choices each: 24 choices."""
     full = {"how": {"ragged_buffer_factor": 1.0}, **SKEWED}
-    *found, dropping = on_devices(
+    rounded, *found, dropping = on_devices(
         4,
         [
+            ["rounded_gradients", {"expert": 4}, 8],
             ["layer", {"expert": 4}, "gather", "groups", {}],
             ["layer", {"fsdp": 2, "expert": 2}, "all_to_all", "biases", SKEWED],
             ["layer", {"expert": 2, "tensor": 2}, "hidden", "biases", SKEWED],
@@ -52,6 +53,7 @@ def test_every_scheme_computes_what_one_device_does_unless_its_buffer_is_full():
         ],
     )
     assert all(each["difference"] < 1e-5 and each["dropped"] == 0 for each in found), found
+    assert rounded["differ"] > 0 and rounded["share"] < 0.126  # two bits after the point: an eighth, and what the scale rounds
     assert dropping["choices"] > 24 and dropping["dropped"] == dropping["choices"] - 24
 
 
@@ -96,9 +98,9 @@ def check_updates(number: int, cases: list) -> None:
 SPLIT = {"batch_split": True}
 
 
-def check_gradients(number: int, cases: list) -> None:
+def check_gradients(number: int, cases: list, tolerance: float = 1e-5) -> None:
     for case, found in zip(cases, on_devices(number, cases), strict=True):
-        assert found["counts"] == 0 and max(found["logprobs"], found["gradient"]) < 1e-5, (case, found)
+        assert found["counts"] == 0 and found["logprobs"] < 1e-5 and found["gradient"] < tolerance, (case, found)
 
 
 @pytest.mark.slow
@@ -108,6 +110,13 @@ def check_gradients(number: int, cases: list) -> None:
 def test_the_batch_split_schedule_computes_what_plain_layers_do(how):
     """Packed and padded rows, group-limited routing, a shared expert, layers scanned under remat."""
     check_gradients(4, [["gradients", mesh, SPLIT | how, {}] for mesh in MESHES[4]])
+
+
+@pytest.mark.slow
+def test_the_batch_split_schedule_quantises_as_plain_layers_do():
+    """A gradient of a weight is a product over tokens: each half rounds its own by its own scale (5 bits of range, 2 after the
+    point)."""
+    check_gradients(4, [["gradients", {"fsdp": 2, "expert": 2}, SPLIT | {"quantization": "fp8_full"}, {}]], tolerance=0.075)
 
 
 @pytest.mark.slow

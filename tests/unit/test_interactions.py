@@ -15,6 +15,7 @@ ENGRAM = {"layers": [1], "vocab_bases": [11, 13], "heads": 1, "head_dim": 8}
 ON = {
     interactions.SPLIT: ({"batch_split": True}, {}, {"batch_split": True}),
     interactions.EXCHANGE: ({"expert_parallel": "all_to_all"}, {}, {"expert_parallel": "all_to_all"}),
+    interactions.GRADIENTS: ({"expert_gradients": "float8_e5m2"}, {}, {"expert_gradients": "float8_e5m2"}),
     interactions.HYPER: ({"hyper_connections": {}}, {}, {}),
     interactions.ENGRAM: ({"engram": ENGRAM}, {}, {}),
     interactions.INDEXER: ({"source": "tiny-deepseek-v32"}, {}, {}),
