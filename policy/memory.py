@@ -71,8 +71,12 @@ def to_device(tree):
     return jax.device_put(tree, Space.Device)
 
 
+def to_host(tree):
+    """The arrays in host memory."""
+    return jax.device_put(tree, Space.Host)
+
+
 def on_host(function, *trees):
     """function(*trees), computed by the host, in the middle of a program on a TPU: only arguments and results move. The arguments
     are brought there if need be, and the result stays there."""
-    there = jax.device_put(trees, Space.Host)
-    return _compute_on(function, compute_type="device_host", out_memory_spaces=Space.Host)(*there)
+    return _compute_on(function, compute_type="device_host", out_memory_spaces=Space.Host)(*to_host(trees))

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 
 import rl.algorithms
-from policy import batch_split, modes
+from policy import batch_split, modes, tables
 from policy.cache import Step
 from policy.layers.dropout import Dropout, row_seeds
 from policy.memory import belongs_there, fetch, in_host_memory, to_device
@@ -88,7 +88,8 @@ class Updater:
         self._learned = learned(owner.axes, owner.runtime)
         self._seed = seed if stage.dropout else None
         self._internals = stage.internal_metrics and isinstance(owner, Graph)
-        self.layout = owner.layout if isinstance(owner, Graph) else owner.trunk.layout
+        self._graph = owner if isinstance(owner, Graph) else owner.trunk
+        self.layout = self._graph.layout
         self.rate = schedule(options, stage.steps * stage.updates_per_step)
         self._transform = optimizer(options, self.rate, owner.axes)
 
@@ -129,13 +130,12 @@ class Updater:
 
     @cached_property
     def program(self):
-        runtime = (self.owner if isinstance(self.owner, Graph) else self.owner.trunk).runtime
         return jax.jit(
             self._update,
             donate_argnums=0,
             out_shardings=(self.shardings, None),
             static_argnames="micro_rows",
-            compiler_options=batch_split.compiler_options(runtime),
+            compiler_options=batch_split.compiler_options(self._graph.runtime),
         )
 
     def __call__(self, learner: Learner, batch: Batch, inputs, micro_rows: int) -> tuple[Learner, dict]:
@@ -213,20 +213,18 @@ class Updater:
             besides, found = auxiliary_loss(self._stage, aux, micro, whole)
             return loss + besides, (metrics | found, aux.found("routing"), aux.found("activations") if self._internals else {})
 
-        def found(xs):
-            (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(trained, *xs)
-            return {path: g if path in self.owner.tables else fetch(g) for path, g in grads.items()}, (loss, *rest)
+        matrices = {path: weight for path, weight in trained.items() if path not in self.owner.tables}
 
         def one(total, xs):
-            grads, rest = found(xs)
-            return joined(by_place(_added, self.owner.tables, total, grads)), rest
+            rows = tables.rows(self._graph, still, xs[0].tokens, xs[0].segments)
+            read = tables.read(self._graph, trained, rows)
+            (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(matrices | read, *xs)
+            slopes = tables.on_its_way(self._graph, {path: grads.pop(path) for path in read})
+            return _added(total, fetch(grads)), (rows, slopes, (loss, *rest))
 
-        if M == 1 and self.owner.tables:  # a loop would carry gradients that belong on the host through the device
-            grads, rest = found(jax.tree.map(lambda a: a[0], micros))
-            loss, metrics, routing, inside = jax.tree.map(lambda a: a[None], rest)
-        else:
-            zeros = joined(by_place(_zeros, self.owner.tables, trained))
-            grads, (loss, metrics, routing, inside) = jax.lax.scan(one, zeros, micros)
+        grads, (rows, slopes, found) = jax.lax.scan(one, _zeros(matrices), micros)
+        grads |= tables.summed(self._graph, rows, slopes)
+        loss, metrics, routing, inside = found
         metrics = rl.algorithms.reduce_metrics(metrics)
         if self._internals:
             metrics |= activation_metrics(inside, batch.segments.reshape(M, R, -1), self.owner.config)

@@ -54,6 +54,7 @@ class NgramMemory(nnx.Module):
     """Weights: table [sum of rows, head_dim]; key_proj [G, D, E], key_bias [G, E]; value_proj [D, E], value_bias [E]; key_norm,
     query_norm, conv_norm [G, E]; conv [kernel, G, E]; outer_norm [E] where wanted; and classes int32[V], the class of each token.
 
+    In the place of the table there may stand [B, T, H, head_dim], what the tokens of a call without a cache look up in it.
     Without hyper-connections the one stream is G = 1. Norms and gates are float32.
     """
 
@@ -81,8 +82,10 @@ class NgramMemory(nnx.Module):
         x_BTGE = x[:, :, None] if x.ndim == 3 else x
         documents = number_documents(step.segments)
         history = History(cache, step.segments != 0, runtime.tentative)
-        rows_BTH = self._rows(step, documents, history)
-        found_BTD = look_up(self.table[...], rows_BTH, x.dtype, runtime).reshape(*step.tokens.shape, -1)
+        found = self.table[...]
+        if found.ndim == 2:  # else it was read before the call (policy/tables.py)
+            found = look_up(found, ngram_rows(spec, self.classes[...], step, history), x.dtype, runtime)
+        found_BTD = found.reshape(*step.tokens.shape, -1)
         key = jnp.einsum("btd,gde->btge", found_BTD, self.key_proj[...].astype(x.dtype)) + self.key_bias[...].astype(x.dtype)
         value = jnp.einsum("btd,de->bte", found_BTD, self.value_proj[...].astype(x.dtype)) + self.value_bias[...].astype(x.dtype)
         query = x_BTGE if spec.outer_norm is None else self.outer_norm(x_BTGE)
@@ -93,18 +96,6 @@ class NgramMemory(nnx.Module):
         convolved = self._convolved(value_BTGE, documents, history)
         out = checkpoint_name(value_BTGE + jax.nn.silu(convolved).astype(x.dtype), "engram")
         return out.reshape(x.shape), history.cache, LayerAux(states=history.states or None)
-
-    def _rows(self, step: Step, documents_BT: jax.Array, history: History) -> jax.Array:
-        """int32[B, T, H]: the rows of the table."""
-        N, T = len(self.spec.multipliers), step.tokens.shape[1]
-        ids = jnp.where(history.real, self.classes[...][step.tokens] + 1, 0)  # from 1, as 0 in an empty cache is no token
-        ids = history.before("memory_ids", ids[..., None], N - 1)
-        sources, shifted = jnp.pad(documents_BT, ((0, 0), (N - 1, 0))), []
-        for j in range(N):
-            there = slice(N - 1 - j, N - 1 - j + T)
-            seen = (sources[:, there] == documents_BT) & (ids[:, there, 0] > 0)
-            shifted.append(jnp.where(seen, ids[:, there, 0] - 1, self.spec.pad_id))
-        return table_rows(self.spec, shifted)
 
     def _convolved(self, value_BTGE: jax.Array, documents_BT: jax.Array, history: History) -> jax.Array:
         """sum_w conv[w] r(t - (W - 1 - w) N) of the normed values r, float32[B, T, G, E]."""
@@ -138,6 +129,21 @@ def _rms(x: jax.Array, scale: nnx.Param, eps: float) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale[...].astype(jnp.float32)
 
 
+def ngram_rows(spec: Engram, classes_V: jax.Array, step: Step, history: History | None = None) -> jax.Array:
+    """int32[B, T, H]: the rows of the table that the tokens of a step look up; without a `history` nothing stands before them."""
+    history = History(None, step.segments != 0, False) if history is None else history
+    documents_BT = number_documents(step.segments)
+    N, T = len(spec.multipliers), step.tokens.shape[1]
+    ids = jnp.where(history.real, classes_V[step.tokens] + 1, 0)  # from 1, as 0 in an empty cache is no token
+    ids = history.before("memory_ids", ids[..., None], N - 1)
+    sources, shifted = jnp.pad(documents_BT, ((0, 0), (N - 1, 0))), []
+    for j in range(N):
+        there = slice(N - 1 - j, N - 1 - j + T)
+        seen = (sources[:, there] == documents_BT) & (ids[:, there, 0] > 0)
+        shifted.append(jnp.where(seen, ids[:, there, 0] - 1, spec.pad_id))
+    return table_rows(spec, shifted)
+
+
 def look_up(table: jax.Array, rows_BTH: jax.Array, dtype, runtime: Runtime) -> jax.Array:
     """table[rows] as [B, T, H, head_dim] of `dtype`. The table is spread along its rows, so every device reads its part of the rows
     of the whole batch, and only what was read is exchanged, never the table."""
@@ -159,21 +165,8 @@ def _read(table: jax.Array, rows: jax.Array, dtype) -> jax.Array:
 
 def _read_on_host(table: jax.Array, rows: jax.Array, dtype) -> jax.Array:
     """The same for a table in host memory, computed by the host: on a TPU the program then holds what was read and no copy of the
-    table. The gradient, a dense array like the table, is summed up and left there too."""
-
-    @jax.custom_vjp
-    def read(table, rows):
-        return to_device(on_host(partial(_read, dtype=dtype), table, rows))
-
-    def backward(rows, cotangent):
-        def summed(cotangent, rows):
-            return jnp.zeros(shape, stored).at[rows].add(cotangent.astype(stored))
-
-        return on_host(summed, cotangent, rows), None
-
-    shape, stored = table.shape, table.dtype
-    read.defvjp(lambda table, rows: (read(table, rows), rows), backward)
-    return read(table, rows)
+    table."""
+    return to_device(on_host(partial(_read, dtype=dtype), table, rows))
 
 
 def table_rows(spec: Engram, shifted: list[jax.Array]) -> jax.Array:
