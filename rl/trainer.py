@@ -186,7 +186,8 @@ class Updater:
     def _stepped(self, grads, factors, state, weights, good):
         """(weights, state of the optimizer, norm of the change) after a step. Tables in host memory are stepped there."""
         step = by_layer if self._in_host_memory and not weights.keys() <= self.owner.tables else at_once
-        return step(self._transform, jax.tree.map(jnp.multiply, grads, factors), state, weights, good)
+        grads = jax.tree.map(jnp.multiply, tables.summed(grads), factors)
+        return step(self._transform, grads, state, weights, good)
 
     def _gradients(self, trained, still, batch: Batch, inputs, R: int):
         """Sums over the micro-batches, in float32: (gradients, loss, metrics, what the routers did by path of the layer)."""
@@ -216,23 +217,21 @@ class Updater:
         matrices = {path: weight for path, weight in trained.items() if path not in self.owner.tables}
 
         def one(total, xs):
-            rows = tables.rows(self._graph, still, xs[0].tokens, xs[0].segments)
-            read = tables.read(self._graph, trained, rows)
+            rows, read = tables.read_rows(self._graph, trained | still, xs[0].tokens, xs[0].segments)
             (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(matrices | read, *xs)
-            slopes = tables.on_its_way(self._graph, {path: grads.pop(path) for path in read})
-            return _added(total, fetch(grads)), (rows, slopes, (loss, *rest))
+            slopes = tables.gradients(self._graph, rows, {path: grads.pop(path) for path in read})
+            return _added(total, fetch(grads)), (slopes, (loss, *rest))
 
-        grads, (rows, slopes, found) = jax.lax.scan(one, _zeros(matrices), micros)
-        grads |= tables.summed(self._graph, rows, slopes)
+        grads, (slopes, found) = jax.lax.scan(one, _zeros(matrices), micros)
         loss, metrics, routing, inside = found
         metrics = rl.algorithms.reduce_metrics(metrics)
         if self._internals:
             metrics |= activation_metrics(inside, batch.segments.reshape(M, R, -1), self.owner.config)
-        return grads, loss.sum(), metrics, jax.tree.map(lambda a: a.sum(axis=0), routing)
+        return grads | slopes, loss.sum(), metrics, jax.tree.map(lambda a: a.sum(axis=0), routing)
 
 
 def _squares(grads: dict) -> dict[str, jax.Array]:
-    return {path: jnp.sum(jnp.square(g)) for path, g in grads.items()}
+    return {path: jnp.sum(jnp.square(g)) for path, g in tables.summed(grads).items()}
 
 
 def _length(squares) -> jax.Array:
