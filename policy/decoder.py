@@ -55,11 +55,9 @@ class LayerStack(nnx.Module):
                 arrays.append(None if view is None else view.arrays)
             return x, None if part is None else tuple(arrays), tuple(found)
 
-        # A loop would carry the gradient of a table in host memory through the device, so one repeat is no loop there.
-        scan = runtime.scan and not (self.repeats == 1 and runtime.table_memory == "host")
         if runtime.remat != "none" and cache is None:
-            repeat = checkpointed(repeat, saved(runtime.remat, runtime.remat_tensors), scanned=scan)
-        if (len(cache) > 1) if cache is not None else not scan:
+            repeat = checkpointed(repeat, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan)
+        if (len(cache) > 1) if cache is not None else not runtime.scan:
             x_BTE, cache, found = self._unrolled(x_BTE, cache, weights, repeat)
             return batch_split.merge(x_BTE) if split else x_BTE, cache, found
 

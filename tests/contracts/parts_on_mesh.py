@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from oracles import configuration, random_model, tokens
 
-from policy import families
+from policy import families, tables
 from policy.config import Runtime
+from policy.memory import on_host
 from policy.modes import sit
 from policy.sharding import layout
 
@@ -29,16 +30,23 @@ def computed(mesh, memory):
     parts = {"engram": SECTION, "hyper_connections": {"streams": 4, "norm_weight": True}}
     config = families.read(configuration("Llama", num_hidden_layers=2, duet=parts))
     model = random_model(config, runtime=Runtime(table_memory=memory, remat="none"), mesh=mesh)
-    rows = tokens(4, 12)
+    rows = jnp.asarray(tokens(4, 12))
     segments = jnp.asarray(np.array([[1] * 12, [1] * 5 + [2] * 7, [0] * 3 + [1] * 9, [1] * 9 + [0] * 3]))
-    weights = {path: array for path, array in model.params.items() if path not in model.graph.untrained}
+    graph = model.graph
+    weights = {path: array for path, array in model.params.items() if path not in graph.untrained | graph.tables}
 
     def loss(weights):
-        logp = model.graph.logprobs(model.params | weights, rows, sit(rows, None, segments), 1.0)[0]
+        logp = graph.logprobs(model.params | weights, rows, sit(rows, None, segments), 1.0)[0]
         return logp.sum(), logp
 
-    run = jax.jit(jax.grad(loss, has_aux=True), out_shardings=({path: model.graph.sharding(path) for path in weights}, None))
-    grads, logp = jax.block_until_ready(run(weights))
+    def gradient(params):
+        at, found = tables.read_rows(graph, params, rows, segments)
+        grads, logp = jax.grad(loss, has_aux=True)(weights | found)
+        slopes = tables.gradients(graph, at, {path: grads.pop(path) for path in found})
+        return grads | on_host(lambda one: tables.summed(jax.tree.map(lambda a: a[None], one)), slopes), logp
+
+    places = {path: graph.sharding(path) for path in graph.paths if path not in graph.untrained}
+    grads, logp = jax.block_until_ready(jax.jit(gradient, out_shardings=(places, None))(model.params))
     return model, {path: np.asarray(grad) for path, grad in grads.items()}, np.asarray(logp)
 
 
