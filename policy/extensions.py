@@ -53,6 +53,16 @@ NAMES: Table = {
 }
 
 
+# Keys of Hugging Face configurations that say how many prediction modules lie beside the weights: DeepSeek's files, transformers'
+# own name for it, Qwen3.5's files.
+_COUNTS_OF_MODULES = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+
+
+def announces_modules(hf: dict) -> bool:
+    """Whether the weights beside the configuration `hf` of a text model are to have prediction modules."""
+    return "multi_token_prediction" in hf.get(KEY, {}) or any(hf.get(key) for key in _COUNTS_OF_MODULES)
+
+
 def extend(config: DecoderConfig, hf: dict) -> DecoderConfig:
     """`config` with the parts that `hf` has under KEY. Raises UnsupportedModel for a section or key that is unknown."""
     sections = hf.get(KEY, {})

@@ -128,14 +128,19 @@ def _entry(config: DecoderConfig, table: names.Table, end: str, layer: LayerSpec
 
 
 def read_weights(directory, graph: Graph) -> dict[str, jax.Array]:
-    """All weights of `graph` from the safetensors of `directory`, each shard read straight to its place on the mesh.
+    """The weights of `graph` from the safetensors of `directory`, each shard read straight to its place on the mesh. Prediction
+    modules of which neither config.json nor a file there knows anything are left out.
 
     The host holds no more than the shards of one weight at a time beside those that live there.
     """
     scheme = sources.scheme(directory)
     beside = [MTP_FILE] if graph.config.multi_token_prediction and (Path(directory) / MTP_FILE).exists() else []
     files = TensorFiles(directory, _renamed(families.get(graph.config.family)), scheme, beside)
-    params = {place.path: _on_mesh(graph, place, files) for place in places(graph)}
+    there = extensions.announces_modules(families.text_model(sources.read_hf(directory))) or any(
+        _extra_layer(graph.config, name) for name in files.unread
+    )
+    stored = (place for place in places(graph) if there or not place.path.startswith(f"{MTP}."))
+    params = {place.path: _on_mesh(graph, place, files) for place in stored}
     _refuse_unread(files, graph.config, scheme)
     return params
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 
@@ -81,16 +82,17 @@ class Graph:
         """Context of every forward pass: with dtype float32, matrix products at full precision on every platform."""
         return jax.default_matmul_precision("highest" if self.runtime.dtype == "float32" else "default")
 
-    def init(self, seed: int) -> dict[str, jax.Array]:
-        """Fresh weights, created where they live; the same for any mesh."""
+    def init(self, seed: int, paths: Collection[str] | None = None) -> dict[str, jax.Array]:
+        """Fresh weights, created where they live; the same for any mesh. With `paths` only those, the same as among all."""
+        wanted = self.paths if paths is None else paths
 
         def create(key):
             decoder = Decoder(self.config, nnx.Rngs(key))
             leaves = dict(zip(self.paths, jax.tree.leaves(nnx.state(decoder)), strict=True))
-            return {path: leaves[path].astype(self.shapes[path].dtype) for path in self.paths}
+            return {path: leaves[path].astype(self.shapes[path].dtype) for path in wanted}
 
         with nnx.use_eager_sharding(False):
-            return jax.jit(create, out_shardings=self.shardings)(jax.random.key(seed))
+            return jax.jit(create, out_shardings={path: self.sharding(path) for path in wanted})(jax.random.key(seed))
 
     def logprobs(self, params, tokens_BT, step, temperature):
         """modes.train on these weights: (logp, entropy, Aux)."""
@@ -109,10 +111,11 @@ class Graph:
 
 
 class Model:
-    """`params` is the one reference to the weights: the trainer rebinds it after each step, the generator reads it at each call."""
+    """`params` is the one reference to the weights: the trainer rebinds it after each step, the generator reads it at each call.
+    `fresh` names those that began as random numbers beside others that were read."""
 
-    def __init__(self, graph: Graph, params: dict[str, jax.Array]):
-        self.graph, self.params = graph, params
+    def __init__(self, graph: Graph, params: dict[str, jax.Array], fresh: frozenset[str] = frozenset()):
+        self.graph, self.params, self.fresh = graph, params, fresh
 
     @property
     def config(self) -> DecoderConfig:
@@ -196,17 +199,21 @@ def load(
     runtime: Runtime | None = None,
     mesh: Layout | None = None,
     sections: dict | None = None,
+    seed: int = 0,
 ) -> Model:
     """The model in a Hugging Face directory (config.json and safetensors).
 
     `sections` are parts of policy/extensions.py, in the place of those of config.json: `{"multi_token_prediction": {"depth": 1}}`
-    loads the prediction module that files of DeepSeek-V3 hold as layer 61.
+    loads the prediction module that files of DeepSeek-V3 hold as layer 61. Where neither config.json announces such modules nor a
+    file holds a part of one, they start fresh, as `create` makes them with `seed`.
     """
     from policy import hub
 
     config = sources.read_config(directory, sections)
     graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
-    return Model(graph, hub.read_weights(directory, graph))
+    params = hub.read_weights(directory, graph)
+    fresh = frozenset(graph.paths) - params.keys()
+    return Model(graph, params | (graph.init(seed, fresh) if fresh else {}), fresh)
 
 
 def save(model: Model, directory) -> None:

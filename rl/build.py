@@ -43,7 +43,7 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model
         if not with_weights:
             return Model(Graph(decoder, how["runtime"], mesh), {})
         if from_directory:
-            return policy.load(options.source, sections=options.sections, **how)
+            return policy.load(options.source, sections=options.sections, seed=config.seed, **how)
         made = policy.create(decoder, config.seed, **how)
     except NoHostMemory as error:
         raise ResourceError(str(error)) from None

@@ -119,8 +119,9 @@ _EXTENSIONS: tuple[str, ...] = ("hyper_connections", "engram", "multi_token_pred
 
 
 class MultiTokenPredictionOptions(Strict):
-    """Modules beside the decoder that predict further tokens, each with a layer like the decoder's last. A directory must hold
-    their weights, as DeepSeek-V3's layer 61 or as written by a run that had them; a model with random weights starts with them."""
+    """Modules beside the decoder that predict further tokens, each with a layer like the decoder's last. A directory holds
+    their weights as DeepSeek-V3's layer 61 or as a run that had them wrote them; where its config.json announces none
+    (`num_nextn_predict_layers` absent or 0) and no file has a part of one, they start from random weights."""
 
     depth: int = Field(1, ge=1, description="number of modules; module d predicts the token d places after the next one")
     input: Literal["post_norm", "pre_norm"] = Field(

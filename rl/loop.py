@@ -92,6 +92,9 @@ def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> 
     names, first = run.config.stage_names, 0
     if saved is None:
         run.events.truncate_after(names, names[0], -1)
+        if run.model.fresh:
+            source, seed = run.config.model.source, run.config.seed
+            run.events.note(f"{source} has no modules that predict further tokens: they start from random weights, seed {seed}")
     else:
         host = saved[1]
         first, run.prompts = host["stage"], host["prompts"]

@@ -10,8 +10,10 @@ import jax
 import launch
 import numpy as np
 import pytest
+from oracles import configuration, random_model
 
 import policy
+from policy import families
 from rl import configfile, events
 from rl.checkpoint import Checkpoints
 from rl.folder import RunFolder
@@ -274,3 +276,22 @@ def test_a_run_killed_after_a_stage_that_ended_early_goes_on_with_the_next(tmp_p
     shutil.rmtree(tmp_path / "run" / "export")
     assert launch.train(*how) == 0
     assert launch.weights(tmp_path / "run") == weights and launch.numbers(tmp_path / "run") == numbers
+
+
+@pytest.mark.slow
+def test_modules_that_the_weights_lack_start_fresh_and_go_on_as_they_are_saved(tmp_path, capfd):
+    policy.save(random_model(families.read(configuration("Llama", vocab_size=64))), tmp_path / "model")
+    stages = "stages=[{algorithm: sft, steps: 2, prompts_per_step: 8, mtp: {}, sampling: {max_new_tokens: 6}}]"
+
+    def train(name, source):
+        model = f"model.source={source}", "model.overrides=null", "model.multi_token_prediction.depth=1"
+        assert launch.train(tmp_path / name, *model, stages, "run.checkpoint_every=1", "evaluation=null") == 0
+        return "start from random weights" in "".join(capfd.readouterr())
+
+    assert train("run", tmp_path / "model")
+    whole = launch.weights(tmp_path / "run"), launch.numbers(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "export")
+    shutil.rmtree(max((tmp_path / "run" / "checkpoints").iterdir()))
+    assert not train("run", tmp_path / "model")
+    assert (launch.weights(tmp_path / "run"), launch.numbers(tmp_path / "run")) == whole
+    assert not train("further", tmp_path / "run" / "export")

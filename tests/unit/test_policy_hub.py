@@ -310,3 +310,37 @@ def test_a_multimodal_configuration_of_no_family_is_named(directory):
     edit_config(directory, lambda config: config.update({"architectures": ["OddVision"], "text_config": {"model_type": "odd"}}))
     edit_config(directory, lambda config: config.pop("model_type"))
     refused(directory, "OddVision", error=UnsupportedModel)
+
+
+MODULES = {"multi_token_prediction": {"depth": 2}}
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_modules_that_a_directory_knows_nothing_of_start_fresh_and_are_saved(tmp_path):
+    policy.save(random_model(families.read(configuration("Llama"))), tmp_path / "in")
+    plain, model = policy.load(tmp_path / "in"), policy.load(tmp_path / "in", sections=MODULES, seed=3)
+    assert model.fresh == {path for path in model.params if path.startswith("mtp.")} == model.params.keys() - plain.params.keys()
+    created = policy.create(model.config, 3)
+    same_weights(created, policy.Model(model.graph, created.params | {path: model.params[path] for path in model.fresh}))
+    same_weights(plain, policy.Model(plain.graph, {path: model.params[path] for path in plain.params}))
+    assert (np.asarray(model.params["mtp.enorm.weight"]) == 1).all() and np.asarray(model.params["mtp.eh_proj"]).std() > 0.01
+    policy.save(model, tmp_path / "out")
+    for sections in (None, MODULES):
+        back = policy.load(tmp_path / "out", sections=sections, seed=4)
+        same_weights(model, back)
+        assert back.config.multi_token_prediction == model.config.multi_token_prediction and not back.fresh
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"])
+def test_modules_that_are_announced_and_not_there_are_missing(directory, key):
+    edit_config(directory, lambda config: config.update({key: 1}))
+    with pytest.raises(ModelFileError, match=r"missing tensor model\.layers\.3\."):
+        policy.load(directory, sections=MODULES)
+    edit_config(directory, lambda config: config.update({key: 0}))
+    assert policy.load(directory, sections=MODULES).fresh
+
+
+def test_a_part_of_a_module_is_no_module(directory):
+    edit_weights(directory, lambda state: state.update({"model.layers.4.enorm.weight": np.ones(32, np.float32)}))
+    with pytest.raises(ModelFileError, match=r"missing tensor model\.layers\.3\."):
+        policy.load(directory, sections=MODULES)
