@@ -15,12 +15,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl.internals import PARTS
+
 GAIN = 0.1
 ACCEPTED = "speculative/accepted_per_step"
-PARTS = (
-    *("mixer", "indexer", "feed_forward", "experts", "router", "norms", "embedding", "head"),
-    *("hyper_connections", "engram", "mtp"),
-)
 
 
 def steps(directory: str, stage: str) -> list[dict[str, float]]:

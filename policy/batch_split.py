@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 
 from policy.cache import Step
 from policy.config import DecoderConfig, LayerSpec, Moe, Runtime
-from policy.intermediates import LayerAux, Routing
+from policy.intermediates import LayerAux, Routing, observe
 from policy.layers import expert_parallel, experts
 from policy.layers.expert_parallel import Cut
 from policy.layers.experts import Routed, Weights
@@ -64,7 +64,7 @@ def compiler_options(runtime: Runtime) -> dict[str, str] | None:
 def applies(layers, shape_BTE: tuple[int, int, int], runtime: Runtime) -> bool:
     """Whether a stack runs in this schedule: every layer of its pattern is a mixer and a mixture of experts, and every device has
     an even number of rows. What does not fit runs plainly, with the same result."""
-    if not runtime.batch_split or runtime.record or not all(_fits(layer.spec) and _plain(layer) for layer in layers):
+    if not runtime.batch_split or not all(_fits(layer.spec) and _plain(layer) for layer in layers):
         return False
     B, T, E = shape_BTE
     spec = layers[0].spec.feed_forward
@@ -136,7 +136,10 @@ def run(layer, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime)
 
     x0 = _leave(layer, half0, out0, shared0, steps[0])
     x1 = _leave(layer, half1, out1, shared1, steps[1])
-    return (x0, x1), None, LayerAux(routing=jax.tree.map(jnp.add, routing0, routing1))
+    aux = LayerAux(routing=jax.tree.map(jnp.add, routing0, routing1))
+    if runtime.record:
+        aux = aux.also(observe(merge((x0, x1)), step.segments, runtime.record))
+    return (x0, x1), None, aux
 
 
 def _mix(layer, x: jax.Array, step: Step, runtime: Runtime):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import types
 import typing
@@ -73,7 +74,7 @@ def _section(model: type[BaseModel], paths: list[str]) -> str:
     title = ", ".join(f"`{path}`" for path in paths if path) or "Top level"
     lines = [f"## {title}", ""]
     if model.__doc__ and model not in (RunConfig, AlgorithmOptions) and model.__doc__ != Strict.__doc__:
-        lines += [model.__doc__, ""]
+        lines += [inspect.cleandoc(model.__doc__), ""]
     if model is AlgorithmOptions:
         lines += ["The name of an algorithm, and the options of that algorithm, which follow.", ""]
     if getattr(model, "shorthand", None):

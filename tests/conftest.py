@@ -29,6 +29,14 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 _finished = itertools.count(1)
 
 
+def pytest_collection_modifyitems(items):
+    """With `-n` and `--dist loadgroup` all tests of a file about one model run in one process, which keeps what it compiled."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if model := next((parameters[name] for name in ("name", "kind") if isinstance(parameters.get(name), str)), None):
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.name}-{model}"))
+
+
 @pytest.fixture(autouse=True)
 def few_programs():
     """Linux lets a process map 65,530 pieces of memory; every compiled program takes some, and past the limit XLA crashes. A few

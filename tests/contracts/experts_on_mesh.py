@@ -106,29 +106,32 @@ def layer(degrees: dict, scheme: str, name: str, options: dict) -> dict:
     return {"worst": worst, "difference": differences[worst], "dropped": dropped, "choices": choices}
 
 
-def gradients(degrees: dict, how: dict, options: dict) -> dict:
-    """Log-probabilities and all gradients of a decoder with a dense layer and two of experts, on packed and padded rows, against
-    one device that runs plainly, by the same rule of quantisation: the largest difference of a log-probability, and of a gradient
-    as a share of the largest number in it (at least a thousandth of the largest of all)."""
-    config = families.read(configuration("DeepseekV3", **STANDARD["DeepseekV3"] | {"num_hidden_layers": 3} | options))
+@cache
+def derived(degrees: str, how: str):
+    """(log-probabilities, counts of choices, gradients) of a decoder with a dense layer and two of experts, on packed and padded
+    rows, on a mesh (null: one device)."""
+    config = families.read(configuration("DeepseekV3", **STANDARD["DeepseekV3"] | {"num_hidden_layers": 3}))
     tokens, cotangent = oracles.tokens(8, 12), np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
-    segments = rows(8, 12)[2]
-    found = []
-    plain = Runtime(quantization=how.get("quantization"))
-    for mesh, runtime in ((None, plain), (layout(degrees), Runtime(**how))):
-        graph = (model := random_model(config, runtime=runtime, mesh=mesh)).graph
+    segments, degrees = rows(8, 12)[2], json.loads(degrees)
+    model = random_model(config, runtime=Runtime(**json.loads(how)), mesh=layout(degrees) if degrees else None)
 
-        @jax.jit
-        @partial(jax.value_and_grad, has_aux=True)
-        def loss(params, tokens, segments, graph=graph):
-            logp, entropy, aux = graph.logprobs(params, tokens, sit(tokens, segments=segments), 0.9)
-            balance = sum(routing.balance.sum() for routing in aux.found("routing").values())
-            counts = jnp.stack([routing.counts.sum(0) for routing in aux.found("routing").values()])
-            return jnp.sum(cotangent * logp + entropy) + balance, (logp, counts)
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def loss(params, tokens, segments):
+        logp, entropy, aux = model.graph.logprobs(params, tokens, sit(tokens, segments=segments), 0.9)
+        balance = sum(routing.balance.sum() for routing in aux.found("routing").values())
+        counts = jnp.stack([routing.counts.sum(0) for routing in aux.found("routing").values()])
+        return jnp.sum(cotangent * logp + entropy) + balance, (logp, counts)
 
-        (_, (logp, counts)), gradient = jax.block_until_ready(loss(model.params, tokens, segments))
-        found.append((np.asarray(logp), np.asarray(counts), {path: np.asarray(g) for path, g in gradient.items()}))
-    (logp, counts, one), (also, same, many) = found
+    (_, (logp, counts)), gradient = jax.block_until_ready(loss(model.params, tokens, segments))
+    return np.asarray(logp), np.asarray(counts), {path: np.asarray(g) for path, g in gradient.items()}
+
+
+def gradients(degrees: dict, how: dict) -> dict:
+    """`derived` on a mesh against one device that runs plainly, by the same rule of quantisation: the largest difference of a
+    log-probability, and of a gradient as a share of the largest number in it (at least a thousandth of the largest of all)."""
+    logp, counts, one = derived("null", json.dumps({"quantization": how.get("quantization")}))
+    also, same, many = derived(json.dumps(degrees), json.dumps(how))
     largest = {path: float(np.abs(gradient).max()) for path, gradient in one.items()}
     floor = 1e-3 * max(largest.values())
     shares = {path: float(np.abs(many[path] - one[path]).max()) / max(floor, largest[path]) for path in one}
@@ -137,26 +140,30 @@ def gradients(degrees: dict, how: dict, options: dict) -> dict:
     return {"logprobs": float(np.abs(also - logp).max()), "gradient": shares[worst], "worst": worst, "counts": moved}
 
 
-def update(degrees: dict, scheme: str, options: dict) -> dict:
-    """Two updates of a small model in micro-batches, and what it then writes, against one device: how many biases differ at all,
-    how many weights are stored in pieces, the largest difference of a weight, of a metric, of a log-probability, and whether
-    greedy completions are equal."""
-    how, options = options.get("how", {}), {name: value for name, value in options.items() if name != "how"}
-    keys = {"algorithm": "sft", "micro_batch": 4} | options
+@cache
+def trained(degrees: str, changes: str, options: str):
+    """(weights, metrics, greedy completions, how many weights are stored in pieces) of a small model after two updates in
+    micro-batches, on a mesh (null: one device)."""
+    degrees, keys = json.loads(degrees), {"algorithm": "sft", "micro_batch": 4} | json.loads(options)
     keys["router"] = {"bias_rate": 0.05, "balance_coef": 0.3} | keys.get("router", {})
-    ends = []
-    for mesh, changes in ((None, {}), (layout(degrees), {"expert_parallel": scheme} | how)):
-        runtime = replace(learners.QUICK, **changes)
-        model = learners.experts(runtime=runtime, **({} if mesh is None else {"mesh": mesh}))
-        trainer, state = learners.begin(model, learners.stage(**keys), fresh=True)
-        cut = sum(len({str(s.index) for s in a.addressable_shards}) > 1 for a in model.params.values())
-        for seed in (0, 1):
-            state, metrics = trainer.update(state, learners.batch(seed=seed))
-        generator = Generator(Model(model.graph, state.policy.params), max_length=24, slots=6)
-        written = generator.generate(PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0))
-        found = {path: np.asarray(a) for path, a in state.policy.params.items()}
-        ends.append((found, {name: float(m) for name, m in metrics.items()}, [c for (c,) in written]))
-    (one, logged, texts), (many, also, same) = ends
+    runtime = replace(learners.QUICK, **json.loads(changes))
+    model = learners.experts(runtime=runtime, **({"mesh": layout(degrees)} if degrees else {}))
+    trainer, state = learners.begin(model, learners.stage(**keys), fresh=True)
+    cut = sum(len({str(s.index) for s in a.addressable_shards}) > 1 for a in model.params.values())
+    for seed in (0, 1):
+        state, metrics = trainer.update(state, learners.batch(seed=seed))
+    generator = Generator(Model(model.graph, state.policy.params), max_length=24, slots=6)
+    written = generator.generate(PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0))
+    found = {path: np.asarray(a) for path, a in state.policy.params.items()}
+    return found, {name: float(m) for name, m in metrics.items()}, [c for (c,) in written], cut
+
+
+def update(degrees: dict, scheme: str, options: dict) -> dict:
+    """`trained` on a mesh against one device: how many biases differ at all, the largest difference of a weight, of a metric, of a
+    log-probability, and whether completions are equal."""
+    how, options = options.get("how", {}), {name: value for name, value in options.items() if name != "how"}
+    one, logged, texts, _ = trained("null", "{}", json.dumps(options))
+    many, also, same, cut = trained(json.dumps(degrees), json.dumps({"expert_parallel": scheme} | how), json.dumps(options))
     biases = [path for path in one if path.endswith("correction_bias")]
     return {
         "biases": int(sum((many[path] != one[path]).sum() for path in biases)),

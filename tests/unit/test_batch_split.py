@@ -33,16 +33,32 @@ def value_and_gradient(model, data, **changes):
     return logp, counts, gradient
 
 
-def test_both_halves_together_are_the_plain_layer():
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02)])
+def test_both_halves_together_are_the_plain_layer(dtype, tolerance):
+    """A gradient of a weight is the sum of what either half gives, each rounded to the dtype (bfloat16: 8 bits)."""
     model, data = learners.experts(), learners.batch(rows=6)
-    logp, counts, gradient = value_and_gradient(model, data)
-    split_logp, split_counts, split_gradient = value_and_gradient(model, data, batch_split=True)
-    np.testing.assert_allclose(split_logp, logp, atol=1e-5)
+    logp, counts, gradient = value_and_gradient(model, data, dtype=dtype)
+    split_logp, split_counts, split_gradient = value_and_gradient(model, data, dtype=dtype, batch_split=True)
+    np.testing.assert_allclose(split_logp, logp, atol=tolerance)
     np.testing.assert_array_equal(split_counts, counts)
     largest = max(float(jnp.abs(g).max()) for g in gradient.values())
     for path, expected in gradient.items():
         scale = max(1e-3 * largest, float(jnp.abs(expected).max()))
-        np.testing.assert_allclose(split_gradient[path], expected, atol=1e-5 * scale, rtol=0, err_msg=path)
+        np.testing.assert_allclose(split_gradient[path], expected, atol=tolerance * scale, rtol=0, err_msg=path)
+
+
+def test_what_is_recorded_of_a_layer_is_that_of_all_rows():
+    model, data = learners.experts(), learners.batch(rows=6)
+
+    def recorded(**changes):
+        graph = model.graph.at(record=("hidden", "activations"), **changes)
+        _, _, aux = graph.logprobs(model.params, data.tokens, sit(data.tokens, segments=data.segments), 0.9)
+        return [aux.found(name) for name in ("hidden", "activations")]
+
+    plain, split = recorded(), recorded(batch_split=True)
+    assert all(found for found in plain)
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(split), strict=True):
+        np.testing.assert_allclose(other, one, atol=1e-5)
 
 
 def test_rows_alternate_between_the_halves():

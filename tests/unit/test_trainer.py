@@ -101,11 +101,10 @@ def test_the_balance_of_a_whole_batch_is_the_same_for_any_micro_batch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [1, 3, 4])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_every_aggregation_is_the_same_for_any_micro_batch(aggregation, cut):
+def test_every_aggregation_is_the_same_for_any_micro_batch(aggregation):
     options = {"name": "grpo", "aggregation": aggregation, "kl_coef": 0.1, "entropy_coef": 0.01}
-    assert_cut_changes_nothing(learners.dense(), batch(), options, cuts=[cut])
+    assert_cut_changes_nothing(learners.dense(), batch(), options, cuts=[3])
 
 
 @pytest.mark.slow
