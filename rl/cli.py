@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Sequence
 
 from rl.errors import ConfigError, DuetError
+from rl.generate import CHAT_HELP, add_chat_arguments, add_generate_arguments, chat, generate
 
 _PLATFORMS = {"cpu": "cpu", "tpu": "tpu,cpu", "gpu": "cuda,cpu"}
 
@@ -52,6 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     _add_train_arguments(train)
     train.set_defaults(act=_train)
+    writer = verbs.add_parser("generate", help="complete prompts with a model, as JSON lines")
+    add_generate_arguments(writer)
+    writer.set_defaults(act=_generate)
+    talker = verbs.add_parser("chat", help="talk with a model", epilog=CHAT_HELP)
+    add_chat_arguments(talker)
+    talker.set_defaults(act=_chat)
     reward = verbs.add_parser("reward", help="work on reward functions")
     actions = reward.add_subparsers(dest="action", metavar="ACTION", required=True)
     test = actions.add_parser("test", help="run a reward function on its examples and show the scores")
@@ -106,8 +113,6 @@ def _train(arguments: argparse.Namespace) -> int:
         print("the configuration is good")
         return 0
     _choose_platform(config.platform)
-    # Tokenizers are all that is used of transformers here; its notice that there is no PyTorch would only worry.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from rl.loop import run
 
     return run(config)
@@ -125,11 +130,23 @@ def _show(text: str) -> None:
 
 def _choose_platform(platform: str) -> None:
     """jax reads JAX_PLATFORMS when it is imported; `auto` leaves the choice to jax or to the caller's environment."""
+    # Tokenizers are all that is used of transformers here; its notice that there is no PyTorch would only worry.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if platform not in _PLATFORMS:
         return
     os.environ["JAX_PLATFORMS"] = _PLATFORMS[platform]
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", _PLATFORMS[platform])
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    _choose_platform(arguments.platform)
+    generate(arguments)
+
+
+def _chat(arguments: argparse.Namespace) -> None:
+    _choose_platform(arguments.platform)
+    chat(arguments)
 
 
 def _reward_test(arguments: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ BASE = {
     "rewards": {"functions": ["exact_answer"]},
     "stages": [{"algorithm": "grpo", "steps": 1}],
 }
-# Lines of bash that would train, and so are covered by the tests of whole runs.
+# Lines of bash that take long or need a model; the tests of whole runs and of the verbs cover them.
 NOT_RUN = {
     "pip install -e . && rl-train configs/quickstart.yml",
     "pip install -e '.[test]' && pytest -n auto",
@@ -38,6 +38,8 @@ NOT_RUN = {
     "rl-train configs/quickstart.yml run.dir=runs/first",
     "rl-train runs/first",
     "rl-train resume=runs/first",
+    "rl generate runs/first --prompts prompts.txt --samples 4 --output completions.jsonl",
+    "rl chat path/to/model",
     "until rl-train configs/quickstart.yml run.dir=runs/first; [ $? -ne 75 ]; do sleep 1; done",
 }
 NOT_CODE = {"toml", "jinja", "text"}

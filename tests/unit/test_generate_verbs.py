@@ -1,0 +1,93 @@
+"""`rl generate` and `rl chat` on a small model with the bytes' tokenizer."""
+
+import io
+import json
+
+import pytest
+
+import policy
+from policy import sources
+from rl import cli
+from rollout import Generator, SamplingParams
+from rollout.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    small = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3}
+    config = sources.preset("qwen3-0.6b", small | heads)
+    policy.save(policy.create(config, seed=1), directory)
+    load_tokenizer("bytes").save_pretrained(directory)
+    return directory
+
+
+def rl(*arguments: str) -> int:
+    return cli.main([*map(str, arguments), "--platform", "cpu"])
+
+
+def test_prompts_are_completed_as_the_generator_does(directory, tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\nand two\n")
+    arguments = ("--prompts", file, "--samples", 2, "--max-new-tokens", 5, "--seed", 3, "--slots", 1)  # blocks of two prompts
+    assert rl("generate", directory, *arguments) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    tokenizer = load_tokenizer(directory)
+    generator = Generator(policy.load(directory), max_length=64, slots=2, seed=3, tokenizer=tokenizer)
+    stops = (tokenizer.eos_token_id,)
+    made = generator.generate(["one", "and two"], SamplingParams(n=2, max_new_tokens=5, stop_token_ids=stops))
+    assert [(line["prompt"], line["sample"]) for line in found] == [("one", 0), ("one", 1), ("and two", 0), ("and two", 1)]
+    for line, completion in zip(found, [c for group in made for c in group], strict=True):
+        assert (line["tokens"], line["completion"], line["finish"]) == (completion.tokens, completion.text, completion.finish)
+        assert line["logprobs"] == pytest.approx(completion.logprobs, abs=1e-5)
+
+
+def test_messages_go_through_the_template_and_a_run_is_its_export(directory, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "export").symlink_to(directory)
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    messages = [{"role": "user", "content": "hi"}]
+    file.write_text(json.dumps({"prompt": messages}) + "\n")
+    assert rl("generate", run, "--prompts", file, "--output", out, "--max-new-tokens", 3, "--temperature", 0) == 0
+    (line,) = map(json.loads, out.read_text().splitlines())
+    made = Generator(policy.load(directory), tokenizer=load_tokenizer(directory)).generate(
+        [load_tokenizer(directory).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)],
+        SamplingParams(max_new_tokens=3, temperature=0, stop_token_ids=(load_tokenizer(directory).eos_token_id,)),
+    )
+    assert line["prompt"] == messages and line["tokens"] == made[0][0].tokens
+
+
+def test_a_chat_remembers_what_was_said_until_it_is_reset(directory, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n/reset\nhello\nhello\n"))
+    assert rl("chat", directory, "--max-new-tokens", 8, "--temperature", 0, "--max-length", 128) == 0
+    first, again, later = capsys.readouterr().out.split("\n")[:3]
+    assert first == again != later
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "code", "said"),
+    [
+        ("", (), 3, "no prompts"),
+        ('{"text": "a"}', (), 3, "prompts.jsonl:1: not an object with `prompt`"),
+        ('{"prompt": "a"}\n{"prompt": [1]}', (), 3, "prompts.jsonl:2: `prompt` is neither"),
+        ('{"prompt": "a"}', ("--temperature", -1), 2, "temperature must be 0 or more"),
+        ('{"prompt": "a"}', ("--slots", 0), 2, "slots at least 1"),
+        ('{"prompt": "a"}', ("--output", "no/such/folder/x"), 2, "--output no/such/folder/x"),
+    ],
+)
+def test_what_cannot_be_read_or_drawn_is_said_with_its_exit_code(directory, tmp_path, capsys, content, arguments, code, said):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    assert rl("generate", directory, "--prompts", file, *arguments) == code
+    assert said in capsys.readouterr().err
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path, capsys):
+    (tmp_path / "p.txt").write_text("a")
+    assert rl("generate", tmp_path, "--prompts", tmp_path / "p.txt") == 4
+    assert "no config.json there" in capsys.readouterr().err
+    assert rl("generate", tmp_path, "--prompts", tmp_path / "missing.txt") == 3
