@@ -263,6 +263,11 @@ def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tu
     return jax.tree.map(copy, cache, prefix)
 
 
+def rows(cache: tuple, numbers: jax.Array) -> tuple:
+    """A cache of these slots alone, in this order; numbers past the end give some slot or other."""
+    return jax.tree.map(lambda a: a.at[:, numbers].get(mode="clip"), cache)
+
+
 def bytes_per_token(config: DecoderConfig, dtype, quantization: StoredType | None = None) -> int:
     """Bytes that one more token takes in the cache, over all layers, scales included; states of fixed size take none."""
     entries = [

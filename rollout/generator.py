@@ -6,28 +6,26 @@ S slots, P prompts of one prefill, C tokens of one prefill call, K decoding step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
 
 from policy.config import StoredType
 from policy.layers.quantization import TYPES
 from policy.model import Model
 from rollout.chat import render_prompt
-from rollout.programs import Made, Programs, Slots
+from rollout.engine import Engine
+from rollout.programs import Programs
 from rollout.sampling import SamplingParams
-from rollout.scheduler import Request, Scheduler
+from rollout.scheduler import Queue, Request
 from rollout.speculative import SpeculativePrograms
 from rollout.weights import QuantizedWeights
-
-PREFILL_ROWS = (1, 4, 16)
-
 
 @dataclass(frozen=True)
 class GeneratorOptions:
     """prefill_chunk: prompt tokens of one prefill call. tokens_per_dispatch: decoding steps between two looks of the host.
+    prefill_budget: prompt tokens that are read in between two dispatches while others decode; None: as many as a dispatch of all
+    slots makes.
 
     speculative: tokens that the model's prediction modules draft at each step, 0 for none; a step then makes 1 to
     1 + `speculative` tokens, the same as without (rollout/speculative.py). weights, kv_cache: types in which the weights of
@@ -37,6 +35,7 @@ class GeneratorOptions:
     cache: Literal["contiguous"] = "contiguous"
     prefill_chunk: int = 256
     tokens_per_dispatch: int = 16
+    prefill_budget: int | None = None
     speculative: int = 0
     weights: StoredType | None = None
     kv_cache: StoredType | None = None
@@ -89,12 +88,17 @@ class Generator:
             raise ValueError(f"Generator: max_length {max_length} is more than the {limit} positions of this model")
         self.model, self.max_length, self.slots = model, max_length, slots
         self.seed, self.tokenizer, self.options = seed, tokenizer, options
-        if options.speculative:
-            self._programs = SpeculativePrograms(model.graph, options)
-        else:
-            self._programs = Programs(model.graph, options)
         self._quantized = QuantizedWeights(model.graph, options.weights) if options.weights else None
-        self._cache = None
+        kind = SpeculativePrograms if options.speculative else Programs
+        budget = options.prefill_budget or max(options.prefill_chunk, slots * options.tokens_per_dispatch)
+        self.engine = Engine(
+            kind(model.graph, options, slots, max_length),
+            lambda: self._params,
+            seed,
+            stop_string=self._stop_string,
+            prefill_budget=budget,
+        )
+        self._queue = Queue()
 
     def generate(
         self,
@@ -112,6 +116,23 @@ class Generator:
         that with max_new_tokens is longer than max_length (naming the prompt), for strings without a tokenizer (prompts or stop
         strings), and for ids that are not one for each prompt or outside 0..2^31 - 1.
         """
+        made = [[None] * params.n for _ in prompts]
+        for index, sample, completion in self.stream(prompts, params, ids):
+            made[index][sample] = completion
+        return made
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int] | str],
+        params: SamplingParams = SamplingParams(),
+        ids: Sequence[int] | None = None,
+    ) -> Iterator[tuple[int, int, Completion]]:
+        """What `generate` makes, as (prompt, sample, completion), each as soon as it has ended while the others go on. Raises what
+        `generate` does, at once."""
+        requests = self._requests(prompts, params, ids)
+        return ((request.index, request.sample, self.completion(request)) for request in self._run(requests))
+
+    def _requests(self, prompts, params: SamplingParams, ids: Sequence[int] | None) -> list[Request]:
         if isinstance(prompts, str):
             raise ValueError("generate: prompts is one string; give a list of prompts")
         if params.stop and self.tokenizer is None:
@@ -122,14 +143,50 @@ class Generator:
             raise ValueError(f"generate: {len(encoded)} prompts but {len(ids)} ids")
         if wrong := [i for i in ids if not 0 <= i < 2**31]:
             raise ValueError(f"generate: prompt id {wrong[0]} is outside 0..{2**31 - 1}")
-        requests = [
-            Request(i, sample, prompt, int(prompt_id))
+        return [
+            Request(prompt, params, int(prompt_id), sample, i)
             for i, (prompt, prompt_id) in enumerate(zip(encoded, ids, strict=True))
             for sample in range(params.n)
         ]
-        self._run(requests, params)
-        made = [Completion(r.tokens, r.logprobs, r.finish, self._text(r.tokens), sum(r.opens)) for r in requests]
-        return [made[i : i + params.n] for i in range(0, len(made), params.n)]
+
+    def _run(self, requests: list[Request]) -> Iterator[Request]:
+        self._queue.add(requests)
+        left = {id(request) for request in requests}
+        try:
+            while left:
+                for request in self.step():
+                    if id(request) in left:
+                        left.remove(id(request))
+                        yield request
+        finally:
+            for request in requests if left else ():
+                self.cancel(request)
+
+    def submit(self, request: Request) -> Request:
+        """Puts a request in the queue; `step` brings it forward, until its `finish` says how it ended."""
+        self._queue.add([request])
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Takes a request out of the queue, or out of its slot; one that has ended stays as it is."""
+        self._queue.remove(request)
+        self.engine.cancel(request)
+
+    def step(self) -> list[Request]:
+        """One turn: fills free slots from the queue, reads prompts in, decodes. Returns the requests that ended.
+
+        Where it is interrupted or fails, all requests are given up: the cache may belong to a program that never returned."""
+        try:
+            while self._queue and self.engine.free:
+                self.engine.insert(self._queue.pop())
+            return [self.engine.release(slot) for slot in self.engine.step(self._queue.first)]
+        except BaseException:
+            self._queue.clear()
+            self.engine.reset()
+            raise
+
+    def completion(self, request: Request) -> Completion:
+        return Completion(request.tokens, request.logprobs, request.finish, self._text(request.tokens), sum(request.opens))
 
     def _encode(self, i: int, prompt, params: SamplingParams) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -155,91 +212,6 @@ class Generator:
 
     def _text(self, tokens: list[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def _run(self, requests: list[Request], params: SamplingParams) -> None:
-        """Fills in the tokens of all requests."""
-        scheduler = Scheduler(self.slots)
-        scheduler.add(requests)
-        cache = self._programs.empty(self.slots, self.max_length) if self._cache is None else self._cache
-        self._cache = None  # donated from here on; taken back when all went well
-        prefixes: dict[int, tuple] = {}
-        while scheduler.busy:
-            while admitted := scheduler.admit(PREFILL_ROWS[-1]):
-                cache = self._insert(cache, admitted, prefixes)
-            waiting = {request.index for request in scheduler.waiting}
-            prefixes = {index: prefix for index, prefix in prefixes.items() if index in waiting}
-            view = self._view(scheduler.running, params)
-            cache, made = self._programs.decode(self._params, cache, view, params, self.seed)
-            for slot in list(scheduler.running):
-                if self._append(scheduler.running[slot], made.of(slot), params):
-                    scheduler.release(slot)
-        self._cache = cache
-
-    def _insert(self, cache, admitted: dict[int, Request], prefixes: dict[int, tuple]):
-        """Prefills the prompts that are new, once for all their samples, and copies each prefix to its slots."""
-        new = {request.index: request.prompt for request in admitted.values() if request.index not in prefixes}
-        if new:
-            prefix = self._prefill(list(new.values()))
-            prefixes |= {index: (prefix, row) for row, index in enumerate(new)}
-        by_prefix: dict[int, list[tuple[int, int]]] = {}
-        for slot, request in admitted.items():
-            prefix, row = prefixes[request.index]
-            by_prefix.setdefault(id(prefix), []).append((slot, row))
-        arrays = {id(prefix): prefix for prefix, _ in prefixes.values()}
-        for key, pairs in by_prefix.items():
-            slots = np.arange(self.slots, 2 * self.slots, dtype=np.int32)  # past the end: skipped
-            rows = np.zeros(self.slots, np.int32)
-            slots[: len(pairs)], rows[: len(pairs)] = zip(*pairs, strict=True)
-            cache = self._programs.insert(cache, arrays[key], slots, rows)
-        return cache
-
-    def _prefill(self, prompts: list[tuple[int, ...]]):
-        """A cache that holds these prompts but for their last token, row i for prompt i."""
-        P = next(rows for rows in PREFILL_ROWS if rows >= len(prompts))
-        longest = max(1, max(map(len, prompts)) - 1)
-        length = min(self.max_length, max(16, 1 << (longest - 1).bit_length()))
-        C, ahead = min(self.options.prefill_chunk, length), self._programs.ahead
-        tokens, lengths = np.zeros((P, -(-length // C) * C + ahead), np.int32), np.zeros(P, np.int32)
-        for row, prompt in enumerate(prompts):
-            lengths[row] = len(prompt) - 1
-            seen = prompt if ahead else prompt[:-1]
-            tokens[row, : len(seen)] = seen
-        prefix = self._programs.empty(P, length)
-        for start in range(0, longest, C):
-            prefix = self._programs.prefill(self._params, prefix, tokens[:, start : start + C + ahead], start, lengths)
-        return prefix
-
-    def _view(self, running: dict[int, Request], params: SamplingParams) -> Slots:
-        columns, width = np.zeros((6, self.slots), np.int32), self._programs.recent
-        recent = np.zeros((self.slots, width), np.int32)
-        for slot, request in running.items():
-            token = request.tokens[-1] if request.tokens else request.prompt[-1]
-            cached = len(request.prompt) + len(request.tokens) - 1
-            left = params.max_new_tokens - len(request.tokens)
-            columns[:, slot] = token, cached, left, request.prompt_id, request.sample, 1
-            if width:
-                last = (*request.prompt[-width:], *request.tokens[-width:])[-width:]
-                recent[slot, width - len(last) :] = last
-        return Slots(*columns, recent if width else None)
-
-    def _append(self, request: Request, made: Made, params: SamplingParams) -> bool:
-        """Takes what a dispatch made for one request; True when its completion has ended."""
-        count = int((made.tokens >= 0).sum())
-        before = len(request.tokens)
-        request.tokens += made.tokens[:count].tolist()
-        request.logprobs += made.logprobs[:count].tolist()
-        request.opens += made.opens[:count].tolist()
-        if params.stop:
-            end = self._stop_string(request.tokens, before, params.stop)
-            if end is not None:
-                del request.tokens[end:], request.logprobs[end:], request.opens[end:]
-                request.finish = "stop"
-                return True
-        if request.tokens[-1] in params.stop_token_ids:
-            request.finish = "stop"
-        elif len(request.tokens) == params.max_new_tokens:
-            request.finish = "length"
-        return request.finish is not None
 
     def _stop_string(self, tokens: list[int], before: int, stop: tuple[str, ...]) -> int | None:
         """Number of tokens up to the one that completes a stop string, if one of those after `before` does."""

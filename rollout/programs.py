@@ -1,12 +1,19 @@
-"""The compiled programs of a generator: an empty cache, prefill, insertion into slots, and decoding.
+"""The compiled programs of a generator: an empty cache, prefill, copies between rows, and decoding.
 
-S slots, P prompts of one prefill, C tokens of one prefill call, K decoding steps of one dispatch, V vocabulary.
+The cache has S rows, one for each slot. Decoding runs on s = 1, 2, 4, ... S of them: fewer than S are gathered into a cache of
+their own first (`enter`) and written back when the engine goes on with others (`leave`).
+
+s rows of one call, P prompts of one prefill, C tokens of one prefill call, K decoding steps of one dispatch, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,68 +28,205 @@ from rollout.sampling import Draws, SamplingParams, choose
 if TYPE_CHECKING:
     from rollout.generator import GeneratorOptions
 
+_LOG = logging.getLogger("duet.generator")
+
 # Above this many layers decoding is scanned on CPU too: unrolled it runs several times faster, but compiles longer.
 UNROLLED_LAYERS = 32
+PREFILL_ROWS = (1, 4, 16)
+SHORTEST_PREFILL = 16
+IDLE = SamplingParams(temperature=0)
+
+
+class LateCompilation(RuntimeError):
+    """A program was needed that is not one of those compiled ahead."""
 
 
 class Made(NamedTuple):
-    """What a dispatch made, [N, S], or [N] of one slot: tokens (-1: none), log-probabilities, and whether a token is the first
+    """What a dispatch made, [N, s], or [N] of one row: tokens (-1: none), log-probabilities, and whether a token is the first
     of its decoding step."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
     opens: np.ndarray
 
-    def of(self, slot: int) -> Made:
-        return Made(*(array[:, slot] for array in self))
+    def of(self, row: int) -> Made:
+        return Made(*(array[:, row] for array in self))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots:
-    """int32[S] each: token to feed next, tokens already cached, tokens still to make, ids of the draw, and 1 where in use. `recent`
-    int32[S, Programs.recent]: the last tokens of each slot, the one to feed among them, where decoding wants them."""
+    """What decoding knows of its rows. int32[s] each: token to feed next, tokens already cached, tokens still to make, ids of the
+    draw, and 1 where in use. `stops` int32[s, W]: tokens that end a completion, -1 for none. `draws`: how tokens are drawn. `recent`
+    int32[s, Programs.recent]: the last tokens of each row, the one to feed among them, where decoding wants them."""
 
-    token: np.ndarray
-    cached: np.ndarray
-    left: np.ndarray
-    prompt_id: np.ndarray
-    sample: np.ndarray
-    active: np.ndarray
-    recent: np.ndarray | None = None
+    token: jax.Array
+    cached: jax.Array
+    left: jax.Array
+    prompt_id: jax.Array
+    sample: jax.Array
+    active: jax.Array
+    stops: jax.Array
+    draws: Draws
+    recent: jax.Array | None = None
 
 
 class Programs:
     """One token a step. Caches are donated to the programs.
 
-    `ahead`: tokens past those of a prefill call that it wants to see; `recent`: last tokens of each slot that decoding does.
+    `ahead`: tokens past those of a prefill call that it wants to see; `recent`: last tokens of each row that decoding does.
     """
 
     ahead = recent = 0
 
-    def __init__(self, graph, options: GeneratorOptions):
-        self.graph, self._dispatch, self._kv_cache = graph, options.tokens_per_dispatch, options.kv_cache
+    def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int):
+        self.graph, self.dispatch, self._kv_cache = graph, options.tokens_per_dispatch, options.kv_cache
+        self.slots, self.max_length = slots, max_length
+        self.chunk = min(options.prefill_chunk, max_length)
         self._scan = jax.default_backend() != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
-        self._empty = jax.jit(self._empty_program, static_argnums=(0, 1))
-        self._prefill = jax.jit(self._prefill_program, donate_argnums=1)
-        self._insert = jax.jit(self._insert_program, donate_argnums=0)
-        self._decode = jax.jit(self._decode_program, donate_argnums=1)
+        self._jitted = {
+            "empty": jax.jit(self._empty_program),
+            "prefill": jax.jit(self._prefill_program, donate_argnums=1),
+            "extend": jax.jit(self._extend_program, donate_argnums=1),
+            "copy": jax.jit(self._copy_program, donate_argnums=0),
+            "enter": jax.jit(self._enter_program),
+            "leave": jax.jit(self._leave_program, donate_argnums=0),
+            "decode": jax.jit(self._decode_program, donate_argnums=1),
+        }
+        self._compiled: dict[tuple, Any] = {}
+        self._sealed = self._strict = False
+        self._lock = threading.Lock()
 
-    def empty(self, rows: int, length: int):
-        return settle(self._empty(rows, length), self.graph.layout)
+    # What the engine calls.
 
-    def prefill(self, params, cache, tokens_PC, start: int, lengths_P):
-        return settle(self._prefill(params, cache, tokens_PC, np.int32(start), lengths_P), self.graph.layout)
+    @property
+    def rewinds(self) -> bool:
+        """Whether a row can be used up to any of its tokens: it keeps entries by position only."""
+        return all(caches.rewinds(spec, self.graph.config) for spec in self.graph.config.layers)
 
-    def insert(self, cache, prefix, slots, rows):
-        return settle(self._insert(cache, prefix, slots, rows), self.graph.layout)
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of rows that there is a decoding program for: powers of two that the mesh can split as it splits the slots, and
+        all slots."""
+        ways = self._ways
+        powers = (1 << n for n in range(self.slots.bit_length()))
+        return (*(size for size in powers if size < self.slots and size % ways == 0), self.slots)
 
-    def decode(self, params, cache, slots: Slots, sampling: SamplingParams, seed: int) -> tuple:
-        """(cache, Made on the host)."""
-        stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
-        cache, *made = self._decode(params, cache, slots, stops, Draws.of(sampling, seed))
-        settle(cache, self.graph.layout)
-        return cache, Made(*map(np.asarray, made))
+    @property
+    def _ways(self) -> int:
+        """Into how many parts the mesh cuts the slots."""
+        layout = self.graph.layout
+        axes = layout.spec(("cache_batch",), (self.slots,))[0] or ()
+        return int(np.prod([layout.mesh.shape[axis] for axis in axes]))
+
+    def empty(self):
+        return self._run("empty", (), ())
+
+    def prefill(self, params, cache, rows, tokens_PC, starts, lengths, *, fresh: bool):
+        """The cache with a chunk of prompts in these rows (past the end: nothing is written): tokens start .. start + C - 1 of each,
+        as far as its length goes. `fresh`: every start is 0, and what the rows held is of no matter."""
+        given = rows, tokens_PC, starts, lengths
+        return self._run("prefill" if fresh else "extend", tokens_PC.shape, (params, cache, *given))
+
+    def copy(self, cache, pairs: Sequence[tuple[int, int]]):
+        """The cache after copying row a to row b for each pair (a, b), one after the other."""
+        for start in range(0, len(pairs), self.slots):
+            some = pairs[start : start + self.slots]
+            array = np.zeros((self.slots, 2), np.int32)
+            array[: len(some)] = some
+            cache = self._run("copy", (), (cache, array, np.int32(len(some))))
+        return cache
+
+    def enter(self, cache, rows: np.ndarray):
+        """A cache of the rows alone. Those past the end are padding."""
+        return self._run("enter", rows.shape, (cache, rows))
+
+    def leave(self, cache, part, rows: np.ndarray):
+        """The cache with its rows as they are in `part`."""
+        return self._run("leave", rows.shape, (cache, part, rows))
+
+    def decode(self, params, cache, slots: Slots, limits: tuple[int, int]) -> tuple:
+        """(cache, Slots, Made): up to `limits[0]` steps, as long as more than `limits[1]` rows go on. Arrays on the device."""
+        limits = np.asarray(limits, np.int32)
+        cache, slots, made = self._run("decode", slots.stops.shape, (params, cache, slots, limits))
+        return cache, slots, made
+
+    # Compilation.
+
+    def _run(self, name: str, shape: tuple, arguments: tuple):
+        key = (name, *shape)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            if self._sealed:
+                self._late(key)
+            compiled = self._compile(key, arguments)
+        return settle(compiled(*arguments), self.graph.layout)
+
+    def _compile(self, key: tuple, arguments: tuple):
+        compiled = self._jitted[key[0]].lower(*arguments).compile()
+        with self._lock:
+            return self._compiled.setdefault(key, compiled)
+
+    def _late(self, key: tuple) -> None:
+        name, *shape = key
+        message = f"the generator's program {name} for {' x '.join(map(str, shape)) or 'its cache'} was not compiled ahead"
+        if self._strict:
+            raise LateCompilation(f"{message}; strict_shapes forbids to compile it now")
+        _LOG.warning("%s; it is now, and the run waits", message)
+
+    @property
+    def compiled(self) -> tuple[tuple, ...]:
+        """(name, *shape) of every program that is there."""
+        return tuple(sorted(self._compiled, key=str))
+
+    def compile_ahead(self, params, longest: int, stops: Iterable[int], *, strict: bool) -> int:
+        """Compiles all that prompts of up to `longest` tokens need, in parallel threads; `stops` are widths of Slots.stops. From here
+        on a program that is missing is a warning, or LateCompilation if `strict`. Returns the number of programs."""
+        if ("empty",) not in self._compiled:
+            self._compile(("empty",), ())
+        cache = jax.eval_shape(self._jitted["empty"])
+        cache = self._placed(cache)
+        wanted = [(key, arguments) for key, arguments in self._list(params, cache, longest, stops) if key not in self._compiled]
+        with ThreadPoolExecutor(max_workers=min(8, jax.local_device_count() + 3)) as pool:
+            list(pool.map(lambda each: self._compile(*each), wanted))
+        self._sealed, self._strict = True, strict
+        return len(self._compiled)
+
+    def _list(self, params, cache, longest: int, stops: Iterable[int]):
+        """(key, abstract arguments) of every program."""
+        yield ("copy",), (cache, _int((self.slots, 2)), _int(()))
+        lengths = self.prefill_lengths(longest)
+        for P in (rows for rows in PREFILL_ROWS if rows <= max(1, self.slots)):
+            for C in lengths:
+                shape = (P, C + self.ahead)
+                given = (params, cache, _int((P,)), _int(shape), _int((P,)), _int((P,)))
+                yield ("prefill", *shape), given
+                if C == lengths[-1]:
+                    yield ("extend", *shape), given
+        for s in self.sizes:
+            part = cache
+            if s < self.slots:
+                part = self._placed(jax.eval_shape(self._jitted["enter"], cache, _int((s,))))
+                yield ("enter", s), (cache, _int((s,)))
+                yield ("leave", s), (cache, part, _int((s,)))
+            for width in stops:
+                slots = jax.eval_shape(lambda s=s, w=width: jax.tree.map(jnp.asarray, self.slots_of([], s, w, 0)))
+                yield ("decode", s, width), (params, part, slots, _int((2,)))
+
+    def prefill_lengths(self, longest: int) -> list[int]:
+        """Tokens of the prefill calls that a prompt of `longest` tokens, and shorter ones, can need."""
+        found = [min(SHORTEST_PREFILL, self.chunk)]
+        while found[-1] < min(longest - 1, self.chunk):
+            found.append(min(2 * found[-1], self.chunk))
+        return found
+
+    def _placed(self, tree):
+        layout = self.graph.layout
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.sharding(caches.AXES, a.shape)), tree
+        )
+
+    # What is compiled.
 
     def _pinned(self, cache):
         """The cache where it belongs: left to itself the compiler may lay out a result otherwise than the cache that was given
@@ -90,39 +234,85 @@ class Programs:
         layout = self.graph.layout
         return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, layout.sharding(caches.AXES, a.shape)), cache)
 
-    def _empty_program(self, rows: int, length: int):
+    def _empty_program(self):
+        return self._pinned(self._empty(self.slots, self.max_length))
+
+    def _empty(self, rows: int, length: int):
         dtype, kind = self.graph.runtime.dtype, self._kv_cache
-        return self._pinned(caches.create(self.graph.config, rows, length, dtype, scan=self._scan, quantization=kind))
+        return caches.create(self.graph.config, rows, length, dtype, scan=self._scan, quantization=kind)
 
-    def _insert_program(self, cache, prefix, slots, rows):
-        return self._pinned(caches.insert(cache, prefix, slots, rows))
+    def _prefill_program(self, params, cache, rows, tokens_PC, starts, lengths):
+        P, C = tokens_PC.shape
+        part = self._fill(params, self._empty(P, C - self.ahead), tokens_PC, starts, lengths)
+        return self._pinned(caches.insert(cache, part, rows, jnp.arange(P)))
 
-    def _prefill_program(self, params, cache, tokens_PC, start, lengths_P):
-        positions = start + jnp.broadcast_to(jnp.arange(tokens_PC.shape[1]), tokens_PC.shape)
-        step = Step(positions, (positions < lengths_P[:, None]).astype(jnp.int32))
+    def _extend_program(self, params, cache, rows, tokens_PC, starts, lengths):
+        part = self._fill(params, caches.rows(cache, rows), tokens_PC, starts, lengths)
+        return self._pinned(caches.insert(cache, part, rows, jnp.arange(rows.shape[0])))
+
+    def _fill(self, params, cache, tokens_PC, starts, lengths):
+        """The cache of P rows with their tokens in it."""
+        positions = starts[:, None] + jnp.arange(tokens_PC.shape[1])
+        step = Step(positions, (positions < lengths[:, None]).astype(jnp.int32))
         with self.graph.precision():
-            return self._pinned(modes.prefill(self.graph.decoder(params), tokens_PC, step, cache, self.graph.runtime))
+            return modes.prefill(self.graph.decoder(params), tokens_PC, step, cache, self.graph.runtime)
 
-    def _decode_program(self, params, cache, slots: Slots, stops, draws: Draws | None):
-        S = slots.token.shape[0]
+    def _copy_program(self, cache, pairs, count):
+        def one(i, cache):
+            return jax.tree.map(lambda a: a.at[:, pairs[i, 1]].set(a[:, pairs[i, 0]]), cache)
+
+        return self._pinned(jax.lax.fori_loop(0, count, one, cache))
+
+    def _enter_program(self, cache, rows):
+        return self._pinned(caches.rows(cache, rows))
+
+    def _leave_program(self, cache, part, rows):
+        return self._pinned(caches.insert(cache, part, rows, jnp.arange(rows.shape[0])))
+
+    def slots_of(self, requests: Sequence, size: int, width: int, seed: int) -> Slots:
+        """The Slots of `size` rows, row i for request i; None and rows past the requests are idle. `width` is that of the stops."""
+        columns, drawn = np.zeros((6, size), np.int32), [IDLE] * size
+        stops, recent = np.full((size, width), -1, np.int32), np.zeros((size, self.recent), np.int32)
+        for row, request in enumerate(requests):
+            if request is None:
+                continue
+            columns[:, row] = request.last, request.cached, request.left, request.prompt_id, request.sample, 1
+            drawn[row] = request.params
+            stops[row, : len(request.params.stop_token_ids)] = request.params.stop_token_ids
+            if self.recent:
+                last = (*request.prompt[-self.recent :], *request.tokens[-self.recent :])[-self.recent :]
+                recent[row, self.recent - len(last) :] = last
+        slots = Slots(*columns, stops, Draws.of(drawn, seed), recent if self.recent else None)
+        layout = self.graph.layout
+        return slots if layout.mesh.size == 1 else jax.device_put(slots, layout.replicated)
+
+    def _decode_program(self, params, cache, slots: Slots, limits):
+        s, K = slots.token.shape[0], self.dispatch
 
         def go_on(carry):
-            return (carry[0] < self._dispatch) & jnp.any(carry[5])
+            return (carry[0] < limits[0]) & (jnp.sum(carry[5]) > limits[1])
 
         def one(carry):
             i, cache, token, cached, left, active, tokens, logps = carry
             decoder = self.graph.decoder(params)
             logits, cache = modes.autoregressive(decoder, token, cached, active, cache, self.graph.runtime)
-            new, logp = choose(logits, (slots.prompt_id, slots.sample, cached + 1), draws)
+            new, logp = choose(logits, (slots.prompt_id, slots.sample, cached + 1), slots.draws)
             tokens = tokens.at[i].set(jnp.where(active, new, -1))
             logps = logps.at[i].set(jnp.where(active, logp, 0.0))
-            left = left - 1
-            going = active & (left > 0) & ~jnp.isin(new, stops)
+            left = left - active
+            going = active & (left > 0) & ~jnp.any(new[:, None] == slots.stops, axis=1)
             return i + 1, cache, jnp.where(active, new, token), cached + active, left, going, tokens, logps
 
         with self.graph.precision():
-            K = self._dispatch
-            blank = jnp.full((K, S), -1, jnp.int32), jnp.zeros((K, S), jnp.float32)
+            blank = jnp.full((K, s), -1, jnp.int32), jnp.zeros((K, s), jnp.float32)
             start = (0, cache, slots.token, slots.cached, slots.left, slots.active != 0, *blank)
-            _, cache, _, _, _, _, tokens, logps = jax.lax.while_loop(go_on, one, start)
-        return self._pinned(cache), tokens, logps, tokens >= 0
+            _, cache, token, cached, left, active, tokens, logps = jax.lax.while_loop(go_on, one, start)
+        after = replace(slots, token=token, cached=cached, left=left, active=active.astype(jnp.int32))
+        return self._pinned(cache), self._everywhere(after), Made(tokens, logps, tokens >= 0)
+
+    def _everywhere(self, slots: Slots) -> Slots:
+        return jax.lax.with_sharding_constraint(slots, self.graph.layout.replicated)
+
+
+def _int(shape: tuple) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, np.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -43,15 +44,6 @@ class SamplingParams:
             if not holds:
                 raise ValueError(f"SamplingParams: {message}")
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def filtered(self) -> bool:
-        """Whether some tokens may be left out, which needs a sort of the vocabulary."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
 
 def uniforms(seed: jax.Array, prompt_ids_S, samples_S, positions_S) -> jax.Array:
     """One number in [0, 1) for each slot, a function of (seed, prompt id, sample index, position) only."""
@@ -66,11 +58,11 @@ def uniforms(seed: jax.Array, prompt_ids_S, samples_S, positions_S) -> jax.Array
 
 
 def keep(logits_SV: jax.Array, top_k, top_p, min_p) -> jax.Array:
-    """bool[S, V]: tokens that top-k, top-p and min-p leave. A token as likely as the last one that is kept is kept too."""
+    """bool[S, V]: tokens that top-k, top-p and min-p ([S, 1] each) leave. A token as likely as the last one that is kept is kept too."""
     V = logits_SV.shape[-1]
     ranked = -jnp.sort(-logits_SV, axis=-1)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
-    least = jax.lax.dynamic_index_in_dim(ranked, k - 1, axis=-1)
+    least = jnp.take_along_axis(ranked, k - 1, axis=-1)
     probs = jax.nn.softmax(jnp.where(ranked >= least, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
     # The sum over a large vocabulary may pass 1 before its end, which must not cut anything off at top_p 1.
@@ -79,11 +71,9 @@ def keep(logits_SV: jax.Array, top_k, top_p, min_p) -> jax.Array:
     return (logits_SV >= least) & (logits_SV >= ranked[:, :1] + jnp.log(min_p))
 
 
-def draw(logits_SV: jax.Array, uniforms_S: jax.Array, filters: tuple | None) -> jax.Array:
+def draw(logits_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
     """int[S]: the token where the cumulative probability passes `uniforms`. One number a row and a cumulative sum cost a quarter
-    of one Gumbel number for each token. `filters` is (top_k, top_p, min_p), or None to keep every token."""
-    if filters is not None:
-        logits_SV = jnp.where(keep(logits_SV, *filters), logits_SV, -jnp.inf)
+    of one Gumbel number for each token."""
     probs = jax.nn.softmax(logits_SV, axis=-1)
     # The sum is taken in blocks, whose rounding may raise it at a token of probability 0: those are passed over.
     cumulative = jnp.where(probs > 0, jnp.cumsum(probs, axis=-1), 0.0)
@@ -95,27 +85,45 @@ def draw(logits_SV: jax.Array, uniforms_S: jax.Array, filters: tuple | None) -> 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Draws:
-    """How tokens are drawn, scalars. `filters` (top_k, top_p, min_p) or None: another program, without the sort they need."""
+    """How tokens are drawn: a seed for all, and for each row [S] its temperature (0: the likeliest token) and filters."""
 
-    seed: np.ndarray
-    temperature: np.ndarray
-    filters: tuple | None
+    seed: jax.Array
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
 
     @classmethod
-    def of(cls, sampling: SamplingParams, seed: int) -> Draws | None:
-        """None: the likeliest token, nothing is drawn."""
-        if sampling.greedy:
-            return None
-        filters = np.int32(sampling.top_k), np.float32(sampling.top_p), np.float32(sampling.min_p)
-        return cls(np.uint32(seed % 2**32), np.float32(sampling.temperature), filters if sampling.filtered else None)
+    def of(cls, params: Sequence[SamplingParams], seed: int) -> Draws:
+        """One row for each of `params`, on the host."""
+        rows = np.asarray([(p.temperature, p.top_p, p.min_p) for p in params], np.float32).reshape(-1, 3).T
+        return cls(np.uint32(seed % 2**32), rows[0], np.asarray([p.top_k for p in params], np.int32), rows[1], rows[2])
+
+    def repeat(self, times: int) -> Draws:
+        """Each row `times` times."""
+        rows = (self.temperature, self.top_k, self.top_p, self.min_p)
+        return Draws(self.seed, *(jnp.repeat(row, times) for row in rows))
+
+    def filtered(self, logits_SV: jax.Array) -> jax.Array:
+        """The logits with those of tokens that are left out at -inf. Sorted only where a row asks for it."""
+
+        def some():
+            kept = keep(logits_SV, *(row[:, None] for row in (self.top_k, self.top_p, self.min_p)))
+            return jnp.where(kept, logits_SV, -jnp.inf)
+
+        wanted = (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+        return jax.lax.cond(jnp.any(wanted), some, lambda: logits_SV)
 
 
-def choose(logits_SV: jax.Array, numbers: tuple, draws: Draws | None) -> tuple[jax.Array, jax.Array]:
+def choose(logits_SV: jax.Array, numbers: tuple, draws: Draws) -> tuple[jax.Array, jax.Array]:
     """(token int[S], its log-probability float32[S] before any filter). `numbers` int[S] each: prompt id, sample index and position
     of the token, of which its draw is a function."""
-    if draws is None:
-        new = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
-    else:
-        logits_SV = logits_SV / draws.temperature
-        new = draw(logits_SV, uniforms(draws.seed, *numbers), draws.filters)
+    warm = draws.temperature > 0
+    logits_SV = logits_SV / jnp.where(warm, draws.temperature, 1.0)[:, None]
+    best = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
+
+    def drawn():
+        return jnp.where(warm, draw(draws.filtered(logits_SV), uniforms(draws.seed, *numbers)), best)
+
+    new = jax.lax.cond(jnp.any(warm), drawn, lambda: best)
     return new, jnp.take_along_axis(jax.nn.log_softmax(logits_SV), new[:, None], axis=-1)[:, 0]

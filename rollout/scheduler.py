@@ -1,56 +1,168 @@
-"""Which request sits in which slot. Pure Python: no arrays, no device, nothing that depends on time."""
+"""Which request runs next, and what the rows of the cache hold. Pure Python: no arrays, no device, nothing that depends on time."""
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from rollout.sampling import SamplingParams
 
-@dataclass
+
+@dataclass(eq=False)
 class Request:
-    """One completion to be made: sample number `sample` of prompt number `index`. `opens`: whether each token is the first that
-    its decoding step made."""
+    """One completion to be made: sample number `sample` of prompt number `prompt_id` of a run. `index` is the caller's own number of
+    the prompt; `expected` the tokens that the caller expects of it, None: as many as it may have.
 
-    index: int
-    sample: int
+    `tokens`, `logprobs` and `opens` (whether a token is the first that its decoding step made) grow until `finish` says stop or
+    length. `cached`: tokens of prompt and completion whose entries are in the cache.
+    """
+
     prompt: tuple[int, ...]
-    prompt_id: int
+    params: SamplingParams = SamplingParams()
+    prompt_id: int = 0
+    sample: int = 0
+    index: int = 0
+    expected: float | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     opens: list[bool] = field(default_factory=list)
     finish: str | None = None
-
-
-class Scheduler:
-    """Waiting requests, and the slots they run in; a slot is refilled as soon as its completion ends."""
-
-    def __init__(self, slots: int):
-        self.waiting: deque[Request] = deque()
-        self.running: dict[int, Request] = {}
-        self._free = list(range(slots - 1, -1, -1))
-
-    def add(self, requests: Iterable[Request]) -> None:
-        self.waiting.extend(requests)
-
-    def admit(self, prompts: int) -> dict[int, Request]:
-        """Moves waiting requests to free slots, of at most `prompts` different prompts; {slot: request}."""
-        admitted: dict[int, Request] = {}
-        seen: set[int] = set()
-        while self.waiting and self._free:
-            if self.waiting[0].index not in seen and len(seen) == prompts:
-                break
-            request = self.waiting.popleft()
-            seen.add(request.index)
-            admitted[self._free.pop()] = request
-        self.running |= admitted
-        return admitted
-
-    def release(self, slot: int) -> Request:
-        """The request of a slot whose completion has ended; the slot is free again."""
-        self._free.append(slot)
-        return self.running.pop(slot)
+    cached: int = 0
 
     @property
-    def busy(self) -> bool:
-        return bool(self.waiting or self.running)
+    def needed(self) -> int:
+        """Entries that decoding starts from: those of all tokens but the last, which is fed first."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next step can be a decoding step."""
+        return self.cached >= self.needed
+
+    @property
+    def last(self) -> int:
+        """The token to feed next."""
+        return self.tokens[-1] if self.tokens else self.prompt[-1]
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be made."""
+        return self.params.max_new_tokens - len(self.tokens)
+
+    def seen(self, start: int, end: int) -> tuple[int, ...]:
+        """Tokens start .. end - 1 of prompt and completion."""
+        n = len(self.prompt)
+        return (*self.prompt[start:end], *self.tokens[max(0, start - n) : max(0, end - n)])
+
+
+class Queue:
+    """Requests that wait for a slot: those of which the longest completions are expected first, for a long one that starts last
+    keeps the others waiting; among equals the first that came. The samples of a prompt stay together."""
+
+    def __init__(self):
+        self._heap: list[tuple[float, int, Request]] = []
+        self._count = 0
+
+    def add(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            expected = request.params.max_new_tokens if request.expected is None else request.expected
+            heapq.heappush(self._heap, (-expected, self._count, request))
+            self._count += 1
+
+    @property
+    def first(self) -> Request | None:
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> Request:
+        return heapq.heappop(self._heap)[2]
+
+    def remove(self, request: Request) -> None:
+        """Takes out a request if it is here."""
+        kept = [entry for entry in self._heap if entry[2] is not request]
+        if len(kept) < len(self._heap):
+            heapq.heapify(kept)
+            self._heap = kept
+
+    def clear(self) -> None:
+        self._heap.clear()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
+# A prompt that begins like what another row holds is copied from there, if that saves so many tokens of prefill.
+WORTH_A_COPY = 32
+
+
+class Rows:
+    """What the rows of a contiguous cache hold, and which of them are free.
+
+    A row keeps its entries when its request ends, until another takes it, so that a prompt can begin with what is there: the
+    samples of one prompt, the turns of a conversation, prompts with one system message. `rewinds`: whether a row can be used up to
+    any of its tokens, and not only as far as it is filled, as states of fixed size can.
+    """
+
+    def __init__(self, slots: int, *, rewinds: bool):
+        self.rewinds = rewinds
+        self._free = dict.fromkeys(range(slots))  # those that were given up first stand first
+        self._held: list[tuple[int, ...]] = [()] * slots
+        self._begun: dict[tuple[int, ...], int] = {}  # the row that was last taken for these tokens
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def find(self, tokens: tuple[int, ...]) -> tuple[int, int]:
+        """(row, how many of these tokens it holds from the first on): the most there are, in a free row rather than in one in use;
+        (-1, 0) if none is worth a copy."""
+        row = self._begun.get(tokens)
+        if row is not None and self._same(row, tokens) == len(tokens):
+            return row, len(tokens)
+        found = max(((self._same(row, tokens), row in self._free, -row) for row in range(len(self._held))), default=(0, False, 0))
+        return (-found[2], found[0]) if found[0] >= min(WORTH_A_COPY, max(1, len(tokens))) else (-1, 0)
+
+    def _same(self, row: int, tokens: tuple[int, ...]) -> int:
+        held = self._held[row]
+        same = _common(held, tokens)
+        return same if self.rewinds or same == len(held) else 0
+
+    def take(self, row: int, tokens: tuple[int, ...]) -> int:
+        """A free row that will hold these tokens: `row` if it is free, else the one that was given up first."""
+        taken = row if row in self._free else next(iter(self._free))
+        del self._free[taken]
+        self._held[taken], self._begun[tokens] = tokens, taken
+        return taken
+
+    def moves(self, row: int) -> None:
+        """The row goes on from what it was taken for."""
+        if not self.rewinds:
+            self._held[row] = ()
+
+    def give(self, row: int, tokens: tuple[int, ...]) -> None:
+        """The row is free; it holds these tokens."""
+        if row in self._free:
+            raise ValueError(f"row {row} is free already")
+        self._free[row] = None
+        self._held[row] = tokens
+        if len(self._begun) > 4 * len(self._held):
+            self._begun = {t: r for t, r in self._begun.items() if self._same(r, t) == len(t)}
+
+    def forget(self) -> None:
+        """What the rows hold is of no use any more. The next to be taken is the first, whatever ran before."""
+        self._free = dict.fromkeys(sorted(self._free))
+        self._held = [()] * len(self._held)
+        self._begun.clear()
+
+
+def _common(a: tuple, b: tuple) -> int:
+    """Number of equal elements at the beginning of both."""
+    if not a or not b or a[0] != b[0]:
+        return 0
+    low, high = 1, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # a[:low] are equal, a[:high] are not
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle)
+    return low

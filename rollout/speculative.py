@@ -27,8 +27,8 @@ from policy import head, modes
 from policy.cache import Drafts, LayerCache, Step
 from policy.config import DecoderConfig
 from policy.multi_token_prediction import predict
-from rollout.programs import Programs, Slots
-from rollout.sampling import Draws, choose
+from rollout.programs import Made, Programs, Slots
+from rollout.sampling import choose
 
 if TYPE_CHECKING:
     from rollout.generator import GeneratorOptions
@@ -71,23 +71,25 @@ class SpeculativePrograms(Programs):
     to its own states, at the positions that follow.
     """
 
-    def __init__(self, graph, options: GeneratorOptions):
+    rewinds = False  # the decoder's last states are of fixed size
+
+    def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int):
         check(graph.config)
         drafts = options.speculative
         self._drafts, self.ahead = drafts, min(drafts, graph.config.multi_token_prediction.depth)
         self._window = drafts + self.ahead
         self.recent = self._window + 1
-        super().__init__(graph, options)
+        super().__init__(graph, options, slots, max_length)
 
-    def _empty_program(self, rows: int, length: int):
+    def _empty(self, rows: int, length: int):
         config, kind = self.graph.config, (length, self.graph.runtime.dtype, self._kv_cache)
         main = caches.create(config, rows, *kind[:2], scan=self._scan, quantization=self._kv_cache)
-        return self._pinned((main, caches.create_drafts(config, rows, kind, modules=self.ahead, window=self._window)))
+        return main, caches.create_drafts(config, rows, kind, modules=self.ahead, window=self._window)
 
-    def _prefill_program(self, params, cache, tokens_PC, start, lengths_P):
+    def _fill(self, params, cache, tokens_PC, starts, lengths_P):
         """`tokens` are those of the call and `ahead` more: module k takes the token k places on."""
         C, runtime, (main, drafts) = tokens_PC.shape[1] - self.ahead, self.graph.runtime, cache
-        positions = start + jnp.broadcast_to(jnp.arange(C), (tokens_PC.shape[0], C))
+        positions = starts[:, None] + jnp.arange(C)
         step = Step(positions, (positions < lengths_P[:, None]).astype(jnp.int32))
         layers = []
         with self.graph.precision():
@@ -100,19 +102,18 @@ class SpeculativePrograms(Programs):
                 read, _, view, _ = predict(decoder, k, read, seat, LayerCache(drafts.layers[k - 1], 0), runtime)
                 layers.append(view.arrays)
             hidden = _slide(drafts.hidden[0, :, 0], aux.mtp_input, step.segments.sum(axis=1))
-        return self._pinned((main, Drafts(tuple(layers), hidden[None, :, None])))
+        return main, Drafts(tuple(layers), hidden[None, :, None])
 
-    def _decode_program(self, params, cache, slots: Slots, stops, draws: Draws | None):
-        S, N = slots.token.shape[0], self._dispatch * (self._drafts + 1)
-        numbers = slots.prompt_id, slots.sample
+    def _decode_program(self, params, cache, slots: Slots, limits):
+        S, N = slots.token.shape[0], self.dispatch * (self._drafts + 1)
 
         def go_on(state):
-            return (state.step < self._dispatch) & jnp.any(state.active)
+            return (state.step < limits[0]) & (jnp.sum(state.active) > limits[1])
 
         def one(state):
             decoder = self.graph.decoder(params)
-            drafted, state = self._draft(decoder, state, numbers, draws)
-            return self._verify(decoder, state, drafted, numbers, stops, draws)
+            drafted, state = self._draft(decoder, state, slots)
+            return self._verify(decoder, state, drafted, slots)
 
         with self.graph.precision():
             state = _State(
@@ -128,9 +129,11 @@ class SpeculativePrograms(Programs):
                 opens=jnp.zeros((S, N), bool),
             )
             state = jax.lax.while_loop(go_on, one, state)
-        return self._pinned(state.cache), state.tokens.T, state.logprobs.T, state.opens.T
+        now = {"cached": state.cached, "left": state.left, "active": state.active.astype(jnp.int32), "recent": state.recent}
+        after = self._everywhere(replace(slots, token=state.recent[:, -1], **now))
+        return self._pinned(state.cache), after, Made(state.tokens.T, state.logprobs.T, state.opens.T)
 
-    def _draft(self, decoder, state: _State, numbers: tuple, draws: Draws | None) -> tuple[jax.Array, _State]:
+    def _draft(self, decoder, state: _State, slots: Slots) -> tuple[jax.Array, _State]:
         """(drafts int32[S, d], the state with the modules' caches as the drafts left them)."""
         main, drafts = state.cache
         runtime, softcap, active = self.graph.runtime, self.graph.config.logit_softcap, state.active[:, None]
@@ -144,13 +147,13 @@ class SpeculativePrograms(Programs):
             read, normed, view, _ = predict(decoder, module, read, step, LayerCache(layers[module - 1], 0), runtime)
             layers[module - 1] = view.arrays
             logits = head.logits(normed[:, -1], decoder.head_weight, softcap)
-            new, _ = choose(logits, (*numbers, state.cached + k), draws)
+            new, _ = choose(logits, (slots.prompt_id, slots.sample, state.cached + k), slots.draws)
             drafted.append(new)
             tokens = jnp.concatenate([tokens[:, 1:], new[:, None]], axis=1)
         cache = main, drafts._replace(layers=tuple(layers))
         return jnp.stack(drafted, axis=1), replace(state, cache=cache)
 
-    def _verify(self, decoder, state: _State, drafted, numbers: tuple, stops, draws: Draws | None) -> _State:
+    def _verify(self, decoder, state: _State, drafted, slots: Slots) -> _State:
         """The state after a step: the decoder's tokens up to the first that was not drafted."""
         (main, drafts), T = state.cache, self._drafts + 1
         S, place = drafted.shape[0], jnp.arange(T)
@@ -158,11 +161,11 @@ class SpeculativePrograms(Programs):
         fits = state.active[:, None] & (place < state.left[:, None])
         step = Step(state.cached[:, None] + place, fits.astype(jnp.int32))
         logits, main, aux = modes.verify(decoder, fed, step, main, self.graph.runtime)
-        each = (*(jnp.repeat(number, T) for number in numbers), (step.positions + 1).reshape(-1))
-        new, logp = (a.reshape(S, T) for a in choose(logits.reshape(S * T, -1), each, draws))
+        each = jnp.repeat(slots.prompt_id, T), jnp.repeat(slots.sample, T), (step.positions + 1).reshape(-1)
+        new, logp = (a.reshape(S, T) for a in choose(logits.reshape(S * T, -1), each, slots.draws.repeat(T)))
 
         right = jnp.cumprod(drafted == new[:, :-1], axis=1)
-        ends = jnp.isin(new, stops)
+        ends = jnp.any(new[..., None] == slots.stops[:, None], axis=-1)
         kept = fits & jnp.pad(right, ((0, 0), (1, 0)), constant_values=1).astype(bool) & (jnp.cumsum(ends, axis=1) - ends == 0)
         count = kept.sum(axis=1, dtype=jnp.int32)
         row, column = jnp.arange(S)[:, None], jnp.where(kept, state.made[:, None] + place, state.tokens.shape[1] + place)

@@ -21,7 +21,8 @@ def main() -> None:
         for _ in range(2):
             out = generator.generate(PROMPTS, GREEDY)
         completions = [[[c.tokens, c.logprobs] for c in group] for group in out]
-        results.append({"completions": completions, "compiled": generator._programs._decode._cache_size()})
+        sizes = [key[1] for key in generator.engine.programs.compiled if key[0] == "decode"]
+        results.append({"completions": completions, "decoding": sizes})
     print(json.dumps(results))
 
 

@@ -5,7 +5,7 @@ import weakref
 
 import numpy as np
 import pytest
-from oracles import VOCAB, configuration, random_model
+from oracles import KINDS, VOCAB, configuration, random_model
 
 import rollout.generator
 from policy import families
@@ -46,20 +46,19 @@ def tokens_of(out):
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_the_prompt_of_a_group_is_prefilled_once(model, slots, monkeypatch):
-    """Also where its samples are admitted one after the other."""
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Next"])
+def test_the_prompt_of_a_group_is_prefilled_once(kind, slots):
+    """Also where its samples are admitted one after the other, and where a state of fixed size has moved on meanwhile."""
+    model = random_model(families.read(configuration(kind, **KINDS[kind].standard | KINDS[kind].short)), seed=3)
     generator = Generator(model, max_length=64, slots=slots, seed=1, options=OPTIONS)
     prompts = [[1, 2, 3, 4], [5, 6, 7], [8, 9, 10, 11, 12]]
-    prefilled, real = [], generator._programs.prefill
-
-    def spy(params, cache, tokens_PC, start, lengths_P):
-        prefilled.extend(tokens_PC[row, :n].tolist() for row, n in enumerate(lengths_P) if n)
-        return real(params, cache, tokens_PC, start, lengths_P)
-
-    monkeypatch.setattr(generator._programs, "prefill", spy)
     out = generator.generate(prompts, SamplingParams(n=5, max_new_tokens=6))
     assert [len(group) for group in out] == [5, 5, 5]
-    assert prefilled == [prompt[:-1] for prompt in prompts]
+    assert generator.engine.counts["prefill"] == sum(len(prompt) - 1 for prompt in prompts)
+    for prompt, group in zip(prompts, out, strict=True):
+        for completion in group:
+            logp = np.asarray(model.logprobs(np.array([prompt + completion.tokens]))[0])[0, len(prompt) :]
+            np.testing.assert_allclose(completion.logprobs, logp, atol=KINDS[kind].generator, rtol=0)
 
 
 def test_the_samples_of_a_group_differ_and_are_those_of_smaller_groups(generator):
@@ -145,35 +144,36 @@ def test_weights_are_read_at_every_dispatch_and_passed_as_they_are(monkeypatch):
     """A step of the trainer between two dispatches is seen by the second; the arrays are the trainer's own."""
     model = fresh_model()
     generator = Generator(model, max_length=64, slots=1, seed=1, options=OPTIONS)
-    programs, seen = generator._programs, []
-    real = programs._decode
+    programs, seen = generator.engine.programs, []
+    real = programs.decode
 
-    def spy(params, *args, **kwargs):
+    def spy(params, *args):
         assert all(params[path] is array for path, array in model.params.items())
         seen.append(params)
-        result = real(params, *args, **kwargs)
+        result = real(params, *args)
         model.params = {path: array * 1.5 for path, array in model.params.items()}
         return result
 
-    monkeypatch.setattr(programs, "_decode", spy)
+    monkeypatch.setattr(programs, "decode", spy)
     generator.generate([[1, 2]], SamplingParams(max_new_tokens=8))
-    assert len(seen) == 2 and seen[0] is not seen[1]
+    assert len(seen) >= 2 and seen[0] is not seen[1]
 
 
 def test_an_interrupted_call_leaves_the_generator_usable(model, monkeypatch):
     """The cache that the interrupted program was given is gone."""
     generator = Generator(model, max_length=64, slots=2, seed=1, options=OPTIONS)
-    prompts, params = [[1, 2], [3], [4, 5]], SamplingParams(max_new_tokens=8)
+    prompts, params = [[1, 2], [3], [4, 5]], SamplingParams(n=2, max_new_tokens=8)
     expected = generator.generate(prompts, params)
-    for name in ("_decode", "_insert", "_prefill"):
-        real = getattr(generator._programs, name)
+    programs = generator.engine.programs
+    for name in ("decode", "copy", "prefill"):
+        real = getattr(programs, name)
 
         def interrupted(*args, real=real, **kwargs):
             real(*args, **kwargs)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(generator._programs, name, interrupted)
+            patch.setattr(programs, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 generator.generate(prompts, params)
         assert generator.generate(prompts, params) == expected

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollout.sampling import SamplingParams, draw, keep, uniforms
+from rollout.sampling import Draws, SamplingParams, choose, draw, keep, uniforms
 
 DRAWS = 40_000
 # (top_k, top_p, min_p): each alone, all pairs, all three, and the ones that keep everything.
@@ -24,7 +24,17 @@ FILTERS = [
     (0, 1.0, 1.0),
 ]
 
-keep_jit, draw_jit = jax.jit(keep), jax.jit(draw)
+
+
+@jax.jit
+def keep_jit(logits, top_k, top_p, min_p):
+    """The same filters for every row."""
+    return keep(logits, *(jnp.full((len(logits), 1), value) for value in (top_k, top_p, min_p)))
+
+
+@jax.jit
+def draw_jit(logits, uniforms, filters):
+    return draw(logits if filters is None else jnp.where(keep_jit(logits, *filters), logits, -jnp.inf), uniforms)
 
 
 def as_arrays(filters):
@@ -186,6 +196,26 @@ def test_logits_that_are_not_numbers_draw_a_token_of_the_vocabulary():
     rows = jnp.full((1, 9), jnp.nan)
     for filters in (None, as_arrays((3, 0.5, 0.1))):
         assert 0 <= int(draw_jit(rows, jnp.asarray([0.5]), filters)[0]) < 9
+
+
+def test_every_row_is_drawn_as_its_own_parameters_say():
+    """Rows of one batch with and without filters, warm and greedy, draw what each draws alone."""
+    every = [SamplingParams(temperature=0), SamplingParams(temperature=0.7), SamplingParams(top_k=2), SamplingParams(top_p=0.5)]
+    every += [SamplingParams(temperature=1.5, min_p=0.4), SamplingParams(temperature=0, top_k=1)]
+    N = len(every)
+    logits = np.random.default_rng(0).normal(0, 1, (N, 30)).astype(np.float32)
+    numbers = tuple(np.arange(k, k + N, dtype=np.int32) for k in (3, 5, 7))
+    tokens, logps = map(np.asarray, jax.jit(choose)(logits, numbers, Draws.of(every, 9)))
+    for i, params in enumerate(every):
+        alone = jax.jit(choose)(logits[i : i + 1], tuple(n[i : i + 1] for n in numbers), Draws.of([params], 9))
+        assert int(alone[0][0]) == tokens[i]
+        scaled = logits[i].astype(np.float64) / (params.temperature or 1.0)
+        np.testing.assert_allclose(logps[i], np.log(softmax(scaled))[tokens[i]], atol=1e-5)
+        if not params.temperature:
+            assert tokens[i] == logits[i].argmax()
+    assert sorted(np.argsort(-logits[2])[:2]).count(tokens[2]) == 1
+    again = jax.jit(choose)(np.repeat(logits, 3, 0), tuple(np.repeat(n, 3) for n in numbers), Draws.of(every, 9).repeat(3))
+    assert np.asarray(again[0]).tolist() == np.repeat(tokens, 3).tolist()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,297 @@
+"""Slots: requests are inserted, stepped together, and released. The cache, what its rows hold, and when which program runs.
+
+A turn (`step`) first reads prompts in, at most `prefill_budget` tokens while others decode, so that a long prompt never stalls the
+rest; then all slots that have their prompt decode together, many steps of them in one dispatch. A dispatch ends early on the device:
+as soon as slots have ended that other requests wait for, or so many that a program of fewer rows will do. The next one is started
+before the host looks at what the last one made; where that one ended early it finds nothing to do.
+
+S slots, s rows of a dispatch, P prompts of one prefill call, C tokens of it, K decoding steps of one dispatch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from rollout.programs import PREFILL_ROWS, Made, Programs, Slots
+from rollout.scheduler import Request, Rows
+
+# While requests wait, a dispatch ends when this share of its rows has ended: one row in a small batch.
+REFILL_SHARE = 16
+
+
+class _View(NamedTuple):
+    """The slots that a dispatch runs on, row by row (None: padding), and their own cache; None: the whole cache."""
+
+    rows: tuple[int | None, ...]
+    part: tuple | None
+
+
+class _Flight(NamedTuple):
+    """A dispatch on its way: the request of each row, and what it makes."""
+
+    requests: tuple[Request | None, ...]
+    made: Made
+
+
+class Engine:
+    """S slots over one cache. `weights()` gives the arrays to compute with, asked for at every dispatch; none is kept."""
+
+    def __init__(self, programs: Programs, weights: Callable[[], dict], seed: int, *, stop_string: Callable, prefill_budget: int):
+        """`stop_string(tokens, before, strings)`: how many tokens there are up to the one, after the first `before`, that completes
+        one of the strings; None if none does."""
+        self.programs, self._weights, self._seed = programs, weights, seed
+        self._stop_string, self._budget = stop_string, prefill_budget
+        self._rewinds = programs.rewinds
+        self.counts = {"rows": 0, "useful": 0, "prefill": 0, "dispatches": 0}
+        self._made_by: list[weakref.ref] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Gives up the cache and all requests."""
+        self._cache, self._view, self._slots, self._flight = None, None, None, None
+        self._rows = Rows(self.programs.slots, rewinds=self._rewinds)
+        self._running: dict[int, Request] = {}
+        self._pending: dict[int, Request] = {}  # those of which the prompt is not in yet
+        self._after: dict[int, tuple[int, int]] = {}  # of these, those that begin with so many tokens that another slot will hold
+        self._copies: list[tuple[int, int]] = []
+        self._following: Request | None = None
+        self._shelf: tuple | None = None  # the tokens of a prompt, and a cache of one row that holds it
+
+    @property
+    def free(self) -> int:
+        """Slots that a request can be inserted into."""
+        return self._rows.free
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    def insert(self, request: Request) -> int:
+        """The slot that the request runs in from the next step on. ValueError if none is free."""
+        if not self.free:
+            raise ValueError(f"insert: all {self.programs.slots} slots are in use; release one first")
+        self._watch_weights()
+        tokens = request.seen(0, request.needed)
+        source, same = self._rows.find(tokens)
+        slot = self._rows.take(source, tokens)
+        request.cached, self._slots = 0, None
+        self._running[slot] = self._pending[slot] = request
+        if source in self._pending and source != slot:
+            self._after[slot] = source, same
+        elif source >= 0:
+            self._copies += [(source, slot)] if source != slot else []
+            self._begin(slot, same)
+        elif self._shelf and self._shelf[0] == tokens:
+            self._copy()
+            self._cache = self.programs.leave(self._whole(), self._shelf[1], np.asarray([slot], np.int32))
+            self._begin(slot, len(tokens))
+        return slot
+
+    def release(self, slot: int) -> Request:
+        """The request that ran there; the slot is free. Its completion may have ended or not."""
+        request = self._running.pop(slot)
+        if self._pending.pop(slot, None):
+            self._after.pop(slot, None)
+            self._after = {other: after for other, after in self._after.items() if after[0] != slot}
+        if request.finish is None:
+            self._slots = None
+        # A state of fixed size is past the tokens where the host alone has ended the request.
+        known = self._rewinds or (request.finish is not None and not request.params.stop)
+        self._rows.give(slot, request.seen(0, request.cached) if known else ())
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Releases the slot of a request, if it has one."""
+        for slot in [slot for slot, running in self._running.items() if running is request]:
+            self.release(slot)
+
+    def step(self, following: Request | None = None) -> list[int]:
+        """One turn. The slots whose requests ended in it; they are to be released. `following`: the request that waits for the next
+        free slot, if one does."""
+        self._following = following
+        self._read_prompts()
+        decoding = [slot for slot, request in self._running.items() if slot not in self._pending and request.finish is None]
+        flight = self._flight
+        if decoding and (flight is None or self._view_fits(decoding)):
+            self._flight = self._dispatch(decoding)
+            if flight is None:
+                return []
+        else:
+            self._flight = None
+        return [] if flight is None else self._land(flight)
+
+    # Prompts.
+
+    def _begin(self, slot: int, cached: int) -> None:
+        """The first `cached` entries of the request's tokens are there. If that is all of its prompt, those that begin with it get a
+        copy; so does the request that still waits for a slot, where a row is of no use to others once it decodes."""
+        request = self._running[slot]
+        request.cached = cached
+        if not request.ready:
+            return
+        del self._pending[slot]
+        for other, same in [(other, same) for other, (source, same) in self._after.items() if source == slot]:
+            del self._after[other]
+            self._copies.append((slot, other))
+            self._begin(other, same)
+        tokens = request.seen(0, request.needed)
+        if not self._rewinds and self._following and self._following.seen(0, self._following.needed) == tokens:
+            self._copy()
+            self._shelf = tokens, self.programs.enter(self._whole(), np.asarray([slot], np.int32))
+
+    def _read_prompts(self) -> None:
+        """Prefills what is inserted, chunk after chunk. While slots decode it stops when the budget is spent."""
+        spent, budget = 0, self._budget if len(self._running) > len(self._pending) else float("inf")
+        while True:
+            self._copy()
+            chosen = self._next_call()
+            if not chosen or spent >= budget:
+                break
+            spent += self._prefill(chosen)
+
+    def _copy(self) -> None:
+        if self._copies:
+            self._cache = self.programs.copy(self._whole(), self._copies)
+            self._copies = []
+
+    def _next_call(self) -> list[int]:
+        """The slots of the next prefill call: the first that can go on, and others of its kind."""
+        able = [slot for slot in self._pending if slot not in self._after]
+        fresh = [slot for slot in able if self._running[slot].cached == 0]
+        kind = fresh if fresh[:1] == able[:1] else [slot for slot in able if self._running[slot].cached]
+        # Three prompts in a call of four rows cost less than three calls of one.
+        P = max(rows for rows in PREFILL_ROWS if rows == 1 or len(kind) >= rows - rows // 4)
+        return kind[:P]
+
+    def _prefill(self, chosen: list[int]) -> int:
+        """The tokens computed in one call that reads the next chunk of these requests."""
+        requests, programs = [self._running[slot] for slot in chosen], self.programs
+        fresh, P = requests[0].cached == 0, next(rows for rows in PREFILL_ROWS if rows >= len(chosen))
+        longest = max(request.needed - request.cached for request in requests)
+        C = programs.prefill_lengths(longest + 1)[-1] if fresh else programs.chunk
+        rows = np.arange(programs.slots, programs.slots + P, dtype=np.int32)
+        tokens, starts, lengths = np.zeros((P, C + programs.ahead), np.int32), np.zeros(P, np.int32), np.zeros(P, np.int32)
+        for row, (slot, request) in enumerate(zip(chosen, requests, strict=True)):
+            seen = request.seen(request.cached, request.cached + C + programs.ahead)
+            rows[row], tokens[row, : len(seen)] = slot, seen
+            starts[row], lengths[row] = request.cached, request.needed
+        self._cache = programs.prefill(self._weights(), self._whole(), rows, tokens, starts, lengths, fresh=fresh)
+        for slot, request in zip(chosen, requests, strict=True):
+            self._begin(slot, min(request.needed, request.cached + C))
+        self.counts["prefill"] += int(sum(np.minimum(lengths - starts, C)))
+        return P * C
+
+    # Decoding.
+
+    def _view_fits(self, decoding: list[int]) -> bool:
+        """Whether the next dispatch runs on the rows of the last one, and knows of no change that the device does not."""
+        return self._slots is not None and self._size(len(decoding)) == len(self._view.rows)
+
+    def _size(self, rows: int) -> int:
+        return next(size for size in self.programs.sizes if size >= rows)
+
+    def _dispatch(self, decoding: list[int]) -> _Flight:
+        """Starts a dispatch on these slots."""
+        if self._slots is None:
+            self._arrange(decoding)
+            width = max(len(self._running[slot].params.stop_token_ids) for slot in decoding)
+            requests = [self._running[slot] if slot in decoding else None for slot in self._view.rows]
+            self._slots = self.programs.slots_of(requests, len(requests), stop_width(width), self._seed)
+            self._requests = tuple(requests)
+            for slot in decoding:
+                self._rows.moves(slot)
+        size, part = len(self._view.rows), self._view.part
+        refill = len(decoding) - 1 - size // REFILL_SHARE
+        smaller = max((s for s in self.programs.sizes if s < size), default=0)
+        floor = refill if self._following or self._pending else smaller
+        cache, self._slots, made = self.programs.decode(
+            self._weights(), self._cache if part is None else part, self._slots, (self.programs.dispatch, floor)
+        )
+        if part is None:
+            self._cache = cache
+        else:
+            self._view = self._view._replace(part=cache)
+        self.counts["dispatches"] += 1
+        return _Flight(self._requests, made)
+
+    def _arrange(self, decoding: list[int]) -> None:
+        """Makes a view of these slots. A view that has them all and no row too many stays as it is."""
+        size = self._size(len(decoding))
+        if self._view and len(self._view.rows) == size and set(decoding) <= set(self._view.rows):
+            return
+        cache = self._whole()
+        if size == self.programs.slots:
+            self._view = _View(tuple(range(size)), None)
+            return
+        rows = np.arange(self.programs.slots, self.programs.slots + size, dtype=np.int32)
+        rows[: len(decoding)] = decoding
+        self._view = _View((*decoding, *[None] * (size - len(decoding))), self.programs.enter(cache, rows))
+
+    def _whole(self):
+        """The whole cache, with what a view has written in its place again."""
+        if self._cache is None:
+            self._cache = self.programs.empty()
+        if self._view and self._view.part is not None:
+            past = range(self.programs.slots, self.programs.slots + len(self._view.rows))
+            rows = np.asarray([n if slot is None else slot for slot, n in zip(self._view.rows, past, strict=True)], np.int32)
+            self._cache = self.programs.leave(self._cache, self._view.part, rows)
+        self._view = self._slots = None
+        return self._cache
+
+    def _land(self, flight: _Flight) -> list[int]:
+        """Takes what a dispatch made; the slots that ended."""
+        made = Made(*map(np.asarray, flight.made))
+        counts = (made.tokens >= 0).sum(axis=0).tolist()
+        steps = int(np.max(made.opens.sum(axis=0)))
+        self.counts["rows"] += steps * len(flight.requests)
+        self.counts["useful"] += int(made.opens.sum())
+        ended, slot_of = [], {id(request): slot for slot, request in self._running.items()}
+        for row, request in enumerate(flight.requests):
+            slot = slot_of.get(id(request))
+            if slot is None or not counts[row] or request.finish is not None:
+                continue
+            self._take(request, made.of(row), counts[row])
+            if request.finish is not None:
+                ended.append(slot)
+        return ended
+
+    def _take(self, request: Request, made: Made, count: int) -> None:
+        """Adds what a dispatch made for one request, and says how it ended if it did."""
+        before, params = len(request.tokens), request.params
+        request.tokens += made.tokens[:count].tolist()
+        request.logprobs += made.logprobs[:count].tolist()
+        request.opens += made.opens[:count].tolist()
+        request.cached = request.needed
+        end = self._stop_string(request.tokens, before, params.stop) if params.stop else None
+        if end is not None:
+            del request.tokens[end:], request.logprobs[end:], request.opens[end:]
+            request.cached, request.finish, self._slots = request.needed, "stop", None
+        elif request.tokens[-1] in params.stop_token_ids:
+            request.finish = "stop"
+        elif request.left == 0:
+            request.finish = "length"
+
+    # Weights.
+
+    def _watch_weights(self) -> None:
+        """Entries that other weights have made begin no prompt."""
+        arrays = self._weights().values()
+        known = self._made_by
+        if len(known) == len(arrays) and all(ref() is array for ref, array in zip(known, arrays, strict=True)):
+            return
+        self.forget()
+        self._made_by = [weakref.ref(array) for array in arrays]
+
+    def forget(self) -> None:
+        """Lets no prompt begin with entries of earlier ones."""
+        self._rows.forget()
+        self._shelf = None
+
+
+def stop_width(tokens: int) -> int:
+    """Columns of Slots.stops for so many tokens: few widths, few programs."""
+    return max(4, 1 << (tokens - 1).bit_length()) if tokens else 4
