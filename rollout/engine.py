@@ -78,7 +78,7 @@ class Engine:
         tokens = request.seen(0, request.needed)
         source, same = self._rows.find(tokens)
         slot = self._rows.take(source, tokens)
-        request.cached, self._slots = 0, None
+        request.cached = 0
         self._running[slot] = self._pending[slot] = request
         if source in self._pending and source != slot:
             self._after[slot] = source, same
@@ -114,15 +114,17 @@ class Engine:
         free slot, if one does."""
         self._following = following
         self._read_prompts()
-        decoding = [slot for slot, request in self._running.items() if slot not in self._pending and request.finish is None]
-        flight = self._flight
-        if decoding and (flight is None or self._view_fits(decoding)):
-            self._flight = self._dispatch(decoding)
-            if flight is None:
-                return []
-        else:
-            self._flight = None
-        return [] if flight is None else self._land(flight)
+        flight, self._flight = self._flight, None
+        if flight is None:
+            self._dispatch()
+            return []
+        if self._view_fits(self._decoding):
+            self._dispatch()
+            return self._land(flight)
+        ended = self._land(flight)
+        if not (ended and following):
+            self._dispatch()
+        return ended
 
     # Prompts.
 
@@ -134,6 +136,7 @@ class Engine:
         if not request.ready:
             return
         del self._pending[slot]
+        self._slots = None
         for other, same in [(other, same) for other, (source, same) in self._after.items() if source == slot]:
             del self._after[other]
             self._copies.append((slot, other))
@@ -187,43 +190,49 @@ class Engine:
 
     # Decoding.
 
+    @property
+    def _decoding(self) -> list[int]:
+        """The slots that have their prompt, and have not ended as far as the host knows."""
+        return [slot for slot, request in self._running.items() if slot not in self._pending and request.finish is None]
+
     def _view_fits(self, decoding: list[int]) -> bool:
-        """Whether the next dispatch runs on the rows of the last one, and knows of no change that the device does not."""
-        return self._slots is not None and self._size(len(decoding)) == len(self._view.rows)
+        """Whether a dispatch can go on from the last one: with the rows it left, and no change that the device does not know of."""
+        return bool(decoding) and self._slots is not None and self._size(len(decoding)) == len(self._view.rows)
 
     def _size(self, rows: int) -> int:
         return next(size for size in self.programs.sizes if size >= rows)
 
-    def _dispatch(self, decoding: list[int]) -> _Flight:
-        """Starts a dispatch on these slots."""
-        if self._slots is None:
+    def _dispatch(self) -> None:
+        """Starts a dispatch if there is something to decode."""
+        decoding = self._decoding
+        if not decoding:
+            return
+        if not self._view_fits(decoding):
             self._arrange(decoding)
             width = max(len(self._running[slot].params.stop_token_ids) for slot in decoding)
-            requests = [self._running[slot] if slot in decoding else None for slot in self._view.rows]
-            self._slots = self.programs.slots_of(requests, len(requests), stop_width(width), self._seed)
-            self._requests = tuple(requests)
+            self._requests = tuple(self._running[slot] if slot in decoding else None for slot in self._view.rows)
+            self._slots = self.programs.slots_of(self._requests, len(self._requests), stop_width(width), self._seed)
             for slot in decoding:
                 self._rows.moves(slot)
         size, part = len(self._view.rows), self._view.part
         refill = len(decoding) - 1 - size // REFILL_SHARE
         smaller = max((s for s in self.programs.sizes if s < size), default=0)
-        floor = refill if self._following or self._pending else smaller
-        cache, self._slots, made = self.programs.decode(
-            self._weights(), self._cache if part is None else part, self._slots, (self.programs.dispatch, floor)
-        )
+        limits = self.programs.dispatch, refill if self._following or self._pending else smaller
+        given = self._cache if part is None else part
+        cache, self._slots, made = self.programs.decode(self._weights(), given, self._slots, limits)
         if part is None:
             self._cache = cache
         else:
             self._view = self._view._replace(part=cache)
         self.counts["dispatches"] += 1
-        return _Flight(self._requests, made)
+        self._flight = _Flight(self._requests, made)
 
     def _arrange(self, decoding: list[int]) -> None:
         """Makes a view of these slots. A view that has them all and no row too many stays as it is."""
         size = self._size(len(decoding))
         if self._view and len(self._view.rows) == size and set(decoding) <= set(self._view.rows):
             return
-        cache = self._whole()
+        cache, self._slots = self._whole(), None
         if size == self.programs.slots:
             self._view = _View(tuple(range(size)), None)
             return
@@ -239,7 +248,7 @@ class Engine:
             past = range(self.programs.slots, self.programs.slots + len(self._view.rows))
             rows = np.asarray([n if slot is None else slot for slot, n in zip(self._view.rows, past, strict=True)], np.int32)
             self._cache = self.programs.leave(self._cache, self._view.part, rows)
-        self._view = self._slots = None
+            self._view = self._slots = None
         return self._cache
 
     def _land(self, flight: _Flight) -> list[int]:

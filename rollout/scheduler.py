@@ -116,7 +116,7 @@ class Rows:
     def find(self, tokens: tuple[int, ...]) -> tuple[int, int]:
         """(row, how many of these tokens it holds from the first on): the most there are, in a free row rather than in one in use;
         (-1, 0) if none is worth a copy."""
-        row = self._begun.get(tokens)
+        row = self._begun.get(tokens) if tokens else None
         if row is not None and self._same(row, tokens) == len(tokens):
             return row, len(tokens)
         found = max(((self._same(row, tokens), row in self._free, -row) for row in range(len(self._held))), default=(0, False, 0))

@@ -1,67 +1,249 @@
-"""No slot is lost or given twice, whatever arrives and ends when."""
+"""Slots, rows and the queue under any order of arrivals, ends and withdrawals. No model: the programs are a simulation whose cache
+remembers which tokens each row holds, so that a row read before it is filled, or after another has taken it, is found out."""
 
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.scheduler import Request, Scheduler
+import rollout.scheduler
+from rollout.engine import Engine
+from rollout.programs import Made
+from rollout.sampling import SamplingParams
+from rollout.scheduler import Queue, Request, Rows
 
-EVENTS = st.one_of(
-    st.tuples(st.just("add"), st.integers(1, 6)),
-    st.tuples(st.just("admit"), st.integers(1, 4)),
-    st.tuples(st.just("release"), st.integers(0, 10_000)),
-)
-
-
-def group(index, samples):
-    return [Request(index, sample, (1, 2), index) for sample in range(samples)]
+CHUNK, STOP = 4, 0
 
 
-@settings(max_examples=300, deadline=None)
-@given(slots=st.integers(1, 6), events=st.lists(EVENTS, max_size=40))
-def test_every_request_runs_once_in_a_slot_of_its_own(slots, events):
-    scheduler, added, started, ended = Scheduler(slots), [], [], []
-    running: dict[int, Request] = {}
-
-    def admit(prompts):
-        admitted = scheduler.admit(prompts)
-        assert not admitted.keys() & running.keys(), "a slot was given while in use"
-        assert admitted.keys() <= set(range(slots))
-        assert len({request.index for request in admitted.values()}) <= prompts
-        running.update(admitted)
-        started.extend(admitted.values())
-        assert scheduler.running == running
-        if len(running) < slots and scheduler.waiting:
-            assert len({request.index for request in admitted.values()}) == prompts, "a slot stayed empty"
-
-    def release(slot):
-        request = scheduler.release(slot)
-        assert request is running.pop(slot)
-        ended.append(request)
-
-    for event, number in events:
-        if event == "add":
-            new = group(len(added), number)
-            added.extend(new)
-            scheduler.add(new)
-        elif event == "admit":
-            admit(number)
-        elif running:
-            release(sorted(running)[number % len(running)])
-        assert scheduler.busy == bool(scheduler.waiting or running)
-        assert [*started, *scheduler.waiting] == added, "first come, first served"
-    while scheduler.busy:
-        admit(1)
-        release(max(running))
-    assert sorted(map(id, ended)) == sorted(map(id, added))
-    scheduler.add(group(-1, slots))
-    assert sorted(scheduler.admit(1)) == list(range(slots)), "a slot was lost"
+def next_token(seen: tuple[int, ...]) -> int:
+    """What the simulated model writes after these tokens, now and then a stop."""
+    return hash((*seen, 17)) % 5
 
 
-def test_a_group_is_split_over_admissions_but_its_prompt_is_counted_once():
-    scheduler = Scheduler(3)
-    scheduler.add([*group(0, 2), *group(1, 3)])
-    assert [(r.index, r.sample) for r in scheduler.admit(1).values()] == [(0, 0), (0, 1)]
-    assert [(r.index, r.sample) for r in scheduler.admit(1).values()] == [(1, 0)]
-    assert scheduler.admit(4) == {}
-    scheduler.release(0)
-    assert [(slot, r.index, r.sample) for slot, r in scheduler.admit(4).items()] == [(0, 1, 1)]
+def written(request: Request) -> list[int]:
+    """The completion of a request, alone."""
+    tokens = []
+    while len(tokens) < request.params.max_new_tokens and tokens[-1:] != [STOP]:
+        tokens.append(next_token((*request.prompt, *tokens)))
+    return tokens
+
+
+class Simulation:
+    """The programs over a cache that is a tuple of rows, each the tokens that it holds. `rewinds` False: a row can only be used
+    as far as it is filled, as with states of fixed size."""
+
+    ahead, dispatch, chunk = 0, 3, CHUNK
+
+    def __init__(self, slots: int, rewinds: bool):
+        self.slots, self.rewinds = slots, rewinds
+        self.sizes = (*(1 << n for n in range(slots.bit_length()) if 1 << n < slots), slots)
+        self.prefilled, self.dispatches = 0, []
+
+    def empty(self):
+        return ((),) * self.slots
+
+    def prefill_lengths(self, longest):
+        return [2] if longest <= 3 else [2, CHUNK]
+
+    def prefill(self, params, cache, rows, tokens, starts, lengths, *, fresh):
+        cache = list(cache)
+        for row, given_tokens, start, length in zip(rows, tokens.tolist(), starts, lengths, strict=True):
+            if row >= self.slots:
+                continue
+            held = () if fresh else self.read(cache[row], start)
+            assert start == 0 or not fresh
+            cache[row] = (*held, *given_tokens[: length - start])
+            self.prefilled += min(length - start, tokens.shape[1])
+        return tuple(cache)
+
+    def read(self, held, count):
+        assert len(held) >= count if self.rewinds else len(held) == count, f"{held} is used as {count} entries"
+        return held[:count]
+
+    def copy(self, cache, pairs):
+        cache = list(cache)
+        for source, target in pairs:
+            cache[target] = cache[source]
+        return tuple(cache)
+
+    def enter(self, cache, rows):
+        return tuple(cache[min(row, self.slots - 1)] for row in rows)
+
+    def leave(self, cache, part, rows):
+        cache = list(cache)
+        for held, row in zip(part, rows, strict=True):
+            if row < self.slots:
+                cache[row] = held
+        return tuple(cache)
+
+    def slots_of(self, requests, size, width, seed):
+        assert size in self.sizes and len(requests) == size
+        return tuple(r and Row((*r.prompt, *r.tokens), r.left, r.params.stop_token_ids) for r in requests)
+
+    def decode(self, params, cache, slots, limits):
+        assert len(cache) == len(slots)
+        cache, slots, steps = list(cache), list(slots), 0
+        tokens = np.full((self.dispatch, len(slots)), -1)
+        while steps < limits[0] and len(going := [n for n, row in enumerate(slots) if row and row.active]) > limits[1]:
+            for n in going:
+                row = slots[n]
+                assert self.read(cache[n], len(row.seen) - 1) == row.seen[:-1], "a row holds the tokens of another request"
+                new = next_token(row.seen)
+                cache[n], tokens[steps, n] = row.seen, new
+                slots[n] = Row((*row.seen, new), row.left - 1, row.stops, row.left > 1 and new not in row.stops)
+            steps += 1
+        self.dispatches.append(steps)
+        return tuple(cache), tuple(slots), Made(tokens, np.zeros(tokens.shape), tokens >= 0)
+
+
+@dataclass(frozen=True)
+class Row:
+    seen: tuple[int, ...]
+    left: int
+    stops: tuple[int, ...]
+    active: bool = True
+
+
+class Array:
+    """Stands for the weights; another one stands for others."""
+
+
+def engine_of(slots, rewinds=True, budget=6):
+    weights = {"w": Array()}
+    return Engine(Simulation(slots, rewinds), lambda: weights, 0, stop_string=None, prefill_budget=budget), weights
+
+
+def turn(engine, queue):
+    while queue and engine.free:
+        engine.insert(queue.pop())
+    return [engine.release(slot) for slot in engine.step(queue.first)]
+
+
+@pytest.fixture(autouse=True)
+def short_prefixes_are_worth_a_copy(monkeypatch):
+    monkeypatch.setattr(rollout.scheduler, "WORTH_A_COPY", 3)
+
+
+PROMPTS = [(1,), (2, 2), (1, 2, 3, 4, 1, 2), (1, 2, 3, 4, 1, 2, 3), (1, 2, 3, 4, 4), (1, 2, 3) * 5, (3, 1) * 9, (1, 2, 3, 4) * 4]
+ARRIVAL = st.tuples(st.just("arrive"), st.integers(0, len(PROMPTS) - 1), st.integers(1, 9), st.integers(1, 4))
+OTHER = st.tuples(st.sampled_from(["turn", "turn", "turn", "cancel", "continue", "weights"]), st.integers(0, 10_000))
+
+
+@settings(max_examples=400, deadline=None)
+@given(slots=st.integers(1, 9), rewinds=st.booleans(), budget=st.integers(1, 20), events=st.lists(ARRIVAL | OTHER, max_size=30))
+def test_every_request_gets_its_own_completion_whatever_happens_beside_it(slots, rewinds, budget, events):
+    (engine, weights), queue, alive, done = engine_of(slots, rewinds, budget), Queue(), [], []
+
+    def arrive(prompt, new, samples=1):
+        made = [Request(prompt, SamplingParams(max_new_tokens=new, stop_token_ids=(STOP,))) for _ in range(samples)]
+        alive.extend(made)
+        queue.add(made)
+
+    def advance():
+        for request in turn(engine, queue):
+            alive.remove(request)
+            done.append(request)
+
+    for event, number, *rest in events:
+        if event == "arrive":
+            arrive(PROMPTS[number], *rest)
+        elif event == "turn":
+            advance()
+        elif event == "cancel" and alive:
+            request = alive.pop(number % len(alive))
+            queue.remove(request)
+            engine.cancel(request)
+        elif event == "continue" and done:  # the next turn of a conversation
+            request = done[number % len(done)]
+            arrive((*request.prompt, *request.tokens, 4, 4), 5)
+        elif event == "weights":
+            weights["w"] = Array()
+    for _ in range(2000):
+        if not alive:
+            break
+        advance()
+    assert not alive and not engine.busy and engine.free == slots, "a request or a slot was lost"
+    for request in done:
+        assert request.tokens == written(request)
+        assert request.finish == ("stop" if request.tokens[-1] == STOP else "length")
+        assert len(request.tokens) == len(request.logprobs) == len(request.opens)
+    assert sorted(engine.insert(Request((1,))) for _ in range(slots)) == list(range(slots)), "a slot is given twice"
+    with pytest.raises(ValueError, match="slots are in use"):
+        engine.insert(Request((1,)))
+
+
+@pytest.mark.parametrize("budget", [1, 4, 9])
+def test_a_long_prompt_never_stalls_the_rest(budget):
+    """Between two dispatches at most the budget is read, and the call that passes it."""
+    (engine, _), queue = engine_of(4, budget=budget), Queue()
+    queue.add([Request((2, 1), SamplingParams(max_new_tokens=200))])
+    turn(engine, queue)
+    queue.add([Request(tuple(range(100)), SamplingParams(max_new_tokens=2))])
+    progress, read = [], []
+    while engine.busy or queue:
+        before = engine.programs.prefilled
+        turn(engine, queue)
+        read.append(engine.programs.prefilled - before)
+        progress.append(len(engine.programs.dispatches))
+    assert sum(read) == 99 and max(read) <= budget + CHUNK
+    waited = progress[: next(i for i in range(len(read)) if sum(read[: i + 1]) == 99)]
+    assert len(set(waited)) == len(waited) > 5, "a turn passed without a dispatch"
+
+
+def test_the_samples_of_a_prompt_and_what_begins_like_another_are_read_once():
+    (engine, weights), queue = engine_of(8), Queue()
+    long = (1, 2, 3) * 5
+    queue.add([Request(long, SamplingParams(max_new_tokens=3)) for _ in range(5)])
+    queue.add([Request((*long, 4, 4), SamplingParams(max_new_tokens=3))])
+    while engine.busy or queue:
+        turn(engine, queue)
+    assert engine.programs.prefilled == len(long) - 1 + 2
+    # After the end of all too, until the weights change.
+    for expected in (0, len(long) - 1):
+        before = engine.programs.prefilled
+        queue.add([Request(long, SamplingParams(max_new_tokens=3))])
+        while engine.busy or queue:
+            turn(engine, queue)
+        assert engine.programs.prefilled - before == expected
+        weights["w"] = Array()
+
+
+def test_the_engine_moves_down_while_it_drains():
+    (engine, _), queue = engine_of(8), Queue()
+    queue.add([Request((2, n, 3), SamplingParams(max_new_tokens=n + 1)) for n in range(40)])
+    sizes = []
+    while engine.busy or queue:
+        turn(engine, queue)
+        sizes.append(len(engine._view.rows) if engine._view else 0)
+    assert {8, 4, 2, 1} <= set(sizes)
+    assert engine.counts["useful"] / engine.counts["rows"] > 0.9
+
+
+def test_the_longest_expected_goes_first_and_groups_stay_together():
+    queue = Queue()
+    queue.add(Request((1,), SamplingParams(max_new_tokens=9), index=0, sample=k, expected=3) for k in range(2))
+    queue.add(Request((1,), SamplingParams(max_new_tokens=9), index=1, sample=k) for k in range(2))
+    queue.add(Request((1,), SamplingParams(max_new_tokens=9), index=2, sample=k, expected=5) for k in range(2))
+    assert [(r.index, r.sample) for r in (queue.pop() for _ in range(6))] == [(1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1)]
+
+
+def test_a_row_is_given_back_once():
+    rows = Rows(2, rewinds=True)
+    row = rows.take(-1, (1, 2))
+    rows.give(row, (1, 2, 3))
+    with pytest.raises(ValueError, match=f"row {row} is free already"):
+        rows.give(row, ())
+
+
+@given(tokens=st.lists(st.integers(0, 2), max_size=12), others=st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=5))
+def test_the_row_that_holds_the_most_is_found(tokens, others):
+    rows = Rows(6, rewinds=True)
+    for other in others:
+        rows.give(rows.take(-1, tuple(other)), tuple(other))
+    row, same = rows.find(tuple(tokens))
+    common = [next((i for i, (a, b) in enumerate(zip(o, tokens, strict=False)) if a != b), min(len(o), len(tokens))) for o in others]
+    best = max(common, default=0)
+    assert same == (best if best >= min(3, max(1, len(tokens))) else 0)
+    assert (row == -1) == (same == 0)
