@@ -84,10 +84,24 @@ class Scores:
 class Handle:
     """Scores that are being computed. `result()` waits for them; `done()` tells whether it would wait."""
 
-    def __init__(self, runner: Runner, batch: Batch):
+    def __init__(self, runner: Runner, batch: Batch, calls: list[list[int]]):
         self._runner = runner
         self._batch = batch
         self._scores = None
+        self._call_of = {sample: call for call in calls for sample in call}
+        self._missing = {id(call): len(call) for call in calls}
+
+    def add(self, sample: int, completion: object, **columns: object) -> None:
+        """The completion of a batch that `Runner.open` began, and its values in columns that were not known then. The functions
+        are called as soon as all completions of its group are there."""
+        given, call = self._batch.given, self._call_of[sample]
+        given["completions"][sample] = _plain(completion, "completions")
+        for name, value in columns.items():
+            if name in given:
+                given[name][sample] = _plain(value, name)
+        self._missing[id(call)] -= 1
+        if self._missing[id(call)] == 0:
+            self._runner._put(self._batch, call)
 
     def done(self) -> bool:
         return self._batch.done.is_set()
@@ -137,6 +151,17 @@ class Runner:
         groups: N ids; completions of one id are scored in one call. None: each by itself.
         Raises RewardError if lengths differ, a column that a function needs is missing or a value has another type.
         """
+        handle, calls = self._begin(prompts, completions, columns, groups)
+        for call in calls:
+            self._put(handle._batch, call)
+        return handle
+
+    def open(self, prompts: list, columns: dict[str, list], groups: list[int] | None = None) -> Handle:
+        """Begins to score completions that are still being written: each is given to `Handle.add`. Columns that only the completion
+        tells (their lengths, for one) hold anything of their type until then. The rest is as in `start`."""
+        return self._begin(prompts, [None] * len(prompts), columns, groups)[0]
+
+    def _begin(self, prompts: list, completions: list, columns: dict[str, list], groups) -> tuple[Handle, list[list[int]]]:
         if self._closed:
             raise RewardError("this Runner is closed")
         given = self._given(prompts, completions, columns)
@@ -147,10 +172,11 @@ class Runner:
             batch.done.set()
         while len(self._lanes) < min(self.options.workers, count):
             self._lanes.append(Lane(self._calls, self._functions, self.options.timeout_s, self.options.memory_limit_mb))
-        for samples in calls:
-            for slot in range(len(self._functions)):
-                self._calls.put((batch, slot, samples))
-        return Handle(self, batch)
+        return Handle(self, batch, calls), calls
+
+    def _put(self, batch: Batch, samples: list[int]) -> None:
+        for slot in range(len(self._functions)):
+            self._calls.put((batch, slot, samples))
 
     def close(self) -> None:
         """Ends all workers, those in the middle of a call too. Can be called twice."""
@@ -231,6 +257,7 @@ class Runner:
         metrics["reward/not_applicable"] = float(sum(cell is None for row in batch.cells for cell in row))
         metrics["reward/retried"] = float(batch.retried)
         if batch.seconds:
+            metrics["time/reward_calls"] = float(sum(batch.seconds))
             for percent in (50, 99):
                 metrics[f"time/reward_p{percent}_s"] = float(np.percentile(batch.seconds, percent))
         return metrics

@@ -228,7 +228,13 @@ class MeshOptions(Strict):
 class GeneratorOptions(Strict):
     slots: int = Field(64, ge=1, description="completions decoded at the same time")
     prefill_chunk: int = Field(256, ge=1, description="prompt tokens per prefill call")
+    prefill_budget: int | None = Field(
+        None,
+        ge=1,
+        description="prompt tokens read in between two dispatches while others decode; null: what a dispatch of all slots makes",
+    )
     tokens_per_dispatch: int = Field(16, ge=1, description="decoding steps between two looks of the host")
+    strict_shapes: bool = Field(False, description="a program that was not compiled before the first step is an error")
     speculative: int = Field(
         0,
         ge=0,

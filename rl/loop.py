@@ -71,7 +71,7 @@ def run(config: RunConfig) -> int:
                 slots=config.generator.slots,
                 seed=config.seed,
                 tokenizer=prepared.tokenizer,
-                options=GeneratorOptions(**config.generator.model_dump(exclude={"slots"})),
+                options=GeneratorOptions(**config.generator.model_dump(exclude={"slots", "strict_shapes"})),
             )
             events = Events(config, folder.path)
             try:
@@ -124,11 +124,12 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None) -> None:
     run.events.start_stage(stage.name, options.steps, after)
     if saved is None:
         state = trainer.start(run.model.params, run.config.seed + stage.index)
-        if evaluation:
-            run.events.step(stage.name, 0, evaluation.run(run.generator, params))
     else:
         state = run.checkpoints.restore(trainer.abstract())[1]
         run.model.params = state.policy.params
+    _compile_ahead(run)
+    if saved is None and evaluation:
+        run.events.step(stage.name, 0, evaluation.run(run.generator, params))
     take = _rollout_step if stage.algorithm.needs_rollouts else _supervised_step
     last = after if saved and saved["ended"] else options.steps
     for step in range(after + 1, last + 1):
@@ -143,6 +144,19 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None) -> None:
         _save_and_stop(run, stage, state, step, ended)
         if ended:
             break
+
+
+def _compile_ahead(run: Run) -> None:
+    """Compiles the generator's programs for all prompts and parameters of the run, once."""
+    prepared, generator = run.prepared, run.generator
+    problems = [p for each in (*(stage.problems for stage in prepared.stages), prepared.held_out) for p in each or ()]
+    if not problems or generator.compiled_ahead:
+        return
+    began = time.perf_counter()
+    every = [rollouts.sampling_params(stage.options.sampling, prepared.stop_ids) for stage in prepared.stages]
+    strict = run.config.generator.strict_shapes
+    count = generator.compile_ahead(max(len(p.ids) for p in problems), every, strict=strict)
+    run.events.note(f"the generator has {count} programs; they were compiled in {time.perf_counter() - began:.1f} s")
 
 
 def _reached(until: UntilOptions | None, metrics: dict) -> bool:

@@ -30,12 +30,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The completions of one step, [P][G], and the scores that are on their way."""
+    """The completions of one step, [P][G], the scores that are on their way, and what the engine counted (`Engine.counts`)."""
 
     problems: Sequence[Problem]
     prompt_ids: Sequence[int]
     completions: list[list[Completion]]
     scores: Handle
+    counts: dict[str, int]
     seconds: float
 
     @property
@@ -70,22 +71,24 @@ def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes
 def collect(
     generator: Generator, runner: Runner, problems: Sequence[Problem], params: SamplingParams, prompt_ids: Sequence[int]
 ) -> Rollouts:
-    """Completes the prompts and starts scoring; the rewards run in their own processes while the device goes on."""
-    began = time.perf_counter()
-    completions = generator.generate([problem.ids for problem in problems], params, ids=prompt_ids)
-    seconds = time.perf_counter() - began
-    flat = [(p, c) for p, group in enumerate(completions) for c in group]
-    examples = [problems[p].example for p, _ in flat]
+    """Completes the prompts. A group is scored as soon as it is there, in the processes of the rewards, while others are decoded."""
+    began, G = time.perf_counter(), params.n
+    examples = [problem.example for problem in problems for _ in range(G)]
     names = sorted({name for example in examples for name in example.columns})
     columns: dict[str, Any] = {name: [example.columns.get(name) for example in examples] for name in names}
-    columns |= {
-        "completion_lengths": [len(c.tokens) for _, c in flat],
-        "truncated": [c.finish == "length" for _, c in flat],
-        "max_new_tokens": params.max_new_tokens,
-    }
-    texts = [_as_written(example.prompt, c.text) for example, (_, c) in zip(examples, flat, strict=True)]
-    handle = runner.start([example.prompt for example in examples], texts, columns, [p for p, _ in flat])
-    return Rollouts(problems, prompt_ids, completions, handle, seconds)
+    columns |= {"completion_lengths": [0] * len(examples), "truncated": [False] * len(examples)}
+    columns["max_new_tokens"] = params.max_new_tokens
+    handle = runner.open([example.prompt for example in examples], columns, [p for p in range(len(problems)) for _ in range(G)])
+    generator.forget()
+    before = dict(generator.engine.counts)
+    completions: list[list[Completion]] = [[None] * G for _ in problems]
+    for p, sample, completion in generator.stream([problem.ids for problem in problems], params, ids=prompt_ids):
+        completions[p][sample] = completion
+        text = _as_written(problems[p].example.prompt, completion.text)
+        known = {"completion_lengths": len(completion.tokens), "truncated": completion.finish == "length"}
+        handle.add(p * G + sample, text, **known)
+    counts = {name: count - before[name] for name, count in generator.engine.counts.items()}
+    return Rollouts(problems, prompt_ids, completions, handle, counts, time.perf_counter() - began)
 
 
 def _as_written(prompt, text: str):
@@ -136,6 +139,8 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
         "completion/truncated_ratio": float(1 - ended.mean()),
         "perf/sample_tokens_per_s": float(lengths.sum() / max(rollouts.seconds, 1e-9)),
         "time/sample": rollouts.seconds,
+        "generator/useful_rows": rollouts.counts["useful"] / max(1, rollouts.counts["rows"]),
+        "generator/prompt_tokens_read": float(rollouts.counts["prefill"]),
     }
     if drafted:
         steps = sum(c.steps for _, c in rollouts.flat)

@@ -6,7 +6,7 @@ S slots, P prompts of one prefill, C tokens of one prefill call, K decoding step
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +14,7 @@ from policy.config import StoredType
 from policy.layers.quantization import TYPES
 from policy.model import Model
 from rollout.chat import render_prompt
-from rollout.engine import Engine
+from rollout.engine import Engine, stop_width
 from rollout.programs import Programs
 from rollout.sampling import SamplingParams
 from rollout.scheduler import Queue, Request
@@ -171,6 +171,20 @@ class Generator:
         """Takes a request out of the queue, or out of its slot; one that has ended stays as it is."""
         self._queue.remove(request)
         self.engine.cancel(request)
+
+    def forget(self) -> None:
+        """Lets no prompt begin with the entries of an earlier one, and the next calls not depend on what ran before."""
+        self.engine.forget()
+
+    def compile_ahead(self, longest: int, params: Iterable[SamplingParams], *, strict: bool = False) -> int:
+        """Compiles every program that prompts of up to `longest` tokens and these parameters need, in parallel; returns how many
+        there are. One that is missing later is a warning, or rollout.programs.LateCompilation if `strict`."""
+        widths = sorted({stop_width(len(each.stop_token_ids)) for each in params})
+        return self.engine.programs.compile_ahead(self._params, longest, widths, strict=strict)
+
+    @property
+    def compiled_ahead(self) -> bool:
+        return self.engine.programs.sealed
 
     def step(self) -> list[Request]:
         """One turn: fills free slots from the queue, reads prompts in, decodes. Returns the requests that ended.

@@ -9,6 +9,7 @@ s rows of one call, P prompts of one prefill, C tokens of one prefill call, K de
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from policy import modes
 from policy.cache import Step
 from policy.sharding import settle
 from rollout.sampling import Draws, SamplingParams, choose
+from rollout.scheduler import WORTH_A_COPY
 
 if TYPE_CHECKING:
     from rollout.generator import GeneratorOptions
@@ -94,7 +96,7 @@ class Programs:
             "decode": jax.jit(self._decode_program, donate_argnums=1),
         }
         self._compiled: dict[tuple, Any] = {}
-        self._sealed = self._strict = False
+        self.sealed = self._strict = False
         self._lock = threading.Lock()
 
     # What the engine calls.
@@ -157,7 +159,7 @@ class Programs:
         key = (name, *shape)
         compiled = self._compiled.get(key)
         if compiled is None:
-            if self._sealed:
+            if self.sealed:
                 self._late(key)
             compiled = self._compile(key, arguments)
         return settle(compiled(*arguments), self.graph.layout)
@@ -182,36 +184,37 @@ class Programs:
     def compile_ahead(self, params, longest: int, stops: Iterable[int], *, strict: bool) -> int:
         """Compiles all that prompts of up to `longest` tokens need, in parallel threads; `stops` are widths of Slots.stops. From here
         on a program that is missing is a warning, or LateCompilation if `strict`. Returns the number of programs."""
-        if ("empty",) not in self._compiled:
-            self._compile(("empty",), ())
-        cache = jax.eval_shape(self._jitted["empty"])
-        cache = self._placed(cache)
-        wanted = [(key, arguments) for key, arguments in self._list(params, cache, longest, stops) if key not in self._compiled]
-        with ThreadPoolExecutor(max_workers=min(8, jax.local_device_count() + 3)) as pool:
+        every = list(self._list(params, longest, stops))
+        wanted = [(key, arguments) for key, arguments in every if key not in self._compiled]
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             list(pool.map(lambda each: self._compile(*each), wanted))
-        self._sealed, self._strict = True, strict
+        self.sealed, self._strict = True, strict
         return len(self._compiled)
 
-    def _list(self, params, cache, longest: int, stops: Iterable[int]):
-        """(key, abstract arguments) of every program."""
-        yield ("copy",), (cache, _int((self.slots, 2)), _int(()))
+    def _list(self, params, longest: int, stops: Iterable[int]):
+        """(key, abstract arguments) of every program; those that compile longest come first."""
+        cache = self._placed(jax.eval_shape(self._jitted["empty"]))
+        for s in self.sizes:
+            part = self._part(cache, s)
+            for width in stops:
+                slots = jax.tree.map(jnp.asarray, self.slots_of([], s, width, 0))
+                yield ("decode", s, width), (params, part, slots, _int((2,)))
         lengths = self.prefill_lengths(longest)
         for P in (rows for rows in PREFILL_ROWS if rows <= max(1, self.slots)):
             for C in lengths:
                 shape = (P, C + self.ahead)
                 given = (params, cache, _int((P,)), _int(shape), _int((P,)), _int((P,)))
                 yield ("prefill", *shape), given
-                if C == lengths[-1]:
+                if C == lengths[-1] and longest - 1 > min(WORTH_A_COPY, self.chunk):
                     yield ("extend", *shape), given
-        for s in self.sizes:
-            part = cache
-            if s < self.slots:
-                part = self._placed(jax.eval_shape(self._jitted["enter"], cache, _int((s,))))
-                yield ("enter", s), (cache, _int((s,)))
-                yield ("leave", s), (cache, part, _int((s,)))
-            for width in stops:
-                slots = jax.eval_shape(lambda s=s, w=width: jax.tree.map(jnp.asarray, self.slots_of([], s, w, 0)))
-                yield ("decode", s, width), (params, part, slots, _int((2,)))
+        for s in sorted({*self.sizes[:-1], *(() if self.rewinds else (1,))}):
+            yield ("enter", s), (cache, _int((s,)))
+            yield ("leave", s), (cache, self._part(cache, s), _int((s,)))
+        yield ("copy",), (cache, _int((self.slots, 2)), _int(()))
+        yield ("empty",), ()
+
+    def _part(self, cache, rows: int):
+        return cache if rows == self.slots else self._placed(jax.eval_shape(self._jitted["enter"], cache, _int((rows,))))
 
     def prefill_lengths(self, longest: int) -> list[int]:
         """Tokens of the prefill calls that a prompt of `longest` tokens, and shorter ones, can need."""
