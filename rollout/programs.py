@@ -15,6 +15,7 @@ import numpy as np
 from policy import cache as caches
 from policy import modes
 from policy.cache import Step
+from policy.decoding import laid_out
 from policy.sharding import settle
 from rollout.sampling import Draws, SamplingParams, choose
 
@@ -105,6 +106,7 @@ class Programs:
 
     def _decode_program(self, params, cache, slots: Slots, stops, draws: Draws | None):
         S = slots.token.shape[0]
+        params = params if self._scan else laid_out(self.graph, params, S)
 
         def go_on(carry):
             return (carry[0] < self._dispatch) & jnp.any(carry[5])
