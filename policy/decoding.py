@@ -33,8 +33,8 @@ class Repeats:
 
 
 def laid_out(graph: Graph, params: dict[str, jax.Array], rows: int) -> dict:
-    """`params` for steps of `rows` tokens each, on CPU with unrolled layers; to be called outside their loop. Float32 weights on one
-    device are joined and transposed, others only cut."""
+    """`params` for steps of `rows` tokens each, on CPU with unrolled layers; to be called outside their loop. Float32 weights on
+    one device are joined and transposed, others only cut."""
     plain = graph.runtime.dtype == "float32" and graph.runtime.quantization is None and graph.layout.mesh.size == 1
     found = dict(params)
     for path in params:
@@ -48,8 +48,10 @@ def laid_out(graph: Graph, params: dict[str, jax.Array], rows: int) -> dict:
 
 
 def _cut(weight) -> Repeats:
-    R = jax.tree.leaves(weight)[0].shape[0]
-    return Repeats(jax.lax.optimization_barrier(jax.tree.map(lambda a: a[r], weight)) for r in range(R))
+    def repeat(r: int):
+        return jax.lax.optimization_barrier(jax.tree.map(lambda a: a[r], weight))
+
+    return Repeats(map(repeat, range(jax.tree.leaves(weight)[0].shape[0])))
 
 
 def _group(graph: Graph, params: dict[str, jax.Array], path: str) -> list[str]:
