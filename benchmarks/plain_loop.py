@@ -1,5 +1,6 @@
 """What a careful user writes by hand: greedy generation by one dense Qwen3-shaped model, in one jitted program and nothing else.
-The engine of Duet is measured against it (benchmarks/generate.py): requests, slots, stops and log-probabilities should cost nothing.
+The engine of Duet is measured against it (benchmarks/generate.py): requests, slots, stops and log-probabilities should cost
+nothing.
 
 B rows, P prompt tokens, N new tokens, T tokens of a call, C cache length, E hidden, H query heads, K key-value heads, D head
 dimension, I width of the feed-forward, V vocabulary.
