@@ -78,11 +78,16 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
     arrays, seen = {}, {}
     B, T = step.positions.shape
     rows = jnp.arange(B)[:, None]
+    # XLA makes a slice update of a scatter of one entry, which on CPU costs three copies of the array in every step of a loop. A
+    # second entry, past the end, keeps it a scatter in place.
+    more = B * T == 1 and isinstance(cache.index, int)
     for name, value in new.items():
         for part, written in _parts(cache.arrays, name, value).items():
             array = cache.arrays[part]
             at = jnp.where(step.segments != 0, step.positions, array.shape[3] + jnp.arange(T))
             written = jnp.swapaxes(written, 1, 2).astype(array.dtype)
+            if more:
+                at, written = jnp.pad(at, ((0, 0), (0, 1)), constant_values=array.shape[3] + 1), jnp.repeat(written, 2, axis=1)
             arrays[part] = array.at[cache.index, rows, :, at].set(written, mode="drop", unique_indices=True)
         seen[name] = read(arrays, name, lambda array: array[cache.index], value.dtype)
     length = next(iter(seen.values())).shape[2]

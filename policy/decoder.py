@@ -23,7 +23,7 @@ from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
 from policy.layers.norms import norm
 from policy.layers.parameter import normal, stacked, weight
-from policy.layers.rope import rotation, sinusoids
+from policy.layers.rope import made_once, rotation, sinusoids
 from policy.memory import fetch_layer
 from policy.multi_token_prediction import PredictionModule
 from policy.remat import checkpointed, saved
@@ -57,7 +57,7 @@ class LayerStack(nnx.Module):
 
         if runtime.remat != "none" and cache is None:
             repeat = checkpointed(repeat, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan)
-        if (len(cache) > 1) if cache is not None else not runtime.scan:
+        if len(cache) == self.repeats if cache is not None else not runtime.scan:
             x_BTE, cache, found = self._unrolled(x_BTE, cache, weights, repeat)
             return batch_split.merge(x_BTE) if split else x_BTE, cache, found
 
@@ -104,6 +104,8 @@ class Decoder(nnx.Module):
     def __call__(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         """(hidden [B, T, E], cache, Aux). `cache` is what policy.cache.create made, or None to look at this call's tokens only."""
         step = self.seat(tokens_BT, step)
+        if cache is not None and any(len(parts) > 1 for parts in cache) and tokens_BT.shape[1] == 1:
+            step = replace(step, rotations={name: made_once(table) for name, table in step.rotations.items()})
         x = drop(self.embed(step, runtime.dtype), step.dropout)
         x = x if self.streams is None else self.streams.expand(x)
         caches, layers = [], {}

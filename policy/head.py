@@ -12,15 +12,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from policy.layers.projection import Projection
 from policy.sharding import Layout
 
 # Logits of a chunk unless the number of chunks is set: 2^24 float32 are 64 MiB.
 CHUNK_LOGITS = 1 << 24
 
 
-def logits(hidden_ME: jax.Array, weight_VE: jax.Array, softcap: float | None = None) -> jax.Array:
+def logits(hidden_ME: jax.Array, weight_VE: jax.Array | Projection, softcap: float | None = None) -> jax.Array:
     """hidden @ weight^T as float32, bounded by softcap * tanh(z / softcap) if there is one; any leading dimensions."""
-    z = jnp.einsum("...e,ve->...v", hidden_ME, weight_VE.astype(hidden_ME.dtype), preferred_element_type=jnp.float32)
+    if isinstance(weight_VE, Projection):
+        E = hidden_ME.shape[-1]
+        z = weight_VE.product(hidden_ME.reshape(-1, E)).reshape(*hidden_ME.shape[:-1], -1)
+    else:
+        z = jnp.einsum("...e,ve->...v", hidden_ME, weight_VE.astype(hidden_ME.dtype), preferred_element_type=jnp.float32)
     return z if softcap is None else softcap * jnp.tanh(z / softcap)
 
 

@@ -233,7 +233,7 @@ class GeneratorOptions(Strict):
         ge=1,
         description="prompt tokens read in between two dispatches while others decode; null: what a dispatch of all slots makes",
     )
-    tokens_per_dispatch: int = Field(16, ge=1, description="decoding steps between two looks of the host")
+    tokens_per_dispatch: int = Field(64, ge=1, description="most decoding steps between two looks of the host")
     strict_shapes: bool = Field(False, description="a program that was not compiled before the first step is an error")
     speculative: int = Field(
         0,

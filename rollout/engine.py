@@ -22,6 +22,9 @@ from rollout.scheduler import Request, Rows
 # While requests wait, a dispatch ends when this share of its rows has ended: one row in a small batch.
 REFILL_SHARE = 16
 
+# Most steps of a dispatch where stop strings are looked for: the host does that, and what is made past one is thrown away.
+WATCHED_STEPS = 16
+
 
 class _View(NamedTuple):
     """The slots that a dispatch runs on, row by row (None: padding), and their own cache; None: the whole cache."""
@@ -217,7 +220,9 @@ class Engine:
         size, part = len(self._view.rows), self._view.part
         refill = len(decoding) - 1 - size // REFILL_SHARE
         smaller = max((s for s in self.programs.sizes if s < size), default=0)
-        limits = self.programs.dispatch, refill if self._following or self._pending else smaller
+        watched = any(self._running[slot].params.stop for slot in decoding)
+        steps = min(self.programs.dispatch, WATCHED_STEPS) if watched else self.programs.dispatch
+        limits = steps, refill if self._following or self._pending else smaller
         given = self._cache if part is None else part
         cache, self._slots, made = self.programs.decode(self._weights(), given, self._slots, limits)
         if part is None:

@@ -23,7 +23,7 @@ from rollout.weights import QuantizedWeights
 
 @dataclass(frozen=True)
 class GeneratorOptions:
-    """prefill_chunk: prompt tokens of one prefill call. tokens_per_dispatch: decoding steps between two looks of the host.
+    """prefill_chunk: prompt tokens of one prefill call. tokens_per_dispatch: most decoding steps between two looks of the host.
     prefill_budget: prompt tokens that are read in between two dispatches while others decode; None: as many as a dispatch of all
     slots makes.
 
@@ -34,7 +34,7 @@ class GeneratorOptions:
 
     cache: Literal["contiguous"] = "contiguous"
     prefill_chunk: int = 256
-    tokens_per_dispatch: int = 16
+    tokens_per_dispatch: int = 64
     prefill_budget: int | None = None
     speculative: int = 0
     weights: StoredType | None = None

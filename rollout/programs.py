@@ -23,6 +23,7 @@ import numpy as np
 from policy import cache as caches
 from policy import modes
 from policy.cache import Step
+from policy.decoding import laid_out
 from policy.sharding import settle
 from rollout.sampling import Draws, SamplingParams, choose
 from rollout.scheduler import WORTH_A_COPY
@@ -291,6 +292,7 @@ class Programs:
 
     def _decode_program(self, params, cache, slots: Slots, limits):
         s, K = slots.token.shape[0], self.dispatch
+        params = params if self._scan else laid_out(self.graph, params, s)
 
         def go_on(carry):
             return (carry[0] < limits[0]) & (jnp.sum(carry[5]) > limits[1])

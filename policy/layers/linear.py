@@ -5,11 +5,13 @@ own). Products that stay as they are do not: routers and gates, norms, the index
 
 A weight is quantised in one of two ways. In training it is an array of floats, and `Runtime.quantization` names the rule by which
 its product is computed (policy/layers/quantization.py). For rollouts it may be a `qwix.QArray` (rollout/weights.py): then it is
-multiplied as floats, in the dtype of the activations, or, with a rule, quantised like the activations.
+multiplied as floats, in the dtype of the activations, or, with a rule, quantised like the activations. While decoding on CPU it is
+a `Projection`, laid out for that (policy/layers/projection.py).
 """
 
 from __future__ import annotations
 
+import math
 from string import ascii_uppercase
 
 import jax
@@ -18,16 +20,19 @@ import qwix
 
 from policy.config import Runtime
 from policy.layers import quantization
+from policy.layers.projection import Projection
 
-Weight = jax.Array | qwix.QArray
+Weight = jax.Array | qwix.QArray | Projection
 
 
 def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax.Array:
     """einsum(equation, x, weight) in x's dtype. The equation names leading dimensions that only x has "...", or not at all."""
     rule = runtime.quantization
-    if rule is None and not isinstance(weight, qwix.QArray):
+    if rule is None and not isinstance(weight, (qwix.QArray, Projection)):
         return jnp.einsum(equation, x, weight.astype(x.dtype))
     equation = equation.replace("...", ascii_uppercase[: x.ndim - len(equation.split(",")[0].replace("...", ""))])
+    if isinstance(weight, Projection):
+        return _project(equation, x, weight)
     if not isinstance(weight, qwix.QArray):
         return quantization.einsum(equation, x, weight, rule)
     if rule is None:
@@ -36,6 +41,17 @@ def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax
     inputs = tuple(dim for dim, letter in enumerate(letters) if letter not in outs)
     x_quantized = quantization.quantize(x, quantization.RULES[rule].act_qtype, inputs)
     return qwix.einsum(equation, x_quantized, weight).astype(x.dtype)
+
+
+def _project(equation: str, x: jax.Array, weight: Projection) -> jax.Array:
+    """The same with a weight whose first dimensions, in the order of the equation, are summed over."""
+    (letters, named), out = equation.split("->")[0].split(","), equation.split("->")[1]
+    inputs, outputs = named[: len(weight.inputs)], named[len(weight.inputs) :]
+    rows = "".join(letter for letter in letters if letter not in inputs)
+    x = jnp.einsum(f"{letters}->{rows}{inputs}", x)
+    dims = x.shape[: len(rows)]
+    y = weight.product(x.reshape(math.prod(dims), -1)).reshape(*dims, *weight.outputs)
+    return jnp.einsum(f"{rows}{outputs}->{out}", y)
 
 
 def ragged_linear(rows_ME: jax.Array, weights_GEF: Weight, sizes_G: jax.Array, runtime: Runtime) -> jax.Array:

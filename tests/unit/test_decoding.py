@@ -1,0 +1,89 @@
+"""Weights laid out for decoding on CPU: the same products, and the same decoder, as the policy's own arrays give."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import configuration, random_model
+
+import policy
+from policy import cache as caches
+from policy import families, head, modes
+from policy.config import Runtime
+from policy.decoding import Repeats, laid_out
+from policy.layers import projection
+from policy.layers.linear import linear
+from policy.layers.projection import Projection, lay_out
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(params=["small", "large"])
+def size(request, monkeypatch):
+    """Every weight counts as small, or as large."""
+    monkeypatch.setattr(projection, "LARGE", 1 << 30 if request.param == "small" else 1)
+    return request.param
+
+
+def numbers(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_products_with_weights_laid_out_are_those_with_the_weights(size, rows):
+    x, q, k = numbers(rows, 1, 6), numbers(6, 4, 5), numbers(6, 2, 5)
+    laid = lay_out([q, k], 1, rows)
+    assert all(a.transposed == (size == "large" and rows > 1) for a in laid)
+    assert (laid[0].matrix is laid[1].matrix) == (size == "small")
+    for weight, each in zip((q, k), laid, strict=True):
+        expected = np.einsum("bte,ehd->bhtd", x, weight)
+        np.testing.assert_allclose(linear("bte,ehd->bhtd", x, each, Runtime()), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_over_two_dimensions_and_over_leading_ones_that_only_x_has(size):
+    x, out, up = numbers(2, 4, 3, 5), numbers(4, 5, 6), numbers(5, 7)
+    found = linear("bhtd,hde->bte", x, lay_out([out], 2, 6)[0], Runtime())
+    np.testing.assert_allclose(found, np.einsum("bhtd,hde->bte", x, out), rtol=1e-5, atol=1e-5)
+    found = linear("...e,ei->...i", x, lay_out([up], 1, 24)[0], Runtime())
+    np.testing.assert_allclose(found, np.einsum("abce,ei->abci", x, up), rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_laid_out_is_also_a_table():
+    table, hidden = numbers(9, 4), numbers(2, 3, 4)
+    laid = Projection(table, transposed=True, start=0, inputs=(4,), outputs=(9,))
+    np.testing.assert_allclose(head.logits(hidden, laid, 2.0), head.logits(hidden, table, 2.0), rtol=1e-5, atol=1e-5)
+    assert laid[...] is laid
+    np.testing.assert_array_equal(laid[jnp.asarray([[3, 1]])], table[jnp.asarray([[3, 1]])])
+
+
+@pytest.mark.parametrize(("name", "rows"), [("Qwen3", 1), ("Qwen3", 2), ("DeepseekV3", 2), ("Qwen3Next", 2)])
+def test_one_step_of_a_decoder_is_the_same(size, name, rows):
+    """Of attention, of latent attention with experts, and of the gated delta net."""
+    model = random_model(families.read(configuration(name)), seed=1)
+    tokens, lengths = jnp.arange(rows) + 3, jnp.arange(rows)
+    cache = caches.create(model.config, rows, 4, "float32", scan=False)
+
+    def step(params):
+        decoder = model.graph.decoder(params)
+        return modes.autoregressive(decoder, tokens, lengths, jnp.ones(rows, bool), cache, model.graph.runtime)
+
+    found = jax.jit(lambda params: step(laid_out(model.graph, params, rows)))(model.params)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(model.params)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_laid_out_and_what_is_only_cut():
+    model = policy.create("tiny-deepseek")
+    seen = {}
+
+    def look(graph):
+        jax.eval_shape(lambda params: seen.update(laid_out(graph, params, 1)) or 0, model.params)
+        return {path.rpartition(".")[2]: type(a[0]) for path, a in seen.items() if isinstance(a, Repeats)}
+
+    kinds = look(model.graph)
+    assert kinds["o_proj"] is kinds["q_b_proj"] is Projection and kinds["kv_b_proj"] is not Projection
+    assert isinstance(seen["lm_head"], Projection)
+    bfloat16 = model.graph.at(dtype="bfloat16")
+    assert Projection not in look(bfloat16).values() and dataclasses.is_dataclass(Projection)
