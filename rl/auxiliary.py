@@ -20,8 +20,8 @@ _BIAS = ".feed_forward.router.correction_bias"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Totals:
-    """What a micro-batch has to know of the whole optimiser batch: sequences, tokens that are not padding, tokens trained on, and choices
-    of each expert float32[R, X] by path of the layer (None: this micro-batch is the whole)."""
+    """What a micro-batch has to know of the whole optimiser batch: sequences, tokens that are not padding, tokens trained on, and
+    choices of each expert float32[R, X] by path of the layer (None: this micro-batch is the whole)."""
 
     sequences: jax.Array
     tokens: jax.Array

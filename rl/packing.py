@@ -1,7 +1,7 @@
 """Several sequences in one row of the device, so that few of the tokens that are computed are padding.
 
-N sequences, one a row of a batch, R packed rows, T tokens. Where a sequence goes is a function of the lengths alone, so a run that is
-resumed packs as it did before.
+N sequences, one a row of a batch, R packed rows, T tokens. Where a sequence goes is a function of the lengths alone, so a run
+that is resumed packs as it did before.
 """
 
 from __future__ import annotations

@@ -296,8 +296,8 @@ class Trainer:
         return place, place.shape[0] if micro is None else multiple
 
     def _micro_batch(self, T: int) -> int | None:
-        """Rows of a micro-batch where the stage says nothing; None: all. On CPU what a layer leaves for the backward pass then stays
-        in the caches: 64 rows of 96 tokens took 1.4 times as long at once as 8 at a time, for 1M and for 25M weights. Balancing
+        """Rows of a micro-batch where the stage says nothing; None: all. On CPU what a layer leaves for the backward pass then
+        stays in the caches: 64 rows of 96 tokens took 1.4 times as long at once as 8 at a time, for 1M and for 25M weights. Balancing
         experts over the whole batch would cost another forward pass."""
         on_cpu = self.graph.layout.mesh.devices.flat[0].platform == "cpu"
         return max(1, CPU_TOKENS // T) if on_cpu and self.stage.router.balance == "sequence" else None

@@ -122,16 +122,23 @@ def test_losses_and_their_gradients_are_those_of_separate_rows(aggregation, rati
 GRPO = {"name": "grpo", "aggregation": "prompt", "ratio": "sequence"}
 
 
-@pytest.mark.parametrize("algorithm", [GRPO, pytest.param({"name": "ppo"}, marks=pytest.mark.slow)])
-def test_updates_are_those_of_separate_rows(algorithm):
-    """With experts, whose balance is one of sequences. The program takes rows that are not packed just as well."""
+@pytest.mark.parametrize(
+    ("create", "algorithm"),
+    [
+        (learners.dense, GRPO),
+        pytest.param(learners.dense, {"name": "ppo"}, marks=pytest.mark.slow),
+        pytest.param(learners.experts, GRPO, marks=pytest.mark.slow),
+    ],
+)
+def test_updates_are_those_of_separate_rows(create, algorithm):
+    """Also with experts, whose balance is one of sequences. The program takes rows that are not packed just as well."""
     data = uneven()
     options = stage(algorithm, router={"bias_rate": 0.05, "balance_coef": 0.3})
-    trainer, state = begin(learners.experts(), options, fresh=True)
+    trainer, state = begin(create(), options, fresh=True)
     apart, found = trainer.policy(state.policy, data, trainer._totals(data), 12)
     if trainer.critic:
         critic, values = trainer.critic(state.critic, data, trainer._totals(data), 12)
-    trainer, state = begin(learners.experts(), options)
+    trainer, state = begin(create(), options)
     together, metrics = trainer.update(state, data)
     assert 0.5 < metrics["perf/packed_share"] <= 1
     for key in found:
