@@ -18,24 +18,24 @@ _COMMON = {
 }
 
 MODELS = {
-    # 1.05M weights
+    # 1.12M weights
     "1m": _COMMON
     | {
-        "vocab_size": 1024,
+        "vocab_size": 256,
         "hidden_size": 128,
-        "intermediate_size": 384,
+        "intermediate_size": 512,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": 4,
         "head_dim": 32,
     },
-    # 25.2M weights
+    # 26.2M weights
     "25m": _COMMON
     | {
-        "vocab_size": 6144,
+        "vocab_size": 1024,
         "hidden_size": 512,
         "intermediate_size": 1536,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 8,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 64,

@@ -406,7 +406,7 @@ class StageOptions(Strict):
     micro_batch: int | None = Field(
         None,
         ge=1,
-        description="packed rows in one gradient computation (null: all, on CPU 1024 tokens); changes speed and memory only",
+        description="packed rows in one gradient computation (null: all, on CPU 768 tokens); changes speed and memory only",
     )
     internal_metrics: bool = Field(False, description="log activations of each layer and gradient norms of each kind of part")
     dropout: float = Field(0.0, ge=0, lt=1, description="share of activations dropped in updates of the policy")

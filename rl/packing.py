@@ -6,26 +6,34 @@ that is resumed packs as it did before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from rl.batch import Batch
 
-# Packed rows come in so many different numbers for one number of sequences: each number is a shape that compiles.
+# Without micro-batches packed rows come in so many different numbers: each number is a shape that compiles.
 COUNTS = 8
 
 
 @dataclass(frozen=True)
 class Packing:
     """Where the tokens of N rows of T stand in R packed rows of T: token `source[i]` of the one at `target[i]` of the other, both
-    counted through all rows. `number` int32[N]: which sequence of its row each one is, from 1."""
+    counted through all rows. `number` int32[N]: which sequence of its row each one is, from 1. `used`: rows that hold any; the
+    others come last."""
 
     sequences: tuple[int, int]
     shape: tuple[int, int]
     source: np.ndarray
     target: np.ndarray
     number: np.ndarray
+    used: int
+
+    def share(self, micro_rows: int) -> float:
+        """Of the tokens that are computed, so many rows at a time, those that are real."""
+        computed = max(1, -(-self.used // micro_rows)) * micro_rows * self.shape[1]
+        return len(self.source) / computed
 
     def pack(self, array_NT: np.ndarray, fill=0) -> np.ndarray:
         """[R, T]; `fill` on padding."""
@@ -60,9 +68,9 @@ class Packing:
         return Batch(**by_token, segments=self.spread(self.number), prompt=prompt)
 
 
-def packing(segments_NT: np.ndarray, multiple: int) -> Packing:
+def packing(segments_NT: np.ndarray, counts: Sequence[int]) -> Packing:
     """Longest first, each sequence into the first row with room for it (Johnson 1973: at most 11/9 of the fewest rows that do);
-    rows of padding follow up to one of `row_counts`.
+    rows of padding follow up to the first of `counts` that is enough.
 
     Raises ValueError where a row of the batch holds more than one sequence.
     """
@@ -80,10 +88,10 @@ def packing(segments_NT: np.ndarray, multiple: int) -> Packing:
         filled[r] += 1
         number[i] = filled[r]
     needed = np.count_nonzero(filled)
-    rows = next(count for count in row_counts(N, multiple) if count >= needed)
+    rows = next(count for count in counts if count >= needed)
     sequence, place = np.nonzero(segments)
     before = np.cumsum(segments != 0, axis=1)[sequence, place] - 1
-    return Packing((N, T), (rows, T), sequence * T + place, row[sequence] * T + start[sequence] + before, number)
+    return Packing((N, T), (rows, T), sequence * T + place, row[sequence] * T + start[sequence] + before, number, needed)
 
 
 def row_counts(sequences: int, multiple: int) -> list[int]:

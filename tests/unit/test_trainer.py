@@ -188,7 +188,7 @@ def test_a_row_without_a_score_is_as_good_as_absent():
     options = stage({"name": "grpo", "aggregation": "sequence"}, router=router)
     with_it, found = updated(model, options, data.without(unscored))
     alone, expected = updated(model, options, jax.tree.map(lambda a: a[~unscored], data))
-    for key in expected[0]:
+    for key in expected[0].keys() - {"perf/packed_share"}:
         np.testing.assert_allclose(found[0][key], expected[0][key], rtol=1e-5, atol=1e-6, err_msg=key)
     for key in alone:
         np.testing.assert_allclose(with_it[key], alone[key], atol=1e-6, err_msg=key)
