@@ -243,7 +243,7 @@ def _filled(segments_MRT: jax.Array) -> jax.Array | int:
 
 
 def _over(function, carry, xs, count):
-    """`jax.lax.scan` over the first `count` of the M entries of `xs`, a number that is known on the device only, so that packed rows
+    """`jax.lax.scan` over the first `count` of the M entries of `xs`, a number known on the device only, so that packed rows
     of any number take one program. Outputs of the others are what a sum, a maximum or a minimum does not notice."""
     M = len(jax.tree.leaves(xs)[0])
 
