@@ -23,7 +23,7 @@ from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
 from policy.layers.norms import norm
 from policy.layers.parameter import normal, stacked, weight
-from policy.layers.rope import rotation, sinusoids
+from policy.layers.rope import made_once, rotation, sinusoids
 from policy.memory import fetch_layer
 from policy.multi_token_prediction import PredictionModule
 from policy.remat import checkpointed, saved
@@ -104,6 +104,8 @@ class Decoder(nnx.Module):
     def __call__(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         """(hidden [B, T, E], cache, Aux). `cache` is what policy.cache.create made, or None to look at this call's tokens only."""
         step = self.seat(tokens_BT, step)
+        if cache is None and runtime.layout is not None and runtime.layout.platform == "cpu":
+            step = replace(step, rotations={name: made_once(table) for name, table in step.rotations.items()})
         x = drop(self.embed(step, runtime.dtype), step.dropout)
         x = x if self.streams is None else self.streams.expand(x)
         caches, layers = [], {}
