@@ -1,78 +1,163 @@
 """Seconds of one GRPO step, sampling, reward and update together, beside TRL's GRPOTrainer where `trl` is installed, and
 beside a plain loop over transformers and torch.
 
-All start from the same weights, take 8 prompts of the same length, sample 8 completions of 16 tokens for each at temperature 1
-(nothing ends one early), score them with `letters` of letters.py, take advantages within the groups, and make one
-strictly on-policy update in float32: token aggregation, no KL term, gradients clipped at norm 1, AdamW.
+All start from the same weights, take 8 prompts of 16 to 32 tokens, sample 8 completions of at most 64 tokens for each at
+temperature 1, score them with `letters` of letters.py, take advantages within the groups, and make one strictly on-policy update
+in float32: token aggregation, no KL term, gradients clipped at norm 1, AdamW, nothing recomputed.
 
-- Duet calls the parts of `rl/loop.py`: generator, reward workers, batch, `Trainer.update`, with nothing recomputed and the
-  layers unrolled (`benchmarks/train.py` says more).
-- TRL: `GRPOTrainer.train`, one step of it a turn, from the beginning of the step to its end; Duet's turn comes between two
-  of its steps. It decodes with transformers.
+Lengths are random: one token in 40 of the vocabulary ends a completion, the same ids for all. Of weights as random as these each
+token is as likely as any other, so completions have a mean of 32 tokens whoever samples them; the means that came out are printed.
+
+- Duet calls the parts of `rl/loop.py`: generator, reward workers, batch, `Trainer.update`, with the layers unrolled
+  (`benchmarks/train.py` says more).
+- TRL: `GRPOTrainer.train`, one step of it a turn, from the beginning of the step to its end. It decodes with transformers.
 - The plain loop: `generate`, the reward called in the process, one forward and backward pass of the 64 rows, one AdamW step.
   It is the least that a program over transformers has to do.
 
-The floor is the sum of what generate.py measures for 64 completions of 16 tokens and train.py for 64 rows of 32 tokens.
+Each runs in a process of its own, whose peak memory is printed, and takes a step when it is its turn. Compilation does not count:
+the first two steps of each are left out, and whatever Duet compiles later is in its seconds.
 
-    python benchmarks/grpo.py [--models 1m 25m] [--repeats 3] [--torch-threads 1]
+The floor of the update is its arithmetic: 6 operations for each weight but the embedding's and each token that is not padding, at
+the rate of a product of two matrices of 2048 x 2048 in the same run. The share of it that Duet's update reaches is printed.
+
+    python benchmarks/grpo.py [--models 1m 25m] [--repeats 5] [--peers trl plain] [--torch-threads 1]
 """
 
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
+import resource
+import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from letters import letters
 from models import MODELS, pair
-from side_by_side import Row, arguments, in_turns, parse, table
+from side_by_side import Row, arguments, parse, table
 
-PROMPTS, SAMPLES, NEW_TOKENS = 8, 8, 16
+PROMPTS, SAMPLES, NEW_TOKENS = 8, 8, 64
 RATE = 1e-5
-TEXTS = [f"prompt number {i}:" for i in range(PROMPTS)]
+WARM = 2
+NAMES = {"trl": "TRL", "plain": "plain loop"}
+TEXTS = [f"prompt number {i}:".ljust(16 + 2 * i, ".") for i in range(PROMPTS)]
+
+
+def stop_ids(vocabulary: int) -> list[int]:
+    """The end of sequence of the tokenizer, and the last ids."""
+    count = round(vocabulary / 40)
+    return [2, *range(vocabulary - count + 1, vocabulary)]
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    options = parse(arguments(__doc__, list(MODELS), repeats=3), argv)
-    has_trl = importlib.util.find_spec("trl") is not None
-    if not has_trl:
+    parser = arguments(__doc__, list(MODELS), repeats=5)
+    parser.add_argument("--peers", nargs="+", choices=list(NAMES), default=list(NAMES))
+    options = parse(parser, argv)
+    peers = [peer for peer in options.peers if peer != "trl" or importlib.util.find_spec("trl")]
+    if peers != options.peers:
         print("TRL is left out: it is not installed (pip install trl)")
-    rows = []
-    for name in options.models:
-        rows.append(measure(name, "plain loop", options.repeats))
-        if has_trl:
-            rows.append(measure(name, "TRL", options.repeats))
+    rows = [measure(name, peer, options) for name in options.models for peer in peers]
     print(table(rows, "s/step", rate=False))
     return rows
 
 
-def measure(name: str, peer: str, repeats: int) -> Row:
-    """Each peer from fresh weights, for an update changes them in place."""
-    from rewards import Runner, RunnerOptions
-    from rollout.tokenizer import byte_level
-
-    reward = f"{Path(__file__).with_name('letters.py')}:letters"
-    tokenizer = byte_level()
-    with pair(name) as (ours, theirs), Runner(RunnerOptions(((reward, 1.0, {}),))) as runner:
-        duet = duet_step(ours, tokenizer, runner)
-        if peer == "TRL":
-            seconds = turns_with_trl(duet, theirs, tokenizer, repeats)
-        else:
-            seconds = in_turns(duet, plain_step(theirs, tokenizer), repeats)
-    return Row(name, peer, 1, *seconds)
+def measure(name: str, peer: str, options) -> Row:
+    """Steps of Duet and of a peer, in turns, each from the same weights in a process of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        with pair(name) as (_, theirs):
+            theirs.save_pretrained(directory)
+        turns = options.repeats + WARM
+        given = directory, turns, options.torch_threads
+        with process("duet", *given) as ours, process(peer, *given) as other:
+            found = [(ours(), other()) for _ in range(turns)][WARM:]
+        mine, others = zip(*found, strict=True)
+        show(name, peer, mine, others)
+    return Row(name, NAMES[peer], 1, tuple(s["step"] for s in mine), tuple(s["step"] for s in others))
 
 
-def duet_step(model, tokenizer, runner) -> Callable[[], None]:
+def show(name: str, peer: str, mine: Sequence[dict], others: Sequence[dict]) -> None:
+    def median(key, steps=mine):
+        return statistics.median(step[key] for step in steps)
+
+    update = median("update")
+    share = statistics.median(step["operations"] / step["rate"] / step["update"] for step in mine)
+    print(
+        f"{name}: generation {median('generation'):.3f} s, update {update:.3f} s, the rest "
+        f"{median('step') - median('generation') - update:.3f} s; the update reaches {share:.0%} of the matrix-product bound "
+        f"({median('rate') / 1e9:.0f} GFLOP/s) on real tokens, {median('packed'):.0%} of those computed"
+    )
+    lengths = [statistics.mean(step["length"] for step in steps) for steps in (mine, others)]
+    memory = [max(step["memory"] for step in steps) / 2**20 for steps in (mine, others)]
+    print(f"  mean lengths {lengths[0]:.1f} and {lengths[1]:.1f} ({NAMES[peer]}); peak {memory[0]:,.0f} and {memory[1]:,.0f} MiB")
+
+
+@contextmanager
+def process(role: str, *given):
+    """A function that has a new process take one step, and gives what it says of it."""
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    child = context.Process(target=serve, args=(role, *given, far))
+    child.start()
+    far.close()
+
+    def turn() -> dict:
+        near.send("step")
+        return near.recv()
+
+    try:
+        yield turn
+    finally:
+        near.close()
+        child.join(60)
+        child.kill()
+
+
+def serve(role: str, directory: str, turns: int, threads: int | None, pipe) -> None:
+    """A process that takes its steps as it is told to."""
+    if threads and role != "duet":
+        import torch
+
+        torch.set_num_threads(threads)
+    with suppress(EOFError, BrokenPipeError):  # the others have failed
+        {"duet": duet_steps, "plain": plain_steps, "trl": trl_steps}[role](directory, turns, Turns(pipe))
+
+
+class Turns:
+    """What a process is told, and tells."""
+
+    def __init__(self, pipe):
+        self._pipe = pipe
+
+    def wait(self) -> None:
+        self._pipe.recv()
+        self._began = time.perf_counter()
+
+    def done(self, found: dict) -> None:
+        """The step is over; `found` says more of it, and how long it took if that is not all since `wait`."""
+        seconds, memory = time.perf_counter() - self._began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._pipe.send({"step": seconds, "memory": memory} | found)
+
+
+def duet_steps(directory: str, turns: int, told: Turns) -> None:
     import jax
+    import jax.numpy as jnp
 
+    import policy
     import rl.algorithms
+    from policy.config import Runtime
+    from rewards import Runner, RunnerOptions
     from rl import rollouts
     from rl.config import StageOptions
     from rl.data import Example
     from rl.trainer import Trainer
     from rollout import Generator, SamplingParams, chat
+    from rollout.tokenizer import byte_level
 
+    model = policy.load(directory, runtime=Runtime(remat="none", scan=False))
+    tokenizer, reward = byte_level(), f"{Path(__file__).with_name('letters.py')}:letters"
     stage = StageOptions.model_validate(
         {
             "algorithm": "grpo",
@@ -89,83 +174,120 @@ def duet_step(model, tokenizer, runner) -> Callable[[], None]:
     problems = [rollouts.Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS]
     max_length = max(len(problem.ids) for problem in problems) + NEW_TOKENS
     generator = Generator(model, max_length=max_length, slots=PROMPTS * SAMPLES, tokenizer=tokenizer)
-    params = SamplingParams(n=SAMPLES, max_new_tokens=NEW_TOKENS)
-    count = 0
+    params = SamplingParams(n=SAMPLES, max_new_tokens=NEW_TOKENS, stop_token_ids=tuple(stop_ids(model.config.vocab_size)))
+    matrix, count = jnp.ones((2048, 2048), jnp.float32), 0
+    weights = model.graph.parameters - model.graph.shapes["embed_tokens"].size
 
-    def step() -> None:
+    def rate() -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(matrix @ matrix)
+        return 2 * 2048**3 / (time.perf_counter() - began)
+
+    def step() -> dict:
         nonlocal state, count
+        began = time.perf_counter()
         found = rollouts.collect(generator, runner, problems, params, range(count, count + PROMPTS))
         count += PROMPTS
         advantages = algorithm.advantages(found.scores.result().total.reshape(PROMPTS, SAMPLES))
         batch = found.batch(max_length).replace(advantages=advantages.reshape(-1).astype("float32"))
+        before = time.perf_counter()
         state, metrics = trainer.update(state, batch)
         model.params = state.policy.params
         jax.block_until_ready((state, metrics))
+        ended = time.perf_counter()
+        return {
+            "step": ended - began,
+            "generation": found.seconds,
+            "update": ended - before,
+            "length": float(batch.mask.sum()) / len(batch.prompt),
+            "packed": metrics["perf/packed_share"],
+            "operations": 6 * weights * int((batch.segments != 0).sum()),
+            "rate": max(rate() for _ in range(3)),
+        }
 
-    return step
+    with Runner(RunnerOptions(((reward, 1.0, {}),))) as runner:
+        for _ in range(turns):
+            told.wait()
+            told.done(step())
 
 
-def plain_step(model, tokenizer) -> Callable[[], None]:
+def plain_steps(directory: str, turns: int, told: Turns) -> None:
     import torch
+    from transformers import AutoModelForCausalLM
 
-    given = tokenizer([text for text in TEXTS for _ in range(SAMPLES)], return_tensors="pt")
+    from rollout.tokenizer import byte_level
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), byte_level()
+    given = tokenizer([text for text in TEXTS for _ in range(SAMPLES)], return_tensors="pt", padding=True, padding_side="left")
     start = given["input_ids"].shape[1]
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
-    sampling = {"do_sample": True, "top_k": 0, "min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
+    ends = torch.tensor(stop_ids(model.config.vocab_size))
+    sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "eos_token_id": ends.tolist(), "pad_token_id": 0}
     given = {key: given[key] for key in ("input_ids", "attention_mask")}
 
-    def step() -> None:
+    def step() -> dict:
         with torch.inference_mode():
             rows = model.generate(**given, **sampling)
         rows = rows.clone()  # out of inference mode, so that a gradient can be taken
-        texts = tokenizer.batch_decode(rows[:, start:], skip_special_tokens=True)
+        written = rows[:, start:]
+        ended = torch.isin(written, ends).int().cumsum(dim=1)
+        mask = (ended - torch.isin(written, ends).int() == 0).float()  # up to the first end, itself included
+        texts = tokenizer.batch_decode([row[m > 0] for row, m in zip(written, mask, strict=True)], skip_special_tokens=True)
         rewards = torch.tensor(letters(None, texts)).reshape(PROMPTS, SAMPLES)
         centred = rewards - rewards.mean(dim=1, keepdim=True)
         advantages = (centred / (rewards.std(dim=1, keepdim=True) + 1e-4)).reshape(-1, 1)
-        logits = model(input_ids=rows, use_cache=False, logits_to_keep=NEW_TOKENS + 1).logits[:, :-1]
-        logp = torch.log_softmax(logits, dim=-1).gather(-1, rows[:, start:, None])[..., 0]
-        loss = -((logp - logp.detach()).exp() * advantages).mean()
+        seen = torch.cat([given["attention_mask"], mask.long()], dim=1)
+        logits = model(rows, attention_mask=seen, use_cache=False, logits_to_keep=written.shape[1] + 1).logits[:, :-1]
+        logp = torch.log_softmax(logits, dim=-1).gather(-1, written[..., None])[..., 0]
+        loss = -((logp - logp.detach()).exp() * advantages * mask).sum() / mask.sum()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        return {"length": float(mask.sum(dim=1).mean())}
 
-    return step
+    for _ in range(turns):
+        told.wait()
+        told.done(step())
 
 
-def turns_with_trl(duet: Callable[[], None], model, tokenizer, repeats: int) -> tuple[tuple, tuple]:
-    """Seconds of each step of TRL but the first, and of Duet between them."""
-    import tempfile
-
+def trl_steps(directory: str, turns: int, told: Turns) -> None:
+    import torch
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import AutoModelForCausalLM, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    seconds: list[tuple[float, float]] = []
+    from rollout.tokenizer import byte_level
 
-    class Turns(TrainerCallback):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), byte_level()
+    model.generation_config.eos_token_id = stop_ids(model.config.vocab_size)
+    lengths: list[float] = []
+
+    def scored(prompts, completions, completion_ids, **_):
+        lengths.append(statistics.mean(map(len, completion_ids)))
+        return letters(prompts, completions)
+
+    class Steps(TrainerCallback):
         def on_step_begin(self, *_, **__):
-            self.began = time.perf_counter()
+            told.wait()
 
         def on_step_end(self, *_, **__):
-            theirs, began = time.perf_counter() - self.began, time.perf_counter()
-            duet()
-            seconds.append((time.perf_counter() - began, theirs))
+            told.done({"length": lengths[-1]})
 
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as scratch:
         settings = GRPOConfig(
-            output_dir=directory,
-            max_steps=repeats + 1,
+            output_dir=scratch,
+            max_steps=turns,
             per_device_train_batch_size=PROMPTS * SAMPLES,
             num_generations=SAMPLES,
             max_completion_length=NEW_TOKENS,
-            generation_kwargs={"min_new_tokens": NEW_TOKENS},
             temperature=1.0,
             beta=0.0,
             learning_rate=RATE,
             max_grad_norm=1.0,
             loss_type="dapo",
             gradient_checkpointing=False,
+            shuffle_dataset=False,
             use_cpu=True,
             bf16=False,
             save_strategy="no",
@@ -175,15 +297,13 @@ def turns_with_trl(duet: Callable[[], None], model, tokenizer, repeats: int) -> 
         )
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=letters,
+            reward_funcs=scored,
             args=settings,
-            train_dataset=Dataset.from_list([{"prompt": text} for text in TEXTS] * (repeats + 1)),
+            train_dataset=Dataset.from_list([{"prompt": text} for text in TEXTS] * turns),
             processing_class=tokenizer,
-            callbacks=[Turns()],
+            callbacks=[Steps()],
         )
-        duet()
         trainer.train()
-    return tuple(zip(*seconds[1:], strict=True))
 
 
 if __name__ == "__main__":

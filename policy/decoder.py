@@ -104,7 +104,8 @@ class Decoder(nnx.Module):
     def __call__(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         """(hidden [B, T, E], cache, Aux). `cache` is what policy.cache.create made, or None to look at this call's tokens only."""
         step = self.seat(tokens_BT, step)
-        if cache is not None and any(len(parts) > 1 for parts in cache) and tokens_BT.shape[1] == 1:
+        on_cpu = runtime.layout is not None and runtime.layout.platform == "cpu"
+        if on_cpu and (cache is None or tokens_BT.shape[1] == 1):
             step = replace(step, rotations={name: made_once(table) for name, table in step.rotations.items()})
         x = drop(self.embed(step, runtime.dtype), step.dropout)
         x = x if self.streams is None else self.streams.expand(x)

@@ -19,7 +19,7 @@ def _pytree(cls):
 
 @_pytree
 class Routing:
-    """`counts` float32[X]: choices of each expert, padding left out. `balance`: the sequence-wise balance term over the rows.
+    """`counts` float32[X]: choices of each expert, padding left out. `balance`: the sequence-wise balance term over the segments.
     `share` float32[X]: share of each expert in the scores, summed over tokens. `dropped`: choices that no expert computed; None
     where none can be dropped."""
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from policy.intermediates import Aux, Indexing, Predictions, Routing
 from policy.layers.moe import bias_update
+from policy.modes import first_of_segment
 from policy.multi_token_prediction import predicted
 from rl.batch import Batch
 from rl.config import StageOptions
@@ -19,7 +20,7 @@ _BIAS = ".feed_forward.router.correction_bias"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Totals:
-    """What a micro-batch has to know of the whole optimiser batch: rows and tokens that are not padding, tokens trained on, and
+    """What a micro-batch has to know of the whole optimiser batch: sequences, tokens that are not padding, tokens trained on, and
     choices of each expert float32[R, X] by path of the layer (None: this micro-batch is the whole)."""
 
     sequences: jax.Array
@@ -35,7 +36,8 @@ class Totals:
 
 def totals(batch: Batch) -> Totals:
     real = batch.segments != 0
-    return Totals(jnp.sum(jnp.any(real, axis=1)), jnp.sum(real), batch.segments, batch.mask)
+    sequences = jnp.sum(first_of_segment(batch.segments) & real)
+    return Totals(sequences, jnp.sum(real), batch.segments, batch.mask)
 
 
 def auxiliary_loss(stage: StageOptions, aux: Aux, micro: Batch, whole: Totals) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -13,12 +13,13 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What an update is computed from; absent is None. Rows that only fill up the batch have segment 0 and prompt -1."""
+    """What an update is computed from; absent is None. One sequence a row, of segment 1, on the host; packed (rl/packing.py) on
+    the device, where prompts and advantages are those of tokens. What only fills up has segment 0 and prompt -1."""
 
     tokens: np.ndarray  # int32[N, T]
     segments: np.ndarray  # int32[N, T], 0 on padding
     mask: np.ndarray  # float32[N, T], 1 on the tokens that are trained on
-    prompt: np.ndarray  # int32[N], number of the prompt within the batch
+    prompt: np.ndarray  # int32[N] or [N, T], number of the prompt within the batch
     sampler_logp: np.ndarray | None = None  # float32[N, T], as the generator gave them
     old_logp: np.ndarray | None = None
     ref_logp: np.ndarray | None = None
@@ -43,15 +44,6 @@ class Batch:
             mask=np.where(still, self.mask, 0).astype(np.float32),
             prompt=np.where(rows_N, -1, self.prompt).astype(np.int32),
         )
-
-    def filled(self, multiple: int) -> Batch:
-        """With rows of padding added until their number is a multiple of `multiple`."""
-        missing = -len(self.prompt) % multiple
-        if not missing:
-            return self
-        padded = jax.tree.map(lambda a: np.concatenate([a, np.zeros((missing, *a.shape[1:]), a.dtype)]), self)
-        padded.prompt[len(self.prompt) :] = -1
-        return padded
 
 
 def padded_length(longest: int, limit: int) -> int:

@@ -409,7 +409,11 @@ class StageOptions(Strict):
     prompts_per_step: int = Field(32, ge=1, description="prompts (grpo, ppo) or demonstrations (sft) of one step")
     samples_per_prompt: int = Field(8, ge=1, description="completions of each prompt: the group")
     updates_per_step: int = Field(1, ge=1, description="optimiser updates made from the completions of one step")
-    micro_batch: int | None = Field(None, ge=1, description="rows in one gradient computation; changes speed and memory only")
+    micro_batch: int | None = Field(
+        None,
+        ge=1,
+        description="packed rows in one gradient computation (null: all, on CPU 768 tokens); changes speed and memory only",
+    )
     internal_metrics: bool = Field(False, description="log activations of each layer and gradient norms of each kind of part")
     dropout: float = Field(0.0, ge=0, lt=1, description="share of activations dropped in updates of the policy")
     optimizer: OptimizerOptions = Field(OptimizerOptions(), description="optimizer of the policy")

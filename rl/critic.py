@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from policy.memory import fetch
 from policy.model import Graph
+from policy.modes import first_of_segment
 
 VALUE_HEAD = "value_head"
 
@@ -37,8 +38,9 @@ class Critic:
         return jax.jit(create, out_shardings=self.shardings)(params, jax.random.key(seed))
 
     def values(self, params, tokens_BT, step) -> tuple[jax.Array, dict]:
-        """(float32[B, T], Aux): at t the value of the state before token t; 0 at t = 0."""
+        """(float32[B, T], Aux): at t the value of the state before token t; 0 at the first token of a sequence."""
         with self.trunk.precision():
             hidden, _, aux = self.trunk.decoder(params)(tokens_BT, step, None, self.trunk.runtime)
             values = jnp.einsum("bte,e->bt", hidden.astype(jnp.float32), params[VALUE_HEAD])
-        return jnp.pad(values[:, :-1], ((0, 0), (1, 0))), aux
+        before = jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
+        return jnp.where(first_of_segment(step.segments), 0.0, before), aux

@@ -143,21 +143,29 @@ def _ready(weight: Weight, dtype, runtime: Runtime) -> Weight:
 
 def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_BT: jax.Array) -> Routing:
     """`counts` float32[X]: choices of each expert, padding left out. `balance`: the sequence-wise balance term of
-    arXiv 2412.19437 (eq. 17-20), summed over rows: sum_e f_e P_e with f_e = X / (k T) * choices of e, and P_e the mean share of
-    e in the scores. 1 for a row that uses its experts evenly; rows of padding add 0. `share` float32[X]: the sum over tokens of
-    each expert's share in the scores, for the balance term of a whole batch."""
+    arXiv 2412.19437 (eq. 17-20), summed over sequences: sum_e f_e P_e with f_e = X / (k T) * choices of e, and P_e the mean share
+    of e in the scores. 1 for a sequence of T tokens that uses its experts evenly; padding adds 0. `share` float32[X]: the sum over
+    tokens of each expert's share in the scores, for the balance term of a whole batch."""
     B, T, k = experts_BTK.shape
     X = scores_BTX.shape[-1]
     valid = (segments_BT != 0).astype(jnp.float32)
     chosen = jax.nn.one_hot(experts_BTK, X, dtype=jnp.float32).sum(axis=2) * valid[..., None]
-    tokens = jnp.maximum(valid.sum(axis=1), 1.0)
     share = scores_BTX / (scores_BTX.sum(axis=-1, keepdims=True) + 1e-20) * valid[..., None]
-    frequency = chosen.sum(axis=1) * (X / k) / tokens[:, None]
+    # By sequence, numbered within its row; S = T + 1 of them have room.
+    tokens, chosen_BSX, share_BSX = (_by_segment(a, segments_BT) for a in (valid[..., None], chosen, share))
+    tokens = jnp.maximum(tokens, 1.0)
+    frequency = chosen_BSX * (X / k) / tokens
     return Routing(
         counts=chosen.sum(axis=(0, 1)),
         share=share.sum(axis=(0, 1)),
-        balance=jnp.sum(jax.lax.stop_gradient(frequency) * share.sum(axis=1) / tokens[:, None]),
+        balance=jnp.sum(jax.lax.stop_gradient(frequency) * share_BSX / tokens),
     )
+
+
+def _by_segment(values_BTX: jax.Array, segments_BT: jax.Array) -> jax.Array:
+    """[B, T + 1, X]: sums over the tokens of each segment of a row, which are numbered up to T."""
+    places = segments_BT.shape[1] + 1
+    return jax.vmap(lambda values, ids: jax.ops.segment_sum(values, ids, num_segments=places))(values_BTX, segments_BT)
 
 
 def bias_update(bias_X: jax.Array, counts_X: jax.Array, rate: float) -> jax.Array:

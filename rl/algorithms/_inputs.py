@@ -28,7 +28,7 @@ class PolicyInputs:
     entropy: jax.Array | None = None  # of the distribution that token t was drawn from, with gradient
     advantages: jax.Array | None = None  # [N] or [N,T]
     segments: jax.Array | None = None  # int[N,T] in 0..T: sequence within the row, 0 is padding; None: one a row
-    prompt: jax.Array | None = None  # int[N] number of the prompt (the group); -1: a row that only fills up the batch
+    prompt: jax.Array | None = None  # int[N], or [N,T] of packed rows: number of the prompt (the group); -1: only fills up
     num_tokens: jax.Array | None = None  # scalar: sum of mask over the optimiser batch; None: counted here
     num_sequences: jax.Array | None = None  # scalar
     num_prompts: jax.Array | None = None  # scalar
@@ -98,8 +98,24 @@ def _prompt_totals(inputs, sequences: Sequences, count_empty: bool) -> dict:
     if inputs.prompt is None:
         raise ValueError("aggregation 'prompt' needs PolicyInputs.prompt, or prompt_tokens and num_prompts")
     prompt_N = jnp.asarray(inputs.prompt)
+    if prompt_N.ndim == 2:
+        return _packed_prompt_totals(prompt_N, sequences, count_empty)
     same_NN = ((prompt_N[:, None] == prompt_N[None, :]) & (prompt_N >= 0)[:, None]).astype(jnp.float32)
     tokens_N = same_NN @ sequences.length_NS.sum(1)
     counted_N = (prompt_N >= 0) if count_empty else tokens_N > 0
     prompts = jnp.where(counted_N, 1.0 / jnp.maximum(same_NN.sum(1), 1.0), 0.0).sum()
     return {"prompt_tokens": tokens_N, "num_prompts": prompts}
+
+
+def _packed_prompt_totals(prompt_NT, sequences: Sequences, count_empty: bool) -> dict:
+    """The same where each token says which prompt it belongs to, by numbers below that of the tokens."""
+    real_NT, places = prompt_NT >= 0, prompt_NT.size + 1
+    numbers = jnp.where(real_NT, prompt_NT, prompt_NT.size).reshape(-1)
+
+    def by_prompt(counted_NT):
+        counted = (counted_NT & real_NT).astype(jnp.float32).reshape(-1)
+        return jax.ops.segment_sum(counted, numbers, num_segments=places)
+
+    tokens_P = by_prompt(sequences.mask_NT)
+    counted_P = by_prompt(real_NT) if count_empty else tokens_P
+    return {"prompt_tokens": tokens_P[numbers].reshape(prompt_NT.shape), "num_prompts": (counted_P > 0).sum().astype(jnp.float32)}

@@ -23,15 +23,6 @@ def test_few_lengths_occur_and_each_holds_its_rows(limit):
     assert len(lengths) <= 8 and max(lengths) == limit
 
 
-def test_a_batch_is_filled_up_with_rows_that_count_for_nothing():
-    batch = pack(rows(4, 5, 6), limit=16).replace(advantages=np.ones(3, np.float32))
-    filled = batch.filled(4)
-    assert filled.tokens.shape == (4, 16) and filled.prompt.tolist() == [0, 1, 2, -1]
-    assert filled.segments[3].sum() == filled.mask[3].sum() == filled.advantages[3] == 0
-    np.testing.assert_array_equal(filled.tokens[:3], batch.tokens)
-    assert filled.old_logp is None and batch.filled(3) is batch
-
-
 def test_rows_left_out_count_for_nothing_and_the_others_stay():
     batch = pack(rows(4, 5, 6), limit=16)
     left = batch.without(np.array([False, True, False]))

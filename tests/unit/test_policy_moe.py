@@ -155,8 +155,8 @@ def test_routing_statistics_leave_padding_out():
     segments = np.array([[1] * 6, [1, 1, 2, 2, 0, 0], [0] * 6])
     found = moe.routing_statistics(jnp.asarray(experts), jnp.asarray(scores), jnp.asarray(segments))
     counts, balance = np.zeros(X), 0.0
-    for b in range(2):
-        tokens = [t for t in range(T) if segments[b, t]]
+    for b, segment in [(0, 1), (1, 1), (1, 2)]:
+        tokens = [t for t in range(T) if segments[b, t] == segment]
         chosen = np.bincount(experts[b, tokens].ravel(), minlength=X)
         share = (scores[b, tokens] / scores[b, tokens].sum(-1, keepdims=True)).mean(0)
         counts += chosen

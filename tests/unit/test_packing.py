@@ -1,0 +1,173 @@
+"""Packed rows: every sequence is there once, nothing of it changes, and what is computed from them is what separate rows give."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import learners
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learners import batch, begin, host, stage
+
+import rl.algorithms
+from policy import modes
+from rl.packing import COUNTS, packing, row_counts
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+AGGREGATIONS = ("token", "sequence", "sequence_sum", "constant", "prompt")
+RATIOS = ("token", "sequence", "sequence_token")
+UNSCORED = np.arange(12) == 5
+
+
+def uneven(rows=12, length=10, group=3):
+    """Sequences of 4 to 10 tokens, of which one fills its row and one has no score."""
+    data = batch(rows=rows, length=length, group=group, seed=1).without(UNSCORED[:rows])
+    assert {10, 4} <= set((data.segments != 0).sum(1))
+    return data
+
+
+def segments_of(lengths, T):
+    return (np.arange(T) < np.asarray(lengths)[:, None]).astype(np.int32)
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=40), st.sampled_from([1, 2, 3, 8]))
+@settings(max_examples=200, deadline=None)
+def test_every_sequence_lies_whole_in_a_row_of_its_own_number(lengths, multiple):
+    segments = segments_of(lengths, 12)
+    place = packing(segments, row_counts(len(lengths), multiple))
+    tokens = np.arange(1, segments.size + 1).reshape(segments.shape) * segments
+    packed, numbers = place.pack(tokens), place.spread(place.number)
+    np.testing.assert_array_equal(place.unpack(packed), tokens)
+    assert np.count_nonzero(packed) == sum(lengths) and ((packed != 0) == (numbers != 0)).all()
+    found = []
+    for row, numbered in zip(packed, numbers, strict=True):
+        real = numbered[numbered != 0]
+        assert (np.diff(real) >= 0).all() and set(real) == set(range(1, real.max(initial=0) + 1))
+        assert (numbered[: len(real)] != 0).all()  # no padding between sequences
+        found += [tuple(row[numbered == n]) for n in set(real)]
+    assert sorted(found) == sorted(tuple(row[row != 0]) for row in tokens if row.any())
+    assert len(packed) in row_counts(len(lengths), multiple)
+    room = 12 - (packed != 0).sum(1)
+    used = room < 12
+    fullest = sorted(room[used])  # no two rows could have been one
+    assert len(fullest) < 2 or 24 - fullest[-1] - fullest[-2] > 12
+
+
+def test_rows_come_in_few_numbers():
+    for sequences, multiple in itertools.product([1, 7, 8, 64, 100], [1, 3, 8, 10]):
+        counts = row_counts(sequences, multiple)
+        assert len(counts) <= COUNTS and counts[-1] >= sequences > counts[-1] - counts[0]
+        assert all(count % multiple == 0 for count in counts)
+
+
+def test_rows_that_are_packed_already_are_refused():
+    with pytest.raises(ValueError, match="one sequence a row"):
+        packing(np.array([[1, 1, 2, 0]]), [1])
+
+
+def test_prompts_keep_their_groups_whatever_their_numbers():
+    data = uneven(rows=6).replace(prompt=np.array([7, 7, 7, 9, 9, -1], np.int32))
+    data = data.without(data.prompt < 0)
+    place = packing(data.segments, [12])
+    packed = place.batch(data)
+    np.testing.assert_array_equal(place.unpack(packed.prompt)[:, 0], [0, 0, 0, 1, 1, 0])
+    np.testing.assert_array_equal(packed.prompt < 0, packed.segments == 0)
+
+
+def inputs_of(data, logp, place=None):
+    """PolicyInputs of a batch as it is, or packed."""
+    if place is not None:
+        data, logp = place.batch(data), place.pack(logp)
+    names = ("mask", "old_logp", "sampler_logp", "ref_logp", "entropy", "advantages", "segments", "prompt")
+    arrays = {name: jnp.asarray(getattr(data, name)) for name in names}
+    if place is None:
+        del arrays["segments"]
+    return rl.algorithms.PolicyInputs(**arrays, max_length=8), jnp.asarray(logp)
+
+
+# Each of both in the default run, every pair in the slow one.
+QUICK = set(zip(AGGREGATIONS, RATIOS * 2, strict=False))
+PAIRS = [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in itertools.product(AGGREGATIONS, RATIOS)]
+
+
+@pytest.mark.parametrize(("aggregation", "ratio"), PAIRS)
+def test_losses_and_their_gradients_are_those_of_separate_rows(aggregation, ratio):
+    correction = {"token": "geometric_mask", "sequence": "sequence_truncate"}.get(ratio)
+    options = {"kl_coef": 0.1, "entropy_coef": 0.1, "top_entropy": 0.6, "off_policy_delta": 0.1, "correction": correction}
+    algorithm = rl.algorithms.get("grpo", aggregation=aggregation, ratio=ratio, **options)
+    data = uneven()
+    data.mask[2] = 0  # a completion without a token
+    logp = data.old_logp + 0.2 * np.random.default_rng(2).normal(size=data.old_logp.shape).astype(np.float32)
+    place = packing(data.segments, [12])
+    assert place.used < 12
+
+    @jax.jit
+    def run(inputs, logp):
+        inputs = algorithm.with_totals(inputs)
+        return jax.value_and_grad(lambda lp: algorithm.loss(dataclasses.replace(inputs, logp=lp)), has_aux=True)(logp)
+
+    (loss, metrics), slope = run(*inputs_of(data, logp))
+    (packed_loss, packed_metrics), packed_slope = run(*inputs_of(data, logp, place))
+    np.testing.assert_allclose(packed_loss, loss, rtol=2e-6, atol=1e-7)
+    np.testing.assert_allclose(place.unpack(packed_slope), slope, rtol=1e-5, atol=1e-8)
+    assert np.abs(slope).max() > 1e-3
+    for key in metrics:
+        np.testing.assert_allclose(packed_metrics[key], metrics[key], rtol=2e-6, atol=1e-7, err_msg=key)
+
+
+GRPO = {"name": "grpo", "aggregation": "prompt", "ratio": "sequence"}
+
+
+@pytest.mark.parametrize(
+    ("create", "algorithm"),
+    [
+        (learners.dense, GRPO),
+        pytest.param(learners.dense, {"name": "ppo"}, marks=pytest.mark.slow),
+        pytest.param(learners.experts, GRPO, marks=pytest.mark.slow),
+    ],
+)
+def test_updates_are_those_of_separate_rows(create, algorithm):
+    """Also with experts, whose balance is one of sequences. The program takes rows that are not packed just as well."""
+    data = uneven()
+    options = stage(algorithm, router={"bias_rate": 0.05, "balance_coef": 0.3})
+    trainer, state = begin(create(), options, fresh=True)
+    apart, found = trainer.policy(state.policy, data, trainer._totals(data), 12)
+    if trainer.critic:
+        critic, values = trainer.critic(state.critic, data, trainer._totals(data), 12)
+    trainer, state = begin(create(), options)
+    together, metrics = trainer.update(state, data)
+    assert 0.5 < metrics["perf/packed_share"] <= 1
+    for key in found:
+        np.testing.assert_allclose(metrics[key], found[key], rtol=2e-5, atol=1e-6, err_msg=key)
+    pairs = [(apart, together.policy)]
+    if trainer.critic:
+        np.testing.assert_allclose(metrics["value/loss"], values["value/loss"], rtol=1e-5)
+        pairs.append((critic, together.critic))
+    for one, other in pairs:
+        one, other = host(one), host(other)
+        for key in one:
+            np.testing.assert_allclose(other[key], one[key], atol=2e-6, err_msg=key)
+
+
+def test_log_probabilities_and_values_come_back_to_their_places():
+    data = uneven()
+    trainer, state = begin(learners.dense(), stage("ppo"))
+    params = state.critic.params
+    params |= {"value_head": jnp.ones_like(params["value_head"])}
+    state = dataclasses.replace(state, critic=dataclasses.replace(state.critic, params=params))
+
+    @jax.jit
+    def apart(policy, critic, tokens, segments):
+        step = modes.sit(tokens, segments=segments)
+        return *trainer.graph.logprobs(policy, tokens, step, 1.0)[:2], trainer._critic.values(critic, tokens, step)[0]
+
+    logp, entropy, values = apart(state.policy.params, params, data.tokens, data.segments)
+    found = trainer.logprobs(state.policy.params, data)
+    np.testing.assert_allclose(found[0], logp, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(found[1], entropy, rtol=2e-6, atol=2e-6)
+    assert np.abs(values).max() > 0.1
+    np.testing.assert_allclose(trainer.values(state, data), values * (data.segments != 0), rtol=5e-6, atol=5e-6)
