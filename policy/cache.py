@@ -9,6 +9,9 @@ past the tokens that stay are masked, for their position is larger than that of 
 size have no positions. With `Runtime.tentative` a layer that has one leaves it in the cache as it was, and returns the states
 after each token in `LayerAux.states`; `commit` then writes those after the tokens that stay.
 
+Entries by position are contiguous, C for each slot, or lie in pools of pages (policy/pages.py), which a table of the call names for
+its rows. States of fixed size are kept by slot in both forms.
+
 Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension, B rows, T tokens.
 """
 
@@ -16,18 +19,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import qwix
 
+from policy import pages
 from policy.config import Attention, DecoderConfig, Engram, GatedDeltaNet, LatentAttention, LayerSpec, StoredType
 from policy.layers.dropout import Dropout
 from policy.layers.quantization import TYPES, quantize_tiles
+from policy.pages import Pages, Pool
 
 if TYPE_CHECKING:
     from policy.intermediates import Aux
+    from policy.sharding import Layout
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +43,7 @@ class Step:
     """Where the tokens of a call sit: position inside the document and segment (0: padding), both int32[B, T].
 
     The decoder fills in `tokens`, int32[B, T], and `rotations`, the (cos, sin) tables of all its rotary embeddings. `dropout` is
-    for training only.
+    for training only. `pages`, over a paged cache: the pages of each row, int32[B, M].
     """
 
     positions: jax.Array
@@ -44,6 +51,7 @@ class Step:
     tokens: jax.Array | None = None
     rotations: dict[str, Any] | None = None
     dropout: Dropout | None = None
+    pages: jax.Array | None = None
 
     def at(self, layer: jax.Array | int) -> Step:
         """The same for the layer of that number."""
@@ -61,10 +69,12 @@ class Visible(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """The entries of one layer: arrays [R, S, K, C, D] of which this layer owns [index]."""
+    """The entries of one layer: arrays [R, S, K, C, D] of which this layer owns [index], and in a paged cache pools of which it owns
+    pages of its own, those of the rows of a call being `table`, int32[B, M]."""
 
-    arrays: dict[str, jax.Array]
+    arrays: dict[str, jax.Array | Pool]
     index: jax.Array | int
+    table: jax.Array | None = None
 
 
 def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visible, LayerCache | None]:
@@ -81,13 +91,21 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
     for name, value in new.items():
         for part, written in _parts(cache.arrays, name, value).items():
             array = cache.arrays[part]
+            if cache.table is not None:
+                arrays[part] = pages.write(array, cache.index, cache.table, step, written)
+                continue
             at = jnp.where(step.segments != 0, step.positions, array.shape[3] + jnp.arange(T))
             written = jnp.swapaxes(written, 1, 2).astype(array.dtype)
             arrays[part] = array.at[cache.index, rows, :, at].set(written, mode="drop", unique_indices=True)
-        seen[name] = read(arrays, name, lambda array: array[cache.index], value.dtype)
+        seen[name] = read(arrays, name, partial(_all, cache), value.dtype)
     length = next(iter(seen.values())).shape[2]
     positions = jnp.broadcast_to(jnp.arange(length), (B, length))
     return Visible(seen, positions, jnp.ones_like(positions)), replace(cache, arrays=cache.arrays | arrays)
+
+
+def _all(cache: LayerCache, array: jax.Array | Pool) -> jax.Array:
+    """[B, K, C, D]: the layer's part of one of its arrays, for every row of a call."""
+    return array[cache.index] if cache.table is None else pages.gather(array, cache.index, cache.table)
 
 
 def take(cache: LayerCache, name: str, at_BTk: jax.Array, dtype) -> jax.Array:
@@ -104,29 +122,71 @@ def take(cache: LayerCache, name: str, at_BTk: jax.Array, dtype) -> jax.Array:
     index = jnp.stack([jnp.broadcast_to(cache.index, at_BTk.shape), at_BTk], axis=-1)
 
     def pick(array):
+        if cache.table is not None:
+            return pages.pick(array, cache.index, cache.table, at_BTk)
         return jax.lax.gather(array, index, dims, (1, 1, 1, 1, array.shape[-1]), mode="promise_in_bounds")
 
     return read(cache.arrays, name, pick, dtype)
 
 
-def _parts(arrays: dict[str, jax.Array], name: str, value: jax.Array) -> dict[str, jax.Array]:
+def _parts(arrays: dict[str, jax.Array | Pool], name: str, value: jax.Array) -> dict[str, jax.Array]:
     """`value` as the arrays that the cache keeps of it, by name: itself, or quantised values and scales."""
     if f"{name}.scale" not in arrays:
         return {name: value}
-    tiles = arrays[f"{name}.scale"].shape[-1]
-    quantized = quantize_tiles(value, arrays[name].dtype, tiles)
+    values, scales = jax.tree.leaves((arrays[name], arrays[f"{name}.scale"]))
+    quantized = quantize_tiles(value, values.dtype, scales.shape[-1])
     return {name: quantized.qvalue, f"{name}.scale": quantized.scale}
 
 
-def read(arrays: dict[str, jax.Array], name: str, pick, dtype) -> jax.Array:
+def read(arrays: dict[str, jax.Array | Pool], name: str, pick, dtype) -> jax.Array:
     """`pick(array)`, a part of the entries `name` with whole vectors [..., D], as floats where they are quantised."""
     if f"{name}.scale" not in arrays:
         return pick(arrays[name])
     return qwix.dequantize(qwix.QArray(pick(arrays[name]), pick(arrays[f"{name}.scale"]))).astype(dtype)
 
 
-# Logical axes of every cache array [R, S, K, C, D].
+# Logical axes of every cache array [R, S, K, C, D] that is no pool.
 AXES = (None, "cache_batch", "cache_heads", None, None)
+
+
+def _each(function, pool, *caches):
+    """jax.tree.map of `function` over arrays by slot and of `pool` over pools."""
+
+    def one(leaf, *others):
+        return (pool if isinstance(leaf, Pool) else function)(leaf, *others)
+
+    return jax.tree.map(one, *caches, is_leaf=lambda leaf: isinstance(leaf, Pool))
+
+
+def constrained(cache, layout: Layout):
+    """The cache where it belongs: left to itself the compiler may lay out a result otherwise than the cache that was given up for
+    it, which is a copy now and another compilation at the next call."""
+
+    def placed(axes, array):
+        return jax.lax.with_sharding_constraint(array, layout.sharding(axes, array.shape))
+
+    return _each(partial(placed, AXES), lambda pool: Pool(placed(pages.AXES, pool.array)), cache)
+
+
+def rows_of(cache, slots_B: jax.Array):
+    """The cache of a call whose row b is slot slots[b]: arrays by slot [R, B, K, C, D] of those slots, pools as they are."""
+    return _each(lambda array: array[:, slots_B], lambda pool: pool, cache)
+
+
+def with_rows(cache, rows, slots_B: jax.Array):
+    """`cache` after a call over `rows`, which `rows_of` made of it: row b goes back to slot slots[b]; slots past the end, all
+    different, are skipped."""
+
+    def put(array, row):
+        return array.at[:, slots_B].set(row, mode="drop", unique_indices=True)
+
+    return _each(put, lambda before, after: after, cache, rows)
+
+
+def copy_pages(cache, source_n: jax.Array, to_n: jax.Array):
+    """Pages source[i] written over pages to[i]: what a row does before it writes into a page that it shares. Numbers past the end,
+    all different, are skipped."""
+    return _each(lambda array: array, lambda pool: pages.copy(pool, source_n, to_n), cache)
 
 
 @dataclass(frozen=True)
@@ -187,8 +247,10 @@ def _stored(spec: LayerSpec, config: DecoderConfig, dtype, quantization: StoredT
     return found
 
 
-def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool, quantization: StoredType | None = None) -> tuple:
-    """An empty cache of `slots` rows of `length` tokens: for each stack a tuple of parts, each a tuple over the pattern of
+def create(
+    config: DecoderConfig, slots: int, length: int | Pages, dtype, *, scan: bool, quantization: StoredType | None = None
+) -> tuple:
+    """An empty cache of `slots` rows of `length` tokens, or of pages for any rows and `slots` states: for each stack a tuple of parts, each a tuple over the pattern of
     named arrays. A scanned stack has one part with all its repeats, an unrolled one a part with one layer for each repeat
     (on CPU, reading a layer out of one stacked array costs a copy of it at every step). `quantization`: the type in which keys,
     values and latents are kept."""
@@ -201,13 +263,16 @@ def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool,
     )
 
 
-def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], kind: tuple) -> dict[str, jax.Array]:
-    """The arrays of a layer, [*first, K, C, D]; `kind` is (length of the cache, its dtype, its quantization)."""
+def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], kind: tuple) -> dict[str, jax.Array | Pool]:
+    """The arrays of a layer, [*first, K, C, D]; `kind` is (length of the cache or its pages, its dtype, its quantization)."""
     length, dtype, quantization = kind
-    return {
-        name: jnp.zeros((*first, e.heads, length if e.length is None else e.length, e.dim), e.dtype)
-        for name, e in _stored(spec, config, dtype, quantization).items()
-    }
+
+    def array(entry: Entry):
+        if entry.length is None and isinstance(length, Pages):
+            return pages.empty(entry.heads, first[0], length, entry.dim, entry.dtype)
+        return jnp.zeros((*first, entry.heads, length if entry.length is None else entry.length, entry.dim), entry.dtype)
+
+    return {name: array(entry) for name, entry in _stored(spec, config, dtype, quantization).items()}
 
 
 class Drafts(NamedTuple):
@@ -264,8 +329,15 @@ def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tu
 
 
 def bytes_per_token(config: DecoderConfig, dtype, quantization: StoredType | None = None) -> int:
-    """Bytes that one more token takes in the cache, over all layers, scales included; states of fixed size take none."""
-    entries = [
-        entry for spec in config.layers for entry in _stored(spec, config, dtype, quantization).values() if entry.length is None
-    ]
-    return sum(entry.heads * entry.dim * entry.bits for entry in entries) // 8
+    """Bytes that one more token takes in the cache, over all layers, scales included; states of fixed size take none. A page takes
+    as many times its size, as numbers: a TPU fills up the last dimension to whole lanes of 128."""
+    return sum(e.heads * e.dim * e.bits for e in _all_stored(config, dtype, quantization) if e.length is None) // 8
+
+
+def bytes_per_slot(config: DecoderConfig, dtype) -> int:
+    """Bytes of the states of fixed size of one slot, over all layers."""
+    return sum(e.heads * e.length * e.dim * e.bits for e in _all_stored(config, dtype, None) if e.length is not None) // 8
+
+
+def _all_stored(config: DecoderConfig, dtype, quantization: StoredType | None) -> list[Entry]:
+    return [entry for spec in config.layers for entry in _stored(spec, config, dtype, quantization).values()]

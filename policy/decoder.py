@@ -47,7 +47,7 @@ class LayerStack(nnx.Module):
             """Repeat number `r` of the pattern; `part` holds the cache arrays of one or all repeats, its own at `index`."""
             found, arrays = [], []
             for i, layer in enumerate(nnx.merge(graph, fetch_layer(one, runtime))):
-                view = None if part is None else LayerCache(part[i], index)
+                view = None if part is None else LayerCache(part[i], index, step.pages)
                 here = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
                 x = jax.tree.map(lambda a: checkpoint_name(a, "decoder_layer_input"), x)
                 x, view, aux = batch_split.run(layer, x, here, runtime) if split else layer(x, here, view, runtime)
