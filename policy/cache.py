@@ -69,8 +69,8 @@ class Visible(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """The entries of one layer: arrays [R, S, K, C, D] of which this layer owns [index], and in a paged cache pools of which it owns
-    pages of its own, those of the rows of a call being `table`, int32[B, M]."""
+    """The entries of one layer: arrays [R, S, K, C, D] of which this layer owns [index]. In a paged cache entries by position are
+    in pools, of which it owns pages [:, index]; `table` int32[B, M] are those of the rows of a call."""
 
     arrays: dict[str, jax.Array | Pool]
     index: jax.Array | int
@@ -250,10 +250,10 @@ def _stored(spec: LayerSpec, config: DecoderConfig, dtype, quantization: StoredT
 def create(
     config: DecoderConfig, slots: int, length: int | Pages, dtype, *, scan: bool, quantization: StoredType | None = None
 ) -> tuple:
-    """An empty cache of `slots` rows of `length` tokens, or of pages for any rows and `slots` states: for each stack a tuple of parts, each a tuple over the pattern of
-    named arrays. A scanned stack has one part with all its repeats, an unrolled one a part with one layer for each repeat
-    (on CPU, reading a layer out of one stacked array costs a copy of it at every step). `quantization`: the type in which keys,
-    values and latents are kept."""
+    """An empty cache of `slots` rows of `length` tokens, or of pages for any rows beside `slots` states of fixed size: for each
+    stack a tuple of parts, each a tuple over the pattern of named arrays. A scanned stack has one part with all its repeats, an
+    unrolled one a part with one layer for each repeat (on CPU, reading a layer out of one stacked array costs a copy of it at every
+    step). `quantization`: the type in which keys, values and latents are kept."""
 
     def part(stack, repeats):
         return tuple(_empty(spec, config, (repeats, slots), (length, dtype, quantization)) for spec in stack.pattern)

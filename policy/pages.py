@@ -55,7 +55,9 @@ def write(pool: Pool, layer: jax.Array | int, table_BM: jax.Array, step, value_B
     kept = (step.segments != 0) & (column < M)
     page = jnp.take_along_axis(table_BM, jnp.minimum(column, M - 1), axis=1)
     beyond = N + jnp.arange(B * T, dtype=page.dtype).reshape(B, T)  # each its own, so that indices are unique
-    at = (slice(None), layer, jnp.where(kept, page, beyond), step.positions % P)
+    # Heads are indices too: a window over them makes a TPU lay the pool out by it, with a copy before and after.
+    head = jnp.arange(array.shape[0])[:, None, None]
+    at = (head, layer, jnp.where(kept, page, beyond), step.positions % P)
     written = jnp.swapaxes(value_BKTD, 0, 1).astype(array.dtype)
     return Pool(array.at[at].set(written, mode="drop", unique_indices=True))
 

@@ -1,4 +1,4 @@
-"""A paged cache: what decoding finds over scattered, shared and reused pages is what the whole forward pass finds. B rows, T tokens,
+"""A paged cache: what decoding finds over scattered and shared pages is what the whole forward pass finds. B rows, T tokens,
 M pages of a row, P tokens of a page."""
 
 import functools
