@@ -54,13 +54,16 @@ class Computation:
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes of one instruction, of all the times that it runs; `largest` is the largest array that it reads or writes whole."""
+    """What one instruction moves each of the times that it runs: (text of its type, bytes) of every array read or written."""
 
     name: str
     kind: str
-    bytes: int
-    largest: int
+    arrays: tuple[tuple[str, int], ...]
     times: int
+
+    @property
+    def bytes(self) -> int:
+        return self.times * sum(size for _, size in self.arrays)
 
 
 class Program:
@@ -89,8 +92,7 @@ class Program:
                 for called in re.findall(r"(?:to_apply|computation|calls)=%([\w.-]+)", each.rest):
                     yield from self._of(called, times)
             elif each.kind not in FREE | ENDS:
-                moved = self._moved(inside, each)
-                yield Moved(each.name, each.kind, sum(moved) * times, max(moved, default=0), times)
+                yield Moved(each.name, each.kind, tuple(self._moved(inside, each)), times)
 
     def _trips(self, loop: Instruction) -> int:
         """Of a loop that counts from 0: the number that its condition compares with."""
@@ -99,25 +101,28 @@ class Program:
         assert len(limits) == 1, f"{loop.name}: its condition has the constants {limits}"
         return limits[0]
 
-    def _moved(self, inside: Computation, each: Instruction) -> list[int]:
+    def _moved(self, inside: Computation, each: Instruction):
         for start, size in self.kernels.items():
             if each.kind == "custom-call" and each.name.startswith(start):
-                return [size]
+                yield start, size
+                return
         operands = [inside.instructions[name].result for name in each.operands]
         if each.kind == "copy-start":
-            target, source, *_ = _arrays(each.result)
-            return [_size(target), _size(source)]
-        if each.kind == "fusion":
+            yield from ((array[0], _size(array)) for array in _arrays(each.result)[:2])
+        elif each.kind == "fusion":
             called = self.computations[each.called("calls")]
-            taken = [self._read(called, called.parameter(n).name) for n in range(len(operands))]
-            here = [_bytes(operand) for operand in operands]
-            read = [size if part is None else min(part, size) for part, size in zip(taken, here, strict=True)]
-            return read + (self._written(called, called.root) if _bytes(each.result) else [])
-        if each.kind in SLICES:
-            return [_bytes(each.result, anywhere=True), _bytes(each.result)]
-        if each.kind in UPDATES:
-            return [2 * _bytes(operands[-1] if each.kind == "scatter" else operands[1])]
-        return [*map(_bytes, operands), _bytes(each.result)]
+            for number, operand in enumerate(operands):
+                taken = self._read(called, called.parameter(number).name)
+                yield operand, _bytes(operand) if taken is None else min(taken, _bytes(operand))
+            if _bytes(each.result):
+                yield from self._written(called, called.root)
+        elif each.kind in SLICES:
+            yield from ((operands[0], _bytes(each.result, anywhere=True)), (each.result, _bytes(each.result)))
+        elif each.kind in UPDATES:
+            update = operands[-1 if each.kind == "scatter" else 1]
+            yield from ((update, _bytes(update, anywhere=True)), (each.result, _bytes(update, anywhere=True)))
+        else:
+            yield from ((text, _bytes(text)) for text in (*operands, each.result))
 
     def _read(self, inside: Computation, name: str) -> int | None:
         """What a fusion takes of one operand, where it is less than all."""
@@ -138,17 +143,26 @@ class Program:
                 return None
         return total
 
-    def _written(self, inside: Computation, root: Instruction) -> list[int]:
+    def _written(self, inside: Computation, root: Instruction):
         if root.kind == "tuple":
-            return [size for name in root.operands for size in self._written(inside, inside.instructions[name])]
-        if root.kind in PASSING and root.operands:
-            return self._written(inside, inside.instructions[root.operands[0]])
-        if root.kind in UPDATES:
-            return [_bytes(inside.instructions[root.operands[2 if root.kind == "scatter" else 1]].result, anywhere=True)]
-        if root.kind == "fusion":
+            for name in root.operands:
+                yield from self._written(inside, inside.instructions[name])
+        elif root.kind in PASSING and root.operands:
+            yield from self._written(inside, inside.instructions[root.operands[0]])
+        elif root.kind in UPDATES:
+            update = inside.instructions[root.operands[2 if root.kind == "scatter" else 1]].result
+            yield root.result, _bytes(update, anywhere=True)
+        elif root.kind == "fusion":
             called = self.computations[root.called("calls")]
-            return self._written(called, called.root)
-        return [_bytes(root.result)]
+            yield from self._written(called, called.root)
+        else:
+            yield root.result, _bytes(root.result)
+
+
+def dims(text: str) -> tuple[int, ...]:
+    """Of the array that the text of a type describes."""
+    found = ARRAY.search(text)
+    return tuple(int(d) for d in found[2].split(",") if d) if found else ()
 
 
 def _arguments(rest: str) -> str:
@@ -170,13 +184,13 @@ def _bytes(text: str, anywhere: bool = False) -> int:
 
 def _size(array: tuple, anywhere: bool = False) -> int:
     """Bytes in the memory of the chip; 0 of what is elsewhere, unless that counts too."""
-    dtype, dims, layout = array
+    dtype, sizes, layout = array
     if re.search(r"S\([1-9]\)", layout) and not anywhere:
         return 0
-    dims = [int(d) for d in dims.split(",") if d]
+    sizes = [int(d) for d in sizes.split(",") if d]
     order, tiles = [int(d) for d in re.match(r"[\d,]*", layout)[0].split(",") if d], re.search(r"T\(([\d,]+)\)", layout)
-    if tiles and len(order) == len(dims):
+    if tiles and len(order) == len(sizes):
         for place, tile in enumerate(reversed([int(t) for t in tiles[1].split(",")])):
             if place < len(order):
-                dims[order[place]] = -(-dims[order[place]] // tile) * tile
-    return math.prod(dims) * BITS.get(dtype, 8) // 8
+                sizes[order[place]] = -(-sizes[order[place]] // tile) * tile
+    return math.prod(sizes) * BITS.get(dtype, 8) // 8

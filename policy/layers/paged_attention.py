@@ -93,7 +93,7 @@ def latent_kernel(q_BHL, pool_1NPL, table_BM, lengths_B, *, rank: int, interpret
     """[B, H, rank]: softmax(q k^T) k[:, :rank] over the first lengths[b] >= 1 entries of the pages table[b].
 
     One program a row goes through its pages in blocks, with the softmax of what came before in (maximum, sum, output); the next
-    block, which may be the first of the next row, is on its way meanwhile. Every page that holds entries is read once, for all heads."""
+    block, which may be the first of the next row, is on its way meanwhile. A page that holds entries is read once for all heads."""
     B, H, L = q_BHL.shape
     _, _, P, _ = pool_1NPL.shape
     block = _pages_of_block(P, table_BM.shape[1])
