@@ -165,7 +165,7 @@ def constrained(cache, layout: Layout):
     def placed(axes, array):
         return jax.lax.with_sharding_constraint(array, layout.sharding(axes, array.shape))
 
-    return _each(partial(placed, AXES), lambda pool: Pool(placed(pages.AXES, pool.array)), cache)
+    return _each(partial(placed, AXES), lambda pool: jax.tree.map(partial(placed, pages.AXES), pool), cache)
 
 
 def rows_of(cache, slots_B: jax.Array):
@@ -329,9 +329,14 @@ def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tu
 
 
 def bytes_per_token(config: DecoderConfig, dtype, quantization: StoredType | None = None) -> int:
-    """Bytes that one more token takes in the cache, over all layers, scales included; states of fixed size take none. A page takes
-    as many times its size, as numbers: a TPU fills up the last dimension to whole lanes of 128."""
+    """Bytes that one more token takes in the cache, over all layers, scales included; states of fixed size take none."""
     return sum(e.heads * e.dim * e.bits for e in _all_stored(config, dtype, quantization) if e.length is None) // 8
+
+
+def bytes_per_page(config: DecoderConfig, size: int, dtype, quantization: StoredType | None = None) -> int:
+    """Bytes of a page of `size` tokens, over all layers, with what fills up its entries."""
+    stored = (e for e in _all_stored(config, dtype, quantization) if e.length is None)
+    return size * sum(e.heads * pages.filled(e.dim) * e.bits for e in stored) // 8
 
 
 def bytes_per_slot(config: DecoderConfig, dtype) -> int:

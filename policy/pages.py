@@ -17,7 +17,7 @@ Shapes: K heads, R repeats of a stack, N pages, P tokens of a page, D head dimen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -34,17 +34,26 @@ class Pages(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pool:
-    """The entries of one name of all layers of a stack part: [K, R, N, P, D]."""
+    """The entries of one name of all layers of a stack part: [K, R, N, P, `filled(D)`]; `dim` is D."""
 
     array: jax.Array
+    dim: int = field(metadata={"static": True})
 
+
+LANES = 128
 
 # Logical axes of a pool.
 AXES = ("cache_heads", None, "cache_batch", None, None)
 
 
+def filled(dim: int) -> int:
+    """Numbers of an entry with those that fill it up: more than 128 are whole lanes of 128, as a TPU lays them out anyway if the
+    entries of a page are to lie together. Left at 576, the compiler lays the pool out by pages, and copies it for every kernel."""
+    return dim if dim < LANES else -(-dim // LANES) * LANES
+
+
 def empty(heads: int, repeats: int, pages: Pages, dim: int, dtype) -> Pool:
-    return Pool(jnp.zeros((heads, repeats, *pages, dim), dtype))
+    return Pool(jnp.zeros((heads, repeats, *pages, filled(dim)), dtype), dim)
 
 
 def write(pool: Pool, layer: jax.Array | int, table_BM: jax.Array, step, value_BKTD: jax.Array) -> Pool:
@@ -58,13 +67,13 @@ def write(pool: Pool, layer: jax.Array | int, table_BM: jax.Array, step, value_B
     # Heads are indices too: a window over them makes a TPU lay the pool out by it, with a copy before and after.
     head = jnp.arange(array.shape[0])[:, None, None]
     at = (head, layer, jnp.where(kept, page, beyond), step.positions % P)
-    written = jnp.swapaxes(value_BKTD, 0, 1).astype(array.dtype)
-    return Pool(array.at[at].set(written, mode="drop", unique_indices=True))
+    written = jnp.pad(jnp.swapaxes(value_BKTD, 0, 1), [(0, 0)] * 3 + [(0, array.shape[-1] - pool.dim)])
+    return replace(pool, array=array.at[at].set(written.astype(array.dtype), mode="drop", unique_indices=True))
 
 
 def gather(pool: Pool, layer: jax.Array | int, table_BM: jax.Array) -> jax.Array:
     """[B, K, M P, D]: all entries of the rows' pages, column c at position c."""
-    found = pool.array.at[:, layer, table_BM].get(mode="promise_in_bounds")
+    found = pool.array.at[:, layer, table_BM].get(mode="promise_in_bounds")[..., : pool.dim]
     K, B, M, P, D = found.shape
     return jnp.swapaxes(found.reshape(K, B, M * P, D), 0, 1)
 
@@ -74,10 +83,10 @@ def pick(pool: Pool, layer: jax.Array | int, table_BM: jax.Array, at_BTk: jax.Ar
     B, T, k = at_BTk.shape
     P = pool.array.shape[3]
     page = jnp.take_along_axis(table_BM, (at_BTk // P).reshape(B, T * k), axis=1).reshape(B, T, k)
-    return pool.array.at[0, layer, page, at_BTk % P].get(mode="promise_in_bounds")
+    return pool.array.at[0, layer, page, at_BTk % P].get(mode="promise_in_bounds")[..., : pool.dim]
 
 
 def copy(pool: Pool, source_n: jax.Array, to_n: jax.Array) -> Pool:
     """Pages source[i] written over pages to[i], in every layer; numbers past the end, all different, are skipped."""
     found = pool.array.at[:, :, source_n].get(mode="clip")
-    return Pool(pool.array.at[:, :, to_n].set(found, mode="drop", unique_indices=True))
+    return replace(pool, array=pool.array.at[:, :, to_n].set(found, mode="drop", unique_indices=True))

@@ -26,13 +26,12 @@ from policy.sharding import Layout
 
 # Tokens that a kernel works on at a time: 512 keys and values of 128 numbers in bfloat16 are 256 KiB of VMEM, twice for the next.
 BLOCK_TOKENS = 512
-LANES = 128
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 def decode(q_BHTD: jax.Array, cache: LayerCache | None, step: Step, spec: Attention, runtime: Runtime) -> jax.Array | None:
     """softmax(q k^T) v over the cache, the scale already in q: [B, H, 1, D]. None: no kernel for this."""
-    plain = spec.window is None and spec.chunk is None and not spec.sinks and spec.head_dim % LANES == 0
+    plain = spec.window is None and spec.chunk is None and not spec.sinks and spec.head_dim % pages.LANES == 0
     if not (plain and _served(cache, "k", step, runtime)):
         return None
 
@@ -46,8 +45,10 @@ def decode(q_BHTD: jax.Array, cache: LayerCache | None, step: Step, spec: Attent
 
 def decode_latent(q_BHTL: jax.Array, cache: LayerCache, step: Step, rank: int, runtime: Runtime) -> jax.Array | None:
     """The same over "latent" entries, keys of all heads whose first `rank` numbers are the values: [B, H, 1, rank]."""
-    if rank % LANES or not _served(cache, "latent", step, runtime):
+    if rank % pages.LANES or not _served(cache, "latent", step, runtime):
         return None
+    filling = pages.filled(q_BHTL.shape[-1]) - q_BHTL.shape[-1]
+    q_BHTL = jnp.pad(q_BHTL, [(0, 0)] * 3 + [(0, filling)])
     return _over_pages(partial(latent_kernel, rank=rank), q_BHTL, cache, ("latent",), step, runtime.layout)
 
 

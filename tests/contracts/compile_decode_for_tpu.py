@@ -3,7 +3,7 @@
     python compile_decode_for_tpu.py PRESET TOPOLOGY DEGREES ROWS PAGES_OF_A_ROW RULES
 
 The program makes STEPS greedy tokens for every row, in a loop, as a generator does. Bytes are those of a step on one chip: a
-kernel reads every page of every row that the chip has once, filled up to whole lanes of 128. Compared with `ideal`: every weight
+kernel reads every page of every row that the chip has once, with what fills up its entries. Compared with `ideal`: every weight
 but the embedding, of which only the rows of the tokens are read, and every entry of the cache once, as numbers.
 """
 
@@ -33,7 +33,7 @@ from policy.model import Graph  # noqa: E402
 from policy.pages import Pages  # noqa: E402
 from policy.sharding import layout  # noqa: E402
 
-STEPS, SIZE, LANES = 4, 32, 128
+STEPS, SIZE = 4, 32
 KERNELS = {"k": "paged_attention", "latent": "latent_paged_attention"}
 
 
@@ -82,13 +82,11 @@ def report(preset: str, topology: str, degrees: dict, rows: int, width: int, rul
 
     pools = [part for stack in cache for layers in stack for part in layers]
     layer = {name: 2 * local(pool.array) // pool.array.shape[1] * (number - parts) // number for name, pool in pools[0].items()}
-    name = next(name for name in layer if name in KERNELS)
-    kernel, last = KERNELS[name], pools[0][name].array.shape[-1]
-    formula = sum(layer.values()) * (-(-last // LANES) * LANES) // last
+    kernel, formula = next(KERNELS[name] for name in layer if name in KERNELS), sum(layer.values())
     program = Program(text, {kernel: formula})
     moved = program.moved()
     shapes = {tuple(p.sharding.shard_shape(p.shape)) for p in params.values()}
-    whole = sum(layer.values())
+    whole = sum(size * pools[0][name].dim // pools[0][name].array.shape[-1] for name, size in layer.items())
     strangers = [
         (m.name, array, size)
         for m in moved

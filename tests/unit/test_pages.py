@@ -23,6 +23,7 @@ ENGRAM = {"engram": {"layers": [1], "vocab_bases": [50, 60], "heads": 2, "head_d
 MODELS = tiny.GENERATED | {
     "v32": ("DeepseekV32", KINDS["DeepseekV32"].standard | KINDS["DeepseekV32"].short),
     "qwen3_next": ("Qwen3Next", KINDS["Qwen3Next"].standard | KINDS["Qwen3Next"].short),
+    "wide-latents": ("DeepseekV3", KINDS["DeepseekV3"].short | {"kv_lora_rank": 140}),
     "engram": ("Llama", {"num_hidden_layers": 2, "duet": ENGRAM}),
 }
 FEW = {"llama-mqa-tied": 4, "v32": 1, "qwen3_next": 16}
@@ -128,10 +129,13 @@ def test_a_scanned_stack_has_its_pages_in_one_pool():
     check("qwen3-window", 4, scan=True)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4", "fp8"])
-def test_a_pool_holds_what_a_contiguous_cache_holds(quantization):
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [*(("deepseek-v3-groups-yarn", q) for q in (None, "int8", "int4", "fp8")), ("wide-latents", None), ("wide-latents", "int8")],
+)
+def test_a_pool_holds_what_a_contiguous_cache_holds(name, quantization):
     """Written and read in two calls, one over a page boundary, and gathered at chosen positions."""
-    model = model_of("deepseek-v3-groups-yarn")
+    model = model_of(name)
     kind = {"dtype": "float32", "scan": True, "quantization": quantization}
     rng, table = np.random.default_rng(0), jnp.asarray([[5, 2, 0], [3, 6, 0]])
     contiguous = LayerCache(caches.create(model.config, 2, 12, **kind)[-1][0][0], 0)
@@ -161,11 +165,11 @@ def test_padding_and_what_lies_past_a_table_are_written_nowhere():
 
 
 def test_bytes_of_pages_and_slots_are_those_of_the_arrays():
-    for name in ("qwen3_next", "engram"):
-        config = model_of(name).config
+    wide = families.read(configuration("DeepseekV3", kv_lora_rank=140))  # entries of 144 numbers, filled up to 256
+    for config in (model_of("qwen3_next").config, model_of("engram").config, wide):
         pages = Pages(6, 4)
         cache = caches.create(config, SLOTS, pages, "bfloat16", scan=False)
         total = sum(a.nbytes for a in jax.tree.leaves(cache))
-        tokens_held = pages.number * pages.size
-        expected = tokens_held * caches.bytes_per_token(config, "bfloat16") + SLOTS * caches.bytes_per_slot(config, "bfloat16")
-        assert total == expected and caches.bytes_per_slot(config, "bfloat16") > 0
+        expected = pages.number * caches.bytes_per_page(config, pages.size, "bfloat16")
+        assert total == expected + SLOTS * caches.bytes_per_slot(config, "bfloat16")
+        assert (caches.bytes_per_slot(config, "bfloat16") > 0) == (config is not wide)
