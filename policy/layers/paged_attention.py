@@ -32,7 +32,8 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 def decode(q_BHTD: jax.Array, cache: LayerCache | None, step: Step, spec: Attention, runtime: Runtime) -> jax.Array | None:
     """softmax(q k^T) v over the cache, the scale already in q: [B, H, 1, D]. None: no kernel for this."""
     plain = spec.window is None and spec.chunk is None and not spec.sinks and spec.head_dim % pages.LANES == 0
-    if not (plain and _served(cache, "k", step, runtime)):
+    # The kernel rounds what it reads to bfloat16.
+    if not (plain and _served(cache, "k", step, runtime) and cache.arrays["k"].array.dtype == jnp.bfloat16):
         return None
 
     def kernel(q_BHD, k, v, table_BM, lengths_B):

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import stepwise
 import tiny
+from jax.experimental.pallas import tpu as pltpu
 from oracles import KINDS, configuration, random_model, tokens
 
 from policy import cache as caches
 from policy import families
 from policy.cache import LayerCache, Step, extend
+from policy.layers import paged_attention
 from policy.pages import Pages
+from policy.sharding import Layout
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -24,6 +27,7 @@ MODELS = tiny.GENERATED | {
     "v32": ("DeepseekV32", KINDS["DeepseekV32"].standard | KINDS["DeepseekV32"].short),
     "qwen3_next": ("Qwen3Next", KINDS["Qwen3Next"].standard | KINDS["Qwen3Next"].short),
     "wide-latents": ("DeepseekV3", KINDS["DeepseekV3"].short | {"kv_lora_rank": 140}),
+    "latents-of-128": ("DeepseekV3", KINDS["DeepseekV3"].short | {"kv_lora_rank": 128}),
     "engram": ("Llama", {"num_hidden_layers": 2, "duet": ENGRAM}),
 }
 FEW = {"llama-mqa-tied": 4, "v32": 1, "qwen3_next": 16}
@@ -157,7 +161,7 @@ def test_a_pool_holds_what_a_contiguous_cache_holds(name, quantization):
 def test_padding_and_what_lies_past_a_table_are_written_nowhere():
     model = model_of("llama-mqa-tied")
     arrays = caches.create(model.config, 1, Pages(4, 2), "float32", scan=True)[0][0][0]
-    step = Step(jnp.asarray([[0, 1, 2, 4]]), jnp.asarray([[1, 0, 1, 1]]))
+    step = Step(jnp.asarray([[0, 1, 2, 5]]), jnp.asarray([[1, 0, 1, 1]]))
     new = jnp.ones((1, 1, 4, arrays["k"].array.shape[-1]))
     _, cache = extend(LayerCache(arrays, 1, jnp.asarray([[3, 1]])), step, k=new, v=new)
     written = np.asarray(cache.arrays["k"].array).any(axis=-1)[0]
@@ -173,3 +177,15 @@ def test_bytes_of_pages_and_slots_are_those_of_the_arrays():
         expected = pages.number * caches.bytes_per_page(config, pages.size, "bfloat16")
         assert total == expected + SLOTS * caches.bytes_per_slot(config, "bfloat16")
         assert (caches.bytes_per_slot(config, "bfloat16") > 0) == (config is not wide)
+
+
+@pytest.mark.slow
+def test_the_kernel_for_latents_finds_what_the_whole_forward_pass_finds(monkeypatch):
+    """Interpreted; what a mesh of CPU devices takes for a TPU is all that decides."""
+    calls, kernel = [], paged_attention.latent_kernel
+    monkeypatch.setattr(paged_attention, "latent_kernel", lambda *args, **how: calls.append(args) or kernel(*args, **how))
+    rows_and_hidden("latents-of-128")
+    monkeypatch.setattr(Layout, "platform", "tpu")
+    with pltpu.force_tpu_interpret_mode():
+        check("latents-of-128", 8, scan=True)
+    assert calls
