@@ -10,7 +10,7 @@ size have no positions. With `Runtime.tentative` a layer that has one leaves it 
 after each token in `LayerAux.states`; `commit` then writes those after the tokens that stay.
 
 Entries by position are contiguous, C for each slot, or lie in pools of pages (policy/pages.py), which a table of the call names for
-its rows. States of fixed size are kept by slot in both forms.
+its rows. States of fixed size are kept by slot in both forms, and so are the rings of layers with a window (policy/rings.py).
 
 Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension, B rows, T tokens.
 """
@@ -26,11 +26,12 @@ import jax
 import jax.numpy as jnp
 import qwix
 
-from policy import pages
+from policy import pages, rings
 from policy.config import Attention, DecoderConfig, Engram, GatedDeltaNet, LatentAttention, LayerSpec, StoredType
 from policy.layers.dropout import Dropout
 from policy.layers.quantization import TYPES, quantize_tiles
 from policy.pages import Pages, Pool
+from policy.rings import Ring, WithRings
 
 if TYPE_CHECKING:
     from policy.intermediates import Aux
@@ -72,7 +73,7 @@ class LayerCache:
     """The entries of one layer: arrays [R, S, K, C, D] of which this layer owns [index]. In a paged cache entries by position are
     in pools, of which it owns pages [:, index]; `table` int32[B, M] are those of the rows of a call."""
 
-    arrays: dict[str, jax.Array | Pool]
+    arrays: dict[str, jax.Array | Pool | Ring]
     index: jax.Array | int
     table: jax.Array | None = None
 
@@ -91,21 +92,37 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
     for name, value in new.items():
         for part, written in _parts(cache.arrays, name, value).items():
             array = cache.arrays[part]
-            if cache.table is not None:
-                arrays[part] = pages.write(array, cache.index, cache.table, step, written)
+            if isinstance(array, Pool | Ring):
+                arrays[part] = _write(cache, array, step, written)
                 continue
             at = jnp.where(step.segments != 0, step.positions, array.shape[3] + jnp.arange(T))
             written = jnp.swapaxes(written, 1, 2).astype(array.dtype)
             arrays[part] = array.at[cache.index, rows, :, at].set(written, mode="drop", unique_indices=True)
         seen[name] = read(arrays, name, partial(_all, cache), value.dtype)
-    length = next(iter(seen.values())).shape[2]
+    length, cache = next(iter(seen.values())).shape[2], replace(cache, arrays=cache.arrays | arrays)
+    if isinstance(next(iter(arrays.values())), Ring):
+        positions = rings.positions(step, length)
+        return Visible(seen, positions, (positions >= 0).astype(jnp.int32)), cache
     positions = jnp.broadcast_to(jnp.arange(length), (B, length))
-    return Visible(seen, positions, jnp.ones_like(positions)), replace(cache, arrays=cache.arrays | arrays)
+    return Visible(seen, positions, jnp.ones_like(positions)), cache
 
 
-def _all(cache: LayerCache, array: jax.Array | Pool) -> jax.Array:
+def _write(cache: LayerCache, array: Pool | Ring, step: Step, value_BKTD: jax.Array) -> Pool | Ring:
+    if isinstance(array, Ring):
+        return rings.write(array, cache.index, step, value_BKTD)
+    if cache.table is None:
+        raise ValueError("a call over a paged cache needs the pages of its rows: Step.pages")
+    return pages.write(array, cache.index, cache.table, step, value_BKTD)
+
+
+def _all(cache: LayerCache, array: jax.Array | Pool | Ring) -> jax.Array:
     """[B, K, C, D]: the layer's part of one of its arrays, for every row of a call."""
-    return array[cache.index] if cache.table is None else pages.gather(array, cache.index, cache.table)
+    match array:
+        case Pool():
+            return pages.gather(array, cache.index, cache.table)
+        case Ring():
+            return array.array[cache.index]
+    return array[cache.index]
 
 
 def take(cache: LayerCache, name: str, at_BTk: jax.Array, dtype) -> jax.Array:
@@ -129,7 +146,7 @@ def take(cache: LayerCache, name: str, at_BTk: jax.Array, dtype) -> jax.Array:
     return read(cache.arrays, name, pick, dtype)
 
 
-def _parts(arrays: dict[str, jax.Array | Pool], name: str, value: jax.Array) -> dict[str, jax.Array]:
+def _parts(arrays: dict[str, jax.Array | Pool | Ring], name: str, value: jax.Array) -> dict[str, jax.Array]:
     """`value` as the arrays that the cache keeps of it, by name: itself, or quantised values and scales."""
     if f"{name}.scale" not in arrays:
         return {name: value}
@@ -138,7 +155,7 @@ def _parts(arrays: dict[str, jax.Array | Pool], name: str, value: jax.Array) -> 
     return {name: quantized.qvalue, f"{name}.scale": quantized.scale}
 
 
-def read(arrays: dict[str, jax.Array | Pool], name: str, pick, dtype) -> jax.Array:
+def read(arrays: dict[str, jax.Array | Pool | Ring], name: str, pick, dtype) -> jax.Array:
     """`pick(array)`, a part of the entries `name` with whole vectors [..., D], as floats where they are quantised."""
     if f"{name}.scale" not in arrays:
         return pick(arrays[name])
@@ -193,13 +210,15 @@ def copy_pages(cache, source_n: jax.Array, to_n: jax.Array):
 class Entry:
     """One array of a layer, [heads, length, dim] a slot. `length` None is the length of the cache: one entry a token; a number is
     a state of fixed size, whatever the length. `dtype` None is that of the cache. `tile`: where the cache is quantised, one
-    scale for so many numbers of a token; None: never quantised."""
+    scale for so many numbers of a token; None: never quantised. `window`: tokens that a query looks back at most, itself
+    counted; None: any."""
 
     heads: int
     dim: int
     length: int | None = None
     dtype: str | None = None
     tile: int | None = None
+    window: int | None = None
 
     @property
     def bits(self) -> int:
@@ -223,8 +242,9 @@ def _memory_entries(memory: Engram | None, config: DecoderConfig) -> dict[str, E
 
 def _mixer_entries(spec: LayerSpec) -> dict[str, Entry]:
     match spec.mixer:
-        case Attention(kv_heads=heads, head_dim=dim):
-            return {"k": Entry(heads, dim, tile=dim), "v": Entry(heads, dim, tile=dim)}
+        case Attention(kv_heads=heads, head_dim=dim, window=window, chunk=chunk):
+            back = min((w for w in (window, chunk) if w), default=None)
+            return {name: Entry(heads, dim, tile=dim, window=back) for name in "kv"}
         case LatentAttention(kv_lora_rank=rank, rope=rope, indexer=indexer):
             keys = {} if indexer is None else {"index": Entry(1, indexer.head_dim)}
             # No tile holds numbers of both the normed latent and the rotated key, which differ in size.
@@ -243,17 +263,23 @@ def _stored(spec: LayerSpec, config: DecoderConfig, dtype, quantization: StoredT
             found[name] = replace(entry, dtype=entry.dtype or jnp.dtype(dtype).name)
         else:
             found[name] = replace(entry, dtype=jnp.dtype(TYPES[quantization]).name)
-            found[f"{name}.scale"] = Entry(entry.heads, entry.dim // entry.tile, dtype="float32")
+            found[f"{name}.scale"] = Entry(entry.heads, entry.dim // entry.tile, dtype="float32", window=entry.window)
     return found
 
 
 def create(
-    config: DecoderConfig, slots: int, length: int | Pages, dtype, *, scan: bool, quantization: StoredType | None = None
+    config: DecoderConfig,
+    slots: int,
+    length: int | Pages | WithRings,
+    dtype,
+    *,
+    scan: bool,
+    quantization: StoredType | None = None,
 ) -> tuple:
-    """An empty cache of `slots` rows of `length` tokens, or of pages for any rows beside `slots` states of fixed size: for each
-    stack a tuple of parts, each a tuple over the pattern of named arrays. A scanned stack has one part with all its repeats, an
-    unrolled one a part with one layer for each repeat (on CPU, reading a layer out of one stacked array costs a copy of it at every
-    step). `quantization`: the type in which keys, values and latents are kept."""
+    """An empty cache of `slots` rows of `length` tokens, or of pages for any rows beside `slots` states of fixed size, with or
+    without rings: for each stack a tuple of parts, each a tuple over the pattern of named arrays. A scanned stack has one part with
+    all its repeats, an unrolled one a part with one layer for each repeat (on CPU, reading a layer out of one stacked array costs a
+    copy of it at every step). `quantization`: the type in which keys, values and latents are kept."""
 
     def part(stack, repeats):
         return tuple(_empty(spec, config, (repeats, slots), (length, dtype, quantization)) for spec in stack.pattern)
@@ -263,11 +289,14 @@ def create(
     )
 
 
-def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], kind: tuple) -> dict[str, jax.Array | Pool]:
+def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], kind: tuple) -> dict[str, jax.Array | Pool | Ring]:
     """The arrays of a layer, [*first, K, C, D]; `kind` is (length of the cache or its pages, its dtype, its quantization)."""
     length, dtype, quantization = kind
+    length, room = length if isinstance(length, WithRings) else (length, None)
 
     def array(entry: Entry):
+        if entry.window is not None and room is not None and (isinstance(length, Pages) or length > entry.window + room):
+            return Ring(jnp.zeros((*first, entry.heads, entry.window + room, entry.dim), entry.dtype))
         if entry.length is None and isinstance(length, Pages):
             return pages.empty(entry.heads, first[0], length, entry.dim, entry.dtype)
         return jnp.zeros((*first, entry.heads, length if entry.length is None else entry.length, entry.dim), entry.dtype)

@@ -16,7 +16,8 @@ from policy import cache as caches
 from policy import families
 from policy.cache import LayerCache, Step, extend
 from policy.layers import paged_attention
-from policy.pages import Pages
+from policy.pages import Pages, Pool
+from policy.rings import Ring, WithRings
 from policy.sharding import Layout
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -50,12 +51,14 @@ def rows_and_hidden(name):
 class Paged:
     """A paged cache in use, with pages handed out in a random order and every entry that nobody wrote a large number."""
 
-    def __init__(self, model, size, *, scan=False, quantization=None):
+    def __init__(self, model, size, *, scan=False, room=None):
         self.model, self.size, self.width = model, size, -(-T // size) + 1
         pages = Pages(3 * self.width + 4, size)
         dtype = model.graph.runtime.dtype
-        cache = caches.create(model.config, SLOTS, pages, dtype, scan=scan, quantization=quantization)
-        self.cache = caches._each(lambda a: a, lambda pool: jax.tree.map(lambda a: jnp.full_like(a, 7), pool), cache)
+        length = pages if room is None else WithRings(pages, room)
+        cache = caches.create(model.config, SLOTS, length, dtype, scan=scan)
+        used = lambda part: isinstance(part, Pool | Ring)  # noqa: E731
+        self.cache = jax.tree.map(lambda a: jax.tree.map(lambda a: a + 7, a) if used(a) else a, cache, is_leaf=used)
         self.free = (1 + np.random.default_rng(0).permutation(pages.number - 1)).tolist()
         self.tables = np.zeros((SLOTS, self.width), np.int32)
         self.run = jax.jit(self._run)
@@ -127,6 +130,15 @@ def test_scattered_and_shared_pages_are_the_whole_forward_pass(name, size):
 @pytest.mark.parametrize("name", MODELS)
 def test_any_page_size_and_every_family(name, size):
     check(name, size, scan=size == 4)
+
+
+@pytest.mark.parametrize("name", ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-window", "gpt_oss"))])
+def test_layers_with_a_window_may_keep_rings_beside_pages(name):
+    model = model_of(name)
+    assert any(
+        isinstance(a, Ring) for layer in Paged(model, 4, room=4).cache for part in layer for arrays in part for a in arrays.values()
+    )
+    check(name, 4, room=4)
 
 
 def test_a_scanned_stack_has_its_pages_in_one_pool():
