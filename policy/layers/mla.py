@@ -80,9 +80,9 @@ class MultiHeadLatentAttention(nnx.Module):
             keys = visible.arrays["latent"]
             q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
             values = keys[..., : spec.kv_lora_rank]
-            mask = self._mask(step, visible, index_queries, runtime)
-            out = decode_latent(q * spec.scale, cache, step, spec.kv_lora_rank, runtime) if type(mask) is Mask else None
-            out, found = self._attend(q, keys, values, mask, cache, runtime) if out is None else (out, LayerAux())
+            out, found = decode_latent(q * spec.scale, cache, step, spec, runtime), LayerAux()
+            if out is None:
+                out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries, runtime), cache, runtime)
             out = jnp.einsum("bhtc,chd->bhtd", out, w_v)
         out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
         return checkpoint_name(out, "out_proj"), cache, found

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from policy import pages
 from policy.cache import LayerCache, Step
-from policy.config import Attention, Runtime
+from policy.config import Attention, LatentAttention, Runtime
 from policy.sharding import Layout
 
 # Tokens that a kernel works on at a time: 512 keys and values of 128 numbers in bfloat16 are 256 KiB of VMEM, twice for the next.
@@ -44,9 +44,11 @@ def decode(q_BHTD: jax.Array, cache: LayerCache | None, step: Step, spec: Attent
     return _over_pages(kernel, q_BHTD, cache, ("k", "v"), step, runtime.layout)
 
 
-def decode_latent(q_BHTL: jax.Array, cache: LayerCache, step: Step, rank: int, runtime: Runtime) -> jax.Array | None:
-    """The same over "latent" entries, keys of all heads whose first `rank` numbers are the values: [B, H, 1, rank]."""
-    if rank % pages.LANES or not _served(cache, "latent", step, runtime):
+def decode_latent(q_BHTL: jax.Array, cache: LayerCache, step: Step, spec: LatentAttention, runtime: Runtime) -> jax.Array | None:
+    """The same over "latent" entries, keys of all heads whose first `kv_lora_rank` numbers are the values:
+    [B, H, 1, kv_lora_rank]. An indexer's choice of keys is left to the portable form."""
+    rank = spec.kv_lora_rank
+    if spec.indexer is not None or rank % pages.LANES or not _served(cache, "latent", step, runtime):
         return None
     filling = pages.filled(q_BHTL.shape[-1]) - q_BHTL.shape[-1]
     q_BHTL = jnp.pad(q_BHTL, [(0, 0)] * 3 + [(0, filling)])
