@@ -19,6 +19,7 @@ from pathlib import Path
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
 dump = tempfile.TemporaryDirectory()
 os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump.name} --xla_dump_hlo_as_text"
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a program from the cache is not dumped
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax  # noqa: E402
