@@ -9,6 +9,9 @@ past the tokens that stay are masked, for their position is larger than that of 
 size have no positions. With `Runtime.tentative` a layer that has one leaves it in the cache as it was, and returns the states
 after each token in `LayerAux.states`; `commit` then writes those after the tokens that stay.
 
+Entries by position are contiguous, C for each slot, or lie in pools of pages (policy/pages.py), which a table of the call names for
+its rows. States of fixed size are kept by slot in both forms, and so are the rings of layers with a window (policy/rings.py).
+
 Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension, B rows, T tokens.
 """
 
@@ -16,18 +19,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import qwix
 
+from policy import pages, rings
 from policy.config import Attention, DecoderConfig, Engram, GatedDeltaNet, LatentAttention, LayerSpec, StoredType
 from policy.layers.dropout import Dropout
 from policy.layers.quantization import TYPES, quantize_tiles
+from policy.pages import Pages, Pool
+from policy.rings import Ring, WithRings
 
 if TYPE_CHECKING:
     from policy.intermediates import Aux
+    from policy.sharding import Layout
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +44,7 @@ class Step:
     """Where the tokens of a call sit: position inside the document and segment (0: padding), both int32[B, T].
 
     The decoder fills in `tokens`, int32[B, T], and `rotations`, the (cos, sin) tables of all its rotary embeddings. `dropout` is
-    for training only.
+    for training only. `pages`, over a paged cache: the pages of each row, int32[B, M].
     """
 
     positions: jax.Array
@@ -44,6 +52,7 @@ class Step:
     tokens: jax.Array | None = None
     rotations: dict[str, Any] | None = None
     dropout: Dropout | None = None
+    pages: jax.Array | None = None
 
     def at(self, layer: jax.Array | int) -> Step:
         """The same for the layer of that number."""
@@ -61,10 +70,12 @@ class Visible(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """The entries of one layer: arrays [R, S, K, C, D] of which this layer owns [index]."""
+    """The entries of one layer: arrays [R, S, K, C, D] of which this layer owns [index]. In a paged cache entries by position are
+    in pools, of which it owns pages [:, index]; `table` int32[B, M] are those of the rows of a call."""
 
-    arrays: dict[str, jax.Array]
+    arrays: dict[str, jax.Array | Pool | Ring]
     index: jax.Array | int
+    table: jax.Array | None = None
 
 
 def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visible, LayerCache | None]:
@@ -84,15 +95,39 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
     for name, value in new.items():
         for part, written in _parts(cache.arrays, name, value).items():
             array = cache.arrays[part]
+            if isinstance(array, Pool | Ring):
+                arrays[part] = _write(cache, array, step, written)
+                continue
             at = jnp.where(step.segments != 0, step.positions, array.shape[3] + jnp.arange(T))
             written = jnp.swapaxes(written, 1, 2).astype(array.dtype)
             if more:
                 at, written = jnp.pad(at, ((0, 0), (0, 1)), constant_values=array.shape[3] + 1), jnp.repeat(written, 2, axis=1)
             arrays[part] = array.at[cache.index, rows, :, at].set(written, mode="drop", unique_indices=True)
-        seen[name] = read(arrays, name, lambda array: array[cache.index], value.dtype)
-    length = next(iter(seen.values())).shape[2]
+        seen[name] = read(arrays, name, partial(_all, cache), value.dtype)
+    length, cache = next(iter(seen.values())).shape[2], replace(cache, arrays=cache.arrays | arrays)
+    if isinstance(next(iter(arrays.values())), Ring):
+        positions = rings.positions(step, length)
+        return Visible(seen, positions, (positions >= 0).astype(jnp.int32)), cache
     positions = jnp.broadcast_to(jnp.arange(length), (B, length))
-    return Visible(seen, positions, jnp.ones_like(positions)), replace(cache, arrays=cache.arrays | arrays)
+    return Visible(seen, positions, jnp.ones_like(positions)), cache
+
+
+def _write(cache: LayerCache, array: Pool | Ring, step: Step, value_BKTD: jax.Array) -> Pool | Ring:
+    if isinstance(array, Ring):
+        return rings.write(array, cache.index, step, value_BKTD)
+    if cache.table is None:
+        raise ValueError("a call over a paged cache needs the pages of its rows: Step.pages")
+    return pages.write(array, cache.index, cache.table, step, value_BKTD)
+
+
+def _all(cache: LayerCache, array: jax.Array | Pool | Ring) -> jax.Array:
+    """[B, K, C, D]: the layer's part of one of its arrays, for every row of a call."""
+    match array:
+        case Pool():
+            return pages.gather(array, cache.index, cache.table)
+        case Ring():
+            return array.array[cache.index]
+    return array[cache.index]
 
 
 def take(cache: LayerCache, name: str, at_BTk: jax.Array, dtype) -> jax.Array:
@@ -109,42 +144,86 @@ def take(cache: LayerCache, name: str, at_BTk: jax.Array, dtype) -> jax.Array:
     index = jnp.stack([jnp.broadcast_to(cache.index, at_BTk.shape), at_BTk], axis=-1)
 
     def pick(array):
+        if cache.table is not None:
+            return pages.pick(array, cache.index, cache.table, at_BTk)
         return jax.lax.gather(array, index, dims, (1, 1, 1, 1, array.shape[-1]), mode="promise_in_bounds")
 
     return read(cache.arrays, name, pick, dtype)
 
 
-def _parts(arrays: dict[str, jax.Array], name: str, value: jax.Array) -> dict[str, jax.Array]:
+def _parts(arrays: dict[str, jax.Array | Pool | Ring], name: str, value: jax.Array) -> dict[str, jax.Array]:
     """`value` as the arrays that the cache keeps of it, by name: itself, or quantised values and scales."""
     if f"{name}.scale" not in arrays:
         return {name: value}
-    tiles = arrays[f"{name}.scale"].shape[-1]
-    quantized = quantize_tiles(value, arrays[name].dtype, tiles)
+    values, scales = jax.tree.leaves((arrays[name], arrays[f"{name}.scale"]))
+    quantized = quantize_tiles(value, values.dtype, scales.shape[-1])
     return {name: quantized.qvalue, f"{name}.scale": quantized.scale}
 
 
-def read(arrays: dict[str, jax.Array], name: str, pick, dtype) -> jax.Array:
+def read(arrays: dict[str, jax.Array | Pool | Ring], name: str, pick, dtype) -> jax.Array:
     """`pick(array)`, a part of the entries `name` with whole vectors [..., D], as floats where they are quantised."""
     if f"{name}.scale" not in arrays:
         return pick(arrays[name])
     return qwix.dequantize(qwix.QArray(pick(arrays[name]), pick(arrays[f"{name}.scale"]))).astype(dtype)
 
 
-# Logical axes of every cache array [R, S, K, C, D].
+# Logical axes of every cache array [R, S, K, C, D] that is no pool.
 AXES = (None, "cache_batch", "cache_heads", None, None)
+
+
+def _each(function, pool, *caches):
+    """jax.tree.map of `function` over arrays by slot and of `pool` over pools."""
+
+    def one(leaf, *others):
+        return (pool if isinstance(leaf, Pool) else function)(leaf, *others)
+
+    return jax.tree.map(one, *caches, is_leaf=lambda leaf: isinstance(leaf, Pool))
+
+
+def constrained(cache, layout: Layout):
+    """The cache where it belongs: left to itself the compiler may lay out a result otherwise than the cache that was given up for
+    it, which is a copy now and another compilation at the next call."""
+
+    def placed(axes, array):
+        return jax.lax.with_sharding_constraint(array, layout.sharding(axes, array.shape))
+
+    return _each(partial(placed, AXES), lambda pool: jax.tree.map(partial(placed, pages.AXES), pool), cache)
+
+
+def rows_of(cache, slots_B: jax.Array):
+    """The cache of a call whose row b is slot slots[b]: arrays by slot [R, B, K, C, D] of those slots, pools as they are."""
+    return _each(lambda array: array[:, slots_B], lambda pool: pool, cache)
+
+
+def with_rows(cache, rows, slots_B: jax.Array):
+    """`cache` after a call over `rows`, which `rows_of` made of it: row b goes back to slot slots[b]; slots past the end, all
+    different, are skipped."""
+
+    def put(array, row):
+        return array.at[:, slots_B].set(row, mode="drop", unique_indices=True)
+
+    return _each(put, lambda before, after: after, cache, rows)
+
+
+def copy_pages(cache, source_n: jax.Array, to_n: jax.Array):
+    """Pages source[i] written over pages to[i]: what a row does before it writes into a page that it shares. Numbers past the end,
+    all different, are skipped."""
+    return _each(lambda array: array, lambda pool: pages.copy(pool, source_n, to_n), cache)
 
 
 @dataclass(frozen=True)
 class Entry:
     """One array of a layer, [heads, length, dim] a slot. `length` None is the length of the cache: one entry a token; a number is
     a state of fixed size, whatever the length. `dtype` None is that of the cache. `tile`: where the cache is quantised, one
-    scale for so many numbers of a token; None: never quantised."""
+    scale for so many numbers of a token; None: never quantised. `window`: tokens that a query looks back at most, itself
+    counted; None: any."""
 
     heads: int
     dim: int
     length: int | None = None
     dtype: str | None = None
     tile: int | None = None
+    window: int | None = None
 
     @property
     def bits(self) -> int:
@@ -168,8 +247,9 @@ def _memory_entries(memory: Engram | None, config: DecoderConfig) -> dict[str, E
 
 def _mixer_entries(spec: LayerSpec) -> dict[str, Entry]:
     match spec.mixer:
-        case Attention(kv_heads=heads, head_dim=dim):
-            return {"k": Entry(heads, dim, tile=dim), "v": Entry(heads, dim, tile=dim)}
+        case Attention(kv_heads=heads, head_dim=dim, window=window, chunk=chunk):
+            back = min((w for w in (window, chunk) if w), default=None)
+            return {name: Entry(heads, dim, tile=dim, window=back) for name in "kv"}
         case LatentAttention(kv_lora_rank=rank, rope=rope, indexer=indexer):
             keys = {} if indexer is None else {"index": Entry(1, indexer.head_dim)}
             # No tile holds numbers of both the normed latent and the rotated key, which differ in size.
@@ -188,15 +268,23 @@ def _stored(spec: LayerSpec, config: DecoderConfig, dtype, quantization: StoredT
             found[name] = replace(entry, dtype=entry.dtype or jnp.dtype(dtype).name)
         else:
             found[name] = replace(entry, dtype=jnp.dtype(TYPES[quantization]).name)
-            found[f"{name}.scale"] = Entry(entry.heads, entry.dim // entry.tile, dtype="float32")
+            found[f"{name}.scale"] = Entry(entry.heads, entry.dim // entry.tile, dtype="float32", window=entry.window)
     return found
 
 
-def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool, quantization: StoredType | None = None) -> tuple:
-    """An empty cache of `slots` rows of `length` tokens: for each stack a tuple of parts, each a tuple over the pattern of
-    named arrays. A scanned stack has one part with all its repeats, an unrolled one a part with one layer for each repeat
-    (on CPU, reading a layer out of one stacked array costs a copy of it at every step). `quantization`: the type in which keys,
-    values and latents are kept."""
+def create(
+    config: DecoderConfig,
+    slots: int,
+    length: int | Pages | WithRings,
+    dtype,
+    *,
+    scan: bool,
+    quantization: StoredType | None = None,
+) -> tuple:
+    """An empty cache of `slots` rows of `length` tokens, or of pages for any rows beside `slots` states of fixed size, with or
+    without rings: for each stack a tuple of parts, each a tuple over the pattern of named arrays. A scanned stack has one part with
+    all its repeats, an unrolled one a part with one layer for each repeat (on CPU, reading a layer out of one stacked array costs a
+    copy of it at every step). `quantization`: the type in which keys, values and latents are kept."""
 
     def part(stack, repeats):
         return tuple(_empty(spec, config, (repeats, slots), (length, dtype, quantization)) for spec in stack.pattern)
@@ -206,13 +294,19 @@ def create(config: DecoderConfig, slots: int, length: int, dtype, *, scan: bool,
     )
 
 
-def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], kind: tuple) -> dict[str, jax.Array]:
-    """The arrays of a layer, [*first, K, C, D]; `kind` is (length of the cache, its dtype, its quantization)."""
+def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], kind: tuple) -> dict[str, jax.Array | Pool | Ring]:
+    """The arrays of a layer, [*first, K, C, D]; `kind` is (length of the cache or its pages, its dtype, its quantization)."""
     length, dtype, quantization = kind
-    return {
-        name: jnp.zeros((*first, e.heads, length if e.length is None else e.length, e.dim), e.dtype)
-        for name, e in _stored(spec, config, dtype, quantization).items()
-    }
+    length, room = length if isinstance(length, WithRings) else (length, None)
+
+    def array(entry: Entry):
+        if entry.window is not None and room is not None and (isinstance(length, Pages) or length > entry.window + room):
+            return Ring(jnp.zeros((*first, entry.heads, entry.window + room, entry.dim), entry.dtype))
+        if entry.length is None and isinstance(length, Pages):
+            return pages.empty(entry.heads, first[0], length, entry.dim, entry.dtype)
+        return jnp.zeros((*first, entry.heads, length if entry.length is None else entry.length, entry.dim), entry.dtype)
+
+    return {name: array(entry) for name, entry in _stored(spec, config, dtype, quantization).items()}
 
 
 class Drafts(NamedTuple):
@@ -275,7 +369,19 @@ def rows(cache: tuple, numbers: jax.Array) -> tuple:
 
 def bytes_per_token(config: DecoderConfig, dtype, quantization: StoredType | None = None) -> int:
     """Bytes that one more token takes in the cache, over all layers, scales included; states of fixed size take none."""
-    entries = [
-        entry for spec in config.layers for entry in _stored(spec, config, dtype, quantization).values() if entry.length is None
-    ]
-    return sum(entry.heads * entry.dim * entry.bits for entry in entries) // 8
+    return sum(e.heads * e.dim * e.bits for e in _all_stored(config, dtype, quantization) if e.length is None) // 8
+
+
+def bytes_per_page(config: DecoderConfig, size: int, dtype, quantization: StoredType | None = None) -> int:
+    """Bytes of a page of `size` tokens, over all layers, with what fills up its entries."""
+    stored = (e for e in _all_stored(config, dtype, quantization) if e.length is None)
+    return size * sum(e.heads * pages.filled(e.dim) * e.bits for e in stored) // 8
+
+
+def bytes_per_slot(config: DecoderConfig, dtype) -> int:
+    """Bytes of the states of fixed size of one slot, over all layers."""
+    return sum(e.heads * e.length * e.dim * e.bits for e in _all_stored(config, dtype, None) if e.length is not None) // 8
+
+
+def _all_stored(config: DecoderConfig, dtype, quantization: StoredType | None) -> list[Entry]:
+    return [entry for spec in config.layers for entry in _stored(spec, config, dtype, quantization).values()]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from policy import batch_split
 from policy.cache import LayerCache, Step
@@ -47,7 +48,7 @@ class LayerStack(nnx.Module):
             """Repeat number `r` of the pattern; `part` holds the cache arrays of one or all repeats, its own at `index`."""
             found, arrays = [], []
             for i, layer in enumerate(nnx.merge(graph, fetch_layer(one, runtime))):
-                view = None if part is None else LayerCache(part[i], index)
+                view = None if part is None else LayerCache(part[i], index, step.pages)
                 here = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
                 x = jax.tree.map(lambda a: checkpoint_name(a, "decoder_layer_input"), x)
                 x, view, aux = batch_split.run(layer, x, here, runtime) if split else layer(x, here, view, runtime)
@@ -62,7 +63,8 @@ class LayerStack(nnx.Module):
             return batch_split.merge(x_BTE) if split else x_BTE, cache, found
 
         def body(carry, xs):
-            x, part, found = repeat(*carry, *xs, xs[1])
+            one, r = xs
+            x, part, found = repeat(*carry, one if cache is None else _as_stored(one, runtime), r, r)
             return (x, part), found
 
         carry = (x_BTE, None if cache is None else cache[0])
@@ -79,6 +81,20 @@ class LayerStack(nnx.Module):
             found.append(aux)
         found = jax.tree.map(lambda *a: jnp.stack(a), *found)
         return x_BTE, None if cache is None else tuple(parts), found
+
+
+def _as_stored(weights, runtime: Runtime):
+    """The weights of one repeat, laid out in memory as they are stored. In a loop of decoding steps a TPU else begins with a copy
+    of the query, key and value projections of all layers, laid out by head: a tenth of llama3.1-8b, for each dispatch. Arrays that
+    do not fill its tiles of 8 x 128 are left to the compiler: it stores them in an order of its own."""
+    if runtime.layout is None or runtime.layout.platform != "tpu":
+        return weights
+
+    def pinned(array):
+        whole = array.ndim > 1 and array.shape[-1] % 128 == 0 and array.shape[-2] % 8 == 0
+        return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim)))) if whole else array
+
+    return jax.tree.map(pinned, weights)
 
 
 class Decoder(nnx.Module):

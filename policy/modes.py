@@ -49,10 +49,10 @@ def prefill(decoder: Decoder, tokens_BT, step: Step, cache: tuple, runtime: Runt
     return decoder(tokens_BT, step, cache, runtime)[1]
 
 
-def autoregressive(decoder: Decoder, tokens_B, lengths_B, active_B, cache: tuple, runtime: Runtime):
+def autoregressive(decoder: Decoder, tokens_B, lengths_B, active_B, cache: tuple, runtime: Runtime, pages_BM=None):
     """One token for every slot: (logits float32[B, V] of the next token, cache). `lengths` are the tokens already cached, and so
-    the position of `tokens`; slots that are not active leave the cache as it is."""
-    step = Step(lengths_B[:, None], active_B[:, None].astype(jnp.int32))
+    the position of `tokens`; slots that are not active leave the cache as it is. `pages`: of each row, over a paged cache."""
+    step = Step(lengths_B[:, None], active_B[:, None].astype(jnp.int32), pages=pages_BM)
     hidden, cache, _ = decoder(tokens_B[:, None], step, cache, runtime)
     return head.logits(hidden[:, 0], decoder.head_weight, decoder.config.logit_softcap), cache
 

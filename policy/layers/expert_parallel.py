@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 from policy.config import DecoderConfig, DenseAndExperts, Moe, Runtime
 from policy.layers import experts
 from policy.layers.experts import Routed, Weights
-from policy.layers.grouped import block_rows, dispatch, plan
+from policy.layers.grouped import Block, block_rows, dispatch, plan
 from policy.layers.quantization import quantize
 from policy.layers.ragged_exchange import exchange, groups_on_arrival, trips
 from policy.sharding import Layout
@@ -45,7 +45,8 @@ def mixture(x_BTE: jax.Array, experts_BTK: jax.Array, weights_BTK: jax.Array, we
     where there is no such limit."""
     layout = runtime.layout
     if layout is None or layout.mesh.size == 1:
-        block = block_rows(experts_BTK.size, spec.router.experts, layout.platform if layout else jax.default_backend())
+        platform = layout.platform if layout else jax.default_backend()
+        block = block_rows(x_BTE.shape[0] * x_BTE.shape[1], experts_BTK.shape[-1], spec.router.experts, platform)
         flat = (a.reshape(-1, a.shape[-1]) for a in (x_BTE, experts_BTK, weights_BTK))
         routed = experts.route(*flat, spec, groups=spec.router.experts, block=block, partial=runtime.drops)
         return experts.unroute(experts.compute(weights, routed, spec, runtime)).reshape(x_BTE.shape), None
@@ -144,12 +145,14 @@ class Cut:
         return tuple(n // math.prod(mesh[axis] for axis in axes) for n, axes in zip(self.shape, _dims(self.tokens), strict=True))
 
     @property
-    def block(self) -> int | None:
-        """Rows of a block of the grouped products; their mean number for one expert does not depend on the scheme."""
+    def block(self) -> Block:
+        """Rows of a block of the grouped products; their mean number for one expert does not depend on the scheme. Rows that were
+        exchanged are of one choice each: they stay apart."""
         mesh = self.layout.mesh.shape
         parts = math.prod(mesh[axis] for axis in self.token_axes - ({AXIS} if self.gathers else set()))
-        rows = math.prod(self.shape[:2]) * self.spec.router.experts_per_token // parts
-        return block_rows(rows, self.spec.router.experts, self.layout.platform)
+        tokens, router = math.prod(self.shape[:2]) // parts, self.spec.router
+        block = block_rows(tokens, router.experts_per_token, router.experts, self.layout.platform)
+        return None if self.exchanges and block == "every" else block
 
     def places(self, weights: Weights) -> dict[str, PartitionSpec]:
         """Where the weights of the experts lie when a device starts: cut as they will be used, and on top of that as they are

@@ -15,6 +15,7 @@ from policy.layers.attention import Mask, attend
 from policy.layers.indexer import IndexedMask, KeyIndexer
 from policy.layers.linear import linear, rounded
 from policy.layers.norms import RMSNorm
+from policy.layers.paged_attention import decode_latent
 from policy.layers.parameter import normal, weight, zeros
 from policy.layers.rope import rotate
 from policy.layers.sparse_attention import attend_selected
@@ -79,7 +80,9 @@ class MultiHeadLatentAttention(nnx.Module):
             keys = visible.arrays["latent"]
             q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
             values = keys[..., : spec.kv_lora_rank]
-            out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries, runtime), cache, runtime)
+            out, found = decode_latent(q * spec.scale, cache, step, spec, runtime), LayerAux()
+            if out is None:
+                out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries, runtime), cache, runtime)
             out = jnp.einsum("bhtc,chd->bhtd", out, w_v)
         out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
         return checkpoint_name(out, "out_proj"), cache, found

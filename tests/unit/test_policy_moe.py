@@ -55,7 +55,7 @@ def test_every_layout_computes_the_definition_and_its_gradient(name):
             d_x[n] += weights[n, j] * w[g] @ cotangent[n]
             d_w[g] += weights[n, j] * np.outer(x[n], cotangent[n])
             d_weights[n, j] += x[n] @ w[g] @ cotangent[n]
-    for block in (1, 4, 64, None):
+    for block in (1, 4, 64, "every", None):
         found = mixture_and_gradients(x, w, weights, choices, cotangent, block)
         for a, b in zip(found, (expected, d_x, d_w, d_weights), strict=True):
             np.testing.assert_allclose(np.asarray(a), b, atol=1e-5, rtol=1e-5, err_msg=f"block {block}")
@@ -87,7 +87,7 @@ def test_choices_of_other_groups_add_nothing_and_what_stands_in_their_rows_is_ne
     expected = [np.array(a) for a in mixture_and_gradients(x, whole, weights, choices, cotangent, block=1)]
     expected[2] = expected[2][:held]
     expected[3][choices >= held] = 0
-    for block in (4, None):
+    for block in (4, "every", None):
         found = mixture_and_gradients(x, w, weights, choices, cotangent, block, partial=True)
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(np.asarray(a), b, atol=1e-5, rtol=1e-5, err_msg=f"block {block}")
@@ -105,10 +105,14 @@ def test_a_plan_gives_every_choice_a_row_of_its_group(block):
         np.testing.assert_array_equal(plan.sizes, np.bincount(choices.ravel(), minlength=G))
 
 
-@pytest.mark.parametrize(("rows", "groups"), [(1, 8), (16, 8), (1000, 8), (100_000, 8)])
-def test_a_block_is_a_power_of_two_up_to_64(rows, groups):
-    block = grouped.block_rows(rows, groups, "cpu")
-    assert block in (1, 2, 4, 8, 16, 32, 64) and block <= max(1, rows // groups)
+@pytest.mark.parametrize(("tokens", "groups"), [(1, 8), (8, 8), (500, 8), (50_000, 8)])
+def test_a_block_is_a_power_of_two_up_to_64(tokens, groups):
+    block = grouped.block_rows(tokens, 2, groups, "cpu")
+    assert block in (1, 2, 4, 8, 16, 32, 64) and block <= max(1, 2 * tokens // groups)
+
+
+def test_few_tokens_go_through_every_group_on_tpu():
+    assert [grouped.block_rows(tokens, 8, 256, "tpu") for tokens in (1, 256, 257)] == ["every", "every", None]
 
 
 def router(seed=0, **keys):

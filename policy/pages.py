@@ -1,0 +1,92 @@
+"""Pages of a cache: entries by position lie in a pool of pages of P tokens, of which a row owns those that its table names.
+
+The pool of a stack holds the pages of all its layers, [K, R, N, P, D] with the heads first, as decoding kernels read it: seen as
+[K, R N, P, D], which is the same memory, page n of layer r is number r N + n. A layer must not be sliced out of it for a kernel or
+a gather: that copies the layer.
+
+A table int32[B, M] names the pages of each row in the order of its tokens: position p is entry p % P of page table[b, p // P].
+Rows may share pages that none of them writes. Page 0 is nobody's, so that 0 fills up the rows of a table; what is written at
+padding, or past the end of a table, is dropped.
+
+On a mesh that cuts the rows of a call, the pages of a pool are cut the same way, N / n to each of the n parts of the rows. Page
+numbers are those of the whole pool; kernels read only their own part, so a row's pages must lie in the part of the pool that goes
+with its part of the rows.
+
+Shapes: K heads, R repeats of a stack, N pages, P tokens of a page, D head dimension, B rows, T tokens, M pages of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Pages(NamedTuple):
+    """What a paged cache has in the place of a length: the number of its pages, page 0 among them, and the tokens of each."""
+
+    number: int
+    size: int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pool:
+    """The entries of one name of all layers of a stack part: [K, R, N, P, `filled(D)`]; `dim` is D."""
+
+    array: jax.Array
+    dim: int = field(metadata={"static": True})
+
+
+LANES = 128
+
+# Logical axes of a pool.
+AXES = ("cache_heads", None, "cache_batch", None, None)
+
+
+def filled(dim: int) -> int:
+    """Numbers of an entry with those that fill it up: more than 128 are whole lanes of 128, as a TPU lays them out anyway if the
+    entries of a page are to lie together. Left at 576, the compiler lays the pool out by pages, and copies it for every kernel."""
+    return dim if dim < LANES else -(-dim // LANES) * LANES
+
+
+def empty(heads: int, repeats: int, pages: Pages, dim: int, dtype) -> Pool:
+    return Pool(jnp.zeros((heads, repeats, *pages, filled(dim)), dtype), dim)
+
+
+def write(pool: Pool, layer: jax.Array | int, table_BM: jax.Array, step, value_BKTD: jax.Array) -> Pool:
+    """The pool with these entries of layer number `layer` at the step's positions; padding is dropped."""
+    array, (B, T) = pool.array, step.positions.shape
+    N, P, M = *array.shape[2:4], table_BM.shape[1]
+    column = step.positions // P
+    kept = (step.segments != 0) & (column < M)
+    page = jnp.take_along_axis(table_BM, jnp.minimum(column, M - 1), axis=1)
+    beyond = N + jnp.arange(B * T, dtype=page.dtype).reshape(B, T)  # each its own, so that indices are unique
+    # Heads are indices too: a window over them makes a TPU lay the pool out by it, with a copy before and after.
+    head = jnp.arange(array.shape[0])[:, None, None]
+    at = (head, layer, jnp.where(kept, page, beyond), step.positions % P)
+    written = jnp.pad(jnp.swapaxes(value_BKTD, 0, 1), [(0, 0)] * 3 + [(0, array.shape[-1] - pool.dim)])
+    return replace(pool, array=array.at[at].set(written.astype(array.dtype), mode="drop", unique_indices=True))
+
+
+def gather(pool: Pool, layer: jax.Array | int, table_BM: jax.Array) -> jax.Array:
+    """[B, K, M P, D]: all entries of the rows' pages, column c at position c."""
+    found = pool.array.at[:, layer, table_BM].get(mode="promise_in_bounds")[..., : pool.dim]
+    K, B, M, P, D = found.shape
+    return jnp.swapaxes(found.reshape(K, B, M * P, D), 0, 1)
+
+
+def pick(pool: Pool, layer: jax.Array | int, table_BM: jax.Array, at_BTk: jax.Array) -> jax.Array:
+    """[B, T, k, D]: the entries at positions `at` of a pool with one head."""
+    B, T, k = at_BTk.shape
+    P = pool.array.shape[3]
+    page = jnp.take_along_axis(table_BM, (at_BTk // P).reshape(B, T * k), axis=1).reshape(B, T, k)
+    return pool.array.at[0, layer, page, at_BTk % P].get(mode="promise_in_bounds")[..., : pool.dim]
+
+
+def copy(pool: Pool, source_n: jax.Array, to_n: jax.Array) -> Pool:
+    """Pages source[i] written over pages to[i], in every layer; numbers past the end, all different, are skipped."""
+    found = pool.array.at[:, :, source_n].get(mode="clip")
+    return replace(pool, array=pool.array.at[:, :, to_n].set(found, mode="drop", unique_indices=True))

@@ -1,0 +1,83 @@
+"""Kernels that attend over pages where they lie find what the portable form finds over gathered pages. B rows, H heads, M pages of
+a row, P tokens of a page."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from policy.cache import LayerCache, Step
+from policy.config import Attention, Runtime
+from policy.layers import paged_attention
+from policy.pages import Pool
+from policy.sharding import Layout, layout
+
+
+def by_numpy(q_BHL, pool_NPL, table_BM, lengths_B, rank):
+    out = []
+    for q, pages, length in zip(q_BHL, table_BM, lengths_B, strict=True):
+        keys = pool_NPL[pages].reshape(-1, pool_NPL.shape[-1])[:length].astype(np.float64)
+        scores = q.astype(np.float64) @ keys.T
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        out.append(weights / weights.sum(axis=-1, keepdims=True) @ keys[:, :rank])
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("lengths", [[1, 12, 33, 40], [17], [40, 1], [20, 8, 32, 9]])
+def test_latents_are_attended_over_their_pages(lengths, monkeypatch):
+    """Blocks of two pages and a table of five: rows of one to three blocks, the last of them in part, in scattered pages."""
+    monkeypatch.setattr(paged_attention, "BLOCK_TOKENS", 16)
+    B, H, L, rank, M, P = len(lengths), 4, 24, 16, 5, 8
+    rng = np.random.default_rng(0)
+    q, pool = rng.normal(size=(B, H, L)).astype(np.float32), rng.normal(size=(30, P, L)).astype(np.float32)
+    table = rng.permutation(np.arange(1, 30))[: B * M].reshape(B, M).astype(np.int32)
+    table[0] = table[-1]  # two rows with the same pages
+    pool[0] = 100.0
+    arguments = (q, pool[None], table, np.asarray(lengths, np.int32))
+    found = paged_attention.latent_kernel(*arguments, rank=rank, interpret=True)
+    np.testing.assert_allclose(found, by_numpy(q, pool, table, lengths, rank), atol=2e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_keys_and_values_are_attended_over_their_pages(softcap, monkeypatch):
+    """The second of two layers, a table that is no whole number of blocks, and a row that is not active, which gives a number."""
+    monkeypatch.setattr(paged_attention, "BLOCK_TOKENS", 32)
+    monkeypatch.setattr(Layout, "platform", "tpu")
+    K, G, D, P, N = 2, 3, 128, 16, 9
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(3, K * G, 1, D)).astype(np.float32) * 0.1
+    k, v = (jnp.asarray(rng.normal(size=(K, 2, N, P, D)), jnp.bfloat16) for _ in range(2))
+    table, positions = np.array([[5, 2, 8], [1, 0, 0], [7, 3, 0]], np.int32), np.array([[40], [15], [16]])
+    cache = LayerCache({"k": Pool(k, D), "v": Pool(v, D)}, 1, jnp.asarray(table))
+    step = Step(jnp.asarray(positions), jnp.asarray([[1], [0], [1]]))
+    runtime = Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1]))
+    spec = Attention(heads=K * G, kv_heads=K, head_dim=D, scale=1.0, softcap=softcap)
+    with pltpu.force_tpu_interpret_mode():
+        found = np.asarray(paged_attention.decode(jnp.asarray(q), cache, step, spec, runtime))
+    assert np.isfinite(found).all()
+    k, v = (np.asarray(a, np.float32)[:, 1] for a in (k, v))
+    for b in (0, 2):
+        for h in range(K * G):
+            keys, values = (a[h // G][table[b]].reshape(-1, D)[: positions[b, 0] + 1] for a in (k, v))
+            scores = keys @ q[b, h, 0]
+            scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+            weights = np.exp(scores - scores.max())
+            np.testing.assert_allclose(found[b, h, 0], weights @ values / weights.sum(), atol=1e-5)
+
+
+def test_what_no_kernel_serves_is_left_to_the_portable_form(monkeypatch):
+    runtime = Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1]))
+    step, q = Step(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32)), jnp.zeros((1, 2, 1, 128))
+
+    def served(dtype=jnp.bfloat16, size=16, **spec):
+        pools = {name: Pool(jnp.zeros((2, 1, 4, size, 128), dtype), 128) for name in "kv"}
+        cache = LayerCache(pools, 0, jnp.ones((1, 2), jnp.int32))
+        attention = Attention(**{"heads": 2, "kv_heads": 2, "head_dim": 128, "scale": 1.0} | spec)
+        with pltpu.force_tpu_interpret_mode():
+            return paged_attention.decode(q, cache, step, attention, runtime) is not None
+
+    assert not served()  # on a CPU
+    monkeypatch.setattr(Layout, "platform", "tpu")
+    assert served()
+    assert not any((served(dtype=jnp.float32), served(size=4), served(window=8), served(chunk=8), served(sinks=True)))

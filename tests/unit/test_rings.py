@@ -1,0 +1,82 @@
+"""Rings of layers with a window: nothing that a query may see is missing, nothing else is seen. B rows, C entries, T tokens."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import stepwise
+import tiny
+from oracles import KINDS, configuration, random_model, tokens
+
+from policy import families
+from policy.cache import LayerCache, Step, extend
+from policy.rings import Ring, WithRings
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+WINDOWED = ("gemma3", "qwen3-window", "gpt_oss", "llama4")
+WINDOW, C = 4, 9  # room for calls of up to 3 tokens, and 2 that are taken back
+MODELS = tiny.GENERATED | {"llama4": ("Llama4", KINDS["Llama4"].standard | KINDS["Llama4"].short)}
+
+
+def called(cache, positions, segments=None):
+    """(entries [B, C] by the token that each holds, positions and segments [B, C], cache); token p of row b is 100 b + p."""
+    positions = np.asarray(positions)
+    segments = np.ones_like(positions) if segments is None else np.asarray(segments)
+    step = Step(jnp.asarray(positions), jnp.asarray(segments))
+    new = jnp.asarray(100.0 * np.arange(len(positions))[:, None] + positions)[:, None, :, None]
+    visible, cache = extend(cache, step, k=new)
+    return np.asarray(visible.arrays["k"])[:, 0, :, 0], np.asarray(visible.positions), np.asarray(visible.segments), cache
+
+
+def in_sight(found, row, query):
+    entries, positions, segments, _ = found
+    seen = (segments[row] == 1) & (positions[row] <= query) & (positions[row] > query - WINDOW)
+    return sorted(entries[row][seen].tolist())
+
+
+def test_a_query_sees_its_window_wherever_the_ring_stands():
+    cache = LayerCache({"k": Ring(jnp.full((1, 2, 1, C, 1), -1.0))}, 0)
+    at = [0, 20]
+    for T in (3, 1, 2, 3, 3, 3, 1, 1, 3):
+        *_, cache = found = called(cache, [np.arange(start, start + T) for start in at])
+        for row, start in enumerate(at):
+            first = 20 * row
+            for query in range(start, start + T):
+                expected = [100.0 * row + p for p in range(max(query - WINDOW + 1, first), query + 1)]
+                assert [e for e in in_sight(found, row, query) if e != -1.0] == expected
+        at = [start + T for start in at]
+
+
+def test_what_was_taken_back_is_out_of_sight():
+    cache = LayerCache({"k": Ring(jnp.full((1, 1, 1, C, 1), -1.0))}, 0)
+    for start in range(0, 15, 3):
+        *_, cache = called(cache, [[start, start + 1, start + 2]])
+    *_, cache = called(cache, [[13, 14, 15]])  # 15 and 14 are taken back
+    found = called(cache, [[14]])
+    assert in_sight(found, 0, 14) == [11, 12, 13, 14]
+
+
+def test_padding_is_not_written_and_a_row_of_it_sees_nothing():
+    cache = LayerCache({"k": Ring(jnp.full((1, 2, 1, C, 1), -1.0))}, 0)
+    *_, cache = called(cache, [[0, 1, 2], [0, 1, 2]], [[1, 1, 0], [1, 1, 1]])
+    found = called(cache, [[2], [0]], [[1], [0]])
+    assert in_sight(found, 0, 2) == [0, 1, 2]
+    assert not found[2][1].any() and 100.0 in found[0][1]
+
+
+def test_a_call_longer_than_a_ring_is_refused():
+    with pytest.raises(ValueError, match="10 tokens.*ring of 9"):
+        called(LayerCache({"k": Ring(jnp.zeros((1, 1, 1, C, 1)))}, 0), [np.arange(10)])
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gemma3")) for n in WINDOWED])
+def test_decoding_over_rings_is_the_whole_forward_pass(name):
+    kind, keys = MODELS[name]
+    model = random_model(families.read(configuration(kind, **keys)), seed=3)
+    rows, lengths = tokens(2, 24, seed=1), [24, 15]
+    back = [spec.mixer.window or spec.mixer.chunk for spec in model.config.layers]
+    assert min(w for w in back if w) + 5 < 24, "a ring would be longer than the row"
+    whole, _ = stepwise.forward(model, rows)
+    found, _ = stepwise.through_cache(model, rows, lengths, 15, chunk=5, capacity=WithRings(24, 5))
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(found[row, :length], whole[row, :length], atol=2e-5)
