@@ -21,6 +21,7 @@ from rollout.scheduler import Queue, Request
 from rollout.speculative import SpeculativePrograms
 from rollout.weights import QuantizedWeights
 
+
 @dataclass(frozen=True)
 class GeneratorOptions:
     """prefill_chunk: prompt tokens of one prefill call. tokens_per_dispatch: most decoding steps between two looks of the host.

@@ -226,9 +226,7 @@ class Programs:
 
     def _placed(self, tree):
         layout = self.graph.layout
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.sharding(caches.AXES, a.shape)), tree
-        )
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.sharding(caches.AXES, a.shape)), tree)
 
     # What is compiled.
 

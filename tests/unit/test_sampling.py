@@ -25,7 +25,6 @@ FILTERS = [
 ]
 
 
-
 @jax.jit
 def keep_jit(logits, top_k, top_p, min_p):
     """The same filters for every row."""

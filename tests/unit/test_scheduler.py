@@ -243,7 +243,9 @@ def test_the_row_that_holds_the_most_is_found(tokens, others):
     for other in others:
         rows.give(rows.take(-1, tuple(other)), tuple(other))
     row, same = rows.find(tuple(tokens))
-    common = [next((i for i, (a, b) in enumerate(zip(o, tokens, strict=False)) if a != b), min(len(o), len(tokens))) for o in others]
+    common = [
+        next((i for i, (a, b) in enumerate(zip(o, tokens, strict=False)) if a != b), min(len(o), len(tokens))) for o in others
+    ]
     best = max(common, default=0)
     assert same == (best if best >= min(3, max(1, len(tokens))) else 0)
     assert (row == -1) == (same == 0)
