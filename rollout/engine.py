@@ -1,9 +1,9 @@
 """Slots: requests are inserted, stepped together, and released. The cache, what its rows hold, and when which program runs.
 
-A turn (`step`) first reads prompts in, at most `prefill_budget` tokens while others decode, so that a long prompt never stalls the
-rest; then all slots that have their prompt decode together, many steps of them in one dispatch. A dispatch ends early on the device:
-as soon as slots have ended that other requests wait for, or so many that a program of fewer rows will do. The next one is started
-before the host looks at what the last one made; where that one ended early it finds nothing to do.
+A turn (`step`) first reads prompts in, at most `prefill_budget` tokens while others decode, so that a long prompt never stalls them;
+then all slots that have their prompt decode together, many steps of them in one dispatch. A dispatch ends early on the device:
+as soon as slots have ended that other requests wait for, or so many that a program of fewer rows will do. While it runs the host
+does what is to be done with completions that have ended (`start`, then `collect`).
 
 S slots, s rows of a dispatch, P prompts of one prefill call, C tokens of it, K decoding steps of one dispatch.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.programs import PREFILL_ROWS, Made, Programs, Slots
+from rollout.programs import PREFILL_ROWS, Made, Programs
 from rollout.scheduler import Request, Rows
 
 # While requests wait, a dispatch ends when this share of its rows has ended: one row in a small batch.
@@ -113,27 +113,30 @@ class Engine:
             self.release(slot)
 
     def step(self, following: Request | None = None) -> list[int]:
-        """One turn. The slots whose requests ended in it; they are to be released. `following`: the request that waits for the next
-        free slot, if one does."""
+        """One turn: `start`, and its `collect` at once."""
+        self.start(following)
+        return self.collect()
+
+    def start(self, following: Request | None = None) -> None:
+        """Reads prompts in and starts a dispatch of all slots that have theirs; the device works while the host goes on. What the
+        last dispatch made must have been collected. `following`: the request that waits for the next free slot, if one does."""
+        if self._flight is not None:
+            raise ValueError("start: the last dispatch has not been collected")
         self._following = following
         self._read_prompts()
+        self._dispatch()
+
+    def collect(self) -> list[int]:
+        """Waits for the dispatch that was started, and gives its tokens to their requests. The slots whose requests ended; they are
+        to be released."""
         flight, self._flight = self._flight, None
-        if flight is None:
-            self._dispatch()
-            return []
-        if self._view_fits(self._decoding):
-            self._dispatch()
-            return self._land(flight)
-        ended = self._land(flight)
-        if not (ended and following):
-            self._dispatch()
-        return ended
+        return [] if flight is None else self._land(flight)
 
     # Prompts.
 
     def _begin(self, slot: int, cached: int) -> None:
-        """The first `cached` entries of the request's tokens are there. If that is all of its prompt, those that begin with it get a
-        copy; so does the request that still waits for a slot, where a row is of no use to others once it decodes."""
+        """The first `cached` entries of the request's tokens are there. If that is all of its prompt, those that begin with it get
+        a copy; so does the request that still waits for a slot, where a row is of no use to others once it decodes."""
         request = self._running[slot]
         request.cached = cached
         if not request.ready:

@@ -60,8 +60,8 @@ class Made(NamedTuple):
 @dataclass(frozen=True)
 class Slots:
     """What decoding knows of its rows. int32[s] each: token to feed next, tokens already cached, tokens still to make, ids of the
-    draw, and 1 where in use. `stops` int32[s, W]: tokens that end a completion, -1 for none. `draws`: how tokens are drawn. `recent`
-    int32[s, Programs.recent]: the last tokens of each row, the one to feed among them, where decoding wants them."""
+    draw, and 1 where in use. `stops` int32[s, W]: tokens that end a completion, -1 for none. `draws`: how tokens are drawn.
+    `recent` int32[s, Programs.recent]: the last tokens of each row, the one to feed among them, where decoding wants them."""
 
     token: jax.Array
     cached: jax.Array
@@ -126,8 +126,8 @@ class Programs:
         return self._run("empty", (), ())
 
     def prefill(self, params, cache, rows, tokens_PC, starts, lengths, *, fresh: bool):
-        """The cache with a chunk of prompts in these rows (past the end: nothing is written): tokens start .. start + C - 1 of each,
-        as far as its length goes. `fresh`: every start is 0, and what the rows held is of no matter."""
+        """The cache with a chunk of prompts in these rows (past the end: nothing is written): tokens start .. start + C - 1 of
+        each, as far as its length goes. `fresh`: every start is 0, and what the rows held is of no matter."""
         given = rows, tokens_PC, starts, lengths
         return self._run("prefill" if fresh else "extend", tokens_PC.shape, (params, cache, *given))
 
@@ -183,8 +183,8 @@ class Programs:
         return tuple(sorted(self._compiled, key=str))
 
     def compile_ahead(self, params, longest: int, stops: Iterable[int], *, strict: bool) -> int:
-        """Compiles all that prompts of up to `longest` tokens need, in parallel threads; `stops` are widths of Slots.stops. From here
-        on a program that is missing is a warning, or LateCompilation if `strict`. Returns the number of programs."""
+        """Compiles all that prompts of up to `longest` tokens need, in parallel threads; `stops` are widths of Slots.stops. From
+        here on a program that is missing is a warning, or LateCompilation if `strict`. Returns the number of programs."""
         every = list(self._list(params, longest, stops))
         wanted = [(key, arguments) for key, arguments in every if key not in self._compiled]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -206,7 +206,7 @@ class Programs:
                 shape = (P, C + self.ahead)
                 given = (params, cache, _int((P,)), _int(shape), _int((P,)), _int((P,)))
                 yield ("prefill", *shape), given
-                if C == lengths[-1] and longest - 1 > min(WORTH_A_COPY, self.chunk):
+                if lengths[-1] == C and longest - 1 > min(WORTH_A_COPY, self.chunk):
                     yield ("extend", *shape), given
         for s in sorted({*self.sizes[:-1], *(() if self.rewinds else (1,))}):
             yield ("enter", s), (cache, _int((s,)))

@@ -116,9 +116,12 @@ def engine_of(slots, rewinds=True, budget=6):
 
 
 def turn(engine, queue):
+    """That of rollout.Generator."""
+    ended = [engine.release(slot) for slot in engine.collect()]
     while queue and engine.free:
         engine.insert(queue.pop())
-    return [engine.release(slot) for slot in engine.step(queue.first)]
+    engine.start(queue.first)
+    return ended
 
 
 @pytest.fixture(autouse=True)
