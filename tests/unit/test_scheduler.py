@@ -213,6 +213,45 @@ def test_the_samples_of_a_prompt_and_what_begins_like_another_are_read_once():
         weights["w"] = Array()
 
 
+def while_others_decode(slots, others):
+    """An engine in which long completions run, so that prompts are read a chunk a turn."""
+    (engine, _), queue = engine_of(slots, budget=1), Queue()
+    queue.add([Request((2, n), SamplingParams(max_new_tokens=300)) for n in range(others)])
+    turn(engine, queue)
+    return engine, queue
+
+
+def finished(engine, queue, request):
+    for _ in range(100):
+        if request.finish:
+            return request.tokens == written(request)
+        turn(engine, queue)
+    return False
+
+
+def test_who_waits_for_a_prompt_that_is_withdrawn_reads_it_itself():
+    engine, queue = while_others_decode(4, 1)
+    first, second = (Request(tuple(range(1, 40)), SamplingParams(max_new_tokens=3)) for _ in range(2))
+    queue.add([first, second])
+    turn(engine, queue)
+    engine.cancel(first)
+    assert finished(engine, queue, second)
+
+
+def test_a_slot_that_was_given_up_is_not_written_by_the_one_before():
+    engine, queue = while_others_decode(4, 3)
+    first, second = (
+        Request((3, 3), SamplingParams(max_new_tokens=300)),
+        Request(tuple(range(1, 40)), SamplingParams(max_new_tokens=3)),
+    )
+    queue.add([first])
+    for _ in range(3):
+        turn(engine, queue)
+    engine.cancel(first)
+    queue.add([second])
+    assert first.tokens and finished(engine, queue, second)
+
+
 def test_the_engine_moves_down_while_it_drains():
     (engine, _), queue = engine_of(8), Queue()
     queue.add([Request((2, n, 3), SamplingParams(max_new_tokens=n + 1)) for n in range(40)])
