@@ -1,6 +1,6 @@
 """Slots: requests are inserted, stepped together, and released. The cache, what its rows hold, and when which program runs.
 
-A turn (`step`) first reads prompts in, at most `prefill_budget` tokens while others decode, so that a long prompt never stalls them;
+A turn (`step`) first reads prompts in, at most `prefill_budget` tokens while others decode, so that a long one never stalls them;
 then all slots that have their prompt decode together, many steps of them in one dispatch. A dispatch ends early on the device:
 as soon as slots have ended that other requests wait for, or so many that a program of fewer rows will do. While it runs the host
 does what is to be done with completions that have ended (`start`, then `collect`).
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.programs import PREFILL_ROWS, Made, Programs
+from rollout.programs import Made, Programs, prefill_rows
 from rollout.scheduler import Request, Rows
 
 # While requests wait, a dispatch ends when this share of its rows has ended: one row in a small batch.
@@ -172,14 +172,12 @@ class Engine:
         able = [slot for slot in self._pending if slot not in self._after]
         fresh = [slot for slot in able if self._running[slot].cached == 0]
         kind = fresh if fresh[:1] == able[:1] else [slot for slot in able if self._running[slot].cached]
-        # Three prompts in a call of four rows cost less than three calls of one.
-        P = max(rows for rows in PREFILL_ROWS if rows == 1 or len(kind) >= rows - rows // 4)
-        return kind[:P]
+        return kind[: prefill_rows(len(kind))]
 
     def _prefill(self, chosen: list[int]) -> int:
         """The tokens computed in one call that reads the next chunk of these requests."""
         requests, programs = [self._running[slot] for slot in chosen], self.programs
-        fresh, P = requests[0].cached == 0, next(rows for rows in PREFILL_ROWS if rows >= len(chosen))
+        fresh, P = requests[0].cached == 0, prefill_rows(len(chosen))
         longest = max(request.needed - request.cached for request in requests)
         C = programs.prefill_lengths(longest + 1)[-1] if fresh else programs.chunk
         rows = np.arange(programs.slots, programs.slots + P, dtype=np.int32)

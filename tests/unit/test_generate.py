@@ -320,8 +320,10 @@ def test_what_begins_like_an_earlier_prompt_is_not_read_again(model, generator):
 # Compiled programs.
 
 
-def test_all_programs_are_compiled_ahead(model, monkeypatch):
-    generator = Generator(model, max_length=64, slots=4, seed=1, options=GeneratorOptions(tokens_per_dispatch=4, prefill_chunk=16))
+@pytest.mark.parametrize("slots", [3, 4])
+def test_all_programs_are_compiled_ahead(model, slots, monkeypatch):
+    options = GeneratorOptions(tokens_per_dispatch=4, prefill_chunk=16)
+    generator = Generator(model, max_length=64, slots=slots, seed=1, options=options)
     params = [SamplingParams(n=3, stop_token_ids=(1, 2)), SamplingParams(temperature=0, top_k=3)]
     count = generator.compile_ahead(40, params, strict=True)
     assert count == len(generator.engine.programs.compiled) > 10
