@@ -118,9 +118,8 @@ class Programs:
     @property
     def _ways(self) -> int:
         """Into how many parts the mesh cuts the slots."""
-        layout = self.graph.layout
-        axes = layout.spec(("cache_batch",), (self.slots,))[0] or ()
-        return int(np.prod([layout.mesh.shape[axis] for axis in axes]))
+        shape = (self.slots,)
+        return self.slots // self.graph.layout.sharding(("cache_batch",), shape).shard_shape(shape)[0]
 
     def empty(self):
         return self._run("empty", (), ())
