@@ -230,10 +230,7 @@ class Programs:
     # What is compiled.
 
     def _pinned(self, cache):
-        """The cache where it belongs: left to itself the compiler may lay out a result otherwise than the cache that was given
-        up for it, which is a copy now and another compilation at the next call."""
-        layout = self.graph.layout
-        return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, layout.sharding(caches.AXES, a.shape)), cache)
+        return caches.constrained(cache, self.graph.layout)
 
     def _empty_program(self):
         return self._pinned(self._empty(self.slots, self.max_length))
@@ -248,8 +245,8 @@ class Programs:
         return self._pinned(caches.insert(cache, part, rows, jnp.arange(P)))
 
     def _extend_program(self, params, cache, rows, tokens_PC, starts, lengths):
-        part = self._fill(params, caches.rows(cache, rows), tokens_PC, starts, lengths)
-        return self._pinned(caches.insert(cache, part, rows, jnp.arange(rows.shape[0])))
+        part = self._fill(params, caches.rows_of(cache, rows), tokens_PC, starts, lengths)
+        return self._pinned(caches.with_rows(cache, part, rows))
 
     def _fill(self, params, cache, tokens_PC, starts, lengths):
         """The cache of P rows with their tokens in it."""
@@ -265,10 +262,10 @@ class Programs:
         return self._pinned(jax.lax.fori_loop(0, count, one, cache))
 
     def _enter_program(self, cache, rows):
-        return self._pinned(caches.rows(cache, rows))
+        return self._pinned(caches.rows_of(cache, rows))
 
     def _leave_program(self, cache, part, rows):
-        return self._pinned(caches.insert(cache, part, rows, jnp.arange(rows.shape[0])))
+        return self._pinned(caches.with_rows(cache, part, rows))
 
     def slots_of(self, requests: Sequence, size: int, width: int, seed: int) -> Slots:
         """The Slots of `size` rows, row i for request i; None and rows past the requests are idle. `width` is that of the stops."""

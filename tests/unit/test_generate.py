@@ -255,15 +255,15 @@ def test_strings_are_encoded_without_an_end_of_sequence(model):
 
 def test_completions_are_streamed_as_they_end_and_a_stream_may_be_left(generator):
     prompts, params = [[1, 2, 3], [4, 5], [6]], SamplingParams(n=3, max_new_tokens=12, stop_token_ids=tuple(range(0, VOCAB, 9)))
-    expected = generator.generate(prompts, params)
+    expected = tokens_of(generator.generate(prompts, params))
     seen = list(generator.stream(prompts, params))
     assert sorted((p, n) for p, n, _ in seen) == [(p, n) for p in range(3) for n in range(3)]
-    assert all(completion == expected[p][n] for p, n, completion in seen)
+    assert all(completion.tokens == expected[p][n] for p, n, completion in seen)
     assert [(p, n) for p, n, _ in seen] != sorted((p, n) for p, n, _ in seen), "none ended before one that came first"
     stream = generator.stream(prompts, params)
     next(stream)
     stream.close()
-    assert not generator.engine.busy and generator.generate(prompts, params) == expected
+    assert not generator.engine.busy and tokens_of(generator.generate(prompts, params)) == expected
 
 
 def test_requests_that_arrive_at_any_time_get_what_they_get_alone(model, generator):
@@ -278,12 +278,12 @@ def test_requests_that_arrive_at_any_time_get_what_they_get_alone(model, generat
         many = generator.generate([[prompt_id, 1, 2]], dataclasses.replace(params, n=sample + 1), ids=[prompt_id])
         alone[prompt_id, sample] = many[0][sample].tokens
     other = Generator(model, max_length=64, slots=2, seed=1, options=OPTIONS)
-    expected = other.generate([[5, 5], [6]], SamplingParams(max_new_tokens=10))
+    expected = tokens_of(other.generate([[5, 5], [6]], SamplingParams(max_new_tokens=10)))
     requests = []
     for (prompt_id, sample), params in wanted.items():
         requests.append(other.submit(Request((prompt_id, 1, 2), params, prompt_id, sample)))
         other.step()
-    assert other.generate([[5, 5], [6]], SamplingParams(max_new_tokens=10)) == expected
+    assert tokens_of(other.generate([[5, 5], [6]], SamplingParams(max_new_tokens=10))) == expected
     while not all(request.finish for request in requests):
         other.step()
     assert [request.tokens for request in requests] == list(alone.values())
