@@ -165,7 +165,10 @@ class Programs:
         return settle(compiled(*arguments), self.graph.layout)
 
     def _compile(self, key: tuple, arguments: tuple):
-        compiled = self._jitted[key[0]].lower(*arguments).compile()
+        jitted = self._jitted[key[0]]
+        compiled = jitted.lower(*arguments).compile()
+        if any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves(arguments)):
+            compiled = jitted  # jax 0.10 refuses arrays of 4 bits as arguments of what it has compiled so: their layouts differ
         with self._lock:
             return self._compiled.setdefault(key, compiled)
 
