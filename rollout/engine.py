@@ -11,7 +11,7 @@ S slots, s rows of a dispatch, P prompts of one prefill call, C tokens of it, K 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -180,11 +180,11 @@ class Engine:
         fresh, P = requests[0].cached == 0, prefill_rows(len(chosen))
         longest = max(request.needed - request.cached for request in requests)
         C = programs.prefill_lengths(longest + 1)[-1] if fresh else programs.chunk
-        rows = np.arange(programs.slots, programs.slots + P, dtype=np.int32)
+        rows = self._numbers([*chosen, *[None] * (P - len(chosen))])
         tokens, starts, lengths = np.zeros((P, C + programs.ahead), np.int32), np.zeros(P, np.int32), np.zeros(P, np.int32)
-        for row, (slot, request) in enumerate(zip(chosen, requests, strict=True)):
+        for row, request in enumerate(requests):
             seen = request.seen(request.cached, request.cached + C + programs.ahead)
-            rows[row], tokens[row, : len(seen)] = slot, seen
+            tokens[row, : len(seen)] = seen
             starts[row], lengths[row] = request.cached, request.needed
         self._cache = programs.prefill(self._weights(), self._whole(), rows, tokens, starts, lengths, fresh=fresh)
         for slot, request in zip(chosen, requests, strict=True):
@@ -242,20 +242,21 @@ class Engine:
         if size == self.programs.slots:
             self._view = _View(tuple(range(size)), None)
             return
-        rows = np.arange(self.programs.slots, self.programs.slots + size, dtype=np.int32)
-        rows[: len(decoding)] = decoding
-        self._view = _View((*decoding, *[None] * (size - len(decoding))), self.programs.enter(cache, rows))
+        rows = (*decoding, *[None] * (size - len(decoding)))
+        self._view = _View(rows, self.programs.enter(cache, self._numbers(rows)))
 
     def _whole(self):
         """The whole cache, with what a view has written in its place again."""
         if self._cache is None:
             self._cache = self.programs.empty()
         if self._view and self._view.part is not None:
-            past = range(self.programs.slots, self.programs.slots + len(self._view.rows))
-            rows = np.asarray([n if slot is None else slot for slot, n in zip(self._view.rows, past, strict=True)], np.int32)
-            self._cache = self.programs.leave(self._cache, self._view.part, rows)
+            self._cache = self.programs.leave(self._cache, self._view.part, self._numbers(self._view.rows))
             self._view = self._slots = None
         return self._cache
+
+    def _numbers(self, rows: Sequence[int | None]) -> np.ndarray:
+        """The slots of these rows as programs take them; padding has numbers past the end, each its own."""
+        return np.asarray([self.programs.slots + n if slot is None else slot for n, slot in enumerate(rows)], np.int32)
 
     def _land(self, flight: _Flight) -> list[int]:
         """Takes what a dispatch made; the slots that ended."""

@@ -1,8 +1,5 @@
 """The generator: prompts in, completions out, made by the policy's own weights. It keeps no copy of them,
-but for a quantised one if that is wanted.
-
-S slots, P prompts of one prefill, C tokens of one prefill call, K decoding steps of one dispatch, V vocabulary.
-"""
+but for a quantised one if that is wanted."""
 
 from __future__ import annotations
 

@@ -150,8 +150,7 @@ class Programs:
     def decode(self, params, cache, slots: Slots, limits: tuple[int, int]) -> tuple:
         """(cache, Slots, Made): up to `limits[0]` steps, as long as more than `limits[1]` rows go on. Arrays on the device."""
         limits = np.asarray(limits, np.int32)
-        cache, slots, made = self._run("decode", slots.stops.shape, (params, cache, slots, limits))
-        return cache, slots, made
+        return self._run("decode", slots.stops.shape, (params, cache, slots, limits))
 
     # Compilation.
 
