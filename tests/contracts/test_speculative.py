@@ -85,8 +85,8 @@ FEW_PAGES = {"cache": "paged", "page_size": 8, "pages": 10, "rings": True}
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "latent-experts")) for n in MODELS])
 def test_drafts_over_pages_write_the_same_tokens(name):
-    check(name, DRAWN, chunk=7, **FEW_PAGES)
-    assert generator_of(name, MODELS[name][3], chunk=7, **FEW_PAGES).engine.counts["preempted"]
+    check(name, DRAWN, chunk=7, dispatch=2, **FEW_PAGES)
+    assert generator_of(name, MODELS[name][3], chunk=7, dispatch=2, **FEW_PAGES).engine.counts["preempted"]
 
 
 def test_log_probabilities_are_those_of_the_whole_forward():
