@@ -136,6 +136,7 @@ class Engine:
 
     def release(self, slot: int) -> Request:
         """The request that ran there; the slot is free. Its completion may have ended or not."""
+        self._copy()
         request = self._running.pop(slot)
         followers = self._unseat(slot)
         if request.finish is None:

@@ -373,6 +373,23 @@ def test_a_slot_that_was_given_up_is_not_written_by_the_one_before():
     assert first.tokens and finished(engine, queue, second)
 
 
+def test_a_page_is_not_copied_to_for_one_who_has_gone():
+    engine, _ = engine_of(4, pages=(40, 4, 1))
+    params = SamplingParams(max_new_tokens=30, stop_token_ids=(STOP,))
+    prompt = (1, 2, 3, 1, 2, 3, 1, 2, 5, 1)  # two pages and a part of one
+    first, others = Request(prompt, params), [Request((*prompt, 2, 2), params) for _ in range(3)]
+    engine.insert(first)
+    engine.step()
+    for request in others[:2]:
+        engine.insert(request)
+        engine.cancel(request)
+    engine.insert(others[2])
+    while not (first.finish and others[2].finish):
+        for slot in engine.step():
+            engine.release(slot)
+    assert first.tokens == others[2].tokens == written(first)
+
+
 def test_the_engine_moves_down_while_it_drains():
     (engine, _), queue = engine_of(8), Queue()
     queue.add([Request((2, n, 3), SamplingParams(max_new_tokens=n + 1)) for n in range(40)])
