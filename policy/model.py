@@ -10,6 +10,7 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from policy import batch_split, head, interactions, modes, sources
@@ -20,6 +21,7 @@ from policy.layers import expert_parallel
 from policy.layers.parameter import Constant, RowTable
 from policy.memory import belongs_there, fetch, in_host_memory
 from policy.remat import saved
+from policy.scoring import Scorer, documents
 from policy.sharding import Layout, layout
 
 
@@ -128,8 +130,20 @@ class Model:
     def logprobs(self, tokens, positions=None, segments=None, temperature=1.0) -> tuple[jax.Array, jax.Array]:
         """(logp, entropy), float32[B, T]. logp[t] is about token t given the tokens before it, at logits / temperature;
         entropy[t] is of the distribution that token t was drawn from. Both are 0 at the first token of a segment and on padding.
+
+        Their bits depend on the tokens of the segment up to t alone, not on B, T, the padding or the other segments
+        (policy/scoring.py). That holds for plain documents: the tokens of a segment lie next to each other and have the positions
+        0, 1, 2, ...; any others, and what a transformation of jax traces, are computed in one program of the shape that they have.
         """
-        return self._logprobs(self.params, *self._arguments(tokens, positions, segments), jnp.float32(temperature))
+        tokens, step = self._arguments(tokens, positions, segments)
+        given = (tokens, step.segments, positions, temperature)
+        if not any(isinstance(a, jax.core.Tracer) for a in given):
+            tokens_BT, segments_BT = np.asarray(tokens), np.asarray(step.segments)
+            found = documents(segments_BT, None if positions is None else np.asarray(positions))
+            if found is not None:
+                scored = self.scorer.logprobs(self.params, tokens_BT, found, float(temperature))
+                return tuple(jnp.asarray(each) for each in scored)
+        return self._logprobs(self.params, tokens, step, jnp.float32(temperature))
 
     def hidden_states(self, tokens, positions=None, segments=None) -> jax.Array:
         """[L, B, T, E]: the output of each layer, before the final norm (hyper-connections: [L, B, T, streams, E])."""
@@ -168,6 +182,10 @@ class Model:
             return jnp.stack([layers[n] for n in sorted(layers)])
 
         return jax.jit(run)
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        return Scorer(self.graph)
 
     @cached_property
     def _logprobs(self):

@@ -208,8 +208,11 @@ def _rollout_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, ste
 
     began = time.perf_counter()
     if algorithm.needs_old_logp(options.updates_per_step):
-        old_logp, entropy = trainer.logprobs(state.policy.params, batch)
-        batch = batch.replace(old_logp=old_logp, entropy=entropy)
+        if run.config.generator.exact and not algorithm.needs_entropy:
+            batch = batch.replace(old_logp=batch.sampler_logp)  # scored already, by these weights
+        else:
+            old_logp, entropy = trainer.logprobs(state.policy.params, batch)
+            batch = batch.replace(old_logp=old_logp, entropy=entropy)
     if state.reference is not None:
         batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch)[0])
     if state.critic is not None:
