@@ -30,7 +30,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The completions of one step, [P][G], the scores that are on their way, and what the generator counted (`Generator.counts`)."""
+    """The completions of one step, [P][G], the scores that are on their way, and what was counted (`Generator.counts`)."""
 
     problems: Sequence[Problem]
     prompt_ids: Sequence[int]

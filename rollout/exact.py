@@ -3,10 +3,10 @@
 The decoder's numbers change in their last bits with the shape of a call: how many rows decode together, where a prompt was cut into
 chunks, how the cache is kept. One token in some ten thousand is then another one, because its random number falls between the two
 versions of a cumulative sum, or two candidates change places. So the completion that the decoder has made is a draft. The scoring
-programs (policy/scoring.py), whose bits depend on the tokens alone, go through it once; at every place the token is drawn again, from
-their logits and by the very number that the decoder used. The first that differs takes the place of the drafted one, what follows it
-is thrown away, and the request goes back to the queue. What is left in the end is a function of the weights, the prompt, and
-(seed, prompt id, sample) only; its log-probabilities are those of `Model.logprobs`, bit for bit.
+programs (policy/scoring.py), whose bits depend on the tokens alone, go through it once; at every place the token is drawn again,
+from their logits and by the very number that the decoder used. The first that differs takes the place of the drafted one, what
+follows it is thrown away, and the request goes back to the queue. What is left in the end is a function of the weights, the prompt,
+and (seed, prompt id, sample) only; its log-probabilities are those of `Model.logprobs`, bit for bit.
 
 R rows, T tokens of each, E hidden, V vocabulary.
 """
@@ -156,7 +156,15 @@ class Verifier:
         m = head.Tiling(graph.runtime.vocab_tiles).rows(M, V)
         positions = jnp.broadcast_to(first + jnp.arange(T, dtype=jnp.int32), (R, T)).reshape(M)
         each = draws.repeat(T)
-        rows = (each.temperature, each.top_k, each.top_p, each.min_p, jnp.repeat(prompt_ids_R, T), jnp.repeat(samples_R, T), positions)
+        rows = (
+            each.temperature,
+            each.top_k,
+            each.top_p,
+            each.min_p,
+            jnp.repeat(prompt_ids_R, T),
+            jnp.repeat(samples_R, T),
+            positions,
+        )
 
         def cut(a):
             return jnp.pad(a, [(0, -M % m)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, m, *a.shape[1:])
@@ -165,9 +173,9 @@ class Verifier:
             weight = graph.decoder(params).head_weight
 
             def some(xs):
-                hidden_mE, (*how, prompt_ids, samples, places) = xs
+                hidden_mE, (*how, ids, samples, places) = xs
                 logits = head.logits(hidden_mE, weight, graph.config.logit_softcap)
-                return choose(logits, (prompt_ids, samples, places), Draws(draws.seed, *how))[0]
+                return choose(logits, (ids, samples, places), Draws(draws.seed, *how))[0]
 
             drawn = jax.lax.map(some, (cut(hidden_RTE.reshape(M, E)), tuple(map(cut, rows))))
         return drawn.reshape(-1)[:M].reshape(R, T)
