@@ -139,7 +139,8 @@ class Model:
         given = (tokens, step.segments, positions, temperature)
         if not any(isinstance(a, jax.core.Tracer) for a in given):
             tokens_BT, segments_BT = np.asarray(tokens), np.asarray(step.segments)
-            found = documents(segments_BT, None if positions is None else np.asarray(positions))
+            given = None if positions is None else np.asarray(positions)
+            found = documents(segments_BT, given, self.config.max_positions)
             if found is not None:
                 scored = self.scorer.logprobs(self.params, tokens_BT, found, float(temperature))
                 return tuple(jnp.asarray(each) for each in scored)
