@@ -3,7 +3,7 @@
 The sums of a matrix product, of a softmax over keys or of a block of experts round otherwise in arrays of another shape: on CPU a
 row of 41 tokens, padded to 64 or to 128, alone or among others, gives up to five versions of a log-probability that differ by
 2e-6. So the shapes here are fixed. Every document has a row of its own and begins at column 0; token t is scored in the program of
-the first of the lengths 64, 128, 256, ... that is more than t, which has always the same number of rows. Within one program a
+the first of the lengths 128, 256, 512, ... that is more than t, which has always the same number of rows. Within one program a
 number does not depend on the other rows, on its own row's number, or on what follows in its row.
 
 The price: a document of n tokens goes through the decoder at every length up to the first that holds it, n to 4 n tokens and
@@ -25,8 +25,8 @@ import numpy as np
 from policy import modes
 from policy.sharding import constrain, settle
 
-SHORTEST = 64
-# Tokens of a program: rows of x @ W round alike from 63 rows up, and on CPU 512 are computed as fast for each as more.
+SHORTEST = 128
+# Of a program, as far as a row has no more: on CPU a product of 512 rows is as fast for each of them as one of more.
 TOKENS = 512
 
 

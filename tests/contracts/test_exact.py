@@ -10,7 +10,7 @@ from oracles import KINDS, VOCAB, random_model, short
 
 import rollout.programs
 import rollout.sampling
-from policy import families
+from policy import families, scoring
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 WIDTH, NEW = 80, 20
@@ -20,6 +20,12 @@ EVERY = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK)) for 
 # Completions on either side of token 64, where another program begins, and across it.
 PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, VOCAB, n)] for n in (55, 1, 30, 60)]
 FILTERED = SamplingParams(max_new_tokens=NEW, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01)
+
+
+@pytest.fixture(autouse=True)
+def two_lengths(monkeypatch):
+    """The texts of these tests go through two programs, and the longest model has 128 positions."""
+    monkeypatch.setattr(scoring, "SHORTEST", 64)
 
 
 @functools.cache
