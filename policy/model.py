@@ -131,20 +131,20 @@ class Model:
         """(logp, entropy), float32[B, T]. logp[t] is about token t given the tokens before it, at logits / temperature;
         entropy[t] is of the distribution that token t was drawn from. Both are 0 at the first token of a segment and on padding.
 
-        Their bits depend on the tokens of the segment up to t alone, not on B, T, the padding or the other segments
-        (policy/scoring.py). That holds for plain documents: the tokens of a segment lie next to each other and have the positions
-        0, 1, 2, ...; any others, and what a transformation of jax traces, are computed in one program of the shape that they have.
+        Their bits depend on the tokens of the segment up to t alone, not on B, T, the padding or the other segments: each segment
+        is computed in a row of its own (`scorer`). That holds where the tokens of a segment lie next to each other and have the
+        positions 0, 1, 2, ...; other rows, and what a transformation of jax traces, are computed in the shape that they have.
+
+        Raises ValueError where `tokens` are not two-dimensional, another array has another shape, or a full row is longer than
+        the positions of the model.
         """
         tokens, step = self._arguments(tokens, positions, segments)
-        given = (tokens, step.segments, positions, temperature)
-        if not any(isinstance(a, jax.core.Tracer) for a in given):
-            tokens_BT, segments_BT = np.asarray(tokens), np.asarray(step.segments)
-            given = None if positions is None else np.asarray(positions)
-            found = documents(segments_BT, given, self.config.max_positions)
-            if found is not None:
-                scored = self.scorer.logprobs(self.params, tokens_BT, found, float(temperature))
-                return tuple(jnp.asarray(each) for each in scored)
-        return self._logprobs(self.params, tokens, step, jnp.float32(temperature))
+        given = (tokens, step.segments, step.positions, temperature, *self.params.values())
+        traced = any(isinstance(a, jax.core.Tracer) for a in given)
+        found = None if traced else documents(np.asarray(step.segments), np.asarray(step.positions), self.config.max_positions)
+        if found is None:
+            return self._logprobs(self.params, tokens, step, jnp.float32(temperature))
+        return tuple(map(jnp.asarray, self.scorer.logprobs(self.params, np.asarray(tokens), found, float(temperature))))
 
     def hidden_states(self, tokens, positions=None, segments=None) -> jax.Array:
         """[L, B, T, E]: the output of each layer, before the final norm (hyper-connections: [L, B, T, streams, E])."""
@@ -186,6 +186,7 @@ class Model:
 
     @cached_property
     def scorer(self) -> Scorer:
+        """The programs that `logprobs` runs, which the generator checks exact completions by."""
         return Scorer(self.graph)
 
     @cached_property

@@ -38,22 +38,20 @@ class Document(NamedTuple):
     end: int
 
 
-def documents(segments_BT: np.ndarray, positions_BT: np.ndarray | None, limit: int | None) -> list[Document] | None:
-    """The documents of a batch, or None where one of them is torn apart, has other positions than 0, 1, 2, ..., or more than
-    `limit` of them."""
+def documents(segments_BT: np.ndarray, positions_BT: np.ndarray, limit: int | None) -> list[Document] | None:
+    """The documents of a batch: runs of one segment number other than 0. None where a number comes in two runs of a row, or a
+    document has other positions than 0, 1, 2, ..., or more than `limit` of them."""
     found = []
     for row, segments in enumerate(segments_BT):
         edges = [0, *(np.flatnonzero(np.diff(segments)) + 1).tolist(), len(segments)]
         runs = [Document(row, a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a and segments[a] != 0]
         if len({int(segments[run.start]) for run in runs}) < len(runs):
             return None
-        if limit is not None and any(run.end - run.start > limit for run in runs):
-            return None
-        found += runs
-    if positions_BT is not None:
-        for row, start, end in found:
-            if not np.array_equal(positions_BT[row, start:end], np.arange(end - start)):
+        for _, start, end in runs:
+            plain = np.array_equal(positions_BT[row, start:end], np.arange(end - start))
+            if not plain or (limit is not None and end - start > limit):
                 return None
+        found += runs
     return found
 
 

@@ -13,7 +13,9 @@ R rows, T tokens of each, E hidden, V vocabulary.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
@@ -94,13 +96,18 @@ class Verifier:
         return done, again
 
     def compile_ahead(self, params, longest: int) -> int:
-        """Runs every program that texts of up to `longest` tokens need, on nothing; returns how many there are."""
-        lengths = self.scorer.lengths(longest)
-        for L in lengths:
-            R, T = self.scorer.rows(L), L - self.scorer.first(L)
-            hidden = self.scorer.hidden(params, np.zeros((R, L), np.int32), np.zeros(R, np.int32))
-            self.scorer.score(params, hidden, np.zeros((R, T), np.int32), 1.0)
+        """Runs every program that texts of up to `longest` tokens need, on nothing; returns how many there are. On one device those
+        of different lengths are compiled in parallel threads; on several, programs must start in one order everywhere."""
+        lengths, scorer = self.scorer.lengths(longest), self.scorer
+
+        def run(L: int) -> None:
+            R, T = scorer.rows(L), L - scorer.first(L)
+            hidden = scorer.hidden(params, np.zeros((R, L), np.int32), np.zeros(R, np.int32))
+            scorer.score(params, hidden, np.zeros((R, T), np.int32), 1.0)
             self._drawn(params, hidden, [None] * R, L)
+
+        with ThreadPoolExecutor(os.cpu_count() if scorer.graph.layout.mesh.size == 1 else 1) as pool:
+            list(pool.map(run, lengths))
         return 3 * len(lengths)
 
     def _compare(self, params, drafts: list[_Draft], temperature: float) -> None:

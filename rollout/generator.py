@@ -1,8 +1,5 @@
 """The generator: prompts in, completions out, made by the policy's own weights. It keeps no copy of them,
-but for a quantised one if that is wanted.
-
-S slots, P prompts of one prefill, C tokens of one prefill call, K decoding steps of one dispatch, V vocabulary.
-"""
+but for a quantised one if that is wanted."""
 
 from __future__ import annotations
 
@@ -192,21 +189,26 @@ class Generator:
         """Compiles every program that prompts of up to `longest` tokens and these parameters need, in parallel; returns how many
         there are. One that is missing later is a warning, or rollout.programs.LateCompilation if `strict`."""
         widths = sorted({stop_width(len(each.stop_token_ids)) for each in params})
-        count = self.engine.programs.compile_ahead(self._params, longest, widths, strict=strict)
-        return count + (self.verifier.compile_ahead(self._params, self.max_length) if self.verifier else 0)
+        if self.verifier is None:
+            return self.engine.programs.compile_ahead(self._params, longest, widths, strict=strict)
+        # A completion that goes on after a token was replaced is read in as a prompt of any length.
+        count = self.engine.programs.compile_ahead(self._params, self.max_length, widths, strict=strict)
+        return count + self.verifier.compile_ahead(self._params, self.max_length)
 
     @property
     def compiled_ahead(self) -> bool:
         return self.engine.programs.sealed
 
     def step(self) -> list[Request]:
-        """One turn: fills free slots from the queue, reads prompts in, decodes. Returns the requests that ended.
+        """One turn: takes what the device made since the last one, fills free slots from the queue, and starts the next dispatch.
+        Returns the requests that ended; whatever is done with them is done while the device works.
 
         Where it is interrupted or fails, all requests are given up: the cache may belong to a program that never returned."""
         try:
+            ended = [self.engine.release(slot) for slot in self.engine.collect()]
             while self._queue and self.engine.free:
                 self.engine.insert(self._queue.pop())
-            ended = [self.engine.release(slot) for slot in self.engine.step(self._queue.first)]
+            self.engine.start(self._queue.first)
             return self._checked(ended) if self.verifier else ended
         except BaseException:
             self._queue.clear()
