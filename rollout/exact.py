@@ -54,12 +54,12 @@ class _Draft:
 class Verifier:
     """Holds the requests that the engine has ended until their tokens are checked.
 
-    `counts`: tokens that were checked, and drafts that another token has replaced."""
+    `counts`: tokens that were checked, those that another has replaced, and those that the decoder computed for it."""
 
     def __init__(self, scorer: Scorer, seed: int, *, stop_string: Callable):
         self.scorer, self._seed, self._stop_string = scorer, seed, stop_string
         self._drafts: list[_Draft] = []
-        self.counts = {"checked": 0, "replaced": 0}
+        self.counts = {"checked": 0, "replaced": 0, "scored": 0}
         self._draw = jax.jit(self._draw_program, out_shardings=scorer.graph.layout.replicated)
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -118,6 +118,7 @@ class Verifier:
             rows = [(i, draft.text) for i, draft in enumerate(drafts) if draft.same and draft.begin < L]
             for numbers, tokens_RL, lengths_R in scorer.tiles(rows, L):
                 hidden = scorer.hidden(params, tokens_RL, lengths_R)
+                self.counts["scored"] += tokens_RL.size
                 logp, _ = scorer.score(params, hidden, tokens_RL[:, first:], temperature)
                 some = [drafts[i] for i in numbers]
                 drawn = self._drawn(params, hidden, [d.request for d in some] + [None] * (len(lengths_R) - len(some)), L)
