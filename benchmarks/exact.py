@@ -42,8 +42,8 @@ def measure(name: str, batch: int, new: int, repeats: int) -> Row:
     params, length = SamplingParams(max_new_tokens=new), PROMPT_TOKENS + new
     exact, plain = (Generator(model, max_length=length, slots=batch, options=GeneratorOptions(exact=on)) for on in (True, False))
     seconds = in_turns(lambda: exact.generate(prompts, params), lambda: plain.generate(prompts, params), repeats)
-    counts = exact.counts
-    note = f"{counts['replaced']} of {counts['checked']} tokens replaced, {counts['scored'] / counts['checked']:.1f} scored for each"
+    counts, share = exact.counts, exact.counts["scored"] / exact.counts["checked"]
+    note = f"{counts['replaced']} of {counts['checked']} tokens replaced, {share:.1f} scored for each"
     return Row(f"{name} batch {batch}", "plain", batch * new, *seconds, note=note)
 
 

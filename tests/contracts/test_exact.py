@@ -12,10 +12,11 @@ import rollout.programs
 import rollout.sampling
 from policy import families, scoring
 from rollout import Generator, GeneratorOptions, SamplingParams
+from rollout.scheduler import Request
 
 WIDTH, NEW = 80, 20
-# One for each kind of mixer; the others in the long suite.
-QUICK = ("Llama", "DeepseekV3", "Qwen3Next")
+# Full attention, windows, latents with experts, a recurrent state; the others in the long suite.
+QUICK = ("Llama", "Gemma3", "DeepseekV3", "Qwen3Next")
 EVERY = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in KINDS]
 # Completions on either side of token 64, where another program begins, and across it.
 PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, VOCAB, n)] for n in (55, 1, 30, 60)]
@@ -187,9 +188,22 @@ def test_drafts_of_the_models_own_modules_are_checked_too():
     same(*out)
 
 
-def test_a_cancelled_request_does_not_come_back():
-    from rollout.scheduler import Request
+def test_a_request_that_was_put_off_ends_as_it_would_have():
+    params = SamplingParams(max_new_tokens=NEW)
+    generator = generator_of("Llama", tokens_per_dispatch=4)
+    requests = [generator.submit(Request(tuple(PROMPTS[i]), params, i)) for i in (1, 2)]
+    for _ in range(3):
+        generator.step()
+    assert 0 < len(requests[1].tokens) < NEW
+    generator.engine.cancel(requests[1])
+    generator.step()
+    generator.submit(requests[1])
+    while not all(request.finish for request in requests):
+        generator.step()
+    same([[generator.completion(request)] for request in requests], [baseline("Llama", params)[i] for i in (1, 2)])
 
+
+def test_a_cancelled_request_does_not_come_back():
     generator = generator_of("Llama")
     kept, gone = (generator.submit(Request(tuple(PROMPTS[2]), SamplingParams(max_new_tokens=NEW), i)) for i in (2, 3))
     generator.step()
