@@ -254,7 +254,7 @@ class GeneratorOptions(Strict):
     exact: bool = Field(
         False,
         description="completions that no other key of `generator` changes, with log-probabilities that are the model's bit for "
-        "bit; costs about a scoring pass, and updates need no other one for old log-probabilities",
+        "bit; every completion is scored in programs of fixed shapes, which compute about three tokens for each (docs/exact.md)",
     )
 
 

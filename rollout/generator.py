@@ -32,7 +32,7 @@ class GeneratorOptions:
 
     exact: completions are a function of the weights, the prompt and (seed, prompt id, sample) to the last bit, whatever the other
     options are, and log-probabilities are those of `Model.logprobs`, bit for bit: what is decoded is checked by the scoring
-    programs before it is handed out (rollout/exact.py), for about the price of scoring it.
+    programs before it is handed out (rollout/exact.py), which compute about three tokens for each of prompt and completion.
     """
 
     cache: Literal["contiguous"] = "contiguous"
