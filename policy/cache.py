@@ -187,7 +187,12 @@ def constrained(cache, layout: Layout):
     def placed(axes, array):
         return jax.lax.with_sharding_constraint(array, layout.sharding(axes, array.shape))
 
-    return _each(partial(placed, AXES), lambda pool: jax.tree.map(partial(placed, pages.AXES), pool), cache)
+    return by_axes(placed, cache)
+
+
+def by_axes(function, cache):
+    """The cache with `function(logical axes, array)` in the place of each array."""
+    return _each(partial(function, AXES), lambda pool: jax.tree.map(partial(function, pages.AXES), pool), cache)
 
 
 def rows_of(cache, slots_B: jax.Array):
@@ -198,12 +203,17 @@ def rows_of(cache, slots_B: jax.Array):
 
 def with_rows(cache, rows, slots_B: jax.Array):
     """`cache` after a call over `rows`, which `rows_of` made of it: row b goes back to slot slots[b]; slots past the end, all
-    different, are skipped."""
+    different, are skipped. Pools are those of `rows`, if it has them."""
 
     def put(array, row):
         return array.at[:, slots_B].set(row, mode="drop", unique_indices=True)
 
-    return _each(put, lambda before, after: after, cache, rows)
+    return _each(put, lambda before, after: before if after is None else after, cache, rows)
+
+
+def without_pools(cache):
+    """The arrays by slot alone, None in the place of each pool."""
+    return _each(lambda array: array, lambda pool: None, cache)
 
 
 def copy_pages(cache, source_n: jax.Array, to_n: jax.Array):
@@ -353,14 +363,23 @@ def commit(cache: tuple, aux: Aux, counts_S: jax.Array) -> tuple:
     )
 
 
-def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tuple:
-    """Copies row rows[i] of `prefix` (a shorter cache) to slot slots[i] of `cache`; slots past the end, all different, are
-    skipped. States of fixed size are as long in both, and so copied whole."""
+def insert(cache: tuple, prefix: tuple, slots: jax.Array, step: Step | None = None) -> tuple:
+    """Copies row b of `prefix`, a contiguous cache of the T tokens of a step from position 0 on, to slot slots[b] of `cache`; slots
+    past the end, all different, are skipped. States of fixed size are as long in both, and so copied whole. Rings must have room
+    for T tokens; pools take the entries that are not padding to the step's pages."""
 
     def copy(into, source):
-        return into.at[:, slots, :, : source.shape[3]].set(source[:, rows], mode="drop", unique_indices=True)
+        return into.at[:, slots, :, : source.shape[3]].set(source, mode="drop", unique_indices=True)
 
-    return jax.tree.map(copy, cache, prefix)
+    def one(into, source):
+        match into:
+            case Pool():
+                return pages.insert(into, step.pages, step, source)
+            case Ring():
+                return Ring(copy(into.array, source))
+        return copy(into, source)
+
+    return jax.tree.map(one, cache, prefix, is_leaf=lambda leaf: isinstance(leaf, Pool | Ring))
 
 
 def bytes_per_token(config: DecoderConfig, dtype, quantization: StoredType | None = None) -> int:
