@@ -141,6 +141,7 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
         "time/sample": rollouts.seconds,
         "generator/useful_rows": rollouts.counts["useful"] / max(1, rollouts.counts["rows"]),
         "generator/prompt_tokens_read": float(rollouts.counts["prefill"]),
+        "generator/preempted": float(rollouts.counts["preempted"]),
     }
     if "checked" in rollouts.counts:
         found["generator/replaced_share"] = rollouts.counts["replaced"] / max(1, rollouts.counts["checked"])
