@@ -39,8 +39,16 @@ def model_of(kind):
     return random_model(families.read(short(kind)), seed=3)
 
 
+class Letters:
+    """A tokenizer that cannot encode."""
+
+    def decode(self, tokens, skip_special_tokens=False):
+        return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
 def generator_of(kind, slots, **options):
-    return Generator(model_of(kind), max_length=WIDTH, slots=slots, seed=5, options=GeneratorOptions(exact=True, **options))
+    options = GeneratorOptions(exact=True, **options)
+    return Generator(model_of(kind), max_length=WIDTH, slots=slots, seed=5, tokenizer=Letters(), options=options)
 
 
 @functools.cache
@@ -141,13 +149,6 @@ def bad_drafts(monkeypatch):
     monkeypatch.setattr(rollout.programs, "choose", poor)
 
 
-class Letters:
-    """A tokenizer that cannot encode."""
-
-    def decode(self, tokens, skip_special_tokens=False):
-        return "".join(chr(ord("a") + token % 26) for token in tokens)
-
-
 def test_wrong_drafts_change_nothing(bad_drafts):
     """Whatever the decoder makes, greedy or sampled, and also where a wrong token ends a completion or runs past its end."""
     generator = generator_of("Llama", **ALONE)
@@ -163,7 +164,7 @@ def test_wrong_drafts_change_nothing(bad_drafts):
     ):
         end = next(n for n, token in enumerate(whole.tokens, 1) if token in stops)
         assert (completion.tokens, completion.logprobs, completion.finish) == (whole.tokens[:end], whole.logprobs[:end], "stop")
-    generator.tokenizer, tokens = Letters(), baseline("Llama")[0][0].tokens
+    tokens = baseline("Llama")[0][0].tokens
     text = Letters().decode(tokens)
     ((found,),) = generator.generate([PROMPTS[0]], dataclasses.replace(PLAIN, stop=(text[9:11],)))
     assert found.finish == "stop" and found.tokens == tokens[: text.index(text[9:11]) + 2]
