@@ -10,6 +10,7 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from policy import batch_split, head, interactions, modes, sources
@@ -20,6 +21,7 @@ from policy.layers import expert_parallel
 from policy.layers.parameter import Constant, RowTable
 from policy.memory import belongs_there, fetch, in_host_memory
 from policy.remat import saved
+from policy.scoring import Scorer, documents
 from policy.sharding import Layout, layout
 
 
@@ -128,8 +130,21 @@ class Model:
     def logprobs(self, tokens, positions=None, segments=None, temperature=1.0) -> tuple[jax.Array, jax.Array]:
         """(logp, entropy), float32[B, T]. logp[t] is about token t given the tokens before it, at logits / temperature;
         entropy[t] is of the distribution that token t was drawn from. Both are 0 at the first token of a segment and on padding.
+
+        Their bits depend on the tokens of the segment up to t alone, not on B, T, the padding or the other segments: each segment
+        is computed in a row of its own (`scorer`). That holds where the tokens of a segment lie next to each other and have the
+        positions 0, 1, 2, ...; other rows, and what a transformation of jax traces, are computed in the shape that they have.
+
+        Raises ValueError where `tokens` are not two-dimensional, another array has another shape, or a full row is longer than
+        the positions of the model.
         """
-        return self._logprobs(self.params, *self._arguments(tokens, positions, segments), jnp.float32(temperature))
+        tokens, step = self._arguments(tokens, positions, segments)
+        given = (tokens, step.segments, step.positions, temperature, *self.params.values())
+        traced = any(isinstance(a, jax.core.Tracer) for a in given)
+        found = None if traced else documents(np.asarray(step.segments), np.asarray(step.positions), self.config.max_positions)
+        if found is None:
+            return self._logprobs(self.params, tokens, step, jnp.float32(temperature))
+        return tuple(map(jnp.asarray, self.scorer.logprobs(self.params, np.asarray(tokens), found, float(temperature))))
 
     def hidden_states(self, tokens, positions=None, segments=None) -> jax.Array:
         """[L, B, T, E]: the output of each layer, before the final norm (hyper-connections: [L, B, T, streams, E])."""
@@ -168,6 +183,11 @@ class Model:
             return jnp.stack([layers[n] for n in sorted(layers)])
 
         return jax.jit(run)
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """The programs that `logprobs` runs, which the generator checks exact completions by."""
+        return Scorer(self.graph)
 
     @cached_property
     def _logprobs(self):

@@ -36,12 +36,22 @@ def train(decoder: Decoder, tokens_BT, step: Step, temperature, runtime: Runtime
     hidden, _, aux = decoder(tokens_BT, step, None, runtime)
     if runtime.mtp is not None:
         aux = predictions(decoder, tokens_BT, step, hidden, aux, temperature, runtime)
-    before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    rows, targets = before.reshape(-1, hidden.shape[-1]), tokens_BT.reshape(-1)
-    tiling = head.Tiling(runtime.vocab_tiles, runtime.layout)
-    logp, entropy = head.logprobs(rows, decoder.head_weight, targets, temperature, decoder.config.logit_softcap, tiling)
+    found = score(decoder, before(hidden), tokens_BT, temperature, runtime)
     scored = (step.segments != 0) & ~first_of_segment(step.segments)
-    return *(jnp.where(scored, a.reshape(tokens_BT.shape), 0.0) for a in (logp, entropy)), replace(aux, mtp_input=None)
+    return *(jnp.where(scored, a, 0.0) for a in found), replace(aux, mtp_input=None)
+
+
+def before(hidden_BTE: jax.Array) -> jax.Array:
+    """At each token what stands at the one before it; 0 at the first."""
+    return jnp.pad(hidden_BTE[:, :-1], ((0, 0), (1, 0), (0, 0)))
+
+
+def score(decoder: Decoder, before_BTE: jax.Array, tokens_BT: jax.Array, temperature, runtime: Runtime):
+    """(logp, entropy) [B, T] of tokens that are predicted from these states."""
+    rows, targets = before_BTE.reshape(-1, before_BTE.shape[-1]), tokens_BT.reshape(-1)
+    tiling = head.Tiling(runtime.vocab_tiles, runtime.layout)
+    found = head.logprobs(rows, decoder.head_weight, targets, temperature, decoder.config.logit_softcap, tiling)
+    return tuple(a.reshape(tokens_BT.shape) for a in found)
 
 
 def prefill(decoder: Decoder, tokens_BT, step: Step, cache: tuple, runtime: Runtime) -> tuple:

@@ -263,6 +263,11 @@ class GeneratorOptions(Strict):
     kv_cache: Literal["int8", "int4", "fp8"] | None = Field(
         None, description="numbers in which keys, values and latents are kept; set a `correction` with it; null: dtype"
     )
+    exact: bool = Field(
+        False,
+        description="completions that no other key of `generator` changes, with log-probabilities that are the model's bit for "
+        "bit; every completion is scored in programs of fixed shapes, which compute about three tokens for each (docs/exact.md)",
+    )
 
 
 class ColumnNames(Strict):

@@ -145,8 +145,13 @@ def _memory(model: ModelOptions, platform: str) -> Iterator[tuple[tuple, str]]:
 
 
 def _quantization(config: RunConfig) -> Iterator[tuple[tuple, str]]:
-    """With a training rule the generator multiplies what it stores by activations of that rule's type."""
+    """With a training rule the generator multiplies what it stores by activations of that rule's type; exact completions are not
+    those of quantised numbers."""
     rule, weights = config.model.quantization, config.generator.weights
+    if config.generator.exact:
+        for name in ("weights", "kv_cache"):
+            if kind := getattr(config.generator, name):
+                yield ("generator", name), f"{kind}, but exact: true gives the tokens of the trained weights; leave one of them out"
     if rule and weights and not rule.startswith(weights):
         yield (
             ("generator", "weights"),

@@ -213,9 +213,12 @@ def _rollout_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, ste
     batch = found.batch(run.config.max_length)
 
     began = time.perf_counter()
-    if algorithm.needs_old_logp(options.updates_per_step):
+    exact = run.config.generator.exact
+    if algorithm.needs_old_logp(options.updates_per_step) and (algorithm.needs_entropy or not exact):
         old_logp, entropy = trainer.logprobs(state.policy.params, batch)
         batch = batch.replace(old_logp=old_logp, entropy=entropy)
+    if exact:  # the generator's are the model's own
+        batch = batch.replace(old_logp=batch.sampler_logp)
     if state.reference is not None:
         batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch)[0])
     if state.critic is not None:

@@ -30,7 +30,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The completions of one step, [P][G], the scores that are on their way, and what the engine counted (`Engine.counts`)."""
+    """The completions of one step, [P][G], the scores that are on their way, and what was counted (`Generator.counts`)."""
 
     problems: Sequence[Problem]
     prompt_ids: Sequence[int]
@@ -80,14 +80,14 @@ def collect(
     columns["max_new_tokens"] = params.max_new_tokens
     handle = runner.open([example.prompt for example in examples], columns, [p for p in range(len(problems)) for _ in range(G)])
     generator.forget()
-    before = dict(generator.engine.counts)
+    before = generator.counts
     completions: list[list[Completion]] = [[None] * G for _ in problems]
     for p, sample, completion in generator.stream([problem.ids for problem in problems], params, ids=prompt_ids):
         completions[p][sample] = completion
         text = _as_written(problems[p].example.prompt, completion.text)
         known = {"completion_lengths": len(completion.tokens), "truncated": completion.finish == "length"}
         handle.add(p * G + sample, text, **known)
-    counts = {name: count - before[name] for name, count in generator.engine.counts.items()}
+    counts = {name: count - before[name] for name, count in generator.counts.items()}
     return Rollouts(problems, prompt_ids, completions, handle, counts, time.perf_counter() - began)
 
 
@@ -143,6 +143,8 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
         "generator/prompt_tokens_read": float(rollouts.counts["prefill"]),
         "generator/preempted": float(rollouts.counts["preempted"]),
     }
+    if "checked" in rollouts.counts:
+        found["generator/replaced_share"] = rollouts.counts["replaced"] / max(1, rollouts.counts["checked"])
     if drafted:
         steps = sum(c.steps for _, c in rollouts.flat)
         found["speculative/accepted_per_step"] = float(lengths.sum() / steps - 1)

@@ -12,6 +12,7 @@ from policy.layers.quantization import TYPES
 from policy.model import Model
 from rollout.chat import render_prompt
 from rollout.engine import Engine, stop_width
+from rollout.exact import Verifier
 from rollout.programs import Programs
 from rollout.sampling import SamplingParams
 from rollout.scheduler import Queue, Request
@@ -32,6 +33,10 @@ class GeneratorOptions:
     speculative: tokens that the model's prediction modules draft at each step, 0 for none; a step then makes 1 to
     1 + `speculative` tokens, the same as without (rollout/speculative.py). weights, kv_cache: types in which the weights of
     products, and keys, values and latents, are kept; None: as floats.
+
+    exact: completions are a function of the weights, the prompt and (seed, prompt id, sample) to the last bit, whatever the other
+    options are, and log-probabilities are those of `Model.logprobs`, bit for bit: what is decoded is checked by the scoring
+    programs before it is handed out (rollout/exact.py), which compute about three tokens for each of prompt and completion.
     """
 
     cache: Literal["contiguous", "paged"] = "contiguous"
@@ -44,6 +49,7 @@ class GeneratorOptions:
     speculative: int = 0
     weights: StoredType | None = None
     kv_cache: StoredType | None = None
+    exact: bool = False
 
     def __post_init__(self):
         for name in ("weights", "kv_cache"):
@@ -57,6 +63,8 @@ class GeneratorOptions:
             raise ValueError("GeneratorOptions: prefill_chunk and tokens_per_dispatch must be at least 1")
         if self.speculative < 0:
             raise ValueError("GeneratorOptions: speculative must be 0 (none) or more")
+        if self.exact and (self.weights or self.kv_cache):
+            raise ValueError("GeneratorOptions: exact gives the tokens of the trained weights; leave weights and kv_cache out")
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,7 @@ class Generator:
             prefill_budget=budget,
         )
         self._queue = Queue()
+        self.verifier = Verifier(model.scorer, seed, stop_string=self._stop_string) if options.exact else None
 
     def generate(
         self,
@@ -180,6 +189,8 @@ class Generator:
         """Takes a request out of the queue, or out of its slot; one that has ended stays as it is."""
         self._queue.remove(request)
         self.engine.cancel(request)
+        if self.verifier:
+            self.verifier.remove(request)
 
     def forget(self) -> None:
         """Lets no prompt begin with the entries of an earlier one, and the next calls not depend on what ran before."""
@@ -189,7 +200,11 @@ class Generator:
         """Compiles every program that prompts of up to `longest` tokens and these parameters need, in parallel; returns how many
         there are. One that is missing later is a warning, or rollout.programs.LateCompilation if `strict`."""
         widths = sorted({stop_width(len(each.stop_token_ids)) for each in params})
-        return self.engine.programs.compile_ahead(self._params, longest, widths, strict=strict)
+        if self.verifier is None:
+            return self.engine.programs.compile_ahead(self._params, longest, widths, strict=strict)
+        # A completion that goes on after a token was replaced is read in as a prompt of any length.
+        count = self.engine.programs.compile_ahead(self._params, self.max_length, widths, strict=strict)
+        return count + self.verifier.compile_ahead(self._params, self.max_length)
 
     @property
     def compiled_ahead(self) -> bool:
@@ -205,11 +220,27 @@ class Generator:
             while self._queue and self.engine.free:
                 self.engine.insert(self._queue.pop())
             self.engine.start(self._queue.first)
-            return ended
+            return self._checked(ended) if self.verifier else ended
         except BaseException:
             self._queue.clear()
             self.engine.reset()
+            if self.verifier:
+                self.verifier.clear()
             raise
+
+    def _checked(self, ended: list[Request]) -> list[Request]:
+        """Of these requests and earlier ones, those that are known to be exact; others go back to the queue."""
+        self.verifier.add(ended)
+        if not self.verifier.due(waiting=bool(self._queue)):
+            return []
+        done, again = self.verifier.check(self._params)
+        self._queue.add(again)
+        return done
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What engine and verifier have counted."""
+        return self.engine.counts | (self.verifier.counts if self.verifier else {})
 
     def completion(self, request: Request) -> Completion:
         return Completion(request.tokens, request.logprobs, request.finish, self._text(request.tokens), sum(request.opens))

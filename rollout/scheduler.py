@@ -15,7 +15,8 @@ class Request:
     the prompt; `expected` the tokens that the caller expects of it, None: as many as it may have.
 
     `tokens`, `logprobs` and `opens` (whether a token is the first that its decoding step made) grow until `finish` says stop or
-    length. `cached`: tokens of prompt and completion whose entries are in the cache.
+    length. `cached`: tokens of prompt and completion whose entries are in the cache. `settled`: of `tokens`,
+    those that an exact check has confirmed (rollout/exact.py).
     """
 
     prompt: tuple[int, ...]
@@ -29,6 +30,7 @@ class Request:
     opens: list[bool] = field(default_factory=list)
     finish: str | None = None
     cached: int = 0
+    settled: int = 0
 
     @property
     def needed(self) -> int:

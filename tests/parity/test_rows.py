@@ -35,6 +35,12 @@ def with_runtime(model, **changes):
     return policy.Model(type(model.graph)(model.config, runtime, model.graph.layout), model.params)
 
 
+def training_pass(model, row, segments, temperature):
+    """(logp, entropy) as an update computes them, of the rows as they are; `model.logprobs` takes them apart."""
+    step = sit(row, segments=segments)
+    return jax.jit(model.graph.logprobs)(model.params, row, step, np.float32(temperature))[:2]
+
+
 def packed(lengths, width, padding_first=False):
     """(tokens, segments) [1, width] of documents of these lengths one after the other, and the documents."""
     rng = np.random.default_rng(1)
@@ -51,7 +57,7 @@ def packed(lengths, width, padding_first=False):
 def test_packed_documents_equal_the_documents_alone(model, padding_first):
     row, segments, documents = packed((9, 1, 14), 30, padding_first)
     logits = np.asarray(model.logits(row, segments=segments))
-    logp, entropy = (np.asarray(a) for a in model.logprobs(row, segments=segments, temperature=0.7))
+    logp, entropy = map(np.asarray, training_pass(model, row, segments, 0.7))
     for number, document in enumerate(documents, 1):
         alone, fill = np.zeros((1, 30), int), np.zeros((1, 30), int)
         alone[0, : len(document)], fill[0, : len(document)] = document, 1
@@ -59,7 +65,7 @@ def test_packed_documents_equal_the_documents_alone(model, padding_first):
         n = len(document)
         expected = np.asarray(model.logits(alone, segments=fill))[0, :n]
         np.testing.assert_allclose(logits[0, here], expected, atol=1e-5, rtol=0)
-        for found, want in zip((logp, entropy), model.logprobs(alone, segments=fill, temperature=0.7), strict=True):
+        for found, want in zip((logp, entropy), training_pass(model, alone, fill, 0.7), strict=True):
             np.testing.assert_allclose(found[0, here], np.asarray(want)[0, :n], atol=1e-5, rtol=0)
             assert found[0, here][0] == 0.0
     for found in (logp, entropy):
@@ -168,7 +174,7 @@ def test_left_padding_and_log_probabilities_equal_those_of_transformers(kind, tm
     for temperature in (1.0, 0.7):
         wanted = torch_logprobs(torch.tensor(expected), row, temperature)
         scored = (mask[:, :-1] != 0) & (mask[:, 1:] != 0)
-        for a, want in zip(ours.logprobs(row, segments=mask, temperature=temperature), wanted, strict=True):
-            a = np.asarray(a)
-            np.testing.assert_allclose(a[:, 1:][scored], want.numpy()[scored], atol=tolerance, rtol=0)
-            assert not a[:, 1:][~scored].any() and not a[:, 0].any()
+        for found in (ours.logprobs(row, segments=mask, temperature=temperature), training_pass(ours, row, mask, temperature)):
+            for a, want in zip(map(np.asarray, found), wanted, strict=True):
+                np.testing.assert_allclose(a[:, 1:][scored], want.numpy()[scored], atol=tolerance, rtol=0)
+                assert not a[:, 1:][~scored].any() and not a[:, 0].any()

@@ -124,6 +124,7 @@ BAD = [
     ("{source: MODEL}", "{source: MODEL, quantization: int4}", 1, "model.quantization", ["valid: ", "fp8_full", "int8"]),
     ("max_length: 64", "generator: {weights: int16}", 5, "generator.weights", ["valid: ", "int4"]),
     ("max_length: 64", "generator: {kv_cache: bf16}", 5, "generator.kv_cache", ["valid: ", "int8"]),
+    ("max_length: 64", "generator: {exact: true, kv_cache: int8}", 5, "generator.kv_cache", ["exact: true"]),
     (
         "{source: MODEL}",
         "{source: MODEL, quantization: fp8_full}\ngenerator: {weights: int8}",
