@@ -200,11 +200,11 @@ class Generator:
         """Compiles every program that prompts of up to `longest` tokens and these parameters need, in parallel; returns how many
         there are. One that is missing later is a warning, or rollout.programs.LateCompilation if `strict`."""
         widths = sorted({stop_width(len(each.stop_token_ids)) for each in params})
-        if self.verifier is None:
-            return self.engine.programs.compile_ahead(self._params, longest, widths, strict=strict)
-        # A completion that goes on after a token was replaced is read in as a prompt of any length.
-        count = self.engine.programs.compile_ahead(self._params, self.max_length, widths, strict=strict)
-        return count + self.verifier.compile_ahead(self._params, self.max_length)
+        # A completion that goes on, after it paused or a token was replaced, is read in as a prompt of any length.
+        goes_on = self.verifier is not None or self.options.cache == "paged"
+        longest = self.max_length if goes_on else longest
+        count = self.engine.programs.compile_ahead(self._params, longest, widths, strict=strict)
+        return count + (self.verifier.compile_ahead(self._params, self.max_length) if self.verifier else 0)
 
     @property
     def compiled_ahead(self) -> bool:
