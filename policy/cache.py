@@ -44,7 +44,8 @@ class Step:
     """Where the tokens of a call sit: position inside the document and segment (0: padding), both int32[B, T].
 
     The decoder fills in `tokens`, int32[B, T], and `rotations`, the (cos, sin) tables of all its rotary embeddings. `dropout` is
-    for training only. `pages`, over a paged cache: the pages of each row, int32[B, M].
+    for training only. `pages`, over a paged cache: the pages of each row, int32[B, M]. `routes`: the experts that tokens are to go
+    to, -1 where they are not known, int[R, B, T, k] by path of the layer; in a layer its own, int[B, T, k]. None: routers choose.
     """
 
     positions: jax.Array
@@ -53,6 +54,7 @@ class Step:
     rotations: dict[str, Any] | None = None
     dropout: Dropout | None = None
     pages: jax.Array | None = None
+    routes: Any = None
 
     def at(self, layer: jax.Array | int) -> Step:
         """The same for the layer of that number."""
@@ -112,6 +114,13 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
     return Visible(seen, positions, jnp.ones_like(positions)), cache
 
 
+def remember(cache: LayerCache | None, step: Step, routes_BTK: jax.Array | None) -> LayerCache | None:
+    """The cache with the experts of the step's tokens, where it keeps them."""
+    if cache is None or ROUTES not in cache.arrays:
+        return cache
+    return extend(cache, step, **{ROUTES: routes_BTK[:, None]})[1]
+
+
 def _write(cache: LayerCache, array: Pool | Ring, step: Step, value_BKTD: jax.Array) -> Pool | Ring:
     if isinstance(array, Ring):
         return rings.write(array, cache.index, step, value_BKTD)
@@ -166,6 +175,9 @@ def read(arrays: dict[str, jax.Array | Pool | Ring], name: str, pick, dtype) -> 
         return pick(arrays[name])
     return qwix.dequantize(qwix.QArray(pick(arrays[name]), pick(arrays[f"{name}.scale"]))).astype(dtype)
 
+
+# The experts of each token, an entry by position of layers with a mixture of experts.
+ROUTES = "routes"
 
 # Logical axes of every cache array [R, S, K, C, D] that is no pool.
 AXES = (None, "cache_batch", "cache_heads", None, None)
@@ -260,6 +272,13 @@ def _mixer_entries(spec: LayerSpec) -> dict[str, Entry]:
             return {}
 
 
+def _routes_entry(spec: LayerSpec) -> dict[str, Entry]:
+    if spec.moe is None:
+        return {}
+    router = spec.moe.router
+    return {ROUTES: Entry(1, router.experts_per_token, dtype="uint8" if router.experts <= 256 else "uint16")}
+
+
 def _stored(spec: LayerSpec, config: DecoderConfig, dtype, quantization: StoredType | None) -> dict[str, Entry]:
     """The entries of a layer as arrays of known dtypes; quantised ones have their scales beside them."""
     found = {}
@@ -280,23 +299,27 @@ def create(
     *,
     scan: bool,
     quantization: StoredType | None = None,
+    routes: bool = False,
 ) -> tuple:
     """An empty cache of `slots` rows of `length` tokens, or of pages for any rows beside `slots` states of fixed size, with or
     without rings: for each stack a tuple of parts, each a tuple over the pattern of named arrays. A scanned stack has one part with
     all its repeats, an unrolled one a part with one layer for each repeat (on CPU, reading a layer out of one stacked array costs a
-    copy of it at every step). `quantization`: the type in which keys, values and latents are kept."""
+    copy of it at every step). `quantization`: the type in which keys, values and latents are kept. `routes`: whether layers with
+    experts keep which of them computed each token; the runtime then has to record them."""
+
+    def stored(spec):
+        return _stored(spec, config, dtype, quantization) | (_routes_entry(spec) if routes else {})
 
     def part(stack, repeats):
-        return tuple(_empty(spec, config, (repeats, slots), (length, dtype, quantization)) for spec in stack.pattern)
+        return tuple(_empty(stored(spec), (repeats, slots), length) for spec in stack.pattern)
 
     return tuple(
         (part(stack, stack.repeats),) if scan else tuple(part(stack, 1) for _ in range(stack.repeats)) for stack in config.stacks
     )
 
 
-def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], kind: tuple) -> dict[str, jax.Array | Pool | Ring]:
-    """The arrays of a layer, [*first, K, C, D]; `kind` is (length of the cache or its pages, its dtype, its quantization)."""
-    length, dtype, quantization = kind
+def _empty(stored: dict[str, Entry], first: tuple[int, int], length: int | Pages | WithRings) -> dict[str, jax.Array | Pool | Ring]:
+    """The arrays of a layer, [*first, K, C, D]."""
     length, room = length if isinstance(length, WithRings) else (length, None)
 
     def array(entry: Entry):
@@ -306,7 +329,7 @@ def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], kind:
             return pages.empty(entry.heads, first[0], length, entry.dim, entry.dtype)
         return jnp.zeros((*first, entry.heads, length if entry.length is None else entry.length, entry.dim), entry.dtype)
 
-    return {name: array(entry) for name, entry in _stored(spec, config, dtype, quantization).items()}
+    return {name: array(entry) for name, entry in stored.items()}
 
 
 class Drafts(NamedTuple):
@@ -325,8 +348,9 @@ def rewinds(spec: LayerSpec, config: DecoderConfig) -> bool:
 def create_drafts(config: DecoderConfig, slots: int, kind: tuple, *, modules: int, window: int) -> Drafts:
     """Empty `Drafts` of the first `modules` prediction modules, with W = `window`; `kind` is (length of the cache, its dtype, its
     quantization)."""
-    spec = config.multi_token_prediction.layer
-    layers = tuple(_empty(spec, config, (1, slots), kind) for _ in range(modules))
+    length, *how = kind
+    stored = _stored(config.multi_token_prediction.layer, config, *how)
+    layers = tuple(_empty(stored, (1, slots), length) for _ in range(modules))
     return Drafts(layers, jnp.zeros((1, slots, 1, window, config.hidden_size), kind[1]))
 
 
@@ -367,9 +391,24 @@ def rows(cache: tuple, numbers: jax.Array) -> tuple:
     return jax.tree.map(lambda a: a.at[:, numbers].get(mode="clip"), cache)
 
 
+def routes(cache: tuple, row: jax.Array) -> dict[str, jax.Array]:
+    """uint[R, C, k] by path of the layer: the experts of the tokens of a row, of a cache that is not paged."""
+    return {
+        f"stacks.{s}.layers.{i}": jnp.concatenate([part[i][ROUTES][:, row, 0] for part in parts])
+        for s, parts in enumerate(cache)
+        for i, arrays in enumerate(parts[0])
+        if ROUTES in arrays
+    }
+
+
 def bytes_per_token(config: DecoderConfig, dtype, quantization: StoredType | None = None) -> int:
     """Bytes that one more token takes in the cache, over all layers, scales included; states of fixed size take none."""
     return sum(e.heads * e.dim * e.bits for e in _all_stored(config, dtype, quantization) if e.length is None) // 8
+
+
+def bytes_of_routes(config: DecoderConfig) -> int:
+    """Bytes that the routes of one token take in a cache that keeps them."""
+    return sum(e.dim * e.bits for spec in config.layers for e in _routes_entry(spec).values()) // 8
 
 
 def bytes_per_page(config: DecoderConfig, size: int, dtype, quantization: StoredType | None = None) -> int:

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from policy.layers.replay import UNKNOWN
 from rewards import Runner, Scores
 from rewards.runner import Handle
 from rl.batch import Batch, pack, spread
 from rl.config import SamplingOptions
 from rl.data import Example
 from rollout import Completion, Generator, SamplingParams
+from rollout.routes import Routes
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,27 @@ class Rollouts:
         """(number of the prompt, completion) of each sample, groups together."""
         return [(p, completion) for p, group in enumerate(self.completions) for completion in group]
 
-    def batch(self, limit: int) -> Batch:
-        """One row for each completion after its prompt; the mask is on the completion, its stop token included."""
+    def batch(self, limit: int, *, replay: bool = False) -> Batch:
+        """One row for each completion after its prompt; the mask is on the completion, its stop token included. `replay`: with the
+        experts that the generator sent each token to."""
         rows = [(self.problems[p].ids + c.tokens, [0] * len(self.problems[p].ids) + [1] * len(c.tokens)) for p, c in self.flat]
         batch = pack(rows, limit)
         return batch.replace(
             prompt=np.asarray([p for p, _ in self.flat], np.int32),
             sampler_logp=spread([c.logprobs for _, c in self.flat], batch.mask),
+            routes=routes_of([c.routes for _, c in self.flat], batch.tokens.shape[1]) if replay else None,
         )
+
+
+def routes_of(recorded: Sequence[Routes], length: int) -> dict[str, np.ndarray]:
+    """Batch.routes of the completions, in rows of `length` tokens. The last token of each was not fed: its routes are not known."""
+    out = {}
+    for row, routes in enumerate(recorded):
+        for path, experts_RTk in routes.host().items():
+            R, T, k = experts_RTk.shape
+            here = out.setdefault(path, np.full((len(recorded), length, R, k), UNKNOWN, np.int16))
+            here[row, :T] = np.swapaxes(experts_RTk, 0, 1)
+    return out
 
 
 def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes) -> SamplingParams:

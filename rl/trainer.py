@@ -279,6 +279,12 @@ def _zeros(weights: dict) -> dict:
     return {path: jnp.zeros(w.shape, jnp.float32) for path, w in weights.items()}
 
 
+def _seated(tokens_NT, segments_NT, routes: dict[str, jax.Array] | None) -> Step:
+    """Where the tokens of a batch sit, and go."""
+    step = modes.sit(tokens_NT, segments=segments_NT)
+    return step if routes is None else replace(step, routes={path: jnp.moveaxis(a, 2, 0) for path, a in routes.items()})
+
+
 class Trainer:
     """The compiled programs of one stage: updates of policy and critic, log-probabilities and values of a batch."""
 
@@ -334,7 +340,12 @@ class Trainer:
         return -(-N // -(-N * T // CPU_TOKENS)) if on_cpu and self.stage.router.balance == "sequence" else None
 
     def update(self, state: RunState, batch: Batch, *, critic_only: bool = False) -> tuple[RunState, dict]:
-        """One optimiser update of the policy, and of the critic if there is one, from the sequences of `batch`, one a row."""
+        """One optimiser update of the policy, and of the critic if there is one, from the sequences of `batch`, one a row.
+
+        Raises ValueError where the stage replays routes and the batch has none.
+        """
+        if self.stage.router_replay and batch.routes is None:
+            raise ValueError("router_replay: this batch has no routes; take it from Rollouts.batch(..., replay=True)")
         place, R = self.layout(batch.segments)
         batch = place.batch(batch)
         policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": place.share(R)}
@@ -342,7 +353,7 @@ class Trainer:
             policy, found = self.policy(policy, batch, self._totals(batch), R)
             metrics |= found
         if critic is not None:
-            critic, found = self.critic(critic, batch, self._totals(batch), R)
+            critic, found = self.critic(critic, batch.replace(routes=None), self._totals(batch), R)
             del found["loss"]  # value/loss, and the balance term that value/moe/balance holds
             metrics = metrics | {k if k.startswith("value/") else f"value/{k}": v for k, v in found.items()}
         return RunState(policy, state.reference, critic), metrics
@@ -368,7 +379,7 @@ class Trainer:
         return jax.jit(totals)
 
     def _step(self, micro: Batch) -> Step:
-        step = modes.sit(micro.tokens, segments=micro.segments)
+        step = _seated(micro.tokens, micro.segments, micro.routes)
         return step if micro.dropout is None else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
 
     def _parts_loss(self, params, micro: Batch, inputs: PolicyInputs):
@@ -387,33 +398,34 @@ class Trainer:
         return loss, metrics, aux
 
     def logprobs(self, params, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """(logp, entropy), float32[N, T] on the host, by the training graph under `params`, micro-batch by micro-batch."""
+        """(logp, entropy), float32[N, T] on the host, by the training graph under `params`, micro-batch by micro-batch. Where the
+        batch has routes its tokens go there."""
         return self._by_micro_batch(self._logprobs, params, batch)
 
     def values(self, state: RunState, batch: Batch) -> np.ndarray:
         """The critic's value of the state before each token, float32[N, T] on the host."""
-        return self._by_micro_batch(self._values, state.critic.params, batch)[0]
+        return self._by_micro_batch(self._values, state.critic.params, batch.replace(routes=None))[0]
 
     def _by_micro_batch(self, program, params, batch: Batch) -> tuple[np.ndarray, ...]:
         place, R = self.layout(batch.segments)
-        tokens, segments = place.pack(batch.tokens), place.spread(place.number)
+        packed = place.pack(batch.tokens), place.spread(place.number), place.routes(batch)
         parts = []
         for i in range(0, place.used, R):
-            out = program(params, tokens[i : i + R], segments[i : i + R])
+            out = program(params, *jax.tree.map(lambda a, i=i: a[i : i + R], packed))
             parts.append(settle(out, self.graph.layout))
         return tuple(place.unpack(np.concatenate([np.asarray(p) for p in each])) for each in zip(*parts, strict=True))
 
     @cached_property
     def _logprobs(self):
-        def run(params, tokens, segments):
+        def run(params, tokens, segments, routes):
             tokens = constrain(tokens, ("batch", None), self.graph.layout)
-            return self.graph.logprobs(params, tokens, modes.sit(tokens, segments=segments), self.temperature)[:2]
+            return self.graph.logprobs(params, tokens, _seated(tokens, segments, routes), self.temperature)[:2]
 
         return jax.jit(run)
 
     @cached_property
     def _values(self):
-        def run(params, tokens, segments):
+        def run(params, tokens, segments, _):
             tokens = constrain(tokens, ("batch", None), self.graph.layout)
             return self._critic.values(params, tokens, modes.sit(tokens, segments=segments))[:1]
 

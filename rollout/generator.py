@@ -16,6 +16,7 @@ from policy.model import Model
 from rollout.chat import render_prompt
 from rollout.engine import Engine, stop_width
 from rollout.programs import Programs
+from rollout.routes import Routes
 from rollout.sampling import SamplingParams
 from rollout.scheduler import Queue, Request
 from rollout.speculative import SpeculativePrograms
@@ -30,7 +31,8 @@ class GeneratorOptions:
 
     speculative: tokens that the model's prediction modules draft at each step, 0 for none; a step then makes 1 to
     1 + `speculative` tokens, the same as without (rollout/speculative.py). weights, kv_cache: types in which the weights of
-    products, and keys, values and latents, are kept; None: as floats.
+    products, and keys, values and latents, are kept; None: as floats. record_routes: completions tell which experts computed each
+    of their tokens (models with a mixture of experts only).
     """
 
     cache: Literal["contiguous"] = "contiguous"
@@ -40,6 +42,7 @@ class GeneratorOptions:
     speculative: int = 0
     weights: StoredType | None = None
     kv_cache: StoredType | None = None
+    record_routes: bool = False
 
     def __post_init__(self):
         for name in ("weights", "kv_cache"):
@@ -56,13 +59,15 @@ class GeneratorOptions:
 @dataclass(frozen=True)
 class Completion:
     """`tokens` without the prompt, with the stop token; `logprobs` of each; `finish`: stop or length; `text` with a tokenizer;
-    `steps`: forward passes of the decoder that made it, fewer than tokens where drafts were accepted."""
+    `steps`: forward passes of the decoder that made it, fewer than tokens where drafts were accepted; `routes`: the experts of
+    each token where GeneratorOptions.record_routes asks for them."""
 
     tokens: list[int]
     logprobs: list[float]
     finish: str
     text: str | None
     steps: int = 0
+    routes: Routes | None = None
 
 
 class Generator:
@@ -201,7 +206,8 @@ class Generator:
             raise
 
     def completion(self, request: Request) -> Completion:
-        return Completion(request.tokens, request.logprobs, request.finish, self._text(request.tokens), sum(request.opens))
+        text, steps = self._text(request.tokens), sum(request.opens)
+        return Completion(request.tokens, request.logprobs, request.finish, text, steps, request.routes)
 
     def _encode(self, i: int, prompt, params: SamplingParams) -> tuple[int, ...]:
         if isinstance(prompt, str):

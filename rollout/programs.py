@@ -25,6 +25,7 @@ from policy import modes
 from policy.cache import Step
 from policy.decoding import laid_out
 from policy.sharding import settle
+from rollout.routes import Routes, check
 from rollout.sampling import Draws, SamplingParams, choose
 from rollout.scheduler import WORTH_A_COPY
 
@@ -78,11 +79,16 @@ class Programs:
     """One token a step. Caches are donated to the programs.
 
     `ahead`: tokens past those of a prefill call that it wants to see; `recent`: last tokens of each row that decoding does.
+    `records`: whether the cache keeps the experts of each token.
     """
 
     ahead = recent = 0
 
     def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int):
+        self.records = options.record_routes
+        if self.records:
+            check(graph.config)
+            graph = graph.at(record=(*graph.runtime.record, "routes"))
         self.graph, self.dispatch, self._kv_cache = graph, options.tokens_per_dispatch, options.kv_cache
         self.slots, self.max_length = slots, max_length
         self.chunk = min(options.prefill_chunk, max_length)
@@ -95,6 +101,7 @@ class Programs:
             "enter": jax.jit(self._enter_program),
             "leave": jax.jit(self._leave_program, donate_argnums=0),
             "decode": jax.jit(self._decode_program, donate_argnums=1),
+            "routes": jax.jit(self._routes_program),
         }
         self._compiled: dict[tuple, Any] = {}
         self.sealed = self._strict = False
@@ -147,6 +154,11 @@ class Programs:
     def leave(self, cache, part, rows: np.ndarray):
         """The cache with its rows as they are in `part`."""
         return self._run("leave", rows.shape, (cache, part, rows))
+
+    def routes(self, cache, row: int, tokens: int) -> Routes:
+        """The experts of the first tokens of a row, of a cache or of a part of it."""
+        rows = jax.tree.leaves(cache)[0].shape[1]
+        return Routes.of(self._run("routes", (rows,), (cache, np.int32(row))), tokens)
 
     def decode(self, params, cache, slots: Slots, limits: tuple[int, int]) -> tuple:
         """(cache, Slots, Made): up to `limits[0]` steps, as long as more than `limits[1]` rows go on. Arrays on the device."""
@@ -211,6 +223,8 @@ class Programs:
         for s in sorted({*self.sizes[:-1], *(() if self.rewinds else (1,))}):
             yield ("enter", s), (cache, _int((s,)))
             yield ("leave", s), (cache, self._part(cache, s), _int((s,)))
+        for s in self.sizes if self.records else ():
+            yield ("routes", s), (self._part(cache, s), _int(()))
         yield ("copy",), (cache, _int((self.slots, 2)), _int(()))
         yield ("empty",), ()
 
@@ -241,7 +255,7 @@ class Programs:
 
     def _empty(self, rows: int, length: int):
         dtype, kind = self.graph.runtime.dtype, self._kv_cache
-        return caches.create(self.graph.config, rows, length, dtype, scan=self._scan, quantization=kind)
+        return caches.create(self.graph.config, rows, length, dtype, scan=self._scan, quantization=kind, routes=self.records)
 
     def _prefill_program(self, params, cache, rows, tokens_PC, starts, lengths):
         P, C = tokens_PC.shape
@@ -270,6 +284,9 @@ class Programs:
 
     def _leave_program(self, cache, part, rows):
         return self._pinned(caches.insert(cache, part, rows, jnp.arange(rows.shape[0])))
+
+    def _routes_program(self, cache, row):
+        return jax.lax.with_sharding_constraint(caches.routes(cache, row), self.graph.layout.replicated)
 
     def slots_of(self, requests: Sequence, size: int, width: int, seed: int) -> Slots:
         """The Slots of `size` rows, row i for request i; None and rows past the requests are idle. `width` is that of the stops."""

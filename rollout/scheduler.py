@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollout.sampling import SamplingParams
 
@@ -15,7 +16,8 @@ class Request:
     the prompt; `expected` the tokens that the caller expects of it, None: as many as it may have.
 
     `tokens`, `logprobs` and `opens` (whether a token is the first that its decoding step made) grow until `finish` says stop or
-    length. `cached`: tokens of prompt and completion whose entries are in the cache.
+    length. `cached`: tokens of prompt and completion whose entries are in the cache. `routes`: the experts of these tokens, from its
+    end on, where they are recorded.
     """
 
     prompt: tuple[int, ...]
@@ -29,6 +31,7 @@ class Request:
     opens: list[bool] = field(default_factory=list)
     finish: str | None = None
     cached: int = 0
+    routes: Any = None
 
     @property
     def needed(self) -> int:

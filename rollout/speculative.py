@@ -83,7 +83,7 @@ class SpeculativePrograms(Programs):
 
     def _empty(self, rows: int, length: int):
         config, kind = self.graph.config, (length, self.graph.runtime.dtype, self._kv_cache)
-        main = caches.create(config, rows, *kind[:2], scan=self._scan, quantization=self._kv_cache)
+        main = super()._empty(rows, length)
         return main, caches.create_drafts(config, rows, kind, modules=self.ahead, window=self._window)
 
     def _fill(self, params, cache, tokens_PC, starts, lengths_P):
@@ -103,6 +103,9 @@ class SpeculativePrograms(Programs):
                 layers.append(view.arrays)
             hidden = _slide(drafts.hidden[0, :, 0], aux.mtp_input, step.segments.sum(axis=1))
         return main, Drafts(tuple(layers), hidden[None, :, None])
+
+    def _routes_program(self, cache, row):
+        return super()._routes_program(cache[0], row)
 
     def _decode_program(self, params, cache, slots: Slots, limits):
         S, N = slots.token.shape[0], self.dispatch * (self._drafts + 1)

@@ -19,6 +19,7 @@ from policy.layers.linear import Weight, rounded
 from policy.layers.mlp import FeedForward
 from policy.layers.norms import norm
 from policy.layers.parameter import RouterBias, normal, ones, weight, zeros
+from policy.layers.replay import replay
 
 
 class TopKRouter(nnx.Module):
@@ -40,16 +41,25 @@ class TopKRouter(nnx.Module):
 
     def __call__(self, x_NE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(experts int[N, k], weights float32[N, k], scores float32[N, X])."""
+        experts, scores = self.choose(x_NE)
+        return experts, self.weigh(scores, experts), scores
+
+    def choose(self, x_NE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(experts int[N, k], scores float32[N, X])."""
         spec = self.spec
         scores, choice = self._scores(x_NE)
         if spec.groups > 1:
             choice = jnp.where(self._eligible(choice), choice, -jnp.inf)
-        _, experts = jax.lax.top_k(choice, spec.experts_per_token)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        return jax.lax.top_k(choice, spec.experts_per_token)[1], scores
+
+    def weigh(self, scores_NX: jax.Array, experts: jax.Array) -> jax.Array:
+        """float32[N, k]: the weights of these experts, int[N, k], by their scores."""
+        spec = self.spec
+        weights = jnp.take_along_axis(scores_NX, experts, axis=-1)
         if spec.renormalize:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (1e-20 if spec.score == "sigmoid" else 0.0))
         weights = weights * spec.scale
-        return experts, weights * self.expert_scale[...][experts] if spec.expert_scale else weights, scores
+        return weights * self.expert_scale[...][experts] if spec.expert_scale else weights
 
     def _scores(self, x_NE: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(scores, what the choice goes by), float32[N, X]."""
@@ -98,22 +108,25 @@ class MixtureOfExperts(nnx.Module):
         self, x_BTE: jax.Array, step: Step, runtime: Runtime, router_input: jax.Array | None = None
     ) -> tuple[jax.Array, LayerAux]:
         """(x_BTE, what the router did). The router scores `router_input`, by default x."""
-        experts, weights, routing = self.choose(x_BTE if router_input is None else router_input, step, runtime)
+        experts, weights, found = self.choose(x_BTE if router_input is None else router_input, step, runtime)
         out, lost = mixture(x_BTE, experts, weights, self.weights(x_BTE.dtype, runtime), self.spec, runtime)
         if lost is not None:
-            routing = replace(routing, dropped=routing.dropped + lost)
+            found = replace(found, routing=replace(found.routing, dropped=found.routing.dropped + lost))
         shared = self.beside(x_BTE, step, runtime)
-        return out if shared is None else out + shared, LayerAux(routing=routing)
+        return out if shared is None else out + shared, found
 
-    def choose(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
-        """(experts int[B, T, k], their weights float32[B, T, k], see `routing_statistics`)."""
+    def choose(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, LayerAux]:
+        """(experts int[B, T, k], their weights float32[B, T, k], what the router did)."""
         B, T, E = x_BTE.shape
-        experts, weights, scores = (a.reshape(B, T, -1) for a in self.router(x_BTE.reshape(-1, E)))
-        routing = routing_statistics(experts, scores, step.segments)
+        experts, scores = self.router.choose(x_BTE.reshape(-1, E))
+        experts, replayed = replay(experts.reshape(B, T, -1), step)
+        weights = self.router.weigh(scores, experts.reshape(B * T, -1)).reshape(B, T, -1)
+        routing = replace(routing_statistics(experts, scores.reshape(B, T, -1), step.segments), replayed=replayed)
+        found = LayerAux(routes=experts if "routes" in runtime.record else None)
         if runtime.drops:
             experts, dropped = limited(experts, step.segments, self.spec.router, runtime)
             routing = replace(routing, dropped=dropped)
-        return experts, weights, routing
+        return experts, weights, replace(found, routing=routing)
 
     def beside(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
         """What the shared experts add, if there are any."""

@@ -34,7 +34,7 @@ class Simulation:
     """The programs over a cache that is a tuple of rows, each the tokens that it holds. `rewinds` False: a row can only be used
     as far as it is filled, as with states of fixed size."""
 
-    ahead, dispatch, chunk = 0, 3, CHUNK
+    ahead, dispatch, chunk, records = 0, 3, CHUNK, True
 
     def __init__(self, slots: int, rewinds: bool):
         self.slots, self.rewinds = slots, rewinds
@@ -77,6 +77,9 @@ class Simulation:
             if row < self.slots:
                 cache[row] = held
         return tuple(cache)
+
+    def routes(self, cache, row, tokens):
+        return cache[row][:tokens]
 
     def slots_of(self, requests, size, width, seed):
         assert size in self.sizes and len(requests) == size
@@ -169,6 +172,7 @@ def test_every_request_gets_its_own_completion_whatever_happens_beside_it(slots,
         assert request.tokens == written(request)
         assert request.finish == ("stop" if request.tokens[-1] == STOP else "length")
         assert len(request.tokens) == len(request.logprobs) == len(request.opens)
+        assert request.routes == (*request.prompt, *request.tokens)[:-1], "routes are read from the row of another request"
     assert sorted(engine.insert(Request((1,))) for _ in range(slots)) == list(range(slots)), "a slot is given twice"
     with pytest.raises(ValueError, match="slots are in use"):
         engine.insert(Request((1,)))

@@ -1,0 +1,308 @@
+"""Routes that the generator records and updates replay: they are those of the whole forward pass, they travel with their tokens,
+given routes decide, and a router's own change nothing."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import launch
+import learners
+import numpy as np
+import pytest
+from learners import batch, begin, host, stage
+from oracles import configuration, random_model, short
+
+from policy import cache as caches
+from policy import families, modes
+from policy.config import Runtime
+from policy.layers.moe import bias_update
+from policy.layers.replay import UNKNOWN
+from rl import configcheck, events
+from rl.batch import pack
+from rl.config import RunConfig
+from rl.packing import packing
+from rl.rollouts import routes_of
+from rollout import Generator, GeneratorOptions, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SHARED = [7, 8, 9] * 12
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13], [*SHARED, 4], [*SHARED, 5, 6], [*SHARED, 4]]
+SAMPLED = SamplingParams(n=2, max_new_tokens=9, stop_token_ids=(3, 11))
+
+
+@functools.cache
+def groups(**how):
+    """A dense layer and two layers with 8 experts in 4 groups, scanned and rematerialised."""
+    sizes = learners.SIZES | {"num_hidden_layers": 3, "first_k_dense_replace": 1}
+    return random_model(families.read(configuration("DeepseekV3", **sizes)), runtime=Runtime(**how))
+
+
+def own_routes(model, tokens, segments=None) -> dict[str, np.ndarray]:
+    """Batch.routes of these rows: what the whole forward pass chooses."""
+    graph = model.graph.at(record=("routes",))
+    aux = jax.jit(graph.aux)(model.params, jnp.asarray(tokens), modes.sit(jnp.asarray(tokens), segments=segments))
+    return {path: np.moveaxis(np.asarray(a), 0, 2).astype(np.int16) for path, a in aux.found("routes").items()}
+
+
+def random_routes(model, data, seed=0, known=1.0) -> dict[str, np.ndarray]:
+    """Two different experts of eight for each token, but for some of which they are not known."""
+    rng, found = np.random.default_rng(seed), {}
+    for path, own in own_routes(model, data.tokens, data.segments).items():
+        chosen = rng.permuted(np.broadcast_to(np.arange(8), (*own.shape[:-1], 8)), axis=-1)[..., : own.shape[-1]]
+        found[path] = np.where(rng.random((*own.shape[:2], 1, 1)) < known, chosen, UNKNOWN).astype(np.int16)
+    return found
+
+
+def updated(model, data, **keys):
+    """(all arrays after two updates on the same rows, metrics of the first)."""
+    trainer, state = begin(model, stage({"name": "grpo", "kl_coef": 0.1}, updates_per_step=2, prompts_per_step=2, **keys))
+    state, first = trainer.update(state, data)
+    state, _ = trainer.update(state, data)
+    return host(state), {name: float(value) for name, value in first.items()}
+
+
+def assert_close(one, other, but=()):
+    for arrays, others in zip(one, other, strict=True):
+        for name in others.keys() - set(but):
+            np.testing.assert_allclose(arrays[name], others[name], atol=2e-6, rtol=2e-6, err_msg=name)
+
+
+# What is recorded.
+
+
+def generator(model, **options):
+    options = {"prefill_chunk": 8, "tokens_per_dispatch": 4, "record_routes": True} | options
+    return Generator(model, max_length=64, slots=4, options=GeneratorOptions(**options))
+
+
+def assert_recorded_are_those_of_the_forward_pass(model, **options):
+    found = generator(model, **options).generate(PROMPTS, SAMPLED)
+    rows = [(prompt + c.tokens, c) for prompt, group in zip(PROMPTS, found, strict=True) for c in group]
+    data = pack([(ids, [0] * len(ids)) for ids, _ in rows], 64)
+    expected = own_routes(model, data.tokens, data.segments)
+    recorded = routes_of([c.routes for _, c in rows], data.tokens.shape[1])
+    fed = np.arange(data.tokens.shape[1]) < np.asarray([len(ids) - 1 for ids, _ in rows])[:, None]
+    assert recorded.keys() == expected.keys() and recorded
+    for path, routes in recorded.items():
+        assert routes.dtype == np.int16 and (routes[~fed] == UNKNOWN).all()
+        same = np.sort(routes[fed], axis=-1) == np.sort(expected[path][fed], axis=-1)
+        assert same.mean() > 0.99, f"{path}: {1 - same.mean():.3f} of the choices differ; rounding decides near ties only"
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "DeepseekV3",
+        "Qwen3Next",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Mixtral", "GptOss", "Llama4", "Gemma4", "DeepseekV2")),
+    ],
+)
+def test_recorded_routes_are_those_of_the_whole_forward_pass(kind):
+    """Prompts in chunks, shared, copied from one another, more requests than slots; completions of different lengths."""
+    model = random_model(families.read(short(kind)), seed=2)
+    assert any(spec.moe for spec in model.config.layers)
+    found = assert_recorded_are_those_of_the_forward_pass(model)
+    assert len({len(c.tokens) for group in found for c in group}) > 1
+
+
+@pytest.mark.slow
+def test_only_drafts_that_are_accepted_leave_routes():
+    sizes = learners.SIZES | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+    model = random_model(families.read(configuration("DeepseekV3", **sizes)), seed=2)
+    assert model.config.multi_token_prediction is not None
+    plain = generator(model).generate(PROMPTS, SAMPLED)
+    found = assert_recorded_are_those_of_the_forward_pass(model, speculative=2)
+    assert [[c.tokens for c in group] for group in found] == [[c.tokens for c in group] for group in plain]
+
+
+def test_recording_changes_no_completion_and_without_it_nothing_is_kept():
+    model = learners.experts()
+    with_routes, without = generator(model), generator(model, record_routes=False)
+    kept, plain = (each.generate(PROMPTS, SAMPLED) for each in (with_routes, without))
+    assert [[(c.tokens, c.logprobs) for c in group] for group in plain] == [
+        [(c.tokens, c.logprobs) for c in group] for group in kept
+    ]
+    assert plain[0][0].routes is None
+    caches_of = [jax.eval_shape(each.engine.programs._empty_program) for each in (with_routes, without)]
+    names = [{name for stack in cache for part in stack for layer in part for name in layer} for cache in caches_of]
+    assert names[0] - names[1] == {caches.ROUTES}
+    sizes = [sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache)) for cache in caches_of]
+    assert sizes[0] - sizes[1] == 4 * 64 * caches.bytes_of_routes(model.config)
+    assert "routes" not in {key[0] for key in without.engine.programs.compiled}
+
+
+def test_all_programs_of_a_generator_that_records_are_compiled_ahead():
+    engine = generator(learners.experts())
+    engine.compile_ahead(40, [SAMPLED], strict=True)
+    engine.generate(PROMPTS, SAMPLED)
+
+
+def test_a_model_without_experts_has_nothing_to_record():
+    with pytest.raises(ValueError, match="no mixture of experts"):
+        generator(learners.dense())
+
+
+@pytest.mark.parametrize(("experts", "bits"), [(256, 8), (257, 16)])
+def test_the_smallest_numbers_that_hold_all_experts_are_kept(experts, bits):
+    model = learners.experts()
+    spec = model.config.layers[0]
+    router = replace(spec.feed_forward.router, experts=experts)
+    stacks = (replace(model.config.stacks[0], pattern=(replace(spec, feed_forward=replace(spec.feed_forward, router=router)),)),)
+    config = replace(model.config, stacks=stacks)
+    assert caches.bytes_of_routes(config) == router.experts_per_token * bits // 8
+    cache = caches.create(config, 2, 4, "float32", scan=True, routes=True)
+    assert cache[0][0][0][caches.ROUTES].dtype == f"uint{bits}"
+
+
+# What is replayed.
+
+
+def test_a_routers_own_routes_change_nothing():
+    model, data = groups(), batch()
+    routes = own_routes(model, data.tokens, data.segments)
+    assert {path: a.shape[2:] for path, a in routes.items()} == {"stacks.1.layers.0": (2, 2)}
+    plain = updated(model, data)
+    replayed = updated(model, data.replace(routes=routes), router_replay=True)
+    assert plain[1]["optim/grad_norm"] > 0
+    # Only of the first update: the second one's own choices are those of other weights.
+    assert (replayed[1].pop("moe/replayed"), replayed[1].pop("moe/replay_disagreement")) == (1, 0)
+    assert_close(replayed[1:], plain[1:])
+    for name, loss in (("loss", plain[1]["loss"]), ("nothing", None)):
+        if loss is not None:
+            assert replayed[1][name] == pytest.approx(loss, abs=1e-7)
+    again = updated(model, data.replace(routes=routes), router_replay=True)
+    assert_close(again[:1], replayed[:1])
+
+
+def test_given_routes_are_packed_and_cut_as_their_tokens_are():
+    model, data = groups(), batch()
+    data = data.replace(routes=random_routes(model, data, known=0.8))
+    whole = updated(model, data, router_replay=True)
+    cut = updated(model, data, router_replay=True, micro_batch=3)
+    assert 0.5 < whole[1]["moe/replayed"] < 0.95 and whole[1]["moe/replay_disagreement"] > 0.5
+    assert_close(cut, whole, but=["perf/packed_share"])
+    own = updated(model, data.replace(routes=None))
+    assert abs(own[1]["optim/grad_norm"] - whole[1]["optim/grad_norm"]) > 1e-4, "other experts, and the same gradient"
+
+
+def test_log_probabilities_of_a_batch_are_those_of_its_rows_with_their_routes():
+    model, data = groups(), batch()
+    routes = random_routes(model, data, known=0.8)
+    trainer, _ = begin(model, stage({"name": "grpo", "kl_coef": 0.1}, router_replay=True, micro_batch=2))
+    logp, entropy = trainer.logprobs(model.params, data.replace(routes=routes))
+    step = modes.sit(data.tokens, segments=data.segments)
+    step = replace(step, routes={path: jnp.moveaxis(a, 2, 0) for path, a in routes.items()})
+    expected = jax.jit(model.graph.logprobs)(model.params, data.tokens, step, 1.0)
+    np.testing.assert_allclose(logp, expected[0], atol=2e-6)
+    np.testing.assert_allclose(entropy, expected[1], atol=2e-6)
+    assert abs(logp - trainer.logprobs(model.params, data)[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("how", [{"scan": False, "remat": "none"}, {"batch_split": True}])
+def test_a_schedule_changes_nothing_of_given_routes(how):
+    data = batch()
+    routes = random_routes(groups(), data, known=0.8)
+    step = modes.sit(data.tokens, segments=data.segments)
+    step = replace(step, routes={path: jnp.moveaxis(a, 2, 0) for path, a in routes.items()})
+    found = []
+    for changes in ({}, how):
+        graph = groups().graph.at(record=("routes",), **changes)
+        logp, _, aux = jax.jit(graph.logprobs)(groups().params, data.tokens, step, 1.0)
+        (executed,), (routing,) = aux.found("routes").values(), aux.found("routing").values()
+        found.append((logp, executed, routing.counts, routing.replayed.given, routing.replayed.disagreed))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+    given = np.moveaxis(routes["stacks.1.layers.0"], 2, 0)
+    np.testing.assert_array_equal(np.where(given != UNKNOWN, found[0][1], given), given)
+
+
+def test_metrics_and_biases_count_the_choices_that_are_computed():
+    """One layer with experts: what its router would have chosen does not depend on what is given."""
+    model, data = learners.experts(), batch()
+    own, given = own_routes(model, data.tokens, data.segments), random_routes(model, data, known=0.7)
+    (path,) = own
+    real = data.segments != 0
+    known = (given[path] != UNKNOWN) & real[..., None, None]
+    agrees = (given[path][..., :, None] == own[path][..., None, :]).any(-1)
+    executed = np.where(given[path] != UNKNOWN, given[path], own[path])[real]
+    arrays, metrics = updated(model, data.replace(routes=given), router_replay=True)
+    assert metrics["moe/replayed"] == pytest.approx(known.sum() / executed.size)
+    assert metrics["moe/replay_disagreement"] == pytest.approx((known & ~agrees).sum() / known.sum())
+    counts = np.bincount(executed.ravel(), minlength=8).astype(np.float32)
+    assert metrics["moe/max_load"] == pytest.approx(counts.max() / counts.mean())
+    trainer, state = begin(
+        model, stage({"name": "grpo", "kl_coef": 0.1}, updates_per_step=2, prompts_per_step=2, router_replay=True)
+    )
+    state, _ = trainer.update(state, data.replace(routes=given))
+    bias = f"{path}.feed_forward.router.correction_bias"
+    expected = bias_update(np.array(model.params[bias]), counts[None], 1e-3)
+    np.testing.assert_allclose(state.policy.params[bias], expected, atol=1e-7)
+
+
+def test_prediction_modules_choose_themselves():
+    sizes = learners.SIZES | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+    model, data = random_model(families.read(configuration("DeepseekV3", **sizes)), runtime=learners.QUICK), batch()
+    data = data.replace(routes=own_routes(model, data.tokens, data.segments))
+    assert set(data.routes) == {"stacks.1.layers.0"}
+    trainer, state = begin(model, stage("grpo", router_replay=True, mtp={}), fresh=True)
+    _, metrics = trainer.update(state, data)
+    assert metrics["moe/replay_disagreement"] == 0 and 0 < metrics["moe/replayed"] < 1 and metrics["mtp/loss"] > 0
+
+
+def test_packing_fills_up_with_routes_that_are_not_known():
+    data = batch()
+    routes = np.random.default_rng(0).integers(0, 8, (*data.tokens.shape, 3, 2)).astype(np.int16)
+    place = packing(data.segments, [len(data.tokens)])
+    packed = place.batch(data.replace(routes={"a": routes}))
+    assert (packed.routes["a"][packed.segments == 0] == UNKNOWN).all()
+    for layer in range(3):
+        back = place.unpack(packed.routes["a"][:, :, layer, 1])
+        np.testing.assert_array_equal(back, routes[:, :, layer, 1] * (data.segments != 0))
+
+
+# A run.
+
+
+def test_a_batch_without_routes_is_refused():
+    trainer, state = begin(learners.experts(), stage("grpo", router_replay=True))
+    with pytest.raises(ValueError, match="no routes"):
+        trainer.update(state, batch())
+
+
+@pytest.mark.parametrize(
+    ("source", "algorithm", "said"), [("tiny-llama", "grpo", "no experts"), ("tiny-deepseek", "sft", "no generator")]
+)
+def test_a_run_that_has_nothing_to_replay_is_refused(source, algorithm, said):
+    run = RunConfig.model_validate(
+        {
+            "model": source,
+            "tokenizer": {"source": "characters", "alphabet": "0123456789+="},
+            "data": {"task": "arithmetic"},
+            "max_length": 16,
+            "rewards": {"functions": ["exact_answer"]},
+            "stages": [{"algorithm": algorithm, "steps": 1, "router_replay": True, "sampling": {"max_new_tokens": 2}}],
+        }
+    )
+    ((path, text),) = configcheck.problems(run)
+    assert path == ("stages", 0, "router_replay") and said in text
+
+
+def test_a_run_replays_what_it_sampled(tmp_path, monkeypatch):
+    """The samples are those of a run without; the trainer agrees with all routes at the first update of a step, not after it."""
+    monkeypatch.chdir(launch.ROOT)
+    grpo = "{algorithm: {name: grpo, kl_coef: 0.05}, steps: 2, prompts_per_step: 4, samples_per_prompt: 4, updates_per_step: 2, "
+    grpo += "optimizer: {learning_rate: 1e-3}, sampling: {max_new_tokens: 6}"
+    rows = {}
+    for name, more in (("plain", "}"), ("replay", ", router_replay: true}")):
+        keys = ("evaluation=null", "generator.strict_shapes=true", f"stages=[{grpo}{more}]")
+        assert launch.train(tmp_path / name, *keys) == 0
+        rows[name] = [row["metrics"] for row in events.read(tmp_path / name / "events.jsonl") if row["step"]]
+    samples = [launch.samples(tmp_path / name).splitlines()[:16] for name in rows]
+    assert samples[0] == samples[1]
+    for metrics in rows["replay"]:
+        assert 0.5 < metrics["moe/replayed"] < 1 and 0 <= metrics["moe/replay_disagreement"] < 0.1
+        assert metrics["sampler/logp_diff_max"] < 1e-5
+    assert not any(name.startswith("moe/replay") for metrics in rows["plain"] for name in metrics)
