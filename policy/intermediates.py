@@ -62,8 +62,8 @@ class LayerAux:
     """Of one layer. `indexing` is there where an indexer learns. `hidden` [B, T, E] is the layer's output, with
     hyper-connections [B, T, streams, E]; `selection` int32[B, T, k] the keys that an indexer selected for each query, by their
     column (with a cache: by position), -1 where there are fewer; `routes` int32[B, T, k] the experts that computed each token;
-    these three and `activations` are there where `Runtime.record` names them. `states`: of a tentative call (policy/cache.py), the layer's states of fixed size after each token,
-    [B, T, K, C, D] by entry."""
+    these three and `activations` are there where `Runtime.record` names them. `states`: of a tentative call (policy/cache.py), the
+    layer's states of fixed size after each token, [B, T, K, C, D] by entry."""
 
     routing: Routing | None = None
     indexing: Indexing | None = None

@@ -421,7 +421,7 @@ class StageOptions(Strict):
     router: RouterOptions = Field(RouterOptions(), description="balance of mixture-of-experts layers")
     router_replay: bool = Field(
         False,
-        description="updates send each token to the experts that it went to in the generator (grpo, ppo; models with experts)",
+        description="updates send each token to the experts that the generator sent it to (grpo, ppo; models with experts)",
     )
     indexer: IndexerOptions = Field(IndexerOptions(), description="training of the indexers of sparse attention")
     mtp: PredictionOptions | None = Field(None, description="trains the modules of model.multi_token_prediction; null: they stay")

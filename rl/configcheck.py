@@ -269,7 +269,7 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
     if stage.router_replay and supervised(stage):
         yield (
             (*path, "router_replay"),
-            f"{name} learns from demonstrations, which no generator routed; leave it out, or use it in stages that sample (grpo, ppo)",
+            f"{name} learns from demonstrations, which no generator routed; leave it out, or set it in stages that sample",
         )
     if not supervised(stage):
         rows *= stage.samples_per_prompt

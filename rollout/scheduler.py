@@ -16,8 +16,8 @@ class Request:
     the prompt; `expected` the tokens that the caller expects of it, None: as many as it may have.
 
     `tokens`, `logprobs` and `opens` (whether a token is the first that its decoding step made) grow until `finish` says stop or
-    length. `cached`: tokens of prompt and completion whose entries are in the cache. `routes`: the experts of these tokens, from its
-    end on, where they are recorded.
+    length. `cached`: tokens of prompt and completion whose entries are in the cache. `routes`: where they are recorded, the experts
+    of these tokens, once it has ended.
     """
 
     prompt: tuple[int, ...]
