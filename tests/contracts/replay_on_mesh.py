@@ -56,11 +56,11 @@ def run(degrees, how) -> dict:
 def main() -> None:
     found = {name: run(*mesh) for name, mesh in MESHES.items()}
     one = found.pop("one")
-    differences = {
-        name: {key: float(np.abs(np.asarray(each[key], np.float64) - one[key]).max()) for key in one}
-        for name, each in found.items()
-    }
-    print(json.dumps(differences))
+
+    def difference(each, key):
+        return float(np.abs(np.asarray(each[key], np.float64) - one[key]).max())
+
+    print(json.dumps({name: {key: difference(each, key) for key in one} for name, each in found.items()}))
 
 
 main()
