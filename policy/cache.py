@@ -391,10 +391,16 @@ def rows(cache: tuple, numbers: jax.Array) -> tuple:
     return jax.tree.map(lambda a: a.at[:, numbers].get(mode="clip"), cache)
 
 
-def routes(cache: tuple, row: jax.Array) -> dict[str, jax.Array]:
-    """uint[R, C, k] by path of the layer: the experts of the tokens of a row, of a cache that is not paged."""
+def routes(cache: tuple, row: jax.Array, pages_M: jax.Array | None = None) -> dict[str, jax.Array]:
+    """uint[R, C, k] by path of the layer: the experts of the tokens of a row, which over a paged cache has these pages."""
+
+    def of(array):
+        if not isinstance(array, Pool):
+            return array[:, row, 0]
+        return jax.vmap(lambda r: pages.gather(array, r, pages_M[None])[0, 0])(jnp.arange(array.array.shape[1]))
+
     return {
-        f"stacks.{s}.layers.{i}": jnp.concatenate([part[i][ROUTES][:, row, 0] for part in parts])
+        f"stacks.{s}.layers.{i}": jnp.concatenate([of(part[i][ROUTES]) for part in parts])
         for s, parts in enumerate(cache)
         for i, arrays in enumerate(parts[0])
         if ROUTES in arrays

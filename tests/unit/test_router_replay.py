@@ -15,9 +15,11 @@ from oracles import configuration, random_model, short
 
 from policy import cache as caches
 from policy import families, modes
+from policy.cache import Step
 from policy.config import Runtime
 from policy.layers.moe import bias_update
 from policy.layers.replay import UNKNOWN
+from policy.pages import Pages
 from rl import configcheck, events
 from rl.batch import pack
 from rl.config import RunConfig
@@ -152,6 +154,34 @@ def test_the_smallest_numbers_that_hold_all_experts_are_kept(experts, bits):
     assert caches.bytes_of_routes(config) == router.experts_per_token * bits // 8
     cache = caches.create(config, 2, 4, "float32", scan=True, routes=True)
     assert cache[0][0][0][caches.ROUTES].dtype == f"uint{bits}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [True, False])
+def test_pages_keep_routes_as_rows_do(scan):
+    """A prompt of 9 tokens in pages of 4, which another row's lie between; then two tokens one by one."""
+    model = groups()
+    graph, tokens = model.graph.at(record=("routes",)), np.random.default_rng(3).integers(0, learners.VOCAB, (2, 11))
+    table = jnp.asarray([[1, 3, 5], [2, 4, 6]])
+
+    @jax.jit
+    def run(params, tokens, step, cache):
+        with graph.precision():
+            return graph.decoder(params)(tokens, step, cache, graph.runtime)[1]
+
+    found = []
+    for length, pages in ((12, None), (Pages(7, 4), table)):
+        cache = caches.create(model.config, 2, length, "float32", scan=scan, routes=True)
+        for start, end in ((0, 9), (9, 10), (10, 11)):
+            at = jnp.broadcast_to(jnp.arange(start, end), (2, end - start))
+            cache = run(model.params, tokens[:, start:end], Step(at, jnp.ones_like(at), pages=pages), cache)
+        found.append([caches.routes(cache, row, None if pages is None else pages[row]) for row in range(2)])
+    expected = own_routes(model, tokens)
+    for row, (contiguous, paged) in enumerate(zip(*found, strict=True)):
+        for path, routes in expected.items():
+            whole = np.swapaxes(routes[row], 0, 1)
+            np.testing.assert_array_equal(contiguous[path][:, :11], whole)
+            np.testing.assert_array_equal(paged[path][:, :11], whole)
 
 
 # What is replayed.
