@@ -64,8 +64,9 @@ def routes_of(recorded: Sequence[Routes], length: int) -> dict[str, np.ndarray]:
     for row, routes in enumerate(recorded):
         for path, experts_RTk in routes.host().items():
             R, T, k = experts_RTk.shape
-            here = out.setdefault(path, np.full((len(recorded), length, R, k), UNKNOWN, np.int16))
-            here[row, :T] = np.swapaxes(experts_RTk, 0, 1)
+            if path not in out:
+                out[path] = np.full((len(recorded), length, R, k), UNKNOWN, np.int16)
+            out[path][row, :T] = np.swapaxes(experts_RTk, 0, 1)
     return out
 
 
