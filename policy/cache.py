@@ -203,8 +203,9 @@ def constrained(cache, layout: Layout):
 
 
 def rows_of(cache, slots_B: jax.Array):
-    """The cache of a call whose row b is slot slots[b]: arrays by slot [R, B, K, C, D] of those slots, pools as they are."""
-    return _each(lambda array: array[:, slots_B], lambda pool: pool, cache)
+    """The cache of a call whose row b is slot slots[b]: arrays by slot [R, B, K, C, D] of those slots, pools as they are. Slots
+    past the end give some slot or other."""
+    return _each(lambda array: array.at[:, slots_B].get(mode="clip"), lambda pool: pool, cache)
 
 
 def with_rows(cache, rows, slots_B: jax.Array):
@@ -384,11 +385,6 @@ def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tu
         return into.at[:, slots, :, : source.shape[3]].set(source[:, rows], mode="drop", unique_indices=True)
 
     return jax.tree.map(copy, cache, prefix)
-
-
-def rows(cache: tuple, numbers: jax.Array) -> tuple:
-    """A cache of these slots alone, in this order; numbers past the end give some slot or other."""
-    return jax.tree.map(lambda a: a.at[:, numbers].get(mode="clip"), cache)
 
 
 def routes(cache: tuple, row: jax.Array, pages_M: jax.Array | None = None) -> dict[str, jax.Array]:

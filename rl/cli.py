@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from rl.errors import ConfigError, DuetError
 from rl.generate import CHAT_HELP, add_chat_arguments, add_generate_arguments, chat, generate
 
+_PROGRAM_CACHE_BYTES = 4_000_000_000  # the least used go first
 _PLATFORMS = {"cpu": "cpu", "tpu": "tpu,cpu", "gpu": "cuda,cpu"}
 
 _TRAIN_HELP = """\
@@ -113,6 +114,7 @@ def _train(arguments: argparse.Namespace) -> int:
         print("the configuration is good")
         return 0
     _choose_platform(config.platform)
+    _keep_programs(config.run.program_cache)
     from rl.loop import run
 
     return run(config)
@@ -139,13 +141,29 @@ def _choose_platform(platform: str) -> None:
         sys.modules["jax"].config.update("jax_platforms", _PLATFORMS[platform])
 
 
+def _keep_programs(directory: str | None) -> None:
+    """jax reads these variables when it is imported. Programs that compile in less time are not worth a file."""
+    if directory is not None and "jax" not in sys.modules:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.expanduser(directory))
+        os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(_PROGRAM_CACHE_BYTES))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+
+
+def _default_program_cache() -> str | None:
+    from rl.config import RunOptions
+
+    return RunOptions().program_cache
+
+
 def _generate(arguments: argparse.Namespace) -> None:
     _choose_platform(arguments.platform)
+    _keep_programs(_default_program_cache())
     generate(arguments)
 
 
 def _chat(arguments: argparse.Namespace) -> None:
     _choose_platform(arguments.platform)
+    _keep_programs(_default_program_cache())
     chat(arguments)
 
 

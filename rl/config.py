@@ -68,6 +68,10 @@ class RunOptions(Strict):
     log_every: int = Field(1, ge=1, description="steps between lines on the console")
     wandb: WandbOptions | None = Field(None, description="mirror to Weights & Biases; `{}` for its defaults")
     tensorboard: bool = Field(False, description="mirror to the folder tensorboard/ of the run")
+    program_cache: str | None = Field(
+        "~/.cache/duet-rl/programs",
+        description="folder of compiled programs, kept for later runs; JAX_COMPILATION_CACHE_DIR goes first; null: none is kept",
+    )
 
 
 class HyperConnectionOptions(Strict):

@@ -87,7 +87,7 @@ def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes
 def collect(
     generator: Generator, runner: Runner, problems: Sequence[Problem], params: SamplingParams, prompt_ids: Sequence[int]
 ) -> Rollouts:
-    """Completes the prompts. A group is scored as soon as it is there, in the processes of the rewards, while others are decoded."""
+    """Completes the prompts. A group is scored, in the processes of the rewards, as soon as it is there; others are decoded."""
     began, G = time.perf_counter(), params.n
     examples = [problem.example for problem in problems for _ in range(G)]
     names = sorted({name for example in examples for name in example.columns})

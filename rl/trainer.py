@@ -250,16 +250,15 @@ def _over(function, carry, xs, count):
     def entry(i):
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, keepdims=False), xs)
 
-    def unnoticed(path, leaf):
-        name = getattr(path[-1], "key", "") if path else ""
-        value = jnp.inf if str(name).endswith("_min") else -jnp.inf if str(name).endswith("_max") else 0
-        return jnp.full((M, *leaf.shape), value, leaf.dtype)
+    def blank(path, leaf):
+        name = str(getattr(path[-1], "key", "")) if path else ""
+        return jnp.full((M, *leaf.shape), rl.algorithms.unnoticed(name), leaf.dtype)
 
     def body(i, state):
         carry, out = function(state[0], entry(i))
         return carry, jax.tree.map(lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, i, 0), state[1], out)
 
-    out = jax.tree_util.tree_map_with_path(unnoticed, jax.eval_shape(function, carry, entry(0))[1])
+    out = jax.tree_util.tree_map_with_path(blank, jax.eval_shape(function, carry, entry(0))[1])
     return jax.lax.fori_loop(0, count, body, (carry, out))
 
 

@@ -1,9 +1,9 @@
 """Slots: requests are inserted, stepped together, and released. The cache, what its rows hold, and when which program runs.
 
-A turn (`step`) first reads prompts in, at most `prefill_budget` tokens while others decode, so that a long prompt never stalls the
-rest; then all slots that have their prompt decode together, many steps of them in one dispatch. A dispatch ends early on the device:
-as soon as slots have ended that other requests wait for, or so many that a program of fewer rows will do. The next one is started
-before the host looks at what the last one made; where that one ended early it finds nothing to do.
+A turn (`step`) first reads prompts in, at most `prefill_budget` tokens while others decode, so that a long one never stalls them;
+then all slots that have their prompt decode together, many steps of them in one dispatch. A dispatch ends early on the device:
+as soon as slots have ended that other requests wait for, or so many that a program of fewer rows will do. While it runs the host
+does what is to be done with completions that have ended (`start`, then `collect`).
 
 S slots, s rows of a dispatch, P prompts of one prefill call, C tokens of it, K decoding steps of one dispatch.
 """
@@ -11,12 +11,12 @@ S slots, s rows of a dispatch, P prompts of one prefill call, C tokens of it, K 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from rollout.programs import PREFILL_ROWS, Made, Programs, Slots
+from rollout.programs import Made, Programs, prefill_rows
 from rollout.scheduler import Request, Rows
 
 # While requests wait, a dispatch ends when this share of its rows has ended: one row in a small batch.
@@ -121,27 +121,30 @@ class Engine:
             self.release(slot)
 
     def step(self, following: Request | None = None) -> list[int]:
-        """One turn. The slots whose requests ended in it; they are to be released. `following`: the request that waits for the next
-        free slot, if one does."""
+        """One turn: `start`, and its `collect` at once."""
+        self.start(following)
+        return self.collect()
+
+    def start(self, following: Request | None = None) -> None:
+        """Reads prompts in and starts a dispatch of all slots that have theirs; the device works while the host goes on. What the
+        last dispatch made must have been collected. `following`: the request that waits for the next free slot, if one does."""
+        if self._flight is not None:
+            raise ValueError("start: the last dispatch has not been collected")
         self._following = following
         self._read_prompts()
+        self._dispatch()
+
+    def collect(self) -> list[int]:
+        """Waits for the dispatch that was started, and gives its tokens to their requests. The slots whose requests ended; they are
+        to be released."""
         flight, self._flight = self._flight, None
-        if flight is None:
-            self._dispatch()
-            return []
-        if self._view_fits(self._decoding):
-            self._dispatch()
-            return self._land(flight)
-        ended = self._land(flight)
-        if not (ended and following):
-            self._dispatch()
-        return ended
+        return [] if flight is None else self._land(flight)
 
     # Prompts.
 
     def _begin(self, slot: int, cached: int) -> None:
-        """The first `cached` entries of the request's tokens are there. If that is all of its prompt, those that begin with it get a
-        copy; so does the request that still waits for a slot, where a row is of no use to others once it decodes."""
+        """The first `cached` entries of the request's tokens are there. If that is all of its prompt, those that begin with it get
+        a copy; so does the request that still waits for a slot, where a row is of no use to others once it decodes."""
         request = self._running[slot]
         request.cached = cached
         if not request.ready:
@@ -177,21 +180,19 @@ class Engine:
         able = [slot for slot in self._pending if slot not in self._after]
         fresh = [slot for slot in able if self._running[slot].cached == 0]
         kind = fresh if fresh[:1] == able[:1] else [slot for slot in able if self._running[slot].cached]
-        # Three prompts in a call of four rows cost less than three calls of one.
-        P = max(rows for rows in PREFILL_ROWS if rows == 1 or len(kind) >= rows - rows // 4)
-        return kind[:P]
+        return kind[: prefill_rows(len(kind))]
 
     def _prefill(self, chosen: list[int]) -> int:
         """The tokens computed in one call that reads the next chunk of these requests."""
         requests, programs = [self._running[slot] for slot in chosen], self.programs
-        fresh, P = requests[0].cached == 0, next(rows for rows in PREFILL_ROWS if rows >= len(chosen))
+        fresh, P = requests[0].cached == 0, prefill_rows(len(chosen))
         longest = max(request.needed - request.cached for request in requests)
         C = programs.prefill_lengths(longest + 1)[-1] if fresh else programs.chunk
-        rows = np.arange(programs.slots, programs.slots + P, dtype=np.int32)
+        rows = self._numbers([*chosen, *[None] * (P - len(chosen))])
         tokens, starts, lengths = np.zeros((P, C + programs.ahead), np.int32), np.zeros(P, np.int32), np.zeros(P, np.int32)
-        for row, (slot, request) in enumerate(zip(chosen, requests, strict=True)):
+        for row, request in enumerate(requests):
             seen = request.seen(request.cached, request.cached + C + programs.ahead)
-            rows[row], tokens[row, : len(seen)] = slot, seen
+            tokens[row, : len(seen)] = seen
             starts[row], lengths[row] = request.cached, request.needed
         self._cache = programs.prefill(self._weights(), self._whole(), rows, tokens, starts, lengths, fresh=fresh)
         for slot, request in zip(chosen, requests, strict=True):
@@ -249,20 +250,21 @@ class Engine:
         if size == self.programs.slots:
             self._view = _View(tuple(range(size)), None)
             return
-        rows = np.arange(self.programs.slots, self.programs.slots + size, dtype=np.int32)
-        rows[: len(decoding)] = decoding
-        self._view = _View((*decoding, *[None] * (size - len(decoding))), self.programs.enter(cache, rows))
+        rows = (*decoding, *[None] * (size - len(decoding)))
+        self._view = _View(rows, self.programs.enter(cache, self._numbers(rows)))
 
     def _whole(self):
         """The whole cache, with what a view has written in its place again."""
         if self._cache is None:
             self._cache = self.programs.empty()
         if self._view and self._view.part is not None:
-            past = range(self.programs.slots, self.programs.slots + len(self._view.rows))
-            rows = np.asarray([n if slot is None else slot for slot, n in zip(self._view.rows, past, strict=True)], np.int32)
-            self._cache = self.programs.leave(self._cache, self._view.part, rows)
+            self._cache = self.programs.leave(self._cache, self._view.part, self._numbers(self._view.rows))
             self._view = self._slots = None
         return self._cache
+
+    def _numbers(self, rows: Sequence[int | None]) -> np.ndarray:
+        """The slots of these rows as programs take them; padding has numbers past the end, each its own."""
+        return np.asarray([self.programs.slots + n if slot is None else slot for n, slot in enumerate(rows)], np.int32)
 
     def _land(self, flight: _Flight) -> list[int]:
         """Takes what a dispatch made; the slots that ended."""

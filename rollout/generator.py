@@ -1,8 +1,5 @@
 """The generator: prompts in, completions out, made by the policy's own weights. It keeps no copy of them,
-but for a quantised one if that is wanted.
-
-S slots, P prompts of one prefill, C tokens of one prefill call, K decoding steps of one dispatch, V vocabulary.
-"""
+but for a quantised one if that is wanted."""
 
 from __future__ import annotations
 
@@ -193,13 +190,16 @@ class Generator:
         return self.engine.programs.sealed
 
     def step(self) -> list[Request]:
-        """One turn: fills free slots from the queue, reads prompts in, decodes. Returns the requests that ended.
+        """One turn: takes what the device made since the last one, fills free slots from the queue, and starts the next dispatch.
+        Returns the requests that ended; whatever is done with them is done while the device works.
 
         Where it is interrupted or fails, all requests are given up: the cache may belong to a program that never returned."""
         try:
+            ended = [self.engine.release(slot) for slot in self.engine.collect()]
             while self._queue and self.engine.free:
                 self.engine.insert(self._queue.pop())
-            return [self.engine.release(slot) for slot in self.engine.step(self._queue.first)]
+            self.engine.start(self._queue.first)
+            return ended
         except BaseException:
             self._queue.clear()
             self.engine.reset()

@@ -61,8 +61,8 @@ class Made(NamedTuple):
 @dataclass(frozen=True)
 class Slots:
     """What decoding knows of its rows. int32[s] each: token to feed next, tokens already cached, tokens still to make, ids of the
-    draw, and 1 where in use. `stops` int32[s, W]: tokens that end a completion, -1 for none. `draws`: how tokens are drawn. `recent`
-    int32[s, Programs.recent]: the last tokens of each row, the one to feed among them, where decoding wants them."""
+    draw, and 1 where in use. `stops` int32[s, W]: tokens that end a completion, -1 for none. `draws`: how tokens are drawn.
+    `recent` int32[s, Programs.recent]: the last tokens of each row, the one to feed among them, where decoding wants them."""
 
     token: jax.Array
     cached: jax.Array
@@ -125,16 +125,15 @@ class Programs:
     @property
     def _ways(self) -> int:
         """Into how many parts the mesh cuts the slots."""
-        layout = self.graph.layout
-        axes = layout.spec(("cache_batch",), (self.slots,))[0] or ()
-        return int(np.prod([layout.mesh.shape[axis] for axis in axes]))
+        shape = (self.slots,)
+        return self.slots // self.graph.layout.sharding(("cache_batch",), shape).shard_shape(shape)[0]
 
     def empty(self):
         return self._run("empty", (), ())
 
     def prefill(self, params, cache, rows, tokens_PC, starts, lengths, *, fresh: bool):
-        """The cache with a chunk of prompts in these rows (past the end: nothing is written): tokens start .. start + C - 1 of each,
-        as far as its length goes. `fresh`: every start is 0, and what the rows held is of no matter."""
+        """The cache with a chunk of prompts in these rows (past the end: nothing is written): tokens start .. start + C - 1 of
+        each, as far as its length goes. `fresh`: every start is 0, and what the rows held is of no matter."""
         given = rows, tokens_PC, starts, lengths
         return self._run("prefill" if fresh else "extend", tokens_PC.shape, (params, cache, *given))
 
@@ -163,8 +162,7 @@ class Programs:
     def decode(self, params, cache, slots: Slots, limits: tuple[int, int]) -> tuple:
         """(cache, Slots, Made): up to `limits[0]` steps, as long as more than `limits[1]` rows go on. Arrays on the device."""
         limits = np.asarray(limits, np.int32)
-        cache, slots, made = self._run("decode", slots.stops.shape, (params, cache, slots, limits))
-        return cache, slots, made
+        return self._run("decode", slots.stops.shape, (params, cache, slots, limits))
 
     # Compilation.
 
@@ -178,7 +176,10 @@ class Programs:
         return settle(compiled(*arguments), self.graph.layout)
 
     def _compile(self, key: tuple, arguments: tuple):
-        compiled = self._jitted[key[0]].lower(*arguments).compile()
+        jitted = self._jitted[key[0]]
+        compiled = jitted.lower(*arguments).compile()
+        if any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves(arguments)):
+            compiled = jitted  # jax 0.10 refuses arrays of 4 bits as arguments of what it has compiled so: their layouts differ
         with self._lock:
             return self._compiled.setdefault(key, compiled)
 
@@ -195,8 +196,8 @@ class Programs:
         return tuple(sorted(self._compiled, key=str))
 
     def compile_ahead(self, params, longest: int, stops: Iterable[int], *, strict: bool) -> int:
-        """Compiles all that prompts of up to `longest` tokens need, in parallel threads; `stops` are widths of Slots.stops. From here
-        on a program that is missing is a warning, or LateCompilation if `strict`. Returns the number of programs."""
+        """Compiles all that prompts of up to `longest` tokens need, in parallel threads; `stops` are widths of Slots.stops. From
+        here on a program that is missing is a warning, or LateCompilation if `strict`. Returns the number of programs."""
         every = list(self._list(params, longest, stops))
         wanted = [(key, arguments) for key, arguments in every if key not in self._compiled]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -213,12 +214,12 @@ class Programs:
                 slots = jax.tree.map(jnp.asarray, self.slots_of([], s, width, 0))
                 yield ("decode", s, width), (params, part, slots, _int((2,)))
         lengths = self.prefill_lengths(longest)
-        for P in (rows for rows in PREFILL_ROWS if rows <= max(1, self.slots)):
+        for P in (rows for rows in PREFILL_ROWS if rows <= prefill_rows(self.slots)):
             for C in lengths:
                 shape = (P, C + self.ahead)
                 given = (params, cache, _int((P,)), _int(shape), _int((P,)), _int((P,)))
                 yield ("prefill", *shape), given
-                if C == lengths[-1] and longest - 1 > min(WORTH_A_COPY, self.chunk):
+                if lengths[-1] == C and longest - 1 > min(WORTH_A_COPY, self.chunk):
                     yield ("extend", *shape), given
         for s in sorted({*self.sizes[:-1], *(() if self.rewinds else (1,))}):
             yield ("enter", s), (cache, _int((s,)))
@@ -245,10 +246,7 @@ class Programs:
     # What is compiled.
 
     def _pinned(self, cache):
-        """The cache where it belongs: left to itself the compiler may lay out a result otherwise than the cache that was given
-        up for it, which is a copy now and another compilation at the next call."""
-        layout = self.graph.layout
-        return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, layout.sharding(caches.AXES, a.shape)), cache)
+        return caches.constrained(cache, self.graph.layout)
 
     def _empty_program(self):
         return self._pinned(self._empty(self.slots, self.max_length))
@@ -263,8 +261,8 @@ class Programs:
         return self._pinned(caches.insert(cache, part, rows, jnp.arange(P)))
 
     def _extend_program(self, params, cache, rows, tokens_PC, starts, lengths):
-        part = self._fill(params, caches.rows(cache, rows), tokens_PC, starts, lengths)
-        return self._pinned(caches.insert(cache, part, rows, jnp.arange(rows.shape[0])))
+        part = self._fill(params, caches.rows_of(cache, rows), tokens_PC, starts, lengths)
+        return self._pinned(caches.with_rows(cache, part, rows))
 
     def _fill(self, params, cache, tokens_PC, starts, lengths):
         """The cache of P rows with their tokens in it."""
@@ -280,10 +278,10 @@ class Programs:
         return self._pinned(jax.lax.fori_loop(0, count, one, cache))
 
     def _enter_program(self, cache, rows):
-        return self._pinned(caches.rows(cache, rows))
+        return self._pinned(caches.rows_of(cache, rows))
 
     def _leave_program(self, cache, part, rows):
-        return self._pinned(caches.insert(cache, part, rows, jnp.arange(rows.shape[0])))
+        return self._pinned(caches.with_rows(cache, part, rows))
 
     def _routes_program(self, cache, row):
         return jax.lax.with_sharding_constraint(caches.routes(cache, row), self.graph.layout.replicated)
@@ -332,6 +330,11 @@ class Programs:
 
     def _everywhere(self, slots: Slots) -> Slots:
         return jax.lax.with_sharding_constraint(slots, self.graph.layout.replicated)
+
+
+def prefill_rows(prompts: int) -> int:
+    """Rows of the next prefill call where so many prompts can go on. Three in a call of four rows cost less than three calls."""
+    return max(rows for rows in PREFILL_ROWS if rows == 1 or prompts >= rows - rows // 4)
 
 
 def _int(shape: tuple) -> jax.ShapeDtypeStruct:

@@ -58,7 +58,7 @@ def uniforms(seed: jax.Array, prompt_ids_S, samples_S, positions_S) -> jax.Array
 
 
 def keep(logits_SV: jax.Array, top_k, top_p, min_p) -> jax.Array:
-    """bool[S, V]: tokens that top-k, top-p and min-p ([S, 1] each) leave. A token as likely as the last one that is kept is kept too."""
+    """bool[S, V]: tokens that top-k, top-p and min-p ([S, 1] each) leave. One as likely as the last that is kept is kept too."""
     V = logits_SV.shape[-1]
     ranked = -jnp.sort(-logits_SV, axis=-1)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)

@@ -12,7 +12,7 @@ from rollout.sampling import SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """One completion to be made: sample number `sample` of prompt number `prompt_id` of a run. `index` is the caller's own number of
+    """One completion to be made: sample number `sample` of prompt number `prompt_id` of a run. `index` is the caller's number of
     the prompt; `expected` the tokens that the caller expects of it, None: as many as it may have.
 
     `tokens`, `logprobs` and `opens` (whether a token is the first that its decoding step made) grow until `finish` says stop or

@@ -18,10 +18,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import math
 import pkgutil
 from typing import Any
 
-__all__ = ["PolicyInputs", "get", "known", "reduce_metrics"]
+__all__ = ["PolicyInputs", "get", "known", "reduce_metrics", "unnoticed"]
 
 
 def known() -> list[str]:
@@ -66,6 +67,11 @@ def reduce_metrics(stacked: dict[str, Any]) -> dict[str, Any]:
         square_mean = reduced["sampler/is_ratio_square_mean"].clip(min=1e-30)  # 0 where the batch has no token
         reduced["sampler/ess"] = reduced["sampler/is_ratio_mean"] ** 2 / square_mean
     return reduced
+
+
+def unnoticed(key: str) -> float:
+    """The value of a metric that `reduce_metrics` does not notice among others."""
+    return -math.inf if key.endswith("_max") else math.inf if key.endswith("_min") else 0.0
 
 
 def __getattr__(name: str):

@@ -154,6 +154,7 @@ def test_the_benchmark_of_latent_attention_computes_the_same_twice(script, capsy
         ("generate", ["--batches", "1", "2", "--new-tokens", "4"], 4),
         ("train", ["--rows", "2", "--length", "8"], 1),
         ("grpo", ["--peers", "plain"], 1),
+        ("long_tail", ["--requests", "4"], 1),
         ("speculative", ["--steps", "2", "--batches", "1", "--drafts", "2"], 2),
         ("quantization", ["--kinds", "int8", "--batch", "2", "--new-tokens", "4"], 2),
     ],

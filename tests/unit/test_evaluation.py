@@ -23,17 +23,27 @@ def test_pass_at_k_is_the_share_of_choices_of_k_that_hold_a_correct_one(samples,
 class Scripted:
     """Generator and runner in one: sample j of problem i gets `scores[i][j]`; remembers what it was asked."""
 
+    engine = SimpleNamespace(counts={})
+
     def __init__(self, greedy, sampled):
-        self.scores, self.asked = {True: greedy, False: sampled}, []
+        self.scores, self.asked, self.added = {True: greedy, False: sampled}, [], []
 
-    def generate(self, prompts, params, ids):
+    def forget(self):
+        self.added = []
+
+    def stream(self, prompts, params, ids):
+        """The last ones first: what counts is the number of a sample."""
         self.asked.append((params, list(ids)))
-        return [[Completion([5], [0.0], "stop", "x") for _ in range(params.n)] for _ in prompts]
+        for index, sample in reversed(list(itertools.product(range(len(prompts)), range(params.n)))):
+            yield index, sample, Completion([5], [0.0], "stop", "x")
 
-    def start(self, prompts, texts, columns, groups):
-        rewards = np.asarray(self.scores[self.asked[-1][0].greedy], float).reshape(-1)
-        assert len(texts) == len(rewards)
-        return SimpleNamespace(result=lambda: SimpleNamespace(total=rewards))
+    def open(self, prompts, columns, groups):
+        def total():
+            rewards = np.asarray(self.scores[self.asked[-1][0].temperature == 0], float).reshape(-1)
+            assert sorted(self.added) == list(range(len(rewards))) and len(prompts) == len(rewards)
+            return SimpleNamespace(total=rewards)
+
+        return SimpleNamespace(result=total, add=lambda sample, text, **columns: self.added.append(sample))
 
 
 def evaluate(greedy, sampled=None, **options):
@@ -47,7 +57,7 @@ def evaluate(greedy, sampled=None, **options):
 def test_a_completion_without_a_score_is_not_correct():
     found, asked = evaluate([1.0, 0.0, math.nan, 2.0])
     assert found["eval/greedy_accuracy"] == 0.5 and found["eval/reward_mean"] == 1.0
-    assert asked[0][0].greedy and asked[0][0].stop == ("!",) and asked[0][0].max_new_tokens == 9 and len(asked) == 1
+    assert asked[0][0].temperature == 0 and asked[0][0].stop == ("!",) and asked[0][0].max_new_tokens == 9 and len(asked) == 1
     assert not any(key.startswith("eval/pass@") for key in found)
     found, _ = evaluate([math.nan, math.nan])
     assert found["eval/greedy_accuracy"] == 0.0 and math.isnan(found["eval/reward_mean"])

@@ -1,5 +1,6 @@
 """The generator apart from its numbers: groups, weights, stops, errors. One tiny model for all of it."""
 
+import dataclasses
 import gc
 import weakref
 
@@ -10,7 +11,9 @@ from oracles import KINDS, VOCAB, configuration, random_model
 import rollout.generator
 from policy import families
 from rollout import Generator, GeneratorOptions, SamplingParams
+from rollout.programs import LateCompilation
 from rollout.sampling import uniforms
+from rollout.scheduler import Request
 from rollout.tokenizer import byte_level, characters
 
 OPTIONS = GeneratorOptions(tokens_per_dispatch=4)
@@ -245,6 +248,102 @@ def test_strings_are_encoded_without_an_end_of_sequence(model):
     )
     assert tokenizer.encode("a")[-1] == tokenizer.eos_token_id
     assert tokens_of(plain.generate(["abc"], SamplingParams(max_new_tokens=6))) == expected
+
+
+# The queue.
+
+
+def test_completions_are_streamed_as_they_end_and_a_stream_may_be_left(generator):
+    prompts, params = [[1, 2, 3], [4, 5], [6]], SamplingParams(n=3, max_new_tokens=12, stop_token_ids=tuple(range(0, VOCAB, 9)))
+    expected = tokens_of(generator.generate(prompts, params))
+    seen = list(generator.stream(prompts, params))
+    assert sorted((p, n) for p, n, _ in seen) == [(p, n) for p in range(3) for n in range(3)]
+    assert all(completion.tokens == expected[p][n] for p, n, completion in seen)
+    assert [(p, n) for p, n, _ in seen] != sorted((p, n) for p, n, _ in seen), "none ended before one that came first"
+    stream = generator.stream(prompts, params)
+    next(stream)
+    stream.close()
+    assert not generator.engine.busy and tokens_of(generator.generate(prompts, params)) == expected
+
+
+def test_requests_that_arrive_at_any_time_get_what_they_get_alone(model, generator):
+    """Also beside a call of `generate`, with parameters of their own."""
+    wanted = {
+        (7, 0): SamplingParams(max_new_tokens=9),
+        (8, 2): SamplingParams(max_new_tokens=20, temperature=0),
+        (9, 1): SamplingParams(max_new_tokens=5, temperature=0.6, top_k=4),
+    }
+    alone = {}
+    for (prompt_id, sample), params in wanted.items():
+        many = generator.generate([[prompt_id, 1, 2]], dataclasses.replace(params, n=sample + 1), ids=[prompt_id])
+        alone[prompt_id, sample] = many[0][sample].tokens
+    other = Generator(model, max_length=64, slots=2, seed=1, options=OPTIONS)
+    expected = tokens_of(other.generate([[5, 5], [6]], SamplingParams(max_new_tokens=10)))
+    requests = []
+    for (prompt_id, sample), params in wanted.items():
+        requests.append(other.submit(Request((prompt_id, 1, 2), params, prompt_id, sample)))
+        other.step()
+    assert tokens_of(other.generate([[5, 5], [6]], SamplingParams(max_new_tokens=10))) == expected
+    while not all(request.finish for request in requests):
+        other.step()
+    assert [request.tokens for request in requests] == list(alone.values())
+
+
+def test_a_request_that_is_withdrawn_leaves_its_slot_to_others(model):
+    generator = Generator(model, max_length=64, slots=1, seed=1, options=OPTIONS)
+    expected = generator.generate([[3, 4]], SamplingParams(max_new_tokens=10))
+    first = generator.submit(Request((1, 2), SamplingParams(max_new_tokens=40)))
+    second = generator.submit(Request((3, 4), SamplingParams(max_new_tokens=10)))
+    for _ in range(3):
+        generator.step()
+    assert first.tokens and not second.tokens
+    generator.cancel(first)
+    while not second.finish:
+        generator.step()
+    assert second.tokens == expected[0][0].tokens and first.finish is None
+
+
+def test_what_begins_like_an_earlier_prompt_is_not_read_again(model, generator):
+    fresh = Generator(model, max_length=64, slots=2, seed=1, options=OPTIONS)
+    params, first = SamplingParams(max_new_tokens=6, temperature=0), list(range(1, 41))
+    (turn,) = fresh.generate([first], params)[0]
+    assert fresh.engine.counts["prefill"] == 39
+    second = [*first, *turn.tokens, 7, 8]
+    (again,) = fresh.generate([second], params)[0]
+    assert fresh.engine.counts["prefill"] == 39 + 2
+    assert again.tokens == generator.generate([second], params)[0][0].tokens
+    fresh.forget()
+    fresh.generate([second], params)
+    assert fresh.engine.counts["prefill"] == 39 + 2 + len(second) - 1
+
+
+# Compiled programs.
+
+
+@pytest.mark.parametrize("slots", [3, 4])
+def test_all_programs_are_compiled_ahead(model, slots, monkeypatch):
+    options = GeneratorOptions(tokens_per_dispatch=4, prefill_chunk=16)
+    generator = Generator(model, max_length=64, slots=slots, seed=1, options=options)
+    params = [SamplingParams(n=3, stop_token_ids=(1, 2)), SamplingParams(temperature=0, top_k=3)]
+    count = generator.compile_ahead(40, params, strict=True)
+    assert count == len(generator.engine.programs.compiled) > 10
+    monkeypatch.setattr(generator.engine.programs, "_compile", lambda *_: pytest.fail("compiled late"))
+    for each in params:
+        generator.generate([[1] * n for n in (1, 5, 17, 40, 33)], dataclasses.replace(each, max_new_tokens=9, n=2))
+    assert count == generator.compile_ahead(40, params, strict=True)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_program_that_is_compiled_late_is_named(model, strict, caplog):
+    generator = Generator(model, max_length=64, slots=2, seed=1, options=OPTIONS)
+    generator.compile_ahead(10, [SamplingParams()], strict=strict)
+    late = SamplingParams(max_new_tokens=4, stop_token_ids=tuple(range(5)))
+    if strict:
+        with pytest.raises(LateCompilation, match="program decode for 1 x 8 was not compiled ahead; strict_shapes forbids"):
+            generator.generate([[1, 2]], late)
+    else:
+        generator.generate([[1, 2]], late)
+        assert "decode for 1 x 8 was not compiled ahead; it is now" in caplog.text
 
 
 # Errors.

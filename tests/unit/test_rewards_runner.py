@@ -283,6 +283,31 @@ def test_batches_overlap_and_may_be_collected_in_any_order():
         assert first.result() is first.result()
 
 
+def test_completions_that_come_one_by_one_are_scored_when_their_group_is_there(tmp_path):
+    text = """
+import json, pathlib
+def seen(prompts, completions, completion_lengths, label, log):
+    with open(log, "a") as file:
+        file.write(json.dumps([prompts, completions, completion_lengths, label]) + "\\n")
+    return [float(len(c)) for c in completions]
+"""
+    log = tmp_path / "calls"
+    with Runner(options((f"{written(tmp_path, text)}:seen", 1.0, {"log": str(log)}), workers=1)) as runner:
+        columns = {"label": ["x", "x", "y", "y"], "completion_lengths": [0] * 4}
+        handle = runner.open(["p", "p", "q", "q"], columns, groups=[0, 0, 1, 1])
+        for sample, completion in ((2, "ccc"), (0, "a"), (3, "dddd")):
+            handle.add(sample, completion, completion_lengths=10 + sample, truncated=True)
+        deadline = time.monotonic() + 30
+        while not log.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not handle.done(), "a group is scored before it is whole"
+        handle.add(1, "bb", completion_lengths=11)
+        np.testing.assert_array_equal(handle.result().total, [1, 2, 3, 4])
+    calls = [json.loads(line) for line in log.read_text().splitlines()]
+    assert calls == [[["q", "q"], ["ccc", "dddd"], [12, 13], ["y", "y"]], [["p", "p"], ["a", "bb"], [10, 11], ["x", "x"]]]
+    assert handle.result().metrics["time/reward_calls"] > 0
+
+
 def test_one_call_gets_one_group_in_order(tmp_path):
     text = """
 def rank(prompts, completions, number):

@@ -361,7 +361,7 @@ for arrays, metrics, spread in others:
     assert spread == 8
     for key in one:
         np.testing.assert_allclose(arrays[key], one[key], atol=1e-5, err_msg=key)
-    for key in ours:
+    for key in ours.keys() - {"perf/packed_share"}:  # devices that hold data have rows of their own
         np.testing.assert_allclose(metrics[key], ours[key], rtol=1e-4, atol=1e-5, err_msg=key)
 print("equal", len(one))
 """
