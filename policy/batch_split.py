@@ -20,7 +20,7 @@ B rows, T tokens, E hidden, N tokens of a device, p devices along the axis `expe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 
 from policy.cache import Step
 from policy.config import DecoderConfig, LayerSpec, Moe, Runtime
-from policy.intermediates import LayerAux, observe
+from policy.intermediates import LayerAux, Routing, observe
 from policy.layers import expert_parallel, experts
 from policy.layers.expert_parallel import Cut
 from policy.layers.experts import Routed, Weights
@@ -112,13 +112,13 @@ def run(layer, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime)
         half0, read0, shared0 = _mix(layer, x0, steps[0], runtime)
     x1, read0, shared0 = _together(x1, read0, shared0)
     with first():
-        chosen0, found0 = _choose(layer, read0, steps[0], runtime)
+        chosen0, routing0 = _choose(layer, read0, steps[0], runtime)
         tokens0 = stages.collect(chosen0)
     with second():
         half1, read1, shared1 = _mix(layer, x1, steps[1], runtime)
     tokens0, read1, shared1, weights = _together(tokens0, read1, shared1, weights)
     with second():
-        chosen1, found1 = _choose(layer, read1, steps[1], runtime)
+        chosen1, routing1 = _choose(layer, read1, steps[1], runtime)
         tokens1 = stages.collect(chosen1)
     with first():
         inner0 = stages.gate_and_up(weights, stages.sort(tokens0))
@@ -136,10 +136,9 @@ def run(layer, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime)
 
     x0 = _leave(layer, half0, out0, shared0, steps[0])
     x1 = _leave(layer, half1, out1, shared1, steps[1])
-    aux = LayerAux(routing=jax.tree.map(jnp.add, found0.routing, found1.routing))
+    aux = LayerAux(routing=jax.tree.map(jnp.add, routing0, routing1))
     if runtime.record:
-        routes = None if found0.routes is None else merge((found0.routes, found1.routes))
-        aux = replace(aux.also(observe(merge((x0, x1)), step.segments, runtime.record)), routes=routes)
+        aux = aux.also(observe(merge((x0, x1)), step.segments, runtime.record))
     return (x0, x1), None, aux
 
 
@@ -150,9 +149,9 @@ def _mix(layer, x: jax.Array, step: Step, runtime: Runtime):
     return (x, mix), read, layer.feed_forward.beside(read, step, runtime)
 
 
-def _choose(layer, read: jax.Array, step: Step, runtime: Runtime) -> tuple[tuple[jax.Array, ...], LayerAux]:
-    experts, weights, found = layer.feed_forward.choose(read, step, runtime)
-    return (read, experts, weights), found
+def _choose(layer, read: jax.Array, step: Step, runtime: Runtime) -> tuple[tuple[jax.Array, ...], Routing]:
+    experts, weights, routing = layer.feed_forward.choose(read, step, runtime)
+    return (read, experts, weights), routing
 
 
 def _leave(layer, half, out: jax.Array, shared: jax.Array | None, step: Step) -> jax.Array:

@@ -277,12 +277,13 @@ def _routes_entry(spec: LayerSpec) -> dict[str, Entry]:
     if spec.moe is None:
         return {}
     router = spec.moe.router
-    return {ROUTES: Entry(1, router.experts_per_token, dtype="uint8" if router.experts <= 256 else "uint16")}
+    return {ROUTES: Entry(1, router.experts_per_token, dtype="int8" if router.experts <= 128 else "int16")}
 
 
-def _stored(spec: LayerSpec, config: DecoderConfig, dtype, quantization: StoredType | None) -> dict[str, Entry]:
-    """The entries of a layer as arrays of known dtypes; quantised ones have their scales beside them."""
-    found = {}
+def _stored(spec: LayerSpec, config: DecoderConfig, dtype, quantization: StoredType | None, routes=False) -> dict[str, Entry]:
+    """The entries of a layer as arrays of known dtypes; quantised ones have their scales beside them. `routes`: with those of its
+    experts."""
+    found = _routes_entry(spec) if routes else {}
     for name, entry in _entries(spec, config).items():
         if quantization is None or entry.tile is None:
             found[name] = replace(entry, dtype=entry.dtype or jnp.dtype(dtype).name)
@@ -308,19 +309,20 @@ def create(
     copy of it at every step). `quantization`: the type in which keys, values and latents are kept. `routes`: whether layers with
     experts keep which of them computed each token; the runtime then has to record them."""
 
-    def stored(spec):
-        return _stored(spec, config, dtype, quantization) | (_routes_entry(spec) if routes else {})
+    kind = length, dtype, quantization, routes
 
     def part(stack, repeats):
-        return tuple(_empty(stored(spec), (repeats, slots), length) for spec in stack.pattern)
+        return tuple(_empty(spec, config, (repeats, slots), kind) for spec in stack.pattern)
 
     return tuple(
         (part(stack, stack.repeats),) if scan else tuple(part(stack, 1) for _ in range(stack.repeats)) for stack in config.stacks
     )
 
 
-def _empty(stored: dict[str, Entry], first: tuple[int, int], length: int | Pages | WithRings) -> dict[str, jax.Array | Pool | Ring]:
-    """The arrays of a layer, [*first, K, C, D]."""
+def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], kind: tuple) -> dict[str, jax.Array | Pool | Ring]:
+    """The arrays of a layer, [*first, K, C, D]; `kind` is (length of the cache or its pages, its dtype, its quantization), and
+    whether routes are kept."""
+    length, *how = kind
     length, room = length if isinstance(length, WithRings) else (length, None)
 
     def array(entry: Entry):
@@ -330,7 +332,7 @@ def _empty(stored: dict[str, Entry], first: tuple[int, int], length: int | Pages
             return pages.empty(entry.heads, first[0], length, entry.dim, entry.dtype)
         return jnp.zeros((*first, entry.heads, length if entry.length is None else entry.length, entry.dim), entry.dtype)
 
-    return {name: array(entry) for name, entry in stored.items()}
+    return {name: array(entry) for name, entry in _stored(spec, config, *how).items()}
 
 
 class Drafts(NamedTuple):
@@ -349,9 +351,8 @@ def rewinds(spec: LayerSpec, config: DecoderConfig) -> bool:
 def create_drafts(config: DecoderConfig, slots: int, kind: tuple, *, modules: int, window: int) -> Drafts:
     """Empty `Drafts` of the first `modules` prediction modules, with W = `window`; `kind` is (length of the cache, its dtype, its
     quantization)."""
-    length, *how = kind
-    stored = _stored(config.multi_token_prediction.layer, config, *how)
-    layers = tuple(_empty(stored, (1, slots), length) for _ in range(modules))
+    spec = config.multi_token_prediction.layer
+    layers = tuple(_empty(spec, config, (1, slots), kind) for _ in range(modules))
     return Drafts(layers, jnp.zeros((1, slots, 1, window, config.hidden_size), kind[1]))
 
 
@@ -388,34 +389,30 @@ def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tu
 
 
 def routes(cache: tuple, row: jax.Array, pages_M: jax.Array | None = None) -> dict[str, jax.Array]:
-    """uint[R, C, k] by path of the layer: the experts of the tokens of a row, which over a paged cache has these pages."""
+    """int[C, R, k] by path of the layer: the experts of the entries of a row, which over a paged cache has these pages."""
 
     def of(array):
         if not isinstance(array, Pool):
-            return array[:, row, 0]
-        return jax.vmap(lambda r: pages.gather(array, r, pages_M[None])[0, 0])(jnp.arange(array.array.shape[1]))
+            return jnp.swapaxes(array[:, row, 0], 0, 1)
+        layers = jnp.arange(array.array.shape[1])
+        return jax.vmap(lambda r: pages.gather(array, r, pages_M[None])[0, 0], out_axes=1)(layers)
 
     return {
-        f"stacks.{s}.layers.{i}": jnp.concatenate([of(part[i][ROUTES]) for part in parts])
+        f"stacks.{s}.layers.{i}": jnp.concatenate([of(part[i][ROUTES]) for part in parts], axis=1)
         for s, parts in enumerate(cache)
         for i, arrays in enumerate(parts[0])
         if ROUTES in arrays
     }
 
 
-def bytes_per_token(config: DecoderConfig, dtype, quantization: StoredType | None = None) -> int:
+def bytes_per_token(config: DecoderConfig, dtype, quantization: StoredType | None = None, *, routes: bool = False) -> int:
     """Bytes that one more token takes in the cache, over all layers, scales included; states of fixed size take none."""
-    return sum(e.heads * e.dim * e.bits for e in _all_stored(config, dtype, quantization) if e.length is None) // 8
+    return sum(e.heads * e.dim * e.bits for e in _all_stored(config, dtype, quantization, routes) if e.length is None) // 8
 
 
-def bytes_of_routes(config: DecoderConfig) -> int:
-    """Bytes that the routes of one token take in a cache that keeps them."""
-    return sum(e.dim * e.bits for spec in config.layers for e in _routes_entry(spec).values()) // 8
-
-
-def bytes_per_page(config: DecoderConfig, size: int, dtype, quantization: StoredType | None = None) -> int:
+def bytes_per_page(config: DecoderConfig, size: int, dtype, quantization: StoredType | None = None, *, routes: bool = False) -> int:
     """Bytes of a page of `size` tokens, over all layers, with what fills up its entries."""
-    stored = (e for e in _all_stored(config, dtype, quantization) if e.length is None)
+    stored = (e for e in _all_stored(config, dtype, quantization, routes) if e.length is None)
     return size * sum(e.heads * pages.filled(e.dim) * e.bits for e in stored) // 8
 
 
@@ -424,5 +421,5 @@ def bytes_per_slot(config: DecoderConfig, dtype) -> int:
     return sum(e.heads * e.length * e.dim * e.bits for e in _all_stored(config, dtype, None) if e.length is not None) // 8
 
 
-def _all_stored(config: DecoderConfig, dtype, quantization: StoredType | None) -> list[Entry]:
-    return [entry for spec in config.layers for entry in _stored(spec, config, dtype, quantization).values()]
+def _all_stored(config: DecoderConfig, dtype, quantization: StoredType | None, routes: bool = False) -> list[Entry]:
+    return [entry for spec in config.layers for entry in _stored(spec, config, dtype, quantization, routes).values()]

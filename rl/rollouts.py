@@ -19,7 +19,6 @@ from rl.batch import Batch, pack, spread
 from rl.config import SamplingOptions
 from rl.data import Example
 from rollout import Completion, Generator, SamplingParams
-from rollout.routes import Routes
 
 
 @dataclass(frozen=True)
@@ -54,20 +53,18 @@ class Rollouts:
         return batch.replace(
             prompt=np.asarray([p for p, _ in self.flat], np.int32),
             sampler_logp=spread([c.logprobs for _, c in self.flat], batch.mask),
-            routes=routes_of([c.routes for _, c in self.flat], batch.tokens.shape[1]) if replay else None,
+            routes=routes_of([c for _, c in self.flat], batch.tokens.shape[1]) if replay else None,
         )
 
 
-def routes_of(recorded: Sequence[Routes], length: int) -> dict[str, np.ndarray]:
-    """Batch.routes of the completions, in rows of `length` tokens. The last token of each was not fed: its routes are not known."""
-    out = {}
-    for row, routes in enumerate(recorded):
-        for path, experts_RTk in routes.host().items():
-            R, T, k = experts_RTk.shape
-            if path not in out:
-                out[path] = np.full((len(recorded), length, R, k), UNKNOWN, np.int16)
-            out[path][row, :T] = np.swapaxes(experts_RTk, 0, 1)
-    return out
+def routes_of(completions: Sequence[Completion], length: int) -> dict[str, np.ndarray]:
+    """Batch.routes of these completions after their prompts, in rows of `length` tokens."""
+    first = completions[0].routes
+    found = {path: np.full((len(completions), length, *a.shape[1:]), UNKNOWN, a.dtype) for path, a in first.items()}
+    for row, completion in enumerate(completions):
+        for path, experts in completion.routes.items():
+            found[path][row, : len(experts)] = experts
+    return found
 
 
 def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes) -> SamplingParams:

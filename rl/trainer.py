@@ -352,7 +352,7 @@ class Trainer:
             policy, found = self.policy(policy, batch, self._totals(batch), R)
             metrics |= found
         if critic is not None:
-            critic, found = self.critic(critic, batch.replace(routes=None), self._totals(batch), R)
+            critic, found = self.critic(critic, batch, self._totals(batch), R)
             del found["loss"]  # value/loss, and the balance term that value/moe/balance holds
             metrics = metrics | {k if k.startswith("value/") else f"value/{k}": v for k, v in found.items()}
         return RunState(policy, state.reference, critic), metrics

@@ -103,17 +103,17 @@ class Engine:
         if request.finish is None:
             self._slots = None
         elif self.programs.records:
-            request.routes = self._routes(slot, request.needed)
+            request.routes = self._routes(slot)
         # A state of fixed size is past the tokens where the host alone has ended the request.
         known = self._rewinds or (request.finish is not None and not request.params.stop)
         self._rows.give(slot, request.seen(0, request.cached) if known else ())
         return request
 
-    def _routes(self, slot: int, tokens: int):
-        """The experts of the first tokens of a slot."""
-        viewed = self._view and self._view.part is not None and slot in self._view.rows
-        cache, row = (self._view.part, self._view.rows.index(slot)) if viewed else (self._cache, slot)
-        return self.programs.routes(cache, row, tokens)
+    def _routes(self, slot: int) -> dict:
+        """The experts of the entries of a slot, which are in the cache of the view if it has one."""
+        if self._view and self._view.part is not None and slot in self._view.rows:
+            return self.programs.routes(self._view.part, len(self._view.rows), self._view.rows.index(slot))
+        return self.programs.routes(self._cache, self.programs.slots, slot)
 
     def cancel(self, request: Request) -> None:
         """Releases the slot of a request, if it has one."""

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from policy.config import StoredType
 from policy.layers.quantization import TYPES
 from policy.model import Model
 from rollout.chat import render_prompt
 from rollout.engine import Engine, stop_width
 from rollout.programs import Programs
-from rollout.routes import Routes
 from rollout.sampling import SamplingParams
 from rollout.scheduler import Queue, Request
 from rollout.speculative import SpeculativePrograms
@@ -56,15 +57,16 @@ class GeneratorOptions:
 @dataclass(frozen=True)
 class Completion:
     """`tokens` without the prompt, with the stop token; `logprobs` of each; `finish`: stop or length; `text` with a tokenizer;
-    `steps`: forward passes of the decoder that made it, fewer than tokens where drafts were accepted; `routes`: the experts of
-    each token where GeneratorOptions.record_routes asks for them."""
+    `steps`: forward passes of the decoder that made it, fewer than tokens where drafts were accepted; `routes`: where
+    GeneratorOptions.record_routes asks for them, the experts of each token of prompt and completion but the last, which is never
+    fed: int[tokens, R, k] by path of the layer, for the repeats of its stack."""
 
     tokens: list[int]
     logprobs: list[float]
     finish: str
     text: str | None
     steps: int = 0
-    routes: Routes | None = None
+    routes: dict[str, np.ndarray] | None = None
 
 
 class Generator:
@@ -89,6 +91,8 @@ class Generator:
             raise ValueError("Generator: max_length must be at least 2 and slots at least 1")
         if (limit := model.config.max_positions) is not None and max_length > limit:
             raise ValueError(f"Generator: max_length {max_length} is more than the {limit} positions of this model")
+        if options.record_routes and not any(spec.moe for spec in model.config.layers):
+            raise ValueError("GeneratorOptions.record_routes: this model has no mixture of experts; no token is routed anywhere")
         self.model, self.max_length, self.slots = model, max_length, slots
         self.seed, self.tokenizer, self.options = seed, tokenizer, options
         self._quantized = QuantizedWeights(model.graph, options.weights) if options.weights else None
@@ -206,8 +210,10 @@ class Generator:
             raise
 
     def completion(self, request: Request) -> Completion:
-        text, steps = self._text(request.tokens), sum(request.opens)
-        return Completion(request.tokens, request.logprobs, request.finish, text, steps, request.routes)
+        text, steps, routes = self._text(request.tokens), sum(request.opens), request.routes
+        if routes is not None:
+            routes = {path: np.asarray(array)[: request.needed].copy() for path, array in routes.items()}
+        return Completion(request.tokens, request.logprobs, request.finish, text, steps, routes)
 
     def _encode(self, i: int, prompt, params: SamplingParams) -> tuple[int, ...]:
         if isinstance(prompt, str):

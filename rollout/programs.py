@@ -25,7 +25,6 @@ from policy import modes
 from policy.cache import Step
 from policy.decoding import laid_out
 from policy.sharding import settle
-from rollout.routes import Routes, check
 from rollout.sampling import Draws, SamplingParams, choose
 from rollout.scheduler import WORTH_A_COPY
 
@@ -87,7 +86,6 @@ class Programs:
     def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int):
         self.records = options.record_routes
         if self.records:
-            check(graph.config)
             graph = graph.at(record=(*graph.runtime.record, "routes"))
         self.graph, self.dispatch, self._kv_cache = graph, options.tokens_per_dispatch, options.kv_cache
         self.slots, self.max_length = slots, max_length
@@ -154,10 +152,12 @@ class Programs:
         """The cache with its rows as they are in `part`."""
         return self._run("leave", rows.shape, (cache, part, rows))
 
-    def routes(self, cache, row: int, tokens: int) -> Routes:
-        """The experts of the first tokens of a row, of a cache or of a part of it."""
-        rows = jax.tree.leaves(cache)[0].shape[1]
-        return Routes.of(self._run("routes", (rows,), (cache, np.int32(row))), tokens)
+    def routes(self, cache, rows: int, row: int) -> dict[str, jax.Array]:
+        """The experts of all entries of a row (policy.cache.routes) of a cache of so many rows, on their way to the host."""
+        found = self._run("routes", (rows,), (cache, np.int32(row)))
+        for array in found.values():
+            array.copy_to_host_async()
+        return found
 
     def decode(self, params, cache, slots: Slots, limits: tuple[int, int]) -> tuple:
         """(cache, Slots, Made): up to `limits[0]` steps, as long as more than `limits[1]` rows go on. Arrays on the device."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollout.sampling import SamplingParams
 
@@ -16,8 +15,8 @@ class Request:
     the prompt; `expected` the tokens that the caller expects of it, None: as many as it may have.
 
     `tokens`, `logprobs` and `opens` (whether a token is the first that its decoding step made) grow until `finish` says stop or
-    length. `cached`: tokens of prompt and completion whose entries are in the cache. `routes`: where they are recorded, the experts
-    of these tokens, once it has ended.
+    length. `cached`: tokens of prompt and completion whose entries are in the cache. `routes`: where they are recorded,
+    once it has ended: the experts of its entries, the first `needed` of int[C, R, k] by path of the layer.
     """
 
     prompt: tuple[int, ...]
@@ -31,7 +30,7 @@ class Request:
     opens: list[bool] = field(default_factory=list)
     finish: str | None = None
     cached: int = 0
-    routes: Any = None
+    routes: dict | None = None
 
     @property
     def needed(self) -> int:

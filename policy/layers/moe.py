@@ -41,21 +41,17 @@ class TopKRouter(nnx.Module):
 
     def __call__(self, x_NE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(experts int[N, k], weights float32[N, k], scores float32[N, X])."""
-        experts, scores = self.choose(x_NE)
-        return experts, self.weigh(scores, experts), scores
-
-    def choose(self, x_NE: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(experts int[N, k], scores float32[N, X])."""
         spec = self.spec
         scores, choice = self._scores(x_NE)
         if spec.groups > 1:
             choice = jnp.where(self._eligible(choice), choice, -jnp.inf)
-        return jax.lax.top_k(choice, spec.experts_per_token)[1], scores
+        _, experts = jax.lax.top_k(choice, spec.experts_per_token)
+        return experts, self.weigh(scores, experts), scores
 
-    def weigh(self, scores_NX: jax.Array, experts: jax.Array) -> jax.Array:
-        """float32[N, k]: the weights of these experts, int[N, k], by their scores."""
+    def weigh(self, scores: jax.Array, experts: jax.Array) -> jax.Array:
+        """float32[..., k]: the weights of these experts, int[..., k], by the scores of all, float32[..., X]."""
         spec = self.spec
-        weights = jnp.take_along_axis(scores_NX, experts, axis=-1)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
         if spec.renormalize:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (1e-20 if spec.score == "sigmoid" else 0.0))
         weights = weights * spec.scale
@@ -108,25 +104,24 @@ class MixtureOfExperts(nnx.Module):
         self, x_BTE: jax.Array, step: Step, runtime: Runtime, router_input: jax.Array | None = None
     ) -> tuple[jax.Array, LayerAux]:
         """(x_BTE, what the router did). The router scores `router_input`, by default x."""
-        experts, weights, found = self.choose(x_BTE if router_input is None else router_input, step, runtime)
+        experts, weights, routing = self.choose(x_BTE if router_input is None else router_input, step, runtime)
         out, lost = mixture(x_BTE, experts, weights, self.weights(x_BTE.dtype, runtime), self.spec, runtime)
         if lost is not None:
-            found = replace(found, routing=replace(found.routing, dropped=found.routing.dropped + lost))
+            routing = replace(routing, dropped=routing.dropped + lost)
         shared = self.beside(x_BTE, step, runtime)
+        found = LayerAux(routing=routing, routes=experts if "routes" in runtime.record else None)
         return out if shared is None else out + shared, found
 
-    def choose(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, LayerAux]:
-        """(experts int[B, T, k], their weights float32[B, T, k], what the router did)."""
+    def choose(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
+        """(experts int[B, T, k], their weights float32[B, T, k], see `routing_statistics`)."""
         B, T, E = x_BTE.shape
-        experts, scores = self.router.choose(x_BTE.reshape(-1, E))
-        experts, replayed = replay(experts.reshape(B, T, -1), step)
-        weights = self.router.weigh(scores, experts.reshape(B * T, -1)).reshape(B, T, -1)
-        routing = replace(routing_statistics(experts, scores.reshape(B, T, -1), step.segments), replayed=replayed)
-        found = LayerAux(routes=experts if "routes" in runtime.record else None)
+        experts, weights, scores = (a.reshape(B, T, -1) for a in self.router(x_BTE.reshape(-1, E)))
+        experts, weights, replayed = replay(self.router, (experts, weights, scores), step)
+        routing = replace(routing_statistics(experts, scores, step.segments), replayed=replayed)
         if runtime.drops:
             experts, dropped = limited(experts, step.segments, self.spec.router, runtime)
             routing = replace(routing, dropped=dropped)
-        return experts, weights, replace(found, routing=routing)
+        return experts, weights, routing
 
     def beside(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
         """What the shared experts add, if there are any."""

@@ -37,7 +37,7 @@ def run(degrees, how) -> dict:
     generator = Generator(model, max_length=16, slots=4, options=GeneratorOptions(record_routes=True, tokens_per_dispatch=4))
     made = [c for group in generator.generate(PROMPTS, SamplingParams(n=2, max_new_tokens=6)) for c in group]
     data, rng = learners.batch(), np.random.default_rng(0)
-    given = rng.permuted(np.broadcast_to(np.arange(8), (*data.tokens.shape, 1, 8)), axis=-1)[..., :2].astype(np.int16)
+    given = rng.permuted(np.broadcast_to(np.arange(8), (*data.tokens.shape, 1, 8)), axis=-1)[..., :2].astype(np.int8)
     data = data.replace(routes={"stacks.1.layers.0": given})
     stage = learners.stage("grpo", router_replay=True, micro_batch=4)
     trainer = Trainer(model.graph, stage, rl.algorithms.get("grpo"))
@@ -46,7 +46,7 @@ def run(degrees, how) -> dict:
     weights = [np.asarray(state.policy.params[path]).ravel() for path in sorted(state.policy.params)]
     return {
         "tokens": np.concatenate([c.tokens for c in made]),
-        "recorded": routes_of([c.routes for c in made], 16)["stacks.1.layers.0"],
+        "recorded": routes_of(made, 16)["stacks.1.layers.0"],
         "logp": logp,
         "weights": np.concatenate(weights),
         "disagreement": np.float32(metrics["moe/replay_disagreement"]),

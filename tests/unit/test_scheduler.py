@@ -78,8 +78,9 @@ class Simulation:
                 cache[row] = held
         return tuple(cache)
 
-    def routes(self, cache, row, tokens):
-        return cache[row][:tokens]
+    def routes(self, cache, rows, row):
+        assert len(cache) == rows
+        return cache[row]
 
     def slots_of(self, requests, size, width, seed):
         assert size in self.sizes and len(requests) == size
@@ -175,7 +176,7 @@ def test_every_request_gets_its_own_completion_whatever_happens_beside_it(slots,
         assert request.tokens == written(request)
         assert request.finish == ("stop" if request.tokens[-1] == STOP else "length")
         assert len(request.tokens) == len(request.logprobs) == len(request.opens)
-        assert request.routes == (*request.prompt, *request.tokens)[:-1], "routes are read from the row of another request"
+        assert request.routes[: request.needed] == request.seen(0, request.needed), "the routes of another request"
     assert sorted(engine.insert(Request((1,))) for _ in range(slots)) == list(range(slots)), "a slot is given twice"
     with pytest.raises(ValueError, match="slots are in use"):
         engine.insert(Request((1,)))
