@@ -45,7 +45,7 @@ class Step:
 
     The decoder fills in `tokens`, int32[B, T], and `rotations`, the (cos, sin) tables of all its rotary embeddings. `dropout` is
     for training only. `pages`, over a paged cache: the pages of each row, int32[B, M]. `routes`: the experts that tokens are to go
-    to, -1 where they are not known, int[R, B, T, k] by path of the layer; in a layer its own, int[B, T, k]. None: routers choose.
+    to, -1 where they are not known, int[B, T, R, k] by path of the layer; in a layer its own, int[B, T, k]. None: routers choose.
     """
 
     positions: jax.Array

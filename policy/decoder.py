@@ -39,21 +39,21 @@ class LayerStack(nnx.Module):
         self.layers = nnx.List([stacked(partial(Layer, spec, config), rngs, stack.repeats) for spec in stack.pattern])
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
-        """Returns (x_BTE, cache parts or None, a LayerAux with arrays [R, ...] for each layer of the pattern)."""
+        """Returns (x_BTE, cache parts or None, a LayerAux with arrays [R, ...] for each layer of the pattern). `step.routes` are
+        those of each layer of the pattern, or None."""
         graph, weights = nnx.split(self.layers)
         step, routes = replace(step, routes=None), step.routes
         split = cache is None and batch_split.applies(self.layers, x_BTE.shape, runtime)
         x_BTE = batch_split.split(x_BTE, runtime) if split else x_BTE
 
         def repeat(x, part, one, r, index):
-            """Repeat number `r` of the pattern; `one` are its weights and, where they are given, the routes of its layers;
-            `part` holds the cache arrays of one or all repeats, its own at `index`."""
+            """Repeat number `r` of the pattern; `part` holds the cache arrays of one or all repeats, its own at `index`."""
             found, arrays = [], []
-            one, routes = one
             for i, layer in enumerate(nnx.merge(graph, fetch_layer(one, runtime))):
                 view = None if part is None else LayerCache(part[i], index, step.pages)
                 here = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
-                here = here if routes is None else replace(here, routes=routes[i])
+                if routes[i] is not None:
+                    here = replace(here, routes=jax.lax.dynamic_index_in_dim(routes[i], r, axis=2, keepdims=False))
                 x = jax.tree.map(lambda a: checkpoint_name(a, "decoder_layer_input"), x)
                 x, view, aux = batch_split.run(layer, x, here, runtime) if split else layer(x, here, view, runtime)
                 found.append(aux)
@@ -63,23 +63,23 @@ class LayerStack(nnx.Module):
         if runtime.remat != "none" and cache is None:
             repeat = checkpointed(repeat, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan)
         if len(cache) == self.repeats if cache is not None else not runtime.scan:
-            x_BTE, cache, found = self._unrolled(x_BTE, cache, (weights, routes), repeat)
+            x_BTE, cache, found = self._unrolled(x_BTE, cache, weights, repeat)
             return batch_split.merge(x_BTE) if split else x_BTE, cache, found
 
         def body(carry, xs):
-            (one, given), r = xs
-            x, part, found = repeat(*carry, (one if cache is None else _as_stored(one, runtime), given), r, r)
+            one, r = xs
+            x, part, found = repeat(*carry, one if cache is None else _as_stored(one, runtime), r, r)
             return (x, part), found
 
         carry = (x_BTE, None if cache is None else cache[0])
-        (x, part), found = jax.lax.scan(body, carry, ((weights, routes), jnp.arange(self.repeats)))
+        (x, part), found = jax.lax.scan(body, carry, (weights, jnp.arange(self.repeats)))
         return batch_split.merge(x) if split else x, None if cache is None else (part,), found
 
-    def _unrolled(self, x_BTE, cache, stacked, repeat):
-        """The same repeats one after the other, each with a cache part of its own. `stacked`: weights and routes of all."""
+    def _unrolled(self, x_BTE, cache, weights, repeat):
+        """The same repeats one after the other, each with a cache part of its own."""
         parts, found = [], []
         for r in range(self.repeats):
-            one = jax.tree.map(lambda a, r=r: a[r], stacked)
+            one = jax.tree.map(lambda a, r=r: a[r], weights)
             x_BTE, part, aux = repeat(x_BTE, None if cache is None else cache[r], one, r, 0)
             parts.append(part)
             found.append(aux)
@@ -132,8 +132,8 @@ class Decoder(nnx.Module):
         caches, layers = [], {}
         for s, stack in enumerate(self.stacks):
             paths = [f"stacks.{s}.layers.{i}" for i in range(len(stack.layers))]
-            routes = None if step.routes is None else tuple(step.routes.get(path) for path in paths)
-            x, part, found = stack(x, replace(step, routes=routes), None if cache is None else cache[s], runtime)
+            here = replace(step, routes=[(step.routes or {}).get(path) for path in paths])
+            x, part, found = stack(x, here, None if cache is None else cache[s], runtime)
             caches.append(part)
             layers |= dict(zip(paths, found, strict=True))
         x = x if self.streams is None else self.streams.reduce(x)

@@ -278,12 +278,6 @@ def _zeros(weights: dict) -> dict:
     return {path: jnp.zeros(w.shape, jnp.float32) for path, w in weights.items()}
 
 
-def _seated(tokens_NT, segments_NT, routes: dict[str, jax.Array] | None) -> Step:
-    """Where the tokens of a batch sit, and go."""
-    step = modes.sit(tokens_NT, segments=segments_NT)
-    return step if routes is None else replace(step, routes={path: jnp.moveaxis(a, 2, 0) for path, a in routes.items()})
-
-
 class Trainer:
     """The compiled programs of one stage: updates of policy and critic, log-probabilities and values of a batch."""
 
@@ -378,7 +372,7 @@ class Trainer:
         return jax.jit(totals)
 
     def _step(self, micro: Batch) -> Step:
-        step = _seated(micro.tokens, micro.segments, micro.routes)
+        step = replace(modes.sit(micro.tokens, segments=micro.segments), routes=micro.routes)
         return step if micro.dropout is None else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
 
     def _parts_loss(self, params, micro: Batch, inputs: PolicyInputs):
@@ -418,7 +412,8 @@ class Trainer:
     def _logprobs(self):
         def run(params, tokens, segments, routes):
             tokens = constrain(tokens, ("batch", None), self.graph.layout)
-            return self.graph.logprobs(params, tokens, _seated(tokens, segments, routes), self.temperature)[:2]
+            step = replace(modes.sit(tokens, segments=segments), routes=routes)
+            return self.graph.logprobs(params, tokens, step, self.temperature)[:2]
 
         return jax.jit(run)
 

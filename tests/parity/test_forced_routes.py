@@ -47,13 +47,13 @@ def forced(model, routes_LBTk):
 
 
 def random_routes(config, rng) -> dict[str, np.ndarray]:
-    """[R, B, T, k] by path of the layer, in the order of the layers."""
+    """[B, T, R, k] by path of the layer, in the order of the layers."""
     found = {}
     for s, stack in enumerate(config.stacks):
         for i, spec in enumerate(stack.pattern):
             if spec.moe:
                 X, k = spec.moe.router.experts, spec.moe.router.experts_per_token
-                shape = (stack.repeats, B, T, X)
+                shape = (B, T, stack.repeats, X)
                 found[f"stacks.{s}.layers.{i}"] = rng.permuted(np.broadcast_to(np.arange(X), shape), axis=-1)[..., :k]
     return found
 
@@ -75,7 +75,7 @@ def test_given_routes_give_what_transformers_gives_with_the_same(kind, keys, tmp
     theirs = oracle(kind, **keys)
     ours, row = policy.load(saved(theirs, tmp_path / "model")), tokens(B, T, seed=4)
     routes = random_routes(ours.config, np.random.default_rng(1))
-    numbered = {n: a[r] for path, a in routes.items() for r, n in enumerate(ours.config.numbers(path))}
+    numbered = {n: a[:, :, r] for path, a in routes.items() for r, n in enumerate(ours.config.numbers(path))}
     step = replace(sit(row), routes=routes)
 
     def loss(params):

@@ -24,7 +24,7 @@ from rl import configcheck, events
 from rl.batch import pack
 from rl.config import RunConfig
 from rl.packing import packing
-from rl.rollouts import routes_of
+from rl.rollouts import Problem, Rollouts, routes_of
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -212,6 +212,31 @@ def test_given_routes_are_packed_and_cut_as_their_tokens_are(made):
     assert abs(own[1]["optim/grad_norm"] - whole[1]["optim/grad_norm"]) > 1e-4, "other experts, and the same gradient"
 
 
+def test_the_trainer_agrees_with_the_generator_until_its_weights_move():
+    model = learners.experts()
+    found = generator(model).generate(PROMPTS, SAMPLED)
+    data = Rollouts([Problem(None, ids) for ids in PROMPTS], range(len(PROMPTS)), found, None, {}, 0.0).batch(64, replay=True)
+    advantages = np.random.default_rng(0).normal(size=len(data.tokens)).astype(np.float32)
+    trainer, state = begin(model, stage("grpo", router_replay=True, optimizer={"learning_rate": 0.1}))
+    disagreements = []
+    for _ in range(2):
+        state, metrics = trainer.update(state, data.replace(advantages=advantages, old_logp=data.sampler_logp))
+        disagreements.append(float(metrics["moe/replay_disagreement"]))
+        assert metrics["moe/replayed"] == pytest.approx(1 - len(data.tokens) / np.count_nonzero(data.segments))
+    assert disagreements[0] == 0 < disagreements[1]
+
+
+@pytest.mark.slow
+def test_a_critic_chooses_itself():
+    model, data = learners.experts(), batch()
+    routed, learned = data.replace(routes=random_routes(model, data)), []
+    for rows, replays in ((data, False), (routed, True)):
+        trainer, state = begin(model, stage("ppo", router_replay=replays))
+        np.testing.assert_array_equal(trainer.values(state, rows), trainer.values(state, data))
+        learned.append([host(trainer.update(state, rows)[0].critic)])
+    assert_close(*learned)
+
+
 def test_log_probabilities_of_a_batch_are_those_of_its_rows_with_their_routes():
     """Of two layers with experts: each gets its own."""
     model, data = groups(), batch()
@@ -219,8 +244,7 @@ def test_log_probabilities_of_a_batch_are_those_of_its_rows_with_their_routes():
     assert {path: a.shape[2:] for path, a in routes.items()} == {"stacks.1.layers.0": (2, 2)}
     trainer, _ = begin(model, stage(GRPO, router_replay=True, micro_batch=2))
     logp, entropy = trainer.logprobs(model.params, data.replace(routes=routes))
-    step = modes.sit(data.tokens, segments=data.segments)
-    step = replace(step, routes={path: jnp.moveaxis(a, 2, 0) for path, a in routes.items()})
+    step = replace(modes.sit(data.tokens, segments=data.segments), routes=routes)
     expected = jax.jit(model.graph.logprobs)(model.params, data.tokens, step, 1.0)
     np.testing.assert_allclose(logp, expected[0], atol=2e-6)
     np.testing.assert_allclose(entropy, expected[1], atol=2e-6)
@@ -232,8 +256,7 @@ def test_log_probabilities_of_a_batch_are_those_of_its_rows_with_their_routes():
 def test_a_schedule_changes_nothing_of_given_routes(how):
     data = batch()
     routes = random_routes(groups(), data, known=0.8)
-    step = modes.sit(data.tokens, segments=data.segments)
-    step = replace(step, routes={path: jnp.moveaxis(a, 2, 0) for path, a in routes.items()})
+    step = replace(modes.sit(data.tokens, segments=data.segments), routes=routes)
     found = []
     for changes in ({}, how):
         logp, _, aux = jax.jit(groups().graph.at(**changes).logprobs)(groups().params, data.tokens, step, 1.0)
