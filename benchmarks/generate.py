@@ -11,7 +11,7 @@ cache once, at the rate of torch's matrix-vector product over as many bytes as t
 processor's caches), and to multiply, 2 operations for each weight and row at the rate of its largest product.
 
     python benchmarks/generate.py [--models 1m 25m] [--repeats 3] [--torch-threads 1] [--batches 1 8 64] [--new-tokens 128]
-        [--tokens-per-dispatch 64]
+        [--tokens-per-dispatch 128]
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = arguments(__doc__, list(MODELS), repeats=3)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--tokens-per-dispatch", type=int, default=64)
+    parser.add_argument("--tokens-per-dispatch", type=int, default=128)
     options = parse(parser, argv)
     rows = []
     for name in options.models:

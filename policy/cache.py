@@ -199,7 +199,12 @@ def constrained(cache, layout: Layout):
     def placed(axes, array):
         return jax.lax.with_sharding_constraint(array, layout.sharding(axes, array.shape))
 
-    return _each(partial(placed, AXES), lambda pool: jax.tree.map(partial(placed, pages.AXES), pool), cache)
+    return by_axes(placed, cache)
+
+
+def by_axes(function, cache):
+    """The cache with `function(logical axes, array)` in the place of each array."""
+    return _each(partial(function, AXES), lambda pool: jax.tree.map(partial(function, pages.AXES), pool), cache)
 
 
 def rows_of(cache, slots_B: jax.Array):
@@ -210,12 +215,17 @@ def rows_of(cache, slots_B: jax.Array):
 
 def with_rows(cache, rows, slots_B: jax.Array):
     """`cache` after a call over `rows`, which `rows_of` made of it: row b goes back to slot slots[b]; slots past the end, all
-    different, are skipped."""
+    different, are skipped. Pools are those of `rows`, if it has them."""
 
     def put(array, row):
         return array.at[:, slots_B].set(row, mode="drop", unique_indices=True)
 
-    return _each(put, lambda before, after: after, cache, rows)
+    return _each(put, lambda before, after: before if after is None else after, cache, rows)
+
+
+def without_pools(cache):
+    """The arrays by slot alone, None in the place of each pool."""
+    return _each(lambda array: array, lambda pool: None, cache)
 
 
 def copy_pages(cache, source_n: jax.Array, to_n: jax.Array):
@@ -378,14 +388,23 @@ def commit(cache: tuple, aux: Aux, counts_S: jax.Array) -> tuple:
     )
 
 
-def insert(cache: tuple, prefix: tuple, slots: jax.Array, rows: jax.Array) -> tuple:
-    """Copies row rows[i] of `prefix` (a shorter cache) to slot slots[i] of `cache`; slots past the end, all different, are
-    skipped. States of fixed size are as long in both, and so copied whole."""
+def insert(cache: tuple, prefix: tuple, slots: jax.Array, step: Step | None = None) -> tuple:
+    """Copies row b of `prefix`, a contiguous cache of the T tokens of a step from position 0 on, to slot slots[b] of `cache`; slots
+    past the end, all different, are skipped. States of fixed size are as long in both, and so copied whole. Rings must have room
+    for T tokens; pools take the entries that are not padding to the step's pages."""
 
     def copy(into, source):
-        return into.at[:, slots, :, : source.shape[3]].set(source[:, rows], mode="drop", unique_indices=True)
+        return into.at[:, slots, :, : source.shape[3]].set(source, mode="drop", unique_indices=True)
 
-    return jax.tree.map(copy, cache, prefix)
+    def one(into, source):
+        match into:
+            case Pool():
+                return pages.insert(into, step.pages, step, source)
+            case Ring():
+                return Ring(copy(into.array, source))
+        return copy(into, source)
+
+    return jax.tree.map(one, cache, prefix, is_leaf=lambda leaf: isinstance(leaf, Pool | Ring))
 
 
 def routes(cache: tuple, row: jax.Array, pages_M: jax.Array | None = None) -> dict[str, jax.Array]:
@@ -394,8 +413,8 @@ def routes(cache: tuple, row: jax.Array, pages_M: jax.Array | None = None) -> di
     def of(array):
         if not isinstance(array, Pool):
             return jnp.swapaxes(array[:, row, 0], 0, 1)
-        layers = jnp.arange(array.array.shape[1])
-        return jax.vmap(lambda r: pages.gather(array, r, pages_M[None])[0, 0], out_axes=1)(layers)
+        found_MRPk = array.array.at[0, :, pages_M].get(mode="promise_in_bounds")[..., : array.dim]
+        return jnp.swapaxes(found_MRPk, 1, 2).reshape(-1, found_MRPk.shape[1], array.dim)
 
     return {
         f"stacks.{s}.layers.{i}": jnp.concatenate([of(part[i][ROUTES]) for part in parts], axis=1)
@@ -405,14 +424,14 @@ def routes(cache: tuple, row: jax.Array, pages_M: jax.Array | None = None) -> di
     }
 
 
-def bytes_per_token(config: DecoderConfig, dtype, quantization: StoredType | None = None, *, routes: bool = False) -> int:
+def bytes_per_token(config: DecoderConfig, dtype, quantization: StoredType | None = None) -> int:
     """Bytes that one more token takes in the cache, over all layers, scales included; states of fixed size take none."""
-    return sum(e.heads * e.dim * e.bits for e in _all_stored(config, dtype, quantization, routes) if e.length is None) // 8
+    return sum(e.heads * e.dim * e.bits for e in _all_stored(config, dtype, quantization) if e.length is None) // 8
 
 
-def bytes_per_page(config: DecoderConfig, size: int, dtype, quantization: StoredType | None = None, *, routes: bool = False) -> int:
+def bytes_per_page(config: DecoderConfig, size: int, dtype, quantization: StoredType | None = None) -> int:
     """Bytes of a page of `size` tokens, over all layers, with what fills up its entries."""
-    stored = (e for e in _all_stored(config, dtype, quantization, routes) if e.length is None)
+    stored = (e for e in _all_stored(config, dtype, quantization) if e.length is None)
     return size * sum(e.heads * pages.filled(e.dim) * e.bits for e in stored) // 8
 
 
@@ -421,5 +440,5 @@ def bytes_per_slot(config: DecoderConfig, dtype) -> int:
     return sum(e.heads * e.length * e.dim * e.bits for e in _all_stored(config, dtype, None) if e.length is not None) // 8
 
 
-def _all_stored(config: DecoderConfig, dtype, quantization: StoredType | None, routes: bool = False) -> list[Entry]:
-    return [entry for spec in config.layers for entry in _stored(spec, config, dtype, quantization, routes).values()]
+def _all_stored(config: DecoderConfig, dtype, quantization: StoredType | None) -> list[Entry]:
+    return [entry for spec in config.layers for entry in _stored(spec, config, dtype, quantization).values()]

@@ -58,16 +58,34 @@ def empty(heads: int, repeats: int, pages: Pages, dim: int, dtype) -> Pool:
 
 def write(pool: Pool, layer: jax.Array | int, table_BM: jax.Array, step, value_BKTD: jax.Array) -> Pool:
     """The pool with these entries of layer number `layer` at the step's positions; padding is dropped."""
-    array, (B, T) = pool.array, step.positions.shape
-    N, P, M = *array.shape[2:4], table_BM.shape[1]
+    page_BT, offset_BT = _places(pool, table_BM, step)
+    # Heads are indices too: a window over them makes a TPU lay the pool out by it, with a copy before and after.
+    head = jnp.arange(pool.array.shape[0])[:, None, None]
+    return _put(pool, (head, layer, page_BT, offset_BT), jnp.swapaxes(value_BKTD, 0, 1))
+
+
+def insert(pool: Pool, table_BM: jax.Array, step, value_RBKTD: jax.Array) -> Pool:
+    """The same for all layers."""
+    K, R = pool.array.shape[:2]
+    page_BT, offset_BT = _places(pool, table_BM, step)
+    head, layer = jnp.arange(K)[:, None, None, None], jnp.arange(R)[:, None, None]
+    return _put(pool, (head, layer, page_BT, offset_BT), jnp.moveaxis(value_RBKTD, 2, 0))
+
+
+def _places(pool: Pool, table_BM: jax.Array, step) -> tuple[jax.Array, jax.Array]:
+    """(page, place in it), int32[B, T] each, of the step's positions; past the last page, each its own, for padding."""
+    B, T = step.positions.shape
+    N, P, M = *pool.array.shape[2:4], table_BM.shape[1]
     column = step.positions // P
     kept = (step.segments != 0) & (column < M)
     page = jnp.take_along_axis(table_BM, jnp.minimum(column, M - 1), axis=1)
     beyond = N + jnp.arange(B * T, dtype=page.dtype).reshape(B, T)  # each its own, so that indices are unique
-    # Heads are indices too: a window over them makes a TPU lay the pool out by it, with a copy before and after.
-    head = jnp.arange(array.shape[0])[:, None, None]
-    at = (head, layer, jnp.where(kept, page, beyond), step.positions % P)
-    written = jnp.pad(jnp.swapaxes(value_BKTD, 0, 1), [(0, 0)] * 3 + [(0, array.shape[-1] - pool.dim)])
+    return jnp.where(kept, page, beyond), step.positions % P
+
+
+def _put(pool: Pool, at: tuple, value: jax.Array) -> Pool:
+    array = pool.array
+    written = jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, array.shape[-1] - pool.dim)])
     return replace(pool, array=array.at[at].set(written.astype(array.dtype), mode="drop", unique_indices=True))
 
 

@@ -231,13 +231,25 @@ class MeshOptions(Strict):
 
 class GeneratorOptions(Strict):
     slots: int = Field(64, ge=1, description="completions decoded at the same time")
+    cache: Literal["contiguous", "paged"] = Field(
+        "contiguous", description="room for max_length tokens in every slot, or pages that slots take as they need them"
+    )
+    page_size: int = Field(32, ge=1, description="tokens of a page; on TPU a multiple of 16")
+    pages: int | None = Field(
+        None,
+        ge=2,
+        description="pages of the cache; null: what full slots need, or half of the memory that is left has room for",
+    )
+    rings: bool = Field(
+        False, description="layers with a window keep only what it can see; then no prompt begins with a part of another"
+    )
     prefill_chunk: int = Field(256, ge=1, description="prompt tokens per prefill call")
     prefill_budget: int | None = Field(
         None,
         ge=1,
         description="prompt tokens read in between two dispatches while others decode; null: what a dispatch of all slots makes",
     )
-    tokens_per_dispatch: int = Field(64, ge=1, description="most decoding steps between two looks of the host")
+    tokens_per_dispatch: int = Field(128, ge=1, description="most decoding steps between two looks of the host")
     strict_shapes: bool = Field(False, description="a program that was not compiled before the first step is an error")
     speculative: int = Field(
         0,

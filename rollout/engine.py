@@ -5,25 +5,33 @@ then all slots that have their prompt decode together, many steps of them in one
 as soon as slots have ended that other requests wait for, or so many that a program of fewer rows will do. While it runs the host
 does what is to be done with completions that have ended (`start`, then `collect`).
 
-S slots, s rows of a dispatch, P prompts of one prefill call, C tokens of it, K decoding steps of one dispatch.
+Over a paged cache a slot has pages for what it holds and for the next dispatch. When they run out the youngest request pauses: it
+keeps its slot and its tokens, gives its pages back, and is read in again when all that run can have theirs for another dispatch.
+
+S slots, s rows of a dispatch, P prompts of one prefill call, C tokens of it, K decoding steps of one dispatch, M pages of a row.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from rollout.pages import Copy
 from rollout.programs import Made, Programs, prefill_rows
-from rollout.scheduler import Request, Rows
+from rollout.scheduler import Request
 
 # While requests wait, a dispatch ends when this share of its rows has ended: one row in a small batch.
 REFILL_SHARE = 16
 
 # Most steps of a dispatch where stop strings are looked for: the host does that, and what is made past one is thrown away.
 WATCHED_STEPS = 16
+
+# Steps that a dispatch takes before requests pause for want of pages.
+FEWEST_STEPS = 16
 
 
 class _View(NamedTuple):
@@ -49,25 +57,27 @@ class Engine:
         self.programs, self._weights, self._seed = programs, weights, seed
         self._stop_string, self._budget = stop_string, prefill_budget
         self._rewinds = programs.rewinds
-        self.counts = {"rows": 0, "useful": 0, "prefill": 0, "dispatches": 0}
+        self.counts = {"rows": 0, "useful": 0, "prefill": 0, "dispatches": 0, "preempted": 0}
         self._made_by: list[weakref.ref] = []
         self.reset()
 
     def reset(self) -> None:
         """Gives up the cache and all requests."""
         self._cache, self._view, self._slots, self._flight = None, None, None, None
-        self._rows = Rows(self.programs.slots, rewinds=self._rewinds)
+        self._rows = self.programs.rows()
         self._running: dict[int, Request] = {}
         self._pending: dict[int, Request] = {}  # those of which the prompt is not in yet
         self._after: dict[int, tuple[int, int]] = {}  # of these, those that begin with so many tokens that another slot will hold
+        self._paused: set[int] = set()  # and those that wait for pages
         self._copies: list[tuple[int, int]] = []
+        self._page_copies: list[Copy] = []
         self._following: Request | None = None
         self._shelf: tuple | None = None  # the tokens of a prompt, and a cache of one row that holds it
 
     @property
     def free(self) -> int:
-        """Slots that a request can be inserted into."""
-        return self._rows.free
+        """Slots that a request can be inserted into: none while one waits for pages."""
+        return 0 if self._paused else self._rows.free
 
     @property
     def busy(self) -> bool:
@@ -76,30 +86,38 @@ class Engine:
     def insert(self, request: Request) -> int:
         """The slot that the request runs in from the next step on. ValueError if none is free."""
         if not self.free:
-            raise ValueError(f"insert: all {self.programs.slots} slots are in use; release one first")
+            raise ValueError(
+                f"insert: {len(self._paused)} requests wait for pages; step first"
+                if self._paused
+                else f"insert: all {self.programs.slots} slots are in use; release one first"
+            )
         self._watch_weights()
-        tokens = request.seen(0, request.needed)
-        source, same = self._rows.find(tokens)
-        slot = self._rows.take(source, tokens)
-        request.cached = 0
+        slot, source, same = self._rows.take(request.seen(0, request.needed))
         self._running[slot] = self._pending[slot] = request
-        if source in self._pending and source != slot:
+        self._seat(slot, source, same)
+        return slot
+
+    def _seat(self, slot: int, source: int, same: int) -> None:
+        """Lets a request begin, whose first `same` tokens `source` holds."""
+        request, rows = self._running[slot], self._rows
+        request.cached = 0
+        if not self._room(slot, same):
+            self._pause(slot)
+        elif source in self._pending and source != slot:
             self._after[slot] = source, same
-        elif source >= 0:
-            self._copies += [(source, slot)] if source != slot else []
-            self._begin(slot, same)
-        elif self._shelf and self._shelf[0] == tokens:
+        elif same:
+            self._follow(source, slot, same)
+        elif self._shelf and self._shelf[0] == request.seen(0, request.needed) and rows.begin_with_kept(slot):
             self._copy()
             self._cache = self.programs.leave(self._whole(), self._shelf[1], np.asarray([slot], np.int32))
-            self._begin(slot, len(tokens))
-        return slot
+            self._begin(slot, request.needed)
+        else:
+            self._make_room(slot, request.needed)
 
     def release(self, slot: int) -> Request:
         """The request that ran there; the slot is free. Its completion may have ended or not."""
         request = self._running.pop(slot)
-        if self._pending.pop(slot, None):
-            self._after.pop(slot, None)
-            self._after = {other: after for other, after in self._after.items() if after[0] != slot}
+        followers = self._unseat(slot)
         if request.finish is None:
             self._slots = None
         elif self.programs.records:
@@ -107,13 +125,31 @@ class Engine:
         # A state of fixed size is past the tokens where the host alone has ended the request.
         known = self._rewinds or (request.finish is not None and not request.params.stop)
         self._rows.give(slot, request.seen(0, request.cached) if known else ())
+        self._reseat(followers)
         return request
 
     def _routes(self, slot: int) -> dict:
         """The experts of the entries of a slot, which are in the cache of the view if it has one."""
+        cache, rows, row = self._cache, self.programs.slots, slot
         if self._view and self._view.part is not None and slot in self._view.rows:
-            return self.programs.routes(self._view.part, len(self._view.rows), self._view.rows.index(slot))
-        return self.programs.routes(self._cache, self.programs.slots, slot)
+            cache, rows, row = self._view.part, len(self._view.rows), self._view.rows.index(slot)
+        tables = self._tables([slot])
+        return self.programs.routes(cache, rows, row, None if tables is None else tables[0])
+
+    def _unseat(self, slot: int) -> list[int]:
+        """Takes a slot out of those that wait; the slots that waited for its prompt."""
+        followers = [other for other, (source, _) in self._after.items() if source == slot]
+        for other in (slot, *followers):
+            self._after.pop(other, None)
+        self._pending.pop(slot, None)
+        self._paused.discard(slot)
+        return followers
+
+    def _reseat(self, slots: Sequence[int]) -> None:
+        """Lets requests begin anew."""
+        for slot in slots:
+            request = self._running[slot]
+            self._seat(slot, *self._rows.again(slot, request.seen(0, request.needed)))
 
     def cancel(self, request: Request) -> None:
         """Releases the slot of a request, if it has one."""
@@ -140,6 +176,70 @@ class Engine:
         flight, self._flight = self._flight, None
         return [] if flight is None else self._land(flight)
 
+    # Pages.
+
+    def _end(self, request: Request, steps: int) -> int:
+        """Entries that the request may have after so many decoding steps."""
+        drafts = self.programs.drafts
+        return request.needed + min(request.left, steps * (1 + drafts)) + drafts
+
+    def _room(self, slot: int, same: int) -> bool:
+        """Whether all that run can have pages for another dispatch, this slot with them."""
+        starts = {s: r.cached for s, r in self._running.items() if s not in self._paused and r.finish is None} | {slot: same}
+        if not self._fits(starts, FEWEST_STEPS) and self._shelf:
+            self._clear_shelf()
+        return self._fits(starts, FEWEST_STEPS)
+
+    def _fits(self, starts: dict[int, int], steps: int) -> bool:
+        """Whether these slots can have pages for so many steps; each has `start` entries now."""
+        return self._rows.room((slot, start, self._end(self._running[slot], steps)) for slot, start in starts.items())
+
+    def _steps(self, decoding: list[int]) -> int:
+        """Most steps of the next dispatch of these slots. Where pages are short it takes fewer, before requests pause for it."""
+        watched = any(self._running[slot].params.stop for slot in decoding)
+        steps = min(self.programs.dispatch, WATCHED_STEPS) if watched else self.programs.dispatch
+        starts = {slot: self._running[slot].cached for slot in decoding}
+        while steps > FEWEST_STEPS and not self._fits(starts, steps):
+            steps //= 2
+        return steps
+
+    def _make_room(self, slot: int, end: int) -> bool:
+        """Gets pages for what the slot is about to write, up to entry `end`; the youngest pause for it. False if that is itself."""
+        while (copies := self._rows.reserve(slot, self._running[slot].cached, end)) is None:
+            if self._shelf:
+                self._clear_shelf()
+                continue
+            active = (s for s in reversed(self._running) if s not in self._paused and self._running[s].finish is None)
+            youngest = next(active)
+            self.counts["preempted"] += 1
+            self._pause(youngest)
+            if youngest == slot:
+                return False
+        self._page_copies += copies
+        return True
+
+    def _pause(self, slot: int) -> None:
+        """Takes the pages of a slot; its request will be read in again."""
+        self._copy()
+        followers = self._unseat(slot)
+        self._rows.drop(slot)
+        self._running[slot].cached, self._slots = 0, None
+        self._pending[slot] = self._running[slot]
+        self._paused.add(slot)
+        self._reseat(followers)
+
+    def _resume(self) -> None:
+        """Lets requests that wait for pages begin again, the oldest first, as far as there are pages."""
+        for slot in [slot for slot in self._running if slot in self._paused]:
+            self._paused.discard(slot)
+            self._reseat([slot])
+            if slot in self._paused:
+                break
+
+    def _clear_shelf(self) -> None:
+        self._shelf = None
+        self._rows.keep(None)
+
     # Prompts.
 
     def _begin(self, slot: int, cached: int) -> None:
@@ -151,17 +251,29 @@ class Engine:
             return
         del self._pending[slot]
         self._slots = None
-        for other, same in [(other, same) for other, (source, same) in self._after.items() if source == slot]:
-            del self._after[other]
-            self._copies.append((slot, other))
-            self._begin(other, same)
         tokens = request.seen(0, request.needed)
+        self._rows.filled(slot, tokens)
         if not self._rewinds and self._following and self._following.seen(0, self._following.needed) == tokens:
             self._copy()
+            self._rows.keep(slot)
             self._shelf = tokens, self.programs.enter(self._whole(), np.asarray([slot], np.int32))
+        for other, same in [(other, same) for other, (source, same) in self._after.items() if source == slot]:
+            if self._after.get(other) == (slot, same):  # and not paused for one before it
+                del self._after[other]
+                self._follow(slot, other, same)
+
+    def _follow(self, source: int, slot: int, same: int) -> None:
+        """The slot begins with the first `same` entries of another, or with its own."""
+        if source != slot:
+            self._rows.share(source, slot, same)
+            self._copies += [(source, slot)] if self.programs.copies_rows else []
+        self._running[slot].cached = same
+        if self._make_room(slot, self._running[slot].needed):
+            self._begin(slot, same)
 
     def _read_prompts(self) -> None:
         """Prefills what is inserted, chunk after chunk. While slots decode it stops when the budget is spent."""
+        self._resume()
         spent, budget = 0, self._budget if len(self._running) > len(self._pending) else float("inf")
         while True:
             self._copy()
@@ -174,10 +286,13 @@ class Engine:
         if self._copies:
             self._cache = self.programs.copy(self._whole(), self._copies)
             self._copies = []
+        if self._page_copies:
+            self._cache = self.programs.copy_pages(self._whole(), self._page_copies)
+            self._page_copies = []
 
     def _next_call(self) -> list[int]:
         """The slots of the next prefill call: the first that can go on, and others of its kind."""
-        able = [slot for slot in self._pending if slot not in self._after]
+        able = [slot for slot in self._pending if slot not in self._after and slot not in self._paused]
         fresh = [slot for slot in able if self._running[slot].cached == 0]
         kind = fresh if fresh[:1] == able[:1] else [slot for slot in able if self._running[slot].cached]
         return kind[: prefill_rows(len(kind))]
@@ -194,9 +309,11 @@ class Engine:
             seen = request.seen(request.cached, request.cached + C + programs.ahead)
             tokens[row, : len(seen)] = seen
             starts[row], lengths[row] = request.cached, request.needed
-        self._cache = programs.prefill(self._weights(), self._whole(), rows, tokens, starts, lengths, fresh=fresh)
+        tables = self._tables([*chosen, *[None] * (P - len(chosen))])
+        self._cache = programs.prefill(self._weights(), self._whole(), rows, tokens, starts, lengths, tables, fresh=fresh)
         for slot, request in zip(chosen, requests, strict=True):
-            self._begin(slot, min(request.needed, request.cached + C))
+            if slot not in self._paused:  # for one before it
+                self._begin(slot, min(request.needed, request.cached + C))
         self.counts["prefill"] += int(sum(np.minimum(lengths - starts, C)))
         return P * C
 
@@ -209,13 +326,20 @@ class Engine:
 
     def _view_fits(self, decoding: list[int]) -> bool:
         """Whether a dispatch can go on from the last one: with the rows it left, and no change that the device does not know of."""
-        return bool(decoding) and self._slots is not None and self._size(len(decoding)) == len(self._view.rows)
+        return self._slots is not None and self._size(decoding) == len(self._view.rows)
 
-    def _size(self, rows: int) -> int:
+    def _size(self, decoding: list[int]) -> int:
+        """Rows of a dispatch of these slots, of which each part of the cache has as many."""
+        rows = self._rows.parts * max(Counter(map(self._rows.part, decoding)).values())
         return next(size for size in self.programs.sizes if size >= rows)
 
     def _dispatch(self) -> None:
         """Starts a dispatch if there is something to decode."""
+        steps = self._steps(self._decoding)
+        for slot in self._decoding:
+            if slot not in self._paused:
+                self._make_room(slot, self._end(self._running[slot], steps))
+        self._copy()
         decoding = self._decoding
         if not decoding:
             return
@@ -229,9 +353,12 @@ class Engine:
         size, part = len(self._view.rows), self._view.part
         refill = len(decoding) - 1 - size // REFILL_SHARE
         smaller = max((s for s in self.programs.sizes if s < size), default=0)
-        watched = any(self._running[slot].params.stop for slot in decoding)
-        steps = min(self.programs.dispatch, WATCHED_STEPS) if watched else self.programs.dispatch
+        if smaller >= len(decoding):  # they are not spread evenly over the parts
+            smaller //= self._rows.parts
         limits = steps, refill if self._following or self._pending else smaller
+        tables = self._tables(self._view.rows)
+        if tables is not None:
+            self._slots = self.programs.seated(self._slots, self._numbers(self._view.rows), tables)
         given = self._cache if part is None else part
         cache, self._slots, made = self.programs.decode(self._weights(), given, self._slots, limits)
         if part is None:
@@ -243,15 +370,18 @@ class Engine:
 
     def _arrange(self, decoding: list[int]) -> None:
         """Makes a view of these slots. A view that has them all and no row too many stays as it is."""
-        size = self._size(len(decoding))
+        size = self._size(decoding)
         if self._view and len(self._view.rows) == size and set(decoding) <= set(self._view.rows):
             return
         cache, self._slots = self._whole(), None
         if size == self.programs.slots:
             self._view = _View(tuple(range(size)), None)
             return
-        rows = (*decoding, *[None] * (size - len(decoding)))
-        self._view = _View(rows, self.programs.enter(cache, self._numbers(rows)))
+        rows: list[int | None] = []
+        for part in range(self._rows.parts):
+            rows += [slot for slot in decoding if self._rows.part(slot) == part]
+            rows += [None] * ((part + 1) * size // self._rows.parts - len(rows))
+        self._view = _View(tuple(rows), self.programs.enter(cache, self._numbers(rows)) if self.programs.copies_views else None)
 
     def _whole(self):
         """The whole cache, with what a view has written in its place again."""
@@ -265,6 +395,17 @@ class Engine:
     def _numbers(self, rows: Sequence[int | None]) -> np.ndarray:
         """The slots of these rows as programs take them; padding has numbers past the end, each its own."""
         return np.asarray([self.programs.slots + n if slot is None else slot for n, slot in enumerate(rows)], np.int32)
+
+    def _tables(self, rows: Sequence[int | None]) -> np.ndarray | None:
+        """The pages of these rows, int32[s, M]; None over a cache without."""
+        width = self.programs.table_width
+        if width is None:
+            return None
+        tables = np.zeros((len(rows), width), np.int32)
+        for row, slot in enumerate(rows):
+            pages = [] if slot is None else self._rows.pages(slot)
+            tables[row, : len(pages)] = pages
+        return tables
 
     def _land(self, flight: _Flight) -> list[int]:
         """Takes what a dispatch made; the slots that ended."""
@@ -312,8 +453,8 @@ class Engine:
 
     def forget(self) -> None:
         """Lets no prompt begin with entries of earlier ones."""
+        self._clear_shelf()
         self._rows.forget()
-        self._shelf = None
 
 
 def stop_width(tokens: int) -> int:

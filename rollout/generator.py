@@ -23,7 +23,11 @@ from rollout.weights import QuantizedWeights
 
 @dataclass(frozen=True)
 class GeneratorOptions:
-    """prefill_chunk: prompt tokens of one prefill call. tokens_per_dispatch: most decoding steps between two looks of the host.
+    """cache: `contiguous`, max_length tokens for every slot, or `paged`: pages of `page_size` tokens that slots take as they need
+    them. pages: how many there are; None: as many as full slots need, or as half of the memory that is left has room for. rings:
+    layers with a window keep only what it can see (docs/caches.md).
+
+    prefill_chunk: prompt tokens of one prefill call. tokens_per_dispatch: most decoding steps between two looks of the host.
     prefill_budget: prompt tokens that are read in between two dispatches while others decode; None: as many as a dispatch of all
     slots makes.
 
@@ -33,9 +37,12 @@ class GeneratorOptions:
     of their tokens (models with a mixture of experts only).
     """
 
-    cache: Literal["contiguous"] = "contiguous"
+    cache: Literal["contiguous", "paged"] = "contiguous"
+    page_size: int = 32
+    pages: int | None = None
+    rings: bool = False
     prefill_chunk: int = 256
-    tokens_per_dispatch: int = 64
+    tokens_per_dispatch: int = 128
     prefill_budget: int | None = None
     speculative: int = 0
     weights: StoredType | None = None
@@ -46,8 +53,10 @@ class GeneratorOptions:
         for name in ("weights", "kv_cache"):
             if getattr(self, name) not in (None, *TYPES):
                 raise ValueError(f"GeneratorOptions.{name}: {getattr(self, name)!r} is none of {', '.join(TYPES)}")
-        if self.cache != "contiguous":
-            raise ValueError(f"GeneratorOptions.cache: {self.cache!r} is not available; use 'contiguous'")
+        if self.cache not in ("contiguous", "paged"):
+            raise ValueError(f"GeneratorOptions.cache: {self.cache!r} is neither 'contiguous' nor 'paged'")
+        if self.page_size < 1 or (self.pages is not None and self.pages < 2):
+            raise ValueError("GeneratorOptions: page_size must be at least 1 and pages at least 2")
         if self.prefill_chunk < 1 or self.tokens_per_dispatch < 1:
             raise ValueError("GeneratorOptions: prefill_chunk and tokens_per_dispatch must be at least 1")
         if self.speculative < 0:

@@ -1,9 +1,10 @@
 """The compiled programs of a generator: an empty cache, prefill, copies between rows, and decoding.
 
-The cache has S rows, one for each slot. Decoding runs on s = 1, 2, 4, ... S of them: fewer than S are gathered into a cache of
-their own first (`enter`) and written back when the engine goes on with others (`leave`).
+A contiguous cache has S rows, one for each slot. Decoding runs on s = 1, 2, 4, ... S of them: fewer than S are gathered into a
+cache of their own first (`enter`) and written back when the engine goes on with others (`leave`). Over a paged cache a call of s
+rows is given their pages, and gathers only their states of fixed size.
 
-s rows of one call, P prompts of one prefill, C tokens of one prefill call, K decoding steps of one dispatch, V vocabulary.
+s rows of one call, P prompts of one prefill, C tokens of one prefill call, K decoding steps of one dispatch, M pages of a row.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -24,9 +26,13 @@ from policy import cache as caches
 from policy import modes
 from policy.cache import Step
 from policy.decoding import laid_out
+from policy.pages import Pages
+from policy.rings import WithRings
 from policy.sharding import settle
+from rollout.pages import Copy, PagedRows, PageTable
+from rollout.pool import PoolSize, choose_pool
 from rollout.sampling import Draws, SamplingParams, choose
-from rollout.scheduler import WORTH_A_COPY
+from rollout.scheduler import WORTH_A_COPY, Rows
 
 if TYPE_CHECKING:
     from rollout.generator import GeneratorOptions
@@ -61,7 +67,8 @@ class Made(NamedTuple):
 class Slots:
     """What decoding knows of its rows. int32[s] each: token to feed next, tokens already cached, tokens still to make, ids of the
     draw, and 1 where in use. `stops` int32[s, W]: tokens that end a completion, -1 for none. `draws`: how tokens are drawn.
-    `recent` int32[s, Programs.recent]: the last tokens of each row, the one to feed among them, where decoding wants them."""
+    `recent` int32[s, Programs.recent]: the last tokens of each row, the one to feed among them, where decoding wants them. Over a
+    paged cache `rows` int32[s] are the slots (past the end: padding), and `pages` int32[s, M] their pages."""
 
     token: jax.Array
     cached: jax.Array
@@ -72,22 +79,25 @@ class Slots:
     stops: jax.Array
     draws: Draws
     recent: jax.Array | None = None
+    rows: jax.Array | None = None
+    pages: jax.Array | None = None
 
 
 class Programs:
     """One token a step. Caches are donated to the programs.
 
-    `ahead`: tokens past those of a prefill call that it wants to see; `recent`: last tokens of each row that decoding does.
+    `ahead`: tokens past those of a prefill call that it wants to see; `recent`: last tokens of each row that decoding does;
+    `drafts`: tokens past a request's last that it may write.
     `records`: whether the cache keeps the experts of each token.
     """
 
-    ahead = recent = 0
+    ahead = recent = drafts = 0
 
     def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int):
         self.records = options.record_routes
         if self.records:
             graph = graph.at(record=(*graph.runtime.record, "routes"))
-        self.graph, self.dispatch, self._kv_cache = graph, options.tokens_per_dispatch, options.kv_cache
+        self.graph, self.dispatch, self._options = graph, options.tokens_per_dispatch, options
         self.slots, self.max_length = slots, max_length
         self.chunk = min(options.prefill_chunk, max_length)
         self._scan = jax.default_backend() != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
@@ -96,6 +106,7 @@ class Programs:
             "prefill": jax.jit(self._prefill_program, donate_argnums=1),
             "extend": jax.jit(self._extend_program, donate_argnums=1),
             "copy": jax.jit(self._copy_program, donate_argnums=0),
+            "copy_pages": jax.jit(caches.copy_pages, donate_argnums=0),
             "enter": jax.jit(self._enter_program),
             "leave": jax.jit(self._leave_program, donate_argnums=0),
             "decode": jax.jit(self._decode_program, donate_argnums=1),
@@ -109,8 +120,43 @@ class Programs:
 
     @property
     def rewinds(self) -> bool:
-        """Whether a row can be used up to any of its tokens: it keeps entries by position only."""
-        return all(caches.rewinds(spec, self.graph.config) for spec in self.graph.config.layers)
+        """Whether a row can be used up to any of its tokens: it keeps entries by position only, and all of them."""
+        return not self._options.rings and all(caches.rewinds(spec, self.graph.config) for spec in self.graph.config.layers)
+
+    @property
+    def paged(self) -> bool:
+        return self._options.cache == "paged"
+
+    @property
+    def copies_views(self) -> bool:
+        """Whether decoding on fewer rows than all has a cache of its own."""
+        return not self.paged
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether a slot that begins as another needs more than its pages."""
+        return not (self.paged and self.rewinds)
+
+    @property
+    def table_width(self) -> int | None:
+        """M; None where the cache is contiguous."""
+        return -(-(self.max_length + self.drafts) // self._options.page_size) if self.paged else None
+
+    @cached_property
+    def pool(self) -> PoolSize | None:
+        """The pages of the cache, chosen from the memory that is left when they are first asked for; None: it is contiguous."""
+        if not self.paged:
+            return None
+        shape, options = (self.slots, self.table_width, self._ways), self._options
+        return choose_pool(self._whole, self.graph.layout, shape, (options.pages, options.page_size))
+
+    def rows(self) -> Rows | PagedRows:
+        """What the engine knows of the slots of an empty cache."""
+        if not self.paged:
+            return Rows(self.slots, rewinds=self.rewinds)
+        number, parts = self.pool.pages.number, self._ways
+        tables = [PageTable(number // parts, self.pool.pages.size, n * number // parts) for n in range(parts)]
+        return PagedRows(self.slots, tables, rewinds=self.rewinds)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -129,10 +175,11 @@ class Programs:
     def empty(self):
         return self._run("empty", (), ())
 
-    def prefill(self, params, cache, rows, tokens_PC, starts, lengths, *, fresh: bool):
+    def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM, *, fresh: bool):
         """The cache with a chunk of prompts in these rows (past the end: nothing is written): tokens start .. start + C - 1 of
-        each, as far as its length goes. `fresh`: every start is 0, and what the rows held is of no matter."""
-        given = rows, tokens_PC, starts, lengths
+        each, as far as its length goes. `fresh`: every start is 0, and what the rows held is of no matter. `pages`: those of the
+        rows, None where the cache is contiguous."""
+        given = rows, tokens_PC, starts, lengths, pages_PM
         return self._run("prefill" if fresh else "extend", tokens_PC.shape, (params, cache, *given))
 
     def copy(self, cache, pairs: Sequence[tuple[int, int]]):
@@ -144,17 +191,27 @@ class Programs:
             cache = self._run("copy", (), (cache, array, np.int32(len(some))))
         return cache
 
+    def copy_pages(self, cache, copies: Sequence[Copy]):
+        """The cache after copying pages. No page is the target of two."""
+        for start in range(0, len(copies), self.slots):
+            some = copies[start : start + self.slots]
+            source, target = np.zeros(self.slots, np.int32), self.pool.pages.number + np.arange(self.slots, dtype=np.int32)
+            source[: len(some)], target[: len(some)] = zip(*((copy.source, copy.target) for copy in some), strict=True)
+            cache = self._run("copy_pages", (), (cache, source, target))
+        return cache
+
     def enter(self, cache, rows: np.ndarray):
-        """A cache of the rows alone. Those past the end are padding."""
+        """A cache of the rows alone, without what lies in pages. Those past the end are padding."""
         return self._run("enter", rows.shape, (cache, rows))
 
     def leave(self, cache, part, rows: np.ndarray):
         """The cache with its rows as they are in `part`."""
         return self._run("leave", rows.shape, (cache, part, rows))
 
-    def routes(self, cache, rows: int, row: int) -> dict[str, jax.Array]:
-        """The experts of all entries of a row (policy.cache.routes) of a cache of so many rows, on their way to the host."""
-        found = self._run("routes", (rows,), (cache, np.int32(row)))
+    def routes(self, cache, rows: int, row: int, pages_M: np.ndarray | None) -> dict[str, jax.Array]:
+        """The experts of all entries of a row (policy.cache.routes) of a cache of so many rows, on their way to the host. `pages`:
+        those of the row, None where the cache is contiguous."""
+        found = self._run("routes", (rows,), (cache, np.int32(row), pages_M))
         for array in found.values():
             array.copy_to_host_async()
         return found
@@ -212,25 +269,37 @@ class Programs:
             part = self._part(cache, s)
             for width in stops:
                 slots = jax.tree.map(jnp.asarray, self.slots_of([], s, width, 0))
+                if self.paged:
+                    slots = self.seated(slots, np.zeros(s, np.int32), np.zeros((s, self.table_width), np.int32))
                 yield ("decode", s, width), (params, part, slots, _int((2,)))
         lengths = self.prefill_lengths(longest)
         for P in (rows for rows in PREFILL_ROWS if rows <= prefill_rows(self.slots)):
             for C in lengths:
                 shape = (P, C + self.ahead)
-                given = (params, cache, _int((P,)), _int(shape), _int((P,)), _int((P,)))
+                pages = _int((P, self.table_width)) if self.paged else None
+                given = (params, cache, _int((P,)), _int(shape), _int((P,)), _int((P,)), pages)
                 yield ("prefill", *shape), given
                 if lengths[-1] == C and longest - 1 > min(WORTH_A_COPY, self.chunk):
                     yield ("extend", *shape), given
-        for s in sorted({*self.sizes[:-1], *(() if self.rewinds else (1,))}):
+        for s in sorted({*(self.sizes[:-1] if self.copies_views else ()), *(() if self.rewinds else (1,))}):
             yield ("enter", s), (cache, _int((s,)))
-            yield ("leave", s), (cache, self._part(cache, s), _int((s,)))
-        for s in self.sizes if self.records else ():
-            yield ("routes", s), (self._part(cache, s), _int(()))
-        yield ("copy",), (cache, _int((self.slots, 2)), _int(()))
+            yield ("leave", s), (cache, self._rows_alone(cache, s), _int((s,)))
+        if self.copies_rows:
+            yield ("copy",), (cache, _int((self.slots, 2)), _int(()))
+        if self.paged:
+            yield ("copy_pages",), (cache, _int((self.slots,)), _int((self.slots,)))
+        if self.records:
+            pages = _int((self.table_width,)) if self.paged else None
+            for s in self.sizes if self.copies_views else (self.slots,):
+                yield ("routes", s), (self._part(cache, s), _int(()), pages)
         yield ("empty",), ()
 
     def _part(self, cache, rows: int):
-        return cache if rows == self.slots else self._placed(jax.eval_shape(self._jitted["enter"], cache, _int((rows,))))
+        """What decoding on so many rows is given."""
+        return cache if rows == self.slots or not self.copies_views else self._rows_alone(cache, rows)
+
+    def _rows_alone(self, cache, rows: int):
+        return self._placed(jax.eval_shape(self._jitted["enter"], cache, _int((rows,))))
 
     def prefill_lengths(self, longest: int) -> list[int]:
         """Tokens of the prefill calls that a prompt of `longest` tokens, and shorter ones, can need."""
@@ -239,9 +308,13 @@ class Programs:
             found.append(min(2 * found[-1], self.chunk))
         return found
 
-    def _placed(self, tree):
+    def _placed(self, cache):
         layout = self.graph.layout
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=layout.sharding(caches.AXES, a.shape)), tree)
+
+        def placed(axes, array):
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout.sharding(axes, array.shape))
+
+        return caches.by_axes(placed, cache)
 
     # What is compiled.
 
@@ -249,42 +322,52 @@ class Programs:
         return caches.constrained(cache, self.graph.layout)
 
     def _empty_program(self):
-        return self._pinned(self._empty(self.slots, self.max_length))
+        return self._pinned(self._whole(self.pool.pages if self.paged else self.max_length))
 
-    def _empty(self, rows: int, length: int):
-        dtype, kind = self.graph.runtime.dtype, self._kv_cache
+    def _whole(self, length: int | Pages):
+        """An empty cache of all slots. Rings have room for the most tokens of a call, and for those that may be taken back."""
+        room = max(self.chunk, 1 + self.drafts) + self.drafts
+        return self._empty(self.slots, WithRings(length, room) if self._options.rings else length)
+
+    def _empty(self, rows: int, length: int | Pages | WithRings):
+        dtype, kind = self.graph.runtime.dtype, self._options.kv_cache
         return caches.create(self.graph.config, rows, length, dtype, scan=self._scan, quantization=kind, routes=self.records)
 
-    def _prefill_program(self, params, cache, rows, tokens_PC, starts, lengths):
-        P, C = tokens_PC.shape
-        part = self._fill(params, self._empty(P, C - self.ahead), tokens_PC, starts, lengths)
-        return self._pinned(caches.insert(cache, part, rows, jnp.arange(P)))
+    def _prefill_program(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
+        P, C = tokens_PC.shape[0], tokens_PC.shape[1] - self.ahead
+        part = self._fill(params, self._empty(P, C), tokens_PC, starts, lengths, None)
+        return self._pinned(caches.insert(cache, part, rows, self._places(starts, lengths, C, pages_PM)))
 
-    def _extend_program(self, params, cache, rows, tokens_PC, starts, lengths):
-        part = self._fill(params, caches.rows_of(cache, rows), tokens_PC, starts, lengths)
+    def _extend_program(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
+        part = self._fill(params, caches.rows_of(cache, rows), tokens_PC, starts, lengths, pages_PM)
         return self._pinned(caches.with_rows(cache, part, rows))
 
-    def _fill(self, params, cache, tokens_PC, starts, lengths):
+    def _places(self, starts, lengths, C: int, pages_PM) -> Step:
+        """Where C tokens of each prompt sit."""
+        positions = starts[:, None] + jnp.arange(C)
+        return Step(positions, (positions < lengths[:, None]).astype(jnp.int32), pages=pages_PM)
+
+    def _fill(self, params, cache, tokens_PC, starts, lengths, pages_PM):
         """The cache of P rows with their tokens in it."""
-        positions = starts[:, None] + jnp.arange(tokens_PC.shape[1])
-        step = Step(positions, (positions < lengths[:, None]).astype(jnp.int32))
+        step = self._places(starts, lengths, tokens_PC.shape[1], pages_PM)
         with self.graph.precision():
             return modes.prefill(self.graph.decoder(params), tokens_PC, step, cache, self.graph.runtime)
 
     def _copy_program(self, cache, pairs, count):
-        def one(i, cache):
-            return jax.tree.map(lambda a: a.at[:, pairs[i, 1]].set(a[:, pairs[i, 0]]), cache)
+        def one(i, arrays):
+            return jax.tree.map(lambda a: a.at[:, pairs[i, 1]].set(a[:, pairs[i, 0]]), arrays)
 
-        return self._pinned(jax.lax.fori_loop(0, count, one, cache))
+        arrays = jax.lax.fori_loop(0, count, one, caches.without_pools(cache))
+        return self._pinned(caches.with_rows(cache, arrays, jnp.arange(self.slots)))
 
     def _enter_program(self, cache, rows):
-        return self._pinned(caches.rows_of(cache, rows))
+        return self._pinned(caches.without_pools(caches.rows_of(cache, rows)))
 
     def _leave_program(self, cache, part, rows):
         return self._pinned(caches.with_rows(cache, part, rows))
 
-    def _routes_program(self, cache, row):
-        return jax.lax.with_sharding_constraint(caches.routes(cache, row), self.graph.layout.replicated)
+    def _routes_program(self, cache, row, pages_M):
+        return jax.lax.with_sharding_constraint(caches.routes(cache, row, pages_M), self.graph.layout.replicated)
 
     def slots_of(self, requests: Sequence, size: int, width: int, seed: int) -> Slots:
         """The Slots of `size` rows, row i for request i; None and rows past the requests are idle. `width` is that of the stops."""
@@ -303,7 +386,21 @@ class Programs:
         layout = self.graph.layout
         return slots if layout.mesh.size == 1 else jax.device_put(slots, layout.replicated)
 
+    def seated(self, slots: Slots, rows: np.ndarray, pages_sM: np.ndarray) -> Slots:
+        """The rows over a paged cache."""
+        layout = self.graph.layout
+        if layout.mesh.size > 1:
+            rows, pages_sM = jax.device_put((rows, pages_sM), layout.replicated)
+        return replace(slots, rows=rows, pages=pages_sM)
+
     def _decode_program(self, params, cache, slots: Slots, limits):
+        part = caches.rows_of(cache, slots.rows) if self.paged else cache
+        part, after, made = self._steps(params, part, slots, limits)
+        cache = caches.with_rows(cache, part, slots.rows) if self.paged else part
+        return self._pinned(cache), jax.lax.with_sharding_constraint(after, self.graph.layout.replicated), made
+
+    def _steps(self, params, cache, slots: Slots, limits):
+        """(cache, Slots, Made) after decoding on a cache of s rows."""
         s, K = slots.token.shape[0], self.dispatch
         params = params if self._scan else laid_out(self.graph, params, s)
 
@@ -313,7 +410,7 @@ class Programs:
         def one(carry):
             i, cache, token, cached, left, active, tokens, logps = carry
             decoder = self.graph.decoder(params)
-            logits, cache = modes.autoregressive(decoder, token, cached, active, cache, self.graph.runtime)
+            logits, cache = modes.autoregressive(decoder, token, cached, active, cache, self.graph.runtime, slots.pages)
             new, logp = choose(logits, (slots.prompt_id, slots.sample, cached + 1), slots.draws)
             tokens = tokens.at[i].set(jnp.where(active, new, -1))
             logps = logps.at[i].set(jnp.where(active, logp, 0.0))
@@ -326,10 +423,7 @@ class Programs:
             start = (0, cache, slots.token, slots.cached, slots.left, slots.active != 0, *blank)
             _, cache, token, cached, left, active, tokens, logps = jax.lax.while_loop(go_on, one, start)
         after = replace(slots, token=token, cached=cached, left=left, active=active.astype(jnp.int32))
-        return self._pinned(cache), self._everywhere(after), Made(tokens, logps, tokens >= 0)
-
-    def _everywhere(self, slots: Slots) -> Slots:
-        return jax.lax.with_sharding_constraint(slots, self.graph.layout.replicated)
+        return cache, after, Made(tokens, logps, tokens >= 0)
 
 
 def prefill_rows(prompts: int) -> int:

@@ -97,6 +97,11 @@ class Queue:
 WORTH_A_COPY = 32
 
 
+def worth_a_copy(same: int, tokens: tuple[int, ...]) -> bool:
+    """Whether to begin these tokens with a copy of the first `same`."""
+    return same >= min(WORTH_A_COPY, max(1, len(tokens)))
+
+
 class Rows:
     """What the rows of a contiguous cache hold, and which of them are free.
 
@@ -105,9 +110,12 @@ class Rows:
     any of its tokens, and not only as far as it is filled, as states of fixed size can.
     """
 
+    parts = 1
+
     def __init__(self, slots: int, *, rewinds: bool):
         self.rewinds = rewinds
         self._free = dict.fromkeys(range(slots))  # those that were given up first stand first
+        self._old: set[int] = set()  # rows in use when everything was forgotten
         self._held: list[tuple[int, ...]] = [()] * slots
         self._begun: dict[tuple[int, ...], int] = {}  # the row that was last taken for these tokens
 
@@ -122,19 +130,21 @@ class Rows:
         if row is not None and self._same(row, tokens) == len(tokens):
             return row, len(tokens)
         found = max(((self._same(row, tokens), row in self._free, -row) for row in range(len(self._held))), default=(0, False, 0))
-        return (-found[2], found[0]) if found[0] >= min(WORTH_A_COPY, max(1, len(tokens))) else (-1, 0)
+        return (-found[2], found[0]) if worth_a_copy(found[0], tokens) else (-1, 0)
 
     def _same(self, row: int, tokens: tuple[int, ...]) -> int:
         held = self._held[row]
-        same = _common(held, tokens)
+        same = common(held, tokens)
         return same if self.rewinds or same == len(held) else 0
 
-    def take(self, row: int, tokens: tuple[int, ...]) -> int:
-        """A free row that will hold these tokens: `row` if it is free, else the one that was given up first."""
-        taken = row if row in self._free else next(iter(self._free))
+    def take(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
+        """(row, source, same): a free row that will hold these tokens, and the row whose first `same` entries it begins with. A row
+        that is free begins with its own; else the one that was given up first is taken."""
+        source, same = self.find(tokens)
+        taken = source if source in self._free else next(iter(self._free))
         del self._free[taken]
         self._held[taken], self._begun[tokens] = tokens, taken
-        return taken
+        return taken, source, same
 
     def moves(self, row: int) -> None:
         """The row goes on from what it was taken for."""
@@ -146,18 +156,43 @@ class Rows:
         if row in self._free:
             raise ValueError(f"row {row} is free already")
         self._free[row] = None
-        self._held[row] = tokens
+        self._held[row] = () if row in self._old else tokens
+        self._old.discard(row)
         if len(self._begun) > 4 * len(self._held):
             self._begun = {t: r for t, r in self._begun.items() if self._same(r, t) == len(t)}
 
     def forget(self) -> None:
         """What the rows hold is of no use any more. The next to be taken is the first, whatever ran before."""
         self._free = dict.fromkeys(sorted(self._free))
+        self._old = set(range(len(self._held))) - self._free.keys()
         self._held = [()] * len(self._held)
         self._begun.clear()
 
+    # What only pages need (rollout/pages.py): every row has room for all that it may hold.
 
-def _common(a: tuple, b: tuple) -> int:
+    def part(self, row: int) -> int:
+        return 0
+
+    def again(self, row: int, tokens: tuple[int, ...]) -> tuple[int, int]:
+        return -1, 0
+
+    def room(self, wanted) -> bool:
+        return True
+
+    def reserve(self, row: int, start: int, end: int) -> list:
+        return []
+
+    def share(self, source: int, row: int, same: int) -> None: ...
+
+    def filled(self, row: int, tokens: tuple[int, ...]) -> None: ...
+
+    def keep(self, row: int | None) -> None: ...
+
+    def begin_with_kept(self, row: int) -> bool:
+        return True
+
+
+def common(a: tuple, b: tuple) -> int:
     """Number of equal elements at the beginning of both."""
     if not a or not b or a[0] != b[0]:
         return 0

@@ -76,39 +76,37 @@ class SpeculativePrograms(Programs):
     def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int):
         check(graph.config)
         drafts = options.speculative
-        self._drafts, self.ahead = drafts, min(drafts, graph.config.multi_token_prediction.depth)
+        self.drafts, self.ahead = drafts, min(drafts, graph.config.multi_token_prediction.depth)
         self._window = drafts + self.ahead
         self.recent = self._window + 1
         super().__init__(graph, options, slots, max_length)
 
-    def _empty(self, rows: int, length: int):
-        config, kind = self.graph.config, (length, self.graph.runtime.dtype, self._kv_cache)
+    def _empty(self, rows: int, length):
+        config, kind = self.graph.config, (length, self.graph.runtime.dtype, self._options.kv_cache)
         main = super()._empty(rows, length)
         return main, caches.create_drafts(config, rows, kind, modules=self.ahead, window=self._window)
 
-    def _fill(self, params, cache, tokens_PC, starts, lengths_P):
+    def _fill(self, params, cache, tokens_PC, starts, lengths_P, pages_PM):
         """`tokens` are those of the call and `ahead` more: module k takes the token k places on."""
         C, runtime, (main, drafts) = tokens_PC.shape[1] - self.ahead, self.graph.runtime, cache
-        positions = starts[:, None] + jnp.arange(C)
-        step = Step(positions, (positions < lengths_P[:, None]).astype(jnp.int32))
-        layers = []
+        step, layers = self._places(starts, lengths_P, C, pages_PM), []
         with self.graph.precision():
             decoder = self.graph.decoder(params)
             _, main, aux = decoder(tokens_PC[:, :C], step, main, runtime)
             read = aux.mtp_input
             for k in range(1, self.ahead + 1):
-                known = (positions <= lengths_P[:, None] - k).astype(jnp.int32)
-                seat = Step(positions, step.segments * known, tokens=tokens_PC[:, k : k + C])
-                read, _, view, _ = predict(decoder, k, read, seat, LayerCache(drafts.layers[k - 1], 0), runtime)
+                known = (step.positions <= lengths_P[:, None] - k).astype(jnp.int32)
+                seat = replace(step, segments=step.segments * known, tokens=tokens_PC[:, k : k + C])
+                read, _, view, _ = predict(decoder, k, read, seat, LayerCache(drafts.layers[k - 1], 0, pages_PM), runtime)
                 layers.append(view.arrays)
             hidden = _slide(drafts.hidden[0, :, 0], aux.mtp_input, step.segments.sum(axis=1))
         return main, Drafts(tuple(layers), hidden[None, :, None])
 
-    def _routes_program(self, cache, row):
-        return super()._routes_program(cache[0], row)
+    def _routes_program(self, cache, row, pages_M):
+        return super()._routes_program(cache[0], row, pages_M)
 
-    def _decode_program(self, params, cache, slots: Slots, limits):
-        S, N = slots.token.shape[0], self.dispatch * (self._drafts + 1)
+    def _steps(self, params, cache, slots: Slots, limits):
+        S, N = slots.token.shape[0], self.dispatch * (self.drafts + 1)
 
         def go_on(state):
             return (state.step < limits[0]) & (jnp.sum(state.active) > limits[1])
@@ -133,8 +131,8 @@ class SpeculativePrograms(Programs):
             )
             state = jax.lax.while_loop(go_on, one, state)
         now = {"cached": state.cached, "left": state.left, "active": state.active.astype(jnp.int32), "recent": state.recent}
-        after = self._everywhere(replace(slots, token=state.recent[:, -1], **now))
-        return self._pinned(state.cache), after, Made(state.tokens.T, state.logprobs.T, state.opens.T)
+        after = replace(slots, token=state.recent[:, -1], **now)
+        return state.cache, after, Made(state.tokens.T, state.logprobs.T, state.opens.T)
 
     def _draft(self, decoder, state: _State, slots: Slots) -> tuple[jax.Array, _State]:
         """(drafts int32[S, d], the state with the modules' caches as the drafts left them)."""
@@ -142,12 +140,13 @@ class SpeculativePrograms(Programs):
         runtime, softcap, active = self.graph.runtime, self.graph.config.logit_softcap, state.active[:, None]
         at = state.cached[:, None] + jnp.arange(-self._window, 0)
         tokens, read, layers, drafted = state.recent[:, 1:], drafts.hidden[0, :, 0], list(drafts.layers), []
-        for k in range(1, self._drafts + 1):
+        for k in range(1, self.drafts + 1):
             module = min(k, self.ahead)
             if k > module:  # the last module again, on its own last state and the last draft
                 at, tokens, read = at[:, -1:] + 1, tokens[:, -1:], read[:, -1:]
-            step = Step(jnp.maximum(at, 0), (active & (at >= 0)).astype(jnp.int32), tokens=tokens)
-            read, normed, view, _ = predict(decoder, module, read, step, LayerCache(layers[module - 1], 0), runtime)
+            step = Step(jnp.maximum(at, 0), (active & (at >= 0)).astype(jnp.int32), tokens=tokens, pages=slots.pages)
+            view = LayerCache(layers[module - 1], 0, slots.pages)
+            read, normed, view, _ = predict(decoder, module, read, step, view, runtime)
             layers[module - 1] = view.arrays
             logits = head.logits(normed[:, -1], decoder.head_weight, softcap)
             new, _ = choose(logits, (slots.prompt_id, slots.sample, state.cached + k), slots.draws)
@@ -158,11 +157,11 @@ class SpeculativePrograms(Programs):
 
     def _verify(self, decoder, state: _State, drafted, slots: Slots) -> _State:
         """The state after a step: the decoder's tokens up to the first that was not drafted."""
-        (main, drafts), T = state.cache, self._drafts + 1
+        (main, drafts), T = state.cache, self.drafts + 1
         S, place = drafted.shape[0], jnp.arange(T)
         fed = jnp.concatenate([state.recent[:, -1:], drafted], axis=1)
         fits = state.active[:, None] & (place < state.left[:, None])
-        step = Step(state.cached[:, None] + place, fits.astype(jnp.int32))
+        step = Step(state.cached[:, None] + place, fits.astype(jnp.int32), pages=slots.pages)
         logits, main, aux = modes.verify(decoder, fed, step, main, self.graph.runtime)
         each = jnp.repeat(slots.prompt_id, T), jnp.repeat(slots.sample, T), (step.positions + 1).reshape(-1)
         new, logp = (a.reshape(S, T) for a in choose(logits.reshape(S * T, -1), each, slots.draws.repeat(T)))

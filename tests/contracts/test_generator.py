@@ -40,8 +40,8 @@ def model_of(name, **runtime):
 
 
 @functools.cache
-def generator_of(name, slots=6, tokens_per_dispatch=16, prefill_chunk=256):
-    options = GeneratorOptions(tokens_per_dispatch=tokens_per_dispatch, prefill_chunk=prefill_chunk)
+def generator_of(name, slots=6, **options):
+    options = GeneratorOptions(**{"tokens_per_dispatch": 16, "prefill_chunk": 256} | options)
     return Generator(model_of(name), max_length=WIDTH, slots=slots, seed=5, options=options)
 
 
@@ -195,12 +195,22 @@ def test_greedy_decoding_equals_that_of_transformers(kind, tmp_path):
 
 # Two that share nothing: grouped heads with a window, and latent attention with experts.
 BOTH = ("qwen3-window", "deepseek-v3-groups-yarn")
+PAGED = {"cache": "paged", "page_size": 8}
+# Pages for two of the six longest rows: requests pause, and are read in again.
+FEW_PAGES = PAGED | {"pages": 15, "prefill_chunk": 7}
 WAYS = {
-    "deepseek-v3-groups-yarn": [{"prefill_chunk": 7}, {"slots": 3, "tokens_per_dispatch": 5, "prefill_chunk": 32}],
-    "qwen3-window": [{"slots": 16, "prefill_chunk": 7}, {"slots": 1, "tokens_per_dispatch": 5}, {"tokens_per_dispatch": 1}],
+    "deepseek-v3-groups-yarn": [{"prefill_chunk": 7}, {"slots": 3, "tokens_per_dispatch": 5, "prefill_chunk": 32}, FEW_PAGES],
+    "qwen3-window": [
+        {"slots": 16, "prefill_chunk": 7},
+        {"slots": 1, "tokens_per_dispatch": 5},
+        {"rings": True, "prefill_chunk": 7},
+    ],
 }
 MORE_WAYS = [
-    {"slots": slots, "tokens_per_dispatch": dispatch, "prefill_chunk": chunk} for slots, dispatch, chunk in [(3, 5, 1), (16, 1, 7)]
+    {"slots": 3, "tokens_per_dispatch": 5, "prefill_chunk": 1},
+    FEW_PAGES | {"rings": True},
+    {"slots": 16, "tokens_per_dispatch": 1, "prefill_chunk": 7},
+    PAGED | {"page_size": 5, "slots": 3},
 ]
 # One way for each model, in turns.
 MODELS_AND_WAYS = [pytest.param(*pair, id=pair[0]) for pair in zip(MODELS, itertools.cycle(MORE_WAYS), strict=False)]
@@ -211,6 +221,7 @@ def check_way(name, way):
     for temperature in (0, 1.0):
         found = generator.generate(PROMPTS, SamplingParams(max_new_tokens=NEW, temperature=temperature))
         assert_same(found, baseline(name, temperature), tolerance_of(name))
+    assert bool(generator.engine.counts["preempted"]) == ("pages" in way)
 
 
 @pytest.mark.parametrize(("name", "way"), [(name, way) for name, ways in WAYS.items() for way in ways], ids=str)

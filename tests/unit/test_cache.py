@@ -92,9 +92,9 @@ def test_insert_copies_rows_of_a_shorter_cache_to_slots():
         return jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), empty)
 
     cache, prefix = filled(4, C, 0), filled(2, 5, 1)
-    slots, rows = np.array([2, 0, 4, 5]), np.array([1, 0, 0, 0])  # 4 and 5 lie past the end
-    found = jax.jit(caches.insert)(cache, prefix, slots, rows)
+    prefix = jax.tree.map(lambda a: a[:, [1, 0, 0, 0]], prefix)
+    found = jax.jit(caches.insert)(cache, prefix, np.array([2, 0, 4, 5]))  # 4 and 5 lie past the end
     for before, source, after in zip(*(jax.tree.leaves(tree) for tree in (cache, prefix, found)), strict=True):
         expected = before.copy()
-        expected[:, 2, :, :5], expected[:, 0, :, :5] = source[:, 1], source[:, 0]
+        expected[:, 2, :, :5], expected[:, 0, :, :5] = source[:, 0], source[:, 1]
         np.testing.assert_array_equal(after, expected)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import rollout.scheduler
 from rollout.engine import Engine
+from rollout.pages import PagedRows, PageTable
 from rollout.programs import Made
 from rollout.sampling import SamplingParams
 from rollout.scheduler import Queue, Request, Rows
@@ -34,12 +35,17 @@ class Simulation:
     """The programs over a cache that is a tuple of rows, each the tokens that it holds. `rewinds` False: a row can only be used
     as far as it is filled, as with states of fixed size."""
 
-    ahead, dispatch, chunk, records = 0, 3, CHUNK, True
+    ahead, dispatch, chunk, drafts, records = 0, 3, CHUNK, 0, True
+    copies_views = copies_rows = True
+    table_width = None
 
     def __init__(self, slots: int, rewinds: bool):
         self.slots, self.rewinds = slots, rewinds
         self.sizes = (*(1 << n for n in range(slots.bit_length()) if 1 << n < slots), slots)
         self.prefilled, self.dispatches = 0, []
+
+    def rows(self):
+        return Rows(self.slots, rewinds=self.rewinds)
 
     def empty(self):
         return ((),) * self.slots
@@ -47,7 +53,7 @@ class Simulation:
     def prefill_lengths(self, longest):
         return [2] if longest <= 3 else [2, CHUNK]
 
-    def prefill(self, params, cache, rows, tokens, starts, lengths, *, fresh):
+    def prefill(self, params, cache, rows, tokens, starts, lengths, tables, *, fresh):
         cache = list(cache)
         for row, given_tokens, start, length in zip(rows, tokens.tolist(), starts, lengths, strict=True):
             if row >= self.slots:
@@ -78,8 +84,8 @@ class Simulation:
                 cache[row] = held
         return tuple(cache)
 
-    def routes(self, cache, rows, row):
-        assert len(cache) == rows
+    def routes(self, cache, rows, row, pages):
+        assert len(cache) == rows and pages is None
         return cache[row]
 
     def slots_of(self, requests, size, width, seed):
@@ -110,13 +116,104 @@ class Row:
     active: bool = True
 
 
+class PagedSimulation(Simulation):
+    """The same over pages: a dict of the tokens up to each place of each page, beside states by slot where there are some."""
+
+    copies_views = False
+
+    def __init__(self, slots: int, rewinds: bool, pages: int, size: int, parts: int = 1):
+        super().__init__(slots, rewinds)
+        self.sizes = tuple(s for s in self.sizes if s % parts == 0)
+        self.copies_rows, self.size, self.number, self.parts = not rewinds, size, pages, parts
+        self.table_width = pages // parts
+
+    def rows(self):
+        each = self.number // self.parts
+        return PagedRows(self.slots, [PageTable(each, self.size, n * each) for n in range(self.parts)], rewinds=self.rewinds)
+
+    def empty(self):
+        return {}, ((),) * self.slots
+
+    def held(self, cache, slot, table, count):
+        """The first `count` entries of a row."""
+        places, states = cache
+        assert self.rewinds or len(states[slot]) == count
+        found = places[self.place(table, count - 1)] if count else ()
+        assert all(places[self.place(table, i)] == found[: i + 1] for i in range(count)) and len(found) == count
+        assert self.rewinds or states[slot] == found
+        return found
+
+    def place(self, table, i):
+        page = int(table[i // self.size])
+        assert page % (self.number // self.parts), "a page that is nobody's"
+        return page, i % self.size
+
+    def prefill(self, params, cache, rows, tokens, starts, lengths, tables, *, fresh):
+        for slot, given_tokens, start, length, table in zip(rows, tokens.tolist(), starts, lengths, tables, strict=True):
+            if slot < self.slots:
+                if fresh:
+                    cache = self.written(cache, slot, None)
+                seen = (*self.held(cache, slot, table, start), *given_tokens[: length - start])
+                for i in range(start, len(seen)):
+                    cache[0][self.place(table, i)] = seen[: i + 1]
+                cache = self.written(cache, slot, seen)
+                self.prefilled += len(seen) - start
+        return cache
+
+    def written(self, cache, slot, state):
+        return cache[0], tuple((state or ()) if n == slot else held for n, held in enumerate(cache[1]))
+
+    def copy(self, cache, pairs):
+        return cache[0], super().copy(cache[1], pairs)
+
+    def copy_pages(self, cache, copies):
+        assert len({copy.target for copy in copies}) == len(copies)
+        before = dict(cache[0])
+        for copy in copies:
+            cache[0].update({(copy.target, i): before[copy.source, i] for i in range(self.size) if (copy.source, i) in before})
+        return cache
+
+    def enter(self, cache, rows):
+        return super().enter(cache[1], rows)
+
+    def leave(self, cache, part, rows):
+        return cache[0], super().leave(cache[1], part, rows)
+
+    def routes(self, cache, rows, row, pages):
+        places = ((page, i) for page in pages.tolist() for i in range(self.size))
+        return tuple(cache[0][place][-1] for place in places if place in cache[0])
+
+    def slots_of(self, requests, size, width, seed):
+        return super().slots_of(requests, size, width, seed), None, None
+
+    def seated(self, slots, rows, tables):
+        for row, slot in enumerate(rows.tolist()):
+            part = row * self.parts // len(rows)
+            assert slot >= self.slots or slot * self.parts // self.slots == part, "a row in another part than its slot"
+            assert all(p == 0 or p * self.parts // self.number == slot * self.parts // self.slots for p in tables[row].tolist())
+        return slots[0], rows, tables
+
+    def decode(self, params, cache, slots, limits):
+        rows, numbers, tables = slots
+        views = [self.held(cache, n, t, len(r.seen) - 1) if r and r.active else () for r, n, t in zip(*slots, strict=True)]
+        after, rows, made = super().decode(params, tuple(views), rows, limits)
+        for row, slot, table, held, view in zip(rows, numbers, tables, after, views, strict=True):
+            for i in range(len(view), len(held)) if row else ():
+                cache[0][self.place(table, i)] = held[: i + 1]
+            if row and row.active or len(held) > len(view):
+                cache = self.written(cache, slot, held)
+        return cache, (rows, numbers, tables), made
+
+
 class Array:
     """Stands for the weights; another one stands for others."""
 
 
-def engine_of(slots, rewinds=True, budget=6):
+def engine_of(slots, rewinds=True, budget=6, pages=None):
+    """`pages`: (number, tokens of each, parts)."""
     weights = {"w": Array()}
-    return Engine(Simulation(slots, rewinds), lambda: weights, 0, stop_string=None, prefill_budget=budget), weights
+    programs = PagedSimulation(slots, rewinds, *pages) if pages else Simulation(slots, rewinds)
+    return Engine(programs, lambda: weights, 0, stop_string=None, prefill_budget=budget), weights
 
 
 def turn(engine, queue):
@@ -138,10 +235,27 @@ ARRIVAL = st.tuples(st.just("arrive"), st.integers(0, len(PROMPTS) - 1), st.inte
 OTHER = st.tuples(st.sampled_from(["turn", "turn", "turn", "cancel", "continue", "weights"]), st.integers(0, 10_000))
 
 
-@settings(max_examples=400, deadline=None)
-@given(slots=st.integers(1, 9), rewinds=st.booleans(), budget=st.integers(1, 20), events=st.lists(ARRIVAL | OTHER, max_size=30))
-def test_every_request_gets_its_own_completion_whatever_happens_beside_it(slots, rewinds, budget, events):
-    (engine, weights), queue, alive, done = engine_of(slots, rewinds, budget), Queue(), [], []
+# (pages, tokens of each, parts): room for the longest of the requests below in each part, and for little more.
+LONGEST = 52
+POOL = st.builds(
+    lambda size, more, parts: (parts * (1 + -(-LONGEST // size) + more), size, parts),
+    st.integers(1, 9),
+    st.integers(0, 20),
+    st.sampled_from([1, 1, 2]),
+)
+
+
+@settings(max_examples=800, deadline=None)
+@given(
+    slots=st.integers(1, 9),
+    rewinds=st.booleans(),
+    budget=st.integers(1, 20),
+    pages=st.none() | POOL,
+    events=st.lists(ARRIVAL | OTHER, max_size=30),
+)
+def test_every_request_gets_its_own_completion_whatever_happens_beside_it(slots, rewinds, budget, pages, events):
+    slots += slots % pages[2] if pages else 0
+    (engine, weights), queue, alive, done = engine_of(slots, rewinds, budget, pages), Queue(), [], []
 
     def arrive(prompt, new, samples=1):
         made = [Request(prompt, SamplingParams(max_new_tokens=new, stop_token_ids=(STOP,))) for _ in range(samples)]
@@ -164,6 +278,8 @@ def test_every_request_gets_its_own_completion_whatever_happens_beside_it(slots,
             engine.cancel(request)
         elif event == "continue" and done:  # the next turn of a conversation
             request = done[number % len(done)]
+            if len(request.prompt) + len(request.tokens) + 7 > LONGEST:
+                continue
             arrive((*request.prompt, *request.tokens, 4, 4), 5)
         elif event == "weights":
             weights["w"] = Array()
@@ -177,6 +293,10 @@ def test_every_request_gets_its_own_completion_whatever_happens_beside_it(slots,
         assert request.finish == ("stop" if request.tokens[-1] == STOP else "length")
         assert len(request.tokens) == len(request.logprobs) == len(request.opens)
         assert request.routes[: request.needed] == request.seen(0, request.needed), "the routes of another request"
+    if pages:
+        engine.forget()
+        assert all(table.available == pages[0] // pages[2] - 1 for table in engine._rows._tables), "a page was lost"
+        return
     assert sorted(engine.insert(Request((1,))) for _ in range(slots)) == list(range(slots)), "a slot is given twice"
     with pytest.raises(ValueError, match="slots are in use"):
         engine.insert(Request((1,)))
@@ -276,7 +396,7 @@ class Hidden(Request):
         return self.length - len(self.tokens)
 
 
-@pytest.mark.parametrize("dispatch", [16, 64])
+@pytest.mark.parametrize("dispatch", [16, 128])
 def test_nine_of_ten_rows_make_a_token_where_lengths_have_a_long_tail(dispatch):
     """Log-normal with mean 32, at most 256; 256 requests over 32 slots. Slots that are only refilled reach 55 to 57% of these."""
     for seed in range(2):
@@ -303,7 +423,7 @@ def test_the_longest_expected_goes_first_and_groups_stay_together():
 
 def test_a_row_is_given_back_once():
     rows = Rows(2, rewinds=True)
-    row = rows.take(-1, (1, 2))
+    row, *_ = rows.take((1, 2))
     rows.give(row, (1, 2, 3))
     with pytest.raises(ValueError, match=f"row {row} is free already"):
         rows.give(row, ())
@@ -312,8 +432,8 @@ def test_a_row_is_given_back_once():
 @given(tokens=st.lists(st.integers(0, 2), max_size=12), others=st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=5))
 def test_the_row_that_holds_the_most_is_found(tokens, others):
     rows = Rows(6, rewinds=True)
-    for other in others:
-        rows.give(rows.take(-1, tuple(other)), tuple(other))
+    for row, *_, other in [(*rows.take(tuple(other)), other) for other in others]:
+        rows.give(row, tuple(other))
     row, same = rows.find(tuple(tokens))
     common = [
         next((i for i, (a, b) in enumerate(zip(o, tokens, strict=False)) if a != b), min(len(o), len(tokens))) for o in others
