@@ -15,11 +15,9 @@ from oracles import configuration, random_model, short
 
 from policy import cache as caches
 from policy import families, modes
-from policy.cache import Step
 from policy.config import Runtime
 from policy.layers.moe import bias_update
 from policy.layers.replay import UNKNOWN
-from policy.pages import Pages
 from rl import configcheck, events
 from rl.batch import pack
 from rl.config import RunConfig
@@ -28,6 +26,7 @@ from rl.rollouts import Problem, Rollouts, routes_of
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+SLOW = pytest.mark.slow
 
 SHARED = [7, 8, 9] * 12
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13], [*SHARED, 4], [*SHARED, 5, 6], [*SHARED, 4]]
@@ -78,66 +77,80 @@ def assert_close(one, other, but=()):
 # What is recorded.
 
 
-def generator(model, **options):
+def generator(model, slots=2, **options):
     options = {"prefill_chunk": 8, "tokens_per_dispatch": 4, "record_routes": True} | options
-    return Generator(model, max_length=64, slots=4, options=GeneratorOptions(**options))
+    return Generator(model, max_length=64, slots=slots, options=GeneratorOptions(**options))
 
 
-def assert_recorded_are_those_of_the_forward_pass(model, **options):
-    found = generator(model, **options).generate(PROMPTS, SAMPLED)
-    rows = [(prompt + c.tokens, c) for prompt, group in zip(PROMPTS, found, strict=True) for c in group]
+@functools.cache
+def recorded(model, params=SAMPLED, **options):
+    """(the generator, its completions of PROMPTS)."""
+    made = generator(model, **options)
+    return made, made.generate(PROMPTS, params)
+
+
+def assert_those_of_the_forward_pass(model, completions):
+    rows = [(prompt + c.tokens, c) for prompt, group in zip(PROMPTS, completions, strict=True) for c in group]
     data = pack([(ids, [0] * len(ids)) for ids, _ in rows], 64)
     expected = own_routes(model, data.tokens, data.segments)
-    recorded = routes_of([c for _, c in rows], data.tokens.shape[1])
+    found = routes_of([c for _, c in rows], data.tokens.shape[1])
     fed = np.arange(data.tokens.shape[1]) < np.asarray([len(ids) - 1 for ids, _ in rows])[:, None]
-    assert recorded.keys() == expected.keys() and recorded
-    for path, routes in recorded.items():
+    assert found.keys() == expected.keys() and found
+    for path, routes in found.items():
         assert routes.dtype == np.int8 and (routes[~fed] == UNKNOWN).all()
         same = np.sort(routes[fed], axis=-1) == np.sort(expected[path][fed], axis=-1)
         assert same.mean() > 0.99, f"{path}: {1 - same.mean():.3f} of the choices differ; rounding decides near ties only"
-    return found
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "DeepseekV3",
-        "Qwen3Next",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Mixtral", "GptOss", "Llama4", "Gemma4", "DeepseekV2")),
-    ],
-)
+FAMILIES = ("DeepseekV3", "DeepseekV2", "Qwen3Next", "Mixtral", "GptOss", "Llama4", "Gemma4")
+
+
+@pytest.mark.parametrize("kind", ["one layer", *(pytest.param(kind, marks=SLOW) for kind in FAMILIES)])
 def test_recorded_routes_are_those_of_the_whole_forward_pass(kind):
     """Prompts in chunks, shared, copied from one another, more requests than slots; completions of different lengths."""
-    model = random_model(families.read(short(kind)), seed=2)
-    assert any(spec.moe for spec in model.config.layers)
-    found = assert_recorded_are_those_of_the_forward_pass(model)
+    slots, model = 4, learners.experts()
+    if kind == "one layer":
+        slots = 2
+    else:
+        model = random_model(families.read(short(kind)), seed=2)
+    _, found = recorded(model, slots=slots)
+    assert_those_of_the_forward_pass(model, found)
     assert len({len(c.tokens) for group in found for c in group}) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["one layer", *(pytest.param(kind, marks=SLOW) for kind in ("DeepseekV3", "Qwen3Next"))])
+def test_pages_keep_routes_as_rows_do(kind):
+    """Pages of a prompt that others share, copies of them, and those that preempted requests are read into again."""
+    model = learners.experts() if kind == "one layer" else random_model(families.read(short(kind)), seed=2)
+    long = SamplingParams(n=2, max_new_tokens=26)
+    made, found = recorded(model, long, cache="paged", page_size=4, pages=20)
+    assert made.engine.counts["preempted"] > 0
+    assert_those_of_the_forward_pass(model, found)
+
+
+@SLOW
 def test_only_drafts_that_are_accepted_leave_routes():
     sizes = learners.SIZES | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "duet": {"multi_token_prediction": {"depth": 1}}}
     model = random_model(families.read(configuration("DeepseekV3", **sizes)), seed=2)
-    assert model.config.multi_token_prediction is not None
-    plain = generator(model).generate(PROMPTS, SAMPLED)
-    found = assert_recorded_are_those_of_the_forward_pass(model, speculative=2)
-    assert [[c.tokens for c in group] for group in found] == [[c.tokens for c in group] for group in plain]
+    for cache in ({}, {"cache": "paged", "page_size": 4}):
+        _, found = recorded(model, speculative=2, **cache)
+        assert_those_of_the_forward_pass(model, found)
+        assert any(c.steps < len(c.tokens) for group in found for c in group), "no draft was accepted"
+        assert any(c.steps > 1 for group in found for c in group), "no draft was taken back"
 
 
 def test_recording_changes_no_completion_and_without_it_nothing_is_kept():
-    model = learners.experts()
-    with_routes, without = generator(model), generator(model, record_routes=False)
-    kept, plain = (each.generate(PROMPTS, SAMPLED) for each in (with_routes, without))
-    for one, other in zip(plain, kept, strict=True):
-        assert [(c.tokens, c.logprobs) for c in one] == [(c.tokens, c.logprobs) for c in other]
+    (made, kept), (other, plain) = recorded(learners.experts(), slots=2), recorded(learners.experts(), record_routes=False)
+    assert [[(c.tokens, c.logprobs) for c in group] for group in kept] == [
+        [(c.tokens, c.logprobs) for c in group] for group in plain
+    ]
     assert plain[0][0].routes is None
-    caches_of = [jax.eval_shape(each.engine.programs._empty_program) for each in (with_routes, without)]
+    caches_of = [jax.eval_shape(each.engine.programs._empty_program) for each in (made, other)]
     names = [{name for stack in cache for part in stack for layer in part for name in layer} for cache in caches_of]
     assert names[0] - names[1] == {caches.ROUTES}
-    for cache, kept in zip(caches_of, (True, False), strict=True):
-        size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache))
-        assert size == 4 * 64 * caches.bytes_per_token(model.config, "float32", routes=kept)
-    assert "routes" not in {key[0] for key in without.engine.programs.compiled}
+    sizes = [sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache)) for cache in caches_of]
+    assert sizes[0] - sizes[1] == 2 * 64 * 2, "a byte for each of the 2 experts of a token"
+    assert "routes" not in {key[0] for key in other.engine.programs.compiled}
 
 
 def test_a_model_without_experts_has_nothing_to_record():
@@ -156,40 +169,11 @@ def test_the_smallest_numbers_that_hold_all_experts_are_kept(experts, bits):
     assert cache[0][0][0][caches.ROUTES].dtype == f"int{bits}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scan", [True, False])
-def test_pages_keep_routes_as_rows_do(scan):
-    """A prompt of 9 tokens in pages of 4, which another row's lie between; then two tokens one by one."""
-    model = groups()
-    graph, tokens = model.graph.at(record=("routes",)), np.random.default_rng(3).integers(0, learners.VOCAB, (2, 11))
-    table = jnp.asarray([[1, 3, 5], [2, 4, 6]])
-
-    @jax.jit
-    def run(params, tokens, step, cache):
-        with graph.precision():
-            return graph.decoder(params)(tokens, step, cache, graph.runtime)[1]
-
-    found = []
-    for length, pages in ((12, None), (Pages(7, 4), table)):
-        cache = caches.create(model.config, 2, length, "float32", scan=scan, routes=True)
-        for start, end in ((0, 9), (9, 10), (10, 11)):
-            at = jnp.broadcast_to(jnp.arange(start, end), (2, end - start))
-            cache = run(model.params, tokens[:, start:end], Step(at, jnp.ones_like(at), pages=pages), cache)
-        found.append([caches.routes(cache, row, None if pages is None else pages[row]) for row in range(2)])
-    expected = own_routes(model, tokens)
-    for row, (contiguous, paged) in enumerate(zip(*found, strict=True)):
-        for path, routes in expected.items():
-            np.testing.assert_array_equal(contiguous[path][:11], routes[row])
-            np.testing.assert_array_equal(paged[path][:11], routes[row])
-
-
 # What is replayed.
 
 
-MODELS = [learners.experts, pytest.param(groups, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("made", MODELS)
+@SLOW
+@pytest.mark.parametrize("made", [learners.experts, groups])
 def test_a_routers_own_routes_change_nothing(made):
     model, data = made(), batch()
     routes = own_routes(model, data.tokens, data.segments)
@@ -200,7 +184,8 @@ def test_a_routers_own_routes_change_nothing(made):
     assert_close(replayed, plain)
 
 
-@pytest.mark.parametrize("made", MODELS)
+@SLOW
+@pytest.mark.parametrize("made", [learners.experts, groups])
 def test_given_routes_are_packed_and_cut_as_their_tokens_are(made):
     model, data = made(), batch()
     data = data.replace(routes=random_routes(model, data, known=0.8))
@@ -214,7 +199,7 @@ def test_given_routes_are_packed_and_cut_as_their_tokens_are(made):
 
 def test_the_trainer_agrees_with_the_generator_until_its_weights_move():
     model = learners.experts()
-    found = generator(model).generate(PROMPTS, SAMPLED)
+    _, found = recorded(model, slots=2)
     data = Rollouts([Problem(None, ids) for ids in PROMPTS], range(len(PROMPTS)), found, None, {}, 0.0).batch(64, replay=True)
     advantages = np.random.default_rng(0).normal(size=len(data.tokens)).astype(np.float32)
     trainer, state = begin(model, stage("grpo", router_replay=True, optimizer={"learning_rate": 0.1}))
@@ -226,7 +211,7 @@ def test_the_trainer_agrees_with_the_generator_until_its_weights_move():
     assert disagreements[0] == 0 < disagreements[1]
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_critic_chooses_itself():
     model, data = learners.experts(), batch()
     routed, learned = data.replace(routes=random_routes(model, data)), []
@@ -237,6 +222,7 @@ def test_a_critic_chooses_itself():
     assert_close(*learned)
 
 
+@SLOW
 def test_log_probabilities_of_a_batch_are_those_of_its_rows_with_their_routes():
     """Of two layers with experts: each gets its own."""
     model, data = groups(), batch()
@@ -251,7 +237,7 @@ def test_log_probabilities_of_a_batch_are_those_of_its_rows_with_their_routes():
     assert abs(logp - trainer.logprobs(model.params, data)[0]).max() > 1e-3
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("how", [{"scan": False, "remat": "none"}, {"batch_split": True}])
 def test_a_schedule_changes_nothing_of_given_routes(how):
     data = batch()
@@ -285,7 +271,7 @@ def test_metrics_and_biases_count_the_choices_that_are_computed():
     np.testing.assert_allclose(moved, bias_update(np.array(model.params[bias]), counts[None], 1e-3), atol=1e-7)
 
 
-@pytest.mark.slow
+@SLOW
 def test_prediction_modules_choose_themselves():
     sizes = learners.SIZES | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "duet": {"multi_token_prediction": {"depth": 1}}}
     model, data = random_model(families.read(configuration("DeepseekV3", **sizes)), runtime=learners.QUICK), batch()
@@ -335,7 +321,7 @@ def test_a_run_that_has_nothing_to_replay_is_refused(source, algorithm, said):
     assert path == ("stages", 0, "router_replay") and said in text
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_run_replays_what_it_sampled(tmp_path, monkeypatch):
     """The samples are those of a run without; the trainer agrees with all routes at the first update of a step, not after it."""
     monkeypatch.chdir(launch.ROOT)
