@@ -48,6 +48,7 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     yield from _model(config)
     yield from _features(config)
     yield from _quantization(config)
+    yield from _pages(config)
     yield from _tokenizer(config)
     yield from _mesh(config.mesh)
     if config.data:
@@ -78,6 +79,8 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     yield from ((("model",), text) for text in sorted(said))
     if config.generator.speculative and decoder.multi_token_prediction is None:
         yield ("generator", "speculative"), _NO_MODULES
+    if config.generator.rings and not any(getattr(spec.mixer, k, None) for spec in decoder.layers for k in ("window", "chunk")):
+        yield ("generator", "rings"), "no layer of this model looks back a window only; leave it out"
     indexers = [indexer for spec in decoder.layers if (indexer := getattr(spec.mixer, "indexer", None)) is not None]
     for number, stage in enumerate(config.stages):
         path, training = ("stages", number), stage.indexer.training
@@ -151,6 +154,22 @@ def _quantization(config: RunConfig) -> Iterator[tuple[tuple, str]]:
             ("generator", "weights"),
             f"{weights} weights cannot be multiplied by the {rule} activations of model.quantization; leave it out, or use the "
             "same numbers",
+        )
+
+
+def _pages(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    options = config.generator
+    if options.cache == "contiguous":
+        for key in ("page_size", "pages"):
+            if getattr(options, key) != type(options).model_fields[key].default:
+                yield ("generator", key), "a contiguous cache has no pages; add `cache: paged`, or leave this out"
+        return
+    least = 1 + -(-(config.max_length + options.speculative) // options.page_size)
+    if options.pages is not None and options.pages < least:
+        yield (
+            ("generator", "pages"),
+            f"{options.pages} pages of {options.page_size} tokens hold no completion of max_length {config.max_length}; at least "
+            f"{least} are needed, one of which stays empty",
         )
 
 

@@ -23,7 +23,7 @@ from rl import build, data, rollouts
 from rl.batch import Batch, pack
 from rl.checkpoint import Checkpoints
 from rl.config import RunConfig, UntilOptions
-from rl.errors import DataError, Interrupted, ResourceError, RewardStop
+from rl.errors import ConfigError, DataError, Interrupted, ResourceError, RewardStop
 from rl.evaluation import Evaluation
 from rl.events import Events
 from rl.folder import RunFolder, StopWish
@@ -156,6 +156,12 @@ def _compile_ahead(run: Run) -> None:
     if not problems or generator.compiled_ahead:
         return
     began = time.perf_counter()
+    try:
+        pool = generator.engine.programs.pool
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if pool is not None:
+        run.events.note(f"the generator's cache: {pool}")
     every = [rollouts.sampling_params(stage.options.sampling, prepared.stop_ids) for stage in prepared.stages]
     strict = run.config.generator.strict_shapes
     count = generator.compile_ahead(max(len(p.ids) for p in problems), every, strict=strict)

@@ -154,6 +154,7 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
         "time/sample": rollouts.seconds,
         "generator/useful_rows": rollouts.counts["useful"] / max(1, rollouts.counts["rows"]),
         "generator/prompt_tokens_read": float(rollouts.counts["prefill"]),
+        "generator/preempted": float(rollouts.counts["preempted"]),
     }
     if drafted:
         steps = sum(c.steps for _, c in rollouts.flat)

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.pages import Copy
+from rollout.pages import Copy, PagedRows
 from rollout.programs import Made, Programs, prefill_rows
-from rollout.scheduler import Request
+from rollout.scheduler import Request, Rows
 
 # While requests wait, a dispatch ends when this share of its rows has ended: one row in a small batch.
 REFILL_SHARE = 16
@@ -64,7 +64,7 @@ class Engine:
     def reset(self) -> None:
         """Gives up the cache and all requests."""
         self._cache, self._view, self._slots, self._flight = None, None, None, None
-        self._rows = self.programs.rows()
+        self._known = None
         self._running: dict[int, Request] = {}
         self._pending: dict[int, Request] = {}  # those of which the prompt is not in yet
         self._after: dict[int, tuple[int, int]] = {}  # of these, those that begin with so many tokens that another slot will hold
@@ -73,6 +73,13 @@ class Engine:
         self._page_copies: list[Copy] = []
         self._following: Request | None = None
         self._shelf: tuple | None = None  # the tokens of a prompt, and a cache of one row that holds it
+
+    @property
+    def _rows(self) -> Rows | PagedRows:
+        """What the slots hold. Made when it is first asked for: how many pages there are depends on the memory that is left."""
+        if self._known is None:
+            self._known = self.programs.rows()
+        return self._known
 
     @property
     def free(self) -> int:
@@ -186,9 +193,10 @@ class Engine:
     def _room(self, slot: int, same: int) -> bool:
         """Whether all that run can have pages for another dispatch, this slot with them."""
         starts = {s: r.cached for s, r in self._running.items() if s not in self._paused and r.finish is None} | {slot: same}
-        if not self._fits(starts, FEWEST_STEPS) and self._shelf:
+        steps = min(FEWEST_STEPS, self.programs.dispatch)
+        if not self._fits(starts, steps) and self._shelf:
             self._clear_shelf()
-        return self._fits(starts, FEWEST_STEPS)
+        return self._fits(starts, steps)
 
     def _fits(self, starts: dict[int, int], steps: int) -> bool:
         """Whether these slots can have pages for so many steps; each has `start` entries now."""

@@ -48,9 +48,7 @@ def choose_pool(empty: Callable[[Pages], tuple], layout: Layout, shape: tuple[in
         number = max(least, min(wanted, parts * int(SHARE * left / max(1, each))))
     number -= number % parts
     if number < least:
-        raise ValueError(
-            f"generator.pages: {pages} pages of {size} tokens are less than the {least} that a row of max_length needs"
-        )
+        raise ValueError(f"generator.pages: {number} pages of {size} tokens are less than the {least} of a row of max_length")
     return PoolSize(Pages(number, size), wanted, number // parts * each)
 
 

@@ -1,4 +1,5 @@
-"""Run by test_generator.py where eight devices are forced: prints the greedy completions on each mesh given as JSON."""
+"""Run by test_generator.py where eight devices are forced: prints the greedy completions on each mesh given as JSON,
+[degrees of its axes, options of the generator]."""
 
 import json
 import sys
@@ -10,19 +11,21 @@ from oracles import random_model
 from test_generator import GREEDY, MODELS, PROMPTS, WIDTH, configuration, families
 
 from policy.sharding import layout
-from rollout import Generator
+from rollout import Generator, GeneratorOptions
 
 
 def main() -> None:
     kind, keys = MODELS["deepseek-v3-groups-yarn"]
     config, results = families.read(configuration(kind, **keys)), []
-    for mesh in json.loads(sys.argv[1]):
-        generator = Generator(random_model(config, seed=3, mesh=layout(mesh)), max_length=WIDTH, slots=8, seed=5)
+    for mesh, options in json.loads(sys.argv[1]):
+        model, options = random_model(config, seed=3, mesh=layout(mesh)), GeneratorOptions(**options)
+        generator = Generator(model, max_length=WIDTH, slots=8, seed=5, options=options)
         for _ in range(2):
             out = generator.generate(PROMPTS, GREEDY)
         completions = [[[c.tokens, c.logprobs] for c in group] for group in out]
         sizes = [key[1] for key in generator.engine.programs.compiled if key[0] == "decode"]
-        results.append({"completions": completions, "decoding": sizes})
+        parts, preempted = generator.engine._rows.parts, generator.engine.counts["preempted"]
+        results.append({"completions": completions, "decoding": sizes, "parts": parts, "preempted": preempted})
     print(json.dumps(results))
 
 

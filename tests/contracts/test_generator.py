@@ -288,11 +288,14 @@ def on_eight_devices(*meshes):
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def check_meshes(*meshes):
-    found = on_eight_devices(*meshes)
+def check_meshes(*meshes, **options):
+    found = on_eight_devices(*((mesh, options) for mesh in meshes))
     expected = [[[c.tokens, c.logprobs] for c in group] for group in baseline("deepseek-v3-groups-yarn", 0)]
     for mesh, result in zip(meshes, found, strict=True):
-        assert result["decoding"] == [8], f"{mesh}: decoding was compiled for {result['decoding']} rows"
+        if options:
+            assert result["parts"] == 4 and result["preempted"], f"{mesh}: {result['parts']} parts of the cache"
+        else:
+            assert result["decoding"] == [8], f"{mesh}: decoding was compiled for {result['decoding']} rows"
         for group, wanted in zip(result["completions"], expected, strict=True):
             for (tokens, logps), (wanted_tokens, wanted_logps) in zip(group, wanted, strict=True):
                 assert tokens == wanted_tokens, mesh
@@ -301,6 +304,11 @@ def check_meshes(*meshes):
 
 def test_a_mesh_of_eight_devices_generates_what_one_device_does():
     check_meshes({"fsdp": 2, "tensor": 2, "expert": 2})
+
+
+@pytest.mark.slow
+def test_a_mesh_that_cuts_slots_gives_each_part_pages_of_its_own():
+    check_meshes({"fsdp": 2, "expert": 2, "tensor": 2}, cache="paged", page_size=8, pages=44, tokens_per_dispatch=8)
 
 
 @pytest.mark.slow

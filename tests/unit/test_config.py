@@ -331,6 +331,16 @@ def test_a_reward_that_does_not_load_is_reported_at_its_line_as_one_problem(fold
     assert message(edited('["reward.py:score"]', options)).startswith("bad.yml:4: rewards.functions.0.options.colum")
 
 
+def test_pages_must_hold_a_completion_and_rings_need_a_window(folder):
+    assert "at least" in message("run.yml", overrides=["generator.cache=paged", "generator.page_size=8", "generator.pages=2"])
+    for key in ("pages=9", "page_size=8"):
+        assert "add `cache: paged`" in message("run.yml", overrides=[f"generator.{key}"])
+    Path("model/config.json").write_text(sources.preset("tiny-deepseek").hf)
+    assert "generator.rings: no layer" in message("run.yml", overrides=["generator.rings=true"])
+    config = load(["run.yml"], ["generator.cache=paged", "generator.page_size=8", "generator.pages=999"])
+    assert config.generator.pages == 999
+
+
 def test_drafts_and_their_training_need_modules_that_predict(folder):
     stored = json.loads(sources.preset("tiny-deepseek").hf)
     Path("model/config.json").write_text(json.dumps(stored))
