@@ -62,8 +62,6 @@ def random_routes(config, rng) -> dict[str, np.ndarray]:
     ("kind", "keys"),
     [
         ("DeepseekV3", {"num_hidden_layers": 3}),
-        pytest.param("Mixtral", {"num_hidden_layers": 2}, marks=pytest.mark.slow),
-        pytest.param("Qwen3Moe", {"num_hidden_layers": 2}, marks=pytest.mark.slow),
         pytest.param("GptOss", {"num_hidden_layers": 2}, marks=pytest.mark.slow),
     ],
 )
