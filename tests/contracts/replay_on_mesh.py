@@ -23,7 +23,6 @@ from rollout import Generator, GeneratorOptions, SamplingParams
 
 MESHES = {
     "one": (None, {}),
-    "gather": ({"fsdp": 2, "expert": 2}, {}),
     "all_to_all": ({"fsdp": 2, "expert": 2}, {"expert_parallel": "all_to_all"}),
     "context": ({"fsdp": 2, "context": 2}, {}),
 }

@@ -172,7 +172,7 @@ def test_the_smallest_numbers_that_hold_all_experts_are_kept(experts, bits):
 
 @SLOW
 def test_a_routers_own_routes_change_nothing():
-    model, data = groups(), batch()
+    model, data = learners.experts(), batch()
     routes = own_routes(model, data.tokens, data.segments)
     plain = updated(model, data)
     replayed = updated(model, data.replace(routes=routes), router_replay=True)
@@ -311,18 +311,13 @@ def test_a_run_that_has_nothing_to_replay_is_refused(source, algorithm, said):
 
 @SLOW
 def test_a_run_replays_what_it_sampled(tmp_path, monkeypatch):
-    """The samples are those of a run without; the trainer agrees with all routes at the first update of a step, not after it."""
+    """Updates after the first of a step may disagree: the weights have moved."""
     monkeypatch.chdir(launch.ROOT)
     grpo = "{algorithm: {name: grpo, kl_coef: 0.05}, steps: 2, prompts_per_step: 4, samples_per_prompt: 4, updates_per_step: 2, "
-    grpo += "optimizer: {learning_rate: 1e-3}, sampling: {max_new_tokens: 6}"
-    rows = {}
-    for name, more in (("plain", "}"), ("replay", ", router_replay: true}")):
-        keys = ("evaluation=null", "generator.strict_shapes=true", f"stages=[{grpo}{more}]")
-        assert launch.train(tmp_path / name, *keys) == 0
-        rows[name] = [row["metrics"] for row in events.read(tmp_path / name / "events.jsonl") if row["step"]]
-    samples = [launch.samples(tmp_path / name).splitlines()[:16] for name in rows]
-    assert samples[0] == samples[1]
-    for metrics in rows["replay"]:
+    grpo += "optimizer: {learning_rate: 1e-3}, sampling: {max_new_tokens: 6}, router_replay: true}"
+    assert launch.train(tmp_path, "evaluation=null", "generator.strict_shapes=true", f"stages=[{grpo}]") == 0
+    steps = [row["metrics"] for row in events.read(tmp_path / "events.jsonl") if row["step"]]
+    assert len(steps) == 2
+    for metrics in steps:
         assert 0.5 < metrics["moe/replayed"] < 1 and 0 <= metrics["moe/replay_disagreement"] < 0.1
         assert metrics["sampler/logp_diff_max"] < 1e-5
-    assert not any(name.startswith("moe/replay") for metrics in rows["plain"] for name in metrics)
