@@ -69,7 +69,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 
 def generate(arguments: argparse.Namespace) -> None:
     """Writes `samples` completions of each prompt, as JSON lines with `prompt`, `sample`, `completion`, `tokens`, `logprobs` and
-    `finish`, in the order of the prompts. Blocks of prompts are written as they are done."""
+    `finish`, in the order of the prompts, each as soon as it and those before it are done."""
     from rollout import Generator
     from rollout.chat import ChatError, render_prompt
 
@@ -86,18 +86,19 @@ def generate(arguments: argparse.Namespace) -> None:
         generator = Generator(model, max_length=longest, slots=arguments.slots, seed=arguments.seed, tokenizer=tokenizer)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    block = max(1, 4 * arguments.slots // params.n)
+    try:
+        made = generator.stream(ids, params)
+    except ValueError as error:
+        raise DataError(f"{arguments.prompts}: {error}") from None
+    done, written = [[None] * params.n for _ in ids], 0
     with _output(arguments.output) as out:
-        for start in range(0, len(ids), block):
-            numbers = range(start, min(start + block, len(ids)))
-            try:
-                made = generator.generate([ids[i] for i in numbers], params, ids=numbers)
-            except ValueError as error:
-                raise DataError(f"{arguments.prompts}, prompts from number {start} on: {error}") from None
-            for i, completions in zip(numbers, made, strict=True):
-                for line in _lines(prompts[i], completions):
+        for prompt, sample, completion in made:
+            done[prompt][sample] = completion
+            while written < len(ids) and None not in done[written]:
+                for line in _lines(prompts[written], done[written]):
                     print(line, file=out)
-            out.flush()
+                out.flush()
+                written += 1
 
 
 def chat(arguments: argparse.Namespace) -> None:

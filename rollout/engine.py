@@ -51,9 +51,11 @@ class _Flight(NamedTuple):
 class Engine:
     """S slots over one cache. `weights()` gives the arrays to compute with, asked for at every dispatch; none is kept."""
 
-    def __init__(self, programs: Programs, weights: Callable[[], dict], seed: int, *, stop_string: Callable, prefill_budget: int):
+    def __init__(
+        self, programs: Programs, weights: Callable[[], dict], seed: int, *, stop_string: Callable | None, prefill_budget: int
+    ):
         """`stop_string(tokens, before, strings)`: how many tokens there are up to the one, after the first `before`, that completes
-        one of the strings; None if none does."""
+        one of the strings; None if none does. Without it there can be no stop strings."""
         self.programs, self._weights, self._seed = programs, weights, seed
         self._stop_string, self._budget = stop_string, prefill_budget
         self._rewinds = programs.rewinds
@@ -72,7 +74,7 @@ class Engine:
         self._copies: list[tuple[int, int]] = []
         self._page_copies: list[Copy] = []
         self._following: Request | None = None
-        self._shelf: tuple | None = None  # the tokens of a prompt, and a cache of one row that holds it
+        self._shelf: tuple | None = None  # the tokens of a prompt, and a cache of one row with what of it is not in pages
 
     @property
     def _rows(self) -> Rows | PagedRows:
@@ -91,7 +93,8 @@ class Engine:
         return bool(self._running)
 
     def insert(self, request: Request) -> int:
-        """The slot that the request runs in from the next step on. ValueError if none is free."""
+        """The slot that the request runs in from the next step on. ValueError if none is free, or as `check` does."""
+        self.check(request)
         if not self.free:
             raise ValueError(
                 f"insert: {len(self._paused)} requests wait for pages; step first"
@@ -104,20 +107,30 @@ class Engine:
         self._seat(slot, source, same)
         return slot
 
+    def check(self, request: Request) -> None:
+        """Raises ValueError for a prompt that is empty, too long with its completion, or not of this vocabulary, for stop strings
+        without a tokenizer, and for a request that has ended or runs already."""
+        if problem := request.problem(self.programs.vocab_size, self.programs.max_length):
+            raise ValueError(f"a request of which the prompt {problem}")
+        if request.params.stop and self._stop_string is None:
+            raise ValueError("a request with stop strings needs a tokenizer; pass one to Generator, or use stop_token_ids")
+        if request.finish or request.left < 1:
+            raise ValueError(f"a request that has ended: {len(request.tokens)} tokens, finish {request.finish}")
+        if any(running is request for running in self._running.values()):
+            raise ValueError("a request that runs already")
+
     def _seat(self, slot: int, source: int, same: int) -> None:
         """Lets a request begin, whose first `same` tokens `source` holds."""
-        request, rows = self._running[slot], self._rows
+        request = self._running[slot]
         request.cached = 0
         if not self._room(slot, same):
             self._pause(slot)
         elif source in self._pending and source != slot:
             self._after[slot] = source, same
+        elif same < request.needed and self._begin_with_kept(slot):
+            self._begin(slot, request.needed)
         elif same:
             self._follow(source, slot, same)
-        elif self._shelf and self._shelf[0] == request.seen(0, request.needed) and rows.begin_with_kept(slot):
-            self._copy()
-            self._cache = self.programs.leave(self._whole(), self._shelf[1], np.asarray([slot], np.int32))
-            self._begin(slot, request.needed)
         else:
             self._make_room(slot, request.needed)
 
@@ -244,10 +257,6 @@ class Engine:
             if slot in self._paused:
                 break
 
-    def _clear_shelf(self) -> None:
-        self._shelf = None
-        self._rows.keep(None)
-
     # Prompts.
 
     def _begin(self, slot: int, cached: int) -> None:
@@ -261,10 +270,8 @@ class Engine:
         self._slots = None
         tokens = request.seen(0, request.needed)
         self._rows.filled(slot, tokens)
-        if not self._rewinds and self._following and self._following.seen(0, self._following.needed) == tokens:
-            self._copy()
-            self._rows.keep(slot)
-            self._shelf = tokens, self.programs.enter(self._whole(), np.asarray([slot], np.int32))
+        if self.programs.shelves and self._following and self._following.seen(0, self._following.needed) == tokens:
+            self._keep(slot, tokens)
         for other, same in [(other, same) for other, (source, same) in self._after.items() if source == slot]:
             if self._after.get(other) == (slot, same):  # and not paused for one before it
                 del self._after[other]
@@ -278,6 +285,27 @@ class Engine:
         self._running[slot].cached = same
         if self._make_room(slot, self._running[slot].needed):
             self._begin(slot, same)
+
+    def _keep(self, slot: int, tokens: tuple[int, ...]) -> None:
+        """Puts what the slot holds on the shelf."""
+        self._copy()
+        self._rows.keep(slot)
+        part = self.programs.enter(self._whole(), np.asarray([slot], np.int32)) if self.programs.copies_rows else None
+        self._shelf = tokens, part
+
+    def _begin_with_kept(self, slot: int) -> bool:
+        """Gives a slot what is on the shelf, if that is the prompt of its request."""
+        request = self._running[slot]
+        if not self._shelf or self._shelf[0] != request.seen(0, request.needed) or not self._rows.begin_with_kept(slot):
+            return False
+        self._copy()
+        if self._shelf[1] is not None:
+            self._cache = self.programs.leave(self._whole(), self._shelf[1], np.asarray([slot], np.int32))
+        return True
+
+    def _clear_shelf(self) -> None:
+        self._shelf = None
+        self._rows.keep(None)
 
     def _read_prompts(self) -> None:
         """Prefills what is inserted, chunk after chunk. While slots decode it stops when the budget is spent."""

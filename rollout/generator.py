@@ -111,7 +111,7 @@ class Generator:
             kind(model.graph, options, slots, max_length),
             lambda: self._params,
             seed,
-            stop_string=self._stop_string,
+            stop_string=self._stop_string if tokenizer else None,
             prefill_budget=budget,
         )
         self._queue = Queue()
@@ -179,7 +179,9 @@ class Generator:
                 self.cancel(request)
 
     def submit(self, request: Request) -> Request:
-        """Puts a request in the queue; `step` brings it forward, until its `finish` says how it ended."""
+        """Puts a request in the queue; `step` brings it forward, until its `finish` says how it ended. Raises ValueError where it
+        cannot run: see Engine.check."""
+        self.engine.check(request)
         self._queue.add([request])
         return request
 
@@ -230,15 +232,8 @@ class Generator:
                 raise ValueError(f"generate: prompt {i} is a string; pass a tokenizer to Generator, or token ids")
             prompt = render_prompt(self.tokenizer, prompt)
         prompt = tuple(int(token) for token in prompt)
-        if not prompt:
-            raise ValueError(f"generate: prompt {i} is empty")
-        if min(prompt) < 0 or max(prompt) >= self.model.config.vocab_size:
-            raise ValueError(f"generate: prompt {i} holds a token id outside 0..{self.model.config.vocab_size - 1}")
-        if len(prompt) + params.max_new_tokens > self.max_length:
-            raise ValueError(
-                f"generate: prompt {i} has {len(prompt)} tokens; with max_new_tokens {params.max_new_tokens} it is longer than "
-                f"max_length {self.max_length}"
-            )
+        if problem := Request(prompt, params).problem(self.model.config.vocab_size, self.max_length):
+            raise ValueError(f"generate: prompt {i} {problem}")
         return prompt
 
     @property

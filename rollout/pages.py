@@ -261,11 +261,13 @@ class PagedRows:
         self._kept = None if slot is None else (self.table(slot), self.table(slot).share(self._chains[slot], len(self._held[slot])))
 
     def begin_with_kept(self, slot: int) -> bool:
-        """Gives the pages that are kept to a slot that has none. False where they lie in another part."""
+        """Gives the pages that are kept to a slot, in the place of its own. False where they lie in another part."""
         table, chain = self._kept
-        if table is self.table(slot):
-            self._chains[slot] = table.share(chain, len(chain.pages) * table.size)
-        return table is self.table(slot)
+        if table is not self.table(slot):
+            return False
+        before, self._chains[slot] = self._chains[slot], table.share(chain, len(chain.pages) * table.size)
+        table.close(before)
+        return True
 
     def forget(self) -> None:
         """What the slots hold begins no other sequence. The next to be taken is the first, whatever ran before."""

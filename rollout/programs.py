@@ -98,7 +98,7 @@ class Programs:
         if self.records:
             graph = graph.at(record=(*graph.runtime.record, "routes"))
         self.graph, self.dispatch, self._options = graph, options.tokens_per_dispatch, options
-        self.slots, self.max_length = slots, max_length
+        self.slots, self.max_length, self.vocab_size = slots, max_length, graph.config.vocab_size
         self.chunk = min(options.prefill_chunk, max_length)
         self._scan = jax.default_backend() != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
         self._jitted = {
@@ -136,6 +136,12 @@ class Programs:
     def copies_rows(self) -> bool:
         """Whether a slot that begins as another needs more than its pages."""
         return not (self.paged and self.rewinds)
+
+    @property
+    def shelves(self) -> bool:
+        """Whether a slot that goes on leaves nothing to the next sample of its prompt: its states have moved on, or its last page
+        is not known by what it holds."""
+        return self.paged or not self.rewinds
 
     @property
     def table_width(self) -> int | None:

@@ -52,6 +52,19 @@ class Request:
         """Tokens that may still be made."""
         return self.params.max_new_tokens - len(self.tokens)
 
+    def problem(self, vocab_size: int, max_length: int) -> str | None:
+        """What is wrong with its prompt where rows have room for `max_length` tokens; None: nothing."""
+        if not self.prompt:
+            return "is empty"
+        if min(self.prompt) < 0 or max(self.prompt) >= vocab_size:
+            return f"holds a token id outside 0..{vocab_size - 1}"
+        if len(self.prompt) + self.params.max_new_tokens > max_length:
+            return (
+                f"has {len(self.prompt)} tokens; with max_new_tokens {self.params.max_new_tokens} it is longer than max_length "
+                f"{max_length}"
+            )
+        return None
+
     def seen(self, start: int, end: int) -> tuple[int, ...]:
         """Tokens start .. end - 1 of prompt and completion."""
         n = len(self.prompt)

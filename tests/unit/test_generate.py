@@ -48,12 +48,14 @@ def tokens_of(out):
 # Groups.
 
 
+@pytest.mark.parametrize("cache", ["contiguous", "paged"])
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3Next"])
-def test_the_prompt_of_a_group_is_prefilled_once(kind, slots):
+def test_the_prompt_of_a_group_is_prefilled_once(kind, slots, cache):
     """Also where its samples are admitted one after the other, and where a state of fixed size has moved on meanwhile."""
     model = random_model(families.read(configuration(kind, **KINDS[kind].standard | KINDS[kind].short)), seed=3)
-    generator = Generator(model, max_length=64, slots=slots, seed=1, options=OPTIONS)
+    options = dataclasses.replace(OPTIONS, cache=cache, page_size=4)
+    generator = Generator(model, max_length=64, slots=slots, seed=1, options=options)
     prompts = [[1, 2, 3, 4], [5, 6, 7], [8, 9, 10, 11, 12]]
     out = generator.generate(prompts, SamplingParams(n=5, max_new_tokens=6))
     assert [len(group) for group in out] == [5, 5, 5]
@@ -386,3 +388,23 @@ def test_bad_options_are_refused(options):
 def test_bad_sizes_are_refused(model, sizes):
     with pytest.raises(ValueError, match="max_length must be at least 2 and slots at least 1"):
         Generator(model, **sizes)
+
+
+def test_a_request_that_cannot_run_is_refused_before_it_waits_or_takes_a_slot(model):
+    generator = Generator(model, max_length=16, slots=2)
+    running = Request((1, 2), SamplingParams(max_new_tokens=4))
+    generator.engine.insert(running)
+    ended = Request((1,), SamplingParams(max_new_tokens=2), tokens=[1, 2], finish="length")
+    wrong = {
+        "is empty": Request(()),
+        "outside 0..": Request((1, 10**6)),
+        "longer than max_length 16": Request((1,) * 9, SamplingParams(max_new_tokens=8)),
+        "needs a tokenizer": Request((1,), SamplingParams(max_new_tokens=2, stop=("x",))),
+        "has ended": ended,
+        "runs already": running,
+    }
+    for message, request in wrong.items():
+        for take in (generator.submit, generator.engine.insert):
+            with pytest.raises(ValueError, match=message):
+                take(request)
+    assert generator.engine.free == 1

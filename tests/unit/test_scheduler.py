@@ -36,8 +36,13 @@ class Simulation:
     as far as it is filled, as with states of fixed size."""
 
     ahead, dispatch, chunk, drafts, records = 0, 3, CHUNK, 0, True
+    vocab_size = max_length = 1000
     copies_views = copies_rows = True
     table_width = None
+
+    @property
+    def shelves(self):
+        return not self.copies_views or not self.rewinds
 
     def __init__(self, slots: int, rewinds: bool):
         self.slots, self.rewinds = slots, rewinds
