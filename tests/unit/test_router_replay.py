@@ -117,7 +117,8 @@ def test_recorded_routes_are_those_of_the_whole_forward_pass(kind):
     assert len({len(c.tokens) for group in found for c in group}) > 1
 
 
-@pytest.mark.parametrize("kind", ["one layer", pytest.param("DeepseekV3", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("kind", ["one layer", "DeepseekV3"])
 def test_pages_keep_routes_as_rows_do(kind):
     """Pages of a prompt that others share, copies of them, and those that preempted requests are read into again."""
     model = learners.experts() if kind == "one layer" else family(kind)
@@ -137,6 +138,7 @@ def test_only_drafts_that_are_accepted_leave_routes():
     assert any(c.steps > 1 for group in found for c in group), "no draft was taken back"
 
 
+@SLOW
 def test_recording_changes_no_completion_and_without_it_nothing_is_kept():
     (made, kept), (other, plain) = recorded(learners.experts()), recorded(learners.experts(), record_routes=False)
     assert [[(c.tokens, c.logprobs) for c in group] for group in kept] == [
@@ -205,6 +207,10 @@ def test_the_trainer_agrees_with_the_generator_until_its_weights_move():
         disagreements.append(float(metrics["moe/replay_disagreement"]))
         assert metrics["moe/replayed"] == pytest.approx(1 - len(data.tokens) / np.count_nonzero(data.segments))
     assert disagreements[0] == 0 < disagreements[1]
+    others = {path: np.where(ids != UNKNOWN, (ids + 1) % 8, ids) for path, ids in data.routes.items()}
+    state = begin(model, trainer.stage)[1]
+    metrics = trainer.update(state, data.replace(advantages=advantages, old_logp=data.sampler_logp, routes=others))[1]
+    assert metrics["moe/replay_disagreement"] > 0.5, "other routes, and no disagreement"
 
 
 @SLOW
@@ -240,6 +246,7 @@ def test_the_batch_split_schedule_changes_nothing_of_given_routes():
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
+@SLOW
 def test_metrics_and_biases_count_the_choices_that_are_computed():
     """One layer with experts: what its router would have chosen does not depend on what is given."""
     model, data = learners.experts(), batch()
