@@ -290,6 +290,11 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
     rows = stage.prompts_per_step // stage.updates_per_step
     if stage.indexer.training == "dense_warmup" and not supervised(stage):
         yield (*path, "indexer", "training"), f"a dense_warmup learns from texts alone, {name} samples for nothing; use sft"
+    if stage.router_replay and config.generator.exact:
+        yield (
+            (*path, "router_replay"),
+            "exact: true gives the log-probabilities of the model's own routes, and replay those of the generator's; leave one out",
+        )
     if stage.router_replay and supervised(stage):
         yield (
             (*path, "router_replay"),

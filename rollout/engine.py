@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout.pages import Copy, PagedRows
-from rollout.programs import Made, Programs, prefill_rows
+from rollout.programs import Made, Programs, prefill_rows, stop_width
 from rollout.scheduler import Request, Rows
 
 # While requests wait, a dispatch ends when this share of its rows has ended: one row in a small batch.
@@ -168,6 +168,8 @@ class Engine:
 
     def _reseat(self, slots: Sequence[int]) -> None:
         """Lets requests begin anew."""
+        for slot in slots:  # or each would wait for what another, that waits too, was to hold
+            self._rows.drop(slot)
         for slot in slots:
             request = self._running[slot]
             self._seat(slot, *self._rows.again(slot, request.seen(0, request.needed)))
@@ -492,8 +494,3 @@ class Engine:
         """Lets no prompt begin with entries of earlier ones."""
         self._clear_shelf()
         self._rows.forget()
-
-
-def stop_width(tokens: int) -> int:
-    """Columns of Slots.stops for so many tokens: few widths, few programs."""
-    return max(4, 1 << (tokens - 1).bit_length()) if tokens else 4

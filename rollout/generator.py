@@ -13,9 +13,9 @@ from policy.config import StoredType
 from policy.layers.quantization import TYPES
 from policy.model import Model
 from rollout.chat import render_prompt
-from rollout.engine import Engine, stop_width
+from rollout.engine import Engine
 from rollout.exact import Verifier
-from rollout.programs import Programs
+from rollout.programs import Programs, stop_width
 from rollout.sampling import SamplingParams
 from rollout.scheduler import Queue, Request
 from rollout.speculative import SpeculativePrograms
@@ -67,6 +67,8 @@ class GeneratorOptions:
             raise ValueError("GeneratorOptions: prefill_chunk and tokens_per_dispatch must be at least 1")
         if self.speculative < 0:
             raise ValueError("GeneratorOptions: speculative must be 0 (none) or more")
+        if self.exact and self.record_routes:
+            raise ValueError("GeneratorOptions: exact completions are of the model's own routes; leave record_routes out")
         if self.exact and (self.weights or self.kv_cache):
             raise ValueError("GeneratorOptions: exact gives the tokens of the trained weights; leave weights and kv_cache out")
 

@@ -437,5 +437,10 @@ def prefill_rows(prompts: int) -> int:
     return max(rows for rows in PREFILL_ROWS if rows == 1 or prompts >= rows - rows // 4)
 
 
+def stop_width(tokens: int) -> int:
+    """Columns of Slots.stops for so many tokens: few widths, few programs."""
+    return max(4, 1 << (tokens - 1).bit_length()) if tokens else 4
+
+
 def _int(shape: tuple) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.int32)

@@ -297,17 +297,22 @@ def test_a_batch_without_routes_is_refused():
         trainer.update(state, batch())
 
 
-NOTHING = [("mistral-7b", "grpo", "no experts"), ("tiny-deepseek", "sft", "no generator")]
+NOTHING = [
+    ("mistral-7b", "grpo", False, "no experts"),
+    ("tiny-deepseek", "sft", False, "no generator"),
+    ("tiny-deepseek", "grpo", True, "exact: true"),
+]
 
 
-@pytest.mark.parametrize(("source", "algorithm", "said"), NOTHING)
-def test_a_run_that_has_nothing_to_replay_is_refused(source, algorithm, said):
+@pytest.mark.parametrize(("source", "algorithm", "exact", "said"), NOTHING)
+def test_a_run_that_has_nothing_to_replay_is_refused(source, algorithm, exact, said):
     run = RunConfig.model_validate(
         {
             "model": source,
             "tokenizer": {"source": "characters", "alphabet": "0123456789+="},
             "data": {"task": "arithmetic"},
             "max_length": 16,
+            "generator": {"exact": exact},
             "rewards": {"functions": ["exact_answer"]},
             "stages": [{"algorithm": algorithm, "steps": 1, "router_replay": True, "sampling": {"max_new_tokens": 2}}],
         }

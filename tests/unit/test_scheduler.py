@@ -343,9 +343,9 @@ def test_the_samples_of_a_prompt_and_what_begins_like_another_are_read_once():
         weights["w"] = Array()
 
 
-def while_others_decode(slots, others):
+def while_others_decode(slots, others, pages=None):
     """An engine in which long completions run, so that prompts are read a chunk a turn."""
-    (engine, _), queue = engine_of(slots, budget=1), Queue()
+    (engine, _), queue = engine_of(slots, budget=1, pages=pages), Queue()
     queue.add([Request((2, n), SamplingParams(max_new_tokens=300)) for n in range(others)])
     turn(engine, queue)
     return engine, queue
@@ -380,6 +380,15 @@ def test_a_slot_that_was_given_up_is_not_written_by_the_one_before():
     engine.cancel(first)
     queue.add([second])
     assert first.tokens and finished(engine, queue, second)
+
+
+def test_those_who_waited_for_a_prompt_that_is_withdrawn_do_not_wait_for_each_other():
+    engine, queue = while_others_decode(4, 1, pages=(400, 1, 1))
+    first, *others = (Request(tuple(range(1, 40)), SamplingParams(max_new_tokens=3)) for _ in range(3))
+    queue.add([first, *others])
+    turn(engine, queue)
+    engine.cancel(first)
+    assert all(finished(engine, queue, request) for request in others)
 
 
 def test_a_page_is_not_copied_to_for_one_who_has_gone():
