@@ -44,7 +44,8 @@ class Step:
     """Where the tokens of a call sit: position inside the document and segment (0: padding), both int32[B, T].
 
     The decoder fills in `tokens`, int32[B, T], and `rotations`, the (cos, sin) tables of all its rotary embeddings. `dropout` is
-    for training only. `pages`, over a paged cache: the pages of each row, int32[B, M].
+    for training only. `pages`, over a paged cache: the pages of each row, int32[B, M]. `routes`: the experts that tokens are to go
+    to, -1 where they are not known, int[B, T, R, k] by path of the layer; in a layer its own, int[B, T, k]. None: routers choose.
     """
 
     positions: jax.Array
@@ -53,6 +54,7 @@ class Step:
     rotations: dict[str, Any] | None = None
     dropout: Dropout | None = None
     pages: jax.Array | None = None
+    routes: Any = None
 
     def at(self, layer: jax.Array | int) -> Step:
         """The same for the layer of that number."""
@@ -112,6 +114,13 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
     return Visible(seen, positions, jnp.ones_like(positions)), cache
 
 
+def remember(cache: LayerCache | None, step: Step, routes_BTK: jax.Array | None) -> LayerCache | None:
+    """The cache with the experts of the step's tokens, where it keeps them."""
+    if cache is None or ROUTES not in cache.arrays:
+        return cache
+    return extend(cache, step, **{ROUTES: routes_BTK[:, None]})[1]
+
+
 def _write(cache: LayerCache, array: Pool | Ring, step: Step, value_BKTD: jax.Array) -> Pool | Ring:
     if isinstance(array, Ring):
         return rings.write(array, cache.index, step, value_BKTD)
@@ -166,6 +175,9 @@ def read(arrays: dict[str, jax.Array | Pool | Ring], name: str, pick, dtype) -> 
         return pick(arrays[name])
     return qwix.dequantize(qwix.QArray(pick(arrays[name]), pick(arrays[f"{name}.scale"]))).astype(dtype)
 
+
+# The experts of each token, an entry by position of layers with a mixture of experts.
+ROUTES = "routes"
 
 # Logical axes of every cache array [R, S, K, C, D] that is no pool.
 AXES = (None, "cache_batch", "cache_heads", None, None)
@@ -271,9 +283,17 @@ def _mixer_entries(spec: LayerSpec) -> dict[str, Entry]:
             return {}
 
 
-def _stored(spec: LayerSpec, config: DecoderConfig, dtype, quantization: StoredType | None) -> dict[str, Entry]:
-    """The entries of a layer as arrays of known dtypes; quantised ones have their scales beside them."""
-    found = {}
+def _routes_entry(spec: LayerSpec) -> dict[str, Entry]:
+    if spec.moe is None:
+        return {}
+    router = spec.moe.router
+    return {ROUTES: Entry(1, router.experts_per_token, dtype="int8" if router.experts <= 128 else "int16")}
+
+
+def _stored(spec: LayerSpec, config: DecoderConfig, dtype, quantization: StoredType | None, routes=False) -> dict[str, Entry]:
+    """The entries of a layer as arrays of known dtypes; quantised ones have their scales beside them. `routes`: with those of its
+    experts."""
+    found = _routes_entry(spec) if routes else {}
     for name, entry in _entries(spec, config).items():
         if quantization is None or entry.tile is None:
             found[name] = replace(entry, dtype=entry.dtype or jnp.dtype(dtype).name)
@@ -291,14 +311,18 @@ def create(
     *,
     scan: bool,
     quantization: StoredType | None = None,
+    routes: bool = False,
 ) -> tuple:
     """An empty cache of `slots` rows of `length` tokens, or of pages for any rows beside `slots` states of fixed size, with or
     without rings: for each stack a tuple of parts, each a tuple over the pattern of named arrays. A scanned stack has one part with
     all its repeats, an unrolled one a part with one layer for each repeat (on CPU, reading a layer out of one stacked array costs a
-    copy of it at every step). `quantization`: the type in which keys, values and latents are kept."""
+    copy of it at every step). `quantization`: the type in which keys, values and latents are kept. `routes`: whether layers with
+    experts keep which of them computed each token; the runtime then has to record them."""
+
+    kind = length, dtype, quantization, routes
 
     def part(stack, repeats):
-        return tuple(_empty(spec, config, (repeats, slots), (length, dtype, quantization)) for spec in stack.pattern)
+        return tuple(_empty(spec, config, (repeats, slots), kind) for spec in stack.pattern)
 
     return tuple(
         (part(stack, stack.repeats),) if scan else tuple(part(stack, 1) for _ in range(stack.repeats)) for stack in config.stacks
@@ -306,8 +330,9 @@ def create(
 
 
 def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], kind: tuple) -> dict[str, jax.Array | Pool | Ring]:
-    """The arrays of a layer, [*first, K, C, D]; `kind` is (length of the cache or its pages, its dtype, its quantization)."""
-    length, dtype, quantization = kind
+    """The arrays of a layer, [*first, K, C, D]; `kind` is (length of the cache or its pages, its dtype, its quantization), and
+    whether routes are kept."""
+    length, *how = kind
     length, room = length if isinstance(length, WithRings) else (length, None)
 
     def array(entry: Entry):
@@ -317,7 +342,7 @@ def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], kind:
             return pages.empty(entry.heads, first[0], length, entry.dim, entry.dtype)
         return jnp.zeros((*first, entry.heads, length if entry.length is None else entry.length, entry.dim), entry.dtype)
 
-    return {name: array(entry) for name, entry in _stored(spec, config, dtype, quantization).items()}
+    return {name: array(entry) for name, entry in _stored(spec, config, *how).items()}
 
 
 class Drafts(NamedTuple):
@@ -380,6 +405,23 @@ def insert(cache: tuple, prefix: tuple, slots: jax.Array, step: Step | None = No
         return copy(into, source)
 
     return jax.tree.map(one, cache, prefix, is_leaf=lambda leaf: isinstance(leaf, Pool | Ring))
+
+
+def routes(cache: tuple, row: jax.Array, pages_M: jax.Array | None = None) -> dict[str, jax.Array]:
+    """int[C, R, k] by path of the layer: the experts of the entries of a row, which over a paged cache has these pages."""
+
+    def of(array):
+        if not isinstance(array, Pool):
+            return jnp.swapaxes(array[:, row, 0], 0, 1)
+        found_MRPk = array.array.at[0, :, pages_M].get(mode="promise_in_bounds")[..., : array.dim]
+        return jnp.swapaxes(found_MRPk, 1, 2).reshape(-1, found_MRPk.shape[1], array.dim)
+
+    return {
+        f"stacks.{s}.layers.{i}": jnp.concatenate([of(part[i][ROUTES]) for part in parts], axis=1)
+        for s, parts in enumerate(cache)
+        for i, arrays in enumerate(parts[0])
+        if ROUTES in arrays
+    }
 
 
 def bytes_per_token(config: DecoderConfig, dtype, quantization: StoredType | None = None) -> int:

@@ -304,6 +304,12 @@ class LayerSpec:
     scalar: bool = False
     memory: Engram | None = None
 
+    @property
+    def moe(self) -> Moe | None:
+        """The mixture of experts of the feed-forward, if it has one."""
+        part = self.feed_forward.experts if isinstance(self.feed_forward, DenseAndExperts) else self.feed_forward
+        return part if isinstance(part, Moe) else None
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -446,7 +452,7 @@ class Runtime:
     remat_tensors: tuple[tuple[str, str], ...] = ()
     scan: bool = True
     attention_chunk: int = 512
-    record: tuple[Literal["hidden", "activations", "selection"], ...] = ()
+    record: tuple[Literal["hidden", "activations", "selection", "routes"], ...] = ()
     indexer: Literal["off", "dense_warmup", "sparse"] = "off"
     mtp: Literal["joint", "detached"] | None = None
     tentative: bool = False

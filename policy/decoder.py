@@ -39,8 +39,10 @@ class LayerStack(nnx.Module):
         self.layers = nnx.List([stacked(partial(Layer, spec, config), rngs, stack.repeats) for spec in stack.pattern])
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
-        """Returns (x_BTE, cache parts or None, a LayerAux with arrays [R, ...] for each layer of the pattern)."""
+        """Returns (x_BTE, cache parts or None, a LayerAux with arrays [R, ...] for each layer of the pattern). `step.routes` are
+        those of each layer of the pattern, or None."""
         graph, weights = nnx.split(self.layers)
+        step, routes = replace(step, routes=None), step.routes
         split = cache is None and batch_split.applies(self.layers, x_BTE.shape, runtime)
         x_BTE = batch_split.split(x_BTE, runtime) if split else x_BTE
 
@@ -50,6 +52,8 @@ class LayerStack(nnx.Module):
             for i, layer in enumerate(nnx.merge(graph, fetch_layer(one, runtime))):
                 view = None if part is None else LayerCache(part[i], index, step.pages)
                 here = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
+                if routes[i] is not None:
+                    here = replace(here, routes=jax.lax.dynamic_index_in_dim(routes[i], r, axis=2, keepdims=False))
                 x = jax.tree.map(lambda a: checkpoint_name(a, "decoder_layer_input"), x)
                 x, view, aux = batch_split.run(layer, x, here, runtime) if split else layer(x, here, view, runtime)
                 found.append(aux)
@@ -127,9 +131,11 @@ class Decoder(nnx.Module):
         x = x if self.streams is None else self.streams.expand(x)
         caches, layers = [], {}
         for s, stack in enumerate(self.stacks):
-            x, part, found = stack(x, step, None if cache is None else cache[s], runtime)
+            paths = [f"stacks.{s}.layers.{i}" for i in range(len(stack.layers))]
+            here = replace(step, routes=[(step.routes or {}).get(path) for path in paths])
+            x, part, found = stack(x, here, None if cache is None else cache[s], runtime)
             caches.append(part)
-            layers |= {f"stacks.{s}.layers.{i}": each for i, each in enumerate(found)}
+            layers |= dict(zip(paths, found, strict=True))
         x = x if self.streams is None else self.streams.reduce(x)
         normed, spec = self.norm(x), self.config.multi_token_prediction
         aux = Aux(layers, None if spec is None else normed if spec.input == "post_norm" else x)

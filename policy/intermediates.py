@@ -18,15 +18,24 @@ def _pytree(cls):
 
 
 @_pytree
+class Replayed:
+    """Choices of experts that were given, padding left out, and those of them that the router would not have made; float32."""
+
+    given: jax.Array
+    disagreed: jax.Array
+
+
+@_pytree
 class Routing:
     """`counts` float32[X]: choices of each expert, padding left out. `balance`: the sequence-wise balance term over the segments.
     `share` float32[X]: share of each expert in the scores, summed over tokens. `dropped`: choices that no expert computed; None
-    where none can be dropped."""
+    where none can be dropped. `replayed`: where routes are given, what became of them (policy/layers/replay.py)."""
 
     counts: jax.Array
     balance: jax.Array
     share: jax.Array
     dropped: jax.Array | None = None
+    replayed: Replayed | None = None
 
 
 @_pytree
@@ -52,15 +61,16 @@ class Indexing:
 class LayerAux:
     """Of one layer. `indexing` is there where an indexer learns. `hidden` [B, T, E] is the layer's output, with
     hyper-connections [B, T, streams, E]; `selection` int32[B, T, k] the keys that an indexer selected for each query, by their
-    column (with a cache: by position), -1 where there are fewer; these two and `activations` are there where `Runtime.record`
-    names them. `states`: of a tentative call (policy/cache.py), the layer's states of fixed size after each token,
-    [B, T, K, C, D] by entry."""
+    column (with a cache: by position), -1 where there are fewer; `routes` int32[B, T, k] the experts that computed each token;
+    these three and `activations` are there where `Runtime.record` names them. `states`: of a tentative call (policy/cache.py), the
+    layer's states of fixed size after each token, [B, T, K, C, D] by entry."""
 
     routing: Routing | None = None
     indexing: Indexing | None = None
     activations: Activations | None = None
     hidden: jax.Array | None = None
     selection: jax.Array | None = None
+    routes: jax.Array | None = None
     states: dict[str, jax.Array] | None = None
 
     def also(self, other: LayerAux) -> LayerAux:

@@ -86,6 +86,7 @@ def predictions(decoder: Decoder, tokens_BT, step: Step, hidden_BTE, aux: Aux, t
 
     `hidden` are the decoder's states after its norm. The agreement costs one more product with the head for the decoder and for
     each module, without a gradient. No entry looks past its segment: it is padding where the token d places on is another's.
+    Routes are those of the decoder's layers: routers of the modules choose themselves.
     """
     read = aux.mtp_input
     if runtime.mtp == "detached":
@@ -98,7 +99,7 @@ def predictions(decoder: Decoder, tokens_BT, step: Step, hidden_BTE, aux: Aux, t
 
     def module(d, read):
         segments = jnp.where(_shifted(step.segments, d) == step.segments, step.segments, 0)
-        seat = replace(step, tokens=_shifted(tokens_BT, d), segments=segments)
+        seat = replace(step, tokens=_shifted(tokens_BT, d), segments=segments, routes=None)
         read, normed, _, found = predict(decoder, d, read, seat, None, runtime)
         return read, normed, found
 

@@ -106,10 +106,17 @@ def moved_biases(still: dict[str, jax.Array], routing: dict[str, Routing], rate:
 
 def load_metrics(routing: dict[str, Routing]) -> dict[str, jax.Array]:
     """Of the whole batch. moe/max_load: choices of the busiest expert over the mean, the worst of all layers; moe/dropped: the
-    share of all choices that no expert computed, where some may be dropped."""
+    share of all choices that no expert computed, where some may be dropped; where routes are replayed moe/replayed, the share of
+    choices that were given, and moe/replay_disagreement, the share of these that the router would not have made."""
     loads = [each.counts.max(axis=-1) / jnp.maximum(each.counts.mean(axis=-1), 1.0) for each in routing.values()]
     metrics = {"moe/max_load": jnp.max(jnp.concatenate(loads))} if loads else {}
+    choices = sum(each.counts.sum() for each in routing.values())
     dropped = [each.dropped.sum() for each in routing.values() if each.dropped is not None]
     if dropped:
-        metrics["moe/dropped"] = sum(dropped) / jnp.maximum(sum(each.counts.sum() for each in routing.values()), 1.0)
+        metrics["moe/dropped"] = sum(dropped) / jnp.maximum(choices, 1.0)
+    replayed = [each.replayed for each in routing.values() if each.replayed is not None]
+    if replayed:
+        given, disagreed = (sum(getattr(each, name).sum() for each in replayed) for name in ("given", "disagreed"))
+        metrics["moe/replayed"] = given / jnp.maximum(choices, 1.0)
+        metrics["moe/replay_disagreement"] = disagreed / jnp.maximum(given, 1.0)
     return metrics

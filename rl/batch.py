@@ -27,6 +27,8 @@ class Batch:
     advantages: np.ndarray | None = None  # float32[N] or [N, T]
     old_values: np.ndarray | None = None
     returns: np.ndarray | None = None
+    # int[N, T, R, k] by path of the layer: the experts that computed each token, -1 where they are not known
+    routes: dict[str, np.ndarray] | None = None
     dropout: jax.Array | None = None  # uint32[N], the seeds of each row; only inside an update
 
     def rows(self, chosen: slice) -> Batch:

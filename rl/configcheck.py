@@ -89,6 +89,8 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
                 yield path, text
         if stage.mtp and decoder.multi_token_prediction is None:
             yield (*path, "mtp"), _NO_MODULES
+        if stage.router_replay and not any(spec.moe for spec in decoder.layers):
+            yield (*path, "router_replay"), "this model has no experts, so there are no routes to replay; leave it out"
         if training != "off" and not indexers:
             yield (*path, "indexer", "training"), f"{training}, but this model has no indexer (DeepSeek-V3.2 has); leave it off"
         elif training == "sparse" and (topk := min(each.topk for each in indexers)) >= config.max_length:
@@ -288,6 +290,11 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
     rows = stage.prompts_per_step // stage.updates_per_step
     if stage.indexer.training == "dense_warmup" and not supervised(stage):
         yield (*path, "indexer", "training"), f"a dense_warmup learns from texts alone, {name} samples for nothing; use sft"
+    if stage.router_replay and supervised(stage):
+        yield (
+            (*path, "router_replay"),
+            f"{name} learns from demonstrations, which no generator routed; leave it out, or set it in stages that sample",
+        )
     if not supervised(stage):
         rows *= stage.samples_per_prompt
         if not (stage.rewards or config.rewards):

@@ -71,7 +71,10 @@ def run(config: RunConfig) -> int:
                 slots=config.generator.slots,
                 seed=config.seed,
                 tokenizer=prepared.tokenizer,
-                options=GeneratorOptions(**config.generator.model_dump(exclude={"slots", "strict_shapes"})),
+                options=GeneratorOptions(
+                    **config.generator.model_dump(exclude={"slots", "strict_shapes"}),
+                    record_routes=any(stage.router_replay for stage in config.stages),
+                ),
             )
             events = Events(config, folder.path)
             try:
@@ -210,7 +213,7 @@ def _rollout_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, ste
     problems = [stage.problems[row] for row in _order(run, stage, len(stage.problems), range((step - 1) * P, step * P))]
     params = rollouts.sampling_params(options.sampling, run.prepared.stop_ids, n=G)
     found = rollouts.collect(run.generator, stage.runner, problems, params, ids)
-    batch = found.batch(run.config.max_length)
+    batch = found.batch(run.config.max_length, replay=options.router_replay)
 
     began = time.perf_counter()
     exact = run.config.generator.exact
@@ -220,7 +223,8 @@ def _rollout_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, ste
     if exact:  # the generator's are the model's own
         batch = batch.replace(old_logp=batch.sampler_logp)
     if state.reference is not None:
-        batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch)[0])
+        # Another model: its routers choose themselves.
+        batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch.replace(routes=None))[0])
     if state.critic is not None:
         batch = batch.replace(old_values=trainer.values(state, batch))
     scored_from = time.perf_counter()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from policy.layers.replay import UNKNOWN
 from rl.batch import Batch
 
 # Without micro-batches packed rows come in so many different numbers: each number is a shape that compiles.
@@ -36,10 +37,11 @@ class Packing:
         return len(self.source) / computed
 
     def pack(self, array_NT: np.ndarray, fill=0) -> np.ndarray:
-        """[R, T]; `fill` on padding."""
+        """[N, T, ...] as [R, T, ...]; `fill` on padding."""
         array = np.asarray(array_NT)
-        out = np.full(self.shape, fill, array.dtype)
-        out.reshape(-1)[self.target] = array.reshape(-1)[self.source]
+        more = array.shape[2:]
+        out = np.full((*self.shape, *more), fill, array.dtype)
+        out.reshape(-1, *more)[self.target] = array.reshape(-1, *more)[self.source]
         return out
 
     def unpack(self, array_RT: np.ndarray) -> np.ndarray:
@@ -64,8 +66,13 @@ class Packing:
         }
         if batch.advantages is not None:
             by_token["advantages"] = (self.spread if np.ndim(batch.advantages) == 1 else self.pack)(batch.advantages)
+        routes = self.routes(batch)
         prompt = self.spread((numbers - np.count_nonzero(prompts < 0)).astype(np.int32), fill=-1)
-        return Batch(**by_token, segments=self.spread(self.number), prompt=prompt)
+        return Batch(**by_token, segments=self.spread(self.number), prompt=prompt, routes=routes)
+
+    def routes(self, batch: Batch) -> dict[str, np.ndarray] | None:
+        """Those of the batch, [R, T, ...]."""
+        return None if batch.routes is None else {path: self.pack(each, fill=UNKNOWN) for path, each in batch.routes.items()}
 
 
 def packing(segments_NT: np.ndarray, counts: Sequence[int]) -> Packing:

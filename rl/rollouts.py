@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from policy.layers.replay import UNKNOWN
 from rewards import Runner, Scores
 from rewards.runner import Handle
 from rl.batch import Batch, pack, spread
@@ -44,14 +45,26 @@ class Rollouts:
         """(number of the prompt, completion) of each sample, groups together."""
         return [(p, completion) for p, group in enumerate(self.completions) for completion in group]
 
-    def batch(self, limit: int) -> Batch:
-        """One row for each completion after its prompt; the mask is on the completion, its stop token included."""
+    def batch(self, limit: int, *, replay: bool = False) -> Batch:
+        """One row for each completion after its prompt; the mask is on the completion, its stop token included. `replay`: with the
+        experts that the generator sent each token to."""
         rows = [(self.problems[p].ids + c.tokens, [0] * len(self.problems[p].ids) + [1] * len(c.tokens)) for p, c in self.flat]
         batch = pack(rows, limit)
         return batch.replace(
             prompt=np.asarray([p for p, _ in self.flat], np.int32),
             sampler_logp=spread([c.logprobs for _, c in self.flat], batch.mask),
+            routes=routes_of([c for _, c in self.flat], batch.tokens.shape[1]) if replay else None,
         )
+
+
+def routes_of(completions: Sequence[Completion], length: int) -> dict[str, np.ndarray]:
+    """Batch.routes of these completions after their prompts, in rows of `length` tokens."""
+    first = completions[0].routes
+    found = {path: np.full((len(completions), length, *a.shape[1:]), UNKNOWN, a.dtype) for path, a in first.items()}
+    for row, completion in enumerate(completions):
+        for path, experts in completion.routes.items():
+            found[path][row, : len(experts)] = experts
+    return found
 
 
 def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes) -> SamplingParams:

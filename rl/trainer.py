@@ -333,7 +333,12 @@ class Trainer:
         return -(-N // -(-N * T // CPU_TOKENS)) if on_cpu and self.stage.router.balance == "sequence" else None
 
     def update(self, state: RunState, batch: Batch, *, critic_only: bool = False) -> tuple[RunState, dict]:
-        """One optimiser update of the policy, and of the critic if there is one, from the sequences of `batch`, one a row."""
+        """One optimiser update of the policy, and of the critic if there is one, from the sequences of `batch`, one a row.
+
+        Raises ValueError where the stage replays routes and the batch has none.
+        """
+        if self.stage.router_replay and batch.routes is None:
+            raise ValueError("router_replay: this batch has no routes; take it from Rollouts.batch(..., replay=True)")
         place, R = self.layout(batch.segments)
         batch = place.batch(batch)
         policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": place.share(R)}
@@ -367,7 +372,7 @@ class Trainer:
         return jax.jit(totals)
 
     def _step(self, micro: Batch) -> Step:
-        step = modes.sit(micro.tokens, segments=micro.segments)
+        step = replace(modes.sit(micro.tokens, segments=micro.segments), routes=micro.routes)
         return step if micro.dropout is None else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
 
     def _parts_loss(self, params, micro: Batch, inputs: PolicyInputs):
@@ -386,33 +391,35 @@ class Trainer:
         return loss, metrics, aux
 
     def logprobs(self, params, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """(logp, entropy), float32[N, T] on the host, by the training graph under `params`, micro-batch by micro-batch."""
+        """(logp, entropy), float32[N, T] on the host, by the training graph under `params`, micro-batch by micro-batch. Where the
+        batch has routes its tokens go there."""
         return self._by_micro_batch(self._logprobs, params, batch)
 
     def values(self, state: RunState, batch: Batch) -> np.ndarray:
         """The critic's value of the state before each token, float32[N, T] on the host."""
-        return self._by_micro_batch(self._values, state.critic.params, batch)[0]
+        return self._by_micro_batch(self._values, state.critic.params, batch.replace(routes=None))[0]
 
     def _by_micro_batch(self, program, params, batch: Batch) -> tuple[np.ndarray, ...]:
         place, R = self.layout(batch.segments)
-        tokens, segments = place.pack(batch.tokens), place.spread(place.number)
+        packed = place.pack(batch.tokens), place.spread(place.number), place.routes(batch)
         parts = []
         for i in range(0, place.used, R):
-            out = program(params, tokens[i : i + R], segments[i : i + R])
+            out = program(params, *jax.tree.map(lambda a, i=i: a[i : i + R], packed))
             parts.append(settle(out, self.graph.layout))
         return tuple(place.unpack(np.concatenate([np.asarray(p) for p in each])) for each in zip(*parts, strict=True))
 
     @cached_property
     def _logprobs(self):
-        def run(params, tokens, segments):
+        def run(params, tokens, segments, routes):
             tokens = constrain(tokens, ("batch", None), self.graph.layout)
-            return self.graph.logprobs(params, tokens, modes.sit(tokens, segments=segments), self.temperature)[:2]
+            step = replace(modes.sit(tokens, segments=segments), routes=routes)
+            return self.graph.logprobs(params, tokens, step, self.temperature)[:2]
 
         return jax.jit(run)
 
     @cached_property
     def _values(self):
-        def run(params, tokens, segments):
+        def run(params, tokens, segments, _):
             tokens = constrain(tokens, ("batch", None), self.graph.layout)
             return self._critic.values(params, tokens, modes.sit(tokens, segments=segments))[:1]
 

@@ -141,11 +141,21 @@ class Engine:
         followers = self._unseat(slot)
         if request.finish is None:
             self._slots = None
+        elif self.programs.records:
+            request.routes = self._routes(slot)
         # A state of fixed size is past the tokens where the host alone has ended the request.
         known = self._rewinds or (request.finish is not None and not request.params.stop)
         self._rows.give(slot, request.seen(0, request.cached) if known else ())
         self._reseat(followers)
         return request
+
+    def _routes(self, slot: int) -> dict:
+        """The experts of the entries of a slot, which are in the cache of the view if it has one."""
+        cache, rows, row = self._cache, self.programs.slots, slot
+        if self._view and self._view.part is not None and slot in self._view.rows:
+            cache, rows, row = self._view.part, len(self._view.rows), self._view.rows.index(slot)
+        tables = self._tables([slot])
+        return self.programs.routes(cache, rows, row, None if tables is None else tables[0])
 
     def _unseat(self, slot: int) -> list[int]:
         """Takes a slot out of those that wait; the slots that waited for its prompt."""

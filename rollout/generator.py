@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from policy.config import StoredType
 from policy.layers.quantization import TYPES
 from policy.model import Model
@@ -32,7 +34,8 @@ class GeneratorOptions:
 
     speculative: tokens that the model's prediction modules draft at each step, 0 for none; a step then makes 1 to
     1 + `speculative` tokens, the same as without (rollout/speculative.py). weights, kv_cache: types in which the weights of
-    products, and keys, values and latents, are kept; None: as floats.
+    products, and keys, values and latents, are kept; None: as floats. record_routes: completions tell which experts computed each
+    of their tokens (models with a mixture of experts only).
 
     exact: completions are a function of the weights, the prompt and (seed, prompt id, sample) to the last bit, whatever the other
     options are, and log-probabilities are those of `Model.logprobs`, bit for bit: what is decoded is checked by the scoring
@@ -50,6 +53,7 @@ class GeneratorOptions:
     weights: StoredType | None = None
     kv_cache: StoredType | None = None
     exact: bool = False
+    record_routes: bool = False
 
     def __post_init__(self):
         for name in ("weights", "kv_cache"):
@@ -70,13 +74,16 @@ class GeneratorOptions:
 @dataclass(frozen=True)
 class Completion:
     """`tokens` without the prompt, with the stop token; `logprobs` of each; `finish`: stop or length; `text` with a tokenizer;
-    `steps`: forward passes of the decoder that made it, fewer than tokens where drafts were accepted."""
+    `steps`: forward passes of the decoder that made it, fewer than tokens where drafts were accepted; `routes`: where
+    GeneratorOptions.record_routes asks for them, the experts of each token of prompt and completion but the last, which is never
+    fed: int[tokens, R, k] by path of the layer, for the repeats of its stack."""
 
     tokens: list[int]
     logprobs: list[float]
     finish: str
     text: str | None
     steps: int = 0
+    routes: dict[str, np.ndarray] | None = None
 
 
 class Generator:
@@ -101,6 +108,8 @@ class Generator:
             raise ValueError("Generator: max_length must be at least 2 and slots at least 1")
         if (limit := model.config.max_positions) is not None and max_length > limit:
             raise ValueError(f"Generator: max_length {max_length} is more than the {limit} positions of this model")
+        if options.record_routes and not any(spec.moe for spec in model.config.layers):
+            raise ValueError("GeneratorOptions.record_routes: this model has no mixture of experts; no token is routed anywhere")
         self.model, self.max_length, self.slots = model, max_length, slots
         self.seed, self.tokenizer, self.options = seed, tokenizer, options
         self._quantized = QuantizedWeights(model.graph, options.weights) if options.weights else None
@@ -200,11 +209,11 @@ class Generator:
         """Compiles every program that prompts of up to `longest` tokens and these parameters need, in parallel; returns how many
         there are. One that is missing later is a warning, or rollout.programs.LateCompilation if `strict`."""
         widths = sorted({stop_width(len(each.stop_token_ids)) for each in params})
-        if self.verifier is None:
-            return self.engine.programs.compile_ahead(self._params, longest, widths, strict=strict)
-        # A completion that goes on after a token was replaced is read in as a prompt of any length.
-        count = self.engine.programs.compile_ahead(self._params, self.max_length, widths, strict=strict)
-        return count + self.verifier.compile_ahead(self._params, self.max_length)
+        # A completion that goes on, after it paused or a token was replaced, is read in as a prompt of any length.
+        goes_on = self.verifier is not None or self.options.cache == "paged"
+        longest = self.max_length if goes_on else longest
+        count = self.engine.programs.compile_ahead(self._params, longest, widths, strict=strict)
+        return count + (self.verifier.compile_ahead(self._params, self.max_length) if self.verifier else 0)
 
     @property
     def compiled_ahead(self) -> bool:
@@ -243,7 +252,10 @@ class Generator:
         return self.engine.counts | (self.verifier.counts if self.verifier else {})
 
     def completion(self, request: Request) -> Completion:
-        return Completion(request.tokens, request.logprobs, request.finish, self._text(request.tokens), sum(request.opens))
+        text, steps, routes = self._text(request.tokens), sum(request.opens), request.routes
+        if routes is not None:
+            routes = {path: np.asarray(array)[: request.needed].copy() for path, array in routes.items()}
+        return Completion(request.tokens, request.logprobs, request.finish, text, steps, routes)
 
     def _encode(self, i: int, prompt, params: SamplingParams) -> tuple[int, ...]:
         if isinstance(prompt, str):

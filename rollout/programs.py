@@ -88,11 +88,15 @@ class Programs:
 
     `ahead`: tokens past those of a prefill call that it wants to see; `recent`: last tokens of each row that decoding does;
     `drafts`: tokens past a request's last that it may write.
+    `records`: whether the cache keeps the experts of each token.
     """
 
     ahead = recent = drafts = 0
 
     def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int):
+        self.records = options.record_routes
+        if self.records:
+            graph = graph.at(record=(*graph.runtime.record, "routes"))
         self.graph, self.dispatch, self._options = graph, options.tokens_per_dispatch, options
         self.slots, self.max_length, self.vocab_size = slots, max_length, graph.config.vocab_size
         self.chunk = min(options.prefill_chunk, max_length)
@@ -106,6 +110,7 @@ class Programs:
             "enter": jax.jit(self._enter_program),
             "leave": jax.jit(self._leave_program, donate_argnums=0),
             "decode": jax.jit(self._decode_program, donate_argnums=1),
+            "routes": jax.jit(self._routes_program),
         }
         self._compiled: dict[tuple, Any] = {}
         self.sealed = self._strict = False
@@ -209,6 +214,14 @@ class Programs:
         """The cache with its rows as they are in `part`."""
         return self._run("leave", rows.shape, (cache, part, rows))
 
+    def routes(self, cache, rows: int, row: int, pages_M: np.ndarray | None) -> dict[str, jax.Array]:
+        """The experts of all entries of a row (policy.cache.routes) of a cache of so many rows, on their way to the host. `pages`:
+        those of the row, None where the cache is contiguous."""
+        found = self._run("routes", (rows,), (cache, np.int32(row), pages_M))
+        for array in found.values():
+            array.copy_to_host_async()
+        return found
+
     def decode(self, params, cache, slots: Slots, limits: tuple[int, int]) -> tuple:
         """(cache, Slots, Made): up to `limits[0]` steps, as long as more than `limits[1]` rows go on. Arrays on the device."""
         limits = np.asarray(limits, np.int32)
@@ -281,6 +294,10 @@ class Programs:
             yield ("copy",), (cache, _int((self.slots, 2)), _int(()))
         if self.paged:
             yield ("copy_pages",), (cache, _int((self.slots,)), _int((self.slots,)))
+        if self.records:
+            pages = _int((self.table_width,)) if self.paged else None
+            for s in self.sizes if self.copies_views else (self.slots,):
+                yield ("routes", s), (self._part(cache, s), _int(()), pages)
         yield ("empty",), ()
 
     def _part(self, cache, rows: int):
@@ -320,7 +337,7 @@ class Programs:
 
     def _empty(self, rows: int, length: int | Pages | WithRings):
         dtype, kind = self.graph.runtime.dtype, self._options.kv_cache
-        return caches.create(self.graph.config, rows, length, dtype, scan=self._scan, quantization=kind)
+        return caches.create(self.graph.config, rows, length, dtype, scan=self._scan, quantization=kind, routes=self.records)
 
     def _prefill_program(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
         P, C = tokens_PC.shape[0], tokens_PC.shape[1] - self.ahead
@@ -354,6 +371,9 @@ class Programs:
 
     def _leave_program(self, cache, part, rows):
         return self._pinned(caches.with_rows(cache, part, rows))
+
+    def _routes_program(self, cache, row, pages_M):
+        return jax.lax.with_sharding_constraint(caches.routes(cache, row, pages_M), self.graph.layout.replicated)
 
     def slots_of(self, requests: Sequence, size: int, width: int, seed: int) -> Slots:
         """The Slots of `size` rows, row i for request i; None and rows past the requests are idle. `width` is that of the stops."""

@@ -15,8 +15,9 @@ class Request:
     the prompt; `expected` the tokens that the caller expects of it, None: as many as it may have.
 
     `tokens`, `logprobs` and `opens` (whether a token is the first that its decoding step made) grow until `finish` says stop or
-    length. `cached`: tokens of prompt and completion whose entries are in the cache. `settled`: of `tokens`,
-    those that an exact check has confirmed (rollout/exact.py).
+    length. `cached`: tokens of prompt and completion whose entries are in the cache. `settled`: of `tokens`, those that an exact
+    check has confirmed (rollout/exact.py). `routes`: where they are recorded, once it has ended: the experts of its entries, the
+    first `needed` of int[C, R, k] by path of the layer.
     """
 
     prompt: tuple[int, ...]
@@ -31,6 +32,7 @@ class Request:
     finish: str | None = None
     cached: int = 0
     settled: int = 0
+    routes: dict | None = None
 
     @property
     def needed(self) -> int:

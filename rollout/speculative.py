@@ -102,6 +102,9 @@ class SpeculativePrograms(Programs):
             hidden = _slide(drafts.hidden[0, :, 0], aux.mtp_input, step.segments.sum(axis=1))
         return main, Drafts(tuple(layers), hidden[None, :, None])
 
+    def _routes_program(self, cache, row, pages_M):
+        return super()._routes_program(cache[0], row, pages_M)
+
     def _steps(self, params, cache, slots: Slots, limits):
         S, N = slots.token.shape[0], self.dispatch * (self.drafts + 1)
 

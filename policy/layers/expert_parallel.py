@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import qwix
 from jax.sharding import PartitionSpec
 
-from policy.config import DecoderConfig, DenseAndExperts, Moe, Runtime
+from policy.config import DecoderConfig, Moe, Runtime
 from policy.layers import experts
 from policy.layers.experts import Routed, Weights
 from policy.layers.grouped import Block, block_rows, dispatch, plan
@@ -66,8 +66,8 @@ def check(config: DecoderConfig, runtime: Runtime, layout: Layout) -> None:
     """Raises ValueError where the scheme that `runtime` names cannot spread the experts of this decoder over this mesh."""
     parts = layout.mesh.shape[AXIS]
     for spec in config.layers:
-        moe = spec.feed_forward.experts if isinstance(spec.feed_forward, DenseAndExperts) else spec.feed_forward
-        if runtime.expert_parallel == "auto" or not isinstance(moe, Moe):
+        moe = spec.moe
+        if runtime.expert_parallel == "auto" or moe is None:
             continue
         what, size = ("width", moe.width) if runtime.expert_parallel == "hidden" else ("number", moe.router.experts)
         if size % parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from policy.cache import LayerCache, Step
+from policy.cache import LayerCache, Step, remember
 from policy.config import (
     Attention,
     DecoderConfig,
@@ -67,6 +67,7 @@ class Layer(nnx.Module):
             normed, mix = self.enter(x_BTE, normed, mix)
             fed, found = self.feed_forward(normed, step, runtime)
             x_BTE, aux = self.leave(x_BTE, fed, step, mix), aux.also(found)
+            cache = remember(cache, step, found.routes)
         if spec.scalar:
             x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
         return x_BTE, cache, aux.also(observe(x_BTE, step.segments, runtime.record))

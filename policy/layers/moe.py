@@ -19,6 +19,7 @@ from policy.layers.linear import Weight, rounded
 from policy.layers.mlp import FeedForward
 from policy.layers.norms import norm
 from policy.layers.parameter import RouterBias, normal, ones, weight, zeros
+from policy.layers.replay import replay
 
 
 class TopKRouter(nnx.Module):
@@ -45,11 +46,16 @@ class TopKRouter(nnx.Module):
         if spec.groups > 1:
             choice = jnp.where(self._eligible(choice), choice, -jnp.inf)
         _, experts = jax.lax.top_k(choice, spec.experts_per_token)
+        return experts, self.weigh(scores, experts), scores
+
+    def weigh(self, scores: jax.Array, experts: jax.Array) -> jax.Array:
+        """float32[..., k]: the weights of these experts, int[..., k], by the scores of all, float32[..., X]."""
+        spec = self.spec
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if spec.renormalize:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (1e-20 if spec.score == "sigmoid" else 0.0))
         weights = weights * spec.scale
-        return experts, weights * self.expert_scale[...][experts] if spec.expert_scale else weights, scores
+        return weights * self.expert_scale[...][experts] if spec.expert_scale else weights
 
     def _scores(self, x_NE: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(scores, what the choice goes by), float32[N, X]."""
@@ -103,13 +109,15 @@ class MixtureOfExperts(nnx.Module):
         if lost is not None:
             routing = replace(routing, dropped=routing.dropped + lost)
         shared = self.beside(x_BTE, step, runtime)
-        return out if shared is None else out + shared, LayerAux(routing=routing)
+        found = LayerAux(routing=routing, routes=experts if "routes" in runtime.record else None)
+        return out if shared is None else out + shared, found
 
     def choose(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
         """(experts int[B, T, k], their weights float32[B, T, k], see `routing_statistics`)."""
         B, T, E = x_BTE.shape
         experts, weights, scores = (a.reshape(B, T, -1) for a in self.router(x_BTE.reshape(-1, E)))
-        routing = routing_statistics(experts, scores, step.segments)
+        experts, weights, replayed = replay(self.router, (experts, weights, scores), step)
+        routing = replace(routing_statistics(experts, scores, step.segments), replayed=replayed)
         if runtime.drops:
             experts, dropped = limited(experts, step.segments, self.spec.router, runtime)
             routing = replace(routing, dropped=dropped)

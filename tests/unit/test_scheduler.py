@@ -35,7 +35,7 @@ class Simulation:
     """The programs over a cache that is a tuple of rows, each the tokens that it holds. `rewinds` False: a row can only be used
     as far as it is filled, as with states of fixed size."""
 
-    ahead, dispatch, chunk, drafts = 0, 3, CHUNK, 0
+    ahead, dispatch, chunk, drafts, records = 0, 3, CHUNK, 0, True
     vocab_size = max_length = 1000
     copies_views = copies_rows = True
     table_width = None
@@ -88,6 +88,10 @@ class Simulation:
             if row < self.slots:
                 cache[row] = held
         return tuple(cache)
+
+    def routes(self, cache, rows, row, pages):
+        assert len(cache) == rows and pages is None
+        return cache[row]
 
     def slots_of(self, requests, size, width, seed):
         assert size in self.sizes and len(requests) == size
@@ -179,6 +183,10 @@ class PagedSimulation(Simulation):
 
     def leave(self, cache, part, rows):
         return cache[0], super().leave(cache[1], part, rows)
+
+    def routes(self, cache, rows, row, pages):
+        places = ((page, i) for page in pages.tolist() for i in range(self.size))
+        return tuple(cache[0][place][-1] for place in places if place in cache[0])
 
     def slots_of(self, requests, size, width, seed):
         return super().slots_of(requests, size, width, seed), None, None
@@ -289,6 +297,7 @@ def test_every_request_gets_its_own_completion_whatever_happens_beside_it(slots,
         assert request.tokens == written(request)
         assert request.finish == ("stop" if request.tokens[-1] == STOP else "length")
         assert len(request.tokens) == len(request.logprobs) == len(request.opens)
+        assert request.routes[: request.needed] == request.seen(0, request.needed), "the routes of another request"
     if pages:
         engine.forget()
         assert all(table.available == pages[0] // pages[2] - 1 for table in engine._rows._tables), "a page was lost"
