@@ -292,7 +292,7 @@ class Engine:
     def _keep(self, slot: int, tokens: tuple[int, ...]) -> None:
         """Puts what the slot holds on the shelf."""
         self._copy()
-        self._rows.keep(slot)
+        self._rows.keep(slot, len(tokens))
         part = self.programs.enter(self._whole(), np.asarray([slot], np.int32)) if self.programs.copies_rows else None
         self._shelf = tokens, part
 

@@ -253,12 +253,12 @@ class PagedRows:
         self.drop(slot)
         self._free[slot] = None
 
-    def keep(self, slot: int | None) -> None:
-        """Keeps what the slot holds, beyond its end and whatever it writes; in place of what was kept. None: nothing."""
+    def keep(self, slot: int | None, tokens: int = 0) -> None:
+        """Keeps the pages of a slot's first tokens, whatever becomes of it, in place of those that were kept. None: nothing."""
         if self._kept:
             table, chain = self._kept
             table.close(chain)
-        self._kept = None if slot is None else (self.table(slot), self.table(slot).share(self._chains[slot], len(self._held[slot])))
+        self._kept = None if slot is None else (self.table(slot), self.table(slot).share(self._chains[slot], tokens))
 
     def begin_with_kept(self, slot: int) -> bool:
         """Gives the pages that are kept to a slot, in the place of its own. False where they lie in another part."""
