@@ -13,6 +13,7 @@ from rl import events
 
 PREDICTION = ("mtp/loss", "mtp/acceptance", "mtp/grad_norm", "speculative/accepted_per_step")
 EXACT = ("generator/replaced_share",)
+REPLAY = ("moe/replayed", "moe/replay_disagreement")
 INDEXER = ("indexer/kl", "indexer/recall")
 CRITIC = ("optim/lr", "optim/grad_norm", "optim/update_norm", "optim/skipped", "moe/max_load", "moe/balance")
 
@@ -52,7 +53,7 @@ def test_every_metric_of_a_run_is_documented(unbroken):
 def test_every_metric_of_the_losses_is_documented_and_no_other_name(unbroken):
     losses = of_the_losses()
     assert not losses - documented()
-    possible = losses | written(unbroken) | {f"value/{name}" for name in CRITIC} | {*PREDICTION, *INDEXER, *EXACT}
+    possible = losses | written(unbroken) | {f"value/{name}" for name in CRITIC} | {*PREDICTION, *INDEXER, *EXACT, *REPLAY}
     # Only where a completion ended by itself, which those of a run of three steps may not have.
     possible |= {f"completion/{name}_terminated_length" for name in ("mean", "min", "max")}
     assert not documented() - possible
