@@ -65,8 +65,7 @@ class Engine:
 
     def reset(self) -> None:
         """Gives up the cache and all requests."""
-        self._cache, self._view, self._slots, self._flight = None, None, None, None
-        self._known = None
+        self._cache, self._view, self._slots, self._flight, self._known = None, None, None, None, None
         self._running: dict[int, Request] = {}
         self._pending: dict[int, Request] = {}  # those of which the prompt is not in yet
         self._after: dict[int, tuple[int, int]] = {}  # of these, those that begin with so many tokens that another slot will hold
@@ -96,11 +95,9 @@ class Engine:
         """The slot that the request runs in from the next step on. ValueError if none is free, or as `check` does."""
         self.check(request)
         if not self.free:
-            raise ValueError(
-                f"insert: {len(self._paused)} requests wait for pages; step first"
-                if self._paused
-                else f"insert: all {self.programs.slots} slots are in use; release one first"
-            )
+            waiting, slots = len(self._paused), self.programs.slots
+            why = f"{waiting} requests wait for pages; step" if waiting else f"all {slots} slots are in use; release one"
+            raise ValueError(f"insert: {why} first")
         self._watch_weights()
         slot, source, same = self._rows.take(request.seen(0, request.needed))
         self._running[slot] = self._pending[slot] = request
@@ -130,7 +127,8 @@ class Engine:
         elif same < request.needed and self._begin_with_kept(slot):
             self._begin(slot, request.needed)
         elif same:
-            self._follow(source, slot, same)
+            if self._follow(source, slot, same):
+                self._begin(slot, same)
         else:
             self._make_room(slot, request.needed)
 
@@ -158,13 +156,15 @@ class Engine:
         return self.programs.routes(cache, rows, row, None if tables is None else tables[0])
 
     def _unseat(self, slot: int) -> list[int]:
-        """Takes a slot out of those that wait; the slots that waited for its prompt."""
-        followers = [other for other, (source, _) in self._after.items() if source == slot]
-        for other in (slot, *followers):
-            self._after.pop(other, None)
+        """Takes a slot out of those that wait; the slots that waited for its prompt, and those that waited for theirs."""
+        left = [slot]
+        for each in left:
+            left += [other for other, (source, _) in self._after.items() if source == each]
+        for each in left:
+            self._after.pop(each, None)
         self._pending.pop(slot, None)
         self._paused.discard(slot)
-        return followers
+        return left[1:]
 
     def _reseat(self, slots: Sequence[int]) -> None:
         """Lets requests begin anew."""
@@ -264,30 +264,33 @@ class Engine:
 
     def _begin(self, slot: int, cached: int) -> None:
         """The first `cached` entries of the request's tokens are there. If that is all of its prompt, those that begin with it get
-        a copy; so does the request that still waits for a slot, where a row is of no use to others once it decodes."""
-        request = self._running[slot]
-        request.cached = cached
-        if not request.ready:
-            return
-        del self._pending[slot]
-        self._slots = None
-        tokens = request.seen(0, request.needed)
-        self._rows.filled(slot, tokens)
-        if self.programs.shelves and self._following and self._following.seen(0, self._following.needed) == tokens:
-            self._keep(slot, tokens)
-        for other, same in [(other, same) for other, (source, same) in self._after.items() if source == slot]:
-            if self._after.get(other) == (slot, same):  # and not paused for one before it
-                del self._after[other]
-                self._follow(slot, other, same)
+        a copy, and then those that begin with theirs; so does the request that still waits for a slot, where a row is of no use to
+        others once it decodes."""
+        self._running[slot].cached = cached
+        begun = [slot]
+        while begun:
+            slot = begun.pop()
+            request = self._running[slot]
+            if not request.ready or slot in self._paused:  # paused for one before it
+                continue
+            del self._pending[slot]
+            self._slots = None
+            tokens = request.seen(0, request.needed)
+            self._rows.filled(slot, tokens)
+            if self.programs.shelves and self._following and self._following.seen(0, self._following.needed) == tokens:
+                self._keep(slot, tokens)
+            for other, same in [(other, same) for other, (source, same) in self._after.items() if source == slot]:
+                if self._after.get(other) == (slot, same):
+                    del self._after[other]
+                    begun += [other] if self._follow(slot, other, same) else []
 
-    def _follow(self, source: int, slot: int, same: int) -> None:
-        """The slot begins with the first `same` entries of another, or with its own."""
+    def _follow(self, source: int, slot: int, same: int) -> bool:
+        """Gives a slot the first `same` entries of another, or its own; False if it paused for want of pages."""
         if source != slot:
             self._rows.share(source, slot, same)
             self._copies += [(source, slot)] if self.programs.copies_rows else []
         self._running[slot].cached = same
-        if self._make_room(slot, self._running[slot].needed):
-            self._begin(slot, same)
+        return self._make_room(slot, self._running[slot].needed)
 
     def _keep(self, slot: int, tokens: tuple[int, ...]) -> None:
         """Puts what the slot holds on the shelf."""

@@ -155,14 +155,15 @@ class PagedRows:
 
     `tables`: one for each part into which a mesh cuts the slots; those of a part have their pages in its table. `rewinds`: whether
     pages are all that a sequence has. If not, states of fixed size go with them, and only what holds exactly the wanted tokens can
-    be begun with.
+    be begun with. `ample`: whether there are pages for every slot at full length.
     """
 
-    def __init__(self, slots: int, tables: Sequence[PageTable], *, rewinds: bool):
-        self.rewinds, self.parts = rewinds, len(tables)
+    def __init__(self, slots: int, tables: Sequence[PageTable], *, rewinds: bool, ample: bool = False):
+        self.rewinds, self.parts, self._ample = rewinds, len(tables), ample
         self._tables, self._free = tables, dict.fromkeys(range(slots))
         self._held: list[tuple[int, ...]] = [()] * slots
         self._chains = [Chain() for _ in range(slots)]
+        self._begun: dict[tuple[int, ...], int] = {}  # the slot that last began with these tokens
         self._kept: tuple[PageTable, Chain] | None = None
 
     @property
@@ -190,7 +191,7 @@ class PagedRows:
         """(source, same) for a slot that is in use, and begins from nothing."""
         self.drop(slot)
         source, same, pages = self._find(self.part(slot), tokens)
-        self._held[slot], self._chains[slot] = tokens, self.table(slot).open(pages)
+        self._held[slot], self._begun[tokens], self._chains[slot] = tokens, slot, self.table(slot).open(pages)
         if source < 0:
             return slot, same
         self.share(source, slot, same)
@@ -206,6 +207,9 @@ class PagedRows:
 
     def _find(self, part: int, tokens: tuple[int, ...]) -> tuple[int, int, list[int]]:
         """(slot or -1, tokens, known pages): where most of the first of these tokens are."""
+        begun = self._begun.get(tokens, -1) if tokens else -1
+        if begun >= 0 and begun not in self._free and self.part(begun) == part and self._held[begun] == tokens:
+            return begun, len(tokens), []
         pages = self._tables[part].find(tokens) if self.rewinds else []
         known = len(pages) * self._tables[part].size
         running = (slot for slot in range(len(self._held)) if slot not in self._free and self.part(slot) == part)
@@ -219,7 +223,7 @@ class PagedRows:
     def room(self, wanted: Iterable[tuple[int, int, int]]) -> bool:
         """Whether each (slot, start, end) can have pages for its tokens start .. end - 1."""
         missing = [0] * self.parts
-        for slot, start, end in wanted:
+        for slot, start, end in () if self._ample else wanted:
             missing[self.part(slot)] += self.table(slot).missing(self._chains[slot], start, end)
         return all(m <= table.available for m, table in zip(missing, self._tables, strict=True))
 
@@ -252,6 +256,8 @@ class PagedRows:
         self.filled(slot, tokens)
         self.drop(slot)
         self._free[slot] = None
+        if len(self._begun) > 4 * len(self._held):
+            self._begun = {held: n for n, held in enumerate(self._held) if held}
 
     def keep(self, slot: int | None, tokens: int = 0) -> None:
         """Keeps the pages of a slot's first tokens, whatever becomes of it, in place of those that were kept. None: nothing."""

@@ -162,7 +162,7 @@ class Programs:
             return Rows(self.slots, rewinds=self.rewinds)
         number, parts = self.pool.pages.number, self._ways
         tables = [PageTable(number // parts, self.pool.pages.size, n * number // parts) for n in range(parts)]
-        return PagedRows(self.slots, tables, rewinds=self.rewinds)
+        return PagedRows(self.slots, tables, rewinds=self.rewinds, ample=number >= self.pool.wanted)
 
     @property
     def sizes(self) -> tuple[int, ...]:

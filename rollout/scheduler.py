@@ -161,6 +161,16 @@ class Rows:
         self._held[taken], self._begun[tokens] = tokens, taken
         return taken, source, same
 
+    def drop(self, row: int) -> None:
+        """A row in use holds nothing."""
+        self._held[row] = ()
+
+    def again(self, row: int, tokens: tuple[int, ...]) -> tuple[int, int]:
+        """(source, same), as `take` says, for a row in use that holds nothing and will hold these tokens."""
+        source, same = self.find(tokens)
+        self._held[row], self._begun[tokens] = tokens, row
+        return source, same
+
     def moves(self, row: int) -> None:
         """The row goes on from what it was taken for."""
         if not self.rewinds:
@@ -188,9 +198,6 @@ class Rows:
     def part(self, row: int) -> int:
         return 0
 
-    def again(self, row: int, tokens: tuple[int, ...]) -> tuple[int, int]:
-        return -1, 0
-
     def room(self, wanted) -> bool:
         return True
 
@@ -198,8 +205,6 @@ class Rows:
         return []
 
     def share(self, source: int, row: int, same: int) -> None: ...
-
-    def drop(self, row: int) -> None: ...
 
     def filled(self, row: int, tokens: tuple[int, ...]) -> None: ...
 

@@ -382,6 +382,16 @@ def test_a_slot_that_was_given_up_is_not_written_by_the_one_before():
     assert first.tokens and finished(engine, queue, second)
 
 
+@pytest.mark.parametrize("pages", [None, (3000, 4, 1)])
+def test_a_group_may_have_a_thousand_samples(pages):
+    (engine, _), queue = engine_of(1000, budget=10**4, pages=pages), Queue()
+    requests = [Request((1, 2, 3, 4, 1), SamplingParams(max_new_tokens=2)) for _ in range(1000)]
+    queue.add(requests)
+    while engine.busy or queue:
+        turn(engine, queue)
+    assert all(request.tokens == written(request) for request in requests) and engine.programs.prefilled == 4
+
+
 def test_those_who_waited_for_a_prompt_that_is_withdrawn_do_not_wait_for_each_other():
     engine, queue = while_others_decode(4, 1, pages=(400, 1, 1))
     first, *others = (Request(tuple(range(1, 40)), SamplingParams(max_new_tokens=3)) for _ in range(3))
