@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rollout.scheduler import common, worth_a_copy
@@ -58,13 +58,19 @@ class PageTable:
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """The pages that hold the beginning of these tokens, as far as they are known."""
-        pages, key = [], None
-        for start in range(0, len(tokens) - self.size + 1, self.size):
-            key = (key, tuple(tokens[start : start + self.size]))
+        pages = []
+        for key in self._keys_of(tokens):
             if (page := self._known.get(key)) is None:
                 break
             pages.append(page)
         return pages
+
+    def _keys_of(self, tokens: Sequence[int]) -> Iterator[Key]:
+        """What each page that these tokens fill is found by."""
+        key = None
+        for start in range(0, len(tokens) - self.size + 1, self.size):
+            key = (key, tuple(tokens[start : start + self.size]))
+            yield key
 
     def open(self, pages: Sequence[int] = ()) -> Chain:
         """A sequence that begins with these pages."""
@@ -109,9 +115,7 @@ class PageTable:
         the one that is found, and of entries that older weights made none."""
         if chain.weights != self._weights:
             return
-        key = None
-        for page, start in zip(chain.pages, range(0, len(tokens) - self.size + 1, self.size), strict=False):
-            key = (key, tuple(tokens[start : start + self.size]))
+        for page, key in zip(chain.pages, self._keys_of(tokens), strict=False):
             if key not in self._known and page not in self._keys:
                 self._known[key], self._keys[page] = page, key
 
@@ -202,8 +206,12 @@ class PagedRows:
         table = self.table(slot)
         if table is not self.table(source):
             raise ValueError(f"slots {source} and {slot} are in different parts of the cache")
-        before, self._chains[slot] = self._chains[slot], table.share(self._chains[source], same)
-        table.close(before)
+        self._exchange(slot, table.share(self._chains[source], same))
+
+    def _exchange(self, slot: int, chain: Chain) -> None:
+        """Gives a slot other pages; they are in use already, for some may be its own."""
+        before, self._chains[slot] = self._chains[slot], chain
+        self.table(slot).close(before)
 
     def _find(self, part: int, tokens: tuple[int, ...]) -> tuple[int, int, list[int]]:
         """(slot or -1, tokens, known pages): where most of the first of these tokens are."""
@@ -271,8 +279,7 @@ class PagedRows:
         table, chain = self._kept
         if table is not self.table(slot):
             return False
-        before, self._chains[slot] = self._chains[slot], table.share(chain, len(chain.pages) * table.size)
-        table.close(before)
+        self._exchange(slot, table.share(chain, len(chain.pages) * table.size))
         return True
 
     def forget(self) -> None:
