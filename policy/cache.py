@@ -18,7 +18,7 @@ Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,6 +46,9 @@ class Step:
     The decoder fills in `tokens`, int32[B, T], and `rotations`, the (cos, sin) tables of all its rotary embeddings. `dropout` is
     for training only. `pages`, over a paged cache: the pages of each row, int32[B, M]. `routes`: the experts that tokens are to go
     to, -1 where they are not known, int[B, T, R, k] by path of the layer; in a layer its own, int[B, T, k]. None: routers choose.
+
+    `whole`, known when a program is compiled: nothing before this call is looked at, and each segment is one run of tokens whose
+    positions count by one, so that who looks at whom follows from order and segments alone.
     """
 
     positions: jax.Array
@@ -55,6 +58,7 @@ class Step:
     dropout: Dropout | None = None
     pages: jax.Array | None = None
     routes: Any = None
+    whole: bool = field(default=False, metadata={"static": True})
 
     def at(self, layer: jax.Array | int) -> Step:
         """The same for the layer of that number."""

@@ -341,7 +341,7 @@ class Programs:
 
     def _prefill_program(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
         P, C = tokens_PC.shape[0], tokens_PC.shape[1] - self.ahead
-        part = self._fill(params, self._empty(P, C), tokens_PC, starts, lengths, None)
+        part = self._fill(params, self._empty(P, C), tokens_PC, starts, lengths, None, whole=True)
         return self._pinned(caches.insert(cache, part, rows, self._places(starts, lengths, C, pages_PM)))
 
     def _extend_program(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
@@ -353,9 +353,9 @@ class Programs:
         positions = starts[:, None] + jnp.arange(C)
         return Step(positions, (positions < lengths[:, None]).astype(jnp.int32), pages=pages_PM)
 
-    def _fill(self, params, cache, tokens_PC, starts, lengths, pages_PM):
-        """The cache of P rows with their tokens in it."""
-        step = self._places(starts, lengths, tokens_PC.shape[1], pages_PM)
+    def _fill(self, params, cache, tokens_PC, starts, lengths, pages_PM, whole=False):
+        """The cache of P rows with their tokens in it; `whole`: there is nothing in it before them."""
+        step = replace(self._places(starts, lengths, tokens_PC.shape[1], pages_PM), whole=whole)
         with self.graph.precision():
             return modes.prefill(self.graph.decoder(params), tokens_PC, step, cache, self.graph.runtime)
 

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from policy.cache import LayerCache, Step, Visible, extend
 from policy.config import Attention, DecoderConfig, QueryTemperature, Runtime
 from policy.intermediates import LayerAux
-from policy.layers import paged_attention
+from policy.layers import flash_attention, paged_attention
 from policy.layers.linear import linear
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import normal, weight, zeros
@@ -62,6 +62,9 @@ class GroupedQueryAttention(nnx.Module):
         mask = Mask(step, visible, spec.window, spec.chunk)
         sinks = self.sinks[...] if spec.sinks else None
         out = paged_attention.decode(q * spec.scale, cache, step, spec, runtime)
+        if out is None and spec.chunk is None:
+            limits = {"window": spec.window, "softcap": spec.softcap, "sinks_H": sinks}
+            out = flash_attention.attend(q * spec.scale, k, v, step, runtime, **limits)
         if out is None:
             out = attend(q * spec.scale, keys, values, mask, runtime.attention_chunk, spec.softcap, sinks)
         out = checkpoint_name(out, "context")

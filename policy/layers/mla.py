@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from policy.cache import LayerCache, Step, Visible, extend
 from policy.config import DecoderConfig, LatentAttention, Runtime
 from policy.intermediates import LayerAux
+from policy.layers import flash_attention
 from policy.layers.attention import Mask, attend
 from policy.layers.indexer import IndexedMask, KeyIndexer
 from policy.layers.linear import linear, rounded
@@ -25,7 +26,8 @@ class MultiHeadLatentAttention(nnx.Module):
     """Keys and values are linear in a normalised latent of c numbers; one rotated key of R numbers is shared by all heads.
 
     Without a cache keys and values are expanded. With one, only (latent, rotated key) is kept, c + R numbers a token, and the
-    expansion is absorbed into the query and the output: the same function, with one key-value head of c + R.
+    expansion is absorbed into the query and the output: the same function, with one key-value head of c + R. Where a call looks at
+    its own tokens only and a kernel serves it, they are expanded as well: N + R + V products a pair of tokens, not 2 c + R.
     """
 
     def __init__(self, spec: LatentAttention, config: DecoderConfig, rngs: nnx.Rngs):
@@ -64,19 +66,22 @@ class MultiHeadLatentAttention(nnx.Module):
         k_rope = rotate(k_rope[:, None], spec.rope, table)
         index_queries, index_keys = self.indexer(x_BTE, q_latent, step) if spec.indexer else (None, None)
         new = {} if index_keys is None else {"index": index_keys}
-        if cache is None:
-            expanded = linear("btc,chd->bhtd", latent, self.kv_b_proj[...], runtime)
-            k_nope, values = jnp.split(expanded, [spec.nope_dim], axis=-1)
-            keys = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope, (*k_nope.shape[:3], spec.rope.dim))], axis=-1)
-            keys, values = checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
-            visible, _ = extend(None, step, k=keys, v=values, **new)
+        expanded = cache is None or (not new and flash_attention.served(step, x_BTE.dtype, runtime))
+        visible = None
+        if cache is not None:
+            kept = jnp.concatenate([rounded(latent, (-1,), latent.dtype, runtime)[:, None], k_rope], axis=-1)
+            visible, cache = extend(cache, step, latent=kept, **new)
+        if expanded:
+            keys, values = self._expand(latent, k_rope, runtime)
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
-            out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries, runtime), None, runtime)
+            out = None if new else flash_attention.attend(q * spec.scale, keys, values, step, runtime)
+            found = LayerAux()
+            if out is None:
+                visible, _ = extend(None, step, k=keys, v=values, **new)
+                out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries, runtime), None, runtime)
             out = checkpoint_name(checkpoint_name(out, "context"), "attention_out")
         else:
             w_k, w_v = jnp.split(rounded(self.kv_b_proj[...], (0,), x_BTE.dtype, runtime), [spec.nope_dim], axis=-1)
-            latent = rounded(latent, (-1,), latent.dtype, runtime)
-            visible, cache = extend(cache, step, latent=jnp.concatenate([latent[:, None], k_rope], axis=-1), **new)
             keys = visible.arrays["latent"]
             q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
             values = keys[..., : spec.kv_lora_rank]
@@ -86,6 +91,13 @@ class MultiHeadLatentAttention(nnx.Module):
             out = jnp.einsum("bhtc,chd->bhtd", out, w_v)
         out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
         return checkpoint_name(out, "out_proj"), cache, found
+
+    def _expand(self, latent_BTc: jax.Array, k_rope_B1TR: jax.Array, runtime: Runtime) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of every head."""
+        expanded = linear("btc,chd->bhtd", latent_BTc, self.kv_b_proj[...], runtime)
+        k_nope, values = jnp.split(expanded, [self.spec.nope_dim], axis=-1)
+        keys = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope_B1TR, (*k_nope.shape[:3], self.spec.rope.dim))], axis=-1)
+        return checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
 
     def _attend(self, q_BHTD, keys, values, mask: Mask, cache: LayerCache | None, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
         q = q_BHTD * self.spec.scale

@@ -1,0 +1,89 @@
+"""Compiles the gradient and the first prefill of two layers of a model for chips of a TPU, without one: run by
+test_flash_for_tpu.py.
+
+    python compile_flash_for_tpu.py FAMILY TOPOLOGY MESH(JSON)
+
+Prints as JSON, for "gradient" and "prefill", the calls of attention kernels in the program and the shapes of scores: of the
+tokens of a row, or of a chunk of them, with all of them. Needs libtpu.
+"""
+
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+dump = tempfile.TemporaryDirectory()
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
+os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump.name}"  # compiled.as_text() fails for programs with asynchronous updates
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a program from the cache is not dumped
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from oracles import STANDARD, configuration  # noqa: E402
+
+from policy import cache as caches  # noqa: E402
+from policy import families, modes  # noqa: E402
+from policy.cache import Step  # noqa: E402
+from policy.config import Runtime  # noqa: E402
+from policy.model import Graph  # noqa: E402
+from policy.sharding import layout  # noqa: E402
+
+# Sizes that nothing else has. The portable form takes queries in chunks.
+ROWS, LENGTH, CHUNK = 4, 1536, 768
+SIZES = {
+    "Llama": {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128},
+    "GptOss": {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "sliding_window": 256},
+    "DeepseekV3": {
+        "hidden_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 256,
+    },
+}
+
+
+def main(family: str, topology: str, degrees: dict) -> dict:
+    mesh = layout(degrees, devices=topologies.get_topology_desc(topology, platform="tpu").devices[: math.prod(degrees.values())])
+    config = families.read(configuration(family, **STANDARD[family] | SIZES[family] | {"num_hidden_layers": 2}))
+    graph = Graph(config, Runtime(dtype="bfloat16", param_dtype="bfloat16", scan=True, remat="full", attention_chunk=CHUNK), mesh)
+
+    def placed(shape, dtype, *axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(axes, shape))
+
+    params = {path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=graph.shardings[path]) for path, a in graph.shapes.items()}
+    rows = placed((ROWS, LENGTH), jnp.int32, "batch", None)
+
+    def loss(params, tokens, segments):
+        return jnp.sum(graph.logprobs(params, tokens, modes.sit(tokens, segments=segments), 1.0)[0])
+
+    def prefill(params, tokens, lengths):
+        positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
+        step = Step(positions, (positions < lengths[:, None]).astype(jnp.int32), whole=True)
+        cache = caches.create(config, ROWS, LENGTH, "bfloat16", scan=True)
+        return modes.prefill(graph.decoder(params), tokens, step, cache, graph.runtime)
+
+    lengths = placed((ROWS,), jnp.int32, "batch")
+    jax.jit(jax.grad(loss)).lower(params, rows, rows).compile()
+    jax.jit(prefill).lower(params, rows, lengths).compile()
+    return {"gradient": _found("loss"), "prefill": _found("prefill")}
+
+
+def _found(name: str) -> dict:
+    (file,) = Path(dump.name).glob(f"*jit_{name}.*.after_optimizations.txt")
+    text = file.read_text()
+    shapes = {tuple(map(int, match.split(","))) for match in re.findall(r"\w+\[([\d,]+)\]", text)}
+    shapes = [shape for shape in shapes if shape.count(LENGTH) > 1 or {LENGTH, CHUNK} <= set(shape)]
+    calls = re.findall(r'%(splash\w*)\S* = .*custom_call_target="tpu_custom_call"', text)
+    return {"kernels": sorted(calls), "scores": sorted(shapes)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))))

@@ -1,0 +1,31 @@
+"""Training and the first prefill of a prompt compile for TPU with attention kernels, and no program holds a row's scores."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"),
+]
+CASES = {
+    "llama": ("Llama", "v5p:2x2x1", {"fsdp": 2, "tensor": 2}),
+    "windows-and-sinks": ("GptOss", "v6e:2x2", {"fsdp": 1}),
+    "latent": ("DeepseekV3", "v5p:2x2x1", {"fsdp": 4}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_take_whole_sequences(case):
+    family, topology, mesh = CASES[case]
+    command = [sys.executable, Path(__file__).with_name("compile_flash_for_tpu.py"), family, topology, json.dumps(mesh)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, kinds in {"gradient": {"fwd", "dq", "dkv"}, "prefill": {"fwd"}}.items():
+        assert not found[name]["scores"], found
+        assert all(any(kind in call for call in found[name]["kernels"]) for kind in kinds), found

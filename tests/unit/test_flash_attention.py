@@ -1,0 +1,72 @@
+"""The kernel over whole sequences, interpreted, gives what the portable form gives, and its gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from policy.cache import Visible
+from policy.config import Runtime
+from policy.layers import flash_attention
+from policy.layers.attention import Mask, attend
+from policy.modes import sit
+from policy.sharding import Layout, layout
+
+T = 300  # not whole blocks
+
+
+def packed(rows):
+    """int32[len(rows), T]: documents of these lengths one after the other, then padding."""
+    return np.asarray([np.repeat(np.append(np.arange(1, len(row) + 1), 0), [*row, T - sum(row)]) for row in rows], np.int32)
+
+
+CASES = {
+    "plain": {"heads": (4, 2, 64, 64)},
+    "latent": {"heads": (2, 2, 192, 128)},
+    "window": {"heads": (2, 1, 128, 128), "window": 40},
+    "softcap": {"heads": (2, 2, 128, 128), "softcap": 3.0},
+    "sinks": {"heads": (4, 1, 64, 64), "sinks": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_is_the_portable_form(case, monkeypatch):
+    """Packed documents, a row of one, and padding; scores of unequal sizes, so that a wrong mask is seen."""
+    monkeypatch.setattr(flash_attention, "BLOCK", 256)
+    options = dict(CASES[case])
+    (H, K, D, V), segments = options.pop("heads"), packed([[130, 1, 90], [T]])
+    q, k, v, given = (
+        2 * jax.random.normal(jax.random.key(i), (2, heads, T, dim)) / np.sqrt(np.sqrt(dim))
+        for i, (heads, dim) in enumerate([(H, D), (K, D), (K, V), (H, V)])
+    )
+    sinks = jax.random.normal(jax.random.key(9), (H,)) if options.pop("sinks", False) else None
+    step, seen = sit(segments, segments=segments), (segments != 0)[:, None, :, None]
+
+    def kernel(q, k, v, sinks):
+        return flash_attention.splash_attention(q, k, v, jnp.asarray(segments), sinks, interpret=True, **options)
+
+    def portable(q, k, v, sinks):
+        mask = Mask(step, Visible({}, step.positions, step.segments), options.get("window"))
+        return attend(q, k, v, mask, 512, options.get("softcap"), sinks)
+
+    def objective(attention):
+        return lambda *arrays: jnp.sum(jnp.where(seen, attention(*arrays) * given, 0.0))
+
+    arguments, wrt = (q, k, v, sinks), (0, 1, 2) if sinks is None else (0, 1, 2, 3)
+    ours, want = (jnp.where(seen, attention(*arguments), 0.0) for attention in (kernel, portable))
+    np.testing.assert_allclose(ours, want, atol=2e-6)
+    for ours, want in zip(*(jax.grad(objective(f), wrt)(*arguments) for f in (kernel, portable)), strict=True):
+        np.testing.assert_allclose(ours, want, atol=3e-5 * float(jnp.abs(want).max()))
+
+
+def test_calls_without_a_kernel(monkeypatch):
+    """Float32, tokens with positions of their own, short calls and a mesh that cuts heads unevenly get the portable form."""
+    monkeypatch.setattr(Layout, "platform", "tpu")
+    tokens = jnp.zeros((2, 256), jnp.int32)
+    runtime, step = Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1])), sit(tokens)
+    assert flash_attention.served(step, jnp.bfloat16, runtime)
+    assert not flash_attention.served(step, jnp.float32, runtime)
+    assert not flash_attention.served(sit(tokens, positions=step.positions), jnp.bfloat16, runtime)
+    assert not flash_attention.served(sit(tokens[:, :64]), jnp.bfloat16, runtime)
+    monkeypatch.setattr(Layout, "platform", "cpu")
+    assert not flash_attention.served(step, jnp.bfloat16, runtime)
