@@ -341,11 +341,13 @@ class Programs:
 
     def _prefill_program(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
         P, C = tokens_PC.shape[0], tokens_PC.shape[1] - self.ahead
-        part = self._fill(params, self._empty(P, C), tokens_PC, starts, lengths, None, whole=True)
-        return self._pinned(caches.insert(cache, part, rows, self._places(starts, lengths, C, pages_PM)))
+        step = self._places(starts, lengths, C, pages_PM)
+        part = self._fill(params, self._empty(P, C), tokens_PC, replace(step, pages=None, whole=True), lengths)
+        return self._pinned(caches.insert(cache, part, rows, step))
 
     def _extend_program(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
-        part = self._fill(params, caches.rows_of(cache, rows), tokens_PC, starts, lengths, pages_PM)
+        step = self._places(starts, lengths, tokens_PC.shape[1] - self.ahead, pages_PM)
+        part = self._fill(params, caches.rows_of(cache, rows), tokens_PC, step, lengths)
         return self._pinned(caches.with_rows(cache, part, rows))
 
     def _places(self, starts, lengths, C: int, pages_PM) -> Step:
@@ -353,9 +355,8 @@ class Programs:
         positions = starts[:, None] + jnp.arange(C)
         return Step(positions, (positions < lengths[:, None]).astype(jnp.int32), pages=pages_PM)
 
-    def _fill(self, params, cache, tokens_PC, starts, lengths, pages_PM, whole=False):
-        """The cache of P rows with their tokens in it; `whole`: there is nothing in it before them."""
-        step = replace(self._places(starts, lengths, tokens_PC.shape[1], pages_PM), whole=whole)
+    def _fill(self, params, cache, tokens_PC, step: Step, lengths):
+        """The cache of P rows with their tokens in it, which sit at `step`."""
         with self.graph.precision():
             return modes.prefill(self.graph.decoder(params), tokens_PC, step, cache, self.graph.runtime)
 

@@ -86,10 +86,10 @@ class SpeculativePrograms(Programs):
         main = super()._empty(rows, length)
         return main, caches.create_drafts(config, rows, kind, modules=self.ahead, window=self._window)
 
-    def _fill(self, params, cache, tokens_PC, starts, lengths_P, pages_PM):
+    def _fill(self, params, cache, tokens_PC, step: Step, lengths_P):
         """`tokens` are those of the call and `ahead` more: module k takes the token k places on."""
         C, runtime, (main, drafts) = tokens_PC.shape[1] - self.ahead, self.graph.runtime, cache
-        step, layers = self._places(starts, lengths_P, C, pages_PM), []
+        layers = []
         with self.graph.precision():
             decoder = self.graph.decoder(params)
             _, main, aux = decoder(tokens_PC[:, :C], step, main, runtime)
@@ -97,7 +97,7 @@ class SpeculativePrograms(Programs):
             for k in range(1, self.ahead + 1):
                 known = (step.positions <= lengths_P[:, None] - k).astype(jnp.int32)
                 seat = replace(step, segments=step.segments * known, tokens=tokens_PC[:, k : k + C])
-                read, _, view, _ = predict(decoder, k, read, seat, LayerCache(drafts.layers[k - 1], 0, pages_PM), runtime)
+                read, _, view, _ = predict(decoder, k, read, seat, LayerCache(drafts.layers[k - 1], 0, step.pages), runtime)
                 layers.append(view.arrays)
             hidden = _slide(drafts.hidden[0, :, 0], aux.mtp_input, step.segments.sum(axis=1))
         return main, Drafts(tuple(layers), hidden[None, :, None])
