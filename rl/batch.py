@@ -29,6 +29,7 @@ class Batch:
     returns: np.ndarray | None = None
     # int[N, T, R, k] by path of the layer: the experts that computed each token, -1 where they are not known
     routes: dict[str, np.ndarray] | None = None
+    version: np.ndarray | None = None  # int32[N, T], updates that the weights had seen which wrote each token; on the host only
     dropout: jax.Array | None = None  # uint32[N], the seeds of each row; only inside an update
 
     def rows(self, chosen: slice) -> Batch:

@@ -430,6 +430,11 @@ class StageOptions(Strict):
     prompts_per_step: int = Field(32, ge=1, description="prompts (grpo, ppo) or demonstrations (sft) of one step")
     samples_per_prompt: int = Field(8, ge=1, description="completions of each prompt: the group")
     updates_per_step: int = Field(1, ge=1, description="optimiser updates made from the completions of one step")
+    max_logp_diff: float | None = Field(
+        None,
+        gt=0,
+        description="stop the run where generator and trainer differ by more in the mean log-probability of a token; null: never",
+    )
     micro_batch: int | None = Field(
         None,
         ge=1,

@@ -1,6 +1,6 @@
 """The run: its stages one after the other, each step from prompts to new weights.
 
-    run -> _run_stage -> _supervised_step, or _rollout_step:
+    run -> _run_stage -> steps.supervised, or steps.rollout:
         prompts -> generator -> rewards -> advantages -> updates, in place -> events
 
 Every number is a function of the configuration: prompts of (seed, stage, step), draws of (seed, prompt id, sample, position).
@@ -9,18 +9,14 @@ Every number is a function of the configuration: prompts of (seed, stage, step),
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-
-import jax
-import numpy as np
 
 import policy
 from policy.model import Model
 from rewards import RewardError, RewardFailed
-from rl import build, data, rollouts
-from rl.batch import Batch, pack
+from rl import build, rollouts, steps
 from rl.checkpoint import Checkpoints
 from rl.config import RunConfig, UntilOptions
 from rl.errors import ConfigError, DataError, Interrupted, ResourceError, RewardStop
@@ -28,6 +24,7 @@ from rl.evaluation import Evaluation
 from rl.events import Events
 from rl.folder import RunFolder, StopWish
 from rl.prepare import Prepared, Stage, prepare
+from rl.steps import Progress
 from rl.trainer import RunState, Trainer
 from rollout import Generator, GeneratorOptions
 
@@ -38,7 +35,7 @@ to train those weights further, give them to a new run as `model: {0}/export`.""
 
 @dataclass
 class Run:
-    """What the stages of a run share. `prompts` counts the prompts sampled so far: the id of the next one."""
+    """What the stages of a run share, and how far it has come."""
 
     config: RunConfig
     prepared: Prepared
@@ -47,7 +44,7 @@ class Run:
     events: Events
     checkpoints: Checkpoints
     stop: StopWish
-    prompts: int = 0
+    progress: Progress = field(default_factory=Progress)
 
 
 def run(config: RunConfig) -> int:
@@ -100,7 +97,7 @@ def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> 
             run.events.note(f"{source} has no modules that predict further tokens: they start from random weights, seed {seed}")
     else:
         host = saved[1]
-        first, run.prompts = host["stage"], host["prompts"]
+        first, run.progress = host["stage"], Progress.read(host["progress"])
         run.events.truncate_after(names, names[first], host["step"])
         run.events.note(f"continuing {folder.path} after step {host['step']} of {names[first]}")
     for stage in run.prepared.stages[first:]:
@@ -126,6 +123,7 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None) -> None:
     after = saved["step"] if saved else 0
     run.events.start_stage(stage.name, options.steps, after)
     if saved is None:
+        run.progress.start_stage(getattr(stage.algorithm, "controls", {}))
         state = trainer.start(run.model.params, run.config.seed + stage.index)
     else:
         state = run.checkpoints.restore(trainer.abstract())[1]
@@ -133,7 +131,7 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None) -> None:
     _compile_ahead(run)
     if saved is None and evaluation:
         run.events.step(stage.name, 0, evaluation.run(run.generator, params))
-    take = _rollout_step if stage.algorithm.needs_rollouts else _supervised_step
+    take = steps.rollout if stage.algorithm.needs_rollouts else steps.supervised
     last = after if saved and saved["ended"] else options.steps
     for step in range(after + 1, last + 1):
         began = time.perf_counter()
@@ -183,87 +181,9 @@ def _save_and_stop(run: Run, stage: Stage, state: RunState, step: int, ended: bo
     if ended or wanted or (options.checkpoint_every and step % options.checkpoint_every == 0):
         number = sum(s.options.steps + 1 for s in stages[: stage.index]) + step
         if run.events.sync():
-            host = {"stage": stage.index, "step": step, "ended": ended, "prompts": run.prompts}
+            host = {"stage": stage.index, "step": step, "ended": ended, "progress": run.progress.plain()}
             run.checkpoints.save(number, state, host, wait=bool(wanted))
     if wanted:
         newest = run.checkpoints.host()
         saved = "saved" if newest and newest[0] == number else "NOT saved (see above)"
         raise Interrupted(f"{wanted}: {saved} after step {step} of {stage.name}; continue with `rl-train {options.dir}`")
-
-
-def _order(run: Run, stage: Stage, rows: int, numbers: range) -> list[int]:
-    """The rows of the dataset that these running numbers take; every stage goes through the data in an order of its own."""
-    return [data.order(run.config.seed * 1000 + stage.index, rows, number) for number in numbers]
-
-
-def _supervised_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int) -> tuple[RunState, dict]:
-    """One update on the next `prompts_per_step` demonstrations."""
-    P = stage.options.prompts_per_step
-    chosen = _order(run, stage, len(stage.demonstrations), range((step - 1) * P, step * P))
-    batch = pack([stage.demonstrations[row] for row in chosen], run.config.max_length)
-    return _update(run, trainer, state, batch)
-
-
-def _rollout_step(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int) -> tuple[RunState, dict]:
-    """Samples groups, scores them, and makes `updates_per_step` updates of whole groups each."""
-    options, algorithm = stage.options, stage.algorithm
-    P, G = options.prompts_per_step, options.samples_per_prompt
-    ids = range(run.prompts, run.prompts + P)
-    run.prompts += P
-    problems = [stage.problems[row] for row in _order(run, stage, len(stage.problems), range((step - 1) * P, step * P))]
-    params = rollouts.sampling_params(options.sampling, run.prepared.stop_ids, n=G)
-    found = rollouts.collect(run.generator, stage.runner, problems, params, ids)
-    batch = found.batch(run.config.max_length, replay=options.router_replay)
-
-    began = time.perf_counter()
-    exact = run.config.generator.exact
-    if algorithm.needs_old_logp(options.updates_per_step) and (algorithm.needs_entropy or not exact):
-        old_logp, entropy = trainer.logprobs(state.policy.params, batch)
-        batch = batch.replace(old_logp=old_logp, entropy=entropy)
-    if exact:  # the generator's are the model's own
-        batch = batch.replace(old_logp=batch.sampler_logp)
-    if state.reference is not None:
-        # Another model: its routers choose themselves.
-        batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch.replace(routes=None))[0])
-    if state.critic is not None:
-        batch = batch.replace(old_values=trainer.values(state, batch))
-    scored_from = time.perf_counter()
-    scores = found.scores.result()
-    metrics = {"time/logprob": scored_from - began, "time/reward": time.perf_counter() - scored_from}
-
-    batch = batch.without(~np.isfinite(scores.total))
-    if state.critic is not None:
-        advantages, returns, estimated = algorithm.advantages_per_token(
-            scores.total, batch.old_logp, batch.ref_logp, batch.old_values, batch.mask
-        )
-        batch = batch.replace(advantages=advantages.astype(np.float32), returns=returns.astype(np.float32))
-        metrics |= estimated
-        per_sample = advantages.sum(axis=1) / np.maximum(batch.mask.sum(axis=1), 1)
-    else:
-        per_sample = algorithm.advantages(scores.total.reshape(P, G)).reshape(-1)
-        batch = batch.replace(advantages=per_sample.astype(np.float32))
-    metrics |= {f"advantage/{name}": float(getattr(per_sample, name)()) for name in ("mean", "std", "min", "max")}
-
-    critic_only = state.critic is not None and step <= algorithm.critic_warmup
-    state, updated = _update(run, trainer, state, batch, critic_only=critic_only)
-    run.events.samples(rollouts.records(found, scores, per_sample, stage.name, step))
-    return state, rollouts.metrics(found, scores, drafted=run.config.generator.speculative > 0) | metrics | updated
-
-
-def _update(run: Run, trainer: Trainer, state: RunState, batch: Batch, **how) -> tuple[RunState, dict]:
-    """`updates_per_step` updates, each on an equal part of the rows; metrics are their means. The model sees the new weights at
-    once: they are the same arrays."""
-    began, every, updates = time.perf_counter(), [], trainer.stage.updates_per_step
-    rows = len(batch.prompt) // updates
-    for u in range(updates):
-        state, metrics = trainer.update(state, batch.rows(slice(u * rows, (u + 1) * rows)), **how)
-        run.model.params = state.policy.params
-        every.append(metrics)
-    every = jax.device_get(every)
-    seconds = time.perf_counter() - began
-    tokens = int((batch.segments != 0).sum())
-    means = {key: float(np.mean([metrics[key] for metrics in every])) for key in every[0]}
-    return state, means | {
-        "time/update": seconds,
-        "perf/train_tokens_per_s": tokens / max(seconds, 1e-9),
-    }

@@ -6,7 +6,7 @@ P prompts, G completions of each, F reward functions.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +31,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The completions of one step, [P][G], the scores that are on their way, and what was counted (`Generator.counts`)."""
+    """The completions of one step, [P][G], the scores that are on their way, what was counted (`Generator.counts`), and the number
+    of updates that the weights had seen which wrote each group."""
 
     problems: Sequence[Problem]
     prompt_ids: Sequence[int]
     completions: list[list[Completion]]
     scores: Handle
-    counts: dict[str, int]
+    counts: Mapping[str, int]
     seconds: float
+    versions: Sequence[int]
 
     @property
     def flat(self) -> list[tuple[int, Completion]]:
@@ -53,6 +55,7 @@ class Rollouts:
         return batch.replace(
             prompt=np.asarray([p for p, _ in self.flat], np.int32),
             sampler_logp=spread([c.logprobs for _, c in self.flat], batch.mask),
+            version=np.asarray([self.versions[p] for p, _ in self.flat], np.int32)[:, None] * (batch.mask != 0),
             routes=routes_of([c for _, c in self.flat], batch.tokens.shape[1]) if replay else None,
         )
 
@@ -82,9 +85,15 @@ def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes
 
 
 def collect(
-    generator: Generator, runner: Runner, problems: Sequence[Problem], params: SamplingParams, prompt_ids: Sequence[int]
+    generator: Generator,
+    runner: Runner,
+    problems: Sequence[Problem],
+    params: SamplingParams,
+    prompt_ids: Sequence[int],
+    version: int = 0,
 ) -> Rollouts:
-    """Completes the prompts. A group is scored, in the processes of the rewards, as soon as it is there; others are decoded."""
+    """Completes the prompts, by weights of this `version`. A group is scored, in the processes of the rewards, as soon as it is
+    there; others are decoded."""
     began, G = time.perf_counter(), params.n
     examples = [problem.example for problem in problems for _ in range(G)]
     names = sorted({name for example in examples for name in example.columns})
@@ -101,7 +110,8 @@ def collect(
         known = {"completion_lengths": len(completion.tokens), "truncated": completion.finish == "length"}
         handle.add(p * G + sample, text, **known)
     counts = {name: count - before[name] for name, count in generator.counts.items()}
-    return Rollouts(problems, prompt_ids, completions, handle, counts, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return Rollouts(problems, prompt_ids, completions, handle, counts, seconds, [version] * len(problems))
 
 
 def _as_written(prompt, text: str):

@@ -84,7 +84,8 @@ def optimizer(options: OptimizerOptions, rate: optax.Schedule, axes: dict) -> op
 
 class Updater:
     """One optimiser update of some weights as a compiled program: gradients summed over micro-batches, clipping, AdamW, and the
-    rule that moves the selection biases of routers. An update that is not finite leaves everything as it was."""
+    rule that moves the selection biases of routers. An update that is not finite, or whose gradient is exactly 0, leaves everything
+    as it was."""
 
     def __init__(self, owner: Graph | Critic, loss, options: OptimizerOptions, stage: StageOptions, seed: int):
         """`loss(params, micro, totals) -> (scalar, metrics, Aux)`: micro-batches are summed."""
@@ -156,7 +157,9 @@ class Updater:
         if self._internals:
             metrics |= gradient_norms(squares)
         factors, norm, norms = self._clipping(squares)
-        good = jnp.isfinite(loss) & jnp.isfinite(norm)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        # Moments of earlier updates do not move weights that nothing was learnt about: of rewards that are all equal.
+        good = finite & (sum(squares.values()) > 0)
         arguments = grads, factors, learner.optimizer, trained, good
         weights, states, changes = zip(*by_place(self._stepped, self.owner.tables, *arguments), strict=True)
         constants = {path: array for path, array in still.items() if path in self._learned}
@@ -168,7 +171,7 @@ class Updater:
             "optim/lr": self.rate(count),
             "optim/grad_norm": norm,
             "optim/update_norm": norm_of(to_device(changes)),
-            "optim/skipped": 1.0 - good,
+            "optim/skipped": 1.0 - finite,
         }
         return new, metrics | norms | load_metrics(routing)
 
@@ -303,6 +306,18 @@ class Trainer:
             critic = self.critic.start(self._critic.init(params, self.algorithm.value_init_std, seed))
         return settle(RunState(self.policy.start(params), reference, critic), self.graph.layout)
 
+    def renew_reference(self, state: RunState, mix: float) -> RunState:
+        """The state with a reference model of `mix` parts of the policy and 1 - `mix` of what it was."""
+        reference = settle(self._renewed(state.reference, state.policy.params, np.float32(mix)), self.graph.layout)
+        return RunState(state.policy, reference, state.critic)
+
+    @cached_property
+    def _renewed(self):
+        def mixed(reference, params, mix):
+            return jax.tree.map(lambda r, p: (mix * p + (1 - mix) * r).astype(r.dtype), reference, fetch(params))
+
+        return jax.jit(mixed, donate_argnums=0, out_shardings=self.graph.shardings)
+
     def abstract(self) -> RunState:
         """Shapes and places of the state, for a checkpoint to be read into."""
         shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
@@ -332,8 +347,11 @@ class Trainer:
         on_cpu = self.graph.layout.platform == "cpu"
         return -(-N // -(-N * T // CPU_TOKENS)) if on_cpu and self.stage.router.balance == "sequence" else None
 
-    def update(self, state: RunState, batch: Batch, *, critic_only: bool = False) -> tuple[RunState, dict]:
-        """One optimiser update of the policy, and of the critic if there is one, from the sequences of `batch`, one a row.
+    def update(
+        self, state: RunState, batch: Batch, *, critic_only: bool = False, controls: dict[str, float] | None = None
+    ) -> tuple[RunState, dict]:
+        """One optimiser update of the policy, and of the critic if there is one, from the sequences of `batch`, one a row;
+        `controls` for `PolicyInputs`.
 
         Raises ValueError where the stage replays routes and the batch has none.
         """
@@ -342,11 +360,12 @@ class Trainer:
         place, R = self.layout(batch.segments)
         batch = place.batch(batch)
         policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": place.share(R)}
+        inputs = self._totals(batch, {name: np.float32(value) for name, value in controls.items()} if controls else None)
         if not critic_only:
-            policy, found = self.policy(policy, batch, self._totals(batch), R)
+            policy, found = self.policy(policy, batch, inputs, R)
             metrics |= found
         if critic is not None:
-            critic, found = self.critic(critic, batch, self._totals(batch), R)
+            critic, found = self.critic(critic, batch, inputs, R)
             del found["loss"]  # value/loss, and the balance term that value/moe/balance holds
             metrics = metrics | {k if k.startswith("value/") else f"value/{k}": v for k, v in found.items()}
         return RunState(policy, state.reference, critic), metrics
@@ -355,7 +374,7 @@ class Trainer:
     def _totals(self):
         """PolicyInputs of a whole batch with its totals; what a loss needs of it besides the policy's own numbers."""
 
-        def totals(batch: Batch) -> PolicyInputs:
+        def totals(batch: Batch, controls: dict[str, jax.Array] | None = None) -> PolicyInputs:
             inputs = PolicyInputs(
                 mask=batch.mask,
                 old_logp=batch.old_logp,
@@ -365,6 +384,7 @@ class Trainer:
                 advantages=batch.advantages,
                 segments=batch.segments,
                 prompt=batch.prompt,
+                controls=controls,
                 max_length=self.stage.sampling.max_new_tokens,
             )
             return self.algorithm.with_totals(inputs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ class PolicyInputs:
     num_prompts: jax.Array | None = None  # scalar
     prompt_tokens: jax.Array | None = None  # [N] or [N,T]: sum of mask over all completions of the prompt
     entropy_threshold: jax.Array | None = None  # scalar: quantile of the batch's entropies for `top_entropy`
+    controls: dict[str, jax.Array] | None = None  # scalars that the algorithm moves from update to update, by its `controlled`
     max_length: int | None = dataclasses.field(default=None, metadata={"static": True})  # largest completion, tokens
 
 
@@ -66,6 +68,15 @@ class Sequences:
     def mean(self, values_NT):
         """Mean over the masked tokens of each sequence, 0 where there is none, [N,S]."""
         return self.sum(values_NT) / jnp.maximum(self.length_NS, 1.0)
+
+    def max(self, values_NT):
+        """Largest value of the masked tokens of each sequence, 0 where there is none, [N,S]. Values are at least 0."""
+        values_NT = jnp.where(self.mask_NT, values_NT, 0.0)
+        if self.segments_NT is None:
+            return values_NT.max(1, keepdims=True)
+        places = values_NT.shape[1] + 1
+        largest = partial(jax.ops.segment_max, num_segments=places)
+        return jnp.maximum(jax.vmap(largest)(values_NT, self.segments_NT), 0.0)
 
     def spread(self, values_NS):
         """The value of each token's sequence, [N,T]."""

@@ -8,6 +8,7 @@ its micro-batches add up (`rl.algorithms.reduce_metrics`).
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -21,8 +22,10 @@ MAX_SEQUENCE_LOG_RATIO = 10.0  # of `sequence_token`, as in verl
 
 @dataclass(frozen=True)
 class Tokens:
-    """The arrays of a `PolicyInputs` in float32, without what stood where the mask is 0. All [N,T]; absent is None."""
+    """What `PolicyGradient.per_token` computes a loss from: the arrays of a `PolicyInputs` in float32, without what stood where
+    the mask is 0. All [N,T]; absent is None."""
 
+    inputs: PolicyInputs
     sequences: Sequences
     mask: jax.Array
     logp: jax.Array
@@ -32,35 +35,49 @@ class Tokens:
     entropy: jax.Array | None
     advantages: jax.Array
 
+    @property
+    def log_ratio(self) -> jax.Array:
+        return self.logp - self.old
+
+    def mean(self, values_NT) -> jax.Array:
+        """This batch's share of the mean over the tokens of the optimiser batch."""
+        return aggregate(values_NT, self.inputs, self.sequences, "token")
+
+    def count(self, chosen_NT) -> jax.Array:
+        return (chosen_NT & self.mask).sum().astype(jnp.float32)
+
 
 def policy_loss(options, inputs: PolicyInputs):
     """The loss of `PolicyGradient`, whose options are given -> (scalar, metrics)."""
     _check_inputs(options, inputs)
-    inputs = with_totals(inputs, options.aggregation == "prompt", options.count_empty_sequences, top_entropy=options.top_entropy)
+    if options.old_logp == "sampler":
+        inputs = dataclasses.replace(inputs, old_logp=inputs.sampler_logp)
+    inputs = options.with_totals(inputs)
     tokens = _tokens(inputs)
-    log_ratio = tokens.logp - tokens.old
-    per_token, metrics = _clipped(options, tokens, log_ratio, inputs)
+    per_token, metrics = options.per_token(tokens)
+    metrics |= _common_metrics(tokens)
     if options.off_policy_delta is not None:
         per_token = jnp.where(_off_policy(options, tokens), 0.0, per_token)
     if options.top_entropy is not None:
         per_token = jnp.where(tokens.entropy >= inputs.entropy_threshold, per_token, 0.0)
     if tokens.sampler is not None:
-        weight, sampler_metrics = _correction(options, tokens, inputs)
-        per_token = per_token * weight
+        weight, sampler_metrics = correction(options, tokens)
         metrics |= sampler_metrics
+        if not options.corrects_itself:
+            per_token = per_token * weight
     loss = aggregate(per_token, inputs, tokens.sequences, options.aggregation)
     metrics["policy_loss"] = loss
     if tokens.ref is not None:
-        kl = _kl(options.kl, tokens, log_ratio)
-        metrics["kl/ref"] = _token_mean(kl, tokens, inputs)
-        metrics["kl/ref_clamped"] = _count(jnp.abs(tokens.logp - tokens.ref) > MAX_LOG_RATIO, tokens)
+        kl = _kl(options.kl, tokens)
+        metrics["kl/ref"] = tokens.mean(kl)
+        metrics["kl/ref_clamped"] = tokens.count(jnp.abs(tokens.logp - tokens.ref) > MAX_LOG_RATIO)
         if options.kl_coef:
             loss = loss + options.kl_coef * aggregate(kl, inputs, tokens.sequences, options.aggregation)
     if tokens.entropy is not None:
-        entropy = _token_mean(tokens.entropy, tokens, inputs)
+        entropy = tokens.mean(tokens.entropy)
         metrics["entropy"] = entropy
-        if options.entropy_coef:
-            loss = loss - options.entropy_coef * entropy
+        if options.has_entropy_bonus:
+            loss = loss - options.applied_entropy_coef(inputs.controls) * entropy
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
@@ -70,13 +87,13 @@ def supervised_loss(options, inputs: PolicyInputs):
         raise ValueError("PolicyInputs.logp is missing")
     inputs = with_totals(inputs)
     tokens = _tokens(inputs)
-    nll = _token_mean(-tokens.logp, tokens, inputs)
+    nll = tokens.mean(-tokens.logp)
     loss = nll
     if options.loss_type == "dft":
-        loss = _token_mean(-jax.lax.stop_gradient(jnp.exp(tokens.logp)) * tokens.logp, tokens, inputs)
+        loss = tokens.mean(-jax.lax.stop_gradient(jnp.exp(tokens.logp)) * tokens.logp)
     metrics = {"nll": nll}
     if tokens.entropy is not None:
-        metrics["entropy"] = _token_mean(tokens.entropy, tokens, inputs)
+        metrics["entropy"] = tokens.mean(tokens.entropy)
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
@@ -126,7 +143,7 @@ def _check_inputs(options, inputs: PolicyInputs) -> None:
         "logp": True,
         "advantages": True,
         "ref_logp": options.kl_coef > 0,
-        "sampler_logp": options.correction is not None,
+        "sampler_logp": options.needs_sampler_logp,
         "entropy": options.needs_entropy,
         "max_length": options.aggregation == "constant",
     }
@@ -156,6 +173,7 @@ def _tokens(inputs: PolicyInputs) -> Tokens:
     if advantages.ndim == 1:
         advantages = advantages[:, None]
     return Tokens(
+        inputs=inputs,
         sequences=sequences,
         mask=mask,
         logp=logp,
@@ -171,58 +189,61 @@ def _at_least_one(count):
     return jnp.maximum(jnp.asarray(count, jnp.float32), 1.0)
 
 
-def _token_mean(values, tokens: Tokens, inputs: PolicyInputs):
-    return aggregate(values, inputs, tokens.sequences, "token")
-
-
-def _count(chosen, tokens: Tokens):
-    return (chosen & tokens.mask).sum().astype(jnp.float32)
-
-
-def _clamp(log_ratio):
+def clamp(log_ratio):
     return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _importance_ratio(kind: str, tokens: Tokens, log_ratio):
-    """exp(lp - lo) of the token, or with its mean over the sequence; and where that was clamped. [N,T]."""
-    highest = MAX_LOG_RATIO
-    if kind != "token":
+def importance_ratio(kind: str, tokens: Tokens) -> jax.Array:
+    """exp(lp - lo), [N,T]: of the token; sequence: with its mean over the sequence; sequence_token: the value of that with the
+    gradient of the token's own; sequence_sum: with its sum over the sequence."""
+    log_ratio, highest = tokens.log_ratio, MAX_LOG_RATIO
+    if kind == "sequence_sum":
+        log_ratio = tokens.sequences.spread(tokens.sequences.sum(log_ratio))
+    elif kind != "token":
         log_ratio = tokens.sequences.spread(tokens.sequences.mean(log_ratio))
-    if kind == "sequence_token":  # the value of the sequence's ratio with the gradient of the token's
+    if kind == "sequence_token":
         log_ratio = jax.lax.stop_gradient(log_ratio) + tokens.logp - jax.lax.stop_gradient(tokens.logp)
         highest = MAX_SEQUENCE_LOG_RATIO
-    clamped = (log_ratio < -MAX_LOG_RATIO) | (log_ratio > highest)
-    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, highest)), clamped
+    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, highest))
 
 
-def _clipped(options, tokens: Tokens, log_ratio, inputs: PolicyInputs):
-    """Loss of each token [N,T], and the clip fractions (with TRL's names and definitions)."""
-    low, high = options.clip_bounds
-    advantages = tokens.advantages
-    ratio, clamped = _importance_ratio(options.ratio, tokens, log_ratio)
+def clipped(options, tokens: Tokens):
+    """The loss of `Clipped`: of each token, and the clip fractions."""
+    (low, high), advantages = options.clip_bounds, tokens.advantages
+    ratio = importance_ratio(options.ratio, tokens)
     if options.delta is not None:
         ratio = jnp.minimum(ratio, options.delta)
     per_token = jnp.maximum(-ratio * advantages, -jnp.clip(ratio, low, high) * advantages)
-    metrics = {}
+    metrics = clip_metrics(ratio, (low, high), tokens)
     if options.dual_clip is not None:
         bound = -options.dual_clip * advantages
         bounded = (advantages < 0) & (per_token > bound)
         per_token = jnp.where(bounded, bound, per_token)
-        metrics["clip_ratio/dual_mean"] = _token_mean(bounded.astype(jnp.float32), tokens, inputs)
-    below = ((ratio < low) & (advantages < 0)).astype(jnp.float32)
-    above = ((ratio > high) & (advantages > 0)).astype(jnp.float32)
+        metrics["clip_ratio/dual_mean"] = tokens.mean(bounded.astype(jnp.float32))
+    return per_token, metrics
+
+
+def clip_metrics(ratio, bounds: tuple[float, float], tokens: Tokens) -> dict:
+    """Shares of the tokens whose ratio is outside the bounds on the side that their advantage pushes to (TRL's definitions)."""
+    below = ((ratio < bounds[0]) & (tokens.advantages < 0)).astype(jnp.float32)
+    above = ((ratio > bounds[1]) & (tokens.advantages > 0)).astype(jnp.float32)
     sequences = tokens.sequences
-    metrics |= {
-        "clip_ratio/low_mean": _token_mean(below, tokens, inputs),
+    return {
+        "clip_ratio/low_mean": tokens.mean(below),
         "clip_ratio/low_min": jnp.where(sequences.length_NS > 0, sequences.mean(below), 1.0).min(),
-        "clip_ratio/high_mean": _token_mean(above, tokens, inputs),
+        "clip_ratio/high_mean": tokens.mean(above),
         "clip_ratio/high_max": sequences.mean(above).max(),
-        "clip_ratio/region_mean": _token_mean(below + above, tokens, inputs),
-        "clip_ratio/log_ratio_clamped": _count(clamped, tokens),
-        "kl/approx_update": _token_mean(-log_ratio, tokens, inputs),
+        "clip_ratio/region_mean": tokens.mean(below + above),
+    }
+
+
+def _common_metrics(tokens: Tokens) -> dict:
+    sequences = tokens.sequences
+    return {
+        "clip_ratio/log_ratio_clamped": tokens.count(jnp.abs(tokens.log_ratio) > MAX_LOG_RATIO),
+        "kl/approx_update": tokens.mean(-tokens.log_ratio),
         "sequences/empty": (sequences.exists_NS & (sequences.length_NS == 0)).sum().astype(jnp.float32),
     }
-    return per_token, metrics
 
 
 def _off_policy(options, tokens: Tokens):
@@ -232,16 +253,17 @@ def _off_policy(options, tokens: Tokens):
     return (tokens.advantages < 0) & (tokens.sequences.spread(drift) > options.off_policy_delta)
 
 
-def _correction(options, tokens: Tokens, inputs: PolicyInputs):
+def correction(options, tokens: Tokens):
     """Detached weight of each token's policy loss for the difference of sampler and trainer, [N,T], and metrics."""
     sequences, low_high = tokens.sequences, options.correction_bounds
-    difference = tokens.old - tokens.sampler
-    ratio = jnp.exp(_clamp(difference))
+    trainer = jax.lax.stop_gradient(tokens.logp) if options.old_logp == "sampler" else tokens.old
+    difference = trainer - tokens.sampler
+    ratio = jnp.exp(clamp(difference))
     kind = options.correction
     if kind in ("sequence_truncate", "sequence_mask"):
-        bounded = sequences.spread(jnp.exp(_clamp(sequences.sum(difference))))
+        bounded = sequences.spread(jnp.exp(clamp(sequences.sum(difference))))
     elif kind == "geometric_mask":
-        bounded = sequences.spread(jnp.exp(_clamp(sequences.mean(difference))))
+        bounded = sequences.spread(jnp.exp(clamp(sequences.mean(difference))))
     else:
         bounded = ratio
     outside = (bounded < low_high[0]) | (bounded > low_high[1])
@@ -251,13 +273,13 @@ def _correction(options, tokens: Tokens, inputs: PolicyInputs):
         weight = jnp.clip(bounded, *low_high)
     else:
         weight = jnp.where(outside, 0.0, ratio if kind == "geometric_mask" else bounded)
-    mean, square = _token_mean(ratio, tokens, inputs), _token_mean(ratio**2, tokens, inputs)
+    mean, square = tokens.mean(ratio), tokens.mean(ratio**2)
     metrics = {
-        "sampler/logp_diff_mean": _token_mean(jnp.abs(difference), tokens, inputs),
+        "sampler/logp_diff_mean": tokens.mean(jnp.abs(difference)),
         "sampler/logp_diff_max": jnp.where(tokens.mask, jnp.abs(difference), 0.0).max(),
-        "sampler/mult_prob_error": _token_mean(jnp.exp(jnp.abs(_clamp(difference))), tokens, inputs),
-        "sampler/kl": _token_mean(-difference, tokens, inputs),
-        "sampler/k3_kl": _token_mean(ratio - difference - 1.0, tokens, inputs),
+        "sampler/mult_prob_error": tokens.mean(jnp.exp(jnp.abs(clamp(difference)))),
+        "sampler/kl": tokens.mean(-difference),
+        "sampler/k3_kl": tokens.mean(ratio - difference - 1.0),
         "sampler/is_ratio_mean": mean,
         "sampler/is_ratio_square_mean": square,
         "sampler/is_ratio_min": jnp.where(tokens.mask, ratio, jnp.exp(MAX_LOG_RATIO)).min(),
@@ -265,11 +287,41 @@ def _correction(options, tokens: Tokens, inputs: PolicyInputs):
         "sampler/ess": mean**2 / jnp.maximum(square, jnp.finfo(jnp.float32).tiny),
     }
     if kind is not None:
-        metrics["sampler/is_oob_ratio"] = _token_mean(outside.astype(jnp.float32), tokens, inputs)
+        metrics["sampler/is_oob_ratio"] = tokens.mean(outside.astype(jnp.float32))
+    if options.rejection is not None:
+        rejected = _rejected(options, tokens, difference)
+        weight = jnp.where(rejected, 0.0, weight)
+        metrics["sampler/rejected_ratio"] = tokens.mean(rejected.astype(jnp.float32))
     return weight, metrics
 
 
-def _kl(estimator: str, tokens: Tokens, log_ratio):
+def without_rejected(options, inputs: PolicyInputs) -> PolicyInputs:
+    """The same batch with a mask that is 0 on what correction or rejection drops. Needs old_logp and sampler_logp."""
+    missing = [name for name in ("old_logp", "sampler_logp") if getattr(inputs, name) is None]
+    if missing:
+        raise ValueError(f"PolicyInputs.{', '.join(missing)} missing: needed with rejection_changes_denominator")
+    tokens = _tokens(dataclasses.replace(inputs, logp=inputs.old_logp))
+    kept = correction(options, dataclasses.replace(tokens, inputs=with_totals(inputs)))[0] > 0
+    return dataclasses.replace(inputs, mask=jnp.where(kept, inputs.mask, 0))
+
+
+def _rejected(options, tokens: Tokens, difference) -> jax.Array:
+    """bool[N,T]: tokens, or all tokens of sequences, whose divergence of sampler and trainer is above the limit."""
+    sequences, (where, estimator) = tokens.sequences, options.rejection.rsplit("_", 1)
+    if estimator == "ratio":
+        divergence = jnp.abs(difference)
+        limit = jnp.log(options.rejection_max)
+    else:
+        bounded = clamp(difference)
+        divergence = 0.5 * difference**2 if estimator == "k2" else jnp.exp(bounded) - bounded - 1.0
+        limit = options.rejection_max
+    if where == "token":
+        return divergence > limit
+    reduce = {"sequence_sum": sequences.sum, "sequence_mean": sequences.mean, "sequence_max": sequences.max}[where]
+    return sequences.spread(reduce(divergence)) > limit
+
+
+def _kl(estimator: str, tokens: Tokens):
     """Estimate of KL(policy || reference) at each token, [N,T] (Schulman 2020, joschu.net/blog/kl-approx.html).
 
     unbiased: k3 weighted by the token's ratio, with its gradient: right in expectation also off-policy (DeepSeek-V3.2).
@@ -279,6 +331,6 @@ def _kl(estimator: str, tokens: Tokens, log_ratio):
         return difference
     if estimator == "k2":
         return 0.5 * difference**2
-    difference = _clamp(difference)
+    difference = clamp(difference)
     k3 = jnp.exp(-difference) + difference - 1.0
-    return k3 if estimator == "k3" else jnp.exp(_clamp(log_ratio)) * k3
+    return k3 if estimator == "k3" else jnp.exp(clamp(tokens.log_ratio)) * k3

@@ -13,42 +13,84 @@ from pydantic import Field, model_validator
 from rl.algorithms._options import algorithm_options
 
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
+Rejection = Literal[
+    "token_k2",
+    "token_k3",
+    "sequence_sum_k2",
+    "sequence_sum_k3",
+    "sequence_mean_k2",
+    "sequence_mean_k3",
+    "sequence_max_k2",
+    "sequence_max_k3",
+    "sequence_max_ratio",
+]
 
 
-@algorithm_options
+@algorithm_options()
 class PolicyGradient:
-    """The clipped policy-gradient loss and its options. With R = exp(logp - old_logp), for each token
+    """What the losses of all policy gradients share. For each token
 
-        max(-R A, -clip(R, 1 - epsilon, 1 + epsilon_high) A) * w + kl_coef * KL(policy, reference)
+        loss(logp, old_logp, A) * w + kl_coef * KL(policy, reference)
 
-    where A is the advantage and w the sampler correction; the tokens are then aggregated, and `entropy_coef` times the
-    mean entropy is taken off. (Schulman et al. 2017, arXiv:1707.06347; Shao et al. 2024, arXiv:2402.03300)
+    where A is the advantage, w the sampler correction, and `per_token` of the algorithm gives the first factor; the tokens are
+    then aggregated, and `entropy_coef` times the mean entropy is taken off. (Shao et al. 2024, arXiv:2402.03300)
     """
 
     needs_rollouts: ClassVar[bool] = True
     needs_critic: ClassVar[bool] = False
+    needs_greedy: ClassVar[bool] = False  # `advantages` takes the reward of a greedy completion of each prompt
+    needs_token_kl: ClassVar[bool] = False  # `advantages` takes old_logp - ref_logp and the mask, of each token
+    needs_each_reward: ClassVar[bool] = False  # `advantages` takes the scores of every reward function, and their weights
+    corrects_itself: ClassVar[bool] = False  # `per_token` has the sampler correction in it
 
-    epsilon: float = Field(0.2, ge=0, description="the ratio is clipped below 1 - epsilon where A < 0")
-    epsilon_high: float | None = Field(None, ge=0, description="and above 1 + epsilon_high where A > 0; null: epsilon")
-    delta: float | None = Field(None, gt=1, description="cap of the ratio where A < 0 (arXiv:2505.07291)")
-    dual_clip: float | None = Field(None, gt=1, description="c: the loss is at most -c A where A < 0 (arXiv:1912.09729)")
-    ratio: Literal["token", "sequence", "sequence_token"] = Field(
-        "token", description="sequence: length-normalised ratio of the sequence (GSPO, arXiv:2507.18071)"
-    )
     aggregation: Literal["token", "sequence", "sequence_sum", "constant", "prompt"] = Field(
         "token",
         description="from tokens to a scalar; constant: over sequences x maximum length (arXiv:2503.20783)",
     )
     count_empty_sequences: bool = Field(True, description="completions without a token count in means over sequences")
+    mask_truncated: bool = Field(
+        False, description="no loss on completions that were cut off; their rewards still count in their group"
+    )
+    dynamic_batches: int = Field(
+        0,
+        ge=0,
+        description="generation batches at most, to fill a step with groups whose rewards differ; the others are dropped, "
+        "those too many kept for the next step (DAPO, arXiv:2503.14476); 0: every group is kept",
+    )
+    dynamic_reward: str | None = Field(None, description="the reward function that has to differ; null: their weighted sum")
+    old_logp: Literal["trainer", "sampler"] = Field(
+        "trainer",
+        description="old log-probabilities: of the training graph, computed where they are not those of the update itself; or as "
+        "the generator gave them, which saves a forward pass and leaves nothing to correct",
+    )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL term; 0 needs no reference model")
     kl: Literal["k1", "k2", "k3", "unbiased"] = Field("k3", description="estimator of the KL term; unbiased: R k3")
+    reference_every: int = Field(0, ge=0, description="steps after which the reference model is renewed; 0: never")
+    reference_mix: float = Field(1.0, gt=0, le=1, description="share of the policy in the renewed reference model")
     correction: Correction | None = Field(None, description="what is done with w = exp(old_logp - sampler_logp)")
     correction_min: float | None = Field(None, ge=0, description="lower bound; default: none, geometric_mask 0.999")
     correction_max: float | None = Field(None, gt=0, description="upper bound; default: 3, geometric_mask 1.002")
+    rejection: Rejection | None = Field(
+        None,
+        description="drop tokens or sequences where d = old_logp - sampler_logp is too large: d^2 / 2 (k2), exp(d) - d - 1 (k3), "
+        "or any token's exp(|d|) (ratio)",
+    )
+    rejection_max: float | None = Field(None, gt=0, description="above this they are dropped")
+    rejection_changes_denominator: bool = Field(
+        False, description="what correction or rejection drops does not count in means either"
+    )
     off_policy_delta: float | None = Field(
         None, gt=0, description="drop completions with A < 0 whose mean log-probability fell by more since sampling"
     )
-    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
+    entropy_coef: float = Field(0.0, description="weight of the entropy bonus; with entropy_target, its first value")
+    entropy_target: float | None = Field(
+        None,
+        gt=0,
+        description="the bonus is applied while the entropy is at most this; its weight then grows by entropy_step an update, and "
+        "shrinks by it otherwise",
+    )
+    entropy_step: float = Field(0.005, gt=0, description="of entropy_coef, towards entropy_target")
+    entropy_coef_max: float = Field(1.0, gt=0, description="of entropy_coef under entropy_target; the least is 0")
     top_entropy: float | None = Field(
         None,
         gt=0,
@@ -57,10 +99,7 @@ class PolicyGradient:
     )
 
     @model_validator(mode="after")
-    def _consistent(self):
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        if self.delta is not None and self.delta <= 1 + high:
-            raise ValueError(f"delta ({self.delta}) must be above 1 + epsilon_high ({1 + high}): it caps beyond the clipping")
+    def _consistent_loss(self):
         if self.kl == "k1" and self.kl_coef:
             raise ValueError(
                 "kl: k1 is no loss, the expectation of its gradient is zero. Use k3, k2 or unbiased; "
@@ -71,12 +110,23 @@ class PolicyGradient:
         low, high = self.correction_bounds
         if low >= high:
             raise ValueError(f"correction_min ({low}) must be below correction_max ({high})")
+        if (self.rejection is None) != (self.rejection_max is None):
+            raise ValueError("rejection and rejection_max go together")
+        if self.rejection == "sequence_max_ratio" and self.rejection_max <= 1:
+            raise ValueError(f"rejection_max ({self.rejection_max}) bounds a ratio of probabilities: it must be above 1")
+        if self.rejection_changes_denominator and not self._drops:
+            raise ValueError("rejection_changes_denominator does nothing without rejection or a correction that masks")
+        if self.old_logp == "sampler" and (self.correction or self.rejection):
+            raise ValueError("old_logp: sampler leaves nothing for correction and rejection: the ratios hold the difference")
+        if self.dynamic_reward is not None and not self.dynamic_batches:
+            raise ValueError("dynamic_reward does nothing without dynamic_batches")
+        if self.reference_every and not self.needs_reference:
+            raise ValueError("reference_every: there is no reference model without a KL term")
         return self
 
     @property
-    def clip_bounds(self) -> tuple[float, float]:
-        """Lower and upper bound of the ratio."""
-        return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+    def _drops(self) -> bool:
+        return self.rejection is not None or (self.correction or "").endswith("mask")
 
     @property
     def correction_bounds(self) -> tuple[float, float]:
@@ -92,17 +142,50 @@ class PolicyGradient:
         return self.kl_coef > 0
 
     @property
+    def needs_sampler_logp(self) -> bool:
+        return self.correction is not None or self.rejection is not None or self.old_logp == "sampler"
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        return self.entropy_coef != 0 or self.entropy_target is not None
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether the loss cannot do without `entropy`; where it is given anyway it is logged."""
-        return self.entropy_coef != 0 or self.top_entropy is not None
+        return self.has_entropy_bonus or self.top_entropy is not None
 
     def needs_old_logp(self, updates_per_step: int) -> bool:
         """Before the only update of a batch, old and current log-probabilities are the same numbers and one forward is
         saved.
 
-        The entropy quantile is one of the whole batch, so it has to be known before the first micro-batch.
+        The entropy quantile is one of the whole batch, and so is a count without what is rejected: they have to be known before
+        the first micro-batch.
         """
-        return updates_per_step > 1 or self.top_entropy is not None
+        if self.top_entropy is not None or self.rejection_changes_denominator:
+            return True
+        return updates_per_step > 1 and self.old_logp == "trainer"
+
+    @property
+    def controls(self) -> dict[str, float]:
+        """First values of `PolicyInputs.controls`."""
+        if self.entropy_target is None:
+            return {}
+        return {"entropy_coef": self.entropy_coef, "entropy_bonus_applied": 0.0}
+
+    def controlled(self, controls: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
+        """The controls of the next update, from those and the metrics of this one. (TRL's adaptive entropy)"""
+        if self.entropy_target is None:
+            return controls
+        low = metrics["entropy"] <= self.entropy_target
+        moved = controls["entropy_coef"] + (self.entropy_step if low else -self.entropy_step)
+        return controls | {"entropy_coef": min(max(moved, 0.0), self.entropy_coef_max), "entropy_bonus_applied": float(low)}
+
+    def applied_entropy_coef(self, controls):
+        """The weight of the entropy bonus in this update."""
+        if self.entropy_target is None:
+            return self.entropy_coef
+        controls = self.controls if controls is None else controls
+        return controls["entropy_coef"] * controls["entropy_bonus_applied"]
 
     def with_totals(self, inputs):
         """`inputs` of a whole optimiser batch with its token, sequence and prompt counts, and its entropy quantile,
@@ -110,9 +193,11 @@ class PolicyGradient:
 
         Micro-batches cut from the result give losses, gradients and metrics that add up to those of the whole batch.
         """
-        from rl.algorithms._inputs import with_totals
+        from rl.algorithms import _inputs, _losses
 
-        return with_totals(inputs, self.aggregation == "prompt", self.count_empty_sequences, top_entropy=self.top_entropy)
+        if self.rejection_changes_denominator:
+            inputs = _losses.without_rejected(self, inputs)
+        return _inputs.with_totals(inputs, self.aggregation == "prompt", self.count_empty_sequences, top_entropy=self.top_entropy)
 
     def loss(self, inputs):
         """Loss and metrics of a `PolicyInputs`, as (float32 scalar, dict of float32 scalars).
@@ -125,7 +210,76 @@ class PolicyGradient:
         return policy_loss(self, inputs)
 
 
-@algorithm_options
+@algorithm_options()
+class Clipped(PolicyGradient):
+    """The clipped loss: with R = exp(logp - old_logp), for each token
+
+        max(-R A, -clip(R, 1 - epsilon, 1 + epsilon_high) A)
+
+    (Schulman et al. 2017, arXiv:1707.06347)
+    """
+
+    epsilon: float = Field(0.2, ge=0, description="the ratio is clipped below 1 - epsilon where A < 0")
+    epsilon_high: float | None = Field(None, ge=0, description="and above 1 + epsilon_high where A > 0; null: epsilon")
+    delta: float | None = Field(None, gt=1, description="cap of the ratio where A < 0 (arXiv:2505.07291)")
+    dual_clip: float | None = Field(None, gt=1, description="c: the loss is at most -c A where A < 0 (arXiv:1912.09729)")
+    ratio: Literal["token", "sequence", "sequence_token", "sequence_sum"] = Field(
+        "token",
+        description="of what: the token; sequence: the mean log-ratio of the sequence (GSPO, arXiv:2507.18071), sequence_token: "
+        "its value with the gradient of the token's; sequence_sum: the sum (RLOO, arXiv:2402.14740)",
+    )
+
+    @model_validator(mode="after")
+    def _consistent_clip(self):
+        high = self.clip_bounds[1]
+        if self.delta is not None and self.delta <= high:
+            raise ValueError(f"delta ({self.delta}) must be above 1 + epsilon_high ({high}): it caps beyond the clipping")
+        return self
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """Lower and upper bound of the ratio."""
+        return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+    def per_token(self, tokens):
+        from rl.algorithms._losses import clipped
+
+        return clipped(self, tokens)
+
+
+@algorithm_options()
+class KLReward:
+    """A KL penalty in the rewards, not in the loss: -kl_reward_coef (old_logp - ref_logp) for each token."""
+
+    kl_reward_coef: float = Field(0.05, ge=0, description="weight of the KL penalty in the rewards; 0: none")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def needs_token_kl(self) -> bool:
+        return True
+
+    def needs_old_logp(self, updates_per_step: int) -> bool:
+        """The rewards hold old log-probabilities, and they are wanted before the first update."""
+        return (self.kl_reward_coef > 0 and self.old_logp == "trainer") or super().needs_old_logp(updates_per_step)
+
+    def checked(self, token_kl) -> np.ndarray:
+        if token_kl is None:
+            raise ValueError("kl_reward_coef takes off old_logp - ref_logp of each token: give `token_kl`")
+        return np.asarray(token_kl, np.float64)
+
+    def with_kl(self, rewards, lengths, token_kl, mask) -> np.ndarray:
+        """float64[P,G]: rewards less the penalty of all tokens of the completion."""
+        rewards_PG = np.asarray(rewards, np.float64)
+        if not self.kl_reward_coef:
+            return rewards_PG
+        kl_PGT = np.where(counted(lengths, token_kl, mask), self.checked(token_kl), 0.0)
+        return rewards_PG - self.kl_reward_coef * kl_PGT.sum(-1)
+
+
+@algorithm_options()
 class GroupRelative:
     """Advantages from the other completions of the same prompt, without a critic."""
 
@@ -134,10 +288,47 @@ class GroupRelative:
         description="what centred rewards are divided by: a standard deviation, or none (Dr.GRPO, arXiv:2503.20783)",
     )
     std_eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
+    combine: Literal["sum", "normalize_then_sum"] = Field(
+        "sum",
+        description="several reward functions: by their weighted sum; or each first normalised in its group, then their weighted "
+        "sum over the batch (GDPO, arXiv:2601.05242)",
+    )
 
-    def advantages(self, rewards, lengths=None) -> np.ndarray:
-        """float[P,G] rewards, NaN: no score -> float[P,G], as `group_advantages` says; `lengths` plays no part."""
+    @model_validator(mode="after")
+    def _consistent_scale(self):
+        if self.combine == "normalize_then_sum" and self.scale != "group":
+            raise ValueError(
+                f"combine: normalize_then_sum normalises in groups, then over the batch: scale: {self.scale} is unused"
+            )
+        return self
+
+    @property
+    def needs_each_reward(self) -> bool:
+        """Whether `advantages` takes the scores of every reward function, and their weights."""
+        return self.combine == "normalize_then_sum"
+
+    def advantages(self, rewards, lengths=None, weights=None) -> np.ndarray:
+        """float[P,G] rewards, NaN: no score -> float[P,G], as `group_advantages` says; `lengths` plays no part. With `combine:
+        normalize_then_sum` they are float[P,G,F], with `weights` float[F] (None: 1 each)."""
+        if self.needs_each_reward:
+            return combined_advantages(rewards, weights, self.std_eps)
         return group_advantages(rewards, self.scale, self.std_eps)
+
+
+def combined_advantages(rewards, weights, std_eps: float) -> np.ndarray:
+    """float[P,G,F] rewards, or float[P,G] of one function -> float[P,G]: the z-score in its group of each function, their
+    weighted sum, and the z-score of that over all completions. A function without a score for a completion takes no part there;
+    a completion without any, and a group in which no function tells its completions apart, get exactly 0."""
+    rewards = np.asarray(rewards)
+    rewards_PGF = rewards[..., None] if rewards.ndim == 2 else rewards
+    dtype = np.float32 if rewards.dtype == np.float32 else np.float64
+    each_FPG = np.stack([group_advantages(one, "group", std_eps) for one in np.moveaxis(rewards_PGF.astype(np.float64), -1, 0)])
+    weights_F = np.ones(len(each_FPG)) if weights is None else np.asarray(weights, np.float64)
+    sums_PG = np.tensordot(weights_F, each_FPG, 1)
+    scored_PG = np.isfinite(rewards_PGF.astype(np.float64)).any(-1)
+    mean, std = moments(sums_PG.reshape(1, -1), scored_PG.reshape(1, -1))
+    told_apart_PG = scored_PG & each_FPG.any(axis=(0, 2))[:, None]
+    return np.where(told_apart_PG & (std > 0), (sums_PG - mean) / (std + std_eps), 0.0).astype(dtype)
 
 
 def group_advantages(rewards, scale: str, std_eps: float) -> np.ndarray:
@@ -155,22 +346,62 @@ def group_advantages(rewards, scale: str, std_eps: float) -> np.ndarray:
     dtype = np.float32 if rewards.dtype == np.float32 else np.float64
     scored_PG = np.isfinite(rewards.astype(np.float64))
     rewards_PG = np.where(scored_PG, rewards, 0).astype(np.float64)
-    mean_P1, std_P1 = _moments(rewards_PG, scored_PG)
+    mean_P1, std_P1 = moments(rewards_PG, scored_PG)
     varied_P1 = std_P1 > 0
     if scale == "others":
         group = rewards_PG.shape[1]
         others_PGG = scored_PG[:, None, :] & ~np.eye(group, dtype=bool)
-        mean_PG1, std_PG1 = _moments(np.broadcast_to(rewards_PG[:, None, :], others_PGG.shape), others_PGG)
+        mean_PG1, std_PG1 = moments(np.broadcast_to(rewards_PG[:, None, :], others_PGG.shape), others_PGG)
         centred_PG, std = rewards_PG - mean_PG1[..., 0], std_PG1[..., 0]
         divisor = np.where(std > 0, std + std_eps, 1.0)
     else:
         centred_PG = rewards_PG - mean_P1
-        batch_std = _moments(rewards_PG.reshape(1, -1), scored_PG.reshape(1, -1))[1]
+        batch_std = moments(rewards_PG.reshape(1, -1), scored_PG.reshape(1, -1))[1]
         divisor = {"group": std_P1 + std_eps, "batch": batch_std + std_eps, "none": np.ones(1)}[scale]
     return np.where(scored_PG & varied_P1, centred_PG / np.where(varied_P1, divisor, 1.0), 0.0).astype(dtype)
 
 
-def _moments(values: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def counted(lengths, token_kl, mask) -> np.ndarray:
+    """bool[P,G,T]: `mask`, or the first `lengths` of as many tokens as `token_kl` has (without it, as the longest has)."""
+    if mask is not None:
+        return np.asarray(mask) != 0
+    if lengths is None:
+        raise ValueError("advantages of tokens need `mask`, or `lengths`")
+    lengths_PG = np.asarray(lengths)
+    width = lengths_PG.max(initial=0) if token_kl is None else np.shape(token_kl)[-1]
+    return np.arange(width) < lengths_PG[..., None]
+
+
+def scored_mean(rewards, weights=None) -> np.ndarray:
+    """float64[P,1]: the mean of each group's scores, weighted; 0 where there is none."""
+    rewards_PG = np.asarray(rewards, np.float64)
+    weights_PG = np.where(np.isfinite(rewards_PG), 1.0 if weights is None else np.asarray(weights, np.float64), 0.0)
+    total_P1 = weights_PG.sum(axis=1, keepdims=True)
+    return (weights_PG * np.nan_to_num(rewards_PG)).sum(axis=1, keepdims=True) / np.where(total_P1 > 0, total_P1, 1.0)
+
+
+def centred(rewards, weights=None) -> np.ndarray:
+    """float[P,G]: rewards less the mean of their group, weighted; exactly 0 in groups of equal rewards, for a single score and
+    without one."""
+    rewards = np.asarray(rewards)
+    dtype = np.float32 if rewards.dtype == np.float32 else np.float64
+    scored_PG = np.isfinite(rewards.astype(np.float64))
+    varied_P1 = moments(np.where(scored_PG, rewards, 0).astype(np.float64), scored_PG)[1] > 0
+    return np.where(scored_PG & varied_P1, rewards - scored_mean(rewards, weights), 0.0).astype(dtype)
+
+
+def whiten(values, mask) -> np.ndarray:
+    """(values - mean) / sqrt(variance + 1e-8) over masked tokens, with n - 1; 0 elsewhere, for a single token and where all are
+    equal."""
+    values, mask = np.asarray(values), np.asarray(mask) != 0
+    chosen = values[mask].astype(np.float64)
+    whitened = np.zeros(values.shape, values.dtype)
+    if chosen.size > 1 and np.ptp(chosen) > 0:
+        whitened[mask] = (chosen - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)
+    return whitened
+
+
+def moments(values: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation (n - 1) of valid values over the last axis, kept; exactly 0 where all are equal."""
     count = valid.sum(-1, keepdims=True)
     mean = np.where(valid, values, 0).sum(-1, keepdims=True) / np.maximum(count, 1)

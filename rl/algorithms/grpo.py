@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._policy_gradient import GroupRelative, PolicyGradient
+from rl.algorithms._policy_gradient import Clipped, GroupRelative
 
 
-@algorithm_options
-class Algorithm(GroupRelative, PolicyGradient):
+@algorithm_options()
+class Algorithm(GroupRelative, Clipped):
     """Advantages relative to the group, the clipped loss."""
 
     name: ClassVar[str] = "grpo"

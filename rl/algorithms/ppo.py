@@ -13,11 +13,11 @@ import numpy as np
 from pydantic import Field
 
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._policy_gradient import PolicyGradient
+from rl.algorithms._policy_gradient import Clipped, KLReward, whiten
 
 
-@algorithm_options
-class Algorithm(PolicyGradient):
+@algorithm_options()
+class Algorithm(KLReward, Clipped):
     """Advantages of each token from a critic, the clipped loss, and the critic's own loss."""
 
     name: ClassVar[str] = "ppo"
@@ -26,18 +26,9 @@ class Algorithm(PolicyGradient):
     gamma: float = Field(1.0, ge=0, le=1, description="discount of a reward one token later")
     lam: float = Field(0.95, ge=0, le=1, description="lambda of generalised advantage estimation")
     whiten: bool = Field(True, description="advantages to mean 0 and variance 1 over the tokens of the batch")
-    kl_reward_coef: float = Field(0.05, ge=0, description="weight of the KL penalty in the rewards; 0: none")
     value_clip: float | None = Field(0.2, gt=0, description="clipping range of a value around the old one; null: none")
     value_init_std: float = Field(0.0, ge=0, description="standard deviation of the value head's first weights")
     critic_warmup: int = Field(0, ge=0, description="first steps in which only the critic learns")
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0 or self.kl_reward_coef > 0
-
-    def needs_old_logp(self, updates_per_step: int) -> bool:
-        """The rewards hold old log-probabilities, and they are wanted before the first update."""
-        return self.kl_reward_coef > 0 or super().needs_old_logp(updates_per_step)
 
     def advantages_per_token(self, scores, old_logp, ref_logp, values, mask):
         """Advantages and returns of each token, and metrics. On the host.
@@ -97,16 +88,6 @@ def gae(rewards, values, mask, gamma: float, lam: float) -> tuple[np.ndarray, np
         next_advantage_N = np.where(mask_NT[:, t], advantage_N, next_advantage_N)
         advantages_NT[:, t] = np.where(mask_NT[:, t], advantage_N, 0.0)
     return advantages_NT.astype(dtype), (advantages_NT + values_NT).astype(dtype)
-
-
-def whiten(values, mask) -> np.ndarray:
-    """(values - mean) / sqrt(variance + 1e-8) over masked tokens, with n - 1; 0 elsewhere and for a single token."""
-    values, mask = np.asarray(values), np.asarray(mask) != 0
-    chosen = values[mask].astype(np.float64)
-    whitened = np.zeros(values.shape, values.dtype)
-    if chosen.size > 1:
-        whitened[mask] = (chosen - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)
-    return whitened
 
 
 def value_metrics(values, returns, mask) -> dict[str, float]:

@@ -9,7 +9,7 @@ from pydantic import Field
 from rl.algorithms._options import algorithm_options
 
 
-@algorithm_options
+@algorithm_options()
 class Algorithm:
     """nll: -logp; dft: -p logp with p a constant weight: less is learnt from what is improbable (arXiv:2508.05629)."""
 

@@ -74,9 +74,16 @@ def test_micro_batches_add_up_and_padding_gets_no_gradient(name):
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if hasattr(rl.algorithms.get(name), "advantages")])
 def test_equal_and_absent_rewards_have_no_advantage(name):
+    """With a group of equal ones whose mean is rounded, a lone score and a gap. ReMax compares with one completion, which has the
+    reward of its group here; REINFORCE++ with the whole batch, so its groups are taken one by one."""
+    algorithm = rl.algorithms.get(name)
     rewards = np.array([[0.1, 0.1, 0.1], [np.nan, np.nan, 1.0], [0.0, np.nan, 1.0]])
-    advantages = rl.algorithms.get(name).advantages(rewards)
-    assert advantages.shape == rewards.shape
-    assert not advantages[:2].any()
-    assert advantages[2, 1] == 0
+    given = {"greedy": np.array([0.1, np.nan, 0.5])} if algorithm.needs_greedy else {}
+    lengths = np.array([[1, 2, 2], [2, 2, 1], [2, 1, 1]])
+    groups = [range(3)] if not algorithm.needs_token_kl else [[0], [1], [2]]
+    found = np.concatenate([algorithm.advantages(rewards[rows], lengths[rows], **given) for rows in groups])
+    assert found.shape[:2] == rewards.shape
+    advantages = found[..., 0] if found.ndim == 3 else found
+    assert not found[:2].any()
+    assert not found[2, 1].any()
     assert advantages[2, 0] < 0 < advantages[2, 2]

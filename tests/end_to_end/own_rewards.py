@@ -8,6 +8,11 @@ def digits(prompts, completions):
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
+def seldom(prompts, completions):
+    """1 where most are digits, so that the rewards of many groups are all equal."""
+    return [float(score > 0.75) for score in digits(prompts, completions)]
+
+
 def faulty(prompts, completions, problem):
     """By the first operand of the problem: raises, hangs, gives NaN, or works."""
     kind = int(problem[0].split("+")[0]) % 4

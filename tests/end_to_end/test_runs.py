@@ -85,7 +85,8 @@ def test_the_export_holds_the_last_weights_and_the_tokenizer(unbroken, tmp_path)
     checkpoints = Checkpoints(unbroken / "checkpoints", 2)
     number, state, host = checkpoints.restore(Trainer(model.graph, stage, algorithm).abstract())
     checkpoints.close()
-    assert (number, host) == (9, {"stage": 2, "step": 1, "ended": True, "prompts": 16})
+    progress = {"prompts": 16, "version": host["progress"]["version"], "drawn": 8, "carried": [], "controls": {}}
+    assert (number, host) == (9, {"stage": 2, "step": 1, "ended": True, "progress": progress})
     jax.tree.map(np.testing.assert_array_equal, model.params, state.policy.params)
     fresh = policy.create(model.config, config.seed)
     moved = [path for path in model.params if not np.array_equal(model.params[path], fresh.params[path])]

@@ -16,8 +16,8 @@ def test_known_lists_the_files_of_algorithms():
 
 
 def test_unknown_algorithm():
-    with pytest.raises(ValueError, match=r"unknown algorithm 'gpro', did you mean 'grpo'\?; known: .*ppo"):
-        rl.algorithms.get("gpro")
+    with pytest.raises(ValueError, match=r"unknown algorithm 'grpoo', did you mean 'grpo'\?; known: .*ppo"):
+        rl.algorithms.get("grpoo")
 
 
 def test_unknown_option_names_the_nearest_and_the_valid_ones():

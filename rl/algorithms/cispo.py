@@ -1,0 +1,32 @@
+"""Clipped importance-sampling policy optimisation (MiniMax-M1, arXiv:2506.13585): the ratio is a clipped constant weight of the
+log-probability, so that tokens outside the clipping range keep a gradient. The defaults bound the weight above by 5 and not
+below, as in TRL and ScaleRL (arXiv:2510.13786)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from rl.algorithms._options import algorithm_options
+from rl.algorithms._policy_gradient import GroupRelative, PolicyGradient
+
+
+@algorithm_options()
+class Algorithm(GroupRelative, PolicyGradient):
+    """For each token -clip(R, 1 - epsilon, 1 + epsilon_high) A logp, the clipped ratio a constant."""
+
+    name: ClassVar[str] = "cispo"
+
+    epsilon: float = Field(1.0, ge=0, description="the weight is at least 1 - epsilon")
+    epsilon_high: float = Field(4.0, ge=0, description="and at most 1 + epsilon_high")
+
+    def per_token(self, tokens):
+        import jax
+        import jax.numpy as jnp
+
+        from rl.algorithms import _losses
+
+        ratio, bounds = _losses.importance_ratio("token", tokens), (1 - self.epsilon, 1 + self.epsilon_high)
+        weight = jax.lax.stop_gradient(jnp.clip(ratio, *bounds))
+        return -weight * tokens.advantages * tokens.logp, _losses.clip_metrics(ratio, bounds, tokens)

@@ -1,0 +1,32 @@
+"""Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673): the ratio of a sequence is the geometric mean of its
+tokens' ratios, each clipped before on the side that the advantage pushes to, so that single tokens move it little."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from rl.algorithms._options import algorithm_options
+from rl.algorithms._policy_gradient import GroupRelative, PolicyGradient
+
+
+@algorithm_options(defaults={"aggregation": "sequence"})
+class Algorithm(GroupRelative, PolicyGradient):
+    """For each sequence -A exp(mean of the clipped log-ratios)."""
+
+    name: ClassVar[str] = "gmpo"
+
+    epsilon: float = Field(0.4, ge=0, description="log-ratios are clipped below -epsilon where A <= 0")
+    epsilon_high: float | None = Field(None, ge=0, description="and above epsilon_high where A > 0; null: epsilon")
+
+    def per_token(self, tokens):
+        import jax.numpy as jnp
+
+        from rl.algorithms import _losses
+
+        low, high = -self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
+        log_ratio = _losses.clamp(tokens.log_ratio)
+        clipped = jnp.where(tokens.advantages > 0, jnp.minimum(log_ratio, high), jnp.maximum(log_ratio, low))
+        ratio = jnp.exp(tokens.sequences.spread(tokens.sequences.mean(clipped)))
+        return -ratio * tokens.advantages, _losses.clip_metrics(tokens.log_ratio, (low, high), tokens)

@@ -1,0 +1,27 @@
+"""Maximum-likelihood reinforcement learning (arXiv:2602.02710): centred rewards over the mean reward of the group, so that
+questions that are rarely solved weigh the most: the gradient approaches that of the log of the success rate. Rewards are at
+least 0."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from rl.algorithms._options import algorithm_options
+from rl.algorithms._policy_gradient import Clipped, centred, scored_mean
+
+
+@algorithm_options()
+class Algorithm(Clipped):
+    """Advantages (r - mean) / (mean + eps), the clipped loss."""
+
+    name: ClassVar[str] = "maxrl"
+
+    eps: float = Field(1e-6, gt=0, description="added to the mean")
+
+    def advantages(self, rewards, lengths=None) -> np.ndarray:
+        """float[P,G] rewards, NaN: no score -> float[P,G]; `lengths` plays no part. Equal rewards give exactly 0."""
+        advantages = centred(rewards)
+        return (advantages / (scored_mean(rewards) + self.eps)).astype(advantages.dtype)

@@ -1,0 +1,48 @@
+"""REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): no critic and no group; the return of a token, its completion's reward less
+the KL to the reference from there on, is normalised over all tokens of the batch, so that long completions weigh more in mean
+and deviation. With `baseline` the mean of the group is taken off first, and every token of a completion has one advantage."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from rl.algorithms._options import algorithm_options
+from rl.algorithms._policy_gradient import Clipped, KLReward, centred, counted, whiten
+
+
+@algorithm_options(defaults={"kl_reward_coef": 0.0})
+class Algorithm(KLReward, Clipped):
+    """Advantages of tokens, whitened over the batch, the clipped loss."""
+
+    name: ClassVar[str] = "reinforce_pp"
+
+    baseline: bool = Field(False, description="rewards less the mean of their group (REINFORCE++-baseline)")
+    gamma: float = Field(1.0, ge=0, le=1, description="discount of a reward one token later; with baseline: none")
+
+    def advantages(self, rewards, lengths=None, token_kl=None, mask=None) -> np.ndarray:
+        """float[P,G] rewards, NaN: no score -> float[P,G,T], 0 outside the mask, without a score and where all are equal.
+        `token_kl` float[P,G,T], old_logp - ref_logp: where `kl_reward_coef` is above 0; `mask` [P,G,T] says which tokens count,
+        None: the first `lengths` [P,G]."""
+        rewards_PG = np.asarray(rewards, np.float64)
+        mask_PGT = counted(lengths, token_kl, mask) & np.isfinite(rewards_PG)[..., None]
+        if self.baseline:
+            returns_PGT = np.broadcast_to(centred(self.with_kl(rewards, lengths, token_kl, mask))[..., None], mask_PGT.shape)
+        else:
+            returns_PGT = self._returns(rewards_PG, token_kl, mask_PGT)
+        dtype = np.float32 if np.asarray(rewards).dtype == np.float32 else np.float64
+        return whiten(np.where(mask_PGT, returns_PGT, 0.0), mask_PGT).astype(dtype)
+
+    def _returns(self, rewards_PG, token_kl, mask_PGT) -> np.ndarray:
+        """The discounted sum of what comes after each token; a token outside the mask is passed over."""
+        kl_PGT = np.zeros(mask_PGT.shape) if not self.kl_reward_coef else np.where(mask_PGT, self.checked(token_kl), 0.0)
+        returns, after = np.zeros(mask_PGT.shape), np.where(mask_PGT.any(-1), np.nan_to_num(rewards_PG), 0.0)
+        first = np.ones(rewards_PG.shape, bool)  # the last token has the reward itself
+        for t in reversed(range(mask_PGT.shape[-1])):
+            here = mask_PGT[..., t]
+            discounted = np.where(first, after, self.gamma * after) - self.kl_reward_coef * kl_PGT[..., t]
+            after, first = np.where(here, discounted, after), first & ~here
+            returns[..., t] = np.where(here, after, 0.0)
+        return returns

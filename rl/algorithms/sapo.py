@@ -1,0 +1,31 @@
+"""Soft adaptive policy optimisation (Gao et al. 2025, arXiv:2511.20347): a smooth gate of the ratio in the place of clipping,
+narrower for what is to become less likely."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from rl.algorithms._options import algorithm_options
+from rl.algorithms._policy_gradient import GroupRelative, PolicyGradient
+
+
+@algorithm_options(defaults={"aggregation": "sequence"})
+class Algorithm(GroupRelative, PolicyGradient):
+    """For each token -A (4 / tau) sigmoid(tau (R - 1)), of slope -A at R = 1."""
+
+    name: ClassVar[str] = "sapo"
+
+    tau_pos: float = Field(1.0, gt=0, description="tau where A > 0")
+    tau_neg: float = Field(1.05, gt=0, description="tau elsewhere")
+
+    def per_token(self, tokens):
+        import jax
+        import jax.numpy as jnp
+
+        from rl.algorithms._losses import importance_ratio
+
+        tau = jnp.where(tokens.advantages > 0, self.tau_pos, self.tau_neg)
+        gate = 4.0 / tau * jax.nn.sigmoid(tau * (importance_ratio("token", tokens) - 1.0))
+        return -gate * tokens.advantages, {}

@@ -1,0 +1,45 @@
+"""Variational sequence-level soft policy optimisation (arXiv:2602.10693): the log-probability weighted by a smooth function of
+the sequence's ratio, which is largest at 1 and falls off on both sides."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from pydantic import Field
+
+from rl.algorithms._options import algorithm_options
+from rl.algorithms._policy_gradient import GroupRelative, PolicyGradient
+
+_LEAST = math.log(1e-8)
+
+
+@algorithm_options()
+class Algorithm(GroupRelative, PolicyGradient):
+    """For each token -phi A logp, phi = exp(lambda + k log w - lambda w) a constant and w the product of the sequence's ratios.
+    A sampler correction is a factor of w."""
+
+    name: ClassVar[str] = "vespo"
+    corrects_itself: ClassVar[bool] = True
+
+    k_pos: float = Field(2.0, ge=0, description="k where A >= 0")
+    k_neg: float = Field(3.0, ge=0, description="k elsewhere")
+    lambda_pos: float = Field(3.0, ge=1e-4, description="lambda where A >= 0")
+    lambda_neg: float = Field(2.0, ge=1e-4, description="lambda elsewhere")
+
+    def per_token(self, tokens):
+        import jax
+        import jax.numpy as jnp
+
+        from rl.algorithms import _losses
+
+        log_w_NS = tokens.sequences.sum(_losses.clamp(tokens.log_ratio))
+        if tokens.sampler is not None and self.needs_sampler_logp:
+            log_weight = jnp.log(jnp.maximum(_losses.correction(self, tokens)[0], math.exp(_LEAST)))
+            whole = (self.correction or "").startswith("sequence") and self.rejection is None
+            log_w_NS += tokens.sequences.mean(log_weight) if whole else tokens.sequences.sum(log_weight)
+        log_w = tokens.sequences.spread(jnp.clip(log_w_NS, _LEAST, _losses.MAX_LOG_RATIO))
+        positive = tokens.advantages >= 0
+        k, scale = jnp.where(positive, self.k_pos, self.k_neg), jnp.where(positive, self.lambda_pos, self.lambda_neg)
+        phi = jax.lax.stop_gradient(jnp.exp(scale + k * log_w - scale * jnp.exp(log_w)))
+        return -phi * tokens.advantages * tokens.logp, {"vespo/phi_mean": tokens.mean(phi)}

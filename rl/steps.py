@@ -1,0 +1,204 @@
+"""One step of a stage: from demonstrations, or from prompts and rewards, to new weights.
+
+N completions, P prompts of G each, T tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from rewards import Scores
+from rl import data, rollouts
+from rl.batch import Batch, pack
+from rl.errors import ModelError
+from rl.groups import DynamicSampling, Group
+from rl.prepare import Stage
+from rl.rollouts import Rollouts
+from rl.trainer import RunState, Trainer
+
+if TYPE_CHECKING:
+    from rl.loop import Run
+
+
+@dataclass
+class Progress:
+    """What a checkpoint holds besides arrays. `prompts`: sampled so far in the run, the id of the next one; `version`: updates of
+    the policy so far. Of the stage: `drawn`, prompts taken from its data; `carried`, groups sampled and not used yet; `controls`,
+    what the algorithm moves from update to update."""
+
+    prompts: int = 0
+    version: int = 0
+    drawn: int = 0
+    carried: list[Group] = field(default_factory=list)
+    controls: dict[str, float] = field(default_factory=dict)
+
+    def start_stage(self, controls: dict[str, float]) -> None:
+        self.drawn, self.carried, self.controls = 0, [], dict(controls)
+
+    def plain(self) -> dict:
+        """All of it as JSON can hold it."""
+        return dataclasses.asdict(dataclasses.replace(self, carried=[])) | {"carried": [group.plain() for group in self.carried]}
+
+    @classmethod
+    def read(cls, plain: dict) -> Progress:
+        return cls(**plain | {"carried": [Group.read(each) for each in plain["carried"]]})
+
+
+def supervised(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int) -> tuple[RunState, dict]:
+    """One update on the next `prompts_per_step` demonstrations."""
+    batch = pack([stage.demonstrations[row] for row in _next(run, stage, len(stage.demonstrations))], run.config.max_length)
+    return _update(run, trainer, state, batch)
+
+
+def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int) -> tuple[RunState, dict]:
+    """Samples groups, scores them, and makes `updates_per_step` updates of whole groups each."""
+    options, algorithm = stage.options, stage.algorithm
+    found, metrics = _groups(run, stage)
+    greedy = _greedy(run, stage, found) if algorithm.needs_greedy else None
+    batch = found.batch(run.config.max_length, replay=options.router_replay)
+    if algorithm.mask_truncated:
+        batch = batch.replace(mask=batch.mask * np.asarray([[c.finish != "length"] for _, c in found.flat], np.float32))
+
+    began = time.perf_counter()
+    batch = _scored(run, stage, trainer, state, batch)
+    scored_from = time.perf_counter()
+    scores = found.scores.result()
+    metrics |= {"time/logprob": scored_from - began, "time/reward": time.perf_counter() - scored_from}
+
+    batch = batch.without(~np.isfinite(scores.total))
+    batch, per_sample, estimated = _with_advantages(stage, batch, found, scores, greedy)
+    metrics |= estimated | {f"advantage/{name}": float(getattr(per_sample, name)()) for name in ("mean", "std", "min", "max")}
+    stale = run.progress.version - batch.version[batch.mask != 0]
+    metrics |= {"async/staleness_mean": float(stale.mean()), "async/staleness_max": float(stale.max())} if stale.size else {}
+
+    critic_only = state.critic is not None and step <= algorithm.critic_warmup
+    state, updated = _update(run, trainer, state, batch, critic_only=critic_only)
+    _check_difference(options.max_logp_diff, updated)
+    if getattr(algorithm, "reference_every", 0) and step % algorithm.reference_every == 0:
+        state = trainer.renew_reference(state, algorithm.reference_mix)
+    run.events.samples(rollouts.records(found, scores, per_sample, stage.name, step))
+    return state, rollouts.metrics(found, scores, drafted=run.config.generator.speculative > 0) | metrics | updated
+
+
+def _next(run: Run, stage: Stage, rows: int) -> list[int]:
+    """The rows of the next `prompts_per_step` examples; every stage goes through the data in an order of its own."""
+    first, count = run.progress.drawn, stage.options.prompts_per_step
+    run.progress.drawn += count
+    return [data.order(run.config.seed * 1000 + stage.index, rows, number) for number in range(first, first + count)]
+
+
+def _groups(run: Run, stage: Stage) -> tuple[Rollouts, dict]:
+    """The groups of a step, and metrics of how they were chosen."""
+    options, algorithm, progress = stage.options, stage.algorithm, run.progress
+    params = rollouts.sampling_params(options.sampling, run.prepared.stop_ids, n=options.samples_per_prompt)
+
+    def sample() -> tuple[Rollouts, list[int]]:
+        rows = _next(run, stage, len(stage.problems))
+        ids = range(progress.prompts, progress.prompts + len(rows))
+        progress.prompts += len(rows)
+        problems = [stage.problems[row] for row in rows]
+        return rollouts.collect(run.generator, stage.runner, problems, params, ids, progress.version), rows
+
+    if not algorithm.dynamic_batches:
+        return sample()[0], {}
+    sampling = DynamicSampling(algorithm.dynamic_batches, algorithm.dynamic_reward, stage.problems, stage.runner)
+    found, left, metrics = sampling.fill(options.prompts_per_step, progress.carried, sample)
+    # Routes are large: what is left over is not worth a checkpoint of them.
+    progress.carried = [] if options.router_replay else left
+    return found, metrics
+
+
+def _greedy(run: Run, stage: Stage, found: Rollouts) -> np.ndarray:
+    """float[P]: the reward of the greedy completion of each prompt."""
+    params = rollouts.sampling_params(
+        stage.options.sampling, run.prepared.stop_ids, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0
+    )
+    return rollouts.collect(run.generator, stage.runner, found.problems, params, found.prompt_ids).scores.result().total
+
+
+def _scored(run: Run, stage: Stage, trainer: Trainer, state: RunState, batch: Batch) -> Batch:
+    """The batch with what the algorithm wants of the policy before the update, of the reference and of the critic."""
+    algorithm, exact = stage.algorithm, run.config.generator.exact
+    if algorithm.needs_old_logp(stage.options.updates_per_step) and (algorithm.needs_entropy or not exact):
+        old_logp, entropy = trainer.logprobs(state.policy.params, batch)
+        batch = batch.replace(old_logp=old_logp, entropy=entropy)
+    if exact or algorithm.old_logp == "sampler":  # under `exact` the generator's are the model's own
+        batch = batch.replace(old_logp=batch.sampler_logp)
+    if state.reference is not None:
+        # Another model: its routers choose themselves.
+        batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch.replace(routes=None))[0])
+    if state.critic is not None:
+        batch = batch.replace(old_values=trainer.values(state, batch))
+    return batch
+
+
+def _with_advantages(stage: Stage, batch: Batch, found: Rollouts, scores: Scores, greedy) -> tuple[Batch, np.ndarray, dict]:
+    """(the batch with advantages, their mean in each completion float[N], metrics)."""
+    algorithm = stage.algorithm
+    if algorithm.needs_critic:
+        advantages, returns, metrics = algorithm.advantages_per_token(
+            scores.total, batch.old_logp, batch.ref_logp, batch.old_values, batch.mask
+        )
+        batch = batch.replace(returns=returns.astype(np.float32))
+    else:
+        P, G = len(found.completions), stage.options.samples_per_prompt
+        rewards, given, metrics = scores.total.reshape(P, G), {}, {}
+        if algorithm.needs_each_reward:
+            # Where a function failed there is no total, and the completion takes no part.
+            rewards = np.where(np.isfinite(scores.total)[:, None], scores.rewards, np.nan).reshape(P, G, -1)
+            given["weights"] = [weight for _, weight, _ in stage.runner.options.functions]
+        if algorithm.needs_token_kl:
+            given["mask"] = batch.mask.reshape(P, G, -1)
+            if algorithm.kl_reward_coef:
+                difference = np.where(batch.mask != 0, batch.old_logp - batch.ref_logp, 0.0)
+                given["token_kl"] = difference.reshape(P, G, -1)
+                metrics["kl/reward"] = float(difference.sum() / max(1, np.count_nonzero(batch.mask)))
+        if greedy is not None:
+            given["greedy"] = greedy
+            metrics["reward/greedy"] = float(np.nanmean(greedy)) if np.isfinite(greedy).any() else float("nan")
+        lengths = np.asarray([len(c.tokens) for _, c in found.flat]).reshape(P, G)
+        advantages = algorithm.advantages(rewards, lengths, **given)
+        advantages = advantages.reshape(P * G, *advantages.shape[2:])
+    per_sample = advantages
+    if advantages.ndim == 2:
+        per_sample = advantages.sum(axis=1) / np.maximum((batch.mask != 0).sum(axis=1), 1)
+    return batch.replace(advantages=advantages.astype(np.float32)), per_sample, metrics
+
+
+def _check_difference(limit: float | None, metrics: dict) -> None:
+    found = metrics.get("sampler/logp_diff_mean")
+    if limit is not None and found is not None and not found <= limit:
+        raise ModelError(
+            f"the log-probabilities of generator and trainer differ by {found:.3g} a token in the mean, more than max_logp_diff "
+            f"({limit:g}). Use `generator.exact: true`, `router_replay: true` or a wider dtype; the last checkpoint is from before"
+        )
+
+
+def _update(run: Run, trainer: Trainer, state: RunState, batch: Batch, **how) -> tuple[RunState, dict]:
+    """`updates_per_step` updates, each on an equal part of the rows; metrics are their means. The model sees the new weights at
+    once: they are the same arrays."""
+    began, every, updates, progress = time.perf_counter(), [], trainer.stage.updates_per_step, run.progress
+    rows = len(batch.prompt) // updates
+    controls = dict(progress.controls)
+    for u in range(updates):
+        state, metrics = trainer.update(state, batch.rows(slice(u * rows, (u + 1) * rows)), controls=progress.controls, **how)
+        run.model.params = state.policy.params
+        progress.version += not how.get("critic_only")
+        if controls:  # what the next update is given depends on what this one found
+            metrics = jax.device_get(metrics)
+            progress.controls = trainer.algorithm.controlled(progress.controls, metrics)
+        every.append(metrics)
+    every = jax.device_get(every)
+    seconds = time.perf_counter() - began
+    tokens = int((batch.segments != 0).sum())
+    means = {key: float(np.mean([metrics[key] for metrics in every])) for key in every[0]}
+    return state, controls | means | {
+        "time/update": seconds,
+        "perf/train_tokens_per_s": tokens / max(seconds, 1e-9),
+    }

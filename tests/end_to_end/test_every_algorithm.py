@@ -1,0 +1,81 @@
+"""Every algorithm trains in a run, with options that need most of it; and what dynamic sampling carries survives a stop."""
+
+import json
+import os
+import signal
+
+import launch
+import pytest
+
+import rl.algorithms
+from rl import cli, events
+
+OPTIONS = {
+    "dapo": {"dynamic_batches": 3, "mask_truncated": True},
+    "gmpo": {"old_logp": "sampler"},
+    "grpo": {
+        "combine": "normalize_then_sum",
+        "kl_coef": 0.05,
+        "kl": "unbiased",
+        "reference_every": 1,
+        "reference_mix": 0.6,
+        "entropy_target": 5.0,
+        "correction": "token_truncate",
+        "rejection": "sequence_mean_k3",
+        "rejection_max": 0.1,
+        "rejection_changes_denominator": True,
+    },
+    "reinforce_pp": {"kl_reward_coef": 0.05, "baseline": True},
+    "rloo": {"kl_reward_coef": 0.05, "normalize_advantages": True},
+}
+NAMES = [name for name in rl.algorithms.known() if rl.algorithms.get(name).needs_rollouts]
+SIZES = "num_hidden_layers: 1, hidden_size: 32, intermediate_size: 32, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16"
+DENSE = (f"model={{source: qwen3-0.6b, overrides: {{{SIZES}}}}}", "evaluation=null", "run.checkpoint_every=1")
+
+
+def stage(name, steps=2, **more):
+    options = {"steps": steps, "prompts_per_step": 4, "samples_per_prompt": 4, "optimizer": {"learning_rate": 1e-3}}
+    return (
+        options
+        | {"algorithm": {"name": name} | OPTIONS.get(name, {}), "sampling": {"max_new_tokens": 6}, "max_logp_diff": 1e-4}
+        | more
+    )
+
+
+def run(directory, stages, *more):
+    overrides = (*DENSE, f"stages={json.dumps(stages)}", *more)
+    return launch.finish(launch.process(*launch.arguments(directory), *overrides))
+
+
+@pytest.mark.slow
+def test_every_algorithm_learns_in_a_run(tmp_path):
+    stages = [stage(name, updates_per_step=2 if name in ("gspo", "grpo") else 1) for name in NAMES]
+    code, _, err = run(tmp_path, stages)
+    assert code == 0, err
+    rows = [row for row in events.read(tmp_path / "events.jsonl") if row["step"]]
+    assert {row["stage"] for row in rows} == set(NAMES)
+    for row in rows:
+        metrics = row["metrics"]
+        assert metrics["optim/grad_norm"] > 0 and metrics["optim/skipped"] == 0, row
+        assert metrics["sampler/logp_diff_max"] < 1e-5 and metrics["advantage/std"] > 0, row
+    by_stage = {row["stage"]: row["metrics"] for row in rows}
+    assert by_stage["grpo"]["entropy_coef"] == pytest.approx(0.01)
+    assert "reward/greedy" in by_stage["remax"] and "kl/reward" in by_stage["rloo"] and "dynamic/kept_share" in by_stage["dapo"]
+
+
+@pytest.mark.slow
+def test_groups_left_over_are_used_after_a_kill(tmp_path):
+    """A run that is killed after its second step goes on as one that was not, with the groups that it carried."""
+    reward = "rewards={functions: [tests/end_to_end/own_rewards.py:seldom], workers: 1}"
+    given = (*DENSE, f"stages={json.dumps([stage('dapo', steps=4)])}", reward)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    code, _, err = launch.finish(launch.process(*launch.arguments(whole), *given))
+    assert code == 0, err
+    running = launch.process(*launch.arguments(broken), *given)
+    launch.wait_for((broken / "checkpoints" / "0000000002").exists, running)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.communicate()
+    assert cli.train_main([str(broken)]) == 0
+    launch.assert_same_run(broken, whole)
+    metrics = [row["metrics"] for row in events.read(whole / "events.jsonl") if row["step"] > 2]
+    assert any(each["dynamic/carried"] and each["async/staleness_max"] for each in metrics)

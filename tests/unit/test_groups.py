@@ -1,0 +1,105 @@
+"""Dynamic sampling: which groups fill a step, which are kept for the next one, and what a checkpoint makes of them."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rewards import Scores
+from rl.groups import DynamicSampling, Group, Known
+from rl.rollouts import Rollouts
+from rollout import Completion
+
+
+class Runner:
+    names = ("right", "style")
+
+
+def source(batches, problems=100):
+    """A `sample` that gives these batches of groups' rewards [P][G], the second function always differing, and what it gave."""
+    given, rows = iter(batches), iter(range(problems))
+
+    def sample():
+        right = np.asarray(next(given), float)
+        rewards = np.stack([right, np.broadcast_to(np.arange(right.shape[1]), right.shape)], axis=-1)
+        taken = [next(rows) for _ in right]
+        completions = [[Completion([row, i], [-0.5, -0.25], "stop", f"{row}.{i}") for i in range(right.shape[1])] for row in taken]
+        scores = Scores(rewards.reshape(-1, 2), right.reshape(-1), Runner.names, [], {"rewards/right/mean": float(right.mean())})
+        counts = {"useful": 1, "rows": 2}
+        return Rollouts(
+            [f"p{r}" for r in taken], [10 + r for r in taken], completions, Known(scores), counts, 0.5, [3] * len(taken)
+        ), taken
+
+    return sample
+
+
+def dynamic(most=10, reward=None):
+    return DynamicSampling(most, reward, [f"p{row}" for row in range(100)], Runner)
+
+
+def test_groups_without_a_difference_make_room_for_others():
+    sample = source([[[1, 1], [0, 1], [0, 0]], [[1, 0], [0, 1], [1, 0]]])
+    found, left, metrics = dynamic().fill(3, [], sample)
+    assert found.prompt_ids == [11, 13, 14]
+    assert found.problems == ["p1", "p3", "p4"]
+    assert [group[0].tokens for group in found.completions] == [[1, 0], [3, 0], [4, 0]]
+    assert found.scores.result().total.tolist() == [0, 1, 1, 0, 0, 1]
+    assert (found.counts["rows"], found.seconds) == (4, 1.0)
+    assert [group.row for group in left] == [5]
+    assert metrics == pytest.approx(
+        {
+            "dynamic/batches": 2,
+            "dynamic/kept_share": 4 / 6,
+            "dynamic/carried": 0,
+            "dynamic/without_difference": 0,
+            "dynamic/reward_mean": 0.5,
+        }
+    )
+    found, left, metrics = dynamic().fill(1, left, sample)
+    assert (found.prompt_ids, left, found.counts["rows"]) == ([15], [], 0)
+    assert metrics["dynamic/carried"] == 1 and metrics["dynamic/batches"] == 0
+
+
+def test_where_too_few_differ_others_fill_the_step():
+    found, left, metrics = dynamic(most=2).fill(2, [], source([[[1, 1], [0, 0]], [[0, 0], [0, 1]]]))
+    assert (found.prompt_ids, left) == ([13, 10], [])
+    assert metrics["dynamic/without_difference"] == 1
+
+
+def test_the_function_that_has_to_differ_can_be_named():
+    found, _, metrics = dynamic(reward="style").fill(2, [], source([[[1, 1], [0, 0]]]))
+    assert found.prompt_ids == [10, 11]
+    assert metrics["dynamic/kept_share"] == 1
+
+
+def test_a_group_without_scores_does_not_differ():
+    nothing = np.full((2, 2), np.nan)
+    assert not Group(0, 0, 0, [], nothing, nothing[:, 0]).differs(None)
+    lone = np.array([[1.0, 0.0], [np.nan, 1.0]])
+    assert not Group(0, 0, 0, [], lone, lone[:, 0]).differs(None)
+
+
+def test_a_group_survives_a_checkpoint():
+    _, (group,), _ = dynamic().fill(1, [], source([[[0, 0, 1], [np.nan, 0.7, 1 / 3]]]))
+    again = Group.read(json.loads(json.dumps(group.plain())))
+    assert again.completions == group.completions
+    assert (again.row, again.prompt_id, again.version) == (group.row, group.prompt_id, group.version)
+    np.testing.assert_array_equal(again.rewards, group.rewards)
+    np.testing.assert_array_equal(again.total, group.total)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=40, max_size=40), st.integers(1, 4))
+def test_every_group_that_differs_is_used_once_and_in_order(differences, wanted):
+    """Over several steps, with batches of three groups, some of which differ."""
+    sample = source([[[0, int(differs)] for differs in batch] for batch in differences], problems=200)
+    expected = [10 + row for row, differs in enumerate(d for batch in differences for d in batch) if differs]
+    used, left = [], []
+    for _ in range(3):
+        found, left, metrics = dynamic(most=10).fill(wanted, left, sample)
+        assert len(found.prompt_ids) == wanted or metrics["dynamic/batches"] == 10
+        used += found.prompt_ids[: wanted - int(metrics["dynamic/without_difference"])]
+    assert used == expected[: len(used)]
+    assert [group.prompt_id for group in left] == expected[len(used) : len(used) + len(left)]
