@@ -79,7 +79,8 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
 
     critic_only = state.critic is not None and step <= algorithm.critic_warmup
     state, updated = _update(run, trainer, state, batch, critic_only=critic_only)
-    _check_difference(options.max_logp_diff, updated)
+    if not stale.any():  # weights that have moved since are another difference
+        _check_difference(options.max_logp_diff, updated)
     if getattr(algorithm, "reference_every", 0) and step % algorithm.reference_every == 0:
         state = trainer.renew_reference(state, algorithm.reference_mix)
     run.events.samples(rollouts.records(found, scores, per_sample, stage.name, step))

@@ -9,8 +9,8 @@ def digits(prompts, completions):
 
 
 def seldom(prompts, completions):
-    """1 where most are digits, so that the rewards of many groups are all equal."""
-    return [float(score > 0.75) for score in digits(prompts, completions)]
+    """1 where nearly all are digits, so that the rewards of many groups are all equal."""
+    return [float(score > 0.8) for score in digits(prompts, completions)]
 
 
 def faulty(prompts, completions, problem):

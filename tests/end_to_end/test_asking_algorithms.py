@@ -1,4 +1,5 @@
-"""Every algorithm trains in a run, with options that need most of it; and what dynamic sampling carries survives a stop."""
+"""Algorithms that ask something of a run besides rewards: other groups, greedy completions, penalties in the rewards, controls; and
+what dynamic sampling carries survives a kill."""
 
 import json
 import os
@@ -7,12 +8,10 @@ import signal
 import launch
 import pytest
 
-import rl.algorithms
 from rl import cli, events
 
 OPTIONS = {
     "dapo": {"dynamic_batches": 3, "mask_truncated": True},
-    "gmpo": {"old_logp": "sampler"},
     "grpo": {
         "combine": "normalize_then_sum",
         "kl_coef": 0.05,
@@ -25,15 +24,18 @@ OPTIONS = {
         "rejection_max": 0.1,
         "rejection_changes_denominator": True,
     },
-    "reinforce_pp": {"kl_reward_coef": 0.05, "baseline": True},
+    "reinforce_pp": {"kl_reward_coef": 0.05, "old_logp": "sampler"},
+    "remax": {},
     "rloo": {"kl_reward_coef": 0.05, "normalize_advantages": True},
 }
-NAMES = [name for name in rl.algorithms.known() if rl.algorithms.get(name).needs_rollouts]
-SIZES = "num_hidden_layers: 1, hidden_size: 32, intermediate_size: 32, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16"
+SIZES = (
+    "vocab_size: 32, num_hidden_layers: 1, hidden_size: 32, intermediate_size: 32, "
+    "num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16"
+)
 DENSE = (f"model={{source: qwen3-0.6b, overrides: {{{SIZES}}}}}", "evaluation=null", "run.checkpoint_every=1")
 
 
-def stage(name, steps=2, **more):
+def stage(name, steps=1, **more):
     options = {"steps": steps, "prompts_per_step": 4, "samples_per_prompt": 4, "optimizer": {"learning_rate": 1e-3}}
     return (
         options
@@ -48,18 +50,18 @@ def run(directory, stages, *more):
 
 
 @pytest.mark.slow
-def test_every_algorithm_learns_in_a_run(tmp_path):
-    stages = [stage(name, updates_per_step=2 if name in ("gspo", "grpo") else 1) for name in NAMES]
+def test_what_they_ask_for_is_there(tmp_path):
+    stages = [stage(name, updates_per_step=2 if name == "grpo" else 1) for name in OPTIONS]
     code, _, err = run(tmp_path, stages)
     assert code == 0, err
     rows = [row for row in events.read(tmp_path / "events.jsonl") if row["step"]]
-    assert {row["stage"] for row in rows} == set(NAMES)
+    assert [row["stage"] for row in rows] == list(OPTIONS)
     for row in rows:
         metrics = row["metrics"]
         assert metrics["optim/grad_norm"] > 0 and metrics["optim/skipped"] == 0, row
         assert metrics["sampler/logp_diff_max"] < 1e-5 and metrics["advantage/std"] > 0, row
     by_stage = {row["stage"]: row["metrics"] for row in rows}
-    assert by_stage["grpo"]["entropy_coef"] == pytest.approx(0.01)
+    assert by_stage["grpo"]["entropy_coef"] == 0.0  # of the first update of the step; then it grows
     assert "reward/greedy" in by_stage["remax"] and "kl/reward" in by_stage["rloo"] and "dynamic/kept_share" in by_stage["dapo"]
 
 
