@@ -413,7 +413,7 @@ class AlgorithmOptions(Strict):
     model_config = ConfigDict(extra="allow", frozen=True)
     shorthand: ClassVar[str | None] = "name"
 
-    name: str = Field(description="one of the algorithms below")
+    name: str = Field(description="one of the algorithms below; or, in its place, `preset`: a file of configs/presets/")
 
     @model_validator(mode="after")
     def _known(self):

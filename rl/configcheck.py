@@ -304,6 +304,11 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
         rows *= stage.samples_per_prompt
         if not (stage.rewards or config.rewards):
             yield (*path, "rewards"), f"{name} needs rewards, here or for the whole run (`rewards`)"
+        if stage.algorithm.model_extra.get("dynamic_batches") and stage.samples_per_prompt == 1:
+            yield (
+                (*path, "samples_per_prompt"),
+                f"a group of one has no difference, so {name} (dynamic_batches) would drop them all",
+            )
         for key in ("capacity_factor", "ragged_buffer_factor"):
             if getattr(stage.router, key) is not None:
                 yield (

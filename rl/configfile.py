@@ -94,6 +94,11 @@ def model_presets() -> dict[str, Path]:
     return {path.stem: path for path in sorted((PACKAGED / "models").glob("*.yml"))}
 
 
+def presets() -> dict[str, Path]:
+    """Name -> file of the settings in configs/presets/: an algorithm with a paper's options, and keys of its stage."""
+    return {path.stem: path for path in sorted((PACKAGED / "presets").glob("*.yml"))}
+
+
 def nearest(name: str, valid: Sequence[str]) -> str:
     """Hint for a name that does not exist: ` (nearest: x; valid: x, y, z)`."""
     valid = sorted(map(str, valid))
@@ -137,7 +142,7 @@ def _merged(paths: list[str | Path], overrides: list[str]) -> Item:
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return tree
+    return _with_presets(tree)
 
 
 def _read(path: str | Path, is_run: bool = False) -> Item:
@@ -193,6 +198,30 @@ def _with_every_stage(tree: Item) -> Item:
     merged = [yamlfile.merge(s, over, shorthand, ("stages", i)) for i, s in enumerate(stages.value)]
     rest = {key: item for key, item in tree.value.items() if key != "every_stage"}
     return Item(rest | {"stages": Item(merged, stages.where, stages.key_where)}, tree.where)
+
+
+def _with_presets(tree: Item) -> Item:
+    """Stages whose algorithm names a preset, laid over that file of configs/presets/."""
+    stages = tree.value.get("stages")
+    if stages is None or not isinstance(stages.value, list):
+        return tree
+    merged = [_over_preset(stage, ("stages", i)) for i, stage in enumerate(stages.value)]
+    return Item(tree.value | {"stages": Item(merged, stages.where, stages.key_where)}, tree.where)
+
+
+def _over_preset(stage: Item, path: tuple) -> Item:
+    algorithm = stage.value.get("algorithm") if isinstance(stage.value, dict) else None
+    if algorithm is None or not isinstance(algorithm.value, dict) or "preset" not in algorithm.value:
+        return stage
+    wanted, known = algorithm.value["preset"], presets()
+    if wanted.value not in known:
+        dotted = ".".join(map(str, path))
+        raise ConfigError(f"{wanted.place}: {dotted}.algorithm.preset: no preset {wanted.value!r}{nearest(wanted.value, known)}")
+    base = yamlfile.parse(
+        known[wanted.value].read_text(encoding="utf-8"), lambda line: f"configs/presets/{wanted.value}.yml:{line}"
+    )
+    own = Item({key: item for key, item in algorithm.value.items() if key != "preset"}, algorithm.where, algorithm.key_where)
+    return yamlfile.merge(base, Item(stage.value | {"algorithm": own}, stage.where, stage.key_where), shorthand, path)
 
 
 def _with_if_given(tree: Item) -> Item:

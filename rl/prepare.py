@@ -65,6 +65,7 @@ def prepare(config: RunConfig) -> Prepared:
                 _check_columns(rewards, scored)
             key = rewards.model_dump_json()
             runner = runners[key] = runners.get(key) or _runner(rewards)
+        _check_dynamic(algorithm, runner, names[index])
         stages.append(
             Stage(
                 index=index,
@@ -97,6 +98,12 @@ def _runner(settings: RewardSettings) -> Runner:
         return Runner(RunnerOptions(functions, settings.workers, settings.timeout_s, settings.on_error))
     except RewardError as error:
         raise ConfigError(f"rewards: {error}") from None
+
+
+def _check_dynamic(algorithm, runner: Runner | None, stage: str) -> None:
+    reward = getattr(algorithm, "dynamic_reward", None)
+    if reward is not None and reward not in runner.names:
+        raise ConfigError(f"{stage}: dynamic_reward: no reward function {reward!r}; they are {', '.join(runner.names)}")
 
 
 def _check_columns(settings: RewardSettings, problems: Sequence[Problem]) -> None:

@@ -48,6 +48,10 @@ def markdown() -> str:
     return "\n".join(parts)
 
 
+# The algorithm whose table the others refer to.
+SHARED = "grpo"
+
+
 def _sections() -> dict[type[BaseModel], list[str]]:
     """Every model of the schema with the places where it stands, in the order in which they first occur."""
     found: dict[type[BaseModel], list[str]] = {}
@@ -83,8 +87,20 @@ def _section(model: type[BaseModel], paths: list[str]) -> str:
 
 
 def _algorithm(name: str) -> str:
-    algorithm = type(rl.algorithms.get(name))
-    return "\n".join([f"### Options of `{name}`", "", *_table(algorithm.__pydantic_fields__), ""])
+    """All options of the first of the kind, SHARED; of the others those that differ from its."""
+    fields, shared = (type(rl.algorithms.get(each)).__pydantic_fields__ for each in (name, SHARED))
+    lines = [f"### Options of `{name}`", ""]
+    common = [option for option in fields if option in shared and _same(fields[option], shared[option])]
+    if name == SHARED or not common:
+        return "\n".join([*lines, *_table(fields), ""])
+    absent = [f"`{option}`" for option in shared if option not in fields]
+    lines += [f"Those of `{SHARED}`{' except ' + ', '.join(absent) if absent else ''}, and:", ""]
+    different = {option: field for option, field in fields.items() if option not in common}
+    return "\n".join([*lines, *_table(different), ""])
+
+
+def _same(one: FieldInfo, other: FieldInfo) -> bool:
+    return (one.default, one.description) == (other.default, other.description)
 
 
 def _table(fields: dict[str, FieldInfo]) -> list[str]:
