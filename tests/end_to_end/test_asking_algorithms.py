@@ -7,6 +7,7 @@ import signal
 
 import launch
 import pytest
+from test_metrics import ASKED_FOR, documented, written
 
 from rl import cli, events
 
@@ -56,6 +57,7 @@ def test_what_they_ask_for_is_there(tmp_path):
     assert code == 0, err
     rows = [row for row in events.read(tmp_path / "events.jsonl") if row["step"]]
     assert [row["stage"] for row in rows] == list(OPTIONS)
+    assert not written(tmp_path) - documented() and set(ASKED_FOR) <= written(tmp_path)
     for row in rows:
         metrics = row["metrics"]
         assert metrics["optim/grad_norm"] > 0 and metrics["optim/skipped"] == 0, row

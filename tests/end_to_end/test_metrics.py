@@ -13,6 +13,10 @@ from rl import events
 
 PREDICTION = ("mtp/loss", "mtp/acceptance", "mtp/grad_norm", "speculative/accepted_per_step")
 EXACT = ("generator/replaced_share",)
+ASKED_FOR = (
+    *("dynamic/batches", "dynamic/kept_share", "dynamic/carried", "dynamic/without_difference", "dynamic/reward_mean"),
+    *("entropy_coef", "entropy_bonus_applied", "reward/greedy"),
+)
 REPLAY = ("moe/replayed", "moe/replay_disagreement")
 INDEXER = ("indexer/kl", "indexer/recall")
 CRITIC = ("optim/lr", "optim/grad_norm", "optim/update_norm", "optim/skipped", "moe/max_load", "moe/balance")
@@ -36,12 +40,14 @@ def general(name: str) -> str:
 
 def of_the_losses() -> set[str]:
     """Metrics of policy-gradient losses with everything switched on that adds some, and of PPO's critic."""
-    options = {"dual_clip": 3.0, "correction": "token_truncate", "kl_coef": 0.1, "entropy_coef": 0.1}
-    algorithm = rl.algorithms.get("ppo", **options)
+    options = {"correction": "token_truncate", "rejection": "token_k3", "rejection_max": 1.0, "kl_coef": 0.1, "entropy_coef": 0.1}
+    algorithm = rl.algorithms.get("ppo", dual_clip=3.0, **options)
     ones = jnp.ones((2, 3))
     arrays = dict.fromkeys(("logp", "old_logp", "sampler_logp", "ref_logp"), -ones)
     inputs = rl.algorithms.PolicyInputs(mask=ones, entropy=ones, advantages=ones[:, 0], **arrays)
-    found = set(algorithm.loss(inputs)[1]) | set(algorithm.value_loss(ones, ones, ones, inputs)[1])
+    others = [rl.algorithms.get(name) for name in rl.algorithms.known()]
+    found = {name for each in others for name in each.loss(inputs)[1]} | set(algorithm.loss(inputs)[1])
+    found |= set(algorithm.value_loss(ones, ones, ones, inputs)[1])
     host = np.ones((2, 3))
     return found | set(algorithm.advantages_per_token(np.ones(2), -host, -host, host, host)[2])
 
@@ -53,7 +59,9 @@ def test_every_metric_of_a_run_is_documented(unbroken):
 def test_every_metric_of_the_losses_is_documented_and_no_other_name(unbroken):
     losses = of_the_losses()
     assert not losses - documented()
-    possible = losses | written(unbroken) | {f"value/{name}" for name in CRITIC} | {*PREDICTION, *INDEXER, *EXACT, *REPLAY}
+    possible = (
+        losses | written(unbroken) | {f"value/{name}" for name in CRITIC} | {*PREDICTION, *INDEXER, *EXACT, *REPLAY, *ASKED_FOR}
+    )
     # Only where a completion ended by itself, which those of a run of three steps may not have.
     possible |= {f"completion/{name}_terminated_length" for name in ("mean", "min", "max")}
     assert not documented() - possible
