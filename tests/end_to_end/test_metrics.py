@@ -44,7 +44,7 @@ def of_the_losses() -> set[str]:
     algorithm = rl.algorithms.get("ppo", dual_clip=3.0, **options)
     ones = jnp.ones((2, 3))
     arrays = dict.fromkeys(("logp", "old_logp", "sampler_logp", "ref_logp"), -ones)
-    inputs = rl.algorithms.PolicyInputs(mask=ones, entropy=ones, advantages=ones[:, 0], **arrays)
+    inputs = rl.algorithms.PolicyInputs(mask=ones, entropy=ones, advantages=ones[:, 0], max_length=3, **arrays)
     others = [rl.algorithms.get(name) for name in rl.algorithms.known()]
     found = {name for each in others for name in each.loss(inputs)[1]} | set(algorithm.loss(inputs)[1])
     found |= set(algorithm.value_loss(ones, ones, ones, inputs)[1])
