@@ -171,14 +171,18 @@ def test_an_update_that_is_not_finite_changes_no_bit_and_is_counted():
     assert metrics["optim/lr"] == np.float32(1e-2)
 
 
-def test_equal_rewards_give_no_gradient_at_all():
+def test_equal_rewards_leave_everything_as_it_was():
+    """Also what the moments of an update before, and weight decay, would have moved."""
     model, data = learners.dense(), batch()
-    trainer, state = begin(model, stage("grpo"))
-    before = host(state.policy.params)
+    trainer, state = begin(model, stage("grpo", optimizer={"weight_decay": 0.1}))
+    state, _ = trainer.update(state, data)
+    before = host(state)
     silent = data.replace(advantages=trainer.algorithm.advantages(np.full((4, 2), 0.7)).reshape(-1).astype(np.float32))
     state, metrics = trainer.update(state, silent)
-    assert metrics["optim/grad_norm"] == 0 and metrics["loss"] == 0
-    assert same_bits(host(state.policy.params), before)  # no momentum yet; later AdamW goes on with what it has
+    assert metrics["optim/grad_norm"] == 0 and metrics["loss"] == 0 and metrics["optim/skipped"] == 0
+    assert same_bits(host(state), before)
+    state, _ = trainer.update(state, data)
+    assert not same_bits(host(state), before)
 
 
 def test_a_row_without_a_score_is_as_good_as_absent():
@@ -321,6 +325,9 @@ def test_the_kl_to_the_reference_starts_at_zero():
         kl.append(float(metrics["kl/ref"]))
     assert abs(kl[0]) < 1e-9 and kl[1] > 1e-6, kl
     assert same_bits(host(state.reference), kept)
+    state = trainer.renew_reference(state, 0.25)
+    for path, weight in host(state.reference).items():
+        np.testing.assert_allclose(weight, 0.25 * np.asarray(state.policy.params[path]) + 0.75 * kept[path], atol=1e-7)
 
 
 def test_a_state_described_for_a_checkpoint_has_the_shapes_and_places_of_the_real_one():
