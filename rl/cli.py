@@ -8,11 +8,13 @@ continue.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from rl.errors import ConfigError, DuetError
 from rl.generate import CHAT_HELP, add_chat_arguments, add_generate_arguments, chat, generate
@@ -142,11 +144,26 @@ def _choose_platform(platform: str) -> None:
 
 
 def _keep_programs(directory: str | None) -> None:
-    """jax reads these variables when it is imported. Programs that compile in less time are not worth a file."""
-    if directory is not None and "jax" not in sys.modules:
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.expanduser(directory))
+    """jax reads these variables when it is imported. Programs that compile in less time are not worth a file. A folder that the
+    environment names may be shared with programs that set no limit, so it gets none here either."""
+    if directory is None or "jax" in sys.modules:
+        return
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = Path(directory).expanduser()
+        _mend(folder)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
         os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(_PROGRAM_CACHE_BYTES))
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+
+
+def _mend(folder: Path) -> None:
+    """Gives every program a time of its last use. Under a limit jax writes it after the program, and where one is missing, as after
+    a kill between the two, it never keeps a program again."""
+    for program in folder.glob("*-cache"):
+        used = program.with_name(program.name.removesuffix("-cache") + "-atime")
+        if not used.exists():
+            with contextlib.suppress(OSError):
+                used.write_bytes(bytes(8))
 
 
 def _default_program_cache() -> str | None:

@@ -114,3 +114,34 @@ print("code", code, "loaded", [name for name in ("jax", "transformers", "pydanti
     assert "code 0 loaded []" in done.stdout, done.stdout + done.stderr
     done = python(code, "numeric_answr")
     assert "code 2 loaded []" in done.stdout and "numeric_answer" in done.stdout + done.stderr
+
+
+KEPT = ("JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+
+
+def test_programs_are_kept_below_a_limit_and_a_kill_between_two_files_is_mended(monkeypatch, tmp_path):
+    """jax's own cache then keeps another program, which it refuses beside one without a time."""
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    for name in KEPT:
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+    (tmp_path / "cut_off-cache").write_bytes(b"program")
+    cli._keep_programs(str(tmp_path))
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path)
+    monkeypatch.undo()
+    from jax._src.lru_cache import LRUCache
+
+    kept = LRUCache(str(tmp_path), max_size=1000)
+    kept.put("another", b"program")
+    assert kept.get("another") == kept.get("cut_off") == b"program"
+
+
+def test_a_folder_that_the_environment_names_gets_no_limit(monkeypatch, tmp_path):
+    """Programs without a limit write no times there, and with one jax would keep nothing beside theirs."""
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    for name in KEPT[1:]:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(KEPT[0], str(tmp_path))
+    cli._keep_programs("elsewhere")
+    assert KEPT[1] not in os.environ and os.environ[KEPT[0]] == str(tmp_path)

@@ -198,7 +198,8 @@ def test_given_routes_are_packed_and_cut_as_their_tokens_are():
 def test_the_trainer_agrees_with_the_generator_until_its_weights_move():
     model = learners.experts()
     _, found = recorded(model)
-    data = Rollouts([Problem(None, ids) for ids in PROMPTS], range(len(PROMPTS)), found, None, {}, 0.0).batch(64, replay=True)
+    problems = [Problem(None, ids) for ids in PROMPTS]
+    data = Rollouts(problems, range(len(PROMPTS)), found, None, {}, 0.0, [0] * len(PROMPTS)).batch(64, replay=True)
     advantages = np.random.default_rng(0).normal(size=len(data.tokens)).astype(np.float32)
     trainer, state = begin(model, stage("grpo", router_replay=True, optimizer={"learning_rate": 0.1}))
     disagreements = []

@@ -216,17 +216,18 @@ def test_a_schedule_without_warm_up_starts_at_its_peak():
 
 
 def test_weight_decay_acts_on_matrices_only():
+    """Beside the same update without it."""
     model, data = learners.experts(), batch()
-    before = host(model.params)
-    silent = data.replace(advantages=np.zeros_like(data.advantages))
-    trainer, state = begin(model, stage("grpo", optimizer={"weight_decay": 0.5}, router={"bias_rate": 0.0}))
-    state, _ = trainer.update(state, silent)
-    after = host(state.policy.params)
+    before, found = host(model.params), []
+    for decay in (0.5, 0.0):
+        trainer, state = begin(model, stage("grpo", optimizer={"weight_decay": decay}, router={"bias_rate": 0.0}))
+        found.append(host(trainer.update(state, data)[0].policy.params))
+    decayed, plain = found
     for path, axes in model.graph.axes.items():
-        shrink = 1 - 1e-2 * 0.5 if len([axis for axis in axes if axis != "layers"]) > 1 else 1.0
-        key = f"['{path}']"
-        np.testing.assert_allclose(after[key], before[key] * np.float32(shrink), rtol=1e-6, err_msg=path)
-    assert after["['norm.weight']"].tobytes() == before["['norm.weight']"].tobytes()
+        key, matrix = f"['{path}']", len([axis for axis in axes if axis != "layers"]) > 1
+        expected = plain[key] - np.float32(1e-2 * 0.5 * matrix) * before[key]
+        np.testing.assert_allclose(decayed[key], expected, rtol=1e-6, atol=1e-7, err_msg=path)
+    assert decayed["['norm.weight']"].tobytes() == plain["['norm.weight']"].tobytes() != before["['norm.weight']"].tobytes()
 
 
 def test_gradients_are_clipped_as_optax_clips_them():
@@ -325,9 +326,9 @@ def test_the_kl_to_the_reference_starts_at_zero():
         kl.append(float(metrics["kl/ref"]))
     assert abs(kl[0]) < 1e-9 and kl[1] > 1e-6, kl
     assert same_bits(host(state.reference), kept)
-    state = trainer.renew_reference(state, 0.25)
+    state, policy = trainer.renew_reference(state, 0.25), host(state.policy.params)
     for path, weight in host(state.reference).items():
-        np.testing.assert_allclose(weight, 0.25 * np.asarray(state.policy.params[path]) + 0.75 * kept[path], atol=1e-7)
+        np.testing.assert_allclose(weight, 0.25 * policy[path] + 0.75 * kept[path], atol=1e-7)
 
 
 def test_a_state_described_for_a_checkpoint_has_the_shapes_and_places_of_the_real_one():
