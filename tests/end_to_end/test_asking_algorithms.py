@@ -47,7 +47,7 @@ def stage(name, steps=1, **more):
 
 def run(directory, stages, *more):
     overrides = (*DENSE, f"stages={json.dumps(stages)}", *more)
-    return launch.finish(launch.process(*launch.arguments(directory), *overrides))
+    return launch.finish(launch.process(*launch.arguments(directory), *overrides), timeout=900)
 
 
 @pytest.mark.slow
