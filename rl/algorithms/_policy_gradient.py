@@ -321,7 +321,7 @@ def combined_advantages(rewards, weights, std_eps: float) -> np.ndarray:
     a completion without any, and a group in which no function tells its completions apart, get exactly 0."""
     rewards = np.asarray(rewards)
     rewards_PGF = rewards[..., None] if rewards.ndim == 2 else rewards
-    dtype = np.float32 if rewards.dtype == np.float32 else np.float64
+    dtype = precision(rewards)
     each_FPG = np.stack([group_advantages(one, "group", std_eps) for one in np.moveaxis(rewards_PGF.astype(np.float64), -1, 0)])
     weights_F = np.ones(len(each_FPG)) if weights is None else np.asarray(weights, np.float64)
     sums_PG = np.tensordot(weights_F, each_FPG, 1)
@@ -343,7 +343,7 @@ def group_advantages(rewards, scale: str, std_eps: float) -> np.ndarray:
     rewards = np.asarray(rewards)
     if rewards.ndim != 2:
         raise ValueError(f"rewards must have shape [prompts, completions], got {list(rewards.shape)}")
-    dtype = np.float32 if rewards.dtype == np.float32 else np.float64
+    dtype = precision(rewards)
     scored_PG = np.isfinite(rewards.astype(np.float64))
     rewards_PG = np.where(scored_PG, rewards, 0).astype(np.float64)
     mean_P1, std_P1 = moments(rewards_PG, scored_PG)
@@ -384,7 +384,7 @@ def centred(rewards, weights=None) -> np.ndarray:
     """float[P,G]: rewards less the mean of their group, weighted; exactly 0 in groups of equal rewards, for a single score and
     without one."""
     rewards = np.asarray(rewards)
-    dtype = np.float32 if rewards.dtype == np.float32 else np.float64
+    dtype = precision(rewards)
     scored_PG = np.isfinite(rewards.astype(np.float64))
     varied_P1 = moments(np.where(scored_PG, rewards, 0).astype(np.float64), scored_PG)[1] > 0
     return np.where(scored_PG & varied_P1, rewards - scored_mean(rewards, weights), 0.0).astype(dtype)
@@ -399,6 +399,11 @@ def whiten(values, mask) -> np.ndarray:
     if chosen.size > 1 and np.ptp(chosen) > 0:
         whitened[mask] = (chosen - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)
     return whitened
+
+
+def precision(rewards) -> type:
+    """Of advantages: float32 for rewards in float32, else float64."""
+    return np.float32 if np.asarray(rewards).dtype == np.float32 else np.float64
 
 
 def moments(values: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

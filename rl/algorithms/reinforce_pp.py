@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._policy_gradient import Clipped, KLReward, centred, counted, whiten
+from rl.algorithms._policy_gradient import Clipped, KLReward, centred, counted, precision, whiten
 
 
 @algorithm_options(defaults={"kl_reward_coef": 0.0})
@@ -32,7 +32,7 @@ class Algorithm(KLReward, Clipped):
             returns_PGT = np.broadcast_to(centred(self.with_kl(rewards, lengths, token_kl, mask))[..., None], mask_PGT.shape)
         else:
             returns_PGT = self._returns(rewards_PG, token_kl, mask_PGT)
-        dtype = np.float32 if np.asarray(rewards).dtype == np.float32 else np.float64
+        dtype = precision(rewards)
         return whiten(np.where(mask_PGT, returns_PGT, 0.0), mask_PGT).astype(dtype)
 
     def _returns(self, rewards_PG, token_kl, mask_PGT) -> np.ndarray:

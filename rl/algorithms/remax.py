@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._policy_gradient import Clipped
+from rl.algorithms._policy_gradient import Clipped, precision
 
 
 @algorithm_options()
@@ -23,6 +23,6 @@ class Algorithm(Clipped):
         if greedy is None:
             raise ValueError("remax compares with greedy completions: give their rewards as `greedy`")
         rewards = np.asarray(rewards)
-        dtype = np.float32 if rewards.dtype == np.float32 else np.float64
+        dtype = precision(rewards)
         difference = rewards.astype(np.float64) - np.asarray(greedy, np.float64)[:, None]
         return np.where(np.isfinite(difference), difference, 0.0).astype(dtype)

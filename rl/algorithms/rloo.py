@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._policy_gradient import Clipped, KLReward, centred, moments
+from rl.algorithms._policy_gradient import Clipped, KLReward, centred, moments, precision
 
 
 @algorithm_options(defaults={"ratio": "sequence_sum", "aggregation": "sequence", "kl_reward_coef": 0.0})
@@ -33,4 +33,4 @@ class Algorithm(KLReward, Clipped):
             paired_PG = scored_PG & (scored_PG.sum(axis=1, keepdims=True) > 1)
             mean, std = moments(advantages_PG.reshape(1, -1), paired_PG.reshape(1, -1))
             advantages_PG = np.where(paired_PG, (advantages_PG - mean) / (std + 1e-4), 0.0)
-        return advantages_PG.astype(np.float32 if np.asarray(rewards).dtype == np.float32 else np.float64)
+        return advantages_PG.astype(precision(rewards))
