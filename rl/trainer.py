@@ -249,6 +249,7 @@ def _over(function, carry, xs, count):
     """`jax.lax.scan` over the first `count` of the M entries of `xs`, a number known on the device only, so that packed rows
     of any number take one program. Outputs of the others are what a sum, a maximum or a minimum does not notice."""
     M = len(jax.tree.leaves(xs)[0])
+    function = jax.jit(function, inline=True)  # traced once, for its shapes and for the loop
 
     def entry(i):
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, keepdims=False), xs)

@@ -1,0 +1,315 @@
+"""Learning beside TRL: held-out accuracy on sums by the number of samples, and the seconds that it took.
+
+For each seed a decoder of a million random weights (`1m` of models.py, 17 tokens) first learns to add by SFT until about a third of
+the sums come out right. From these weights Duet (`rl-train`) and TRL's GRPOTrainer go on, on the same task, with the same reward,
+learning rate, optimizer and numbers of prompts and samples: 64 prompts of 8 samples a step, one strictly on-policy update,
+AdamW, a constant learning rate after ten steps, no KL term, gradients clipped at norm 1.
+
+- Samples are counted as they are drawn: dynamic sampling (DAPO) draws more in a step, so it ends sooner. PPO's critic first learns
+  alone; those samples come on top and are printed.
+- Accuracy is greedy, on 512 sums that occur in no prompt, by one program for all: TRL's weights are read by Duet.
+- Seconds are those of the steps: sampling, reward and update. Each also has its time for starting and compiling, which is printed
+  beside them; evaluations and snapshots count for neither. Two programs never run at the same time.
+
+    pip install -e '.[test]'
+    python benchmarks/learning.py --out benchmarks/learning.json           # measures, and stores the curves
+    python benchmarks/learning.py --show benchmarks/learning.json          # prints what is stored
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import side_by_side  # noqa: F401  (before jax: the CPU)
+import yaml
+from models import MODELS
+
+PROMPTS, SAMPLES, NEW_TOKENS = 64, 8, 6
+PROBLEMS = 512
+WARM_UP = 20  # steps in which PPO's critic learns alone
+TASK = {"task": "arithmetic", "options": {"operations": ["+"], "max_operand": 99, "style": "reversed"}}
+OPTIMIZER = {"learning_rate": 2e-4, "warmup_steps": 10}
+ALGORITHMS = {
+    "grpo": {},
+    "dapo": {"dynamic_batches": 4},
+    "rloo": {"kl_reward_coef": 0.0},
+    "ppo": {"kl_reward_coef": 0.0, "critic_warmup": WARM_UP},
+}
+TRL = "TRL GRPO"
+MARKS = 10  # accuracies of a curve
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--methods", nargs="+", choices=[TRL, *ALGORITHMS], default=[TRL, *ALGORITHMS])
+    parser.add_argument("--out", type=Path, help="file for the curves; what it holds already is kept")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the curves of a file, and measure nothing")
+    parser.add_argument("--trl-process", nargs=3, metavar=("DIRECTORY", "SEED", "STEPS"), help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.trl_process:
+        directory, seed, steps = options.trl_process
+        return trl_run(Path(directory), int(seed), int(steps))
+    if options.show:
+        return print(report(json.loads(options.show.read_text())))
+    found = json.loads(options.out.read_text()) if options.out and options.out.exists() else []
+    for seed in options.seeds:
+        with tempfile.TemporaryDirectory() as scratch:
+            start = first_weights(Path(scratch), seed)
+            for method in options.methods:
+                measure = trl if method == TRL else duet
+                found = [each for each in found if (each["method"], each["seed"]) != (method, seed)]
+                found.append(measure(method, Path(scratch), start, seed, options.steps))
+                print(line(found[-1]), flush=True)
+                if options.out:
+                    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return print(report(found))
+
+
+def configuration(directory: Path, model: Path, seed: int, stage: dict) -> dict:
+    """A run of one stage from the weights in `model`."""
+    return {
+        "run": {"dir": str(directory), "checkpoint_every": 0, "log_every": 1000},
+        "seed": seed,
+        "platform": "cpu",
+        "model": {"source": str(model), "remat": "none", "scan": False},
+        "tokenizer": {"source": "characters", "alphabet": "0123456789+="},
+        "max_length": 12,
+        "data": TASK,
+        "rewards": {"functions": [{"name": "exact_answer"}]},
+        "evaluation": {"data": TASK, "problems": PROBLEMS},
+        "generator": {"slots": 256, "tokens_per_dispatch": NEW_TOKENS},
+        "stages": [stage | {"sampling": {"max_new_tokens": NEW_TOKENS}}],
+    }
+
+
+def train(config: dict) -> tuple[list[dict], float]:
+    """(events, seconds) of a run in a process of its own."""
+    directory = Path(config["run"]["dir"])
+    file = directory.with_suffix(".yml")
+    file.write_text(yaml.safe_dump(config))
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "rl.cli", str(file)], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{file.name} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    seconds = time.perf_counter() - began
+    return [json.loads(text) for text in (directory / "events.jsonl").read_text().splitlines()], seconds
+
+
+def first_weights(scratch: Path, seed: int) -> Path:
+    """A directory with weights that SFT has taught to add, some of the time."""
+    import policy
+    from policy import families
+
+    random = scratch / "random"
+    policy.save(policy.create(families.read(MODELS["1m"] | {"vocab_size": 32}), seed=seed), random)
+    stage = {
+        "algorithm": "sft",
+        "steps": 600,
+        "until": {"metric": "loss", "at_most": 0.6},
+        "prompts_per_step": 128,
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 20},
+    }
+    events, _ = train(configuration(scratch / "sft", random, seed, stage))
+    print(f"seed {seed}: SFT took {events[-1]['step']} steps, accuracy {events[-1]['metrics']['eval/greedy_accuracy']:.3f}", flush=True)
+    return scratch / "sft" / "export"
+
+
+def duet(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict:
+    """A run of Duet, and its curve by the number of samples."""
+    every = max(1, steps // MARKS)
+    warm = ALGORITHMS[method].get("critic_warmup", 0)
+    stage = {
+        "algorithm": {"name": method} | ALGORITHMS[method],
+        "steps": steps + warm,
+        "prompts_per_step": PROMPTS,
+        "samples_per_prompt": SAMPLES,
+        "optimizer": OPTIMIZER,
+        "critic": {"learning_rate": 1e-3},
+    }
+    if method != "ppo":
+        del stage["critic"]
+    config = configuration(scratch / method, start, seed, stage)
+    config["evaluation"]["every"] = every
+    events, wall = train(config)
+    samples, spent, curve, evaluating, warming = 0, 0.0, [], 0.0, 0.0
+    for event in events:
+        metrics = event["metrics"]
+        samples += round(metrics.get("dynamic/batches", 1.0) if event["step"] else 0) * PROMPTS * SAMPLES
+        spent += metrics.get("time/step", 0.0)
+        warming = spent if event["step"] <= warm else warming
+        evaluating += metrics.get("time/eval", 0.0)
+        drawn = samples - warm * PROMPTS * SAMPLES
+        if "eval/greedy_accuracy" in metrics and drawn >= 0:
+            curve.append((drawn, round(spent - warming, 2), metrics["eval/greedy_accuracy"]))
+    budget = steps * PROMPTS * SAMPLES
+    curve = [mark for mark in curve if mark[0] <= budget]
+    return {
+        "method": method,
+        "seed": seed,
+        "curve": curve,
+        "warm_up": [warm * PROMPTS * SAMPLES, round(warming, 1)],
+        "besides": round(wall - spent - evaluating, 1),
+    }
+
+
+def trl(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict:
+    """A run of TRL's GRPOTrainer in a process of its own, and its curve."""
+    directory = scratch / "trl"
+    directory.mkdir()
+    (directory / "start").symlink_to(start)
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, __file__, "--trl-process", str(directory), str(seed), str(steps)], capture_output=True, text=True
+    )
+    wall = time.perf_counter() - began
+    if done.returncode:
+        raise SystemExit(f"TRL ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    told = json.loads((directory / "told.json").read_text())
+    marks = [0, *told["marks"]]
+    accuracies = accuracy([start, *(directory / f"step-{step}" for step in told["marks"])])
+    spent = [0.0]
+    for seconds in told["seconds"]:
+        spent.append(spent[-1] + seconds)
+    return {
+        "method": method,
+        "seed": seed,
+        "curve": [
+            (step * PROMPTS * SAMPLES, round(spent[step], 2), found) for step, found in zip(marks, accuracies, strict=True)
+        ],
+        "warm_up": [0, 0.0],
+        "besides": round(wall - spent[-1] - told["saving"], 1),
+    }
+
+
+def trl_run(directory: Path, seed: int, steps: int) -> None:
+    """The TRL process: trains, and leaves weights at the marks and the seconds of each step."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from rewards.exact_answer import exact_answer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory / "start")
+    model = AutoModelForCausalLM.from_pretrained(directory / "start", dtype=torch.float32)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    marks = [step for step in range(1, steps + 1) if step % max(1, steps // MARKS) == 0]
+    seconds, saving = [], 0.0
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            self.began = time.perf_counter()
+
+        def on_step_end(self, args, state, control, **__):
+            nonlocal saving
+            ended = time.perf_counter()
+            seconds.append(ended - self.began)
+            if state.global_step in marks:
+                model.save_pretrained(directory / f"step-{state.global_step}")
+                saving += time.perf_counter() - ended
+
+    settings = GRPOConfig(
+        output_dir=str(directory / "trainer"),
+        seed=seed,
+        max_steps=steps,
+        per_device_train_batch_size=PROMPTS * SAMPLES,
+        num_generations=SAMPLES,
+        max_completion_length=NEW_TOKENS,
+        temperature=1.0,
+        top_k=0,
+        beta=0.0,
+        learning_rate=OPTIMIZER["learning_rate"],
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=OPTIMIZER["warmup_steps"],
+        max_grad_norm=1.0,
+        loss_type="dapo",
+        gradient_checkpointing=False,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    rows = [{"prompt": problem.prompt, "answer": problem.columns["answer"]} for problem in problems("train")]
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=exact_answer,
+        args=settings,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[Steps()],
+    )
+    trainer.train()
+    (directory / "told.json").write_text(json.dumps({"marks": marks, "seconds": seconds, "saving": saving}))
+
+
+def problems(split: str):
+    import rl.tasks
+
+    return rl.tasks.problems(TASK["task"], TASK["options"], split)
+
+
+def accuracy(directories: Sequence[Path]) -> list[float]:
+    """Greedy accuracy of the weights in each directory on the held-out problems."""
+    import policy
+    from rewards.exact_answer import exact_answer
+    from rollout import Generator, SamplingParams
+    from rollout.tokenizer import characters, stop_ids
+
+    held_out, tokenizer, found = problems("eval")[:PROBLEMS], characters("0123456789+="), []
+    params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0, stop_token_ids=stop_ids(tokenizer))
+    for directory in directories:
+        generator = Generator(policy.load(str(directory)), max_length=12, slots=256, tokenizer=tokenizer)
+        prompts = [problem.prompt for problem in held_out]
+        texts = [group[0].text for group in generator.generate(prompts, params)]
+        scores = exact_answer(prompts, texts, answer=[problem.columns["answer"] for problem in held_out])
+        found.append(statistics.mean(scores))
+    return found
+
+
+def line(one: dict) -> str:
+    samples, seconds, accuracy = one["curve"][-1]
+    return (
+        f"{one['method']}, seed {one['seed']}: {one['curve'][0][2]:.3f} -> {accuracy:.3f} after {samples} samples, {seconds:.0f} s; "
+        f"besides {one['besides']:.0f} s, warm-up {one['warm_up'][1]:.0f} s"
+    )
+
+
+def report(found: Sequence[dict]) -> str:
+    """A table of the means over seeds: accuracy along the way and at the end, seconds, and their ratio to TRL's."""
+    methods = list(dict.fromkeys(each["method"] for each in found))
+    rows, base = [], None
+    for method in sorted(methods, key=lambda name: name != TRL):
+        runs = [each for each in found if each["method"] == method]
+        ends = [run["curve"][-1] for run in runs]
+        tenths = [statistics.mean(at(run["curve"], share * ends[0][0]) for run in runs) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        seconds = statistics.mean(end[1] for end in ends)
+        whole = seconds + statistics.mean(run["besides"] + run["warm_up"][1] for run in runs)
+        base = base or (seconds, whole)
+        rows.append(
+            f"| {method} | {len(runs)} | {ends[0][0]:,} | "
+            + " | ".join(f"{value:.3f}" for value in tenths)
+            + f" | {seconds:.0f} | {seconds / base[0]:.2f} | {whole:.0f} | {whole / base[1]:.2f} |"
+        )
+    head = "| method | seeds | samples | at 0 | 25% | 50% | 75% | 100% | s of steps | share | s of all | share |"
+    return "\n".join([head, "|---" * head.count(" | ") + "|---|", *rows])
+
+
+def at(curve: Sequence[Sequence[float]], samples: float) -> float:
+    """Accuracy of the last evaluation up to this number of samples."""
+    return [mark[2] for mark in curve if mark[0] <= samples + 1e-6][-1]
+
+
+if __name__ == "__main__":
+    main()
