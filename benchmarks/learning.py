@@ -120,7 +120,10 @@ def first_weights(scratch: Path, seed: int) -> Path:
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 20},
     }
     events, _ = train(configuration(scratch / "sft", random, seed, stage))
-    print(f"seed {seed}: SFT took {events[-1]['step']} steps, accuracy {events[-1]['metrics']['eval/greedy_accuracy']:.3f}", flush=True)
+    print(
+        f"seed {seed}: SFT took {events[-1]['step']} steps, accuracy {events[-1]['metrics']['eval/greedy_accuracy']:.3f}",
+        flush=True,
+    )
     return scratch / "sft" / "export"
 
 
@@ -183,9 +186,7 @@ def trl(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict:
     return {
         "method": method,
         "seed": seed,
-        "curve": [
-            (step * PROMPTS * SAMPLES, round(spent[step], 2), found) for step, found in zip(marks, accuracies, strict=True)
-        ],
+        "curve": [(step * PROMPTS * SAMPLES, round(spent[step], 2), found) for step, found in zip(marks, accuracies, strict=True)],
         "warm_up": [0, 0.0],
         "besides": round(wall - spent[-1] - told["saving"], 1),
     }

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,27 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 _finished = itertools.count(1)
 
 
-def pytest_collection_modifyitems(items):
-    """With `-n` and `--dist loadgroup` all tests of a file about one model run in one process, which keeps what it compiled."""
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="K/N", help="of the tests marked slow run the K-th of N parts only, K from 0")
+
+
+def pytest_collection_modifyitems(config, items):
+    """With `-n` and `--dist loadgroup` all tests of a file about one model run in one process, which keeps what it compiled, and
+    are in the same part."""
+    part = config.getoption("--part")
+    number, parts = map(int, part.split("/")) if part else (0, 1)
+    others = []
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        group = item.nodeid
         if model := next((parameters[name] for name in ("name", "kind") if isinstance(parameters.get(name), str)), None):
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.name}-{model}"))
+            group = f"{item.path.name}-{model}"
+            item.add_marker(pytest.mark.xdist_group(group))
+        if item.get_closest_marker("slow") and zlib.crc32(group.encode()) % parts != number:
+            others.append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,8 @@ NEW = 24
 LISTED = {kind for kind, _ in tiny.GENERATED.values()}
 MODELS = tiny.GENERATED | {kind: (kind, entry.standard | entry.short) for kind, entry in KINDS.items() if kind not in LISTED}
 WIDE = tiny.GENERATED_WIDE
+# Two that share nothing: grouped heads with a window, and latent attention with experts.
+BOTH = ("qwen3-window", "deepseek-v3-groups-yarn")
 PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, VOCAB, n)] for n in (40, 1, 16, 2, 15, 17)]
 GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0)
 
@@ -171,7 +173,7 @@ def test_so_they_are_at_another_temperature():
     check_logprobs("qwen3-window", 0.7)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in BOTH)) for name in MODELS])
 def test_greedy_decoding_is_the_argmax_of_the_forward_pass(name):
     check_greedy(name)
 
@@ -197,8 +199,6 @@ def test_greedy_decoding_equals_that_of_transformers(kind, tmp_path):
         assert completion.tokens == expected[0, len(prompt) :].tolist()
 
 
-# Two that share nothing: grouped heads with a window, and latent attention with experts.
-BOTH = ("qwen3-window", "deepseek-v3-groups-yarn")
 PAGED = {"cache": "paged", "page_size": 8}
 # Pages for two of the six longest rows: requests pause, and are read in again.
 FEW_PAGES = PAGED | {"pages": 15, "prefill_chunk": 7}
@@ -306,6 +306,7 @@ def check_meshes(*meshes, **options):
                 np.testing.assert_allclose(logps, wanted_logps, atol=TOLERANCE, rtol=0, err_msg=str(mesh))
 
 
+@pytest.mark.slow
 def test_a_mesh_of_eight_devices_generates_what_one_device_does():
     check_meshes({"fsdp": 2, "tensor": 2, "expert": 2})
 

@@ -37,6 +37,7 @@ def on_eight_devices(what: str, directories: dict[str, str]) -> dict[str, dict]:
     return {kind: found[directory] for kind, directory in directories.items()}
 
 
+@pytest.mark.slow
 def test_weights_are_cut_and_have_the_bits_of_one_device(directories):
     for kind, found in on_eight_devices("weights", directories).items():
         assert found["same"], kind

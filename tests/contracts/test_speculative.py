@@ -60,7 +60,9 @@ def check(name, sampling, **how):
     return every
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, FILTERED], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(GREEDY, marks=pytest.mark.slow, id="greedy"), pytest.param(FILTERED, id="drawn")]
+)
 def test_plain_attention_writes_the_same_tokens(sampling):
     check("llama", sampling)
 
@@ -83,7 +85,8 @@ def test_every_cache_writes_the_same_tokens(name, monkeypatch):
 FEW_PAGES = {"cache": "paged", "page_size": 8, "pages": 10, "rings": True}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "latent-experts")) for n in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_drafts_over_pages_write_the_same_tokens(name):
     check(name, DRAWN, chunk=7, dispatch=2, **FEW_PAGES)
     assert generator_of(name, MODELS[name][3], chunk=7, dispatch=2, **FEW_PAGES).engine.counts["preempted"]

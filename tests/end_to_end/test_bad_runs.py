@@ -133,7 +133,7 @@ def test_a_platform_that_is_not_here_is_exit_code_5(tmp_path):
 
 
 def test_a_reward_that_fails_stops_the_run_if_that_is_wanted(tmp_path, capsys):
-    more = [ONE_STEP, f"rewards.functions=['{OWN}:always_raises']", "rewards.on_error=stop", "evaluation=null"]
+    more = [ONE_STEP, f"rewards.functions=['{OWN}:always_raises']", "rewards.on_error=stop", *launch.LIGHT]
     found = cli.train_main(launch.arguments(tmp_path / "run", *more))
     said = capsys.readouterr().err
     assert found == 6 and said.startswith("stopped by a reward: reward always_raises failed (raised)")
@@ -141,7 +141,7 @@ def test_a_reward_that_fails_stops_the_run_if_that_is_wanted(tmp_path, capsys):
 
 
 def test_rewards_that_raise_hang_or_give_nan_never_stop_a_run(tmp_path, caplog):
-    more = [f"rewards.functions=['{OWN}:faulty']", "rewards.timeout_s=1.2", "rewards.workers=4", "evaluation=null"]
+    more = [f"rewards.functions=['{OWN}:faulty']", "rewards.timeout_s=1.2", "rewards.workers=4", *launch.LIGHT]
     assert launch.train(tmp_path / "run", ONE_STEP.replace("steps: 1", "steps: 2"), *more) == 0
     samples = events.read(tmp_path / "run" / "samples.jsonl")
     kind = {row["prompt_id"]: int(row["prompt"].split("+")[0]) % 4 for row in samples}

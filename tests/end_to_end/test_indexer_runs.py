@@ -33,6 +33,7 @@ def trained(directory, *more) -> dict[str, list[dict]]:
     return stages
 
 
+@pytest.mark.slow
 def test_indexers_learn_in_a_warm_up_and_go_on_learning_beside_the_rest(tmp_path):
     stages = trained(tmp_path)
     warm, sparse = stages["sft"], stages["sft-2"]

@@ -161,18 +161,18 @@ def test_a_step_that_ends_on_a_full_disk_keeps_the_last_good_one_and_goes_on(tmp
         seal(directory, content)
 
     monkeypatch.setattr(checkpoint, "seal", full)
-    assert launch.train(tmp_path / "run", ONLY_SFT, "run.checkpoint_every=1") == 0
+    assert launch.train(tmp_path / "run", ONLY_SFT, *launch.LIGHT, "run.checkpoint_every=1") == 0
     assert sealed == [1, 2, 3]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["0000000001"]
     assert "checkpoint 2 was NOT saved" in caplog.text and "safe up to checkpoint 1" in caplog.text
-    assert [step for _, step, _ in launch.numbers(tmp_path / "run")] == [0, 1, 2, 3]
+    assert [step for _, step, _ in launch.numbers(tmp_path / "run")] == [1, 2, 3]
 
 
 def test_weights_that_find_no_room_are_written_by_the_next_start(tmp_path, capsys):
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    run = (tmp_path / "run", ONLY_SFT)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    run = (tmp_path / "run", ONLY_SFT, *launch.LIGHT)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
     try:
         assert launch.train(*run) == 5
     finally:
@@ -200,11 +200,6 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
     assert not held_out & trained
     texts = {prepared.tokenizer.decode(ids) for ids, _ in sft.demonstrations} | {p.example.prompt for p in grpo.problems}
     assert not any(text.startswith(problem.example.prompt) for problem in prepared.held_out for text in texts)
-
-
-ONLY_SFT = (
-    "stages=[{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, sampling: {max_new_tokens: 6}}]"
-)
 
 
 @pytest.mark.slow
@@ -257,22 +252,14 @@ def test_a_run_with_a_critic_that_warms_up(tmp_path):
     assert (launch.numbers(tmp_path / "run"), launch.samples(tmp_path / "run")) == before
 
 
-@pytest.mark.parametrize("reached", [True, False])
-def test_a_stage_ends_early_when_its_metric_reaches_the_bound(tmp_path, reached):
-    bound = "{metric: loss, at_most: 100}" if reached else "{metric: eval/greedy_accuracy, at_least: 1}"
-    two = f"stages=[{SFT}, {SFT}]"
-    assert launch.train(tmp_path / "run", two, f"stages.0.until={bound}") == 0
-    steps = [(stage, step) for stage, step, _ in launch.numbers(tmp_path / "run")]
-    first = [("sft", 0), ("sft", 1)] if reached else [("sft", step) for step in range(4)]
-    assert steps == [*first, *(("sft-2", step) for step in range(4))]
-    ends = launch.numbers(tmp_path / "run")[len(first) - 1]
-    assert "eval/greedy_accuracy" in ends[2]  # evaluated after the last step, whichever it is
-
-
-def test_a_run_killed_after_a_stage_that_ended_early_goes_on_with_the_next(tmp_path):
-    how = (tmp_path / "run", f"stages=[{SFT}, {SFT}]", "stages.0.until={metric: loss, at_most: 100}", "run.checkpoint_every=0")
+def test_a_stage_ends_early_at_its_bound_and_a_run_killed_after_it_goes_on_with_the_next(tmp_path):
+    reached, missed = "{metric: loss, at_most: 100}", "{metric: eval/greedy_accuracy, at_least: 1}"
+    bounds = f"stages.0.until={reached}", f"stages.1.until={missed}"
+    how = (tmp_path / "run", f"stages=[{SFT}, {SFT}]", *bounds, launch.LIGHT[0], "run.checkpoint_every=0")
     assert launch.train(*how) == 0
     weights, numbers = launch.weights(tmp_path / "run"), launch.numbers(tmp_path / "run")
+    assert [(stage, step) for stage, step, _ in numbers] == [("sft", 0), ("sft", 1), *(("sft-2", step) for step in range(4))]
+    assert "eval/greedy_accuracy" in numbers[1][2]  # evaluated after the last step, whichever it is
     shutil.rmtree(max((tmp_path / "run" / "checkpoints").iterdir()))
     shutil.rmtree(tmp_path / "run" / "export")
     assert launch.train(*how) == 0
