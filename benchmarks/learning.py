@@ -282,7 +282,7 @@ def accuracy(directories: Sequence[Path]) -> list[float]:
 def line(one: dict) -> str:
     samples, seconds, accuracy = one["curve"][-1]
     return (
-        f"{one['method']}, seed {one['seed']}: {one['curve'][0][2]:.3f} -> {accuracy:.3f} after {samples} samples, {seconds:.0f} s; "
+        f"{one['method']}, seed {one['seed']}: {one['curve'][0][2]:.3f} -> {accuracy:.3f}, {samples} samples, {seconds:.0f} s; "
         f"besides {one['besides']:.0f} s, warm-up {one['warm_up'][1]:.0f} s"
     )
 
