@@ -47,6 +47,7 @@ def test_both_halves_together_are_the_plain_layer(dtype, tolerance):
         np.testing.assert_allclose(split_gradient[path], expected, atol=tolerance * scale, rtol=0, err_msg=path)
 
 
+@pytest.mark.slow
 def test_what_is_recorded_of_a_layer_is_that_of_all_rows():
     model, data = learners.experts(), learners.batch(rows=6)
 

@@ -29,7 +29,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in ("window", "latent"))) for c in CASES])
 def test_the_kernel_is_the_portable_form(case, monkeypatch):
     """Packed documents, a row of one, and padding; scores of unequal sizes, so that a wrong mask is seen."""
     monkeypatch.setattr(flash_attention, "BLOCK", 256)

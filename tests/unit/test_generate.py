@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 import weakref
 
 import numpy as np
@@ -48,9 +49,14 @@ def tokens_of(out):
 # Groups.
 
 
-@pytest.mark.parametrize("cache", ["contiguous", "paged"])
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3Next"])
+# Two of the eight in the default run.
+GROUPS = [
+    pytest.param(*case, marks=[pytest.mark.slow] * (case not in {("Llama", 3, "paged"), ("Qwen3Next", 1, "contiguous")}))
+    for case in itertools.product(("Llama", "Qwen3Next"), (1, 3), ("contiguous", "paged"))
+]
+
+
+@pytest.mark.parametrize(("kind", "slots", "cache"), GROUPS)
 def test_the_prompt_of_a_group_is_prefilled_once(kind, slots, cache):
     """Also where its samples are admitted one after the other, and where a state of fixed size has moved on meanwhile."""
     model = random_model(families.read(configuration(kind, **KINDS[kind].standard | KINDS[kind].short)), seed=3)

@@ -157,6 +157,7 @@ def test_without_host_memory_the_model_is_refused():
         memory.in_host_memory(Sharding)
 
 
+@pytest.mark.slow
 def test_two_devices_hold_their_parts_in_host_memory():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=600, check=False)

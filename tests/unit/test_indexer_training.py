@@ -73,7 +73,8 @@ def test_the_dense_warm_up_moves_indexers_only_and_computes_no_head(monkeypatch)
     assert metrics["indexer/kl"] < first
 
 
-@pytest.mark.parametrize("algorithm", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
 def test_sparse_training_adds_the_divergence_however_the_rows_are_cut(algorithm):
     data = batch(rows=7).without(np.arange(7) == 2)
     how = {"router": ROUTER, "optimizer": {"clip_norm": None}, "indexer": {"training": "sparse", "coef": 2.0}}
