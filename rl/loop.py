@@ -97,7 +97,7 @@ def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> 
             run.events.note(f"{source} has no modules that predict further tokens: they start from random weights, seed {seed}")
     else:
         host = saved[1]
-        first, run.progress = host["stage"], Progress.read(host["progress"])
+        first, run.progress = host["stage"], Progress.read(host.get("progress"))
         run.events.truncate_after(names, names[first], host["step"])
         run.events.note(f"continuing {folder.path} after step {host['step']} of {names[first]}")
     for stage in run.prepared.stages[first:]:

@@ -284,16 +284,16 @@ def test_a_critic_learns_a_constant_return_and_leaves_the_policy_alone():
     data = data.replace(returns=np.ones_like(data.returns), old_values=None)
     algorithm = {"name": "ppo", "critic_warmup": 40, "value_clip": None}
     trainer, state = begin(model, stage(algorithm, steps=40, critic={"learning_rate": 2e-2}))
-    values = trainer.values(state, data)
+    values = trainer.values(state, data)[0]
     assert values.shape == data.mask.shape and (values == 0).all()  # a fresh value head
     policy_before, reference = host(state.policy), host(state.reference)
     losses = []
     for _ in range(40):
-        data = data.replace(old_values=trainer.values(state, data))
+        data = data.replace(old_values=trainer.values(state, data)[0])
         state, metrics = trainer.update(state, data, critic_only=True)
         losses.append(float(metrics["value/loss"]))
     assert losses[0] == pytest.approx(0.5) and losses[-1] < 0.01, losses
-    masked = trainer.values(state, data)[data.mask > 0]
+    masked = trainer.values(state, data)[0][data.mask > 0]
     np.testing.assert_allclose(masked, 1.0, atol=0.3)
     assert same_bits(host(state.policy), policy_before) and "loss" not in metrics
     state, metrics = trainer.update(state, data)
@@ -305,12 +305,13 @@ def test_a_value_is_of_the_state_before_its_token():
     """The value at t sees the tokens before t and not token t."""
     model, data = learners.dense(), batch()
     trainer, state = begin(model, stage({"name": "ppo", "value_init_std": 1.0}))
-    values = trainer.values(state, data)
+    values, after = trainer.values(state, data)
     changed = data.tokens.copy()
     changed[:, 2] = (changed[:, 2] + 1) % learners.VOCAB
-    other = trainer.values(state, data.replace(tokens=changed))
+    other = trainer.values(state, data.replace(tokens=changed))[0]
     np.testing.assert_array_equal(other[:, :3], values[:, :3])
     assert (other[:, 3] != values[:, 3]).all() and values[:, 0].tolist() == [0.0] * 8
+    np.testing.assert_array_equal(values[:, 1:], np.where(data.segments[:, 1:], after[:, :-1], 0.0))
 
 
 def test_the_kl_to_the_reference_starts_at_zero():
