@@ -301,6 +301,32 @@ def test_a_critic_learns_a_constant_return_and_leaves_the_policy_alone():
     assert same_bits(host(state.reference), reference)
 
 
+def test_a_value_head_on_the_policys_states_learns_from_them_and_leaves_them_alone():
+    """Its first update against numpy on the policy's final states; no second model is in memory."""
+    model, data = learners.dense(), batch()
+    algorithm = {"name": "ppo", "critic_trunk": "policy", "value_clip": None, "value_init_std": 1.0}
+    trainer, state = begin(model, stage(algorithm, critic={"learning_rate": 0.01}, micro_batch=3))
+    assert state.critic.params.keys() == {"value_head"}
+    jax.tree.map(lambda s, a: (s.shape, s.sharding) == (a.shape, a.sharding) or pytest.fail(f"{s}"), trainer.abstract(), state)
+    head, policy_before = np.array(state.critic.params["value_head"]), host(state.policy)
+
+    last = np.asarray(model.hidden_states(data.tokens, segments=data.segments)[-1])
+    scale = np.asarray(model.params["norm.weight"])
+    states = last / np.sqrt((last**2).mean(-1, keepdims=True) + model.config.norm.eps) * scale
+    before = np.pad(states[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    for found, expected in zip(trainer.values(state, data), (before @ head, states @ head), strict=True):
+        np.testing.assert_allclose(found, expected * data.segments, atol=1e-5)
+    error = (before @ head - data.returns) * data.mask / data.mask.sum()
+    gradient = np.einsum("nt,nte->e", error, before)
+    norm = np.linalg.norm(gradient)
+    gradient *= min(1.0, 1.0 / norm)
+    state, metrics = trainer.update(state, data, critic_only=True)
+    np.testing.assert_allclose(metrics["value/optim/grad_norm"], norm, rtol=1e-5)
+    moved = head - 0.01 * gradient / (np.abs(gradient) + 1e-3)
+    np.testing.assert_allclose(state.critic.params["value_head"], moved, atol=1e-6)
+    assert same_bits(host(state.policy), policy_before)
+
+
 def test_a_value_is_of_the_state_before_its_token():
     """The value at t sees the tokens before t and not token t."""
     model, data = learners.dense(), batch()
