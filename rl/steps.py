@@ -147,9 +147,14 @@ def _scored(run: Run, stage: Stage, trainer: Trainer, state: RunState, batch: Ba
     if state.critic is not None:
         before, after = trainer.values(state, batch)
         cut = [completion.finish == "length" for _, completion in found.flat]
-        last = batch.mask.shape[1] - 1 - np.argmax(batch.mask[:, ::-1] != 0, axis=1)
-        batch = batch.replace(old_values=before, last_values=np.where(cut, after[np.arange(len(last)), last], 0.0))
+        batch = batch.replace(old_values=before, last_values=values_at_the_end(after, batch.mask, cut))
     return batch
+
+
+def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, cut_N) -> np.ndarray:
+    """float[N]: the value after the last token of the mask where a completion was cut off, 0 where it ended by itself."""
+    last_N = mask_NT.shape[1] - 1 - np.argmax(mask_NT[:, ::-1] != 0, axis=1)
+    return np.where(cut_N, after_NT[np.arange(len(last_N)), last_N], 0.0)
 
 
 def _with_advantages(

@@ -7,6 +7,7 @@ from algorithms_fixture import LOGP, MASK, OLD, REF, close, inputs, padded
 
 import rl.algorithms
 from rl.algorithms import ppo
+from rl.steps import values_at_the_end
 
 ROWS = slice(0, 2)
 VALUES = padded([[0.2, 0.3, 0.5, 0.6], [0.1, 0]])
@@ -121,6 +122,11 @@ def test_the_return_of_a_completion_that_was_cut_off_goes_on_with_the_value_ther
     close(algorithm.advantages_per_token(*arguments)[1], [[0.375, 0.75, 1.5, 3], [-1, -2, 0, 0]])
     ended = rl.algorithms.get("ppo", kl_reward_coef=0.0, whiten=False, lam=1.0, gamma=0.5)
     close(ended.advantages_per_token(*arguments)[1], [[0.125, 0.25, 0.5, 1], [-1, -2, 0, 0]])
+
+
+def test_the_value_at_the_cut_is_that_after_the_last_token():
+    after, mask = np.arange(12.0).reshape(3, 4), np.array([[0, 1, 1, 0], [1, 0, 1, 1], [0, 1, 1, 0]])
+    assert values_at_the_end(after, mask, [True, True, False]).tolist() == [2, 7, 0]
 
 
 def test_whitened_rewards_keep_their_mean():
