@@ -173,7 +173,7 @@ class PolicyGradient:
         return updates_per_step > 1 and self.old_logp == "trainer"
 
     def proximal(self, arrays):
-        """The log-probabilities in whose place `old_logp` stands, of a Batch or a PolicyInputs."""
+        """The old log-probabilities among those of a Batch or a PolicyInputs: the trainer's, or by `old_logp` the sampler's."""
         return arrays.sampler_logp if self.old_logp == "sampler" else arrays.old_logp
 
     @property
