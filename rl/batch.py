@@ -27,6 +27,8 @@ class Batch:
     advantages: np.ndarray | None = None  # float32[N] or [N, T]
     old_values: np.ndarray | None = None
     returns: np.ndarray | None = None
+    correct: np.ndarray | None = None  # float32[N, T], 1 on the tokens of completions that the loss imitates
+    last_values: np.ndarray | None = None  # float32[N], of the states after completions that were cut off, else 0; on the host only
     # int[N, T, R, k] by path of the layer: the experts that computed each token, -1 where they are not known
     routes: dict[str, np.ndarray] | None = None
     version: np.ndarray | None = None  # int32[N, T], updates that the weights had seen which wrote each token; on the host only

@@ -1,4 +1,4 @@
-"""The critic of PPO: a decoder of the policy's architecture with a linear value head on its final hidden states."""
+"""The critic of PPO: a linear value head on the final hidden states of a decoder, of its own or the policy's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from policy.intermediates import Aux
 from policy.memory import fetch
 from policy.model import Graph
 from policy.modes import first_of_segment
@@ -15,32 +16,39 @@ VALUE_HEAD = "value_head"
 
 
 class Critic:
-    """Values of states. Weights: those of the trunk (without an output projection), and VALUE_HEAD float32[E]."""
+    """Values of states. Weights of its own: VALUE_HEAD float32[E], and unless `shared` those of the trunk, a decoder of the
+    policy's architecture without an output projection. Where `shared` the trunk is the policy, whose weights stay as they are."""
 
-    def __init__(self, policy: Graph):
-        trunk = dataclasses.replace(policy.config, tied_head=True, multi_token_prediction=None)
-        self.trunk = Graph(trunk, policy.runtime, policy.layout)
-        self.runtime, self.untrained = self.trunk.runtime, self.trunk.untrained
-        self.hosted, self.tables = self.trunk.hosted, self.trunk.tables
-        self.axes = self.trunk.axes | {VALUE_HEAD: (None,)}
-
-    @property
-    def shardings(self) -> dict:
-        return self.trunk.shardings | {VALUE_HEAD: self.trunk.layout.replicated}
+    def __init__(self, policy: Graph, shared: bool = False):
+        self.shared, self.runtime = shared, policy.runtime
+        self.axes, self.shardings = {VALUE_HEAD: (None,)}, {VALUE_HEAD: policy.layout.replicated}
+        self.trunk, self.untrained, self.hosted, self.tables = policy, frozenset(), frozenset(), frozenset()
+        if not shared:
+            trunk = dataclasses.replace(policy.config, tied_head=True, multi_token_prediction=None)
+            self.trunk = Graph(trunk, policy.runtime, policy.layout)
+            self.untrained, self.hosted, self.tables = self.trunk.untrained, self.trunk.hosted, self.trunk.tables
+            self.axes, self.shardings = self.trunk.axes | self.axes, self.trunk.shardings | self.shardings
 
     def init(self, params: dict[str, jax.Array], std: float, seed: int) -> dict[str, jax.Array]:
-        """A copy of the policy's trunk with a fresh value head, normal with deviation `std` (0: every value starts at 0)."""
+        """The weights of its own: a fresh value head, normal with deviation `std` (0: every value starts at 0), and a copy of the
+        policy's trunk."""
 
         def create(params, key):
             head = std * jax.random.normal(key, (self.trunk.config.hidden_size,), jnp.float32)
-            return {path: jnp.copy(fetch(params[path])) for path in self.trunk.paths} | {VALUE_HEAD: head}
+            copied = () if self.shared else self.trunk.paths
+            return {path: jnp.copy(fetch(params[path])) for path in copied} | {VALUE_HEAD: head}
 
         return jax.jit(create, out_shardings=self.shardings)(params, jax.random.key(seed))
 
-    def values(self, params, tokens_BT, step) -> tuple[jax.Array, dict]:
-        """(float32[B, T], Aux): at t the value of the state before token t; 0 at the first token of a sequence."""
+    def beside(self, policy: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Those of the policy's weights that `values` takes besides its own."""
+        return policy if self.shared else {}
+
+    def values(self, params, tokens_BT, step) -> tuple[jax.Array, jax.Array, Aux]:
+        """(before, after, Aux), float32[B, T]: the values of the states before token t, 0 at the first token of a sequence, and
+        after it. A shared trunk brings no losses along: they are in the policy's update."""
         with self.trunk.precision():
             hidden, _, aux = self.trunk.decoder(params)(tokens_BT, step, None, self.trunk.runtime)
             values = jnp.einsum("bte,e->bt", hidden.astype(jnp.float32), params[VALUE_HEAD])
         before = jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
-        return jnp.where(first_of_segment(step.segments), 0.0, before), aux
+        return jnp.where(first_of_segment(step.segments), 0.0, before), values, Aux({}) if self.shared else aux

@@ -9,7 +9,7 @@ Every number is a function of the configuration: prompts of (seed, stage, step),
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class Run:
     events: Events
     checkpoints: Checkpoints
     stop: StopWish
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress
 
 
 def run(config: RunConfig) -> int:
@@ -61,6 +61,7 @@ def run(config: RunConfig) -> int:
                 return 0
             checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints)
             saved = checkpoints.host()
+            progress = Progress.read(saved[1].get("progress")) if saved else Progress()
             model = build.model(config, prepared, with_weights=saved is None)
             generator = Generator(
                 model,
@@ -75,7 +76,7 @@ def run(config: RunConfig) -> int:
             )
             events = Events(config, folder.path)
             try:
-                _run_stages(Run(config, prepared, model, generator, events, checkpoints, stop), saved, folder)
+                _run_stages(Run(config, prepared, model, generator, events, checkpoints, stop, progress), saved, folder)
             finally:
                 checkpoints.close()
                 events.close()
@@ -97,7 +98,7 @@ def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> 
             run.events.note(f"{source} has no modules that predict further tokens: they start from random weights, seed {seed}")
     else:
         host = saved[1]
-        first, run.progress = host["stage"], Progress.read(host["progress"])
+        first = host["stage"]
         run.events.truncate_after(names, names[first], host["step"])
         run.events.note(f"continuing {folder.path} after step {host['step']} of {names[first]}")
     for stage in run.prepared.stages[first:]:

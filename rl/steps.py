@@ -46,7 +46,15 @@ class Progress:
         return dataclasses.asdict(dataclasses.replace(self, carried=[])) | {"carried": [group.plain() for group in self.carried]}
 
     @classmethod
-    def read(cls, plain: dict) -> Progress:
+    def read(cls, plain: dict | None) -> Progress:
+        """Raises ModelError for what another version of Duet wrote."""
+        names = {each.name for each in dataclasses.fields(cls)}
+        if plain is None or plain.keys() != names:
+            found = "nothing" if plain is None else ", ".join(plain)
+            raise ModelError(
+                f"the newest checkpoint was written by another version of Duet: of the run's progress it holds {found}, where this "
+                f"one wants {', '.join(sorted(names))}. Continue the run with that version, or start a new one in another run.dir"
+            )
         return cls(**plain | {"carried": [Group.read(each) for each in plain["carried"]]})
 
 
@@ -66,19 +74,21 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
         batch = batch.replace(mask=batch.mask * np.asarray([[c.finish != "length"] for _, c in found.flat], np.float32))
 
     began = time.perf_counter()
-    batch = _scored(run, stage, trainer, state, batch)
+    batch = _scored(run, stage, trainer, state, batch, found)
     scored_from = time.perf_counter()
     scores = found.scores.result()
     metrics |= {"time/logprob": scored_from - began, "time/reward": time.perf_counter() - scored_from}
 
     batch = batch.without(~np.isfinite(scores.total))
-    batch, per_sample, estimated = _with_advantages(stage, batch, found, scores, greedy)
+    batch, per_sample, estimated = _with_advantages(run, stage, batch, found, scores, greedy)
     metrics |= estimated | {f"advantage/{name}": float(getattr(per_sample, name)()) for name in ("mean", "std", "min", "max")}
     stale = run.progress.version - batch.version[batch.mask != 0]
     metrics |= {"async/staleness_mean": float(stale.mean()), "async/staleness_max": float(stale.max())} if stale.size else {}
 
     critic_only = state.critic is not None and step <= algorithm.critic_warmup
     state, updated = _update(run, trainer, state, batch, critic_only=critic_only)
+    if not critic_only and batch.mask.any():  # else there is nothing that the policy could have moved by
+        run.progress.controls = algorithm.controlled_by_step(run.progress.controls, estimated, len(batch.mask))
     if not stale.any():  # weights that have moved since are another difference
         _check_difference(options.max_logp_diff, updated)
     if getattr(algorithm, "reference_every", 0) and step % algorithm.reference_every == 0:
@@ -123,30 +133,40 @@ def _greedy(run: Run, stage: Stage, found: Rollouts) -> np.ndarray:
     return rollouts.collect(run.generator, stage.runner, found.problems, params, found.prompt_ids).scores.result().total
 
 
-def _scored(run: Run, stage: Stage, trainer: Trainer, state: RunState, batch: Batch) -> Batch:
+def _scored(run: Run, stage: Stage, trainer: Trainer, state: RunState, batch: Batch, found: Rollouts) -> Batch:
     """The batch with what the algorithm wants of the policy before the update, of the reference and of the critic."""
     algorithm, exact = stage.algorithm, run.config.generator.exact
     if algorithm.needs_old_logp(stage.options.updates_per_step) and (algorithm.needs_entropy or not exact):
         old_logp, entropy = trainer.logprobs(state.policy.params, batch)
         batch = batch.replace(old_logp=old_logp, entropy=entropy)
-    if exact or algorithm.old_logp == "sampler":  # under `exact` the generator's are the model's own
-        batch = batch.replace(old_logp=batch.sampler_logp)
+    # Under `exact` the generator's are the model's own.
+    batch = batch.replace(old_logp=batch.sampler_logp if exact else algorithm.proximal(batch))
     if state.reference is not None:
         # Another model: its routers choose themselves.
         batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch.replace(routes=None))[0])
     if state.critic is not None:
-        batch = batch.replace(old_values=trainer.values(state, batch))
+        before, after = trainer.values(state, batch)
+        cut = [completion.finish == "length" for _, completion in found.flat]
+        batch = batch.replace(old_values=before, last_values=values_at_the_end(after, batch.mask, cut))
     return batch
 
 
-def _with_advantages(stage: Stage, batch: Batch, found: Rollouts, scores: Scores, greedy) -> tuple[Batch, np.ndarray, dict]:
+def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, cut_N) -> np.ndarray:
+    """float[N]: the value after the last token of the mask where a completion was cut off, 0 where it ended by itself."""
+    last_N = mask_NT.shape[1] - 1 - np.argmax(mask_NT[:, ::-1] != 0, axis=1)
+    return np.where(cut_N, after_NT[np.arange(len(last_N)), last_N], 0.0)
+
+
+def _with_advantages(
+    run: Run, stage: Stage, batch: Batch, found: Rollouts, scores: Scores, greedy
+) -> tuple[Batch, np.ndarray, dict]:
     """(the batch with advantages, their mean in each completion float[N], metrics)."""
-    algorithm = stage.algorithm
+    algorithm = stage.algorithm.at(run.progress.controls)
     if algorithm.needs_critic:
         advantages, returns, metrics = algorithm.advantages_per_token(
-            scores.total, batch.old_logp, batch.ref_logp, batch.old_values, batch.mask
+            scores.total, batch.old_logp, batch.ref_logp, batch.old_values, batch.mask, batch.last_values
         )
-        batch = batch.replace(returns=returns.astype(np.float32))
+        batch = batch.replace(returns=returns.astype(np.float32), correct=algorithm.correct(scores.total, batch.mask))
     else:
         P, G = len(found.completions), stage.options.samples_per_prompt
         rewards, given, metrics = scores.total.reshape(P, G), {}, {}
@@ -191,7 +211,7 @@ def _update(run: Run, trainer: Trainer, state: RunState, batch: Batch, **how) ->
         state, metrics = trainer.update(state, batch.rows(slice(u * rows, (u + 1) * rows)), controls=progress.controls, **how)
         run.model.params = state.policy.params
         progress.version += not how.get("critic_only")
-        if controls:  # what the next update is given depends on what this one found
+        if controls and not how.get("critic_only"):  # what the next update is given depends on what this one found
             metrics = jax.device_get(metrics)
             progress.controls = trainer.algorithm.controlled(progress.controls, metrics)
         every.append(metrics)

@@ -143,16 +143,17 @@ class Updater:
             compiler_options=batch_split.compiler_options(self._graph.runtime),
         )
 
-    def __call__(self, learner: Learner, batch: Batch, inputs, micro_rows: int) -> tuple[Learner, dict]:
-        """The learner after one update, and its metrics (on the device). `batch` holds a multiple of `micro_rows` rows."""
-        return settle(self.program(learner, batch, inputs, micro_rows=micro_rows), self.layout)
+    def __call__(self, learner: Learner, batch: Batch, inputs, micro_rows: int, beside=None) -> tuple[Learner, dict]:
+        """The learner after one update, and its metrics (on the device). `batch` holds a multiple of `micro_rows` rows. `beside`:
+        weights by path that the loss takes besides the learner's, and that stay."""
+        return settle(self.program(learner, batch, inputs, beside or {}, micro_rows=micro_rows), self.layout)
 
-    def _update(self, learner: Learner, batch: Batch, inputs, *, micro_rows: int):
+    def _update(self, learner: Learner, batch: Batch, inputs, beside=None, *, micro_rows: int):
         trained, still = self._split(learner.params)
         count = learner.optimizer[-1].count  # AdamW's last part counts the updates of its schedule
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, count, batch.tokens.shape[0]))
-        grads, loss, metrics, routing = self._gradients(trained, still, batch, inputs, micro_rows)
+        grads, loss, metrics, routing = self._gradients(trained, still | (beside or {}), batch, inputs, micro_rows)
         squares = to_device(joined(by_place(_squares, self.owner.tables, grads)))
         if self._internals:
             metrics |= gradient_norms(squares)
@@ -224,13 +225,15 @@ class Updater:
         matrices = {path: weight for path, weight in trained.items() if path not in self.owner.tables}
 
         def one(total, xs):
-            rows, read = tables.read_rows(self._graph, trained | still, xs[0].tokens, xs[0].segments)
+            rows, read = {}, {}
+            if self.owner.tables:
+                rows, read = tables.read_rows(self._graph, trained | still, xs[0].tokens, xs[0].segments)
             (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(matrices | read, *xs)
             slopes = tables.gradients(self._graph, rows, {path: grads.pop(path) for path in read})
             return _added(total, fetch(grads)), (slopes, (loss, *rest))
 
         # Slopes of tables in host memory lie there, where only a scan can stack them.
-        over = jax.lax.scan if self.owner.tables else partial(_over, count=_filled(micros[0].segments))
+        over = jax.lax.scan if self._graph.tables else partial(_over, count=_filled(micros[0].segments))
         grads, (slopes, found) = over(one, _zeros(matrices), micros)
         loss, metrics, routing, inside = found
         metrics = rl.algorithms.reduce_metrics(metrics)
@@ -295,7 +298,7 @@ class Trainer:
         self.policy = Updater(self._learning, loss, stage.optimizer, stage, seed)
         self.critic = None
         if algorithm.needs_critic:
-            self._critic = Critic(graph)
+            self._critic = Critic(graph, shared=algorithm.critic_trunk == "policy")
             self.critic = Updater(self._critic, self._critic_loss, stage.critic, stage, seed)
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
@@ -360,16 +363,16 @@ class Trainer:
             raise ValueError("router_replay: this batch has no routes; take it from Rollouts.batch(..., replay=True)")
         place, R = self.layout(batch.segments)
         batch = place.batch(batch)
-        policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": place.share(R)}
+        policy, critic, values, metrics = state.policy, state.critic, {}, {"perf/packed_share": place.share(R)}
         inputs = self._totals(batch, {name: np.float32(value) for name, value in controls.items()} if controls else None)
+        if critic is not None:  # first, while the policy is the one whose states gave the old values
+            critic, found = self.critic(critic, batch, inputs, R, self._critic.beside(policy.params))
+            del found["loss"]  # value/loss, and the balance term that value/moe/balance holds
+            values = {k if k.startswith("value/") else f"value/{k}": v for k, v in found.items()}
         if not critic_only:
             policy, found = self.policy(policy, batch, inputs, R)
             metrics |= found
-        if critic is not None:
-            critic, found = self.critic(critic, batch, inputs, R)
-            del found["loss"]  # value/loss, and the balance term that value/moe/balance holds
-            metrics = metrics | {k if k.startswith("value/") else f"value/{k}": v for k, v in found.items()}
-        return RunState(policy, state.reference, critic), metrics
+        return RunState(policy, state.reference, critic), metrics | values
 
     @cached_property
     def _totals(self):
@@ -385,6 +388,7 @@ class Trainer:
                 advantages=batch.advantages,
                 segments=batch.segments,
                 prompt=batch.prompt,
+                correct=batch.correct,
                 controls=controls,
                 max_length=self.stage.sampling.max_new_tokens,
             )
@@ -406,8 +410,8 @@ class Trainer:
         return loss, metrics, aux
 
     def _critic_loss(self, params, micro: Batch, inputs: PolicyInputs):
-        step = modes.sit(micro.tokens, segments=micro.segments)
-        values, aux = self._critic.values(params, micro.tokens, step)
+        step = replace(modes.sit(micro.tokens, segments=micro.segments), routes=micro.routes if self._critic.shared else None)
+        values, _, aux = self._critic.values(params, micro.tokens, step)
         loss, metrics = self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
         return loss, metrics, aux
 
@@ -416,9 +420,11 @@ class Trainer:
         batch has routes its tokens go there."""
         return self._by_micro_batch(self._logprobs, params, batch)
 
-    def values(self, state: RunState, batch: Batch) -> np.ndarray:
-        """The critic's value of the state before each token, float32[N, T] on the host."""
-        return self._by_micro_batch(self._values, state.critic.params, batch.replace(routes=None))[0]
+    def values(self, state: RunState, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """The critic's values of the states before and after each token, float32[N, T] on the host."""
+        params = self._critic.beside(state.policy.params) | state.critic.params
+        # A critic with a trunk of its own is another model: its routers choose themselves.
+        return self._by_micro_batch(self._values, params, batch if self._critic.shared else batch.replace(routes=None))
 
     def _by_micro_batch(self, program, params, batch: Batch) -> tuple[np.ndarray, ...]:
         place, R = self.layout(batch.segments)
@@ -440,8 +446,8 @@ class Trainer:
 
     @cached_property
     def _values(self):
-        def run(params, tokens, segments, _):
+        def run(params, tokens, segments, routes):
             tokens = constrain(tokens, ("batch", None), self.graph.layout)
-            return self._critic.values(params, tokens, modes.sit(tokens, segments=segments))[:1]
+            return self._critic.values(params, tokens, replace(modes.sit(tokens, segments=segments), routes=routes))[:2]
 
         return jax.jit(run)

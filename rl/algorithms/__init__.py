@@ -5,13 +5,16 @@ An algorithm file defines the frozen dataclass `Algorithm`. Its fields are its Y
     needs_rollouts, needs_reference, needs_critic, needs_entropy, needs_greedy, needs_token_kl, needs_each_reward
                                         what the trainer has to provide
     needs_old_logp(updates_per_step)    whether log-probabilities are taken before the first update
+    proximal(Batch or PolicyInputs)     which log-probabilities are the old ones, with rollouts
     controls, controlled(...)           scalars that it moves from update to update, given back as PolicyInputs.controls
+    controlled_by_step(...), at(controls)    and those that it moves from step to step; itself under them, on the host
     with_totals(PolicyInputs)           the whole optimiser batch with its counts, before it is cut into micro-batches
     loss(PolicyInputs)                  device: (scalar, metrics), differentiable in logp and entropy
     per_token(Tokens)                   device: (loss of each token, metrics), where it is a `PolicyGradient`
     advantages(rewards, lengths)        host, with rollouts: float[P,G], NaN where there is no score -> float[P,G], or
                                         float[P,G,T] of tokens; what it `needs` besides comes by name
-    advantages_per_token(...), value_loss(...)    in its place with a critic; see `ppo`
+    advantages_per_token(...), value_loss(...), correct(...), critic_trunk, critic_warmup, value_init_std
+                                        in its place with a critic; see `ppo`
 
 so that the trainer knows none of them by name. Nothing here imports jax before `PolicyInputs` or a loss is asked for:
 `get` also serves the check of a configuration.

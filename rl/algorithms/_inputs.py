@@ -34,6 +34,9 @@ class PolicyInputs:
     num_sequences: jax.Array | None = None  # scalar
     num_prompts: jax.Array | None = None  # scalar
     prompt_tokens: jax.Array | None = None  # [N] or [N,T]: sum of mask over all completions of the prompt
+    correct: jax.Array | None = None  # [N] or [N,T]: 1 on completions that are correct, for a loss that imitates them
+    num_correct: jax.Array | None = None  # scalar: sum of mask over those of the optimiser batch
+    mean_weight: jax.Array | None = None  # scalar: mean weight of the sampler correction over the tokens of the optimiser batch
     entropy_threshold: jax.Array | None = None  # scalar: quantile of the batch's entropies for `top_entropy`
     controls: dict[str, jax.Array] | None = None  # scalars that the algorithm moves from update to update, by its `controlled`
     max_length: int | None = dataclasses.field(default=None, metadata={"static": True})  # largest completion, tokens
@@ -97,12 +100,20 @@ def with_totals(inputs, by_prompt: bool = False, count_empty: bool = True, top_e
     if inputs.num_sequences is None:
         counted_NS = sequences.exists_NS if count_empty else sequences.length_NS > 0
         found["num_sequences"] = counted_NS.sum().astype(jnp.float32)
+    if inputs.correct is not None and inputs.num_correct is None:
+        found["num_correct"] = (sequences.mask_NT & correct_tokens(inputs)).sum().astype(jnp.float32)
     if by_prompt and (inputs.prompt_tokens is None or inputs.num_prompts is None):
         found |= _prompt_totals(inputs, sequences, count_empty)
     if top_entropy is not None and inputs.entropy_threshold is None and inputs.entropy is not None:
         entropy_NT = jnp.where(sequences.mask_NT, jax.lax.stop_gradient(inputs.entropy), jnp.nan)
         found["entropy_threshold"] = jnp.nanquantile(entropy_NT, 1.0 - top_entropy)
     return dataclasses.replace(inputs, **found)
+
+
+def correct_tokens(inputs) -> jax.Array:
+    """bool[N,T], or bool[N,1] where `correct` is one of rows."""
+    correct = jnp.asarray(inputs.correct) != 0
+    return correct[:, None] if correct.ndim == 1 else correct
 
 
 def _prompt_totals(inputs, sequences: Sequences, count_empty: bool) -> dict:

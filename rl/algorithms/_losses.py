@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from rl.algorithms._inputs import PolicyInputs, Sequences, with_totals
+from rl.algorithms._inputs import PolicyInputs, Sequences, correct_tokens, with_totals
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: finite, and far beyond any clip range; the gradient is 0 outside
 MAX_SEQUENCE_LOG_RATIO = 10.0  # of `sequence_token`, as in verl
@@ -50,9 +50,7 @@ class Tokens:
 def policy_loss(options, inputs: PolicyInputs):
     """The loss of `PolicyGradient`, whose options are given -> (scalar, metrics)."""
     _check_inputs(options, inputs)
-    if options.old_logp == "sampler":
-        inputs = dataclasses.replace(inputs, old_logp=inputs.sampler_logp)
-    inputs = options.with_totals(inputs)
+    inputs = options.with_totals(dataclasses.replace(inputs, old_logp=options.proximal(inputs)))
     tokens = _tokens(inputs)
     per_token, metrics = options.per_token(tokens)
     metrics |= _common_metrics(tokens)
@@ -95,6 +93,12 @@ def supervised_loss(options, inputs: PolicyInputs):
     if tokens.entropy is not None:
         metrics["entropy"] = tokens.mean(tokens.entropy)
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
+
+
+def correct_nll(inputs: PolicyInputs):
+    """Mean of -logp over the tokens of the optimiser batch that are `correct`, whose number `inputs` holds; 0 without any."""
+    mask = (jnp.asarray(inputs.mask) != 0) & correct_tokens(inputs)
+    return -_masked(inputs.logp, mask).sum() / _at_least_one(inputs.num_correct)
 
 
 def value_loss(values, old_values, returns, inputs: PolicyInputs, clip: float | None):
@@ -253,13 +257,10 @@ def _off_policy(options, tokens: Tokens):
     return (tokens.advantages < 0) & (tokens.sequences.spread(drift) > options.off_policy_delta)
 
 
-def correction(options, tokens: Tokens):
-    """Detached weight of each token's policy loss for the difference of sampler and trainer, [N,T], and metrics."""
-    sequences, low_high = tokens.sequences, options.correction_bounds
-    trainer = jax.lax.stop_gradient(tokens.logp) if options.old_logp == "sampler" else tokens.old
-    difference = trainer - tokens.sampler
+def _bounded_weight(options, tokens: Tokens, difference) -> tuple[jax.Array, jax.Array]:
+    """(weight of each token by `correction`, where it was outside the bounds), [N,T]."""
+    sequences, low_high, kind = tokens.sequences, options.correction_bounds, options.correction
     ratio = jnp.exp(clamp(difference))
-    kind = options.correction
     if kind in ("sequence_truncate", "sequence_mask"):
         bounded = sequences.spread(jnp.exp(clamp(sequences.sum(difference))))
     elif kind == "geometric_mask":
@@ -273,6 +274,17 @@ def correction(options, tokens: Tokens):
         weight = jnp.clip(bounded, *low_high)
     else:
         weight = jnp.where(outside, 0.0, ratio if kind == "geometric_mask" else bounded)
+    return weight, outside
+
+
+def correction(options, tokens: Tokens):
+    """Detached weight of each token's policy loss for the difference of sampler and trainer, [N,T], and metrics."""
+    trainer = jax.lax.stop_gradient(tokens.logp) if options.old_logp == "sampler" else tokens.old
+    difference = trainer - tokens.sampler
+    ratio = jnp.exp(clamp(difference))
+    weight, outside = _bounded_weight(options, tokens, difference)
+    if options.correction_normalize:
+        weight = weight / jnp.maximum(tokens.inputs.mean_weight, jnp.finfo(jnp.float32).tiny)
     mean, square = tokens.mean(ratio), tokens.mean(ratio**2)
     metrics = {
         "sampler/logp_diff_mean": tokens.mean(jnp.abs(difference)),
@@ -286,7 +298,7 @@ def correction(options, tokens: Tokens):
         "sampler/is_ratio_max": jnp.where(tokens.mask, ratio, 0.0).max(),
         "sampler/ess": mean**2 / jnp.maximum(square, jnp.finfo(jnp.float32).tiny),
     }
-    if kind is not None:
+    if options.correction is not None:
         metrics["sampler/is_oob_ratio"] = tokens.mean(outside.astype(jnp.float32))
     if options.rejection is not None:
         rejected = _rejected(options, tokens, difference)
@@ -297,12 +309,29 @@ def correction(options, tokens: Tokens):
 
 def without_rejected(options, inputs: PolicyInputs) -> PolicyInputs:
     """The same batch with a mask that is 0 on what correction or rejection drops. Needs old_logp and sampler_logp."""
+    tokens = _before_the_update(inputs, "rejection_changes_denominator")
+    difference = tokens.old - tokens.sampler
+    kept = _bounded_weight(options, tokens, difference)[0] > 0
+    if options.rejection is not None:
+        kept &= ~_rejected(options, tokens, difference)
+    return dataclasses.replace(inputs, mask=jnp.where(kept, inputs.mask, 0))
+
+
+def with_mean_weight(options, inputs: PolicyInputs) -> PolicyInputs:
+    """The same batch, which holds its totals, with the mean weight of `correction` over its tokens. Needs old_logp and
+    sampler_logp."""
+    if inputs.mean_weight is not None:
+        return inputs
+    tokens = _before_the_update(inputs, "correction_normalize")
+    weight = _bounded_weight(options, tokens, tokens.old - tokens.sampler)[0]
+    return dataclasses.replace(inputs, mean_weight=tokens.mean(weight))
+
+
+def _before_the_update(inputs: PolicyInputs, option: str) -> Tokens:
     missing = [name for name in ("old_logp", "sampler_logp") if getattr(inputs, name) is None]
     if missing:
-        raise ValueError(f"PolicyInputs.{', '.join(missing)} missing: needed with rejection_changes_denominator")
-    tokens = _tokens(dataclasses.replace(inputs, logp=inputs.old_logp))
-    kept = correction(options, dataclasses.replace(tokens, inputs=with_totals(inputs)))[0] > 0
-    return dataclasses.replace(inputs, mask=jnp.where(kept, inputs.mask, 0))
+        raise ValueError(f"PolicyInputs.{', '.join(missing)} missing: needed with {option}")
+    return _tokens(dataclasses.replace(inputs, logp=inputs.old_logp))
 
 
 def _rejected(options, tokens: Tokens, difference) -> jax.Array:

@@ -5,6 +5,7 @@ Shapes: P prompts, G completions of one prompt (the group). Host code, numpy onl
 
 from __future__ import annotations
 
+import dataclasses
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ from pydantic import Field, model_validator
 
 from rl.algorithms._options import algorithm_options
 
+_KL_COEF = "kl/coef"
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
 Rejection = Literal[
     "token_k2",
@@ -70,6 +72,9 @@ class PolicyGradient:
     correction: Correction | None = Field(None, description="what is done with w = exp(old_logp - sampler_logp)")
     correction_min: float | None = Field(None, ge=0, description="lower bound; default: none, geometric_mask 0.999")
     correction_max: float | None = Field(None, gt=0, description="upper bound; default: 3, geometric_mask 1.002")
+    correction_normalize: bool = Field(
+        False, description="the bounded weights are divided by their mean over the tokens of the update, so that it is 1"
+    )
     rejection: Rejection | None = Field(
         None,
         description="drop tokens or sequences where d = old_logp - sampler_logp is too large: d^2 / 2 (k2), exp(d) - d - 1 (k3), "
@@ -107,6 +112,8 @@ class PolicyGradient:
             )
         if self.correction is None and (self.correction_min is not None or self.correction_max is not None):
             raise ValueError("correction_min and correction_max do nothing without correction")
+        if self.correction_normalize and (self.correction is None or self.corrects_itself):
+            raise ValueError("correction_normalize needs a correction that multiplies the loss of a token")
         low, high = self.correction_bounds
         if low >= high:
             raise ValueError(f"correction_min ({low}) must be below correction_max ({high})")
@@ -158,12 +165,16 @@ class PolicyGradient:
         """Before the only update of a batch, old and current log-probabilities are the same numbers and one forward is
         saved.
 
-        The entropy quantile is one of the whole batch, and so is a count without what is rejected: they have to be known before
-        the first micro-batch.
+        The entropy quantile is one of the whole batch, and so are a count without what is rejected and the mean of the weights:
+        they have to be known before the first micro-batch.
         """
-        if self.top_entropy is not None or self.rejection_changes_denominator:
+        if self.top_entropy is not None or self.rejection_changes_denominator or self.correction_normalize:
             return True
         return updates_per_step > 1 and self.old_logp == "trainer"
+
+    def proximal(self, arrays):
+        """The old log-probabilities among those of a Batch or a PolicyInputs: the trainer's, or by `old_logp` the sampler's."""
+        return arrays.sampler_logp if self.old_logp == "sampler" else arrays.old_logp
 
     @property
     def controls(self) -> dict[str, float]:
@@ -180,6 +191,14 @@ class PolicyGradient:
         moved = controls["entropy_coef"] + (self.entropy_step if low else -self.entropy_step)
         return controls | {"entropy_coef": min(max(moved, 0.0), self.entropy_coef_max), "entropy_bonus_applied": float(low)}
 
+    def controlled_by_step(self, controls: dict[str, float], metrics: dict[str, float], completions: int) -> dict[str, float]:
+        """The controls of the next step, from those and the metrics of the advantages of this one."""
+        return controls
+
+    def at(self, controls: dict[str, float]) -> PolicyGradient:
+        """The algorithm whose `advantages` are those under these controls."""
+        return self
+
     def applied_entropy_coef(self, controls):
         """The weight of the entropy bonus in this update."""
         if self.entropy_target is None:
@@ -188,8 +207,8 @@ class PolicyGradient:
         return controls["entropy_coef"] * controls["entropy_bonus_applied"]
 
     def with_totals(self, inputs):
-        """`inputs` of a whole optimiser batch with its token, sequence and prompt counts, and its entropy quantile,
-        filled in.
+        """`inputs` of a whole optimiser batch with its token, sequence and prompt counts, its entropy quantile and its mean
+        weight filled in.
 
         Micro-batches cut from the result give losses, gradients and metrics that add up to those of the whole batch.
         """
@@ -197,7 +216,8 @@ class PolicyGradient:
 
         if self.rejection_changes_denominator:
             inputs = _losses.without_rejected(self, inputs)
-        return _inputs.with_totals(inputs, self.aggregation == "prompt", self.count_empty_sequences, top_entropy=self.top_entropy)
+        inputs = _inputs.with_totals(inputs, self.aggregation == "prompt", self.count_empty_sequences, top_entropy=self.top_entropy)
+        return _losses.with_mean_weight(self, inputs) if self.correction_normalize else inputs
 
     def loss(self, inputs):
         """Loss and metrics of a `PolicyInputs`, as (float32 scalar, dict of float32 scalars).
@@ -252,6 +272,32 @@ class KLReward:
     """A KL penalty in the rewards, not in the loss: -kl_reward_coef (old_logp - ref_logp) for each token."""
 
     kl_reward_coef: float = Field(0.05, ge=0, description="weight of the KL penalty in the rewards; 0: none")
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        description="of kl/reward; kl_reward_coef is then a first value, multiplied after each step by 1 + e min(1, completions / "
+        "kl_horizon), where e is kl/reward over the target less 1, within -0.2 and 0.2 (arXiv:1909.08593); null: it stays",
+    )
+    kl_horizon: int = Field(10000, ge=1, description="completions in which the coefficient changes by a fifth at most")
+
+    @model_validator(mode="after")
+    def _consistent_kl_reward(self):
+        if self.kl_target is not None and not self.kl_reward_coef:
+            raise ValueError("kl_target moves kl_reward_coef, which must be above 0 at first")
+        return self
+
+    @property
+    def controls(self) -> dict[str, float]:
+        return super().controls | ({} if self.kl_target is None else {_KL_COEF: self.kl_reward_coef})
+
+    def controlled_by_step(self, controls: dict[str, float], metrics: dict[str, float], completions: int) -> dict[str, float]:
+        if self.kl_target is None:
+            return controls
+        error = min(max(metrics["kl/reward"] / self.kl_target - 1.0, -0.2), 0.2)
+        return controls | {_KL_COEF: controls[_KL_COEF] * (1.0 + error * min(1.0, completions / self.kl_horizon))}
+
+    def at(self, controls: dict[str, float]):
+        return self if self.kl_target is None else dataclasses.replace(self, kl_reward_coef=controls[_KL_COEF])
 
     @property
     def needs_reference(self) -> bool:

@@ -2,15 +2,16 @@
 
 The reward of a token is -kl_reward_coef * (old_logp - ref_logp), plus the score of the completion on its last token;
 advantages are generalised advantage estimates (arXiv:1506.02438), whitened over all tokens of the batch, so that long
-completions weigh more in mean and deviation. Shapes: N completions of T tokens.
+completions weigh more in mean and deviation. With `lam_critic`, `lam_alpha` and `positive_nll_coef` it is VAPO
+(arXiv:2504.05118). Shapes: N completions of T tokens.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._policy_gradient import Clipped, KLReward, whiten
@@ -25,22 +26,71 @@ class Algorithm(KLReward, Clipped):
 
     gamma: float = Field(1.0, ge=0, le=1, description="discount of a reward one token later")
     lam: float = Field(0.95, ge=0, le=1, description="lambda of generalised advantage estimation")
+    lam_critic: float | None = Field(None, ge=0, le=1, description="lambda of the returns that the critic learns; null: lam")
+    lam_alpha: float | None = Field(
+        None, gt=0, description="advantages of a completion of L tokens with lambda 1 - 1 / (lam_alpha L), at least 0; null: lam"
+    )
+    bootstrap_truncated: bool = Field(
+        False, description="the return of a completion that was cut off goes on with the value at the cut; false: with 0"
+    )
+    whiten_rewards: bool = Field(
+        False, description="rewards of tokens to variance 1 over the tokens of the batch; their mean stays"
+    )
     whiten: bool = Field(True, description="advantages to mean 0 and variance 1 over the tokens of the batch")
     value_clip: float | None = Field(0.2, gt=0, description="clipping range of a value around the old one; null: none")
     value_init_std: float = Field(0.0, ge=0, description="standard deviation of the value head's first weights")
+    critic_trunk: Literal["own", "policy"] = Field(
+        "own",
+        description="what the value head stands on: a decoder of its own, which starts as the policy and learns; or the final "
+        "hidden states of the policy, which take no gradient from it: no second model in memory",
+    )
     critic_warmup: int = Field(0, ge=0, description="first steps in which only the critic learns")
 
-    def advantages_per_token(self, scores, old_logp, ref_logp, values, mask):
+    positive_nll_coef: float = Field(
+        0.0, ge=0, description="weight of the mean negative log-probability of the tokens of correct completions; 0: none"
+    )
+    positive_above: float = Field(0.0, description="for positive_nll_coef, a completion is correct whose reward is above this")
+
+    @model_validator(mode="after")
+    def _consistent_truncation(self):
+        if self.bootstrap_truncated and self.mask_truncated:
+            raise ValueError("bootstrap_truncated does nothing for completions that mask_truncated leaves out")
+        return self
+
+    def advantages_per_token(self, scores, old_logp, ref_logp, values, mask, last_values=None):
         """Advantages and returns of each token, and metrics. On the host.
 
         scores: float[N], not finite where a completion has no score: such a row takes no part, here gets zeros, and
         belongs out of the mask of the losses too. old_logp, ref_logp (both unused and None without `kl_reward_coef`),
-        mask: [N,T]. values: [N,T], the value of the state *before* token t. Returns (advantages, returns, metrics),
+        mask: [N,T]. values: [N,T], the value of the state *before* token t. last_values: float[N], that of the state after the
+        last token, 0 where the completion ended; unused without `bootstrap_truncated`. Returns (advantages, returns, metrics),
         float[N,T].
         """
         scores_N = np.asarray(scores, np.float64)
         scored_N = np.isfinite(scores_N)
         mask_NT = (np.asarray(mask) != 0) & scored_N[:, None]
+        rewards_NT, metrics = self._rewards(scores_N, old_logp, ref_logp, mask_NT)
+        after = last_values if self.bootstrap_truncated else None
+
+        def estimates(lam):
+            return gae(rewards_NT, values, mask_NT, self.gamma, lam, after)
+
+        advantages_NT, returns_NT = estimates(self._policy_lam(mask_NT))
+        if self.lam_alpha is not None or self.lam_critic is not None:
+            returns_NT = estimates(self.lam if self.lam_critic is None else self.lam_critic)[1]
+        metrics |= value_metrics(values, returns_NT, mask_NT)
+        if self.whiten:
+            advantages_NT = whiten(advantages_NT, mask_NT)
+        return advantages_NT, returns_NT, metrics
+
+    def _policy_lam(self, mask_NT):
+        """Lambda of the advantages: one, or float[N]."""
+        if self.lam_alpha is None:
+            return self.lam
+        return np.clip(1.0 - 1.0 / (self.lam_alpha * np.maximum(mask_NT.sum(axis=1), 1)), 0.0, 1.0)
+
+    def _rewards(self, scores_N, old_logp, ref_logp, mask_NT) -> tuple[np.ndarray, dict[str, float]]:
+        """(reward of each token float64[N,T], metrics)."""
         rewards_NT, metrics = np.zeros(mask_NT.shape), {}
         if self.kl_reward_coef:
             if old_logp is None or ref_logp is None:
@@ -51,11 +101,32 @@ class Algorithm(KLReward, Clipped):
         rows = np.flatnonzero(mask_NT.any(axis=1))
         last = mask_NT.shape[1] - 1 - np.argmax(mask_NT[rows, ::-1], axis=1)
         rewards_NT[rows, last] += scores_N[rows]
-        advantages_NT, returns_NT = gae(rewards_NT, values, mask_NT, self.gamma, self.lam)
-        metrics |= value_metrics(values, returns_NT, mask_NT)
-        if self.whiten:
-            advantages_NT = whiten(advantages_NT, mask_NT)
-        return advantages_NT, returns_NT, metrics
+        if self.whiten_rewards and mask_NT.any():
+            rewards_NT = np.where(mask_NT, whiten(rewards_NT, mask_NT) + rewards_NT[mask_NT].mean(), 0.0)
+        return rewards_NT, metrics
+
+    def correct(self, scores, mask) -> np.ndarray | None:
+        """float32[N,T]: 1 on the tokens of completions whose score is above `positive_above`; None where the loss has no use for
+        them."""
+        if not self.positive_nll_coef:
+            return None
+        above_N = np.nan_to_num(np.asarray(scores, np.float64), nan=-np.inf) > self.positive_above
+        return ((np.asarray(mask) != 0) & above_N[:, None]).astype(np.float32)
+
+    def loss(self, inputs):
+        """That of `PolicyGradient`, and `positive_nll_coef` times the mean of -logp over `inputs.correct`."""
+        if not self.positive_nll_coef:
+            return super().loss(inputs)
+        if inputs.correct is None:
+            raise ValueError("PolicyInputs.correct missing: needed with positive_nll_coef")
+        import jax
+
+        from rl.algorithms import _losses
+
+        inputs = self.with_totals(inputs)
+        loss, metrics = super().loss(inputs)
+        nll = _losses.correct_nll(inputs)
+        return loss + self.positive_nll_coef * nll, metrics | {"positive_nll": jax.lax.stop_gradient(nll)}
 
     def value_loss(self, values, old_values, returns, inputs):
         """The critic's share of a micro-batch: `inputs` is its PolicyInputs, of which mask and num_tokens are used.
@@ -67,12 +138,12 @@ class Algorithm(KLReward, Clipped):
         return _losses.value_loss(values, old_values, returns, inputs, self.value_clip)
 
 
-def gae(rewards, values, mask, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
+def gae(rewards, values, mask, gamma: float, lam, last_values=None) -> tuple[np.ndarray, np.ndarray]:
     """Generalised advantage estimates and returns (advantage + value) of each token, float[N,T]; 0 where `mask` is 0.
 
-    values[:, t] is the value of the state before token t; after the last token it is 0. Where the mask is 0 (what a
-    tool wrote) the recursion goes on unchanged, as if the token were not there. Computed in float64; float32 stays
-    float32.
+    values[:, t] is the value of the state before token t; after the last token it is last_values float[N], None: 0. `lam` is
+    one number, or float[N]. Where the mask is 0 (what a tool wrote) the recursion goes on unchanged, as if the token were not
+    there. Computed in float64; float32 stays float32.
     """
     rewards, values = np.asarray(rewards), np.asarray(values)
     dtype = np.result_type(rewards.dtype, values.dtype, np.float32)
@@ -80,7 +151,8 @@ def gae(rewards, values, mask, gamma: float, lam: float) -> tuple[np.ndarray, np
     rewards_NT = np.where(mask_NT, rewards, 0).astype(np.float64)
     values_NT = np.where(mask_NT, values, 0).astype(np.float64)
     advantages_NT = np.zeros(mask_NT.shape)
-    next_value_N = next_advantage_N = np.zeros(mask_NT.shape[0])
+    next_advantage_N = np.zeros(mask_NT.shape[0])
+    next_value_N = next_advantage_N if last_values is None else np.asarray(last_values, np.float64)
     for t in reversed(range(mask_NT.shape[1])):
         surprise_N = rewards_NT[:, t] + gamma * next_value_N - values_NT[:, t]
         advantage_N = surprise_N + gamma * lam * next_advantage_N

@@ -31,6 +31,8 @@ class Algorithm(KLReward, Clipped):
         advantages_PG = centred(rewards_PG) * (others_P1 + 1) / others_P1
         if self.normalize_advantages:
             paired_PG = scored_PG & (scored_PG.sum(axis=1, keepdims=True) > 1)
-            mean, std = moments(advantages_PG.reshape(1, -1), paired_PG.reshape(1, -1))
-            advantages_PG = np.where(paired_PG, (advantages_PG - mean) / (std + 1e-4), 0.0)
+            # Their mean is 0 in every group, and so in the batch: what rounding makes of it is not taken off, so that groups of
+            # equal rewards keep exactly 0.
+            std = moments(advantages_PG.reshape(1, -1), paired_PG.reshape(1, -1))[1]
+            advantages_PG = np.where(paired_PG, advantages_PG / (std + 1e-4), 0.0)
         return advantages_PG.astype(precision(rewards))

@@ -57,21 +57,6 @@ def test_its_loss_compiles_and_gives_finite_float32_scalars(name):
         assert np.isfinite(value), key
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_micro_batches_add_up_and_padding_gets_no_gradient(name):
-    algorithm = rl.algorithms.get(name)
-    arrays = algorithm.with_totals(batch())
-    gradient_of = jax.grad(lambda logp, part: algorithm.loss(dataclasses.replace(part, logp=logp))[0])
-    whole = np.asarray(gradient_of(arrays.logp, arrays))
-    parts = []
-    for row in range(ROWS):
-        part = jax.tree.map(lambda array, row=row: array[row : row + 1] if np.ndim(array) else array, arrays)
-        parts.append(gradient_of(part.logp, part))
-    np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-6)
-    assert not whole[arrays.mask == 0].any()
-    assert whole.any()
-
-
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if hasattr(rl.algorithms.get(name), "advantages")])
 def test_equal_and_absent_rewards_have_no_advantage(name):
     """With a group of equal ones whose mean is rounded, a lone score and a gap. ReMax compares with one completion, which has the

@@ -25,7 +25,7 @@ OPTIONS = {
         "rejection_max": 0.1,
         "rejection_changes_denominator": True,
     },
-    "reinforce_pp": {"kl_reward_coef": 0.05, "old_logp": "sampler"},
+    "reinforce_pp": {"kl_reward_coef": 0.05, "kl_target": 0.1, "old_logp": "sampler"},
     "remax": {},
     "rloo": {"kl_reward_coef": 0.05, "normalize_advantages": True},
 }

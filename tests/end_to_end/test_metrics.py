@@ -15,7 +15,7 @@ PREDICTION = ("mtp/loss", "mtp/acceptance", "mtp/grad_norm", "speculative/accept
 EXACT = ("generator/replaced_share",)
 ASKED_FOR = (
     *("dynamic/batches", "dynamic/kept_share", "dynamic/carried", "dynamic/without_difference", "dynamic/reward_mean"),
-    *("entropy_coef", "entropy_bonus_applied", "reward/greedy"),
+    *("entropy_coef", "entropy_bonus_applied", "reward/greedy", "kl/coef"),
 )
 REPLAY = ("moe/replayed", "moe/replay_disagreement")
 INDEXER = ("indexer/kl", "indexer/recall")
@@ -41,10 +41,10 @@ def general(name: str) -> str:
 def of_the_losses() -> set[str]:
     """Metrics of policy-gradient losses with everything switched on that adds some, and of PPO's critic."""
     options = {"correction": "token_truncate", "rejection": "token_k3", "rejection_max": 1.0, "kl_coef": 0.1, "entropy_coef": 0.1}
-    algorithm = rl.algorithms.get("ppo", dual_clip=3.0, **options)
+    algorithm = rl.algorithms.get("ppo", dual_clip=3.0, positive_nll_coef=0.1, **options)
     ones = jnp.ones((2, 3))
     arrays = dict.fromkeys(("logp", "old_logp", "sampler_logp", "ref_logp"), -ones)
-    inputs = rl.algorithms.PolicyInputs(mask=ones, entropy=ones, advantages=ones[:, 0], max_length=3, **arrays)
+    inputs = rl.algorithms.PolicyInputs(mask=ones, entropy=ones, advantages=ones[:, 0], correct=ones, max_length=3, **arrays)
     others = [rl.algorithms.get(name) for name in rl.algorithms.known()]
     found = {name for each in others for name in each.loss(inputs)[1]} | set(algorithm.loss(inputs)[1])
     found |= set(algorithm.value_loss(ones, ones, ones, inputs)[1])

@@ -227,10 +227,24 @@ def test_a_micro_batch_changes_the_speed_only(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_with_a_critic_that_warms_up(tmp_path):
+    """On the policy's own states, with everything of VAPO's and a coefficient that moves."""
     stages = json.dumps(
         [
             {
-                "algorithm": {"name": "ppo", "critic_warmup": 1},
+                "algorithm": {
+                    "name": "ppo",
+                    "critic_trunk": "policy",
+                    "critic_warmup": 1,
+                    "kl_target": 1e-6,
+                    "kl_horizon": 16,
+                    "lam_critic": 1.0,
+                    "lam_alpha": 0.5,
+                    "bootstrap_truncated": True,
+                    "whiten_rewards": True,
+                    "positive_nll_coef": 0.1,
+                    "positive_above": -1.0,
+                    "entropy_target": 5.0,
+                },
                 "steps": 3,
                 "prompts_per_step": 4,
                 "samples_per_prompt": 2,
@@ -244,7 +258,9 @@ def test_a_run_with_a_critic_that_warms_up(tmp_path):
     assert launch.train(tmp_path / "run", f"stages={stages}", "run.checkpoint_every=1") == 0
     rows = {row["step"]: row["metrics"] for row in events.read(tmp_path / "run" / "events.jsonl")}
     assert "loss" not in rows[1] and rows[1]["value/loss"] > 0 and "value/explained_variance" in rows[1]
-    assert {"loss", "kl/ref", "kl/reward", "value/clip_frac", "value/return_mean"} <= rows[2].keys()
+    assert {"loss", "kl/ref", "kl/reward", "value/clip_frac", "value/return_mean", "positive_nll"} <= rows[2].keys()
+    # Eight completions a step; it waits for the policy to move.
+    assert [rows[step]["kl/coef"] for step in (1, 2, 3)] == pytest.approx([0.05, 0.05, 0.05 * 0.9])
     shutil.rmtree(tmp_path / "run" / "export")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "0000000003")
     before = launch.numbers(tmp_path / "run"), launch.samples(tmp_path / "run")

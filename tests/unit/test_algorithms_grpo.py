@@ -127,6 +127,8 @@ def test_kl_is_logged_even_where_it_is_no_part_of_the_loss(kl, expected):
         ({"correction": "token_mask", "correction_min": 0.96, "correction_max": 1.05}, -0.195451),
         ({"correction": "token_mask", "correction_min": 0.5, "correction_max": 5.0}, -0.463396),
         ({"correction": "geometric_mask"}, 0.062655),
+        ({"correction": "token_truncate", "correction_normalize": True}, -0.463287 / 1.204454),
+        ({"correction": "sequence_truncate", "correction_normalize": True}, -0.603271 / 1.627916),
         ({"off_policy_delta": 0.06}, -0.624470),
     ],
 )

@@ -7,6 +7,7 @@ from algorithms_fixture import LOGP, MASK, OLD, REF, close, inputs, padded
 
 import rl.algorithms
 from rl.algorithms import ppo
+from rl.steps import values_at_the_end
 
 ROWS = slice(0, 2)
 VALUES = padded([[0.2, 0.3, 0.5, 0.6], [0.1, 0]])
@@ -72,12 +73,70 @@ def test_a_batch_without_any_score_is_all_zero_and_finite():
     assert all(np.isfinite(value) for value in metrics.values())
 
 
-def test_gae_passes_over_masked_tokens_as_if_they_were_not_there():
-    dense = ppo.gae([[0.1, 0.2, 1.0]], [[0.3, 0.5, 0.4]], [[1, 1, 1]], 0.9, 0.8)
-    gaps = ppo.gae([[0.1, np.nan, 0.2, 7.0, 1.0]], [[0.3, 9.0, 0.5, np.inf, 0.4]], [[1, 0, 1, 0, 1]], 0.9, 0.8)
-    for without, with_gaps in zip(dense, gaps, strict=True):
-        np.testing.assert_allclose(with_gaps[:, [0, 2, 4]], without, atol=1e-15)
-        assert with_gaps[0, [1, 3]].tolist() == [0, 0]
+def estimates(rewards, values, gamma, lam, last_value):
+    """Advantages of the tokens of one completion by the sum that defines them (arXiv:1506.02438, equation 16)."""
+    following = [*values, last_value][1:]
+    surprise = [r + gamma * after - value for r, value, after in zip(rewards, values, following, strict=True)]
+    return [sum((gamma * lam) ** k * later for k, later in enumerate(surprise[t:])) for t in range(len(surprise))]
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_gae_is_that_of_the_tokens_that_count(rows):
+    """Those that a tool wrote are dropped before, in the middle and at the end; the last row has none that counts. Lambda and the
+    value at the end are those of the row."""
+    rng = np.random.default_rng(rows)
+    mask = rng.random((rows, 12)) < 0.6
+    mask[0] = [0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0]
+    mask[1:][-1:] = False
+    rewards, values = (np.where(mask, rng.normal(size=mask.shape), np.nan) for _ in range(2))
+    lam, last = rng.random(rows), rng.normal(size=rows)
+    advantages, returns = ppo.gae(rewards, values, mask, 0.9, lam, last)
+    for row, kept in enumerate(mask):
+        expected = estimates(rewards[row, kept], values[row, kept], 0.9, lam[row], last[row])
+        np.testing.assert_allclose(advantages[row, kept], expected, atol=1e-12)
+        np.testing.assert_allclose(returns[row, kept], expected + values[row, kept], atol=1e-12)
+        assert not advantages[row, ~kept].any()
+        assert not returns[row, ~kept].any()
+
+
+def test_policy_and_critic_have_a_lambda_each():
+    """VAPO: that of the policy is 1 - 1 / (alpha L), here 0.5 for 4 tokens and 0 for the 2 that would have 0; the critic learns
+    Monte Carlo returns."""
+    scores, mask = [1.0, -2.0], MASK[ROWS]
+    options = {"kl_reward_coef": 0.0, "whiten": False, "lam_critic": 1.0}
+    advantages, returns, metrics = per_token(scores, lam_alpha=0.5, **options)
+    close(returns, [[1, 1, 1, 1], [-2, -2, 0, 0]])
+    close(advantages[0], estimates([0, 0, 0, 1], VALUES[0].tolist(), 1.0, 0.5, 0.0))
+    close(advantages[1, :2], estimates([0, -2], VALUES[1, :2].tolist(), 1.0, 0.0, 0.0))
+    assert metrics == ppo.value_metrics(VALUES, returns, mask)
+    short, _, _ = per_token(scores, lam_alpha=0.01, **options)  # below 0: 0
+    close(short[0], estimates([0, 0, 0, 1], VALUES[0].tolist(), 1.0, 0.0, 0.0))
+    fixed, returns, _ = per_token(scores, lam=0.7, **options)
+    close(fixed[0], estimates([0, 0, 0, 1], VALUES[0].tolist(), 1.0, 0.7, 0.0))
+    close(per_token(scores, lam=0.7, lam_alpha=0.5, kl_reward_coef=0.0)[1][0] - VALUES[0], fixed[0])
+
+
+def test_the_return_of_a_completion_that_was_cut_off_goes_on_with_the_value_there():
+    algorithm = rl.algorithms.get("ppo", kl_reward_coef=0.0, whiten=False, lam=1.0, gamma=0.5, bootstrap_truncated=True)
+    arguments = [1.0, -2.0], None, None, VALUES, MASK[ROWS], np.array([4.0, 0.0])
+    close(algorithm.advantages_per_token(*arguments)[1], [[0.375, 0.75, 1.5, 3], [-1, -2, 0, 0]])
+    ended = rl.algorithms.get("ppo", kl_reward_coef=0.0, whiten=False, lam=1.0, gamma=0.5)
+    close(ended.advantages_per_token(*arguments)[1], [[0.125, 0.25, 0.5, 1], [-1, -2, 0, 0]])
+
+
+def test_the_value_at_the_cut_is_that_after_the_last_token():
+    after, mask = np.arange(12.0).reshape(3, 4), np.array([[0, 1, 1, 0], [1, 0, 1, 1], [0, 1, 1, 0]])
+    assert values_at_the_end(after, mask, [True, True, False]).tolist() == [2, 7, 0]
+
+
+def test_whitened_rewards_keep_their_mean():
+    returns = per_token([1.0, 0.0], lam=1.0, whiten_rewards=True)[1]
+    mask = MASK[ROWS] != 0
+    rewards = np.where(mask, -0.05 * (OLD[ROWS] - REF[ROWS]), 0.0)
+    rewards[0, 3] += 1.0
+    kept = rewards[mask]
+    rewards[mask] = (kept - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8) + kept.mean()
+    close(returns, np.where(mask, np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1], 0.0))
 
 
 def test_gae_takes_lists_numpy_and_jax_arrays():
@@ -139,6 +198,38 @@ def test_policy_loss_takes_an_advantage_for_each_token():
     ratio = np.exp(LOGP[mask] - OLD[mask])
     expected = np.minimum(ratio * advantages[mask], np.clip(ratio, 0.8, 1.2) * advantages[mask])
     close(loss, -expected.mean())
+
+
+def test_correct_completions_are_imitated_too():
+    """The mean over their 4 and 3 tokens is 4.5 / 7 (VAPO, equation 10); a completion without a score is not correct."""
+    algorithm = rl.algorithms.get("ppo", positive_nll_coef=0.1)
+    correct = algorithm.correct([1.0, 0.0, 0.5, np.nan], MASK)
+    assert correct.tolist() == np.where([[1], [0], [1], [0]], MASK, 0).tolist()
+    assert not algorithm.correct([1.0, 0.0, 0.5, np.nan], np.zeros_like(MASK)).any()
+    assert rl.algorithms.get("ppo").correct([1.0], MASK[:1]) is None
+    plain = rl.algorithms.get("ppo").loss(inputs())[0]
+    loss, metrics = algorithm.loss(inputs(correct=correct))
+    close((loss - plain, metrics["positive_nll"]), (0.45 / 7, 4.5 / 7))
+    close(algorithm.loss(inputs(correct=np.zeros(4)))[0], plain)
+    with pytest.raises(ValueError, match="PolicyInputs.correct missing"):
+        algorithm.loss(inputs())
+
+
+@pytest.mark.parametrize("name", ["ppo", "rloo", "reinforce_pp"])
+def test_the_kl_coefficient_moves_towards_its_target(name):
+    """Ziegler et al. 2019, section 2.2; the error is bounded by 0.2, and so is the step."""
+    algorithm = rl.algorithms.get(name, kl_reward_coef=0.1, kl_target=0.5, kl_horizon=100, entropy_target=1.0)
+    controls = algorithm.controls
+    assert controls.keys() == {"entropy_coef", "entropy_bonus_applied", "kl/coef"}
+    for kl, completions, factor in ((0.55, 10, 1.01), (5.0, 50, 1.1), (-3.0, 50, 0.9), (0.5, 50, 1.0), (5.0, 1000, 1.2)):
+        moved = algorithm.controlled_by_step(controls, {"kl/reward": kl}, completions)
+        assert moved == controls | {"kl/coef": pytest.approx(0.1 * factor)}
+    assert algorithm.at(moved) == rl.algorithms.get(
+        name, kl_reward_coef=moved["kl/coef"], kl_target=0.5, kl_horizon=100, entropy_target=1.0
+    )
+    fixed = rl.algorithms.get(name, kl_reward_coef=0.1)
+    assert fixed.at({}) is fixed
+    assert fixed.controls == fixed.controlled_by_step({}, {}, 8) == {}
 
 
 def test_what_the_trainer_has_to_provide():

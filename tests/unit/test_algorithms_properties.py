@@ -1,6 +1,8 @@
 """Loss, gradient and metrics do not depend on how a batch is split, packed or padded."""
 
 import dataclasses
+import itertools
+from typing import get_args
 
 import jax
 import numpy as np
@@ -9,20 +11,50 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rl.algorithms
+from rl.algorithms import _policy_gradient
 
 ROWS, WIDTH = 6, 5
-PER_TOKEN = ("logp", "old_logp", "sampler_logp", "ref_logp", "entropy")
+PER_TOKEN = ("logp", "old_logp", "sampler_logp", "ref_logp", "entropy", "advantages", "correct")
+# Together every aggregation, correction and rejection.
 OPTIONS = [
-    {"kl_coef": 0.1, "entropy_coef": 0.05},
-    {"aggregation": "sequence", "kl_coef": 0.1, "kl": "unbiased", "delta": 1.5},
-    {"aggregation": "sequence_sum", "ratio": "sequence_token", "correction": "token_truncate"},
-    {"aggregation": "constant", "correction": "sequence_mask", "dual_clip": 2.0},
-    {"aggregation": "prompt", "ratio": "sequence", "correction": "geometric_mask", "correction_min": 0.9},
+    {"aggregation": "token", "kl_coef": 0.1, "entropy_coef": 0.05, "rejection": "token_k2", "rejection_max": 0.02},
+    {"aggregation": "sequence", "kl_coef": 0.1, "kl": "unbiased", "rejection": "sequence_max_ratio", "rejection_max": 1.3},
+    {"aggregation": "sequence_sum", "correction": "token_truncate", "correction_max": 1.1, "correction_normalize": True},
+    {"aggregation": "constant", "correction": "sequence_mask", "rejection": "sequence_mean_k3", "rejection_max": 0.03},
+    {"aggregation": "prompt", "correction": "geometric_mask", "correction_min": 0.9, "correction_normalize": True},
     {"aggregation": "prompt", "kl_coef": 0.2, "kl": "k2", "count_empty_sequences": False},
-    {"top_entropy": 0.4, "correction": "sequence_truncate", "off_policy_delta": 0.1},
-    {"aggregation": "sequence", "count_empty_sequences": False, "correction": "token_mask"},
+    {"aggregation": "token", "top_entropy": 0.4, "correction": "sequence_truncate", "off_policy_delta": 0.1},
+    {"aggregation": "sequence", "count_empty_sequences": False, "correction": "token_mask", "correction_max": 1.1},
+    {"aggregation": "token", "rejection": "token_k3", "rejection_max": 0.02, "rejection_changes_denominator": True},
+    {"aggregation": "sequence", "rejection": "sequence_sum_k2", "rejection_max": 0.1, "rejection_changes_denominator": True},
+    {"aggregation": "prompt", "rejection": "sequence_sum_k3", "rejection_max": 0.1},
+    {"aggregation": "constant", "rejection": "sequence_mean_k2", "rejection_max": 0.03},
+    {"aggregation": "sequence_sum", "rejection": "sequence_max_k2", "rejection_max": 0.1},
+    {"aggregation": "token", "correction": "token_mask", "rejection": "sequence_max_k3", "rejection_max": 0.1}
+    | {"rejection_changes_denominator": True, "correction_normalize": True},
 ]
+OF_CLIPPED = [{"delta": 1.5}, {"ratio": "sequence_token"}, {"dual_clip": 2.0}, {"ratio": "sequence"}, {"ratio": "sequence_sum"}]
 SEEDS = st.integers(0, 2**31)
+
+
+def cases():
+    """(algorithm, options): every algorithm with its defaults, and with some that go with any."""
+    found = [(name, {}) for name in rl.algorithms.known()] + [("ppo", {"positive_nll_coef": 0.2, "aggregation": "sequence"})]
+    some, of_clipped = itertools.cycle(OPTIONS), itertools.cycle(OF_CLIPPED)
+    for name in rl.algorithms.known():
+        algorithm = rl.algorithms.get(name)
+        if name != "sft":
+            options = OPTIONS[3] if algorithm.corrects_itself else next(some)  # such a correction takes no mean
+            found.append((name, options | {"old_logp": "trainer"} | (next(of_clipped) if hasattr(algorithm, "dual_clip") else {})))
+    return found
+
+
+def test_the_options_of_the_cases_are_all_that_there_are():
+    given = [options for _, options in cases()]
+    aggregations = rl.algorithms.get("grpo").__pydantic_fields__["aggregation"].annotation
+    assert {options["aggregation"] for options in given if options} == set(get_args(aggregations))
+    for key, kind in (("correction", _policy_gradient.Correction), ("rejection", _policy_gradient.Rejection)):
+        assert {options.get(key) for options in given} == {None, *get_args(kind)}
 
 
 def random_batch(seed, garbage=np.nan):
@@ -36,8 +68,22 @@ def random_batch(seed, garbage=np.nan):
     arrays["entropy"] = rng.exponential(1.0, old.shape)
     arrays["advantages"] = np.broadcast_to(rng.normal(size=(ROWS, 1)), old.shape)
     arrays = {name: np.where(mask, values, garbage).astype(np.float32) for name, values in arrays.items()}
+    arrays["correct"] = np.where(mask, np.array([[1], [0], [1], [0], [0], [1]]), garbage).astype(np.float32)
     prompt = np.array([3, 3, 8, 8, 8, 5], np.int32)
     return rl.algorithms.PolicyInputs(mask=mask.astype(np.float32), prompt=prompt, max_length=WIDTH + 2, **arrays)
+
+
+def packed(batch, garbage):
+    """Two sequences in a row of 2 * WIDTH + 1, the last token of it padding."""
+
+    def lay_out(array, padding):
+        pairs = np.asarray(array).reshape(ROWS // 2, 2 * WIDTH)
+        return np.concatenate([pairs, np.full((ROWS // 2, 1), padding, pairs.dtype)], axis=1)
+
+    segments = np.broadcast_to(np.repeat([1, 2], WIDTH), (ROWS // 2, 2 * WIDTH))
+    tokens = {name: lay_out(getattr(batch, name), garbage) for name in PER_TOKEN}
+    prompt = lay_out(np.repeat(batch.prompt, WIDTH), -1)
+    return dataclasses.replace(batch, mask=lay_out(batch.mask, 0), segments=lay_out(segments, 0), prompt=prompt, **tokens)
 
 
 def run(algorithm, batch):
@@ -47,74 +93,34 @@ def run(algorithm, batch):
         return algorithm.loss(dataclasses.replace(batch, logp=logp, entropy=entropy))
 
     (value, metrics), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(batch.logp, batch.entropy)
-    return value, metrics, [np.asarray(gradient) for gradient in gradients]
+    return value, metrics, gradients
 
 
-def cut(batch, rows):
-    return jax.tree.map(lambda array: array[rows] if np.ndim(array) else array, batch)
+def rows_of(batch):
+    """Each row as a micro-batch, stacked; totals are repeated."""
+    rows = len(batch.mask)
+    return jax.tree.map(lambda array: array[:, None] if np.ndim(array) else np.repeat(array, rows), batch)
 
 
 def assert_same(actual, expected, name=""):
     np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@settings(max_examples=5, deadline=None)
-@given(seed=SEEDS, size=st.sampled_from([1, 4]))
-def test_micro_batches_add_up_to_the_batch(options, seed, size):
-    algorithm = rl.algorithms.get("grpo", **options)
+@pytest.mark.parametrize(("name", "options"), cases(), ids=str)
+def test_micro_batches_of_packed_rows_add_up_to_the_batch_of_separate_rows(name, options):
+    """Also where other garbage stands outside the mask, and some rows hold no token."""
+    algorithm = rl.algorithms.get(name, **options)
+    seed = sum(map(ord, f"{name}{options}"))
     loss, metrics, gradients = run(algorithm, random_batch(seed))
-    batch = algorithm.with_totals(random_batch(seed))
-    parts = [run(algorithm, cut(batch, slice(start, start + size))) for start in range(0, ROWS, size)]
-    assert_same(sum(part[0] for part in parts), loss)
-    for index, gradient in enumerate(gradients):
-        assert_same(np.concatenate([part[2][index] for part in parts]), gradient)
-    stacked = {key: np.stack([part[1][key] for part in parts]) for key in metrics}
-    for key, value in rl.algorithms.reduce_metrics(stacked).items():
+    batch = algorithm.with_totals(packed(random_batch(seed, np.inf), -1e30))
+    losses, stacked, parts = jax.vmap(lambda part: run(algorithm, part))(rows_of(batch))
+    assert np.isfinite(loss) and (options or np.any(gradients[0]))
+    assert_same(losses.sum(), loss)
+    for part, gradient in zip(parts, gradients, strict=True):
+        assert_same(part[:, 0, :-1].reshape(ROWS, WIDTH), gradient)
+        assert not part[:, 0, -1].any()
+    for key, value in rl.algorithms.reduce_metrics(jax.tree.map(np.asarray, stacked)).items():
         assert_same(value, metrics[key], key)
-
-
-def packed(batch):
-    """Two sequences in a row of 2 * WIDTH + 1, the last token of it padding."""
-
-    def lay_out(array, padding):
-        pairs = np.asarray(array).reshape(ROWS // 2, 2 * WIDTH)
-        return np.concatenate([pairs, np.full((ROWS // 2, 1), padding, pairs.dtype)], axis=1)
-
-    segments = np.broadcast_to(np.repeat([1, 2], WIDTH), (ROWS // 2, 2 * WIDTH))
-    tokens = {name: lay_out(getattr(batch, name), np.nan) for name in (*PER_TOKEN, "advantages")}
-    if batch.prompt_tokens is not None:
-        tokens["prompt_tokens"] = lay_out(np.repeat(np.asarray(batch.prompt_tokens), WIDTH), np.nan)
-    return dataclasses.replace(batch, mask=lay_out(batch.mask, 0), segments=lay_out(segments, 0), prompt=None, **tokens)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@settings(max_examples=5, deadline=None)
-@given(seed=SEEDS)
-def test_packed_rows_give_the_same_numbers(options, seed):
-    algorithm = rl.algorithms.get("grpo", **options)
-    batch = random_batch(seed)
-    loss, metrics, gradients = run(algorithm, batch)
-    if options.get("aggregation") == "prompt":
-        batch = algorithm.with_totals(batch)
-    packed_loss, packed_metrics, packed_gradients = run(algorithm, packed(batch))
-    assert_same(packed_loss, loss)
-    for gradient, other in zip(gradients, packed_gradients, strict=True):
-        assert_same(other[:, :-1].reshape(ROWS, WIDTH), gradient)
-        assert not other[:, -1].any()
-    for key, value in metrics.items():
-        assert_same(packed_metrics[key], value, key)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@settings(max_examples=5, deadline=None)
-@given(seed=SEEDS, garbage=st.sampled_from([np.nan, np.inf, -np.inf, -1e30]))
-def test_what_stands_in_padding_changes_nothing(options, seed, garbage):
-    algorithm = rl.algorithms.get("grpo", **options)
-    clean, dirty = (jax.tree.leaves(run(algorithm, random_batch(seed, filler))) for filler in (0.0, garbage))
-    for one, other in zip(clean, dirty, strict=True):
-        assert np.isfinite(other).all()
-        np.testing.assert_array_equal(one, other)
 
 
 @settings(max_examples=30, deadline=None)

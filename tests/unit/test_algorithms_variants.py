@@ -51,6 +51,14 @@ def test_rloo_with_a_penalty_in_the_rewards():
     close(algorithm.loss(inputs(advantages=advantages[0].astype(np.float32)))[0], -0.075153)
 
 
+def test_a_group_of_equal_rewards_stays_at_zero_among_normalised_ones():
+    rewards = np.random.default_rng(0).random((7, 5))
+    rewards[3] = 0.3
+    plain, normalised = (rl.algorithms.get("rloo", normalize_advantages=each).advantages(rewards) for each in (False, True))
+    assert not normalised[3].any()
+    np.testing.assert_allclose(normalised, (plain - plain.mean()) / (plain.std(ddof=1) + 1e-4), atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [

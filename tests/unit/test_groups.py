@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewards import Scores
+from rl.errors import ModelError
 from rl.groups import DynamicSampling, Group, Known
 from rl.rollouts import Rollouts
+from rl.steps import Progress
 from rollout import Completion
 
 
@@ -88,6 +90,15 @@ def test_a_group_survives_a_checkpoint():
     assert (again.row, again.prompt_id, again.version) == (group.row, group.prompt_id, group.version)
     np.testing.assert_array_equal(again.rewards, group.rewards)
     np.testing.assert_array_equal(again.total, group.total)
+
+
+@pytest.mark.parametrize("kept", [None, ["prompts", "version", "drawn"], ["seen"]])
+def test_progress_that_another_version_wrote_is_a_clear_error(kept):
+    plain = Progress(controls={"kl/coef": 0.1}).plain()
+    assert Progress.read(json.loads(json.dumps(plain))) == Progress(controls={"kl/coef": 0.1})
+    with pytest.raises(ModelError, match="written by another version of Duet: .* new one in another run.dir") as raised:
+        Progress.read(None if kept is None else {name: plain.get(name, 0) for name in kept})
+    assert raised.value.exit_code == 4
 
 
 @settings(max_examples=60, deadline=None)

@@ -284,16 +284,16 @@ def test_a_critic_learns_a_constant_return_and_leaves_the_policy_alone():
     data = data.replace(returns=np.ones_like(data.returns), old_values=None)
     algorithm = {"name": "ppo", "critic_warmup": 40, "value_clip": None}
     trainer, state = begin(model, stage(algorithm, steps=40, critic={"learning_rate": 2e-2}))
-    values = trainer.values(state, data)
+    values = trainer.values(state, data)[0]
     assert values.shape == data.mask.shape and (values == 0).all()  # a fresh value head
     policy_before, reference = host(state.policy), host(state.reference)
     losses = []
     for _ in range(40):
-        data = data.replace(old_values=trainer.values(state, data))
+        data = data.replace(old_values=trainer.values(state, data)[0])
         state, metrics = trainer.update(state, data, critic_only=True)
         losses.append(float(metrics["value/loss"]))
     assert losses[0] == pytest.approx(0.5) and losses[-1] < 0.01, losses
-    masked = trainer.values(state, data)[data.mask > 0]
+    masked = trainer.values(state, data)[0][data.mask > 0]
     np.testing.assert_allclose(masked, 1.0, atol=0.3)
     assert same_bits(host(state.policy), policy_before) and "loss" not in metrics
     state, metrics = trainer.update(state, data)
@@ -301,16 +301,43 @@ def test_a_critic_learns_a_constant_return_and_leaves_the_policy_alone():
     assert same_bits(host(state.reference), reference)
 
 
+def test_a_value_head_on_the_policys_states_learns_from_them_and_leaves_them_alone():
+    """Its first update against numpy on the policy's final states; no second model is in memory."""
+    model, data = learners.dense(), batch()
+    algorithm = {"name": "ppo", "critic_trunk": "policy", "value_clip": None, "value_init_std": 1.0}
+    trainer, state = begin(model, stage(algorithm, critic={"learning_rate": 0.01}, micro_batch=3))
+    assert state.critic.params.keys() == {"value_head"}
+    jax.tree.map(lambda s, a: (s.shape, s.sharding) == (a.shape, a.sharding) or pytest.fail(f"{s}"), trainer.abstract(), state)
+    head, policy_before = np.array(state.critic.params["value_head"]), host(state.policy)
+
+    last = np.asarray(model.hidden_states(data.tokens, segments=data.segments)[-1])
+    scale = np.asarray(model.params["norm.weight"])
+    states = last / np.sqrt((last**2).mean(-1, keepdims=True) + model.config.norm.eps) * scale
+    before = np.pad(states[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    for found, expected in zip(trainer.values(state, data), (before @ head, states @ head), strict=True):
+        np.testing.assert_allclose(found, expected * data.segments, atol=1e-5)
+    error = (before @ head - data.returns) * data.mask / data.mask.sum()
+    gradient = np.einsum("nt,nte->e", error, before)
+    norm = np.linalg.norm(gradient)
+    gradient *= min(1.0, 1.0 / norm)
+    state, metrics = trainer.update(state, data, critic_only=True)
+    np.testing.assert_allclose(metrics["value/optim/grad_norm"], norm, rtol=1e-5)
+    moved = head - 0.01 * gradient / (np.abs(gradient) + 1e-3)
+    np.testing.assert_allclose(state.critic.params["value_head"], moved, atol=1e-6)
+    assert same_bits(host(state.policy), policy_before)
+
+
 def test_a_value_is_of_the_state_before_its_token():
     """The value at t sees the tokens before t and not token t."""
     model, data = learners.dense(), batch()
     trainer, state = begin(model, stage({"name": "ppo", "value_init_std": 1.0}))
-    values = trainer.values(state, data)
+    values, after = trainer.values(state, data)
     changed = data.tokens.copy()
     changed[:, 2] = (changed[:, 2] + 1) % learners.VOCAB
-    other = trainer.values(state, data.replace(tokens=changed))
+    other = trainer.values(state, data.replace(tokens=changed))[0]
     np.testing.assert_array_equal(other[:, :3], values[:, :3])
     assert (other[:, 3] != values[:, 3]).all() and values[:, 0].tolist() == [0.0] * 8
+    np.testing.assert_array_equal(values[:, 1:], np.where(data.segments[:, 1:], after[:, :-1], 0.0))
 
 
 def test_the_kl_to_the_reference_starts_at_zero():
