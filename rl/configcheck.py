@@ -35,10 +35,14 @@ def is_hub_name(path: str) -> bool:
 
 
 def supervised(stage: StageOptions) -> bool:
-    """Whether a stage learns from demonstrations: it samples nothing and needs no rewards."""
+    """Whether a stage learns from data alone: it samples nothing and needs no rewards."""
+    return not _algorithm(stage).needs_rollouts
+
+
+def _algorithm(stage: StageOptions):
     import rl.algorithms
 
-    return not rl.algorithms.get(stage.algorithm.name, **stage.algorithm.model_extra).needs_rollouts
+    return rl.algorithms.get(stage.algorithm.name, **stage.algorithm.model_extra)
 
 
 def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
@@ -298,7 +302,7 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
     if stage.router_replay and supervised(stage):
         yield (
             (*path, "router_replay"),
-            f"{name} learns from demonstrations, which no generator routed; leave it out, or set it in stages that sample",
+            f"{name} learns from data that no generator routed; leave it out, or set it in stages that sample",
         )
     if not supervised(stage):
         rows *= stage.samples_per_prompt
@@ -309,15 +313,16 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
                 (*path, "samples_per_prompt"),
                 f"a group of one has no difference, so {name} (dynamic_batches) would drop them all",
             )
+        if stage.sampling.temperature == 0:
+            yield (*path, "sampling", "temperature"), "0 is greedy: nothing to learn from equal completions"
+    if name != "sft":
         for key in ("capacity_factor", "ragged_buffer_factor"):
             if getattr(stage.router, key) is not None:
                 yield (
                     (*path, "router", key),
-                    f"{name} learns from what the generator samples, which drops nothing; with {key} the policy would give those "
-                    f"tokens other probabilities. Leave {key} out, or use it in sft stages only",
+                    f"{name} compares the policy with a model that drops nothing (the generator's, or the reference), but with "
+                    f"{key} it would give tokens other probabilities. Leave {key} out, or use it in sft stages only",
                 )
-        if stage.sampling.temperature == 0:
-            yield (*path, "sampling", "temperature"), "0 is greedy: nothing to learn from equal completions"
     if (not supervised(stage) or config.evaluation) and stage.sampling.max_new_tokens >= config.max_length:
         yield (
             (*path, "sampling", "max_new_tokens"),

@@ -33,6 +33,7 @@ class PolicyInputs:
     num_tokens: jax.Array | None = None  # scalar: sum of mask over the optimiser batch; None: counted here
     num_sequences: jax.Array | None = None  # scalar
     num_prompts: jax.Array | None = None  # scalar
+    chosen_tokens: jax.Array | None = None  # scalar: of pairs, sum of mask over the chosen answers
     prompt_tokens: jax.Array | None = None  # [N] or [N,T]: sum of mask over all completions of the prompt
     entropy_threshold: jax.Array | None = None  # scalar: quantile of the batch's entropies for `top_entropy`
     controls: dict[str, jax.Array] | None = None  # scalars that the algorithm moves from update to update, by its `controlled`

@@ -12,7 +12,8 @@ ALGORITHMS = rl.algorithms.known()
 ROWS, WIDTH = 4, 3
 
 
-def batch():
+def batch(name):
+    """Rows of one completion, or of a pair where the algorithm asks for them."""
     rng = np.random.default_rng(0)
     mask = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], np.float32)
     names = ("logp", "old_logp", "sampler_logp", "ref_logp", "entropy")
@@ -22,6 +23,7 @@ def batch():
         mask=mask,
         advantages=np.array([1.0, -1.0, 0.5, -0.5], np.float32),
         prompt=np.zeros(ROWS, np.int32),
+        segments=np.array([[1, 1, 2], [1, 2, 0], [1, 2, 2], [1, 1, 2]]) if rl.algorithms.get(name).needs_pairs else None,
         max_length=WIDTH,
         **arrays,
     )
@@ -40,7 +42,7 @@ def test_its_name_is_its_file_and_every_option_has_a_default_and_a_description(n
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_it_says_what_it_needs(name):
     algorithm = rl.algorithms.get(name)
-    for need in ("needs_rollouts", "needs_reference", "needs_critic", "needs_entropy"):
+    for need in ("needs_rollouts", "needs_reference", "needs_critic", "needs_entropy", "needs_pairs", "needs_scores"):
         assert isinstance(getattr(algorithm, need), bool), need
     assert isinstance(algorithm.needs_old_logp(1), bool)
     estimator = "advantages_per_token" if algorithm.needs_critic else "advantages"
@@ -50,7 +52,7 @@ def test_it_says_what_it_needs(name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_its_loss_compiles_and_gives_finite_float32_scalars(name):
     algorithm = rl.algorithms.get(name)
-    loss, metrics = jax.jit(algorithm.loss)(batch())
+    loss, metrics = jax.jit(algorithm.loss)(batch(name))
     for key, value in {"loss": loss, **metrics}.items():
         assert value.shape == (), key
         assert value.dtype == np.float32, key
@@ -60,7 +62,7 @@ def test_its_loss_compiles_and_gives_finite_float32_scalars(name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_micro_batches_add_up_and_padding_gets_no_gradient(name):
     algorithm = rl.algorithms.get(name)
-    arrays = algorithm.with_totals(batch())
+    arrays = algorithm.with_totals(batch(name))
     gradient_of = jax.grad(lambda logp, part: algorithm.loss(dataclasses.replace(part, logp=logp))[0])
     whole = np.asarray(gradient_of(arrays.logp, arrays))
     parts = []

@@ -40,7 +40,7 @@ def test_every_sequence_lies_whole_in_a_row_of_its_own_number(lengths, multiple)
     segments = segments_of(lengths, 12)
     place = packing(segments, row_counts(len(lengths), multiple))
     tokens = np.arange(1, segments.size + 1).reshape(segments.shape) * segments
-    packed, numbers = place.pack(tokens), place.spread(place.number)
+    packed, numbers = place.pack(tokens), place.segments
     np.testing.assert_array_equal(place.unpack(packed), tokens)
     assert np.count_nonzero(packed) == sum(lengths) and ((packed != 0) == (numbers != 0)).all()
     found = []
@@ -64,9 +64,20 @@ def test_rows_come_in_few_numbers():
         assert all(count % multiple == 0 for count in counts)
 
 
-def test_rows_that_are_packed_already_are_refused():
-    with pytest.raises(ValueError, match="one sequence a row"):
-        packing(np.array([[1, 1, 2, 0]]), [1])
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=20))
+@settings(max_examples=100, deadline=None)
+def test_pairs_stay_together_with_the_first_of_them_odd(lengths):
+    segments = np.array([([1] * a + [2] * b + [0] * 12)[:12] for a, b in lengths], np.int32)
+    place = packing(segments, row_counts(len(lengths), 1))
+    pair, packed = np.broadcast_to(np.arange(1, 1 + len(lengths))[:, None], segments.shape), place.segments
+    np.testing.assert_array_equal(place.unpack(packed) % 2, segments % 2)
+    named = place.pack(pair)
+    for row, numbers in zip(named, packed, strict=True):
+        for k in range(1, numbers.max(initial=0), 2):
+            (first,), (second,) = set(row[numbers == k]), set(row[numbers == k + 1])
+            assert first == second
+            assert ((numbers == k).sum(), (numbers == k + 1).sum()) == lengths[first - 1]
+    assert place.used <= len(lengths)
 
 
 def test_prompts_keep_their_groups_whatever_their_numbers():
