@@ -26,6 +26,7 @@ class Batch:
     ref_logp: np.ndarray | None = None
     entropy: np.ndarray | None = None  # at the old weights; gives the threshold of `top_entropy`
     advantages: np.ndarray | None = None  # float32[N] or [N, T]
+    margin: np.ndarray | None = None  # float32[N, T], that of the pair at each of its tokens
     old_values: np.ndarray | None = None
     returns: np.ndarray | None = None
     # int[N, T, R, k] by path of the layer: the experts that computed each token, -1 where they are not known

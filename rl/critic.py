@@ -37,10 +37,14 @@ class Critic:
 
         return jax.jit(create, out_shardings=self.shardings)(params, jax.random.key(seed))
 
-    def values(self, params, tokens_BT, step) -> tuple[jax.Array, dict]:
-        """(float32[B, T], Aux): at t the value of the state before token t; 0 at the first token of a sequence."""
+    def scores(self, params, tokens_BT, step) -> tuple[jax.Array, dict]:
+        """(float32[B, T], Aux): at t that of the sequence up to token t and with it, as a reward model reads it."""
         with self.trunk.precision():
             hidden, _, aux = self.trunk.decoder(params)(tokens_BT, step, None, self.trunk.runtime)
-            values = jnp.einsum("bte,e->bt", hidden.astype(jnp.float32), params[VALUE_HEAD])
+            return jnp.einsum("bte,e->bt", hidden.astype(jnp.float32), params[VALUE_HEAD]), aux
+
+    def values(self, params, tokens_BT, step) -> tuple[jax.Array, dict]:
+        """(float32[B, T], Aux): at t the value of the state before token t; 0 at the first token of a sequence."""
+        values, aux = self.scores(params, tokens_BT, step)
         before = jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
         return jnp.where(first_of_segment(step.segments), 0.0, before), aux

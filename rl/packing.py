@@ -61,7 +61,7 @@ class Packing:
         prompts, numbers = np.unique(batch.prompt, return_inverse=True)
         by_token = {
             name: self.pack(array)
-            for name in ("tokens", "mask", "sampler_logp", "old_logp", "ref_logp", "entropy", "old_values", "returns")
+            for name in ("tokens", "mask", "sampler_logp", "old_logp", "ref_logp", "entropy", "margin", "old_values", "returns")
             if (array := getattr(batch, name)) is not None
         }
         if batch.advantages is not None:

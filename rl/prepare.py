@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rl.algorithms
+from policy import sources
 from rewards import RewardError, Runner, RunnerOptions, registry
 from rl import data
 from rl.config import DataOptions, EvaluationOptions, RewardSettings, RunConfig, StageOptions
@@ -64,19 +65,21 @@ def prepare(config: RunConfig) -> Prepared:
     tokenizer, stops = _tokenizer(config)
     encoder = _Encoder(config, tokenizer)
     names = config.stage_names
-    held_out = encoder.held_out(config.evaluation, config.stages) if config.evaluation else []
+    algorithms = [rl.algorithms.get(options.algorithm.name, **options.algorithm.model_extra) for options in config.stages]
+    evaluated = [options for options, each in zip(config.stages, algorithms, strict=True) if not each.needs_scores]
+    held_out = encoder.held_out(config.evaluation, evaluated) if config.evaluation and evaluated else []
     runners: dict[str, Runner] = {}
     stages = []
-    for index, options in enumerate(config.stages):
-        algorithm = rl.algorithms.get(options.algorithm.name, **options.algorithm.model_extra)
+    for index, (options, algorithm) in enumerate(zip(config.stages, algorithms, strict=True)):
         source, rewards = options.data or config.data, options.rewards or config.rewards
         problems = encoder.problems(source, options) if algorithm.needs_rollouts else None
         runner = None
-        if rewards and (problems or held_out):
+        if rewards and (problems or held_out) and not algorithm.needs_scores:
             for scored in filter(None, (problems, held_out)):
                 _check_columns(rewards, scored)
             key = rewards.model_dump_json()
             runner = runners[key] = runners.get(key) or _runner(rewards)
+            _check_reward_models([source for source in runner.sources if source not in names], tokenizer)
         _check_dynamic(algorithm, runner, names[index])
         stages.append(
             Stage(
@@ -111,6 +114,25 @@ def _runner(settings: RewardSettings) -> Runner:
         return Runner(RunnerOptions(functions, settings.workers, settings.timeout_s, settings.on_error))
     except RewardError as error:
         raise ConfigError(f"rewards: {error}") from None
+
+
+def _check_reward_models(directories: Sequence[str], tokenizer) -> None:
+    """Reward models read the very tokens that the policy does."""
+    for directory in directories:
+        where = f"rewards: reward_model: {directory}"
+        if len(tokenizer) > (size := sources.classifier(directory).vocab_size):
+            raise ConfigError(
+                f"{where} has a vocabulary of {size}, the tokenizer has {len(tokenizer)} tokens; they must be the same"
+            )
+        try:
+            theirs = load_tokenizer(directory).get_vocab()
+        except (ValueError, OSError):
+            continue  # it holds none
+        if different := sorted(theirs.items() ^ tokenizer.get_vocab().items()):
+            raise ConfigError(
+                f"{where} was trained with another tokenizer ({len(different)} entries differ, e.g. {different[0][0]!r}); it "
+                "reads the tokens of the policy, so both must have the same"
+            )
 
 
 def _check_dynamic(algorithm, runner: Runner | None, stage: str) -> None:

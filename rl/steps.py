@@ -58,11 +58,13 @@ def supervised(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: 
     else:
         pairs = [stage.pairs[row] for row in _next(run, stage, len(stage.pairs))]
         batch = together([(pair.chosen, pair.rejected) for pair in pairs], 2 * limit)
+        margin = np.asarray([pair.margin for pair in pairs], np.float32)
+        batch = batch.replace(margin=np.broadcast_to(margin[:, None], batch.tokens.shape))
     began, metrics = time.perf_counter(), {}
     if state.reference is not None:
         batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch)[0])
         metrics["time/logprob"] = time.perf_counter() - began
-    state, updated = _update(run, trainer, state, batch)
+    state, updated = _update(run, trainer, state, batch, critic_only=stage.algorithm.needs_scores)
     return state, metrics | updated
 
 

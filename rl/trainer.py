@@ -382,6 +382,7 @@ class Trainer:
                 ref_logp=batch.ref_logp,
                 entropy=batch.entropy,
                 advantages=batch.advantages,
+                margin=batch.margin,
                 segments=batch.segments,
                 prompt=batch.prompt,
                 controls=controls,

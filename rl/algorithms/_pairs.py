@@ -32,6 +32,12 @@ class Pairs:
         places = (values_NS.shape[1] - 1) // 2 * 2
         return values_NS[:, 1 : places + 1 : 2], values_NS[:, 2 : places + 2 : 2]
 
+    def last(self, values_NT):
+        """The value at the last token of each answer, as `split` gives them."""
+        segments = self.sequences.segments_NT
+        ends_NT = segments != jnp.pad(segments[:, 1:], ((0, 0), (0, 1)))
+        return self.split(self.sequences.packed_sum(jnp.where(ends_NT, values_NT, 0.0)))
+
     def mean(self, values_NK, inputs: PolicyInputs):
         """These rows' share of the mean over the pairs of the optimiser batch."""
         total = jnp.where(self.exist_NK, values_NK.astype(jnp.float32), 0.0).sum()
@@ -178,3 +184,24 @@ def preference_loss(options, inputs: PolicyInputs):
     if inputs.entropy is not None:
         metrics["entropy"] = sequences.sum(inputs.entropy).sum() / jnp.maximum(inputs.num_tokens, 1.0)
     return loss + options.nll_coef * nll, jax.tree.map(jax.lax.stop_gradient, metrics)
+
+
+def ranking_loss(options, inputs: PolicyInputs):
+    """The loss of `reward_model`, whose options are given -> (scalar, metrics)."""
+    if inputs.scores is None:
+        raise ValueError("PolicyInputs.scores is missing: a score after each token")
+    inputs = with_totals(inputs)
+    pairs = Pairs(inputs)
+    chosen, rejected = pairs.last(inputs.scores)
+    margin = 0.0 if inputs.margin is None else jax.lax.stop_gradient(pairs.last(inputs.margin)[0])
+    loss = pairs.mean(-log_sigmoid(chosen - rejected - margin), inputs)
+    if options.center_coef:
+        loss = loss + options.center_coef * pairs.mean((chosen + rejected) ** 2, inputs)
+    metrics = {
+        "reward_model/accuracy": pairs.mean(chosen > rejected, inputs),
+        "reward_model/margin": pairs.mean(chosen - rejected, inputs),
+        "reward_model/score_mean": pairs.mean((chosen + rejected) / 2, inputs),
+        "reward_model/score_min": jnp.where(pairs.exist_NK, jnp.minimum(chosen, rejected), jnp.inf).min(),
+        "reward_model/score_max": jnp.where(pairs.exist_NK, jnp.maximum(chosen, rejected), -jnp.inf).max(),
+    }
+    return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
