@@ -14,7 +14,7 @@ ROWS, WIDTH = 4, 3
 
 def batch(name):
     """Rows of one completion, or of a pair where the algorithm asks for them."""
-    rng = np.random.default_rng(0)
+    algorithm, rng = rl.algorithms.get(name), np.random.default_rng(0)
     mask = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], np.float32)
     names = ("logp", "old_logp", "sampler_logp", "ref_logp", "entropy")
     arrays = {name: np.where(mask, rng.normal(-1, 0.2, mask.shape), np.nan).astype(np.float32) for name in names}
@@ -23,7 +23,8 @@ def batch(name):
         mask=mask,
         advantages=np.array([1.0, -1.0, 0.5, -0.5], np.float32),
         prompt=np.zeros(ROWS, np.int32),
-        segments=np.array([[1, 1, 2], [1, 2, 0], [1, 2, 2], [1, 1, 2]]) if rl.algorithms.get(name).needs_pairs else None,
+        segments=np.array([[1, 1, 2], [1, 2, 0], [1, 2, 2], [1, 1, 2]]) if algorithm.needs_pairs else None,
+        scores=rng.normal(size=mask.shape).astype(np.float32) * mask if algorithm.needs_scores else None,
         max_length=WIDTH,
         **arrays,
     )
@@ -63,14 +64,15 @@ def test_its_loss_compiles_and_gives_finite_float32_scalars(name):
 def test_micro_batches_add_up_and_padding_gets_no_gradient(name):
     algorithm = rl.algorithms.get(name)
     arrays = algorithm.with_totals(batch(name))
-    gradient_of = jax.grad(lambda logp, part: algorithm.loss(dataclasses.replace(part, logp=logp))[0])
-    whole = np.asarray(gradient_of(arrays.logp, arrays))
+    learnt = "scores" if algorithm.needs_scores else "logp"
+    gradient_of = jax.grad(lambda values, part: algorithm.loss(dataclasses.replace(part, **{learnt: values}))[0])
+    whole = np.asarray(gradient_of(getattr(arrays, learnt), arrays))
     parts = []
     for row in range(ROWS):
         part = jax.tree.map(lambda array, row=row: array[row : row + 1] if np.ndim(array) else array, arrays)
-        parts.append(gradient_of(part.logp, part))
+        parts.append(gradient_of(getattr(part, learnt), part))
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-6)
-    assert not whole[arrays.mask == 0].any()
+    assert not whole[arrays.mask == 0].any() or algorithm.needs_scores  # a score is read at the last token
     assert whole.any()
 
 

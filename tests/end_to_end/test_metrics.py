@@ -47,7 +47,7 @@ def of_the_losses() -> set[str]:
     arrays = dict.fromkeys(("logp", "old_logp", "sampler_logp", "ref_logp"), -ones)
     inputs = rl.algorithms.PolicyInputs(mask=ones, entropy=ones, advantages=ones[:, 0], max_length=3, **arrays)
     others = [rl.algorithms.get(name) for name in rl.algorithms.known()]
-    pairs = dataclasses.replace(inputs, segments=jnp.array([[1, 1, 2]] * 2))
+    pairs = dataclasses.replace(inputs, segments=jnp.array([[1, 1, 2]] * 2), scores=ones)
     found = {name for each in others for name in each.loss(pairs if each.needs_pairs else inputs)[1]} | set(
         algorithm.loss(inputs)[1]
     )

@@ -143,3 +143,93 @@ def agree(slopes, theirs):
         atol = 1e-4 * np.abs(gradient).max()
         np.testing.assert_allclose(slopes[name].detach().numpy(), gradient, atol=atol, rtol=0, err_msg=name)
     assert all(gradient.any() for gradient in gradients.values())
+
+
+def classifier(directory):
+    """transformers' Llama with a score of one number in place of its head, without a tensor too many or too few."""
+    from transformers import AutoModelForSequenceClassification
+
+    model, info = AutoModelForSequenceClassification.from_pretrained(directory, output_loading_info=True, dtype="auto")
+    assert {key: list(value) for key, value in info.items() if value} == {}
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory):
+    """The directory of a reward model of transformers."""
+    import torch
+    from transformers import LlamaForSequenceClassification
+
+    config = oracle("Llama", seed=0, **SIZES).config
+    config.num_labels = 1
+    torch.manual_seed(2)
+    model = LlamaForSequenceClassification(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+    return saved(model, tmp_path_factory.mktemp("scorer"))
+
+
+def test_scores_are_those_of_transformers_whatever_side_is_padded(scorer):
+    import torch
+
+    from policy.config import Runtime
+    from policy.model import _one_device
+    from rl.rewardmodel import Judge
+
+    sequences = [ids for pair in rows() for ids, _ in pair]
+    width = max(map(len, sequences))
+    right = torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences])
+    left = torch.tensor([[0] * (width - len(ids)) + ids for ids in sequences])
+    found = Judge(scorer, Runtime(), _one_device(), 16)(sequences)
+    model = classifier(scorer)
+    with torch.no_grad():
+        for ids in (right, left):
+            expected = model(ids, attention_mask=(ids != 0).long()).logits[:, 0].numpy()
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert np.std(found) > 0.1
+
+
+def test_an_update_of_a_reward_model_has_the_gradients_of_trl(scorer, tmp_path):
+    import jax
+    import torch
+    import trl_trainers
+
+    from policy import classification
+    from policy.config import Runtime
+    from policy.model import _one_device
+    from policy.modes import sit
+    from rl.critic import VALUE_HEAD, Critic
+
+    margin = np.array([0.5, 0.0, -1.0, 2.0], np.float32)
+    trainer = trl_trainers.pair_trainer("Reward", classifier(scorer), directory=tmp_path / "trl", center_rewards_coefficient=0.05)
+    inputs = theirs_of(rows()) | {"margin": torch.tensor(margin)}
+    del inputs["completion_mask"]
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    graph, params, score = classification.read(scorer, Runtime(), _one_device())
+    critic, algorithm = Critic(graph), rl.algorithms.get("reward_model", center_coef=0.05)
+    batch = together(rows(), 32)
+    step = sit(batch.tokens, segments=batch.segments)
+    given = {"segments": batch.segments, "margin": np.broadcast_to(margin[:, None], batch.mask.shape)}
+    whole = algorithm.with_totals(rl.algorithms.PolicyInputs(mask=batch.mask, **given))
+
+    def ours(params):
+        scores = critic.scores(params, batch.tokens, step)[0]
+        return algorithm.loss(dataclasses.replace(whole, scores=scores))
+
+    (value, metrics), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(params | {VALUE_HEAD: score})
+    np.testing.assert_allclose(value, loss.item(), atol=1e-5)
+    logged = {key: values[0] for key, values in trainer._metrics["train"].items()}
+    pairs = {
+        "accuracy": "accuracy",
+        "margin": "margin",
+        "min_reward": "score_min",
+        "mean_reward": "score_mean",
+        "max_reward": "score_max",
+    }
+    for name, own in pairs.items():
+        np.testing.assert_allclose(metrics[f"reward_model/{own}"], logged[name], atol=1e-5, err_msg=name)
+    slope = gradient.pop(VALUE_HEAD)
+    classification.write(tmp_path / "slopes", graph, gradient, slope, 0)
+    agree(dict(classifier(tmp_path / "slopes").named_parameters()), trainer.model)

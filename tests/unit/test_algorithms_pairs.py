@@ -127,3 +127,39 @@ def test_what_is_missing_or_does_nothing_is_said():
         rl.algorithms.get("dpo", loss_type="hinge", label_smoothing=0.1)
     with pytest.raises(ValueError, match="above 0"):
         rl.algorithms.get("dpo", loss_type="exo_pair")
+
+
+def test_a_reward_model_ranks_the_scores_of_last_tokens_by_their_margin():
+    batch, scores, _ = data()
+    scores = np.nan_to_num(scores, nan=9.0)  # after every token, those of the prompt too
+    margin = np.linspace(-0.5, 2, len(LENGTHS)).astype(np.float32)
+    batch = batch.replace(margin=np.broadcast_to(margin[:, None], scores.shape).copy())
+    ends = [(p + n, p + n + q + m) for (p, n), (q, m) in LENGTHS]
+    chosen, rejected = (np.array([scores[row, end[k] - 1] for row, end in enumerate(ends)], np.float64) for k in (0, 1))
+    expected = np.log1p(np.exp(-(chosen - rejected - margin))).mean() + 0.3 * ((chosen + rejected) ** 2).mean()
+    algorithm, place = rl.algorithms.get("reward_model", center_coef=0.3), packing(batch.segments, [5])
+    assert 1 < place.used < 5
+
+    def run(batch, scores):
+        given = {key: getattr(batch, key) for key in ("mask", "margin", "segments", "prompt")}
+        inputs = algorithm.with_totals(rl.algorithms.PolicyInputs(**given))
+        return jax.value_and_grad(lambda x: algorithm.loss(dataclasses.replace(inputs, scores=x)), has_aux=True)(scores)
+
+    ((loss, metrics), slope), ((packed_loss, packed), packed_slope) = (
+        run(batch, scores),
+        run(place.batch(batch), place.pack(scores, fill=9.0)),
+    )
+    np.testing.assert_allclose([loss, packed_loss], expected, rtol=1e-6)
+    np.testing.assert_allclose(place.unpack(packed_slope), slope, atol=1e-7)
+    assert np.count_nonzero(slope) == 2 * len(LENGTHS)
+    both = np.concatenate([chosen, rejected])
+    for key, value in {
+        "accuracy": (chosen > rejected).mean(),
+        "margin": (chosen - rejected).mean(),
+        "score_mean": both.mean(),
+        "score_min": both.min(),
+        "score_max": both.max(),
+    }.items():
+        np.testing.assert_allclose([metrics[f"reward_model/{key}"], packed[f"reward_model/{key}"]], value, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="scores"):
+        algorithm.loss(rl.algorithms.PolicyInputs(mask=np.ones((1, 2)), segments=np.array([[1, 2]])))
