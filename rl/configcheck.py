@@ -324,8 +324,16 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
     if not (stage.data or config.data):
         yield (*path, "data"), f"{name} needs data, here or for the whole run (`data`)"
     rows = stage.prompts_per_step // stage.updates_per_step
-    if stage.indexer.training == "dense_warmup" and not supervised(stage):
-        yield (*path, "indexer", "training"), f"a dense_warmup learns from texts alone, {name} samples for nothing; use sft"
+    if stage.indexer.training == "dense_warmup" and name != "sft":
+        yield (*path, "indexer", "training"), f"a dense_warmup learns from texts alone, what {name} does is for nothing; use sft"
+    if _algorithm(stage).needs_scores:
+        given = {
+            "mtp": stage.mtp is not None,
+            "internal_metrics": stage.internal_metrics,
+            "indexer": stage.indexer.training != "off",
+        }
+        for key in filter(given.get, given):
+            yield (*path, key), f"this is of updates of the policy, which {name} leaves as it is; leave it out"
     if stage.router_replay and config.generator.exact:
         yield (
             (*path, "router_replay"),

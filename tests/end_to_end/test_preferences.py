@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax
 import launch
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ from oracles import configuration, random_model
 
 import policy
 from policy import families
+from policy.config import Runtime
+from policy.sharding import layout
 from rl import cli, events
 from rl.rewardmodel import Judge
+from rollout.tokenizer import load_tokenizer
 
 RUN = """
 platform: cpu
@@ -68,7 +72,7 @@ def test_a_stage_trains_a_reward_model_that_transformers_reads_and_the_next_one_
     assert "eval/greedy_accuracy" in rows["grpo", 0] and rows["grpo", 1]["rewards/reward_model/std"] > 0
     directory = run / "reward_models" / "reward_model"
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
-    tokenizer = __import__("transformers").AutoTokenizer.from_pretrained(directory)
+    tokenizer = load_tokenizer(directory)
     samples = events.read(run / "samples.jsonl")
     assert len(samples) == 8
     for sample in samples:
@@ -116,5 +120,5 @@ def test_a_run_that_ends_with_a_reward_model_exports_it(finished, tmp_path):
     changes = ["evaluation=null", "stages=[{algorithm: reward_model, steps: 0, prompts_per_step: 3, data: PAIRS}]"]
     changes[1] = changes[1].replace("PAIRS", str(finished / "pairs.jsonl"))
     assert cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}", *changes]) == 0
-    judge = Judge(tmp_path / "run" / "export", policy.config.Runtime(), policy.model._one_device(), 16)
+    judge = Judge(tmp_path / "run" / "export", Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]), 16)
     assert np.isfinite(judge([[9, 10, 2], [9]])).all()

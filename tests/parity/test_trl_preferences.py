@@ -171,17 +171,18 @@ def scorer(tmp_path_factory):
 
 
 def test_scores_are_those_of_transformers_whatever_side_is_padded(scorer):
+    import jax
     import torch
 
     from policy.config import Runtime
-    from policy.model import _one_device
+    from policy.sharding import layout
     from rl.rewardmodel import Judge
 
     sequences = [ids for pair in rows() for ids, _ in pair]
     width = max(map(len, sequences))
     right = torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences])
     left = torch.tensor([[0] * (width - len(ids)) + ids for ids in sequences])
-    found = Judge(scorer, Runtime(), _one_device(), 16)(sequences)
+    found = Judge(scorer, Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]), 16)(sequences)
     model = classifier(scorer)
     with torch.no_grad():
         for ids in (right, left):
@@ -197,8 +198,8 @@ def test_an_update_of_a_reward_model_has_the_gradients_of_trl(scorer, tmp_path):
 
     from policy import classification
     from policy.config import Runtime
-    from policy.model import _one_device
     from policy.modes import sit
+    from policy.sharding import layout
     from rl.critic import VALUE_HEAD, Critic
 
     margin = np.array([0.5, 0.0, -1.0, 2.0], np.float32)
@@ -207,7 +208,7 @@ def test_an_update_of_a_reward_model_has_the_gradients_of_trl(scorer, tmp_path):
     del inputs["completion_mask"]
     loss = trainer.compute_loss(trainer.model, inputs)
     loss.backward()
-    graph, params, score = classification.read(scorer, Runtime(), _one_device())
+    graph, params, score = classification.read(scorer, Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]))
     critic, algorithm = Critic(graph), rl.algorithms.get("reward_model", center_coef=0.05)
     batch = together(rows(), 32)
     step = sit(batch.tokens, segments=batch.segments)

@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learners import batch, begin, host, stage
+from learners import batch, begin, host, same_bits, stage
 
 import rl.algorithms
 from policy import modes
+from rl.batch import together
 from rl.packing import COUNTS, packing, row_counts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "constant", "prompt")
 RATIOS = ("token", "sequence", "sequence_token")
+ANSWERS = [((2, 4), (2, 1)), ((1, 2), (1, 5)), ((3, 1), (3, 2)), ((1, 1), (1, 1)), ((2, 3), (2, 6))]  # of prompts and answers
 UNSCORED = np.arange(12) == 5
 
 
@@ -162,6 +164,31 @@ def test_updates_are_those_of_separate_rows(create, algorithm):
         one, other = host(one), host(other)
         for key in one:
             np.testing.assert_allclose(other[key], one[key], atol=2e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["dpo", pytest.param("reward_model", marks=pytest.mark.slow)])
+def test_updates_on_pairs_do_not_depend_on_how_they_are_cut(name):
+    """Two pairs in a packed row and one row at a time, or all at once. A reward model leaves the policy's bits as they are."""
+    rng, states, found = np.random.default_rng(4), [], []
+    rows = [[(rng.integers(0, learners.VOCAB, p + n).tolist(), [0] * p + [1] * n) for p, n in pair] for pair in ANSWERS]
+    data = together(rows, 24).replace(prompt=np.arange(len(rows), dtype=np.int32))
+    data = data.replace(margin=0.3 * np.ones(data.mask.shape, np.float32))
+    for micro in (1, None):
+        trainer, state = begin(learners.dense(), stage(name, micro_batch=micro))
+        before = host(state.policy)
+        if name == "dpo":
+            data = data.replace(ref_logp=trainer.logprobs(state.reference, data)[0] - 0.1 * (data.segments == 1))
+        state, metrics = trainer.update(state, data)
+        states.append(host(state))
+        found.append(metrics)
+    place = trainer.layout(data.segments)[0]
+    assert place.used < len(rows) and place.segments.max() == 4
+    for key in found[0]:
+        if key != "perf/packed_share":
+            np.testing.assert_allclose(found[0][key], found[1][key], rtol=2e-5, atol=2e-6, err_msg=key)
+    for key in states[0]:
+        np.testing.assert_allclose(states[0][key], states[1][key], atol=2e-6, err_msg=key)
+    assert same_bits(before, host(state.policy)) == (name == "reward_model")
 
 
 def test_log_probabilities_and_values_come_back_to_their_places():
