@@ -14,6 +14,7 @@ import yaml
 
 import rewards
 import rewards.registry
+import rl.algorithms
 from rl import configfile, data, reference
 from rl.tasks import arithmetic
 
