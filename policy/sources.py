@@ -104,7 +104,8 @@ def trunk(config: DecoderConfig) -> DecoderConfig:
     hf = json.loads(config.hf) | {"tie_word_embeddings": True}
     sections = {name: part for name, part in hf.pop(extensions.KEY, {}).items() if name != "multi_token_prediction"}
     hf |= {extensions.KEY: sections} if sections else {}
-    names = [re.sub("For(CausalLM|ConditionalGeneration)$", "ForSequenceClassification", n) for n in hf.get("architectures") or ()]
+    ending = "(ForCausalLM|ForConditionalGeneration|LMHeadModel)$"
+    names = [re.sub(ending, "ForSequenceClassification", name) for name in hf.get("architectures") or ()]
     renamed = hf | {"architectures": names}
     try:
         same = families.find(renamed) is families.find(hf)
