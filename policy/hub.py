@@ -3,6 +3,7 @@ table."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -127,9 +128,9 @@ def _entry(config: DecoderConfig, table: names.Table, end: str, layer: LayerSpec
     return found
 
 
-def read_weights(directory, graph: Graph) -> dict[str, jax.Array]:
+def read_weights(directory, graph: Graph, apart: tuple[str, ...] = ()) -> dict[str, jax.Array]:
     """The weights of `graph` from the safetensors of `directory`, each shard read straight to its place on the mesh. Prediction
-    modules of which neither config.json nor a file there knows anything are left out.
+    modules of which neither config.json nor a file there knows anything are left out; `apart` are tensors that others read.
 
     The host holds no more than the shards of one weight at a time beside those that live there.
     """
@@ -141,6 +142,7 @@ def read_weights(directory, graph: Graph) -> dict[str, jax.Array]:
     )
     stored = (place for place in places(graph) if there or not place.path.startswith(f"{MTP}."))
     params = {place.path: _on_mesh(graph, place, files) for place in stored}
+    files.unread.difference_update(apart)
     _refuse_unread(files, graph.config, scheme)
     return params
 
@@ -240,8 +242,9 @@ def _stored(graph: Graph, params) -> Iterator[tuple[str, np.ndarray]]:
         yield name, np.zeros(shape, np.dtype(graph.runtime.param_dtype))
 
 
-def write(directory, graph, params) -> None:
-    """config.json and safetensors shards of at most 5 GB (with an index if there are several) in `directory`."""
+def write(directory, graph, params, tensors: dict[str, np.ndarray] | None = None, keys: dict | None = None) -> None:
+    """config.json and safetensors shards of at most 5 GB (with an index if there are several) in `directory`; with further
+    `tensors` by stored name, and further `keys` of the configuration."""
     from safetensors.numpy import save_file
 
     config = graph.config
@@ -255,7 +258,7 @@ def write(directory, graph, params) -> None:
     shards: list[dict[str, np.ndarray]] = [{}]
     sizes, where, beside = [0], {}, {}
     passed_over = getattr(families.get(config.family), "PASSED_OVER", "$.")
-    for name, array in _stored(graph, params):
+    for name, array in itertools.chain(_stored(graph, params), (tensors or {}).items()):
         if _extra_layer(config, name) and not re.match(passed_over, name):
             beside[name] = array
             continue
@@ -279,4 +282,5 @@ def write(directory, graph, params) -> None:
         save_file(beside, directory / MTP_FILE, metadata={"format": "pt"})
     hf["dtype"] = graph.runtime.param_dtype
     hf.pop("torch_dtype", None)
+    hf |= keys or {}
     (directory / "config.json").write_text(json.dumps(hf, indent=2))

@@ -85,3 +85,30 @@ def read_config(directory, sections: dict | None = None) -> DecoderConfig:
     if sections:
         hf[extensions.KEY] = hf.get(extensions.KEY, {}) | sections
     return families.read(hf)
+
+
+def classifier(directory) -> DecoderConfig:
+    """The decoder of the sequence classification model in a directory. Raises UnsupportedModel where it has several labels."""
+    hf = read_hf(directory)
+    labels = len(hf.get("id2label") or range(hf.get("num_labels") or 2))
+    if labels != 1:
+        raise UnsupportedModel(
+            f"{Path(directory) / 'config.json'}: a model of {labels} labels; a reward model has one (num_labels: 1)"
+        )
+    return trunk(families.read(hf))
+
+
+def trunk(config: DecoderConfig) -> DecoderConfig:
+    """The decoder without output projection and prediction modules, under the class name of transformers' sequence classification
+    model, unless the family cannot be told without the old one."""
+    hf = json.loads(config.hf) | {"tie_word_embeddings": True}
+    sections = {name: part for name, part in hf.pop(extensions.KEY, {}).items() if name != "multi_token_prediction"}
+    hf |= {extensions.KEY: sections} if sections else {}
+    ending = "(ForCausalLM|ForConditionalGeneration|LMHeadModel)$"
+    names = [re.sub(ending, "ForSequenceClassification", name) for name in hf.get("architectures") or ()]
+    renamed = hf | {"architectures": names}
+    try:
+        same = families.find(renamed) is families.find(hf)
+    except UnsupportedModel:
+        same = False
+    return families.read(renamed if same else hf)

@@ -31,7 +31,7 @@ RewardFunction = Callable[..., "list[float | None]"]
 
 ENTRY_POINTS = "duet.rewards"
 TEXTS = ("prompts", "completions")
-GIVEN = ("completion_lengths", "truncated", "max_new_tokens")
+GIVEN = ("completion_lengths", "truncated", "max_new_tokens", "reward_model_scores")
 _FOLDER = Path(__file__).resolve().parent
 _FILE_MODULES = "duet_reward_file_"
 

@@ -22,6 +22,7 @@ import logging
 import math
 import queue
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,11 +126,18 @@ class Runner:
         self.options = options
         self._functions = _resolve(options.functions)
         self.names = tuple(function.name for function in self._functions)
+        # What is scored on the devices of the run, which no worker process sees: source of a reward model -> scores of token ids.
+        self.judges: dict[str, Callable[[list[list[int]]], list[float]]] = {}
         self._calls: queue.Queue = queue.Queue()
         self._lanes: list[Lane] = []
         self._shown: Counter = Counter()
         self._warned: set[str] = set()
         self._closed = False
+
+    @property
+    def sources(self) -> list[str]:
+        """The reward models that `judges` must hold before completions are scored."""
+        return sorted({options["source"] for name, _, options in self.options.functions if name == "reward_model"})
 
     def __enter__(self) -> Runner:
         return self
@@ -146,8 +154,9 @@ class Runner:
 
         prompts, completions: N strings, or N lists of messages ({"role", "content"}).
         columns: column of the data -> N values that JSON can hold (numpy arrays and scalars are converted). Besides,
-            where functions name them: "completion_lengths" (N ints, tokens), "truncated" (N bools) and "max_new_tokens"
-            (one int). A function receives the columns that it names, or all if it takes **kwargs.
+            where functions name them: "completion_lengths" (N ints, tokens), "truncated" (N bools), "max_new_tokens"
+            (one int) and "reward_model_scores" (N mappings from source to score). A function receives the columns that
+            it names, or all if it takes **kwargs.
         groups: N ids; completions of one id are scored in one call. None: each by itself.
         Raises RewardError if lengths differ, a column that a function needs is missing or a value has another type.
         """

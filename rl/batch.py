@@ -13,8 +13,9 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What an update is computed from; absent is None. One sequence a row, of segment 1, on the host; packed (rl/packing.py) on
-    the device, where prompts and advantages are those of tokens. What only fills up has segment 0 and prompt -1."""
+    """What an update is computed from; absent is None. On the host one sequence a row, of segment 1, or the two answers of a pair,
+    of segments 1 and 2; packed (rl/packing.py) on the device, where prompts and advantages are those of tokens. What only fills
+    up has segment 0 and prompt -1."""
 
     tokens: np.ndarray  # int32[N, T]
     segments: np.ndarray  # int32[N, T], 0 on padding
@@ -25,6 +26,7 @@ class Batch:
     ref_logp: np.ndarray | None = None
     entropy: np.ndarray | None = None  # at the old weights; gives the threshold of `top_entropy`
     advantages: np.ndarray | None = None  # float32[N] or [N, T]
+    margin: np.ndarray | None = None  # float32[N, T], that of the pair at each of its tokens
     old_values: np.ndarray | None = None
     returns: np.ndarray | None = None
     correct: np.ndarray | None = None  # float32[N, T], 1 on the tokens of completions that the loss imitates
@@ -59,10 +61,18 @@ def padded_length(longest: int, limit: int) -> int:
 
 def pack(rows: Sequence[tuple[Sequence[int], Sequence[int]]], limit: int) -> Batch:
     """One row for each (ids, mask), padded on the right."""
-    N, T = len(rows), padded_length(max(len(ids) for ids, _ in rows), limit)
+    return together([(row,) for row in rows], limit)
+
+
+def together(rows: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]], limit: int) -> Batch:
+    """One row for each list of (ids, mask), its sequences one after the other as segments 1, 2, ..., padded on the right."""
+    N, T = len(rows), padded_length(max(sum(len(ids) for ids, _ in row) for row in rows), limit)
     tokens, segments, mask = np.zeros((N, T), np.int32), np.zeros((N, T), np.int32), np.zeros((N, T), np.float32)
-    for i, (ids, trained) in enumerate(rows):
-        tokens[i, : len(ids)], segments[i, : len(ids)], mask[i, : len(ids)] = ids, 1, trained
+    for i, row in enumerate(rows):
+        start = 0
+        for number, (ids, trained) in enumerate(row, start=1):
+            here = slice(start, start := start + len(ids))
+            tokens[i, here], segments[i, here], mask[i, here] = ids, number, trained
     return Batch(tokens=tokens, segments=segments, mask=mask, prompt=np.arange(N, dtype=np.int32))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 import policy
 from policy import batch_split, sources
-from policy.config import DecoderConfig
+from policy.config import DecoderConfig, Runtime
 from policy.hf import UnsupportedModel
 from policy.layers import expert_parallel
 from policy.layers.engram import set_classes
@@ -18,7 +18,9 @@ from policy.sharding import Layout, layout
 from policy.tensorfiles import ModelFileError
 from rl.config import ModelOptions, RunConfig
 from rl.errors import ConfigError, ModelError, ResourceError
-from rl.prepare import Prepared
+from rl.folder import reward_model_of
+from rl.prepare import Prepared, Stage
+from rl.rewardmodel import Judge
 from rollout import speculative
 from rollout.classes import token_classes
 
@@ -52,6 +54,18 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model
     if classes is not None:
         made.params = set_classes(made.params, classes)
     return made
+
+
+def judges(config: RunConfig, stage: Stage, mesh: Layout) -> dict[str, Judge]:
+    """The reward models that the rewards of a stage ask, by the name they ask for. Raises ModelError where one cannot be read."""
+    found, runtime = {}, Runtime(dtype=config.model.dtype, param_dtype=config.model.param_dtype)
+    for source in stage.runner.sources:
+        directory = reward_model_of(config, source) if source in config.stage_names else Path(source)
+        try:
+            found[source] = Judge(directory, runtime, mesh, config.max_length)
+        except (ModelFileError, UnsupportedModel) as error:
+            raise ModelError(f"reward model {source}: {error}") from None
+    return found
 
 
 def _mesh(config: RunConfig) -> Layout:

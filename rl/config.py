@@ -276,6 +276,9 @@ class ColumnNames(Strict):
     prompt: str = Field("prompt", description="text or list of messages")
     completion: str = Field("completion", description="demonstration: text or list of messages")
     messages: str = Field("messages", description="whole conversation, in place of prompt and completion")
+    chosen: str = Field("chosen", description="of a pair (dpo, reward_model), the answer preferred: text or list of messages")
+    rejected: str = Field("rejected", description="of a pair, the other answer, in the same form")
+    margin: str = Field("margin", description="of a pair, by how much the scores are to differ (reward_model); absent: 0")
 
 
 class DataOptions(Strict):
@@ -425,9 +428,9 @@ class AlgorithmOptions(Strict):
 
 class StageOptions(Strict):
     algorithm: AlgorithmOptions = Field(description="its name, or its name and options")
-    steps: int = Field(ge=0, description="generation batches (grpo, ppo) or optimiser steps (sft)")
+    steps: int = Field(ge=0, description="generation batches (grpo, ppo), or optimiser steps (sft, dpo)")
     until: UntilOptions | None = Field(None, description="end the stage earlier, when a metric reaches a bound")
-    prompts_per_step: int = Field(32, ge=1, description="prompts (grpo, ppo) or demonstrations (sft) of one step")
+    prompts_per_step: int = Field(32, ge=1, description="prompts (grpo, ppo), demonstrations (sft) or pairs (dpo) of one step")
     samples_per_prompt: int = Field(8, ge=1, description="completions of each prompt: the group")
     updates_per_step: int = Field(1, ge=1, description="optimiser updates made from the completions of one step")
     max_logp_diff: float | None = Field(

@@ -17,6 +17,7 @@ from rl.config import DataOptions, EvaluationOptions, MeshOptions, ModelOptions,
 _FILE_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _BUILT_IN_TOKENIZERS = ("bytes", "characters")
+JUDGED = "reward_model"  # the reward that is the score of a model
 
 
 def problems(config: RunConfig) -> list[tuple[tuple, str]]:
@@ -35,10 +36,14 @@ def is_hub_name(path: str) -> bool:
 
 
 def supervised(stage: StageOptions) -> bool:
-    """Whether a stage learns from demonstrations: it samples nothing and needs no rewards."""
+    """Whether a stage learns from data alone: it samples nothing and needs no rewards."""
+    return not _algorithm(stage).needs_rollouts
+
+
+def _algorithm(stage: StageOptions):
     import rl.algorithms
 
-    return not rl.algorithms.get(stage.algorithm.name, **stage.algorithm.model_extra).needs_rollouts
+    return rl.algorithms.get(stage.algorithm.name, **stage.algorithm.model_extra)
 
 
 def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
@@ -59,6 +64,7 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         yield from _evaluation(config, config.evaluation)
     for number, stage in enumerate(config.stages):
         yield from _stage(("stages", number), stage, config)
+        yield from _reward_models(config, number)
 
 
 def _decoder(model: ModelOptions) -> DecoderConfig | None:
@@ -251,10 +257,40 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
             text = str(error)
             option = [("options", key) for key in reward.options if f"option {key!r}" in text]
             yield (*path, "functions", number, *(option[0] if option else ("name",))), text
-    names = [reward.name for reward in settings.functions]
+    names = [(reward.name, reward.options.get("source") if reward.name == JUDGED else None) for reward in settings.functions]
     for number, name in enumerate(names):
         if name in names[:number]:
-            yield (*path, "functions", number, "name"), f"{name} is listed twice"
+            yield (*path, "functions", number, "name"), f"{name[0]} is listed twice"
+
+
+def _reward_models(config: RunConfig, number: int) -> Iterator[tuple[tuple, str]]:
+    """The sources of reward models that the rewards of a stage ask: earlier stages of the run, or directories."""
+    stage, names = config.stages[number], config.stage_names
+    settings, path = (stage.rewards, ("stages", number, "rewards")) if stage.rewards else (config.rewards, ("rewards",))
+    if not settings or _algorithm(stage).needs_scores or (supervised(stage) and not config.evaluation):
+        return
+    for place, reward in enumerate(settings.functions):
+        source = reward.options.get("source")
+        if reward.name != JUDGED or not isinstance(source, str):
+            continue
+        trained = [name for name, each in zip(names, config.stages, strict=True) if _algorithm(each).needs_scores]
+        here = (*path, "functions", place, "options", "source")
+        if source in trained:
+            if names.index(source) >= number:
+                text = f"{names[number]} comes before stage {source}; name it under `rewards` of the stages that follow it"
+                yield here, text
+            continue
+        stages = f", and no stage of that name trains a reward model ({', '.join(trained) or 'none does'})"
+        if not (Path(source) / "config.json").is_file():
+            yield here, f"no directory {source} with a config.json{stages}"
+            continue
+        try:
+            decoder = sources.classifier(source)
+        except ValueError as error:
+            yield here, str(error)
+            continue
+        if decoder.max_positions is not None and config.max_length > decoder.max_positions:
+            yield here, f"max_length {config.max_length} is more than the {decoder.max_positions} positions of this reward model"
 
 
 def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tuple[tuple, str]]:
@@ -288,8 +324,16 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
     if not (stage.data or config.data):
         yield (*path, "data"), f"{name} needs data, here or for the whole run (`data`)"
     rows = stage.prompts_per_step // stage.updates_per_step
-    if stage.indexer.training == "dense_warmup" and not supervised(stage):
-        yield (*path, "indexer", "training"), f"a dense_warmup learns from texts alone, {name} samples for nothing; use sft"
+    if stage.indexer.training == "dense_warmup" and name != "sft":
+        yield (*path, "indexer", "training"), f"a dense_warmup learns from texts alone, what {name} does is for nothing; use sft"
+    if _algorithm(stage).needs_scores:
+        given = {
+            "mtp": stage.mtp is not None,
+            "internal_metrics": stage.internal_metrics,
+            "indexer": stage.indexer.training != "off",
+        }
+        for key in filter(given.get, given):
+            yield (*path, key), f"this is of updates of the policy, which {name} leaves as it is; leave it out"
     if stage.router_replay and config.generator.exact:
         yield (
             (*path, "router_replay"),
@@ -298,7 +342,7 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
     if stage.router_replay and supervised(stage):
         yield (
             (*path, "router_replay"),
-            f"{name} learns from demonstrations, which no generator routed; leave it out, or set it in stages that sample",
+            f"{name} learns from data that no generator routed; leave it out, or set it in stages that sample",
         )
     if not supervised(stage):
         rows *= stage.samples_per_prompt
@@ -309,16 +353,19 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
                 (*path, "samples_per_prompt"),
                 f"a group of one has no difference, so {name} (dynamic_batches) would drop them all",
             )
+        if stage.sampling.temperature == 0:
+            yield (*path, "sampling", "temperature"), "0 is greedy: nothing to learn from equal completions"
+    if name != "sft":
         for key in ("capacity_factor", "ragged_buffer_factor"):
             if getattr(stage.router, key) is not None:
                 yield (
                     (*path, "router", key),
-                    f"{name} learns from what the generator samples, which drops nothing; with {key} the policy would give those "
-                    f"tokens other probabilities. Leave {key} out, or use it in sft stages only",
+                    f"{name} compares the policy with a model that drops nothing (the generator's, or the reference), but with "
+                    f"{key} it would give tokens other probabilities. Leave {key} out, or use it in sft stages only",
                 )
-        if stage.sampling.temperature == 0:
-            yield (*path, "sampling", "temperature"), "0 is greedy: nothing to learn from equal completions"
-    if (not supervised(stage) or config.evaluation) and stage.sampling.max_new_tokens >= config.max_length:
+    if (
+        not supervised(stage) or (config.evaluation and not _algorithm(stage).needs_scores)
+    ) and stage.sampling.max_new_tokens >= config.max_length:
         yield (
             (*path, "sampling", "max_new_tokens"),
             f"{stage.sampling.max_new_tokens} leaves no room for a prompt in max_length ({config.max_length})",

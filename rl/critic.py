@@ -44,11 +44,15 @@ class Critic:
         """Those of the policy's weights that `values` takes besides its own."""
         return policy if self.shared else {}
 
+    def scores(self, params, tokens_BT, step) -> tuple[jax.Array, Aux]:
+        """(float32[B, T], Aux): at t that of the sequence up to token t and with it, as a reward model reads it."""
+        with self.trunk.precision():
+            hidden, _, aux = self.trunk.decoder(params)(tokens_BT, step, None, self.trunk.runtime)
+            return jnp.einsum("bte,e->bt", hidden.astype(jnp.float32), params[VALUE_HEAD]), aux
+
     def values(self, params, tokens_BT, step) -> tuple[jax.Array, jax.Array, Aux]:
         """(before, after, Aux), float32[B, T]: the values of the states before token t, 0 at the first token of a sequence, and
         after it. A shared trunk brings no losses along: they are in the policy's update."""
-        with self.trunk.precision():
-            hidden, _, aux = self.trunk.decoder(params)(tokens_BT, step, None, self.trunk.runtime)
-            values = jnp.einsum("bte,e->bt", hidden.astype(jnp.float32), params[VALUE_HEAD])
+        values, aux = self.scores(params, tokens_BT, step)
         before = jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
         return jnp.where(first_of_segment(step.segments), 0.0, before), values, Aux({}) if self.shared else aux

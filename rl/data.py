@@ -1,7 +1,8 @@
 """Datasets: rows of a file, a folder, the Hugging Face hub or a generated task, as prompts and demonstrations.
 
-Three forms of a row: a prompt alone; a prompt and a completion; a conversation (`messages`, each a mapping of `role`
-and `content`). Prompt and completion may themselves be lists of messages. Every row is checked when the dataset is
+Four forms of a row: a prompt alone; a prompt and a completion; a conversation (`messages`, each a mapping of `role` and
+`content`); a prompt with a chosen and a rejected answer. Prompt, completion and answers may themselves be lists of messages.
+Every row is checked when the dataset is
 loaded; what is wrong is said with file and line.
 """
 
@@ -11,6 +12,7 @@ import csv
 import functools
 import itertools
 import json
+import math
 import string
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -38,18 +40,17 @@ class Example:
     completion: demonstration as text, or None.
     messages: the whole conversation of a demonstration in messages form, or None; `prompt` is then what precedes the
         last answer.
+    pair: (chosen, rejected), the answers to `prompt` of a preference, each a text or messages, or None. margin: of the pair.
     columns: the row's columns, for rewards. where: file:line or the like.
     """
 
     prompt: str | Messages
     completion: str | None = None
     messages: Messages | None = None
+    pair: tuple[str | Messages, str | Messages] | None = None
+    margin: float = 0.0
     columns: dict[str, Any] = field(default_factory=dict)
     where: str = ""
-
-    @property
-    def is_demonstration(self) -> bool:
-        return self.completion is not None or self.messages is not None
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,12 @@ class Dataset:
         return iter(self.examples)
 
 
-def load(options: DataOptions, *, demonstrations: bool = False, held_out: bool = False) -> Dataset:
+def load(options: DataOptions, *, demonstrations: bool = False, pairs: bool = False, held_out: bool = False) -> Dataset:
     """Reads and checks a dataset.
 
     Args:
         demonstrations: every row must say what the model is to write (SFT).
+        pairs: every row must hold a chosen and a rejected answer.
         held_out: the data of an evaluation: of a task the split `eval`, of a dataset with splits `test`.
 
     Raises:
@@ -90,7 +92,8 @@ def load(options: DataOptions, *, demonstrations: bool = False, held_out: bool =
     else:
         rows, name = _path_rows(options, held_out), options.path
     examples, problems = [], _Problems()
-    make = functools.partial(_example, options=_task_columns(options), demonstrations=demonstrations)
+    how = {"options": _task_columns(options)}
+    make = functools.partial(_pair, **how) if pairs else functools.partial(_example, **how, demonstrations=demonstrations)
     for where, row in itertools.islice(rows, options.limit):
         if isinstance(row, _Malformed):
             problems.add(where, row.text)
@@ -169,31 +172,79 @@ def _example(where: str, row: dict[str, Any], options: DataOptions, demonstratio
     columns = {key: value for key, value in row.items() if key not in _RESERVED}
     wants_messages = names.messages in row and options.prompt_template is None and names.prompt not in row
     if wants_messages:
-        messages = _messages(row[names.messages], names.messages)
-        if options.system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": options.system}, *messages]
+        messages = _with_system(_messages(row[names.messages], names.messages), options)
         answered = messages[-1]["role"] == "assistant"
         if answered and len(messages) == 1:
             raise ValueError(f"`{names.messages}` holds an answer only")
         if demonstrations and not answered:
             raise ValueError(f"the last of `{names.messages}` must be the assistant's, to learn from")
-        return Example(messages[:-1] if answered else messages, None, messages if answered else None, columns, where)
+        prompt, whole = (messages[:-1], messages) if answered else (messages, None)
+        return Example(prompt, messages=whole, columns=columns, where=where)
     prompt = _prompt(row, options)
     if names.completion not in row or row[names.completion] is None:
         if demonstrations:
             raise _missing(names.completion, row, "demonstrations need it (data.columns.completion names another)")
-        return Example(prompt, None, None, columns, where)
+        return Example(prompt, columns=columns, where=where)
     completion = row[names.completion]
     if isinstance(completion, str):
         if demonstrations and not completion:
             raise ValueError(f"`{names.completion}` is empty")
-        return Example(prompt, completion, None, columns, where)
+        return Example(prompt, completion, columns=columns, where=where)
     answer = _messages(completion, names.completion)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if answer[-1]["role"] != "assistant":
         raise ValueError(f"the last message of `{names.completion}` must be the assistant's")
-    return Example([*prompt, *answer[:-1]], None, [*prompt, *answer], columns, where)
+    return Example([*prompt, *answer[:-1]], messages=[*prompt, *answer], columns=columns, where=where)
+
+
+def _pair(where: str, row: dict[str, Any], options: DataOptions) -> Example:
+    """A preference. Without a prompt its answers are whole conversations, and the prompt is what both begin with."""
+    names = options.columns
+    chosen, rejected = _answer(row, names.chosen), _answer(row, names.rejected)
+    both = f"`{names.chosen}` and `{names.rejected}`"
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise ValueError(f"{both} must both be texts, or both lists of messages")
+    if chosen == rejected:
+        raise ValueError(f"{both} are equal: there is nothing to learn from this pair")
+    if names.prompt in row or options.prompt_template is not None or isinstance(chosen, str):
+        prompt = _prompt(row, options)
+        if isinstance(prompt, str) and not isinstance(chosen, str):
+            prompt = [{"role": "user", "content": prompt}]
+    else:
+        shared = next(i for i, (one, other) in enumerate(itertools.zip_longest(chosen, rejected)) if one != other)
+        if shared == 0:
+            raise ValueError(f"{both} do not begin with the same message, and there is no `{names.prompt}`")
+        if shared == min(len(chosen), len(rejected)):
+            raise ValueError(f"one of {both} is the beginning of the other, and there is no `{names.prompt}`")
+        prompt, chosen, rejected = _with_system(chosen[:shared], options), chosen[shared:], rejected[shared:]
+    return Example(prompt, pair=(chosen, rejected), margin=_margin(row, names.margin), where=where)
+
+
+def _answer(row: dict[str, Any], name: str) -> str | Messages:
+    if name not in row:
+        raise _missing(name, row, "pairs need it (data.columns.chosen and data.columns.rejected name others)")
+    if row[name] is None or row[name] == "":
+        raise ValueError(f"`{name}` is empty")
+    if isinstance(row[name], str):
+        return row[name]
+    answer = _messages(row[name], name)
+    if answer[-1]["role"] != "assistant":
+        raise ValueError(f"the last message of `{name}` must be the assistant's")
+    return answer
+
+
+def _margin(row: dict[str, Any], name: str) -> float:
+    """Also of a CSV file, where it is a text; 0 where there is none."""
+    if row.get(name) is None:
+        return 0.0
+    try:
+        margin = float(row[name])
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise ValueError(f"`{name}` must be a finite number, got {row[name]!r}")
+    return margin
 
 
 def _prompt(row: dict[str, Any], options: DataOptions) -> str | Messages:
@@ -210,9 +261,13 @@ def _prompt(row: dict[str, Any], options: DataOptions) -> str | Messages:
         raise ValueError(f"`{name}` is empty")
     elif options.chat or options.system is not None:
         prompt = [{"role": "user", "content": prompt}]
-    if options.system is not None and prompt[0]["role"] != "system":
-        prompt = [{"role": "system", "content": options.system}, *prompt]
-    return prompt
+    return prompt if isinstance(prompt, str) else _with_system(prompt, options)
+
+
+def _with_system(messages: Messages, options: DataOptions) -> Messages:
+    if options.system is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": options.system}, *messages]
 
 
 def _filled(template: str, row: dict[str, Any]) -> str:

@@ -59,17 +59,26 @@ class RunFolder:
 
     def export(self, write: Callable[[Path], None]) -> Path:
         """Has `write(directory)` write the final weights. `export/` appears in one step, so a run that has it is finished."""
-        unfinished = self._exported.with_suffix(".tmp")
+        return self._in_one_step(self._exported, write)
+
+    def export_reward_model(self, stage: str, write: Callable[[Path], None]) -> None:
+        """The same of the reward model that `stage` has trained, unless it is there."""
+        if not (directory := reward_model_of(self._config, stage)).is_dir():
+            directory.parent.mkdir(exist_ok=True)
+            self._in_one_step(directory, write)
+
+    def _in_one_step(self, directory: Path, write: Callable[[Path], None]) -> Path:
+        unfinished = directory.with_name(f"{directory.name}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             write(unfinished)
-            unfinished.rename(self._exported)
+            unfinished.rename(directory)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise ResourceError(
-                f"{self._exported}: the final weights cannot be written: {error}. Make room, then `rl-train {self.path}`"
+                f"{directory}: the final weights cannot be written: {error}. Make room, then `rl-train {self.path}`"
             ) from None
-        return self._exported
+        return directory
 
     @property
     def _exported(self) -> Path:
@@ -88,6 +97,11 @@ class RunFolder:
         temporary = file.with_suffix(".yml.tmp")
         temporary.write_text(configfile.resolved_yaml(self._config))
         temporary.replace(file)
+
+
+def reward_model_of(config: RunConfig, stage: str) -> Path:
+    """Where the reward model lies that the stage of this name trains."""
+    return Path(config.run.dir) / "reward_models" / stage
 
 
 def _numbers(config: RunConfig) -> dict[str, object]:

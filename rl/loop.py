@@ -8,6 +8,7 @@ Every number is a function of the configuration: prompts of (seed, stage, step),
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +23,9 @@ from rl.config import RunConfig, UntilOptions
 from rl.errors import ConfigError, DataError, Interrupted, ResourceError, RewardStop
 from rl.evaluation import Evaluation
 from rl.events import Events
-from rl.folder import RunFolder, StopWish
+from rl.folder import RunFolder, StopWish, reward_model_of
 from rl.prepare import Prepared, Stage, prepare
+from rl.rewardmodel import RewardModelTrainer
 from rl.steps import Progress
 from rl.trainer import RunState, Trainer
 from rollout import Generator, GeneratorOptions
@@ -102,23 +104,33 @@ def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> 
         run.events.truncate_after(names, names[first], host["step"])
         run.events.note(f"continuing {folder.path} after step {host['step']} of {names[first]}")
     for stage in run.prepared.stages[first:]:
-        _run_stage(run, stage, saved[1] if saved is not None and stage.index == first else None)
+        trainer, state = _run_stage(run, stage, saved[1] if saved is not None and stage.index == first else None)
+        if stage.algorithm.needs_scores:
+            folder.export_reward_model(stage.name, partial(trainer.export, state, run.prepared.tokenizer))
     if not run.events.sync():
         raise ResourceError(f"{folder.path}: the last events have no room; make some, and continue with `rl-train {folder.path}`")
     run.events.note(f"final weights in {folder.export(partial(_export, run))}")
 
 
 def _export(run: Run, directory: Path) -> None:
+    """The policy, or what the last stage has trained in its place."""
+    last = run.prepared.stages[-1]
+    if last.algorithm.needs_scores:
+        shutil.copytree(reward_model_of(run.config, last.name), directory)
+        return
     policy.save(run.model, directory)
     run.prepared.tokenizer.save_pretrained(directory)
 
 
-def _run_stage(run: Run, stage: Stage, saved: dict | None) -> None:
+def _run_stage(run: Run, stage: Stage, saved: dict | None) -> tuple[Trainer, RunState]:
     """All steps of a stage; those that are left if the newest checkpoint is one of this stage and `saved` is its host part."""
     options = stage.options
-    trainer = Trainer(run.model.graph, options, stage.algorithm, run.config.seed)
+    kind = RewardModelTrainer if stage.algorithm.needs_scores else Trainer
+    trainer = kind(run.model.graph, options, stage.algorithm, run.config.seed)
     evaluation = None
-    if run.prepared.evaluation:
+    if stage.runner:
+        stage.runner.judges = build.judges(run.config, stage, run.model.graph.layout)
+    if run.prepared.evaluation and not stage.algorithm.needs_scores:  # which leaves the policy as it is
         evaluation = Evaluation(run.prepared.evaluation, run.prepared.held_out, stage.runner)
     params = rollouts.sampling_params(options.sampling, run.prepared.stop_ids)
     after = saved["step"] if saved else 0
@@ -146,6 +158,9 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None) -> None:
         _save_and_stop(run, stage, state, step, ended)
         if ended:
             break
+    if stage.runner:
+        stage.runner.judges = {}
+    return trainer, state
 
 
 def _compile_ahead(run: Run) -> None:

@@ -26,6 +26,8 @@ _SHOWN = (
     "completion/mean_length",
     "reward/frac_zero_std",
     "sampler/logp_diff_max",
+    "rewards/accuracies",
+    "reward_model/accuracy",
     "value/loss",
     "optim/grad_norm",
     "loss",

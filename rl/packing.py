@@ -1,7 +1,7 @@
 """Several sequences in one row of the device, so that few of the tokens that are computed are padding.
 
-N sequences, one a row of a batch, R packed rows, T tokens. Where a sequence goes is a function of the lengths alone, so a run
-that is resumed packs as it did before.
+N rows of a batch, of one sequence or few, R packed rows, T tokens. Where a sequence goes is a function of the lengths alone, so a
+run that is resumed packs as it did before.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from rl.batch import Batch
 COUNTS = 8
 
 
+OF_TOKENS = ("tokens", "mask", "sampler_logp", "old_logp", "ref_logp", "entropy", "margin", "old_values", "returns", "correct")
+"""What a batch may hold for each token."""
+
+
 @dataclass(frozen=True)
 class Packing:
     """Where the tokens of N rows of T stand in R packed rows of T: token `source[i]` of the one at `target[i]` of the other, both
-    counted through all rows. `number` int32[N]: which sequence of its row each one is, from 1. `used`: rows that hold any; the
-    others come last."""
+    counted through all rows. `segments` int32[R, T]: which sequence of its row a token is of, from 1. `used`: rows that hold any;
+    the others come last."""
 
     sequences: tuple[int, int]
     shape: tuple[int, int]
     source: np.ndarray
     target: np.ndarray
-    number: np.ndarray
+    segments: np.ndarray
     used: int
 
     def share(self, micro_rows: int) -> float:
@@ -59,16 +63,12 @@ class Packing:
     def batch(self, batch: Batch) -> Batch:
         """The same sequences in packed rows: prompts and advantages are those of tokens, and prompts are numbered anew from 0."""
         prompts, numbers = np.unique(batch.prompt, return_inverse=True)
-        by_token = {
-            name: self.pack(array)
-            for name in ("tokens", "mask", "sampler_logp", "old_logp", "ref_logp", "entropy", "old_values", "returns", "correct")
-            if (array := getattr(batch, name)) is not None
-        }
+        by_token = {name: self.pack(array) for name in OF_TOKENS if (array := getattr(batch, name)) is not None}
         if batch.advantages is not None:
             by_token["advantages"] = (self.spread if np.ndim(batch.advantages) == 1 else self.pack)(batch.advantages)
         routes = self.routes(batch)
         prompt = self.spread((numbers - np.count_nonzero(prompts < 0)).astype(np.int32), fill=-1)
-        return Batch(**by_token, segments=self.spread(self.number), prompt=prompt, routes=routes)
+        return Batch(**by_token, segments=self.segments, prompt=prompt, routes=routes)
 
     def routes(self, batch: Batch) -> dict[str, np.ndarray] | None:
         """Those of the batch, [R, T, ...]."""
@@ -76,29 +76,30 @@ class Packing:
 
 
 def packing(segments_NT: np.ndarray, counts: Sequence[int]) -> Packing:
-    """Longest first, each sequence into the first row with room for it (Johnson 1973: at most 11/9 of the fewest rows that do);
-    rows of padding follow up to the first of `counts` that is enough.
+    """Longest first, each row of the batch into the first packed row with room for it (Johnson 1973: at most 11/9 of the fewest
+    rows that do); rows of padding follow up to the first of `counts` that is enough.
 
-    Raises ValueError where a row of the batch holds more than one sequence.
+    A row of the batch that holds several sequences (segments 1, 2, ...) is moved as one: they stay together and in order, and where
+    all rows hold k of them, sequence j of a row is number j modulo k of its packed row.
     """
     segments = np.asarray(segments_NT)
     N, T = segments.shape
-    if segments.max(initial=0) > 1:
-        raise ValueError("a batch holds one sequence a row, of segment 1; these rows are packed already")
-    lengths = np.count_nonzero(segments, axis=1)
+    lengths, held = np.count_nonzero(segments, axis=1), segments.max(axis=1, initial=0)
     room, filled = np.full(N, T), np.zeros(N, np.int32)
-    row, start, number = (np.zeros(N, np.int32) for _ in range(3))
+    row, start, first = (np.zeros(N, np.int32) for _ in range(3))
     for i in np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]:
         r = np.argmax(room >= lengths[i])
-        row[i], start[i] = r, T - room[r]
+        row[i], start[i], first[i] = r, T - room[r], filled[r]
         room[r] -= lengths[i]
-        filled[r] += 1
-        number[i] = filled[r]
+        filled[r] += held[i]
     needed = np.count_nonzero(filled)
     rows = next(count for count in counts if count >= needed)
     sequence, place = np.nonzero(segments)
     before = np.cumsum(segments != 0, axis=1)[sequence, place] - 1
-    return Packing((N, T), (rows, T), sequence * T + place, row[sequence] * T + start[sequence] + before, number, needed)
+    source, target = sequence * T + place, row[sequence] * T + start[sequence] + before
+    numbers = np.zeros((rows, T), np.int32)
+    numbers.reshape(-1)[target] = first[sequence] + segments[sequence, place]
+    return Packing((N, T), (rows, T), source, target, numbers, needed)
 
 
 def row_counts(sequences: int, multiple: int) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rl.algorithms
+from policy import sources
 from rewards import RewardError, Runner, RunnerOptions, registry
 from rl import data
 from rl.config import DataOptions, EvaluationOptions, RewardSettings, RunConfig, StageOptions
@@ -19,8 +20,19 @@ Row = tuple[list[int], list[int]]  # ids of a demonstration, and 1 where a token
 
 
 @dataclass(frozen=True)
+class Pair:
+    """Two answers to a prompt, each with it, as token ids; they end with the last token that the assistant writes, as a completion
+    does that was sampled."""
+
+    chosen: Row
+    rejected: Row
+    margin: float
+
+
+@dataclass(frozen=True)
 class Stage:
-    """One stage, ready to run. `problems` for rollouts or `demonstrations` for supervised training; the other is None."""
+    """One stage, ready to run. `problems` for rollouts, `demonstrations` or `pairs` for training on data alone; the others are
+    None."""
 
     index: int
     name: str
@@ -28,6 +40,7 @@ class Stage:
     algorithm: object
     problems: Sequence[Problem] | None
     demonstrations: Sequence[Row] | None
+    pairs: Sequence[Pair] | None
     runner: Runner | None
 
 
@@ -52,19 +65,21 @@ def prepare(config: RunConfig) -> Prepared:
     tokenizer, stops = _tokenizer(config)
     encoder = _Encoder(config, tokenizer)
     names = config.stage_names
-    held_out = encoder.held_out(config.evaluation, config.stages) if config.evaluation else []
+    algorithms = [rl.algorithms.get(options.algorithm.name, **options.algorithm.model_extra) for options in config.stages]
+    evaluated = [options for options, each in zip(config.stages, algorithms, strict=True) if not each.needs_scores]
+    held_out = encoder.held_out(config.evaluation, evaluated) if config.evaluation and evaluated else []
     runners: dict[str, Runner] = {}
     stages = []
-    for index, options in enumerate(config.stages):
-        algorithm = rl.algorithms.get(options.algorithm.name, **options.algorithm.model_extra)
+    for index, (options, algorithm) in enumerate(zip(config.stages, algorithms, strict=True)):
         source, rewards = options.data or config.data, options.rewards or config.rewards
         problems = encoder.problems(source, options) if algorithm.needs_rollouts else None
         runner = None
-        if rewards and (problems or held_out):
+        if rewards and (problems or held_out) and not algorithm.needs_scores:
             for scored in filter(None, (problems, held_out)):
                 _check_columns(rewards, scored)
             key = rewards.model_dump_json()
             runner = runners[key] = runners.get(key) or _runner(rewards)
+            _check_reward_models([source for source in runner.sources if source not in names], tokenizer)
         _check_dynamic(algorithm, runner, names[index])
         stages.append(
             Stage(
@@ -73,7 +88,8 @@ def prepare(config: RunConfig) -> Prepared:
                 options=options,
                 algorithm=algorithm,
                 problems=problems,
-                demonstrations=None if algorithm.needs_rollouts else encoder.demonstrations(source),
+                demonstrations=None if algorithm.needs_rollouts or algorithm.needs_pairs else encoder.demonstrations(source),
+                pairs=encoder.pairs(source) if algorithm.needs_pairs else None,
                 runner=runner,
             )
         )
@@ -98,6 +114,25 @@ def _runner(settings: RewardSettings) -> Runner:
         return Runner(RunnerOptions(functions, settings.workers, settings.timeout_s, settings.on_error))
     except RewardError as error:
         raise ConfigError(f"rewards: {error}") from None
+
+
+def _check_reward_models(directories: Sequence[str], tokenizer) -> None:
+    """Reward models read the very tokens that the policy does."""
+    for directory in directories:
+        where = f"rewards: reward_model: {directory}"
+        if len(tokenizer) > (size := sources.classifier(directory).vocab_size):
+            raise ConfigError(
+                f"{where} has a vocabulary of {size}, the tokenizer has {len(tokenizer)} tokens; they must be the same"
+            )
+        try:
+            theirs = load_tokenizer(directory).get_vocab()
+        except (ValueError, OSError):
+            continue  # it holds none
+        if different := sorted(theirs.items() ^ tokenizer.get_vocab().items()):
+            raise ConfigError(
+                f"{where} was trained with another tokenizer ({len(different)} entries differ, e.g. {different[0][0]!r}); it "
+                "reads the tokens of the policy, so both must have the same"
+            )
 
 
 def _check_dynamic(algorithm, runner: Runner | None, stage: str) -> None:
@@ -139,10 +174,19 @@ class _Encoder:
     def demonstrations(self, source: DataOptions) -> list[Row]:
         dataset = self._load(source, demonstrations=True)
         rows = self._once(("rows", source.model_dump_json()), lambda: [self._row(example) for example in dataset])
-        lengths = {id(example): len(ids) for example, (ids, _) in zip(dataset, rows, strict=True)}
-        advice = f"raise max_length ({self._config.max_length}) or leave these rows out"
-        data.check_lengths(dataset, lambda example: lengths[id(example)], self._config.max_length, advice)
+        self._check_lengths(dataset, [len(ids) for ids, _ in rows])
         return rows
+
+    def pairs(self, source: DataOptions) -> list[Pair]:
+        dataset = self._load(source, pairs=True)
+        pairs = self._once(("pairs", source.model_dump_json()), lambda: [self._pair(example) for example in dataset])
+        self._check_lengths(dataset, [max(len(pair.chosen[0]), len(pair.rejected[0])) for pair in pairs])
+        return pairs
+
+    def _check_lengths(self, dataset: data.Dataset, lengths: Sequence[int]) -> None:
+        found = {id(example): length for example, length in zip(dataset, lengths, strict=True)}
+        advice = f"raise max_length ({self._config.max_length}) or leave these rows out"
+        data.check_lengths(dataset, lambda example: found[id(example)], self._config.max_length, advice)
 
     def held_out(self, options: EvaluationOptions, stages: Sequence[StageOptions]) -> list[Problem]:
         longest = max(stages, key=lambda stage: stage.sampling.max_new_tokens)
@@ -166,6 +210,20 @@ class _Encoder:
         return self._guarded(
             example, lambda: chat.encode_example(self._tokenizer, example.prompt, example.completion, example.messages)
         )
+
+    def _pair(self, example: data.Example) -> Pair:
+        rows = []
+        for answer in example.pair:
+            ids, mask = self._guarded(example, lambda answer=answer: chat.encode_answer(self._tokenizer, example.prompt, answer))
+            if not any(mask):
+                raise DataError(f"{example.where}: an answer has no token of its own")
+            end = len(mask) - mask[::-1].index(1)
+            rows.append((ids[:end], mask[:end]))
+        if rows[0] == rows[1]:
+            raise DataError(f"{example.where}: both answers are the same tokens: there is nothing to learn from this pair")
+        if not rows[0][1][0] == rows[1][1][0] == 0:
+            raise DataError(f"{example.where}: the prompt is empty: there is no token to go on from")
+        return Pair(*rows, example.margin)
 
     @staticmethod
     def _guarded(example: data.Example, encode):

@@ -93,24 +93,36 @@ def collect(
     version: int = 0,
 ) -> Rollouts:
     """Completes the prompts, by weights of this `version`. A group is scored, in the processes of the rewards, as soon as it is
-    there; others are decoded."""
+    there; others are decoded. With reward models all are scored once the last is there: they need the devices too."""
     began, G = time.perf_counter(), params.n
     examples = [problem.example for problem in problems for _ in range(G)]
     names = sorted({name for example in examples for name in example.columns})
     columns: dict[str, Any] = {name: [example.columns.get(name) for example in examples] for name in names}
     columns |= {"completion_lengths": [0] * len(examples), "truncated": [False] * len(examples)}
+    columns["reward_model_scores"] = [{}] * len(examples)
     columns["max_new_tokens"] = params.max_new_tokens
     handle = runner.open([example.prompt for example in examples], columns, [p for p in range(len(problems)) for _ in range(G)])
     generator.forget()
     before = generator.counts
     completions: list[list[Completion]] = [[None] * G for _ in problems]
-    for p, sample, completion in generator.stream([problem.ids for problem in problems], params, ids=prompt_ids):
-        completions[p][sample] = completion
+
+    def score(p: int, sample: int, **judged) -> None:
+        completion = completions[p][sample]
         text = _as_written(problems[p].example.prompt, completion.text)
         known = {"completion_lengths": len(completion.tokens), "truncated": completion.finish == "length"}
-        handle.add(p * G + sample, text, **known)
+        handle.add(p * G + sample, text, **known, **judged)
+
+    for p, sample, completion in generator.stream([problem.ids for problem in problems], params, ids=prompt_ids):
+        completions[p][sample] = completion
+        if not runner.judges:
+            score(p, sample)
     counts = {name: count - before[name] for name, count in generator.counts.items()}
     seconds = time.perf_counter() - began
+    if runner.judges:
+        rows = [problems[p].ids + completion.tokens for p, group in enumerate(completions) for completion in group]
+        judged = {source: judge(rows) for source, judge in runner.judges.items()}
+        for i in range(len(rows)):
+            score(*divmod(i, G), reward_model_scores={source: scores[i] for source, scores in judged.items()})
     return Rollouts(problems, prompt_ids, completions, handle, counts, seconds, [version] * len(problems))
 
 

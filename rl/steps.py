@@ -1,4 +1,4 @@
-"""One step of a stage: from demonstrations, or from prompts and rewards, to new weights.
+"""One step of a stage: from demonstrations, from preferred pairs, or from prompts and rewards, to new weights.
 
 N completions, P prompts of G each, T tokens.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from rewards import Scores
 from rl import data, rollouts
-from rl.batch import Batch, pack
+from rl.batch import Batch, pack, together
 from rl.errors import ModelError
 from rl.groups import DynamicSampling, Group
 from rl.prepare import Stage
@@ -59,9 +59,21 @@ class Progress:
 
 
 def supervised(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int) -> tuple[RunState, dict]:
-    """One update on the next `prompts_per_step` demonstrations."""
-    batch = pack([stage.demonstrations[row] for row in _next(run, stage, len(stage.demonstrations))], run.config.max_length)
-    return _update(run, trainer, state, batch)
+    """`updates_per_step` updates on the next `prompts_per_step` demonstrations, or pairs."""
+    limit = run.config.max_length
+    if stage.pairs is None:
+        batch = pack([stage.demonstrations[row] for row in _next(run, stage, len(stage.demonstrations))], limit)
+    else:
+        pairs = [stage.pairs[row] for row in _next(run, stage, len(stage.pairs))]
+        batch = together([(pair.chosen, pair.rejected) for pair in pairs], 2 * limit)
+        margin = np.asarray([pair.margin for pair in pairs], np.float32)
+        batch = batch.replace(margin=np.broadcast_to(margin[:, None], batch.tokens.shape))
+    began, metrics = time.perf_counter(), {}
+    if state.reference is not None:
+        batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch)[0])
+        metrics["time/logprob"] = time.perf_counter() - began
+    state, updated = _update(run, trainer, state, batch, critic_only=stage.algorithm.needs_scores)
+    return state, metrics | updated
 
 
 def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int) -> tuple[RunState, dict]:

@@ -386,6 +386,7 @@ class Trainer:
                 ref_logp=batch.ref_logp,
                 entropy=batch.entropy,
                 advantages=batch.advantages,
+                margin=batch.margin,
                 segments=batch.segments,
                 prompt=batch.prompt,
                 correct=batch.correct,
@@ -428,7 +429,7 @@ class Trainer:
 
     def _by_micro_batch(self, program, params, batch: Batch) -> tuple[np.ndarray, ...]:
         place, R = self.layout(batch.segments)
-        packed = place.pack(batch.tokens), place.spread(place.number), place.routes(batch)
+        packed = place.pack(batch.tokens), place.segments, place.routes(batch)
         parts = []
         for i in range(0, place.used, R):
             out = program(params, *jax.tree.map(lambda a, i=i: a[i : i + R], packed))

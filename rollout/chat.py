@@ -35,18 +35,18 @@ def render_prompt(tokenizer, prompt: str | Messages, add_generation_prompt: bool
     return ids
 
 
-def render_conversation(tokenizer, messages: Messages, last_only: bool = False) -> tuple[list[int], list[int]]:
+def render_conversation(tokenizer, messages: Messages, first: int = 0) -> tuple[list[int], list[int]]:
     """Ids of a conversation, and a mask that is 1 on what the assistant writes, its end of turn included.
 
-    last_only: only the last turn of the assistant counts.
+    first: only turns of the assistant from this message on count.
 
     Raises ChatError if the template drops or rewrites what the mask would have to cover.
     """
     text = _text(tokenizer, messages, False)
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= first]
     if not turns:
         raise ChatError("the conversation has no turn of the assistant")
-    spans = [_span(tokenizer, messages, number, text) for number in (turns[-1:] if last_only else turns)]
+    spans = [_span(tokenizer, messages, number, text) for number in turns]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = list(encoded["input_ids"])
     _check_one_beginning(tokenizer, ids)
@@ -68,11 +68,18 @@ def encode_example(
         return render_conversation(tokenizer, messages)
     if completion is None:
         raise ValueError("a demonstration needs a completion or messages")
+    return encode_answer(tokenizer, prompt, completion)
+
+
+def encode_answer(tokenizer, prompt: str | Messages, answer: str | Messages) -> tuple[list[int], list[int]]:
+    """(ids, mask) of a prompt and an answer to it, the mask on the answer alone: on what the assistant writes of it, where they
+    are messages."""
     if not isinstance(prompt, str):
-        return render_conversation(tokenizer, [*prompt, {"role": "assistant", "content": completion}], last_only=True)
+        answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        return render_conversation(tokenizer, [*prompt, *answer], first=len(prompt))
     prompt_ids = render_prompt(tokenizer, prompt)
-    completion_ids = [*tokenizer.encode(completion, add_special_tokens=False), tokenizer.eos_token_id]
-    return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
+    answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+    return prompt_ids + answer_ids, [0] * len(prompt_ids) + [1] * len(answer_ids)
 
 
 def _text(tokenizer, messages: Messages, add_generation_prompt: bool) -> str:

@@ -13,6 +13,7 @@ from policy import families
 from policy.config import Runtime
 from rl.batch import Batch
 from rl.config import StageOptions
+from rl.rewardmodel import RewardModelTrainer
 from rl.trainer import RunState, Trainer
 
 VOCAB = 40
@@ -60,7 +61,8 @@ def begin(model, options: StageOptions, fresh: bool = False) -> tuple[Trainer, R
     key = id(model.graph), options.model_dump_json()
     if fresh or key not in _trainers:
         algorithm = rl.algorithms.get(options.algorithm.name, **options.algorithm.model_extra)
-        _trainers[key] = Trainer(model.graph, options, algorithm)
+        kind = RewardModelTrainer if algorithm.needs_scores else Trainer
+        _trainers[key] = kind(model.graph, options, algorithm)
     made = _trainers[key]
     return made, made.start(jax.tree.map(lambda a: jax.device_put(np.array(a), a.sharding), model.params), seed=3)
 

@@ -107,3 +107,26 @@ def _scores(column: np.ndarray):
         return [None if np.isnan(score) else float(score) for score in column]
 
     return function
+
+
+def pair_trainer(kind: str, model, **settings):
+    """TRL's trainer "DPO" or "Reward" for a model of transformers; its losses are then called on inputs that the test makes. For
+    DPO `ref_model` is one of the settings' neighbours."""
+    import trl
+    from datasets import Dataset
+
+    from rollout.tokenizer import byte_level
+
+    reference = {"ref_model": settings.pop("ref_model")} if kind == "DPO" else {}
+    arguments = getattr(trl, f"{kind}Config")(
+        output_dir=str(settings.pop("directory")), gradient_checkpointing=False, use_cpu=True, bf16=False, report_to=[], **settings
+    )
+    theirs = getattr(trl, f"{kind}Trainer")(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_list([{"prompt": "1+1=", "chosen": "2", "rejected": "3"}]),
+        processing_class=byte_level(),
+        **reference,
+    )
+    theirs.model.train()
+    return theirs

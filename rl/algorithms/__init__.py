@@ -2,7 +2,8 @@
 
 An algorithm file defines the frozen dataclass `Algorithm`. Its fields are its YAML keys, and it says
 
-    needs_rollouts, needs_reference, needs_critic, needs_entropy, needs_greedy, needs_token_kl, needs_each_reward
+    needs_rollouts, needs_reference, needs_critic, needs_entropy, needs_greedy, needs_token_kl, needs_each_reward, needs_pairs,
+    needs_scores
                                         what the trainer has to provide
     needs_old_logp(updates_per_step)    whether log-probabilities are taken before the first update
     proximal(Batch or PolicyInputs)     which log-probabilities are the old ones, with rollouts

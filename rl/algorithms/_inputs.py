@@ -28,11 +28,14 @@ class PolicyInputs:
     ref_logp: jax.Array | None = None  # of the reference model
     entropy: jax.Array | None = None  # of the distribution that token t was drawn from, with gradient
     advantages: jax.Array | None = None  # [N] or [N,T]
+    scores: jax.Array | None = None  # of the sequence up to and with token t, by a reward model, with gradient
+    margin: jax.Array | None = None  # of pairs, by how much the scores are to differ; read at the last token of an answer
     segments: jax.Array | None = None  # int[N,T] in 0..T: sequence within the row, 0 is padding; None: one a row
     prompt: jax.Array | None = None  # int[N], or [N,T] of packed rows: number of the prompt (the group); -1: only fills up
     num_tokens: jax.Array | None = None  # scalar: sum of mask over the optimiser batch; None: counted here
     num_sequences: jax.Array | None = None  # scalar
     num_prompts: jax.Array | None = None  # scalar
+    chosen_tokens: jax.Array | None = None  # scalar: of pairs, sum of mask over the chosen answers
     prompt_tokens: jax.Array | None = None  # [N] or [N,T]: sum of mask over all completions of the prompt
     correct: jax.Array | None = None  # [N] or [N,T]: 1 on completions that are correct, for a loss that imitates them
     num_correct: jax.Array | None = None  # scalar: sum of mask over those of the optimiser batch
@@ -49,7 +52,7 @@ class Sequences:
         self.mask_NT = jnp.asarray(inputs.mask) != 0
         self.segments_NT = None if inputs.segments is None else jnp.asarray(inputs.segments)
         if self.segments_NT is not None:
-            present_NS = self._packed_sum(jnp.ones(self.mask_NT.shape, jnp.float32)) > 0
+            present_NS = self.packed_sum(jnp.ones(self.mask_NT.shape, jnp.float32)) > 0
             self.exists_NS = present_NS.at[:, 0].set(False)
         elif inputs.prompt is not None:
             self.exists_NS = (jnp.asarray(inputs.prompt) >= 0)[:, None]
@@ -57,7 +60,8 @@ class Sequences:
             self.exists_NS = jnp.ones((self.mask_NT.shape[0], 1), bool)
         self.length_NS = self.sum(jnp.ones(self.mask_NT.shape, jnp.float32))
 
-    def _packed_sum(self, values_NT):
+    def packed_sum(self, values_NT):
+        """Sum of all tokens of each sequence of packed rows, [N,S]."""
         places = values_NT.shape[1] + 1
         return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=places))(values_NT, self.segments_NT)
 
@@ -66,7 +70,7 @@ class Sequences:
         values_NT = jnp.where(self.mask_NT, values_NT, 0.0)
         if self.segments_NT is None:
             return values_NT.sum(1, keepdims=True)
-        return self._packed_sum(values_NT)
+        return self.packed_sum(values_NT)
 
     def mean(self, values_NT):
         """Mean over the masked tokens of each sequence, 0 where there is none, [N,S]."""

@@ -40,6 +40,8 @@ class PolicyGradient:
 
     needs_rollouts: ClassVar[bool] = True
     needs_critic: ClassVar[bool] = False
+    needs_pairs: ClassVar[bool] = False
+    needs_scores: ClassVar[bool] = False
     needs_greedy: ClassVar[bool] = False  # `advantages` takes the reward of a greedy completion of each prompt
     needs_token_kl: ClassVar[bool] = False  # `advantages` takes old_logp - ref_logp and the mask, of each token
     needs_each_reward: ClassVar[bool] = False  # `advantages` takes the scores of every reward function, and their weights

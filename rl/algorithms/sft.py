@@ -7,22 +7,16 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from rl.algorithms._options import algorithm_options
+from rl.algorithms._supervised import Supervised
 
 
 @algorithm_options()
-class Algorithm:
+class Algorithm(Supervised):
     """nll: -logp; dft: -p logp with p a constant weight: less is learnt from what is improbable (arXiv:2508.05629)."""
 
     name: ClassVar[str] = "sft"
-    needs_rollouts: ClassVar[bool] = False
-    needs_reference: ClassVar[bool] = False
-    needs_critic: ClassVar[bool] = False
-    needs_entropy: ClassVar[bool] = False
 
     loss_type: Literal["nll", "dft"] = Field("nll", description="nll, or dft: weighted by the token's own probability")
-
-    def needs_old_logp(self, updates_per_step: int) -> bool:
-        return False
 
     def with_totals(self, inputs):
         """`inputs` of a whole optimiser batch with its token count filled in; see `PolicyGradient.with_totals`."""

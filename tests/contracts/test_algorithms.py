@@ -12,8 +12,9 @@ ALGORITHMS = rl.algorithms.known()
 ROWS, WIDTH = 4, 3
 
 
-def batch():
-    rng = np.random.default_rng(0)
+def batch(name):
+    """Rows of one completion, or of a pair where the algorithm asks for them."""
+    algorithm, rng = rl.algorithms.get(name), np.random.default_rng(0)
     mask = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 1, 1]], np.float32)
     names = ("logp", "old_logp", "sampler_logp", "ref_logp", "entropy")
     arrays = {name: np.where(mask, rng.normal(-1, 0.2, mask.shape), np.nan).astype(np.float32) for name in names}
@@ -22,6 +23,8 @@ def batch():
         mask=mask,
         advantages=np.array([1.0, -1.0, 0.5, -0.5], np.float32),
         prompt=np.zeros(ROWS, np.int32),
+        segments=np.array([[1, 1, 2], [1, 2, 0], [1, 2, 2], [1, 1, 2]]) if algorithm.needs_pairs else None,
+        scores=rng.normal(size=mask.shape).astype(np.float32) * mask if algorithm.needs_scores else None,
         max_length=WIDTH,
         **arrays,
     )
@@ -40,7 +43,7 @@ def test_its_name_is_its_file_and_every_option_has_a_default_and_a_description(n
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_it_says_what_it_needs(name):
     algorithm = rl.algorithms.get(name)
-    for need in ("needs_rollouts", "needs_reference", "needs_critic", "needs_entropy"):
+    for need in ("needs_rollouts", "needs_reference", "needs_critic", "needs_entropy", "needs_pairs", "needs_scores"):
         assert isinstance(getattr(algorithm, need), bool), need
     assert isinstance(algorithm.needs_old_logp(1), bool)
     estimator = "advantages_per_token" if algorithm.needs_critic else "advantages"
@@ -50,11 +53,28 @@ def test_it_says_what_it_needs(name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_its_loss_compiles_and_gives_finite_float32_scalars(name):
     algorithm = rl.algorithms.get(name)
-    loss, metrics = jax.jit(algorithm.loss)(batch())
+    loss, metrics = jax.jit(algorithm.loss)(batch(name))
     for key, value in {"loss": loss, **metrics}.items():
         assert value.shape == (), key
         assert value.dtype == np.float32, key
         assert np.isfinite(value), key
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if rl.algorithms.get(name).needs_pairs])
+def test_micro_batches_of_pairs_add_up_and_padding_gets_no_gradient(name):
+    """For the others see unit/test_algorithms_properties.py."""
+    algorithm = rl.algorithms.get(name)
+    arrays = algorithm.with_totals(batch(name))
+    learnt = "scores" if algorithm.needs_scores else "logp"
+    gradient_of = jax.grad(lambda values, part: algorithm.loss(dataclasses.replace(part, **{learnt: values}))[0])
+    whole = np.asarray(gradient_of(getattr(arrays, learnt), arrays))
+    parts = []
+    for row in range(ROWS):
+        part = jax.tree.map(lambda array, row=row: array[row : row + 1] if np.ndim(array) else array, arrays)
+        parts.append(gradient_of(getattr(part, learnt), part))
+    np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-6)
+    assert not whole[arrays.mask == 0].any() or algorithm.needs_scores  # a score is read at the last token
+    assert whole.any()
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if hasattr(rl.algorithms.get(name), "advantages")])

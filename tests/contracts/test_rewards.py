@@ -11,7 +11,7 @@ from rewards import RewardError, Runner, RunnerOptions, registry
 from rewards.check import run_examples
 
 BUILT_IN = sorted(registry._builtins())
-NEEDED_OPTIONS = {"regex_format": {"pattern": "x"}}
+NEEDED_OPTIONS = {"regex_format": {"pattern": "x"}, "reward_model": {"source": "rm"}}
 
 
 def usable(name):
@@ -48,6 +48,7 @@ def test_a_group_scores_as_its_completions_do_alone(name):
     options = NEEDED_OPTIONS.get(name, {}) | ({"limit": 100} if name == "soft_overlong" else {})
     examples = examples or [{"prompt": "", "completion": text} for text in ("x", "y")]
     columns = {"completion_lengths": [7 * i for i in range(len(examples))], "truncated": [False] * len(examples)}
+    columns["reward_model_scores"] = [{"rm": 0.5 * i} for i in range(len(examples))]
     columns |= {key: [e[key] for e in examples] for key in examples[0] if key not in own}
     prompts, completions = ([e[key] for e in examples] for key in ("prompt", "completion"))
     with Runner(RunnerOptions(((name, 1.0, options),), timeout_s=30.0)) as runner:

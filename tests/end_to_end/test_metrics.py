@@ -1,5 +1,6 @@
 """docs/metrics.md names every metric that a run writes, and no other."""
 
+import dataclasses
 import json
 import re
 
@@ -46,7 +47,10 @@ def of_the_losses() -> set[str]:
     arrays = dict.fromkeys(("logp", "old_logp", "sampler_logp", "ref_logp"), -ones)
     inputs = rl.algorithms.PolicyInputs(mask=ones, entropy=ones, advantages=ones[:, 0], correct=ones, max_length=3, **arrays)
     others = [rl.algorithms.get(name) for name in rl.algorithms.known()]
-    found = {name for each in others for name in each.loss(inputs)[1]} | set(algorithm.loss(inputs)[1])
+    pairs = dataclasses.replace(inputs, segments=jnp.array([[1, 1, 2]] * 2), scores=ones)
+    found = {name for each in others for name in each.loss(pairs if each.needs_pairs else inputs)[1]} | set(
+        algorithm.loss(inputs)[1]
+    )
     found |= set(algorithm.value_loss(ones, ones, ones, inputs)[1])
     host = np.ones((2, 3))
     return found | set(algorithm.advantages_per_token(np.ones(2), -host, -host, host, host)[2])

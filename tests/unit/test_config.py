@@ -112,7 +112,7 @@ BAD = [
         "steps: 3\n    router: {capacity_factor: 1.25}",
         13,
         "stages.1.router.capacity_factor",
-        ["grpo learns from what the generator samples", "sft stages only"],
+        ["grpo compares the policy with a model that drops nothing", "sft stages only"],
     ),
     (
         "steps: 2",

@@ -33,7 +33,7 @@ def parquet(name: str, rows: list[dict]) -> str:
 
 
 def error(kind, **values) -> str:
-    keywords = {key: values.pop(key) for key in ("demonstrations", "held_out") if key in values}
+    keywords = {key: values.pop(key) for key in ("demonstrations", "pairs", "held_out") if key in values}
     with pytest.raises(kind) as caught:
         load(options(**values), **keywords)
     return str(caught.value)
@@ -154,3 +154,51 @@ def test_tasks_take_the_held_out_split_for_evaluation():
     assert not {e.prompt for e in train} & {e.prompt for e in held_out}
     assert train[0].columns["answer"] == train[0].completion
     assert "splits train and eval" in error(ConfigError, task="arithmetic", split="test")
+
+
+def say(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+ASKED, GOOD, BAD = say("user", "hi"), say("assistant", "ho"), say("assistant", "hu")
+
+
+def test_pairs_are_texts_or_messages_and_the_prompt_may_be_what_both_begin_with():
+    rows = [
+        {"prompt": "hi", "chosen": "ho", "rejected": "hu", "margin": 2},
+        {"prompt": [ASKED], "chosen": [GOOD], "rejected": "hu"},
+        {"prompt": "hi", "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [ASKED, GOOD, ASKED, GOOD], "rejected": [ASKED, GOOD, ASKED, BAD]},
+    ]
+    with pytest.raises(DataError, match="p.jsonl:2: `chosen` and `rejected` must both be texts"):
+        load(options(path=jsonl("p.jsonl", rows)), pairs=True)
+    found = load(options(path=jsonl("p.jsonl", [rows[0], *rows[2:]]), system="s"), pairs=True)
+    system = say("system", "s")
+    assert [e.prompt for e in found] == [[system, ASKED], [system, ASKED], [system, ASKED, GOOD, ASKED]]
+    assert [e.pair for e in found] == [("ho", "hu"), ([GOOD], [BAD]), ([GOOD], [BAD])]
+    assert [e.margin for e in found] == [2.0, 0.0, 0.0]
+    assert found[0].where == "p.jsonl:1"
+
+
+def test_a_pair_without_a_preference_is_named():
+    rows = [
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+        {"prompt": "a", "chosen": "", "rejected": "b"},
+        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"},
+        {"chosen": [ASKED, GOOD], "rejected": [say("user", "ha"), BAD]},
+        {"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD, ASKED, BAD]},
+        {"prompt": "a", "chosen": [GOOD], "rejected": [ASKED]},
+    ]
+    said = error(DataError, path=jsonl("bad.jsonl", rows), pairs=True).splitlines()
+    assert [line.split(": ")[0] for line in said] == [f"bad.jsonl:{n}" for n in range(1, 7)]
+    texts = (
+        "are equal",
+        "is empty",
+        "finite number",
+        "begin with the same",
+        "the beginning of the other",
+        "must be the assistant's",
+    )
+    assert all(text in line for text, line in zip(texts, said, strict=True))
+    assert "no column `rejected`" in error(DataError, path=jsonl("c.jsonl", [{"prompt": "a", "chosen": "b"}]), pairs=True)
+    assert "no column `prompt`" in error(DataError, path=jsonl("d.jsonl", [{"chosen": "ab", "rejected": "ac"}]), pairs=True)

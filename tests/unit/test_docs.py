@@ -14,6 +14,7 @@ import yaml
 
 import rewards
 import rewards.registry
+import rl.algorithms
 from rl import configfile, data, reference
 from rl.tasks import arithmetic
 
@@ -93,6 +94,9 @@ def test_configurations_load_and_their_data_too(document, tmp_path):
         rest = tmp_path / f"{number}-rest.yml"
         rest.write_text(yaml.safe_dump({k: v for k, v in BASE.items() if k not in yaml.safe_load(snippet.text)}))
         config = configfile.load([file, rest])
+        for stage in config.stages:
+            if stage.data is not None:
+                data.load(stage.data, pairs=rl.algorithms.get(stage.algorithm.name).needs_pairs)
         if config.data.path is None or Path(config.data.path).exists():
             wanted = {
                 key for f in config.rewards.functions for key in rewards.registry.parameters(rewards.load(f.name), "").required

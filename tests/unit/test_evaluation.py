@@ -23,7 +23,7 @@ def test_pass_at_k_is_the_share_of_choices_of_k_that_hold_a_correct_one(samples,
 class Scripted:
     """Generator and runner in one: sample j of problem i gets `scores[i][j]`; remembers what it was asked."""
 
-    counts = {}
+    counts, judges = {}, {}
 
     def __init__(self, greedy, sampled):
         self.scores, self.asked, self.added = {True: greedy, False: sampled}, [], []

@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learners import batch, begin, host, stage
+from learners import batch, begin, host, same_bits, stage
 
 import rl.algorithms
 from policy import modes
+from rl.batch import together
 from rl.packing import COUNTS, packing, row_counts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "constant", "prompt")
 RATIOS = ("token", "sequence", "sequence_token")
+ANSWERS = [((2, 4), (2, 1)), ((1, 2), (1, 5)), ((3, 1), (3, 2)), ((1, 1), (1, 1)), ((2, 3), (2, 6))]  # of prompts and answers
 UNSCORED = np.arange(12) == 5
 
 
@@ -40,7 +42,7 @@ def test_every_sequence_lies_whole_in_a_row_of_its_own_number(lengths, multiple)
     segments = segments_of(lengths, 12)
     place = packing(segments, row_counts(len(lengths), multiple))
     tokens = np.arange(1, segments.size + 1).reshape(segments.shape) * segments
-    packed, numbers = place.pack(tokens), place.spread(place.number)
+    packed, numbers = place.pack(tokens), place.segments
     np.testing.assert_array_equal(place.unpack(packed), tokens)
     assert np.count_nonzero(packed) == sum(lengths) and ((packed != 0) == (numbers != 0)).all()
     found = []
@@ -64,9 +66,20 @@ def test_rows_come_in_few_numbers():
         assert all(count % multiple == 0 for count in counts)
 
 
-def test_rows_that_are_packed_already_are_refused():
-    with pytest.raises(ValueError, match="one sequence a row"):
-        packing(np.array([[1, 1, 2, 0]]), [1])
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=20))
+@settings(max_examples=100, deadline=None)
+def test_pairs_stay_together_with_the_first_of_them_odd(lengths):
+    segments = np.array([([1] * a + [2] * b + [0] * 12)[:12] for a, b in lengths], np.int32)
+    place = packing(segments, row_counts(len(lengths), 1))
+    pair, packed = np.broadcast_to(np.arange(1, 1 + len(lengths))[:, None], segments.shape), place.segments
+    np.testing.assert_array_equal(place.unpack(packed) % 2, segments % 2)
+    named = place.pack(pair)
+    for row, numbers in zip(named, packed, strict=True):
+        for k in range(1, numbers.max(initial=0), 2):
+            (first,), (second,) = set(row[numbers == k]), set(row[numbers == k + 1])
+            assert first == second
+            assert ((numbers == k).sum(), (numbers == k + 1).sum()) == lengths[first - 1]
+    assert place.used <= len(lengths)
 
 
 def test_prompts_keep_their_groups_whatever_their_numbers():
@@ -151,6 +164,31 @@ def test_updates_are_those_of_separate_rows(create, algorithm):
         one, other = host(one), host(other)
         for key in one:
             np.testing.assert_allclose(other[key], one[key], atol=2e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["dpo", pytest.param("reward_model", marks=pytest.mark.slow)])
+def test_updates_on_pairs_do_not_depend_on_how_they_are_cut(name):
+    """Two pairs in a packed row and one row at a time, or all at once. A reward model leaves the policy's bits as they are."""
+    rng, states, found = np.random.default_rng(4), [], []
+    rows = [[(rng.integers(0, learners.VOCAB, p + n).tolist(), [0] * p + [1] * n) for p, n in pair] for pair in ANSWERS]
+    data = together(rows, 24).replace(prompt=np.arange(len(rows), dtype=np.int32))
+    data = data.replace(margin=0.3 * np.ones(data.mask.shape, np.float32))
+    for micro in (1, None):
+        trainer, state = begin(learners.dense(), stage(name, micro_batch=micro))
+        before = host(state.policy)
+        if name == "dpo":
+            data = data.replace(ref_logp=trainer.logprobs(state.reference, data)[0] - 0.1 * (data.segments == 1))
+        state, metrics = trainer.update(state, data)
+        states.append(host(state))
+        found.append(metrics)
+    place = trainer.layout(data.segments)[0]
+    assert place.used < len(rows) and place.segments.max() == 4
+    for key in found[0]:
+        if key != "perf/packed_share":
+            np.testing.assert_allclose(found[0][key], found[1][key], rtol=2e-5, atol=2e-6, err_msg=key)
+    for key in states[0]:
+        np.testing.assert_allclose(states[0][key], states[1][key], atol=2e-6, err_msg=key)
+    assert same_bits(before, host(state.policy)) == (name == "reward_model")
 
 
 def test_log_probabilities_and_values_come_back_to_their_places():

@@ -1,0 +1,20 @@
+"""The score of a trained reward model, which the run computes on its own devices once all completions are there."""
+
+from rewards.registry import reward
+
+EXAMPLES = [
+    {"prompt": "", "completion": "a", "reward_model_scores": {"runs/rm/export": 1.5}, "score": 1.5},
+    {"prompt": "", "completion": "b", "reward_model_scores": {"runs/rm/export": -0.25, "other": 3.0}, "score": -0.25},
+    {"prompt": "", "completion": "c", "reward_model_scores": {"other": 3.0}, "score": 3.0, "options": {"source": "other"}},
+]
+for example in EXAMPLES:
+    example.setdefault("options", {"source": "runs/rm/export"})
+
+
+@reward
+def reward_model(prompts, completions, reward_model_scores, source: str):
+    """reward_model_scores: of each completion, its score by each model; given by the run.
+
+    source: a directory of a sequence classification model with one label, or an earlier stage `reward_model` of the run.
+    """
+    return [scores[source] for scores in reward_model_scores]

@@ -1,0 +1,101 @@
+"""Reward models: training one on a copy of the policy, its files, and scoring completions with one.
+
+N sequences, T tokens, R rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from policy import classification, modes, sources
+from policy.config import Runtime
+from policy.model import Graph
+from policy.sharding import Layout, constrain, settle
+from rl.algorithms import PolicyInputs
+from rl.batch import Batch, pack
+from rl.config import StageOptions
+from rl.critic import VALUE_HEAD, Critic
+from rl.packing import packing
+from rl.trainer import CPU_TOKENS, Learner, RunState, Trainer, Updater
+
+# Tokens that are scored at a time on one device, where it is no CPU.
+SCORED_TOKENS = 16384
+
+
+class RewardModelTrainer(Trainer):
+    """Updates of a stage that trains a reward model. The learner is `RunState.critic`; the policy has no optimizer and stays."""
+
+    def __init__(self, graph: Graph, stage: StageOptions, algorithm, seed: int = 0):
+        super().__init__(graph, stage, algorithm, seed)
+        self._critic = Critic(graph)
+        self.critic = Updater(self._critic, self._score_loss, stage.optimizer, stage, seed)
+
+    def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
+        """The state at the beginning of the stage: `params`, and a copy of them with a fresh head."""
+        learner = self.critic.start(self._critic.init(params, self.algorithm.score_init_std, seed))
+        return settle(RunState(Learner(params, None), None, learner), self.graph.layout)
+
+    def abstract(self) -> RunState:
+        shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
+        places = RunState(Learner(self.graph.shardings, None), None, self.critic.shardings)
+        return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
+
+    def update(self, state: RunState, batch: Batch, *, critic_only: bool = True, controls=None) -> tuple[RunState, dict]:
+        """One optimiser update of the reward model from the pairs of `batch`, one a row."""
+        place, R = self.layout(batch.segments)
+        batch = place.batch(batch)
+        learner, metrics = self.critic(state.critic, batch, self._totals(batch), R)
+        return RunState(state.policy, None, learner), metrics | {"perf/packed_share": place.share(R)}
+
+    def _score_loss(self, params, micro: Batch, inputs: PolicyInputs):
+        scores, aux = self._critic.scores(params, micro.tokens, self._step(micro))
+        loss, metrics = self.algorithm.loss(replace(inputs, scores=scores))
+        return loss, metrics, aux
+
+    def export(self, state: RunState, tokenizer, directory: Path) -> None:
+        """The reward model as transformers stores a sequence classification model, with its tokenizer."""
+        params = dict(state.critic.params)
+        score, trunk = params.pop(VALUE_HEAD), self._critic.trunk
+        graph = Graph(sources.trunk(self.graph.config), trunk.runtime, trunk.layout)
+        classification.write(directory, graph, params, score, tokenizer.pad_token_id)
+        tokenizer.save_pretrained(directory)
+
+
+class Judge:
+    """A reward model on the devices of the run, which scores sequences of token ids."""
+
+    def __init__(self, directory, runtime: Runtime, mesh: Layout, limit: int):
+        """`limit`: the longest sequence, tokens. Raises what `policy.classification.read` raises."""
+        graph, params, score = classification.read(directory, runtime, mesh)
+        self._critic, self._layout, self._limit = Critic(graph), graph.layout, limit
+        self._params = params | {VALUE_HEAD: jax.device_put(score, self._critic.shardings[VALUE_HEAD])}
+
+    def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """The score at the last token of each sequence. They are packed, and taken so many rows at a time as are quick."""
+        batch = pack([(ids, [1] * len(ids)) for ids in sequences], self._limit)
+        N, T = batch.tokens.shape
+        mesh = self._layout.mesh.shape
+        ways = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+        tokens = CPU_TOKENS if self._layout.platform == "cpu" else SCORED_TOKENS
+        R = ways * max(1, tokens // T)
+        place = packing(batch.segments, [-(-N // R) * R])
+        rows, parts = place.pack(batch.tokens), []
+        for i in range(0, place.used, R):
+            out = self._scores(self._params, rows[i : i + R], place.segments[i : i + R])
+            parts.append(settle(out, self._layout))
+        scores = place.unpack(np.concatenate([np.asarray(part) for part in parts]))
+        return [float(scores[row, len(ids) - 1]) for row, ids in enumerate(sequences)]
+
+    @cached_property
+    def _scores(self):
+        def run(params, tokens, segments):
+            tokens = constrain(tokens, ("batch", None), self._layout)
+            return self._critic.scores(params, tokens, modes.sit(tokens, segments=segments))[0]
+
+        return jax.jit(run)
