@@ -76,8 +76,8 @@ class Packing:
 
 
 def packing(segments_NT: np.ndarray, counts: Sequence[int]) -> Packing:
-    """Longest first, each row of the batch into the first packed row with room for it (Johnson 1973: at most 11/9 of the fewest
-    rows that do); rows of padding follow up to the first of `counts` that is enough.
+    """Longest first, each row of the batch into the packed row with the least room that is enough (best fit decreasing; Johnson
+    1973: at most 11/9 of the fewest rows that do); rows of padding follow up to the first of `counts` that is enough.
 
     A row of the batch that holds several sequences (segments 1, 2, ...) is moved as one: they stay together and in order, and where
     all rows hold k of them, sequence j of a row is number j modulo k of its packed row.
@@ -88,7 +88,7 @@ def packing(segments_NT: np.ndarray, counts: Sequence[int]) -> Packing:
     room, filled = np.full(N, T), np.zeros(N, np.int32)
     row, start, first = (np.zeros(N, np.int32) for _ in range(3))
     for i in np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]:
-        r = np.argmax(room >= lengths[i])
+        r = np.argmin(np.where(room >= lengths[i], room, T + 1))
         row[i], start[i], first[i] = r, T - room[r], filled[r]
         room[r] -= lengths[i]
         filled[r] += held[i]

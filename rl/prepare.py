@@ -81,6 +81,9 @@ def prepare(config: RunConfig) -> Prepared:
             runner = runners[key] = runners.get(key) or _runner(rewards)
             _check_reward_models([source for source in runner.sources if source not in names], tokenizer)
         _check_dynamic(algorithm, runner, names[index])
+        demonstrations = None
+        if not (algorithm.needs_rollouts or algorithm.needs_pairs):
+            demonstrations = encoder.demonstrations(source, algorithm.learnt)
         stages.append(
             Stage(
                 index=index,
@@ -88,7 +91,7 @@ def prepare(config: RunConfig) -> Prepared:
                 options=options,
                 algorithm=algorithm,
                 problems=problems,
-                demonstrations=None if algorithm.needs_rollouts or algorithm.needs_pairs else encoder.demonstrations(source),
+                demonstrations=demonstrations,
                 pairs=encoder.pairs(source) if algorithm.needs_pairs else None,
                 runner=runner,
             )
@@ -171,9 +174,9 @@ class _Encoder:
         data.check_lengths(dataset, lambda example: lengths[id(example)], longest, advice)
         return encoded
 
-    def demonstrations(self, source: DataOptions) -> list[Row]:
+    def demonstrations(self, source: DataOptions, learnt: str) -> list[Row]:
         dataset = self._load(source, demonstrations=True)
-        rows = self._once(("rows", source.model_dump_json()), lambda: [self._row(example) for example in dataset])
+        rows = self._once(("rows", source.model_dump_json(), learnt), lambda: [self._row(example, learnt) for example in dataset])
         self._check_lengths(dataset, [len(ids) for ids, _ in rows])
         return rows
 
@@ -206,10 +209,9 @@ class _Encoder:
             raise DataError(f"{example.where}: the prompt is empty: there is no token to go on from")
         return Problem(example, ids)
 
-    def _row(self, example: data.Example) -> Row:
-        return self._guarded(
-            example, lambda: chat.encode_example(self._tokenizer, example.prompt, example.completion, example.messages)
-        )
+    def _row(self, example: data.Example, learnt: str) -> Row:
+        given = example.prompt, example.completion, example.messages
+        return self._guarded(example, lambda: chat.encode_example(self._tokenizer, *given, learnt))
 
     def _pair(self, example: data.Example) -> Pair:
         rows = []

@@ -56,19 +56,25 @@ def render_conversation(tokenizer, messages: Messages, first: int = 0) -> tuple[
 
 
 def encode_example(
-    tokenizer, prompt: str | Messages, completion: str | None = None, messages: Messages | None = None
+    tokenizer,
+    prompt: str | Messages,
+    completion: str | None = None,
+    messages: Messages | None = None,
+    learnt: str = "assistant",
 ) -> tuple[list[int], list[int]]:
     """A demonstration as (ids, mask); the mask is 1 on the tokens to learn, among them the end of sequence.
 
     Plain text: prompt, completion, end of sequence, with the prompt tokenized exactly as `render_prompt` does when
-    sampling. `messages`: a conversation with all turns of the assistant. A prompt of messages with a completion: only
-    that completion.
+    sampling. `messages`: a conversation with all turns of the assistant, or with `learnt` "last_turn" its last one, which ends it.
+    A prompt of messages with a completion: only that completion. `learnt` "all": every token but the first, which follows nothing.
     """
     if messages is not None:
-        return render_conversation(tokenizer, messages)
-    if completion is None:
+        ids, mask = render_conversation(tokenizer, messages, first=len(messages) - 1 if learnt == "last_turn" else 0)
+    elif completion is None:
         raise ValueError("a demonstration needs a completion or messages")
-    return encode_answer(tokenizer, prompt, completion)
+    else:
+        ids, mask = encode_answer(tokenizer, prompt, completion)
+    return ids, [0] + [1] * (len(ids) - 1) if learnt == "all" else mask
 
 
 def encode_answer(tokenizer, prompt: str | Messages, answer: str | Messages) -> tuple[list[int], list[int]]:
