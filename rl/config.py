@@ -448,10 +448,7 @@ class StageOptions(Strict):
     optimizer: OptimizerOptions = Field(OptimizerOptions(), description="optimizer of the policy")
     critic: OptimizerOptions = Field(OptimizerOptions(), description="optimizer of the critic (ppo)")
     router: RouterOptions = Field(RouterOptions(), description="balance of mixture-of-experts layers")
-    router_replay: bool = Field(
-        False,
-        description="updates send each token to the experts that the generator sent it to (grpo, ppo; models with experts)",
-    )
+    router_replay: bool = Field(False, description="updates send tokens to the experts that the generator chose (grpo, ppo)")
     indexer: IndexerOptions = Field(IndexerOptions(), description="training of the indexers of sparse attention")
     mtp: PredictionOptions | None = Field(None, description="trains the modules of model.multi_token_prediction; null: they stay")
     sampling: SamplingOptions = Field(SamplingOptions(), description="of completions; sft: of its evaluations, which are greedy")

@@ -271,10 +271,13 @@ def _reward_models(config: RunConfig, number: int) -> Iterator[tuple[tuple, str]
         return
     for place, reward in enumerate(settings.functions):
         source = reward.options.get("source")
-        if reward.name != JUDGED or not isinstance(source, str):
+        if reward.name != JUDGED or not isinstance(source, str | None):  # another type is refused with the options
             continue
         trained = [name for name, each in zip(names, config.stages, strict=True) if _algorithm(each).needs_scores]
         here = (*path, "functions", place, "options", "source")
+        if source is None:
+            yield here[:-1], "reward_model needs `source`: a stage of the run that trains one, or a directory"
+            continue
         if source in trained:
             if names.index(source) >= number:
                 text = f"{names[number]} comes before stage {source}; name it under `rewards` of the stages that follow it"

@@ -104,9 +104,7 @@ def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> 
         run.events.truncate_after(names, names[first], host["step"])
         run.events.note(f"continuing {folder.path} after step {host['step']} of {names[first]}")
     for stage in run.prepared.stages[first:]:
-        trainer, state = _run_stage(run, stage, saved[1] if saved is not None and stage.index == first else None)
-        if stage.algorithm.needs_scores:
-            folder.export_reward_model(stage.name, partial(trainer.export, state, run.prepared.tokenizer))
+        _run_stage(run, stage, saved[1] if saved is not None and stage.index == first else None, folder)
     if not run.events.sync():
         raise ResourceError(f"{folder.path}: the last events have no room; make some, and continue with `rl-train {folder.path}`")
     run.events.note(f"final weights in {folder.export(partial(_export, run))}")
@@ -122,7 +120,7 @@ def _export(run: Run, directory: Path) -> None:
     run.prepared.tokenizer.save_pretrained(directory)
 
 
-def _run_stage(run: Run, stage: Stage, saved: dict | None) -> tuple[Trainer, RunState]:
+def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) -> None:
     """All steps of a stage; those that are left if the newest checkpoint is one of this stage and `saved` is its host part."""
     options = stage.options
     kind = RewardModelTrainer if stage.algorithm.needs_scores else Trainer
@@ -160,7 +158,8 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None) -> tuple[Trainer, Run
             break
     if stage.runner:
         stage.runner.judges = {}
-    return trainer, state
+    if stage.algorithm.needs_scores:
+        folder.export_reward_model(stage.name, partial(trainer.export, state, run.prepared.tokenizer))
 
 
 def _compile_ahead(run: Run) -> None:

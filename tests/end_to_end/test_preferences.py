@@ -127,6 +127,7 @@ def test_a_pair_is_read_up_to_the_last_token_that_a_completion_would_have(tmp_pa
 @pytest.mark.parametrize(
     ("source", "said"),
     [
+        (None, "reward_model needs `source`"),
         ("nowhere", "no stage of that name trains a reward model (reward_model)"),
         ("MODEL", "a model of 2 labels; a reward model has one"),
         ("grpo", "no directory grpo with a config.json"),
@@ -135,7 +136,7 @@ def test_a_pair_is_read_up_to_the_last_token_that_a_completion_would_have(tmp_pa
 )
 def test_a_reward_model_that_cannot_be_asked_is_refused(source, said, finished, tmp_path, capsys):
     place = {"MODEL": finished / "model", "RUN": finished / "run" / "reward_models" / "reward_model"}.get(source, source)
-    functions = [{"name": "reward_model", "options": {"source": str(place)}}]
+    functions = [{"name": "reward_model", "options": {"source": str(place)} if place else {}}]
     changes = [f"run.dir={tmp_path / 'run'}", f"stages.2.rewards.functions={json.dumps(functions)}"]
     if source == "RUN":
         changes.append("tokenizer={source: characters, alphabet: '0123456789+-*/ '}")
