@@ -107,6 +107,7 @@ def check_meshes(*meshes):
     assert exchanged == [], "selecting and gathering are a row's own business"
 
 
+@pytest.mark.slow
 def test_two_devices_learn_what_one_does():
     check_meshes({"fsdp": 2})
 

@@ -76,6 +76,7 @@ def test_activations_are_those_of_the_hidden_states_without_padding():
     assert [model.config.numbers(f"stacks.0.layers.{i}") for i in range(2)] == [[0, 2], [1, 3]]
 
 
+@pytest.mark.slow
 def test_a_stage_logs_them_layer_by_layer_for_any_micro_batch():
     model, data = learners.experts(), batch()
     segments = np.asarray(data.segments)

@@ -208,6 +208,7 @@ def looked_up(spec, document):
 CLIPPED = {"clip_norm": 0.1, "weight_decay": 0.1}
 
 
+@pytest.mark.slow
 def test_a_table_in_host_memory_gives_the_same_numbers_and_learns_the_same(tmp_path):
     sizes = learners.SIZES | {"num_hidden_layers": 2}
     config = families.read(configuration("Llama", **sizes, duet={"engram": SECTION | {"layers": [1], "outer_norm": True}}))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from oracles import configuration, random_model
 
 import policy
@@ -87,6 +88,7 @@ def run(task: str, directory, devices: int) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_host_holds_the_weights_once(tmp_path):
     """One copy of the largest stack, 101 of 331 MB, would already raise the peak to 1.26 times the weights."""
     keys = {"hidden_size": 512, "intermediate_size": 3072, "num_hidden_layers": 16, "vocab_size": 4096, "head_dim": 32}

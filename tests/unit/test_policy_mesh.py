@@ -87,6 +87,7 @@ def run(*arguments: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_logits_on_a_mesh_equal_those_of_one_device():
     found = run("logits")
     for mesh in MESHES:
@@ -101,6 +102,7 @@ def check_fresh_weights(*kinds):
         assert len(found) >= 2 and set(found.values()) == {0.0}
 
 
+@pytest.mark.slow
 def test_fresh_weights_depend_on_the_seed_only():
     check_fresh_weights("Llama")
 

@@ -92,6 +92,7 @@ def parts(path, grad, options):
     return dict(zip(("read", "write", "mix"), np.split(grad, cuts, axis=-1), strict=True))
 
 
+@pytest.mark.slow
 @every("Qwen3Next")
 def test_prefill_and_decoding_equal_the_full_forward(kind):
     model = model_of(kind)
