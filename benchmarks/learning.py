@@ -207,6 +207,9 @@ def trl_run(directory: Path, seed: int, steps: int) -> None:
     marks = [step for step in range(1, steps + 1) if step % max(1, steps // MARKS) == 0]
     seconds, saving = [], 0.0
 
+    def correct(prompts, completions, answer, **_):
+        return exact_answer(prompts, completions, answer)
+
     class Steps(TrainerCallback):
         def on_step_begin(self, *_, **__):
             self.began = time.perf_counter()
@@ -245,7 +248,7 @@ def trl_run(directory: Path, seed: int, steps: int) -> None:
     rows = [{"prompt": problem.prompt, "answer": problem.columns["answer"]} for problem in problems("train")]
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=exact_answer,
+        reward_funcs=correct,
         args=settings,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,

@@ -269,7 +269,7 @@ def test_a_run_with_a_critic_that_warms_up(tmp_path):
 
 
 def test_a_stage_ends_early_at_its_bound_and_a_run_killed_after_it_goes_on_with_the_next(tmp_path):
-    reached, missed = "{metric: loss, at_most: 100}", "{metric: eval/greedy_accuracy, at_least: 1}"
+    reached, missed = "{metric: loss, at_most: 100}", "{metric: eval/greedy_accuracy, at_least: 2}"
     bounds = f"stages.0.until={reached}", f"stages.1.until={missed}"
     how = (tmp_path / "run", f"stages=[{SFT}, {SFT}]", *bounds, launch.LIGHT[0], "run.checkpoint_every=0")
     assert launch.train(*how) == 0
