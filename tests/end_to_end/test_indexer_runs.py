@@ -10,6 +10,7 @@ FILE = """
 model:
   overrides: {architectures: [DeepseekV32ForCausalLM], model_type: deepseek_v32, index_topk: 4, index_n_heads: 8, index_head_dim: 8,
     initializer_range: 0.3}
+data: {options: {problems: 10000}}  # few are learnt by heart, and the losses of the indexers with them
 evaluation: null
 stages:
   - {algorithm: sft, steps: 16, prompts_per_step: 16, optimizer: {learning_rate: 2e-2}, indexer: {training: dense_warmup}}
