@@ -32,6 +32,7 @@ RewardFunction = Callable[..., "list[float | None]"]
 ENTRY_POINTS = "duet.rewards"
 TEXTS = ("prompts", "completions")
 GIVEN = ("completion_lengths", "truncated", "max_new_tokens", "reward_model_scores")
+JUDGED = "reward_model"  # the reward that is the score of a model
 _FOLDER = Path(__file__).resolve().parent
 _FILE_MODULES = "duet_reward_file_"
 

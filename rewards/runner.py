@@ -137,7 +137,7 @@ class Runner:
     @property
     def sources(self) -> list[str]:
         """The reward models that `judges` must hold before completions are scored."""
-        return sorted({options["source"] for name, _, options in self.options.functions if name == "reward_model"})
+        return sorted({options["source"] for name, _, options in self.options.functions if name == registry.JUDGED})
 
     def __enter__(self) -> Runner:
         return self

@@ -17,7 +17,6 @@ from rl.config import DataOptions, EvaluationOptions, MeshOptions, ModelOptions,
 _FILE_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _BUILT_IN_TOKENIZERS = ("bytes", "characters")
-JUDGED = "reward_model"  # the reward that is the score of a model
 
 
 def problems(config: RunConfig) -> list[tuple[tuple, str]]:
@@ -248,7 +247,7 @@ def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
 
 
 def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str]]:
-    from rewards.registry import RewardError, check
+    from rewards.registry import JUDGED, RewardError, check
 
     for number, reward in enumerate(settings.functions):
         try:
@@ -265,6 +264,8 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
 
 def _reward_models(config: RunConfig, number: int) -> Iterator[tuple[tuple, str]]:
     """The sources of reward models that the rewards of a stage ask: earlier stages of the run, or directories."""
+    from rewards.registry import JUDGED
+
     stage, names = config.stages[number], config.stage_names
     settings, path = (stage.rewards, ("stages", number, "rewards")) if stage.rewards else (config.rewards, ("rewards",))
     if not settings or _algorithm(stage).needs_scores or (supervised(stage) and not config.evaluation):

@@ -2,8 +2,7 @@
 
 Four forms of a row: a prompt alone; a prompt and a completion; a conversation (`messages`, each a mapping of `role` and
 `content`); a prompt with a chosen and a rejected answer. Prompt, completion and answers may themselves be lists of messages.
-Every row is checked when the dataset is
-loaded; what is wrong is said with file and line.
+Every row is checked when the dataset is loaded; what is wrong is said with file and line.
 """
 
 from __future__ import annotations

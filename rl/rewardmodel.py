@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from policy import classification, modes, sources
 from policy.config import Runtime
@@ -22,7 +21,7 @@ from rl.batch import Batch, pack
 from rl.config import StageOptions
 from rl.critic import VALUE_HEAD, Critic
 from rl.packing import packing
-from rl.trainer import CPU_TOKENS, Learner, RunState, Trainer, Updater
+from rl.trainer import CPU_TOKENS, Learner, RunState, Trainer, Updater, by_micro_batch, ways
 
 # Tokens that are scored at a time on one device, where it is no CPU.
 SCORED_TOKENS = 16384
@@ -80,22 +79,16 @@ class Judge:
         """The score at the last token of each sequence. They are packed, and taken so many rows at a time as are quick."""
         batch = pack([(ids, [1] * len(ids)) for ids in sequences], self._limit)
         N, T = batch.tokens.shape
-        mesh = self._layout.mesh.shape
-        ways = mesh["data"] * mesh["fsdp"] * mesh["expert"]
         tokens = CPU_TOKENS if self._layout.platform == "cpu" else SCORED_TOKENS
-        R = ways * max(1, tokens // T)
+        R = ways(self._layout) * max(1, tokens // T)
         place = packing(batch.segments, [-(-N // R) * R])
-        rows, parts = place.pack(batch.tokens), []
-        for i in range(0, place.used, R):
-            out = self._scores(self._params, rows[i : i + R], place.segments[i : i + R])
-            parts.append(settle(out, self._layout))
-        scores = place.unpack(np.concatenate([np.asarray(part) for part in parts]))
+        (scores,) = by_micro_batch(partial(self._scores, self._params), batch, place, R, self._layout)
         return [float(scores[row, len(ids) - 1]) for row, ids in enumerate(sequences)]
 
     @cached_property
     def _scores(self):
-        def run(params, tokens, segments):
+        def run(params, tokens, segments, _):
             tokens = constrain(tokens, ("batch", None), self._layout)
-            return self._critic.scores(params, tokens, modes.sit(tokens, segments=segments))[0]
+            return self._critic.scores(params, tokens, modes.sit(tokens, segments=segments))[:1]
 
         return jax.jit(run)

@@ -21,7 +21,7 @@ from policy.cache import Step
 from policy.layers.dropout import Dropout, row_seeds
 from policy.memory import belongs_there, fetch, in_host_memory, to_device
 from policy.model import Graph
-from policy.sharding import constrain, settle
+from policy.sharding import Layout, constrain, settle
 from rl.algorithms import PolicyInputs
 from rl.auxiliary import auxiliary_loss, load_metrics, moved_biases, totals
 from rl.batch import Batch
@@ -285,6 +285,21 @@ def _zeros(weights: dict) -> dict:
     return {path: jnp.zeros(w.shape, jnp.float32) for path, w in weights.items()}
 
 
+def ways(layout: Layout) -> int:
+    """Parts into which a mesh cuts the rows of a batch."""
+    mesh = layout.mesh.shape
+    return mesh["data"] * mesh["fsdp"] * mesh["expert"]
+
+
+def by_micro_batch(program, batch: Batch, place: Packing, R: int, layout: Layout) -> tuple[np.ndarray, ...]:
+    """What `program(tokens, segments, routes)` gives for R packed rows at a time, each array [N, T] on the host."""
+    packed = place.pack(batch.tokens), place.segments, place.routes(batch)
+    parts = []
+    for i in range(0, place.used, R):
+        parts.append(settle(program(*jax.tree.map(lambda a, i=i: a[i : i + R], packed)), layout))
+    return tuple(place.unpack(np.concatenate([np.asarray(p) for p in each])) for each in zip(*parts, strict=True))
+
+
 class Trainer:
     """The compiled programs of one stage: updates of policy and critic, log-probabilities and values of a batch."""
 
@@ -335,13 +350,12 @@ class Trainer:
     def layout(self, segments_NT: np.ndarray) -> tuple[Packing, int]:
         """(how these sequences are packed, packed rows of one gradient computation)."""
         N, T = segments_NT.shape
-        mesh = self.graph.layout.mesh.shape
-        ways = mesh["data"] * mesh["fsdp"] * mesh["expert"] * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
+        multiple = ways(self.graph.layout) * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
         micro = self.stage.micro_batch or self._micro_batch(N, T)
         if micro is None:
-            place = packing(segments_NT, row_counts(N, ways))
+            place = packing(segments_NT, row_counts(N, multiple))
             return place, place.shape[0]
-        R = -(-min(micro, N) // ways) * ways
+        R = -(-min(micro, N) // multiple) * multiple
         return packing(segments_NT, [-(-N // R) * R]), R
 
     def _micro_batch(self, N: int, T: int) -> int | None:
@@ -429,12 +443,7 @@ class Trainer:
 
     def _by_micro_batch(self, program, params, batch: Batch) -> tuple[np.ndarray, ...]:
         place, R = self.layout(batch.segments)
-        packed = place.pack(batch.tokens), place.segments, place.routes(batch)
-        parts = []
-        for i in range(0, place.used, R):
-            out = program(params, *jax.tree.map(lambda a, i=i: a[i : i + R], packed))
-            parts.append(settle(out, self.graph.layout))
-        return tuple(place.unpack(np.concatenate([np.asarray(p) for p in each])) for each in zip(*parts, strict=True))
+        return by_micro_batch(partial(program, params), batch, place, R, self.graph.layout)
 
     @cached_property
     def _logprobs(self):
