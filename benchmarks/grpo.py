@@ -37,7 +37,7 @@ from pathlib import Path
 
 from letters import letters
 from models import MODELS, pair
-from side_by_side import Row, arguments, parse, table
+from side_by_side import Row, arguments, parse, table, trl_settings
 
 PROMPTS, SAMPLES, NEW_TOKENS = 8, 8, 64
 RATE = 1e-5
@@ -255,7 +255,7 @@ def trl_steps(directory: str, turns: int, told: Turns) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from rollout.tokenizer import byte_level
 
@@ -275,25 +275,14 @@ def trl_steps(directory: str, turns: int, told: Turns) -> None:
             told.done({"length": lengths[-1]})
 
     with tempfile.TemporaryDirectory() as scratch:
-        settings = GRPOConfig(
-            output_dir=scratch,
+        settings = trl_settings(
+            scratch,
             max_steps=turns,
             per_device_train_batch_size=PROMPTS * SAMPLES,
             num_generations=SAMPLES,
             max_completion_length=NEW_TOKENS,
-            temperature=1.0,
-            beta=0.0,
             learning_rate=RATE,
-            max_grad_norm=1.0,
-            loss_type="dapo",
-            gradient_checkpointing=False,
             shuffle_dataset=False,
-            use_cpu=True,
-            bf16=False,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
         )
         trainer = GRPOTrainer(
             model=model,

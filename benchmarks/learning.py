@@ -28,9 +28,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import side_by_side  # noqa: F401  (before jax: the CPU)
 import yaml
 from models import MODELS
+from side_by_side import trl_settings  # before jax: the CPU
 
 PROMPTS, SAMPLES, NEW_TOKENS = 64, 8, 6
 PROBLEMS = 512
@@ -197,7 +197,7 @@ def trl_run(directory: Path, seed: int, steps: int) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from rewards.exact_answer import exact_answer
 
@@ -222,28 +222,17 @@ def trl_run(directory: Path, seed: int, steps: int) -> None:
                 model.save_pretrained(directory / f"step-{state.global_step}")
                 saving += time.perf_counter() - ended
 
-    settings = GRPOConfig(
-        output_dir=str(directory / "trainer"),
+    settings = trl_settings(
+        str(directory / "trainer"),
         seed=seed,
         max_steps=steps,
         per_device_train_batch_size=PROMPTS * SAMPLES,
         num_generations=SAMPLES,
         max_completion_length=NEW_TOKENS,
-        temperature=1.0,
         top_k=0,
-        beta=0.0,
         learning_rate=OPTIMIZER["learning_rate"],
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=OPTIMIZER["warmup_steps"],
-        max_grad_norm=1.0,
-        loss_type="dapo",
-        gradient_checkpointing=False,
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
     )
     rows = [{"prompt": problem.prompt, "answer": problem.columns["answer"]} for problem in problems("train")]
     trainer = GRPOTrainer(

@@ -82,6 +82,28 @@ def table(rows: Sequence[Row], unit: str, *, rate: bool) -> str:
     )
 
 
+def trl_settings(directory: str, **given):
+    """Settings of TRL's GRPOTrainer for strictly on-policy steps in float32 on the CPU, averaged over tokens, without a KL term, of
+    which nothing is written or shown."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=directory,
+        temperature=1.0,
+        beta=0.0,
+        max_grad_norm=1.0,
+        loss_type="dapo",
+        gradient_checkpointing=False,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **given,
+    )
+
+
 def arguments(description: str, sizes: Sequence[str], repeats: int) -> argparse.ArgumentParser:
     """The arguments that every benchmark takes: which models, and how many turns."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
