@@ -28,9 +28,13 @@ Weight = jax.Array | qwix.QArray | Projection
 def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax.Array:
     """einsum(equation, x, weight) in x's dtype. The equation names leading dimensions that only x has "...", or not at all."""
     rule = runtime.quantization
-    if rule is None and not isinstance(weight, (qwix.QArray, Projection)):
+    plain = rule is None and not isinstance(weight, (qwix.QArray, Projection))
+    one_cpu = runtime.layout is not None and runtime.layout.mesh.size == 1 and runtime.layout.platform == "cpu"
+    if plain and not one_cpu:
         return jnp.einsum(equation, x, weight.astype(x.dtype))
     equation = equation.replace("...", ascii_uppercase[: x.ndim - len(equation.split(",")[0].replace("...", ""))])
+    if plain:
+        return _by_rows(equation, x, weight.astype(x.dtype))
     if isinstance(weight, Projection):
         return _project(equation, x, weight)
     if not isinstance(weight, qwix.QArray):
@@ -43,15 +47,38 @@ def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax
     return qwix.einsum(equation, x_quantized, weight).astype(x.dtype)
 
 
+def _by_rows(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The same as one product of matrices where nothing else is asked for. XLA's CPU backend computes the gradient of a weight from
+    rows of several dimensions by transposing them first, together with all that is fused into them: of an update of 1M weights a
+    third (137 ms of 768 tokens in place of 96)."""
+    rows, inputs, outputs = _letters(equation)
+    K, outs = math.prod(weight.shape[: len(inputs)]), weight.shape[len(inputs) :]
+    if equation.split(",")[1].split("->")[0] != inputs + outputs:
+        return jnp.einsum(equation, x, weight)
+    return _through(equation, x, outs, lambda x_MK: x_MK @ weight.reshape(K, -1))
+
+
 def _project(equation: str, x: jax.Array, weight: Projection) -> jax.Array:
     """The same with a weight whose first dimensions, in the order of the equation, are summed over."""
-    (letters, named), out = equation.split("->")[0].split(","), equation.split("->")[1]
-    inputs, outputs = named[: len(weight.inputs)], named[len(weight.inputs) :]
-    rows = "".join(letter for letter in letters if letter not in inputs)
+    return _through(equation, x, weight.outputs, weight.product)
+
+
+def _through(equation: str, x: jax.Array, outs: tuple[int, ...], product) -> jax.Array:
+    """`equation` by way of `product`, from [M, K] to [M, N]; `outs` are the dimensions of N."""
+    letters, out = equation.split(",")[0], equation.split("->")[1]
+    rows, inputs, outputs = _letters(equation)
     x = jnp.einsum(f"{letters}->{rows}{inputs}", x)
     dims = x.shape[: len(rows)]
-    y = weight.product(x.reshape(math.prod(dims), -1)).reshape(*dims, *weight.outputs)
+    y = product(x.reshape(math.prod(dims), -1)).reshape(*dims, *outs)
     return jnp.einsum(f"{rows}{outputs}->{out}", y)
+
+
+def _letters(equation: str) -> tuple[str, str, str]:
+    """(rows, inputs, outputs): dimensions of x alone, those summed over, dimensions of the weight alone."""
+    (letters, named), out = equation.split("->")[0].split(","), equation.split("->")[1]
+    inputs = "".join(letter for letter in named if letter not in out)
+    rows = "".join(letter for letter in letters if letter not in named)
+    return rows, inputs, "".join(letter for letter in named if letter in out and letter not in letters)
 
 
 def ragged_linear(rows_ME: jax.Array, weights_GEF: Weight, sizes_G: jax.Array, runtime: Runtime) -> jax.Array:

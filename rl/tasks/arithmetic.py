@@ -8,7 +8,7 @@ are drawn from it, the same ones always.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -26,10 +26,13 @@ class Options:
     """Any of + - *; products bind tighter than sums."""
     terms: int = 2
     """Operands of one problem."""
+    min_terms: int | None = None
+    """Fewest operands, for problems of several lengths in equal parts; null: every problem has `terms` of them."""
     min_operand: int = 0
     max_operand: int = 99
-    style: Literal["plain", "reversed", "scratchpad"] = "plain"
-    """Demonstration of 57+68: `125`; `521`, digits from the units up; `15+110=125`, sums of the columns first."""
+    style: Literal["plain", "reversed", "scratchpad", "steps"] = "plain"
+    """Demonstration of 57+68: `125`; `521`, digits from the units up; `15+110=125`, sums of the columns first. Of 2+3*4+5 in steps,
+    one operation each: `2+12+5=14+5=19`."""
     prompt: str = "{problem}="
     """Text of the prompt."""
     end: str = ""
@@ -43,14 +46,16 @@ class Options:
         for name in ("terms", "min_operand", "max_operand", "problems"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"`{name}` must be a whole number, got {getattr(self, name)!r}")
+        if self.min_terms is not None and (type(self.min_terms) is not int or not 2 <= self.min_terms <= self.terms):
+            raise ValueError(f"`min_terms` must be a whole number from 2 to `terms`, got {self.min_terms!r}")
         if not isinstance(self.operations, list) or not self.operations or set(self.operations) - set("+-*"):
             raise ValueError(f"`operations` must be a list of + - *, got {self.operations!r}")
         if not 2 <= self.terms <= 8:
             raise ValueError(f"`terms` must lie between 2 and 8, got {self.terms}")
         if not 0 <= self.min_operand < self.max_operand <= 10**6:
             raise ValueError(f"`max_operand` must lie above `min_operand` and below 10**6, got {self.max_operand}")
-        if self.style not in ("plain", "reversed", "scratchpad"):
-            raise ValueError(f"`style` must be plain, reversed or scratchpad, got {self.style!r}")
+        if self.style not in ("plain", "reversed", "scratchpad", "steps"):
+            raise ValueError(f"`style` must be plain, reversed, scratchpad or steps, got {self.style!r}")
         if not isinstance(self.prompt, str) or self.prompt.count("{problem}") != 1:
             raise ValueError(f"`prompt` must hold {{problem}} once, got {self.prompt!r}")
         if not isinstance(self.end, str):
@@ -62,14 +67,16 @@ class Options:
 
 
 def count(options: Options) -> int:
-    """Number of distinct expressions that the options allow."""
+    """Number of distinct expressions of `terms` operands that the options allow."""
     operands = options.max_operand - options.min_operand + 1
     return len(set(options.operations)) ** (options.terms - 1) * operands**options.terms
 
 
 def problems(options: Options, split: Split) -> list[Problem]:
     """The problems of a split; those of evaluation in the order of their hash, so that the first n are a fair draw."""
-    expressions = [expression(number, options) for number in _numbers(options)]
+    lengths = range(options.min_terms or options.terms, options.terms + 1)
+    each = [replace(options, terms=n, min_terms=None, problems=-(-options.problems // len(lengths))) for n in lengths]
+    expressions = [expression(number, one) for one in each for number in _numbers(one)]
     wanted = [e for e in expressions if is_held_out(identity(e), options.eval_share) == (split == "eval")]
     if split == "eval":
         wanted.sort(key=lambda e: (hash_share(identity(e)), e))
@@ -77,7 +84,7 @@ def problems(options: Options, split: Split) -> list[Problem]:
 
 
 def expression(number: int, options: Options) -> str:
-    """The expression of a number in 0 .. count - 1, e.g. `12+34`."""
+    """The expression of `terms` operands with a number in 0 .. count - 1, e.g. `12+34`."""
     operations = sorted(set(options.operations))
     operands = options.max_operand - options.min_operand + 1
     parts = []
@@ -107,7 +114,9 @@ def demonstration(text: str, style: str) -> str:
         return answer[::-1]
     if style == "plain":
         return answer
-    steps = _steps(text)
+    if style == "steps":
+        return "=".join(_one_by_one(text))
+    steps = _columns(text)
     return "=".join([_sum_text(step) for step in steps if len(step) > 1] + [answer])
 
 
@@ -149,7 +158,7 @@ def _values(text: str) -> list[int]:
     return values
 
 
-def _steps(text: str) -> list[list[int]]:
+def _columns(text: str) -> list[list[int]]:
     """Lists of numbers, each list with the value of `text` as its sum: products worked out, then columns summed."""
     summands, values = _summands(text), _values(text)
     steps = []
@@ -163,6 +172,20 @@ def _steps(text: str) -> list[list[int]]:
         signed = [(1 if number >= 0 else -1, abs(number)) for number in values]
         steps.append([sum(s * (n // 10**c % 10) for s, n in signed) * 10**c for c in range(columns)])
     return steps
+
+
+def _one_by_one(text: str) -> list[str]:
+    """`text` after each of its operations: the products from the left, then the sums from the left."""
+    numbers, operations = [int(number) for number in re.findall(r"\d+", text)], re.findall(r"[+*-]", text)
+    found = []
+    while operations:
+        at = operations.index("*") if "*" in operations else 0
+        left, right = numbers[at], numbers.pop(at + 1)
+        operation = operations.pop(at)
+        numbers[at] = left * right if operation == "*" else left + right if operation == "+" else left - right
+        rest = zip(operations, numbers[1:], strict=True)
+        found.append(str(numbers[0]) + "".join(f"{operation}{number}" for operation, number in rest))
+    return found
 
 
 def _sum_text(numbers: list[int]) -> str:

@@ -13,6 +13,7 @@ OPTIONS = {
         {},
         {"operations": ["+", "-"], "terms": 3, "max_operand": 12, "style": "scratchpad"},
         {"operations": ["*"], "max_operand": 30, "style": "scratchpad"},
+        {"operations": ["+", "-", "*"], "min_terms": 2, "terms": 5, "max_operand": 40, "style": "steps", "problems": 2000},
         {"operations": ["+", "-", "*"], "terms": 4, "problems": 3000, "style": "reversed", "end": "."},
         {"max_operand": 999_999, "terms": 8, "problems": 2000, "prompt": "What is {problem}?"},
     ]
@@ -58,7 +59,7 @@ def test_arithmetic_demonstrations_are_right():
             right = str(arithmetic_oracle(text))
             written = problem.completion.removesuffix(end)
             assert problem.columns["answer"] == (right[::-1] if style == "reversed" else right)
-            if style == "scratchpad":
+            if style in ("scratchpad", "steps"):
                 assert {arithmetic_oracle(part) for part in written.split("=")} == {int(right)}
             else:
                 assert written == problem.columns["answer"]
@@ -100,6 +101,17 @@ def test_all_problems_are_counted_and_reached():
     assert {problem.columns["problem"] for problem in found} == expressions
 
 
+def test_problems_of_several_lengths_come_in_equal_parts():
+    options = {"min_terms": 2, "terms": 4, "max_operand": 30, "problems": 2400}
+    found = [p for split in ("train", "eval") for p in tasks.problems("arithmetic", options, split)]
+    lengths = [problem.columns["problem"].count("+") + 1 for problem in found]
+    assert {n: lengths.count(n) for n in set(lengths)} == {2: 800, 3: 800, 4: 800}
+    assert len({problem.prompt for problem in found}) == 2400
+    for wrong in (1, 5, 2.0, True):
+        with pytest.raises(ValueError, match="`min_terms` must be a whole number from 2 to `terms`"):
+            tasks.check("arithmetic", options | {"min_terms": wrong})
+
+
 def test_scratchpads_are_written_as_documented():
     write = arithmetic.demonstration
     assert write("57+68", "scratchpad") == "15+110=125"
@@ -108,6 +120,9 @@ def test_scratchpads_are_written_as_documented():
     assert write("2*30+4", "scratchpad") == "60+4=4+60=64"
     assert write("2+3", "scratchpad") == "5"
     assert write("57+68", "reversed") == "521"
+    assert write("57+68", "steps") == "125"
+    assert write("2+3*4+5", "steps") == "2+12+5=14+5=19"
+    assert write("2-3*4*5+9", "steps") == "2-12*5+9=2-60+9=-58+9=-49"
 
 
 def test_reasoning_gym_tasks_are_split_by_the_problem():
