@@ -1,10 +1,10 @@
 """Learning beside TRL: held-out accuracy on sums by the number of samples, and the seconds that it took.
 
-For each seed a decoder of a million random weights (`1m` of models.py) first learns by SFT to add two to seven numbers one after the
-other, `6+5+4=11+4=15`, until three in ten sums come out right: completions of 2 to 65 tokens, 29 on average. From these weights Duet
-(`rl-train`) and TRL's GRPOTrainer go on, on the same task, with the same reward, learning rate, optimizer and numbers of prompts
-and samples: 8 prompts of 8 samples a step, one strictly on-policy update, AdamW, a constant learning rate after ten steps, no KL
-term, gradients clipped at norm 1.
+For each seed a decoder of a million random weights (`1m` of models.py) first learns by SFT to add two to seven numbers one after
+the other, `6+5+4=11+4=15`, until three in ten sums come out right: completions of 2 to 65 tokens, 29 on average. From these
+weights Duet (`rl-train`) and TRL's GRPOTrainer go on, on the same task, with the same reward, learning rate, optimizer and
+numbers of prompts and samples: 8 prompts of 8 samples a step, one strictly on-policy update, AdamW, a constant learning rate after
+ten steps, no KL term, gradients clipped at norm 1.
 
 - Samples are counted as they are drawn: dynamic sampling (DAPO) draws more in a step, so it ends sooner. PPO's critic first learns
   alone; those samples come on top and are printed.
@@ -15,6 +15,7 @@ term, gradients clipped at norm 1.
     pip install -e '.[test]'
     python benchmarks/learning.py --out benchmarks/learning.json           # measures, and stores the curves
     python benchmarks/learning.py --show benchmarks/learning.json          # prints what is stored
+    python benchmarks/learning.py --show benchmarks/learning.json --svg docs/learning.svg      # and draws it
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ALPHABET = "0123456789+="
 WARM_UP = 20  # steps in which PPO's critic learns alone
 TASK = {"task": "arithmetic", "options": {"min_terms": 2, "terms": 7, "max_operand": 20, "style": "steps"}}
 ANSWER = {"pattern": "=?([0-9]+)$"}  # options of the reward exact_answer: what stands last
-OPTIMIZER = {"learning_rate": 1e-4, "warmup_steps": 10}
+OPTIMIZER = {"learning_rate": 3e-5, "warmup_steps": 10}
 ALGORITHMS = {
     "grpo": {},
     "dapo": {"dynamic_batches": 4},
@@ -57,13 +58,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=[TRL, *ALGORITHMS], default=[TRL, *ALGORITHMS])
     parser.add_argument("--out", type=Path, help="file for the curves; what it holds already is kept")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the curves of a file, and measure nothing")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="with --show: draw the curves by seconds into this file")
     parser.add_argument("--trl-process", nargs=3, metavar=("DIRECTORY", "SEED", "STEPS"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.trl_process:
         directory, seed, steps = options.trl_process
         return trl_run(Path(directory), int(seed), int(steps))
     if options.show:
-        return print(report(json.loads(options.show.read_text())))
+        found = json.loads(options.show.read_text())
+        if options.svg:
+            options.svg.write_text(drawing(found))
+        return print(report(found))
     found = json.loads(options.out.read_text()) if options.out and options.out.exists() else []
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as scratch:
@@ -302,6 +307,43 @@ def report(found: Sequence[dict]) -> str:
         )
     head = "| method | seeds | samples | at 0 | 25% | 50% | 75% | 100% | s of steps | share | s of all | share |"
     return "\n".join([head, "|---" * head.count(" | ") + "|---|", *rows])
+
+
+def drawing(found: Sequence[dict]) -> str:
+    """An SVG picture: accuracy, mean over seeds, by the seconds of all steps so far, mean over seeds."""
+    W, H, LEFT, FOOT = 640, 360, 46, 34
+    colours = dict(zip((TRL, *ALGORITHMS), ("#777777", "#1f77b4", "#2ca02c", "#d62728", "#9467bd"), strict=True))
+    runs = {name: [each["curve"] for each in found if each["method"] == name] for name in colours}
+    marks = {
+        name: [tuple(statistics.mean(mark[i] for mark in same) for i in (1, 2)) for same in zip(*curves, strict=False)]
+        for name, curves in runs.items()
+        if curves
+    }
+    longest = max(seconds for each in marks.values() for seconds, _ in each)
+
+    def place(seconds: float, accuracy: float) -> tuple[float, float]:
+        return LEFT + (W - LEFT - 10) * seconds / longest, (H - FOOT) - (H - FOOT - 10) * accuracy
+
+    def text(x: float, y: float, what: str, **more) -> str:
+        return (
+            f'<text x="{x:.1f}" y="{y:.1f}" '
+            + " ".join(f'{k.replace("_", "-")}="{v}"' for k, v in more.items())
+            + f">{what}</text>"
+        )
+
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {W} {H}" font-family="sans-serif" font-size="12">']
+    parts.append(f'<rect width="{W}" height="{H}" fill="white"/>')
+    for tenth in range(0, 11, 2):
+        x, y = place(0, tenth / 10)
+        parts.append(f'<line x1="{x}" y1="{y:.1f}" x2="{W - 10}" y2="{y:.1f}" stroke="#dddddd"/>')
+        parts.append(text(x - 6, y + 4, f"{tenth / 10:.1f}", text_anchor="end"))
+        x, y = place(longest * tenth / 10, 0)
+        parts.append(text(x, y + 16, f"{longest * tenth / 10:.0f} s", text_anchor="middle"))
+    for i, (name, each) in enumerate(marks.items()):
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*mark) for mark in each))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colours[name]}" stroke-width="2"/>')
+        parts.append(text(W - 150, H - FOOT - 90 + 17 * i, name if name == TRL else f"Duet {name}", fill=colours[name]))
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def at(curve: Sequence[Sequence[float]], samples: float) -> float:

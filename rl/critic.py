@@ -11,6 +11,7 @@ from policy.intermediates import Aux
 from policy.memory import fetch
 from policy.model import Graph
 from policy.modes import first_of_segment
+from rl.operations import Operations
 
 VALUE_HEAD = "value_head"
 
@@ -28,6 +29,7 @@ class Critic:
             self.trunk = Graph(trunk, policy.runtime, policy.layout)
             self.untrained, self.hosted, self.tables = self.trunk.untrained, self.trunk.hosted, self.trunk.tables
             self.axes, self.shardings = self.trunk.axes | self.axes, self.trunk.shardings | self.shardings
+        self.operations = Operations(self.trunk, head=False)
 
     def init(self, params: dict[str, jax.Array], std: float, seed: int) -> dict[str, jax.Array]:
         """The weights of its own: a fresh value head, normal with deviation `std` (0: every value starts at 0), and a copy of the

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from rl.errors import ConfigError, DataError, Interrupted, ResourceError, Reward
 from rl.evaluation import Evaluation
 from rl.events import Events
 from rl.folder import RunFolder, StopWish, reward_model_of
+from rl.operations import utilisation
 from rl.prepare import Prepared, Stage, prepare
 from rl.rewardmodel import RewardModelTrainer
 from rl.steps import Progress
@@ -33,6 +35,9 @@ from rollout import Generator, GeneratorOptions
 _FINISHED = """\
 {0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
 to train those weights further, give them to a new run as `model: {0}/export`."""
+
+# The first steps of a stage compile; from this one on they take as long as the others.
+_SETTLED = 3
 
 
 @dataclass
@@ -148,7 +153,10 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
         began = time.perf_counter()
         state, metrics = take(run, stage, trainer, state, step)
         metrics["time/step"] = time.perf_counter() - began
+        metrics |= utilisation("step", metrics["perf/step_tflop"] * 1e12, metrics["time/step"], run.model.graph.layout)
         ended = step == options.steps or _reached(options.until, metrics)
+        if step - after == _SETTLED and not ended:
+            run.events.note(_outlook(metrics, options.steps - step))
         if evaluation and (ended or evaluation.due(step)):
             metrics |= evaluation.run(run.generator, params)
             ended = ended or _reached(options.until, metrics)
@@ -160,6 +168,16 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
         stage.runner.judges = {}
     if stage.algorithm.needs_scores:
         folder.export_reward_model(stage.name, partial(trainer.export, state, run.prepared.tokenizer))
+
+
+def _outlook(metrics: dict, left: int) -> str:
+    """Where the seconds of a step go, and how many are left at most."""
+    whole = metrics["time/step"]
+    parts = {name: metrics.get(f"time/{name}", 0.0) / whole for name in ("sample", "logprob", "reward", "update")}
+    shown = ", ".join(f"{name} {share:.0%}" for name, share in sorted(parts.items(), key=lambda part: -part[1]) if share >= 0.01)
+    used = f", {metrics['perf/mfu_step']:.0%} of the devices' rate" if "perf/mfu_step" in metrics else ""
+    rate = f"{metrics['perf/step_tflops_per_s'] * 1000:.3g} GFLOP/s a device{used}"
+    return f"a step takes {whole:.2g} s ({shown}; {rate}); {left} more: about {timedelta(seconds=round(left * whole))}"
 
 
 def _compile_ahead(run: Run) -> None:

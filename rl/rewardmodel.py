@@ -47,6 +47,7 @@ class RewardModelTrainer(Trainer):
 
     def update(self, state: RunState, batch: Batch, *, critic_only: bool = True, controls=None) -> tuple[RunState, dict]:
         """One optimiser update of the reward model from the pairs of `batch`, one a row."""
+        self._did(self._critic.operations, batch, passes=3)
         place, R = self.layout(batch.segments)
         batch = place.batch(batch)
         learner, metrics = self.critic(state.critic, batch, self._totals(batch), R)

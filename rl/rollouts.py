@@ -18,6 +18,7 @@ from rewards.runner import Handle
 from rl.batch import Batch, pack, spread
 from rl.config import SamplingOptions
 from rl.data import Example
+from rl.operations import Operations
 from rollout import Completion, Generator, SamplingParams
 
 
@@ -46,6 +47,11 @@ class Rollouts:
     def flat(self) -> list[tuple[int, Completion]]:
         """(number of the prompt, completion) of each sample, groups together."""
         return [(p, completion) for p, group in enumerate(self.completions) for completion in group]
+
+    def operations(self, of: Operations) -> float:
+        """Of computing these prompts and completions; what dynamic sampling drew besides counts without its attention."""
+        lengths = [len(self.problems[p].ids) + len(completion.tokens) for p, completion in self.flat]
+        return of.forward(lengths, weighed=self.counts["prefill"] + self.counts["useful"])
 
     def batch(self, limit: int, *, replay: bool = False) -> Batch:
         """One row for each completion after its prompt; the mask is on the completion, its stop token included. `replay`: with the

@@ -18,6 +18,7 @@ from rl import data, rollouts
 from rl.batch import Batch, pack, together
 from rl.errors import ModelError
 from rl.groups import DynamicSampling, Group
+from rl.operations import utilisation
 from rl.prepare import Stage
 from rl.rollouts import Rollouts
 from rl.trainer import RunState, Trainer
@@ -68,17 +69,18 @@ def supervised(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: 
         batch = together([(pair.chosen, pair.rejected) for pair in pairs], 2 * limit)
         margin = np.asarray([pair.margin for pair in pairs], np.float32)
         batch = batch.replace(margin=np.broadcast_to(margin[:, None], batch.tokens.shape))
-    began, metrics = time.perf_counter(), {}
+    began, metrics, done = time.perf_counter(), {}, trainer.done
     if state.reference is not None:
         batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch)[0])
         metrics["time/logprob"] = time.perf_counter() - began
     state, updated = _update(run, trainer, state, batch, critic_only=stage.algorithm.needs_scores)
-    return state, metrics | updated
+    return state, metrics | updated | {"perf/step_tflop": (trainer.done - done) / 1e12}
 
 
 def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int) -> tuple[RunState, dict]:
     """Samples groups, scores them, and makes `updates_per_step` updates of whole groups each."""
     options, algorithm = stage.options, stage.algorithm
+    done = trainer.done
     found, metrics = _groups(run, stage)
     greedy = _greedy(run, stage, found) if algorithm.needs_greedy else None
     batch = found.batch(run.config.max_length, replay=options.router_replay)
@@ -90,6 +92,10 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
     scored_from = time.perf_counter()
     scores = found.scores.result()
     metrics |= {"time/logprob": scored_from - began, "time/reward": time.perf_counter() - scored_from}
+    sampled, layout = found.operations(trainer.operations), run.model.graph.layout
+    metrics |= utilisation("sample", sampled, found.seconds, layout)
+    if trainer.done > done:
+        metrics |= utilisation("logprob", trainer.done - done, scored_from - began, layout)
 
     batch = batch.without(~np.isfinite(scores.total))
     batch, per_sample, estimated = _with_advantages(run, stage, batch, found, scores, greedy)
@@ -106,6 +112,7 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
     if getattr(algorithm, "reference_every", 0) and step % algorithm.reference_every == 0:
         state = trainer.renew_reference(state, algorithm.reference_mix)
     run.events.samples(rollouts.records(found, scores, per_sample, stage.name, step))
+    metrics["perf/step_tflop"] = (sampled + trainer.done - done) / 1e12
     return state, rollouts.metrics(found, scores, drafted=run.config.generator.speculative > 0) | metrics | updated
 
 
@@ -217,6 +224,7 @@ def _update(run: Run, trainer: Trainer, state: RunState, batch: Batch, **how) ->
     """`updates_per_step` updates, each on an equal part of the rows; metrics are their means. The model sees the new weights at
     once: they are the same arrays."""
     began, every, updates, progress = time.perf_counter(), [], trainer.stage.updates_per_step, run.progress
+    done = trainer.done
     rows = len(batch.prompt) // updates
     controls = dict(progress.controls)
     for u in range(updates):
@@ -234,4 +242,4 @@ def _update(run: Run, trainer: Trainer, state: RunState, batch: Batch, **how) ->
     return state, controls | means | {
         "time/update": seconds,
         "perf/train_tokens_per_s": tokens / max(seconds, 1e-9),
-    }
+    } | utilisation("train", trainer.done - done, seconds, run.model.graph.layout)

@@ -30,6 +30,7 @@ from rl.critic import Critic
 from rl.hosted import by_place, joined
 from rl.internals import activation_metrics, gradient_norms
 from rl.learned import MODULES, learned
+from rl.operations import Operations, lengths
 from rl.optimizerstep import at_once, by_layer, start
 from rl.optimizerstep import norm as norm_of
 from rl.packing import Packing, packing, row_counts
@@ -306,6 +307,7 @@ class Trainer:
     def __init__(self, graph: Graph, stage: StageOptions, algorithm, seed: int = 0):
         """`seed` is that of the run; dropout needs it."""
         self.graph, self.stage, self.algorithm = graph, stage, algorithm
+        self.operations, self.done = Operations(graph), 0.0
         self.temperature = np.float32((stage.sampling.temperature if algorithm.needs_rollouts else 0.0) or 1.0)
         # Only updates may drop choices of experts: the generator and what is compared with it never do.
         self._learning = graph.at(**stage.runtime)
@@ -375,6 +377,10 @@ class Trainer:
         """
         if self.stage.router_replay and batch.routes is None:
             raise ValueError("router_replay: this batch has no routes; take it from Rollouts.batch(..., replay=True)")
+        if not critic_only:
+            self._did(self.operations, batch, passes=3)
+        if state.critic is not None:
+            self._did(self._critic.operations, batch, passes=1 if self._critic.shared else 3)
         place, R = self.layout(batch.segments)
         batch = place.batch(batch)
         policy, critic, values, metrics = state.policy, state.critic, {}, {"perf/packed_share": place.share(R)}
@@ -411,6 +417,10 @@ class Trainer:
 
         return jax.jit(totals)
 
+    def _did(self, operations: Operations, batch: Batch, passes: int) -> None:
+        """Adds passes over `batch` to the operations that this trainer has done: one forward, two more for a gradient."""
+        self.done += passes * operations.forward(lengths(batch.segments))
+
     def _step(self, micro: Batch) -> Step:
         step = replace(modes.sit(micro.tokens, segments=micro.segments), routes=micro.routes)
         return step if micro.dropout is None else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
@@ -433,10 +443,12 @@ class Trainer:
     def logprobs(self, params, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """(logp, entropy), float32[N, T] on the host, by the training graph under `params`, micro-batch by micro-batch. Where the
         batch has routes its tokens go there."""
+        self._did(self.operations, batch, passes=1)
         return self._by_micro_batch(self._logprobs, params, batch)
 
     def values(self, state: RunState, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """The critic's values of the states before and after each token, float32[N, T] on the host."""
+        self._did(self._critic.operations, batch, passes=1)
         params = self._critic.beside(state.policy.params) | state.critic.params
         # A critic with a trunk of its own is another model: its routers choose themselves.
         return self._by_micro_batch(self._values, params, batch if self._critic.shared else batch.replace(routes=None))

@@ -1,0 +1,41 @@
+"""What one device of a kind can do at most, as its maker says: the denominators of utilisation, and the rates of a plan.
+
+Sources: Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "Ironwood (TPU7x)"; NVIDIA's data sheets of A100, H100,
+H200, B200, L4 and L40S. GPU rates are dense, without sparsity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chip:
+    """`tflops`: 10^12 bfloat16 operations per second; `memory`: GiB; `bandwidth`: 10^9 bytes per second of its memory."""
+
+    name: str
+    tflops: float
+    memory: float
+    bandwidth: float
+
+
+# What jax calls a device contains one of these, the first one counts.
+_KINDS = {
+    "TPU7x": Chip("tpu7x", 2307.0, 192.0, 7380.0),
+    "TPU v6": Chip("v6e", 918.0, 32.0, 1640.0),
+    "TPU v5 lite": Chip("v5e", 197.0, 16.0, 819.0),
+    "TPU v5e": Chip("v5e", 197.0, 16.0, 819.0),
+    "TPU v5": Chip("v5p", 459.0, 95.0, 2765.0),
+    "TPU v4": Chip("v4", 275.0, 32.0, 1228.0),
+    "B200": Chip("b200", 2250.0, 180.0, 8000.0),
+    "H200": Chip("h200", 989.0, 141.0, 4800.0),
+    "H100": Chip("h100", 989.0, 80.0, 3350.0),
+    "A100": Chip("a100", 312.0, 80.0, 2039.0),
+    "L40S": Chip("l40s", 362.0, 48.0, 864.0),
+    "L4": Chip("l4", 121.0, 24.0, 300.0),
+}
+
+
+def of(device_kind: str) -> Chip | None:
+    """The chip that jax calls `device_kind`; None for one that is not listed, as every CPU."""
+    return next((chip for name, chip in _KINDS.items() if name.lower() in device_kind.lower()), None)

@@ -1,0 +1,84 @@
+"""Operations counted from a configuration are those that torch counts while transformers computes."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from oracles import STANDARD, oracle, saved, tokens
+
+import policy
+from policy import sources
+from policy.config import Attention, Runtime
+from policy.model import Graph
+from policy.sharding import layout
+from rl import chips
+from rl.operations import Operations, lengths, utilisation
+
+torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+
+
+def counted(model, row) -> int:
+    """Of all products of matrices but those that make rotary angles."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.from_numpy(row), use_cache=False)
+    by_module = counter.get_flop_counts()
+    rotary = [sum(found.values()) for name, found in by_module.items() if name.endswith(("rotary_emb", "rotary_emb_local"))]
+    return counter.get_total_flops() - sum(rotary)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe", "DeepseekV3", "GptOss", "Gemma2", "Mixtral", "Olmo3"])
+def test_one_token_needs_what_torch_counts(kind, tmp_path):
+    """Of one token every key is seen, so that nothing differs but what is counted."""
+    model = oracle(kind, **STANDARD[kind])
+    ours = Operations(policy.load(saved(model, tmp_path)).graph)
+    assert ours.forward([1]) == counted(model, tokens(1, 1))
+    assert ours.forward([1, 1, 1]) == 3 * ours.forward([1])
+
+
+def test_pairs_that_do_not_see_each_other_do_not_count(tmp_path):
+    """torch multiplies all T x T pairs; of 9 tokens 45 are causal, and of a window of 4 only 30."""
+    model = oracle("Qwen3Moe", **STANDARD["Qwen3Moe"])
+    graph = policy.load(saved(model, tmp_path / "plain")).graph
+    spec = graph.config.layers[0].mixer
+    pair = 4 * spec.heads * spec.head_dim * len(graph.config.layers)
+    assert counted(model, tokens(1, 9)) - Operations(graph).forward([9]) == (81 - 45) * pair
+    windowed = oracle("Qwen3Moe", use_sliding_window=True, sliding_window=4, **STANDARD["Qwen3Moe"])
+    graph = policy.load(saved(windowed, tmp_path / "window")).graph
+    assert all(isinstance(layer.mixer, Attention) and layer.mixer.window == 4 for layer in graph.config.layers)
+    assert counted(windowed, tokens(1, 9)) - Operations(graph).forward([9]) == (81 - 30) * pair
+
+
+def test_a_shared_prompt_is_multiplied_once_and_seen_by_every_completion(tmp_path):
+    graph = policy.load(saved(oracle("Llama", **STANDARD["Llama"]), tmp_path)).graph
+    ours, attention = Operations(graph), lambda n: Operations(graph).forward([n], weighed=0)
+    assert ours.forward([7, 9], weighed=11) == pytest.approx(2 * 11 * ours.active_weights + attention(7) + attention(9))
+    assert Operations(graph, head=False).active_weights == ours.active_weights - graph.config.vocab_size * graph.config.hidden_size
+
+
+def test_lengths_are_those_of_the_sequences():
+    assert sorted(lengths(np.array([[1, 1, 2, 0], [0, 0, 0, 0], [1, 2, 2, 2]])).tolist()) == [1, 1, 2, 3]
+    assert lengths(np.zeros((2, 3), int)).size == 0
+
+
+@pytest.mark.parametrize(
+    ("preset", "tables", "billions"),
+    [("deepseek-v3", 1, 37.0), ("qwen3-30b-a3b", 1, 3.3), ("gpt-oss-20b", 0, 3.6), ("mixtral-8x7b", 1, 12.9)],
+)
+def test_active_weights_are_those_that_the_papers_give(preset, tables, billions):
+    """As papers and model cards round them; but for gpt-oss they count the table of embeddings too."""
+    graph = Graph(sources.preset(preset), Runtime(), layout(devices=jax.devices()[:1]))
+    table = graph.config.vocab_size * graph.config.hidden_size
+    assert Operations(graph).active_weights + tables * table == pytest.approx(billions * 1e9, rel=0.02)
+
+
+def test_utilisation_is_a_share_of_what_the_chips_can_do():
+    def on(kind, count):
+        return SimpleNamespace(mesh=SimpleNamespace(devices=np.full(count, SimpleNamespace(device_kind=kind))))
+
+    assert utilisation("train", 918e12, 2.0, on("TPU v6 lite", 4)) == {"perf/train_tflops_per_s": 114.75, "perf/mfu_train": 0.125}
+    assert utilisation("train", 1e12, 2.0, on("cpu", 1)) == {"perf/train_tflops_per_s": 0.5}
+    names = ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU7x", "NVIDIA H100 80GB HBM3", "NVIDIA L40S")
+    assert [chips.of(name).name for name in names] == ["v4", "v5e", "v5p", "v5p", "v6e", "tpu7x", "h100", "l40s"]
