@@ -171,7 +171,7 @@ def test_updates_on_pairs_do_not_depend_on_how_they_are_cut(name):
     """Two pairs in a packed row and one row at a time, or all at once. A reward model leaves the policy's bits as they are."""
     rng, states, found = np.random.default_rng(4), [], []
     rows = [[(rng.integers(0, learners.VOCAB, p + n).tolist(), [0] * p + [1] * n) for p, n in pair] for pair in ANSWERS]
-    data = together(rows, 24).replace(prompt=np.arange(len(rows), dtype=np.int32))
+    data = together(rows, 16).replace(prompt=np.arange(len(rows), dtype=np.int32))
     data = data.replace(margin=0.3 * np.ones(data.mask.shape, np.float32))
     for micro in (1, None):
         trainer, state = begin(learners.dense(), stage(name, micro_batch=micro))
