@@ -7,6 +7,7 @@ are drawn from it, the same ones always.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -27,7 +28,9 @@ class Options:
     terms: int = 2
     """Operands of one problem."""
     min_terms: int | None = None
-    """Fewest operands, for problems of several lengths in equal parts; null: every problem has `terms` of them."""
+    """Fewest operands, for problems of several lengths; null: every problem has `terms` of them."""
+    decay: float = 1.0
+    """With `min_terms`: problems of one operand more, for each of one fewer. Below 1 long ones are rare."""
     min_operand: int = 0
     max_operand: int = 99
     style: Literal["plain", "reversed", "scratchpad", "steps"] = "plain"
@@ -48,6 +51,8 @@ class Options:
                 raise ValueError(f"`{name}` must be a whole number, got {getattr(self, name)!r}")
         if self.min_terms is not None and (type(self.min_terms) is not int or not 2 <= self.min_terms <= self.terms):
             raise ValueError(f"`min_terms` must be a whole number from 2 to `terms`, got {self.min_terms!r}")
+        if not isinstance(self.decay, (int, float)) or not 0 < self.decay <= 1:
+            raise ValueError(f"`decay` must lie above 0 and at most at 1, got {self.decay!r}")
         if not isinstance(self.operations, list) or not self.operations or set(self.operations) - set("+-*"):
             raise ValueError(f"`operations` must be a list of + - *, got {self.operations!r}")
         if not 2 <= self.terms <= 8:
@@ -74,9 +79,7 @@ def count(options: Options) -> int:
 
 def problems(options: Options, split: Split) -> list[Problem]:
     """The problems of a split; those of evaluation in the order of their hash, so that the first n are a fair draw."""
-    lengths = range(options.min_terms or options.terms, options.terms + 1)
-    each = [replace(options, terms=n, min_terms=None, problems=-(-options.problems // len(lengths))) for n in lengths]
-    expressions = [expression(number, one) for one in each for number in _numbers(one)]
+    expressions = [expression(number, one) for one in _by_length(options) for number in _numbers(one)]
     wanted = [e for e in expressions if is_held_out(identity(e), options.eval_share) == (split == "eval")]
     if split == "eval":
         wanted.sort(key=lambda e: (hash_share(identity(e)), e))
@@ -124,6 +127,14 @@ def _problem(text: str, options: Options) -> Problem:
     answer = demonstration(text, "reversed" if options.style == "reversed" else "plain")
     completion = demonstration(text, options.style) + options.end
     return Problem(options.prompt.replace("{problem}", text), completion, {"answer": answer, "problem": text})
+
+
+def _by_length(options: Options) -> list[Options]:
+    """The options of each number of operands, with its share of the problems."""
+    lengths = range(options.min_terms or options.terms, options.terms + 1)
+    shares = [options.decay ** (n - lengths[0]) for n in lengths]
+    counts = [math.ceil(options.problems * share / sum(shares)) for share in shares]
+    return [replace(options, terms=n, min_terms=None, problems=max(10, count)) for n, count in zip(lengths, counts, strict=True)]
 
 
 def _numbers(options: Options) -> list[int]:

@@ -101,12 +101,20 @@ def test_all_problems_are_counted_and_reached():
     assert {problem.columns["problem"] for problem in found} == expressions
 
 
-def test_problems_of_several_lengths_come_in_equal_parts():
+def test_problems_of_several_lengths_come_in_the_parts_that_decay_says():
     options = {"min_terms": 2, "terms": 4, "max_operand": 30, "problems": 2400}
     found = [p for split in ("train", "eval") for p in tasks.problems("arithmetic", options, split)]
     lengths = [problem.columns["problem"].count("+") + 1 for problem in found]
     assert {n: lengths.count(n) for n in set(lengths)} == {2: 800, 3: 800, 4: 800}
     assert len({problem.prompt for problem in found}) == 2400
+    found = [
+        p for split in ("train", "eval") for p in tasks.problems("arithmetic", options | {"decay": 0.5, "problems": 1400}, split)
+    ]
+    lengths = [problem.columns["problem"].count("+") + 1 for problem in found]
+    assert {n: lengths.count(n) for n in set(lengths)} == {2: 800, 3: 400, 4: 200}
+    for wrong in (0, 1.5, "half"):
+        with pytest.raises(ValueError, match="`decay` must lie above 0 and at most at 1"):
+            tasks.check("arithmetic", options | {"decay": wrong})
     for wrong in (1, 5, 2.0, True):
         with pytest.raises(ValueError, match="`min_terms` must be a whole number from 2 to `terms`"):
             tasks.check("arithmetic", options | {"min_terms": wrong})
