@@ -1,10 +1,10 @@
 """Learning beside TRL: held-out accuracy on sums by the number of samples, and the seconds that it took.
 
 For each seed a decoder of a million random weights (`1m` of models.py) first learns by SFT to add two to seven numbers one after
-the other, `6+5+4=11+4=15`, until three in ten sums come out right: completions of 2 to 68 tokens, 13 on average, long ones rare. From these
-weights Duet (`rl-train`) and TRL's GRPOTrainer go on, on the same task, with the same reward, learning rate, optimizer and
-numbers of prompts and samples: 8 prompts of 8 samples a step, one strictly on-policy update, AdamW, a constant learning rate after
-ten steps, no KL term, gradients clipped at norm 1.
+the other, `6+5+4=11+4=15`, until three in ten sums come out right: completions of 2 to 68 tokens, 13 on average, as long sums are
+rare. From these weights Duet (`rl-train`) and TRL's GRPOTrainer go on, on the same task, with the same reward, learning rate,
+optimizer and numbers of prompts and samples: 8 prompts of 8 samples a step, one strictly on-policy update, AdamW, a constant
+learning rate after ten steps, no KL term, gradients clipped at norm 1.
 
 - Samples are counted as they are drawn: dynamic sampling (DAPO) draws more in a step, so it ends sooner. PPO's critic first learns
   alone; those samples come on top and are printed.
