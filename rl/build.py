@@ -19,7 +19,7 @@ from policy.tensorfiles import ModelFileError
 from rl.config import ModelOptions, RunConfig
 from rl.errors import ConfigError, ModelError, ResourceError
 from rl.folder import reward_model_of
-from rl.prepare import Prepared, Stage
+from rl.prepare import Prepared, Stage, read_tokenizer
 from rl.rewardmodel import Judge
 from rollout import speculative
 from rollout.classes import token_classes
@@ -31,20 +31,15 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model
     Raises ResourceError for devices or memory that are not there, ConfigError for what does not fit the model, ModelError for a
     model that cannot be read.
     """
-    options, mesh = config.model, _mesh(config)
-    from_directory = Path(options.source).is_dir()
+    options, mesh = config.model, on_mesh(config)
     try:
-        decoder, classes = _decoder(options, prepared.tokenizer, from_directory)
+        decoder, classes = _decoder(options, prepared.tokenizer)
         _check(config, decoder, prepared.tokenizer)
+        _check_runtime(options, decoder, mesh)
         how = {"runtime": options.runtime, "mesh": mesh}
-        try:
-            expert_parallel.check(decoder, how["runtime"], mesh)
-            batch_split.check(decoder, how["runtime"])
-        except ValueError as error:
-            raise ConfigError(f"model.{error}") from None
         if not with_weights:
             return Model(Graph(decoder, how["runtime"], mesh), {})
-        if from_directory:
+        if Path(options.source).is_dir():
             return policy.load(options.source, sections=options.sections, seed=config.seed, **how)
         made = policy.create(decoder, config.seed, **how)
     except NoHostMemory as error:
@@ -68,9 +63,10 @@ def judges(config: RunConfig, stage: Stage, mesh: Layout) -> dict[str, Judge]:
     return found
 
 
-def _mesh(config: RunConfig) -> Layout:
+def on_mesh(config: RunConfig, devices=None) -> Layout:
+    """The mesh of the configuration over `devices`, by default all of this process's. Raises ResourceError where it cannot be."""
     try:
-        mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules)
+        mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules, devices)
         if any(each.host_memory for stage in config.stages for each in (stage.optimizer, stage.critic)):
             in_host_memory(mesh.replicated)
         return mesh
@@ -80,9 +76,23 @@ def _mesh(config: RunConfig) -> Layout:
         raise ResourceError(f"platform: {config.platform} cannot be used here; set it to auto or cpu. jax says: {error}") from None
 
 
-def _decoder(options: ModelOptions, tokenizer, from_directory: bool) -> tuple[DecoderConfig, np.ndarray | None]:
+def graph(config: RunConfig, mesh: Layout) -> Graph:
+    """The graph of the configuration's model, without weights. Its tokenizer is read only where the model depends on it.
+
+    Raises ConfigError or ModelError as `model` does.
+    """
+    options = config.model
+    try:
+        decoder = _decoder(options, read_tokenizer(config)[0] if options.engram is not None else None)[0]
+    except (ModelFileError, UnsupportedModel) as error:
+        raise ModelError(f"model {options.source}: {error}") from None
+    _check_runtime(options, decoder, mesh)
+    return Graph(decoder, options.runtime, mesh)
+
+
+def _decoder(options: ModelOptions, tokenizer) -> tuple[DecoderConfig, np.ndarray | None]:
     """(the decoder, the classes of tokens that memories of n-grams with random weights tell apart, if it has some)."""
-    if from_directory:
+    if Path(options.source).is_dir():
         return sources.read_config(options.source, options.sections), None
     decoder = sources.preset(options.source, options.changes)
     if options.engram is None:
@@ -92,6 +102,14 @@ def _decoder(options: ModelOptions, tokenizer, from_directory: bool) -> tuple[De
     changes = options.changes
     changes["duet"]["engram"] |= {"ids": count, "pad_id": int(classes[pad])}
     return sources.preset(options.source, changes), classes
+
+
+def _check_runtime(options: ModelOptions, decoder: DecoderConfig, mesh: Layout) -> None:
+    try:
+        expert_parallel.check(decoder, options.runtime, mesh)
+        batch_split.check(decoder, options.runtime)
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from None
 
 
 def _check(config: RunConfig, decoder: DecoderConfig, tokenizer) -> None:

@@ -11,28 +11,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chip:
-    """`tflops`: 10^12 bfloat16 operations per second; `memory`: GiB; `bandwidth`: 10^9 bytes per second of its memory."""
+    """`tflops`: 10^12 bfloat16 operations per second; `memory`: GiB; `bandwidth`: 10^9 bytes per second of its memory; `links`:
+    10^9 bytes per second that it sends to other chips of its slice or host (0: none are meant for that)."""
 
     name: str
     tflops: float
     memory: float
     bandwidth: float
+    links: float
 
 
 # What jax calls a device contains one of these, the first one counts.
 _KINDS = {
-    "TPU7x": Chip("tpu7x", 2307.0, 192.0, 7380.0),
-    "TPU v6": Chip("v6e", 918.0, 32.0, 1640.0),
-    "TPU v5 lite": Chip("v5e", 197.0, 16.0, 819.0),
-    "TPU v5e": Chip("v5e", 197.0, 16.0, 819.0),
-    "TPU v5": Chip("v5p", 459.0, 95.0, 2765.0),
-    "TPU v4": Chip("v4", 275.0, 32.0, 1228.0),
-    "B200": Chip("b200", 2250.0, 180.0, 8000.0),
-    "H200": Chip("h200", 989.0, 141.0, 4800.0),
-    "H100": Chip("h100", 989.0, 80.0, 3350.0),
-    "A100": Chip("a100", 312.0, 80.0, 2039.0),
-    "L40S": Chip("l40s", 362.0, 48.0, 864.0),
-    "L4": Chip("l4", 121.0, 24.0, 300.0),
+    "TPU7x": Chip("tpu7x", 2307.0, 192.0, 7380.0, 1200.0),
+    "TPU v6": Chip("v6e", 918.0, 32.0, 1640.0, 448.0),
+    "TPU v5 lite": Chip("v5e", 197.0, 16.0, 819.0, 200.0),
+    "TPU v5e": Chip("v5e", 197.0, 16.0, 819.0, 200.0),
+    "TPU v5": Chip("v5p", 459.0, 95.0, 2765.0, 600.0),
+    "TPU v4": Chip("v4", 275.0, 32.0, 1228.0, 300.0),
+    "B200": Chip("b200", 2250.0, 180.0, 8000.0, 900.0),
+    "H200": Chip("h200", 989.0, 141.0, 4800.0, 450.0),
+    "H100": Chip("h100", 989.0, 80.0, 3350.0, 450.0),
+    "A100": Chip("a100", 312.0, 80.0, 2039.0, 300.0),
+    "L40S": Chip("l40s", 362.0, 48.0, 864.0, 0.0),
+    "L4": Chip("l4", 121.0, 24.0, 300.0, 0.0),
 }
 
 

@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl import plan
 from rl.errors import ConfigError, DuetError
 from rl.generate import CHAT_HELP, add_chat_arguments, add_generate_arguments, chat, generate
 
@@ -56,6 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     _add_train_arguments(train)
     train.set_defaults(act=_train)
+    planner = verbs.add_parser(
+        "plan",
+        help="what a run needs on a slice, without the slice",
+        description=plan.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.add_arguments(planner)
+    planner.set_defaults(act=_plan)
     writer = verbs.add_parser("generate", help="complete prompts with a model, as JSON lines")
     add_generate_arguments(writer)
     writer.set_defaults(act=_generate)
@@ -120,6 +129,13 @@ def _train(arguments: argparse.Namespace) -> int:
     from rl.loop import run
 
     return run(config)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from rl import configfile
+    from rl.plan import command
+
+    return command.plan(configfile.load(*split_arguments(arguments.config)), arguments.topology, arguments.json)
 
 
 def _show(text: str) -> None:

@@ -62,7 +62,7 @@ def prepare(config: RunConfig) -> Prepared:
 
     Raises ConfigError for a tokenizer or reward that cannot be used, DataError for data that is malformed, empty or too long.
     """
-    tokenizer, stops = _tokenizer(config)
+    tokenizer, stops = read_tokenizer(config)
     encoder = _Encoder(config, tokenizer)
     names = config.stage_names
     algorithms = [rl.algorithms.get(options.algorithm.name, **options.algorithm.model_extra) for options in config.stages]
@@ -99,7 +99,8 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(tokenizer, stops, stages, config.evaluation, held_out)
 
 
-def _tokenizer(config: RunConfig):
+def read_tokenizer(config: RunConfig):
+    """(the tokenizer of the run, the tokens that end a completion). Raises ConfigError."""
     directory = config.model.source if Path(config.model.source).is_dir() else None
     try:
         if config.tokenizer is None:

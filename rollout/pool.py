@@ -32,10 +32,12 @@ class PoolSize:
         return f"{self.pages.number:,} pages of {self.pages.size} tokens, {self.bytes / 2**20:,.1f} MiB on each device: {room}"
 
 
-def choose_pool(empty: Callable[[Pages], tuple], layout: Layout, shape: tuple[int, int, int], pages: tuple) -> PoolSize:
+def choose_pool(
+    empty: Callable[[Pages], tuple], layout: Layout, shape: tuple[int, int, int], pages: tuple, left: float | None = None
+) -> PoolSize:
     """The pool of the cache that `empty` makes. `shape`: (slots, pages of the longest row, parts into which slots and pages are
     cut, of which each has one page that is nobody's). `pages`: (how many are wished for, tokens of each); None: as many as full
-    slots need, or as SHARE of the memory that is left has room for.
+    slots need, or as SHARE of the memory that is left has room for: `left` bytes, or what the devices say.
 
     Raises ValueError for fewer pages than one row of each part needs.
     """
@@ -44,7 +46,9 @@ def choose_pool(empty: Callable[[Pages], tuple], layout: Layout, shape: tuple[in
     least, wanted = parts * (1 + columns), parts + slots * columns
     each = _bytes_on_a_device(jax.eval_shape(lambda: empty(Pages(parts, size))), layout)
     number = wish or wanted
-    if wish is None and (left := memory_left(layout.mesh.local_devices[0])) is not None:
+    if wish is None and left is None:
+        left = memory_left(layout.mesh.local_devices[0])
+    if wish is None and left is not None:
         number = max(least, min(wanted, parts * int(SHARE * left / max(1, each))))
     number -= number % parts
     if number < least:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -93,14 +93,16 @@ class Programs:
 
     ahead = recent = drafts = 0
 
-    def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int):
+    def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int, left: float | None = None):
+        """`left`: bytes of each device that a paged cache may share; None: what the devices say."""
+        self._left = left
         self.records = options.record_routes
         if self.records:
             graph = graph.at(record=(*graph.runtime.record, "routes"))
         self.graph, self.dispatch, self._options = graph, options.tokens_per_dispatch, options
         self.slots, self.max_length, self.vocab_size = slots, max_length, graph.config.vocab_size
         self.chunk = min(options.prefill_chunk, max_length)
-        self._scan = jax.default_backend() != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
+        self._scan = graph.layout.platform != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
         self._jitted = {
             "empty": jax.jit(self._empty_program),
             "prefill": jax.jit(self._prefill_program, donate_argnums=1),
@@ -154,7 +156,7 @@ class Programs:
         if not self.paged:
             return None
         shape, options = (self.slots, self.table_width, self._ways), self._options
-        return choose_pool(self._whole, self.graph.layout, shape, (options.pages, options.page_size))
+        return choose_pool(self._whole, self.graph.layout, shape, (options.pages, options.page_size), self._left)
 
     def rows(self) -> Rows | PagedRows:
         """What the engine knows of the slots of an empty cache."""
@@ -171,6 +173,11 @@ class Programs:
         ways = self._ways
         powers = (1 << n for n in range(self.slots.bit_length()))
         return (*(size for size in powers if size < self.slots and size % ways == 0), self.slots)
+
+    @property
+    def most_prompts(self) -> int:
+        """P of the largest prefill call."""
+        return prefill_rows(self.slots)
 
     @property
     def _ways(self) -> int:
@@ -240,7 +247,7 @@ class Programs:
 
     def _compile(self, key: tuple, arguments: tuple):
         jitted = self._jitted[key[0]]
-        compiled = jitted.lower(*arguments).compile()
+        compiled = self.lower(key[0], arguments).compile()
         if any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves(arguments)):
             compiled = jitted  # jax 0.10 refuses arrays of 4 bits as arguments of what it has compiled so: their layouts differ
         with self._lock:
@@ -261,25 +268,33 @@ class Programs:
     def compile_ahead(self, params, longest: int, stops: Iterable[int], *, strict: bool) -> int:
         """Compiles all that prompts of up to `longest` tokens need, in parallel threads; `stops` are widths of Slots.stops. From
         here on a program that is missing is a warning, or LateCompilation if `strict`. Returns the number of programs."""
-        every = list(self._list(params, longest, stops))
+        every = list(self.listed(params, longest, stops))
         wanted = [(key, arguments) for key, arguments in every if key not in self._compiled]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             list(pool.map(lambda each: self._compile(*each), wanted))
         self.sealed, self._strict = True, strict
         return len(self._compiled)
 
-    def _list(self, params, longest: int, stops: Iterable[int]):
+    def lower(self, name: str, arguments: tuple) -> jax.stages.Lowered:
+        return self._jitted[name].lower(*arguments)
+
+    @cached_property
+    def abstract_cache(self):
+        """Shapes and places of the cache."""
+        return self._placed(jax.eval_shape(self._jitted["empty"]))
+
+    def listed(self, params, longest: int, stops: Iterable[int]) -> Iterator[tuple[tuple, tuple]]:
         """(key, abstract arguments) of every program; those that compile longest come first."""
-        cache = self._placed(jax.eval_shape(self._jitted["empty"]))
+        cache = self.abstract_cache
         for s in self.sizes:
             part = self._part(cache, s)
             for width in stops:
-                slots = jax.tree.map(jnp.asarray, self.slots_of([], s, width, 0))
+                slots = self._on_host([], s, width, 0)
                 if self.paged:
-                    slots = self.seated(slots, np.zeros(s, np.int32), np.zeros((s, self.table_width), np.int32))
-                yield ("decode", s, width), (params, part, slots, _int((2,)))
+                    slots = replace(slots, rows=np.zeros(s, np.int32), pages=np.zeros((s, self.table_width), np.int32))
+                yield ("decode", s, width), (params, part, jax.tree.map(self._everywhere, slots), _int((2,)))
         lengths = self.prefill_lengths(longest)
-        for P in (rows for rows in PREFILL_ROWS if rows <= prefill_rows(self.slots)):
+        for P in (rows for rows in PREFILL_ROWS if rows <= self.most_prompts):
             for C in lengths:
                 shape = (P, C + self.ahead)
                 pages = _int((P, self.table_width)) if self.paged else None
@@ -376,8 +391,17 @@ class Programs:
     def _routes_program(self, cache, row, pages_M):
         return jax.lax.with_sharding_constraint(caches.routes(cache, row, pages_M), self.graph.layout.replicated)
 
+    def _everywhere(self, array) -> jax.ShapeDtypeStruct:
+        """An array of the host on every device of a mesh."""
+        layout = self.graph.layout
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout.replicated if layout.mesh.size > 1 else None)
+
     def slots_of(self, requests: Sequence, size: int, width: int, seed: int) -> Slots:
         """The Slots of `size` rows, row i for request i; None and rows past the requests are idle. `width` is that of the stops."""
+        slots, layout = self._on_host(requests, size, width, seed), self.graph.layout
+        return slots if layout.mesh.size == 1 else jax.device_put(slots, layout.replicated)
+
+    def _on_host(self, requests: Sequence, size: int, width: int, seed: int) -> Slots:
         columns, drawn = np.zeros((6, size), np.int32), [IDLE] * size
         stops, recent = np.full((size, width), -1, np.int32), np.zeros((size, self.recent), np.int32)
         for row, request in enumerate(requests):
@@ -389,9 +413,7 @@ class Programs:
             if self.recent:
                 last = (*request.prompt[-self.recent :], *request.tokens[-self.recent :])[-self.recent :]
                 recent[row, self.recent - len(last) :] = last
-        slots = Slots(*columns, stops, Draws.of(drawn, seed), recent if self.recent else None)
-        layout = self.graph.layout
-        return slots if layout.mesh.size == 1 else jax.device_put(slots, layout.replicated)
+        return Slots(*columns, stops, Draws.of(drawn, seed), recent if self.recent else None)
 
     def seated(self, slots: Slots, rows: np.ndarray, pages_sM: np.ndarray) -> Slots:
         """The rows over a paged cache."""

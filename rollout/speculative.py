@@ -73,13 +73,13 @@ class SpeculativePrograms(Programs):
 
     rewinds = False  # the decoder's last states are of fixed size
 
-    def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int):
+    def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int, left: float | None = None):
         check(graph.config)
         drafts = options.speculative
         self.drafts, self.ahead = drafts, min(drafts, graph.config.multi_token_prediction.depth)
         self._window = drafts + self.ahead
         self.recent = self._window + 1
-        super().__init__(graph, options, slots, max_length)
+        super().__init__(graph, options, slots, max_length, left)
 
     def _empty(self, rows: int, length):
         config, kind = self.graph.config, (length, self.graph.runtime.dtype, self._options.kv_cache)

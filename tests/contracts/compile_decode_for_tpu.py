@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
-from traffic import Program, dims  # noqa: E402
 
 from policy import cache as caches  # noqa: E402
 from policy import modes, pages, sources  # noqa: E402
@@ -33,6 +32,7 @@ from policy.config import Runtime  # noqa: E402
 from policy.model import Graph  # noqa: E402
 from policy.pages import Pages  # noqa: E402
 from policy.sharding import layout  # noqa: E402
+from rl.plan.hlo import Program, dims  # noqa: E402
 
 STEPS, SIZE = 4, 32
 KERNELS = {"k": "paged_attention", "latent": "latent_paged_attention"}

@@ -41,6 +41,7 @@ NOT_RUN = {
     "rl-train resume=runs/first",
     "rl generate runs/first --prompts prompts.txt --samples 4 --output completions.jsonl",
     "rl chat path/to/model",
+    "rl plan configs/quickstart.yml mesh.fsdp=4 mesh.tensor=2 --topology cpu:8",
     "until rl-train configs/quickstart.yml run.dir=runs/first; [ $? -ne 75 ]; do sleep 1; done",
 }
 NOT_CODE = {"toml", "jinja", "text"}

@@ -1,0 +1,157 @@
+"""Compiles the programs of a plan in a process of its own, which may load a compiler for devices that are not there.
+
+    python -m rl.plan.compiled < {"config": {...}, "topology": "v5p:2x2x1", "cache": "FOLDER" or null}
+
+Prints a JSON line for each program as it is done, and a last one {"done": true} or {"error": text, "exit_code": n}. What was
+compiled before, for the same devices by the same compiler, is read from `cache`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rl.errors import DuetError, ResourceError
+from rl.plan.slices import Topology
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Report:
+    """One program on one device. Bytes: `arguments`, `temporaries`, `aliased` (of the arguments, written in place), `outputs`
+    beside them, `peak` of the program, `stays` beside it. `operations` of products; `moved` bytes of memory; `exchanged`: [bytes,
+    number] by kind of collective; `kernels`: calls of kernels. `times`: runs a step. `seconds`: of compiling it."""
+
+    name: str
+    arguments: int
+    temporaries: int
+    outputs: int
+    aliased: int
+    peak: int
+    stays: int
+    operations: float
+    moved: float
+    exchanged: dict[str, list[float]]
+    kernels: dict[str, int]
+    times: float
+    seconds: float
+
+    @property
+    def needs(self) -> int:
+        """Bytes of a device while the program runs."""
+        return self.peak + self.stays
+
+
+def main() -> int:
+    request = json.load(sys.stdin)
+    try:
+        for report in compiled(request["config"], Topology.read(request["topology"]), request["cache"]):
+            print(json.dumps(asdict(report)), flush=True)
+    except DuetError as error:
+        print(json.dumps({"error": str(error), "exit_code": error.exit_code}), flush=True)
+        return error.exit_code
+    print(json.dumps({"done": True}), flush=True)
+    return 0
+
+
+def compiled(config: dict, topology: Topology, cache: str | None):
+    """The Report of each program."""
+    with tempfile.TemporaryDirectory() as dump:
+        # `as_text` of a compiled program fails for some that are asynchronous, and a program from jax's own cache is not dumped.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text"
+        os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+        from rl.config import RunConfig
+
+        checked = RunConfig.model_validate(config)
+        devices = topology.devices()
+        from rl import build, chips
+        from rl.plan.programs import programs
+
+        chip = chips.of(devices[0].device_kind)
+        mesh = build.on_mesh(checked, devices)
+        for planned in programs(checked, mesh, chip and chip.memory * GIB):
+            yield _report(planned, topology, Path(dump), Path(cache).expanduser() if cache else None)
+
+
+def _report(planned, topology: Topology, dump: Path, cache: Path | None) -> Report:
+    began = time.perf_counter()
+    lowered = planned.lower()
+    known = None if cache is None else cache / f"{_key(lowered, topology, planned.turns)}.json"
+    if known is not None and known.exists():
+        found = json.loads(known.read_text())
+    else:
+        found = _compile(planned, lowered, dump) | {"seconds": time.perf_counter() - began}
+        if known is not None:
+            with contextlib.suppress(OSError):
+                cache.mkdir(parents=True, exist_ok=True)
+                known.with_suffix(f".{os.getpid()}").write_text(json.dumps(found))
+                known.with_suffix(f".{os.getpid()}").rename(known)
+    return Report(name=planned.name, stays=planned.stays, times=planned.times, **found)
+
+
+def _key(lowered, topology: Topology, turns: int) -> str:
+    """What the result depends on: the program, the devices and the versions of the compilers."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("duet-rl", "jax", "jaxlib")]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions.append(importlib.metadata.version("libtpu"))
+    # The text names source lines, which say nothing about the program.
+    text = re.sub(r"loc\([^)]*\)", "", lowered.as_text())
+    return hashlib.sha256("\n".join([*versions, topology.name, str(turns), text]).encode()).hexdigest()[:32]
+
+
+def _compile(planned, lowered, dump: Path) -> dict:
+    from rl.plan.hlo import Program
+
+    for old in filter(Path.is_file, dump.iterdir()):
+        old.unlink()
+    try:
+        done = lowered.compile()
+    except Exception as error:  # of many kinds: what does not fit, what the compiler has no form for
+        text = str(error)
+        if "RESOURCE_EXHAUSTED" in text or "exceeded" in text.lower():
+            return _too_large(text)
+        raise ResourceError(f"{planned.name} does not compile: {text.splitlines()[0] if text else error!r}") from error
+    memory = done.memory_analysis()
+    texts = sorted(dump.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size)
+    program = Program(texts[-1].read_text(), turns=planned.turns)
+    exchanged: dict[str, list[float]] = {}
+    for each in program.exchanged():
+        total = exchanged.setdefault(each.kind, [0.0, 0])
+        total[0] += each.bytes * each.times
+        total[1] += each.times
+    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    aliased = memory.alias_size_in_bytes
+    outputs = memory.output_size_in_bytes - aliased
+    return {
+        "arguments": arguments,
+        "temporaries": temporaries,
+        "outputs": outputs,
+        "aliased": aliased,
+        "peak": getattr(memory, "peak_memory_in_bytes", 0) or arguments + temporaries + outputs,
+        "operations": program.operations(),
+        "moved": float(sum(each.bytes for each in program.moved())),
+        "exchanged": exchanged,
+        "kernels": program.kernel_calls(),
+    }
+
+
+def _too_large(text: str) -> dict:
+    """Of a program that the compiler gives up because the memory of the device does not hold it: what it says of its size."""
+    used = re.search(r"Used ([\d.]+)([KMGT]?) of", text)
+    size = float(used[1]) * 1024 ** " KMGT".index(used[2] or " ") if used else float("inf")
+    blank = dict.fromkeys(("arguments", "temporaries", "outputs", "aliased"), 0)
+    return blank | {"peak": size, "operations": 0.0, "moved": 0.0, "exchanged": {}, "kernels": {}}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

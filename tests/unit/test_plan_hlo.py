@@ -1,0 +1,119 @@
+"""What rl/plan/hlo.py reads out of compiled programs, against XLA's own count and against arithmetic."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rl.plan.hlo import Program
+
+L, M, E, F = 5, 64, 256, 320
+
+
+def layer(x, weights):
+    up, down = weights
+    return x + jax.nn.silu(x @ up) @ down, None
+
+
+def scanned(x, up, down):
+    return jax.lax.scan(layer, x, (up, down))[0]
+
+
+def unrolled(x, up, down):
+    for one in zip(up, down, strict=True):
+        x, _ = layer(x, one)
+    return x
+
+
+def compiled(function, *shapes):
+    return jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
+
+
+def gradient(function):
+    return jax.grad(lambda *given: jnp.sum(jnp.square(function(*given))), argnums=(0, 1, 2))
+
+
+@pytest.mark.parametrize("change", [lambda function: function, gradient], ids=["forward", "gradient"])
+def test_a_loop_counts_as_often_as_it_runs(change):
+    """A scan and the same layers one by one; XLA counts the latter, elementwise operations too."""
+    shapes = ((M, E), (L, E, F), (L, F, E))
+    loop, flat = (compiled(change(each), *shapes) for each in (scanned, unrolled))
+    once = Program(flat.as_text()).operations()
+    assert once == pytest.approx(flat.cost_analysis()["flops"], rel=0.02)
+    assert Program(loop.as_text()).operations() == pytest.approx(once, rel=0.02)
+    assert loop.cost_analysis()["flops"] < 0.5 * once, "XLA counts the body once"
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 5)])
+def test_products_count_two_operations_a_multiplication(batch):
+    text = compiled(jnp.matmul, (*batch, 40, 56), (*batch, 56, 72)).as_text()
+    count = 1
+    for size in batch:
+        count *= size
+    assert Program(text).operations() == 2 * count * 40 * 56 * 72
+
+
+def test_convolutions_count_pairs_that_lie_on_numbers():
+    """As XLA counts them: not what lies on padding."""
+
+    def convolve(x, kernel):
+        return jax.lax.conv_general_dilated(x, kernel, (2,), "SAME", rhs_dilation=(2,), dimension_numbers=("NWC", "WIO", "NWC"))
+
+    done = compiled(convolve, (2, 17, 8), (3, 8, 16))
+    assert Program(done.as_text()).operations() == pytest.approx(done.cost_analysis()["flops"], rel=0.02)
+
+
+def test_loops_whose_number_of_turns_is_not_known_count_as_often_as_is_said():
+    def until(x, w):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 100.0, lambda x: x + x @ w, x)
+
+    text = compiled(until, (M, E), (E, E)).as_text()
+    assert Program(text).operations() == 2 * M * E * E
+    assert Program(text, turns=3).operations() == 3 * 2 * M * E * E
+
+
+TEXT = """HloModule test
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%wrapped (p: f32[8,16]) -> f32[8,64] {
+  %p = f32[8,16]{1,0} parameter(0)
+  ROOT %gathered = f32[8,64]{1,0} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[8], dimensions={1}
+}
+
+%body (t: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %t = (s32[], f32[8,16]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = f32[8,16]{1,0} get-tuple-element(%t), index=1
+  %start = ((f32[8,16]{1,0}), f32[8,64]{1,0}) async-start(%x), calls=%wrapped
+  %done = f32[8,64]{1,0} async-done(%start)
+  %reduced = f32[8,16]{1,0} all-reduce(%x), channel_id=2, replica_groups={{0,1},{2,3}}, to_apply=%add
+  %moved-start = (f32[8,16]{1,0}, f32[8,16]{1,0}, u32[], u32[]) collective-permute-start(%reduced), source_target_pairs={{0,1}}
+  %moved = f32[8,16]{1,0} collective-permute-done(%moved-start)
+  ROOT %next = (s32[], f32[8,16]{1,0}) tuple(%i, %moved)
+}
+
+%condition (t: (s32[], f32[8,16])) -> pred[] {
+  %t = (s32[], f32[8,16]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %limit = s32[] constant(7)
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}
+
+ENTRY %main (x: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %x = (s32[], f32[8,16]{1,0}) parameter(0)
+  ROOT %loop = (s32[], f32[8,16]{1,0}) while(%x), condition=%condition, body=%body
+}
+"""
+
+
+def test_collectives_are_counted_with_their_loops_and_inside_what_wraps_them():
+    found = {each.kind: each for each in Program(TEXT).exchanged()}
+    assert {kind: (each.bytes, each.times, each.group) for kind, each in found.items()} == {
+        "all-gather": (4 * 8 * 64, 7, 4),
+        "all-reduce": (4 * 8 * 16, 7, 2),
+        "collective-permute": (4 * 8 * 16, 7, None),
+    }
