@@ -161,10 +161,10 @@ class Program:
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
         condition = self.computations[loop.called("condition")]
-        numbers = [
-            each for each in condition.instructions.values() if each.kind == "constant" and each.result.startswith(("s", "u"))
-        ]
-        return int(numbers[0].rest.split(")")[0]) if len(numbers) == 1 else self.turns
+        constants = (each for each in condition.instructions.values() if each.kind == "constant" and each.result[0] in "su")
+        # A condition that adds something up begins at 0.
+        limits = [number for number in (int(each.rest.split(")")[0]) for each in constants) if number]
+        return limits[0] if len(limits) == 1 else self.turns
 
     def _products(self, inside: Computation, each: Instruction) -> float:
         if each.kind in PRODUCTS:

@@ -64,7 +64,9 @@ def test_convolutions_count_pairs_that_lie_on_numbers():
 
 def test_loops_whose_number_of_turns_is_not_known_count_as_often_as_is_said():
     def until(x, w):
-        return jax.lax.while_loop(lambda x: jnp.sum(x) < 100.0, lambda x: x + x @ w, x)
+        return jax.lax.while_loop(
+            lambda x: jnp.sum(x > 0, dtype=jnp.int32) < jnp.sum(x < 2, dtype=jnp.int32), lambda x: x + x @ w, x
+        )
 
     text = compiled(until, (M, E), (E, E)).as_text()
     assert Program(text).operations() == 2 * M * E * E
