@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rl import chips
 from rl.config import RunConfig
-from rl.errors import ConfigError, DuetError, ResourceError
+from rl.errors import DuetError, ResourceError
 from rl.plan.compiled import GIB, Report
 from rl.plan.slices import TPUS, Topology
 
@@ -66,7 +66,7 @@ def compile_apart(config: RunConfig, topology: Topology) -> Iterator[Report]:
             if told is None or told == {"done": True}:
                 continue
             if "error" in told:
-                raise next(kind for kind in _kinds() if kind.exit_code == told["exit_code"])(told["error"])
+                raise next(kind for kind in DuetError.__subclasses__() if kind.exit_code == told["exit_code"])(told["error"])
             yield Report(**told)
         errors = child.stderr.read()
     if child.returncode:
@@ -80,11 +80,6 @@ def _read(line: str) -> dict | None:
     except ValueError:
         return None
     return told if isinstance(told, dict) else None
-
-
-def _kinds() -> Iterator[type[DuetError]]:
-    yield ConfigError
-    yield from DuetError.__subclasses__()
 
 
 def table(reports: Sequence[Report], chip: chips.Chip | None) -> str:

@@ -6,8 +6,6 @@ import os
 import re
 from dataclasses import dataclass
 
-from rl import chips
-from rl.chips import Chip
 from rl.errors import ConfigError, ResourceError
 
 TPUS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
@@ -66,7 +64,3 @@ class Topology:
             missing = "no libtpu" in text.lower() or isinstance(error, ModuleNotFoundError) or "libtpu.so" in text
             hint = "; `pip install libtpu` brings the compiler" if missing else ""
             raise ResourceError(f"--topology {self.name}: jax cannot describe this slice here{hint}. It says: {text}") from None
-
-
-def chip(device) -> Chip | None:
-    return chips.of(device.device_kind)
