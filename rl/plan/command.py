@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -50,15 +51,13 @@ def compile_apart(config: RunConfig, topology: Topology) -> Iterator[Report]:
         "topology": topology.name,
         "cache": os.environ.get("DUET_PLAN_CACHE", CACHE),
     }
-    child = subprocess.Popen(
-        [sys.executable, "-m", "rl.plan.compiled"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | topology.environment,
-    )
-    with child:
+    command, environment = [sys.executable, "-m", "rl.plan.compiled"], os.environ | topology.environment
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    # Errors go into a file: a compiler that says much would wait for a pipe that is read only at the end.
+    with (
+        tempfile.TemporaryFile("w+") as complaints,
+        subprocess.Popen(command, stderr=complaints, env=environment, **pipes) as child,
+    ):
         child.stdin.write(json.dumps(request))
         child.stdin.close()
         for line in child.stdout:
@@ -68,9 +67,9 @@ def compile_apart(config: RunConfig, topology: Topology) -> Iterator[Report]:
             if "error" in told:
                 raise next(kind for kind in DuetError.__subclasses__() if kind.exit_code == told["exit_code"])(told["error"])
             yield Report(**told)
-        errors = child.stderr.read()
-    if child.returncode:
-        raise ResourceError(f"the compiler for {topology.name} ended with {child.returncode}:\n{errors[-2000:]}")
+        if child.wait():
+            complaints.seek(0)
+            raise ResourceError(f"the compiler for {topology.name} ended with {child.returncode}:\n{complaints.read()[-2000:]}")
 
 
 def _read(line: str) -> dict | None:
