@@ -71,7 +71,7 @@ def predict(decoder: Decoder, d: int, hidden_BTE: jax.Array, step: Step, cache: 
     step = decoder.seat(step.tokens, step)
     if step.dropout is not None:
         step = step.at(len(decoder.config.layers) + d - 1)
-    x, cache, aux = module(hidden_BTE, decoder.embed(step, runtime.dtype), step, cache, runtime)
+    x, cache, aux = module(hidden_BTE, decoder.embed(step, runtime), step, cache, runtime)
     normed = module.post_norm(x) if spec.final_norm else decoder.norm(x)
     return normed if spec.input == "post_norm" else x, normed, cache, aux
 
