@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from policy import vocab_tiles
 from policy.layers.projection import Projection
 from policy.sharding import Layout
+from policy.vocab_tiles import Tiles
 
 # Logits of a chunk unless the number of chunks is set: 2^24 float32 are 64 MiB.
 CHUNK_LOGITS = 1 << 24
@@ -41,6 +43,14 @@ class Tiling:
     def rows(self, M: int, V: int) -> int:
         """Rows of a chunk."""
         return max(1, min(M, CHUNK_LOGITS // V) if self.tiles is None else -(-M // self.tiles))
+
+    def of_vocabulary(self, M: int, weight_VE: jax.Array, softcap: float | None) -> Tiles | None:
+        """Tiles of the vocabulary in place of chunks of rows, where the devices that share the rows share E too."""
+        if self.layout is None or self.layout.spec(("vocab", "embed_vocab"), weight_VE.shape)[1] is None:
+            return None
+        V = weight_VE.shape[0]
+        rows = self.layout.sharding(("batch",), (M,)).shard_shape((M,))[0]
+        return Tiles.of(self.layout, V, self.tiles or -(-rows * V // CHUNK_LOGITS), softcap)
 
     def spread(self, function, M: int, *row_inputs: bool):
         """`function` run by every device on its own rows; `row_inputs` says which of its arguments have rows, all results do.
@@ -84,9 +94,12 @@ def logprobs(
         logp, entropy = _chunked(cut[0], weight, cut[1], temperature, softcap)
         return logp.reshape(-1, targets.shape[1])[:M], entropy.reshape(-1)[:M]
 
-    M = hidden_ME.shape[0]
-    run = tiling.spread(local, M, True, False, True, False)
-    logp, entropy = run(hidden_ME, weight_VE, targets.reshape(M, -1), jnp.asarray(temperature, jnp.float32))
+    M, temperature = hidden_ME.shape[0], jnp.asarray(temperature, jnp.float32)
+    if (tiles := tiling.of_vocabulary(M, weight_VE, softcap)) is not None:
+        logp, entropy = vocab_tiles.logprobs(hidden_ME, weight_VE, targets.reshape(M, -1), temperature, tiles)
+    else:
+        run = tiling.spread(local, M, True, False, True, False)
+        logp, entropy = run(hidden_ME, weight_VE, targets.reshape(M, -1), temperature)
     return logp.reshape(targets.shape), entropy
 
 
