@@ -355,6 +355,9 @@ class OptimizerOptions(Strict):
     beta2: float = Field(0.999, ge=0.0, lt=1.0, description="decay of the mean of squared gradients")
     eps: float = Field(1e-8, gt=0.0, description="added to the root of the mean of squares")
     clip_norm: float | None = Field(1.0, gt=0.0, description="gradients of a larger norm are scaled down to it; null: never")
+    state_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of its moments; float32 keeps weights in bfloat16 in float32 as well, so that small steps add up"
+    )
     host_memory: bool = Field(False, description="its moments live in host memory; an update takes them a layer at a time")
 
 

@@ -16,6 +16,36 @@ import optax
 from policy.memory import fetch, put_back
 
 
+def stored_as(transform: optax.GradientTransformation, dtype: str, master: bool) -> optax.GradientTransformation:
+    """`transform`, computed in float32, whose moments are kept in `dtype`. `master`: it steps a copy of the weights in float32, which
+    is the first part of its state, and the weights are that copy rounded; for weights in bfloat16 whose steps are smaller than half
+    of their last bit, 1/512 of a number, and would be lost."""
+
+    def kept(state):
+        return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, state)
+
+    def init(weights):
+        wide = _wide(weights)
+        state = kept(transform.init(wide))
+        return (wide, *state) if master else state
+
+    def update(grads, state, weights):
+        wide, state = (state[0], state[1:]) if master else (_wide(weights), state)
+        changes, state = transform.update(grads, _wide(state), wide)
+        if not master:
+            return changes, kept(state)
+        wide = optax.apply_updates(wide, changes)
+        # Exact: the difference of two numbers in bfloat16 that are close together has a place in float32.
+        changes = jax.tree.map(lambda new, old: new.astype(old.dtype).astype(jnp.float32) - old.astype(jnp.float32), wide, weights)
+        return changes, (wide, *kept(state))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _wide(tree):
+    return jax.tree.map(lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+
+
 def at_once(transform: optax.GradientTransformation, grads: dict, state: Any, weights: dict, good: jax.Array):
     """(weights, state, norm of the change) after a step; the first two as they were where it is not `good`."""
     changes, new_state = transform.update(grads, state, weights)

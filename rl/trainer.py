@@ -31,7 +31,7 @@ from rl.hosted import by_place, joined
 from rl.internals import activation_metrics, gradient_norms
 from rl.learned import MODULES, learned
 from rl.operations import Operations, lengths
-from rl.optimizerstep import at_once, by_layer, start
+from rl.optimizerstep import at_once, by_layer, start, stored_as
 from rl.optimizerstep import norm as norm_of
 from rl.packing import Packing, packing, row_counts
 
@@ -70,10 +70,11 @@ def schedule(options: OptimizerOptions, updates: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), after], [warm]) if warm else after
 
 
-def optimizer(options: OptimizerOptions, rate: optax.Schedule, axes: dict) -> optax.GradientTransformation:
-    """AdamW. Weight decay acts on matrices only: not on norms, biases and anything else of one dimension."""
+def optimizer(options: OptimizerOptions, rate: optax.Schedule, axes: dict, param_dtype: str) -> optax.GradientTransformation:
+    """AdamW for weights in `param_dtype`. Weight decay acts on matrices only: not on norms, biases and anything else of one
+    dimension."""
     decayed = {path: len([a for a in names if a != "layers"]) > 1 for path, names in axes.items()}
-    return optax.adamw(
+    adamw = optax.adamw(
         rate,
         b1=options.beta1,
         b2=options.beta2,
@@ -81,6 +82,9 @@ def optimizer(options: OptimizerOptions, rate: optax.Schedule, axes: dict) -> op
         weight_decay=options.weight_decay,
         mask=lambda params: {path: decayed[path] for path in params},
     )
+    if param_dtype == options.state_dtype == "float32":
+        return adamw
+    return stored_as(adamw, options.state_dtype, master=param_dtype != "float32" and options.state_dtype == "float32")
 
 
 class Updater:
@@ -97,7 +101,7 @@ class Updater:
         self._graph = owner if isinstance(owner, Graph) else owner.trunk
         self.layout = self._graph.layout
         self.rate = schedule(options, stage.steps * stage.updates_per_step)
-        self._transform = optimizer(options, self.rate, owner.axes)
+        self._transform = optimizer(options, self.rate, owner.axes, owner.runtime.param_dtype)
 
     def _split(self, params: dict) -> tuple[dict, dict]:
         """(weights with a gradient, the others)."""

@@ -38,6 +38,11 @@ from policy.sharding import Layout
 
 AXIS = "expert"
 
+# Bytes of the rows that a device has room for at once. Its tokens are worked through in parts where the worst case needs more: 64
+# devices of DeepSeek-V3 hold 4 experts each and may all choose those of one, for 4,096 tokens each a million rows, 14 GiB in bfloat16
+# for each copy of them.
+ROOM = 1 << 30
+
 
 def mixture(x_BTE: jax.Array, experts_BTK: jax.Array, weights_BTK: jax.Array, weights: Weights, spec: Moe, runtime: Runtime):
     """(sum over choices of weight * expert(x) [B, T, E], dropped). Choices of expert X or more are of no expert and add nothing;
@@ -144,12 +149,28 @@ class Cut:
         mesh = self.layout.mesh.shape
         return tuple(n // math.prod(mesh[axis] for axis in axes) for n, axes in zip(self.shape, _dims(self.tokens), strict=True))
 
+    def room(self, N: int) -> int:
+        """Rows that a device has to have room for when it and those that it meets work on N tokens each."""
+        k = self.spec.router.experts_per_token
+        met = self.layout.mesh.shape[AXIS] if self.gathers else 1
+        if not self.exchanges:
+            return met * N * k
+        factor, most = self.runtime.ragged_buffer_factor, N * met * min(k, self.own_experts)
+        return most if factor is None else min(most, math.ceil(N * k * factor))
+
+    @cached_property
+    def chunks(self) -> int:
+        """Equal parts of the tokens of a device, the fewest that have room each."""
+        N, E = math.prod(self.local_shape[:2]), self.shape[-1]
+        size = self.room(N) * E * jnp.dtype(self.runtime.dtype).itemsize
+        return next((n for n in range(max(1, -(-size // ROOM)), N + 1) if N % n == 0), N)
+
     @property
     def block(self) -> Block:
         """Rows of a block of the grouped products; their mean number for one expert does not depend on the scheme. Rows that were
         exchanged are of one choice each: they stay apart."""
         mesh = self.layout.mesh.shape
-        parts = math.prod(mesh[axis] for axis in self.token_axes - ({AXIS} if self.gathers else set()))
+        parts = math.prod(mesh[axis] for axis in self.token_axes - ({AXIS} if self.gathers else set())) * self.chunks
         tokens, router = math.prod(self.shape[:2]) // parts, self.spec.router
         block = block_rows(tokens, router.experts_per_token, router.experts, self.layout.platform)
         return None if self.exchanges and block == "every" else block
@@ -181,8 +202,19 @@ def _axes(spec: PartitionSpec) -> frozenset[str]:
 
 
 def _on_one_device(x_bte, experts_btk, weights_btk, weights: Weights, *, body, cut: Cut, places: dict[str, PartitionSpec]):
-    out, dropped = body(*(flat(a, cut) for a in (x_bte, experts_btk, weights_btk)), held(weights, places, cut), cut)
-    return out.reshape(x_bte.shape), dropped
+    tokens, ready = tuple(flat(a, cut) for a in (x_bte, experts_btk, weights_btk)), held(weights, places, cut)
+    if cut.chunks == 1:
+        out, dropped = body(*tokens, ready, cut)
+        return out.reshape(x_bte.shape), dropped
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), ready)
+
+    # Computed again in the backward pass, for which it would keep as much as its rows. Gradients of weights add up in float32.
+    @jax.checkpoint
+    def one(part):
+        return body(*part, jax.tree.map(lambda a, like: a.astype(like.dtype), wide, ready), cut)
+
+    out, dropped = jax.lax.map(one, tuple(a.reshape(cut.chunks, -1, a.shape[-1]) for a in tokens))
+    return out.reshape(x_bte.shape), None if dropped is None else dropped.sum()
 
 
 def flat(array_bt: jax.Array, cut: Cut) -> jax.Array:
@@ -264,10 +296,8 @@ _summed_with_rounded_gradients.defvjp(lambda out, qtype: (_summed(out), None), _
 def all_to_all(x_NE, experts_NK, weights_NK, weights: Weights, cut: Cut):
     """The scheme all_to_all, on one device: (out [N, E], choices dropped or None)."""
     N, k = experts_NK.shape
-    spec, drops, own, devices = cut.spec, cut.runtime.drops, cut.own_experts, cut.layout.mesh.shape[AXIS]
-    factor, room = cut.runtime.ragged_buffer_factor, N * devices * min(k, own)
-    if factor is not None:
-        room = min(room, math.ceil(N * k * factor))
+    spec, drops, own = cut.spec, cut.runtime.drops, cut.own_experts
+    room = cut.room(N)
     leaving = experts.route(x_NE, experts_NK, weights_NK, spec, groups=spec.router.experts, block=None, partial=drops)
     trip, arriving = trips(jax.lax.all_gather(leaving.plan.sizes, AXIS), room)
     here, native = jax.lax.axis_index(AXIS), cut.layout.platform != "cpu"
@@ -280,7 +310,7 @@ def all_to_all(x_NE, experts_NK, weights_NK, weights: Weights, cut: Cut):
     home = exchange(done_RE, trip.back, (room, N * k), AXIS, native)
     out = experts.unroute(Routed(home, leaving.plan, leaving.weights))
     out = jax.lax.psum(out, cut.summed) if cut.summed else out
-    if factor is None:
+    if cut.runtime.ragged_buffer_factor is None:
         return out, None
     dropped = (leaving.plan.sizes.sum() - trip.sizes[here].sum()).astype(jnp.float32)
     return out, jax.lax.psum(jax.lax.pmean(dropped, cut.summed) if cut.summed else dropped, tuple(sorted(cut.token_axes)))

@@ -67,8 +67,9 @@ def rows(B: int, T: int):
 
 
 @cache
-def computed(name: str, degrees: str, shape: tuple[int, int], skew: float, how: str) -> dict:
-    """Everything that a mixture computes, by name, on a mesh (null: one device)."""
+def computed(name: str, degrees: str, shape: tuple[int, int], skew: float, how: str, room: int = 1 << 30) -> dict:
+    """Everything that a mixture computes, by name, on a mesh (null: one device) with room for so many bytes of rows at once."""
+    expert_parallel.ROOM = room
     graph, weights = mixture(name, skew)
     degrees, how = json.loads(degrees), json.loads(how)
     mesh = layout(degrees) if degrees else layout({"fsdp": 1}, devices=jax.devices()[:1])
@@ -96,10 +97,10 @@ def computed(name: str, degrees: str, shape: tuple[int, int], skew: float, how: 
 def layer(degrees: dict, scheme: str, name: str, options: dict) -> dict:
     """The array that differs most from one device, the difference as a share of its largest number (at least 1e-3), and the
     choices dropped on the mesh."""
-    options = {"shape": (8, 6), "skew": 0.0, "one": {}, "how": {}} | options
+    options = {"shape": (8, 6), "skew": 0.0, "one": {}, "how": {}, "room": 1 << 30} | options
     case = tuple(options["shape"]), options["skew"]
     one = computed(name, "null", *case, json.dumps(options["how"] | options["one"]))
-    many = computed(name, json.dumps(degrees), *case, json.dumps(options["how"] | {"expert_parallel": scheme}))
+    many = computed(name, json.dumps(degrees), *case, json.dumps(options["how"] | {"expert_parallel": scheme}), options["room"])
     differences = {key: float(np.abs(many[key] - a).max() / max(np.abs(a).max(), 1e-3)) for key, a in one.items()}
     worst = max(differences, key=differences.get)
     dropped, choices = float(many.get("dropped", 0)), float(many["counts"].sum())

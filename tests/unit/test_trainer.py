@@ -1,7 +1,9 @@
 """Updates: what they compute does not depend on how the rows are cut, they happen in place, and they do what is promised."""
 
+import dataclasses
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,6 +19,7 @@ from policy.layers.moe import bias_update
 from policy.model import Model
 from rl.batch import pack
 from rl.config import OptimizerOptions
+from rl.optimizerstep import stored_as
 from rl.trainer import schedule
 from rollout import Generator, GeneratorOptions, SamplingParams
 
@@ -228,6 +231,37 @@ def test_weight_decay_acts_on_matrices_only():
         expected = plain[key] - np.float32(1e-2 * 0.5 * matrix) * before[key]
         np.testing.assert_allclose(decayed[key], expected, rtol=1e-6, atol=1e-7, err_msg=path)
     assert decayed["['norm.weight']"].tobytes() == plain["['norm.weight']"].tobytes() != before["['norm.weight']"].tobytes()
+
+
+def test_small_steps_of_weights_in_bfloat16_add_up():
+    """Beside AdamW of optax on the same weights in float32; without a copy in float32 most of them never move."""
+    rng, adamw = np.random.default_rng(0), optax.adamw(1e-5, weight_decay=0.1)
+    kept, rounded = stored_as(adamw, "float32", master=True), stored_as(adamw, "bfloat16", master=False)
+    first = {"a": jnp.asarray(rng.normal(size=200), jnp.bfloat16)}
+    wide = {"a": first["a"].astype(jnp.float32)}
+    found = [first, kept.init(first)], [wide, adamw.init(wide)], [first, rounded.init(first)]
+    for _ in range(300):
+        grads = {"a": jnp.asarray(rng.normal(size=200) + 1, jnp.float32)}
+        for each, transform in zip(found, (kept, adamw, rounded), strict=True):
+            changes, each[1] = transform.update(grads, each[1], each[0])
+            each[0] = optax.apply_updates(each[0], changes)
+        np.testing.assert_array_equal(found[0][0]["a"], found[1][0]["a"].astype(jnp.bfloat16))
+    still = [np.mean(each[0]["a"] == first["a"]) for each in found]
+    assert still[0] < 0.3 and still[1] == 0.0 and still[2] > 0.8, still
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_an_update_leaves_every_array_in_its_dtype(param_dtype, state_dtype):
+    model = learners.dense(runtime=dataclasses.replace(learners.QUICK, param_dtype=param_dtype))
+    trainer, state = begin(model, stage("grpo", optimizer={"state_dtype": state_dtype}))
+    data = batch()
+    update = partial(trainer.policy._update, micro_rows=8)
+    new = jax.eval_shape(update, state.policy, data, trainer._totals(data))[0]
+    assert jax.tree.map(lambda a: a.dtype, new) == jax.tree.map(lambda a: a.dtype, state.policy)
+    sizes = [np.dtype(a.dtype).itemsize for a in jax.tree.leaves(new.optimizer) if a.ndim]
+    copies = 3 if (param_dtype, state_dtype) == ("bfloat16", "float32") else 2
+    assert sizes == [np.dtype(state_dtype).itemsize] * (copies * len(new.params))
 
 
 def test_gradients_are_clipped_as_optax_clips_them():
