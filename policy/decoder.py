@@ -50,9 +50,7 @@ class LayerStack(nnx.Module):
         def repeat(x, part, one, r, index):
             """Repeat number `r` of the pattern; `part` holds the cache arrays of one or all repeats, its own at `index`."""
             found, arrays = [], []
-            one = fetch_layer(one, runtime)
-            one = one if cache is not None else _kept_apart(one, runtime)
-            for i, layer in enumerate(nnx.merge(graph, one)):
+            for i, layer in enumerate(nnx.merge(graph, fetch_layer(one, runtime))):
                 view = None if part is None else LayerCache(part[i], index, step.pages)
                 here = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
                 if routes[i] is not None:
@@ -88,15 +86,6 @@ class LayerStack(nnx.Module):
             found.append(aux)
         found = jax.tree.map(lambda *a: jnp.stack(a), *found)
         return x_BTE, None if cache is None else tuple(parts), found
-
-
-def _kept_apart(weights, runtime: Runtime):
-    """The weights of one repeat, cast to the dtype of the activations in the loop: XLA for TPUs else casts those of all repeats
-    before it, and keeps them during the forward and the backward pass. 0.8 GiB on each of 16 chips for llama3.1-8b."""
-    layout = runtime.layout
-    if layout is None or layout.platform != "tpu" or not runtime.scan or runtime.dtype == runtime.param_dtype:
-        return weights
-    return jax.lax.optimization_barrier(weights)
 
 
 def _as_stored(weights, runtime: Runtime):

@@ -80,6 +80,16 @@ class Graph:
         params = {path: array if path.startswith("stacks.") else fetch(array) for path, array in params.items()}
         return nnx.merge(self._definition, jax.tree.unflatten(self._treedef, [params[path] for path in self.paths]))
 
+    def as_multiplied(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """`params`, of which those that nothing reads but products are in the dtype of these: what a layer would cast them to. Cast
+        once, their gradients come in that dtype too, and those of all layers are there together. In the update of a llama3.1-8b in
+        float32 on 16 chips that is 1 GiB less on each, for XLA casts all layers at once in either case."""
+        runtime = self.runtime
+        if runtime.quantization is not None:  # rounds what is stored
+            return params
+        kept = self.hosted | (params.keys() - self.inputs.keys())
+        return {path: array if path in kept else array.astype(runtime.dtype) for path, array in params.items()}
+
     def precision(self):
         """Context of every forward pass: with dtype float32, matrix products at full precision on every platform."""
         return jax.default_matmul_precision("highest" if self.runtime.dtype == "float32" else "default")

@@ -228,13 +228,14 @@ class Updater:
             return loss + besides, (metrics | found, aux.found("routing"), aux.found("activations") if self._internals else {})
 
         matrices = {path: weight for path, weight in trained.items() if path not in self.owner.tables}
+        read = self._graph.as_multiplied(matrices)
 
         def one(total, xs):
-            rows, read = {}, {}
+            rows, looked_up = {}, {}
             if self.owner.tables:
-                rows, read = tables.read_rows(self._graph, trained | still, xs[0].tokens, xs[0].segments)
-            (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(matrices | read, *xs)
-            slopes = tables.gradients(self._graph, rows, {path: grads.pop(path) for path in read})
+                rows, looked_up = tables.read_rows(self._graph, trained | still, xs[0].tokens, xs[0].segments)
+            (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(read | looked_up, *xs)
+            slopes = tables.gradients(self._graph, rows, {path: grads.pop(path) for path in looked_up})
             return _added(total, fetch(grads)), (slopes, (loss, *rest))
 
         # Slopes of tables in host memory lie there, where only a scan can stack them.

@@ -17,6 +17,7 @@ from learners import batch, begin, host, same_bits, stage
 import policy
 from policy.layers.moe import bias_update
 from policy.model import Model
+from policy.modes import sit
 from rl.batch import pack
 from rl.config import OptimizerOptions
 from rl.optimizerstep import stored_as
@@ -247,7 +248,7 @@ def test_small_steps_of_weights_in_bfloat16_add_up():
             each[0] = optax.apply_updates(each[0], changes)
         np.testing.assert_array_equal(found[0][0]["a"], found[1][0]["a"].astype(jnp.bfloat16))
     still = [np.mean(each[0]["a"] == first["a"]) for each in found]
-    assert still[0] < 0.3 and still[1] == 0.0 and still[2] > 0.8, still
+    assert still[0] < 0.5 and still[1] == 0.0 and still[2] > 0.8, still
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
@@ -262,6 +263,24 @@ def test_an_update_leaves_every_array_in_its_dtype(param_dtype, state_dtype):
     sizes = [np.dtype(a.dtype).itemsize for a in jax.tree.leaves(new.optimizer) if a.ndim]
     copies = 3 if (param_dtype, state_dtype) == ("bfloat16", "float32") else 2
     assert sizes == [np.dtype(state_dtype).itemsize] * (copies * len(new.params))
+
+
+@pytest.mark.parametrize("model", [learners.dense, pytest.param(learners.experts, marks=pytest.mark.slow)])
+def test_weights_cast_before_a_pass_give_the_bits_of_those_cast_in_it(model):
+    model, data = model(runtime=dataclasses.replace(learners.QUICK, dtype="bfloat16")), batch()
+    graph, step = model.graph, sit(jnp.asarray(data.tokens), segments=jnp.asarray(data.segments))
+    still = {path: model.params[path] for path in graph.untrained}
+    trained = {path: array for path, array in model.params.items() if path not in still}
+
+    @jax.jit
+    def gradient(weights):
+        return jax.value_and_grad(lambda w: graph.logprobs(w | still, data.tokens, step, 1.0)[0].sum())(weights)
+
+    (expected, slopes), (found, cast) = gradient(trained), gradient(graph.as_multiplied(trained))
+    assert found == expected
+    assert {path for path, slope in cast.items() if slope.dtype == jnp.bfloat16} == graph.inputs.keys()
+    for path, slope in slopes.items():
+        np.testing.assert_array_equal(slope, cast[path].astype(jnp.float32), err_msg=path)
 
 
 def test_gradients_are_clipped_as_optax_clips_them():
