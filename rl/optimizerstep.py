@@ -17,9 +17,9 @@ from policy.memory import fetch, put_back
 
 
 def stored_as(transform: optax.GradientTransformation, dtype: str, master: bool) -> optax.GradientTransformation:
-    """`transform`, computed in float32, whose moments are kept in `dtype`. `master`: it steps a copy of the weights in float32, which
-    is the first part of its state, and the weights are that copy rounded; for weights in bfloat16 whose steps are smaller than half
-    of their last bit, 1/512 of a number, and would be lost."""
+    """`transform`, computed in float32, whose moments are kept in `dtype`. `master`: it steps a copy of the weights in float32,
+    which is the first part of its state, and the weights are that copy rounded; for weights in bfloat16, where a step smaller than
+    half of the last bit, 1/512 of a number, would be lost."""
 
     def kept(state):
         return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, state)

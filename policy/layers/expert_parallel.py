@@ -39,8 +39,8 @@ from policy.sharding import Layout
 AXIS = "expert"
 
 # Bytes of the rows that a device has room for at once. Its tokens are worked through in parts where the worst case needs more: 64
-# devices of DeepSeek-V3 hold 4 experts each and may all choose those of one, for 4,096 tokens each a million rows, 14 GiB in bfloat16
-# for each copy of them.
+# devices of DeepSeek-V3 hold 4 experts each and may all choose those of one, for 4,096 tokens each a million rows, 14 GiB in
+# bfloat16 for each copy of them.
 ROOM = 1 << 30
 
 

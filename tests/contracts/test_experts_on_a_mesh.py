@@ -40,8 +40,8 @@ def check_layers(number: int, cases: list) -> None:
 
 def test_every_scheme_computes_what_one_device_does_unless_its_buffer_is_full():
     """Groups, a shared expert and a selection bias; biases and clamps with all tokens on two experts of one device, whose buffer is
-    then too small; weighed inputs. A device has 8 rows of 6 tokens for four devices, 2 choices each: 24 choices. With room for 16 rows
-    of float32 it works through its tokens one or two at a time."""
+    then too small; weighed inputs. A device has 8 rows of 6 tokens for four devices, 2 choices each: 24 choices. With room for 16
+    rows of float32 it works through its tokens one or two at a time."""
     little = {"room": 16 * 64}
     full = {"how": {"ragged_buffer_factor": 1.0}, **SKEWED}
     rounded, *found, dropping = on_devices(
