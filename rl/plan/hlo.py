@@ -8,7 +8,8 @@ it updates an operand in place, the update counts, twice.
 Operations: 2 for each multiplication of a product (dot, convolution, ragged dot), as XLA counts them; all else, elementwise, counts
 nothing. Kernels count what they say of themselves (`cost_estimate` of a Pallas call), or what the caller gives for them.
 
-Exchanged: the larger of what a collective is given and what it returns, on one device.
+Exchanged: the larger of what a collective is given and what it returns, on one device. Of a ragged exchange the smaller: one of
+both has room for the worst case, and the other is what devices send, or get back, in the mean.
 """
 
 from __future__ import annotations
@@ -130,8 +131,12 @@ class Program:
                 results = _arrays(collective.result)
                 if collective.kind.endswith("-start") and len(results) > len(given):
                     results = results[len(given) : 2 * len(given)]  # its operands come first, and flags may follow
-                size = max(sum(map(_bytes_anywhere, given)), sum(_size(a, anywhere=True) for a in results))
-                found.append(Exchange(collective.kind.removesuffix("-start"), size, times, _group(collective.rest)))
+                kind = collective.kind.removesuffix("-start")
+                if kind == "ragged-all-to-all":  # then come the array that is written into, offsets and numbers of rows
+                    given, results = given[:1], results[:1]
+                both = sum(map(_bytes_anywhere, given)), sum(_size(a, anywhere=True) for a in results)
+                size = min(both) if kind == "ragged-all-to-all" else max(both)
+                found.append(Exchange(kind, size, times, _group(collective.rest)))
         return found
 
     def kernel_calls(self) -> dict[str, int]:

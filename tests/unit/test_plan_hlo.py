@@ -93,6 +93,9 @@ TEXT = """HloModule test
   %start = ((f32[8,16]{1,0}), f32[8,64]{1,0}) async-start(%x), calls=%wrapped
   %done = f32[8,64]{1,0} async-done(%start)
   %reduced = f32[8,16]{1,0} all-reduce(%x), channel_id=2, replica_groups={{0,1},{2,3}}, to_apply=%add
+  %room = f32[64,16]{1,0} broadcast(%i), dimensions={}
+  %n = s32[4]{0} iota(), iota_dimension=0
+  %sent = f32[64,16]{1,0} ragged-all-to-all(%x, %room, %n, %n, %n, %n), channel_id=3, replica_groups={{0,1,2,3}}
   %moved-start = (f32[8,16]{1,0}, f32[8,16]{1,0}, u32[], u32[]) collective-permute-start(%reduced), source_target_pairs={{0,1}}
   %moved = f32[8,16]{1,0} collective-permute-done(%moved-start)
   ROOT %next = (s32[], f32[8,16]{1,0}) tuple(%i, %moved)
@@ -118,4 +121,5 @@ def test_collectives_are_counted_with_their_loops_and_inside_what_wraps_them():
         "all-gather": (4 * 8 * 64, 7, 4),
         "all-reduce": (4 * 8 * 16, 7, 2),
         "collective-permute": (4 * 8 * 16, 7, None),
+        "ragged-all-to-all": (4 * 8 * 16, 7, 4),
     }
