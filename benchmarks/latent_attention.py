@@ -123,7 +123,7 @@ def over_expanded(layer, x, step, arrays):
 
     from policy.cache import LayerCache, extend
     from policy.config import Runtime
-    from policy.layers.attention import Mask, attend
+    from policy.layers.dot_product_attention import Mask, attend
     from policy.layers.rope import rotate
 
     spec, table_, runtime = layer.spec, step.rotations[str(layer.spec.rope)], Runtime()

@@ -48,7 +48,8 @@ class Step:
     to, -1 where they are not known, int[B, T, R, k] by path of the layer; in a layer its own, int[B, T, k]. None: routers choose.
 
     `whole`, known when a program is compiled: nothing before this call is looked at, and each segment is one run of tokens whose
-    positions count by one, so that who looks at whom follows from order and segments alone.
+    positions count by one, so that who looks at whom follows from order and segments alone. `balanced`: so it was, before the
+    tokens were put into the balanced order of policy/sequence_cut.py.
     """
 
     positions: jax.Array
@@ -59,6 +60,7 @@ class Step:
     pages: jax.Array | None = None
     routes: Any = None
     whole: bool = field(default=False, metadata={"static": True})
+    balanced: bool = field(default=False, metadata={"static": True})
 
     def at(self, layer: jax.Array | int) -> Step:
         """The same for the layer of that number."""

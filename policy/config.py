@@ -442,6 +442,8 @@ class Runtime:
     `expert_parallel` is the scheme of policy/layers/expert_parallel.py (auto: gather). An expert takes `capacity_factor` times its
     even share of a row at most, and a device of the scheme all_to_all `ragged_buffer_factor` times its even share of all choices;
     what is beyond is dropped. None: nothing is. They are for training, where the generator does not need the same numbers.
+    `context_parallel` and `context_load_balance` say how attention works where sequences are cut over the mesh axis `context`
+    (policy/layers/context_parallel.py, policy/sequence_cut.py).
     `batch_split` is the schedule of policy/batch_split.py. `expert_gradients`: the type in which the schemes gather and hidden send
     the gradients of what experts made; None: that of the activations.
     """
@@ -462,6 +464,8 @@ class Runtime:
     expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = "auto"
     capacity_factor: float | None = None
     ragged_buffer_factor: float | None = None
+    context_parallel: Literal["all_gather", "ring", "ulysses"] = "all_gather"
+    context_load_balance: bool = False
     batch_split: bool = False
     expert_gradients: Literal["float8_e5m2"] | None = None
     quantization: Quantization | None = None

@@ -28,6 +28,7 @@ from policy.layers.rope import made_once, rotation, sinusoids
 from policy.memory import fetch_layer
 from policy.multi_token_prediction import PredictionModule
 from policy.remat import checkpointed, saved
+from policy.sequence_cut import Order, along_length
 from policy.sharding import constrain
 
 
@@ -57,6 +58,7 @@ class LayerStack(nnx.Module):
                     here = replace(here, routes=jax.lax.dynamic_index_in_dim(routes[i], r, axis=2, keepdims=False))
                 x = jax.tree.map(lambda a: checkpoint_name(a, "decoder_layer_input"), x)
                 x, view, aux = batch_split.run(layer, x, here, runtime) if split else layer(x, here, view, runtime)
+                x = x if cache is not None else jax.tree.map(lambda a: along_length(a, runtime), x)
                 found.append(aux)
                 arrays.append(None if view is None else view.arrays)
             return x, None if part is None else tuple(arrays), tuple(found)
@@ -110,7 +112,7 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
     if layout is None or layout.mesh.size == 1 or layout.spec(("vocab", "embed_vocab"), table_VE.shape)[1] is None:
         return table_VE[tokens_BT].astype(runtime.dtype)
     read = table_VE[constrain(tokens_BT, (None, None), layout)].astype(runtime.dtype)
-    return constrain(constrain(read, (None, None, "embed_vocab"), layout), ("batch", None, None), layout)
+    return constrain(constrain(read, (None, None, "embed_vocab"), layout), ("batch", "length", None), layout)
 
 
 class Decoder(nnx.Module):
@@ -135,12 +137,19 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         """(hidden [B, T, E], cache, Aux). `cache` is what policy.cache.create made, or None to look at this call's tokens only."""
+        if (order := Order.of(step, cache, runtime)) is None:
+            return self._forward(tokens_BT, step, cache, runtime)
+        hidden, _, aux = self._forward(*order.enter(tokens_BT, step), None, runtime)
+        return order.leave(hidden), None, order.leave_aux(aux)
+
+    def _forward(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         step = self.seat(tokens_BT, step)
         on_cpu = runtime.layout is not None and runtime.layout.platform == "cpu"
         if on_cpu and (cache is None or tokens_BT.shape[1] == 1):
             step = replace(step, rotations={name: made_once(table) for name, table in step.rotations.items()})
         x = drop(self.embed(step, runtime), step.dropout)
         x = x if self.streams is None else self.streams.expand(x)
+        x = x if cache is not None else along_length(x, runtime)
         caches, layers = [], {}
         for s, stack in enumerate(self.stacks):
             paths = [f"stacks.{s}.layers.{i}" for i in range(len(stack.layers))]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policy.config import DecoderConfig, LatentAttention, Runtime
+from policy.config import DecoderConfig, GatedDeltaNet, LatentAttention, Runtime
 
 SPLIT, EXCHANGE = "model.batch_split", "model.expert_parallel: all_to_all"
 GRADIENTS = "model.expert_gradients"
 HYPER, ENGRAM, INDEXER = "model.hyper_connections", "model.engram", "an indexer of keys"
+RING, ULYSSES, BALANCE = "model.context_parallel: ring", "model.context_parallel: ulysses", "model.context_load_balance"
+RECURRENT, CAPACITY = "a gated delta net", "stages.N.router.capacity_factor"
 WARMUP, MODULES = "stages.N.indexer.training: dense_warmup", "stages.N.mtp"
 
 # Unordered pairs that are refused, and why.
@@ -22,6 +24,13 @@ APART: dict[tuple[str, str], str] = {
     (SPLIT, HYPER): "the schedule carries one state for each token between layers, not several streams",
     (SPLIT, ENGRAM): "the schedule begins with the mixer, and has no place for a memory before it",
     (SPLIT, INDEXER): "the schedule does not hand on what an indexer learns from",
+    (RING, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
+    (ULYSSES, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
+    (ULYSSES, BALANCE): "every device has whole sequences of some heads, so the loads are even without it",
+    (BALANCE, INDEXER): "of keys with equal scores an indexer takes the earlier ones in the row",
+    (BALANCE, RECURRENT): "its state goes through the tokens one after the other",
+    (BALANCE, ENGRAM): "its n-grams and its convolution are of neighbours",
+    (BALANCE, CAPACITY): "an expert takes the first tokens of a row that choose it",
     (WARMUP, MODULES): "a dense warm-up computes no head, and trains nothing but indexers",
 }
 
@@ -39,6 +48,11 @@ def features(config: DecoderConfig, runtime: Runtime) -> frozenset[str]:
         HYPER: config.hyper_connections is not None,
         ENGRAM: any(spec.memory is not None for spec in config.layers),
         INDEXER: any(isinstance(spec.mixer, LatentAttention) and spec.mixer.indexer is not None for spec in config.layers),
+        RING: runtime.context_parallel == "ring",
+        ULYSSES: runtime.context_parallel == "ulysses",
+        BALANCE: runtime.context_load_balance,
+        RECURRENT: any(isinstance(spec.mixer, GatedDeltaNet) for spec in config.layers),
+        CAPACITY: runtime.capacity_factor is not None,
         WARMUP: runtime.indexer == "dense_warmup",
         MODULES: runtime.mtp is not None,
     }

@@ -17,11 +17,12 @@ from policy import batch_split, head, interactions, modes, sources
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
 from policy.intermediates import Aux
-from policy.layers import expert_parallel
+from policy.layers import context_parallel, expert_parallel
 from policy.layers.parameter import Constant, RowTable
 from policy.memory import belongs_there, fetch, in_host_memory
 from policy.remat import saved
 from policy.scoring import Scorer, documents
+from policy.sequence_cut import AXIS
 from policy.sharding import Layout, layout
 
 
@@ -35,6 +36,7 @@ class Graph:
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
         interactions.check(config, runtime)
         expert_parallel.check(config, runtime, layout)
+        context_parallel.check(config, runtime, layout)
         batch_split.check(config, runtime)
         layout = layout.for_experts(runtime.expert_parallel)
         self.config, self.runtime, self.layout = config, replace(runtime, layout=layout), layout
@@ -64,6 +66,15 @@ class Graph:
         other = copy.copy(self)
         other.runtime = replace(self.runtime, **changes)
         interactions.check(self.config, other.runtime)
+        return other
+
+    def generating(self) -> Graph:
+        """The same graph where devices along the mesh axis `context` have rows of their own: a call of a few tokens has nothing to
+        cut along its sequences."""
+        if self.layout.mesh.shape[AXIS] == 1:
+            return self
+        other, layout = copy.copy(self), self.layout.rows_over(AXIS)
+        other.layout, other.runtime = layout, replace(self.runtime, layout=layout)
         return other
 
     def sharding(self, path: str) -> jax.sharding.NamedSharding:
@@ -117,9 +128,23 @@ class Graph:
             return self.decoder(params)(tokens_BT, step, None, self.runtime)[2]
 
     @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The dimensions of each weight."""
+        return {path: shape.shape for path, shape in self.shapes.items()}
+
+    @property
     def parameters(self) -> int:
         """Number of weights."""
-        return sum(math.prod(shape.shape) for shape in self.shapes.values())
+        return sum(math.prod(size) for size in self.sizes.values())
+
+    @property
+    def whole(self) -> dict[str, int]:
+        """Weights that every device holds whole, and how many numbers they have, by path; none where the mesh cuts no weights."""
+        mesh = self.layout.mesh.shape
+        if all(size == 1 for axis, size in mesh.items() if axis != "data"):
+            return {}
+        specs = {path: self.layout.spec(self.axes[path], size) for path, size in self.sizes.items()}
+        return {path: math.prod(self.sizes[path]) for path, spec in specs.items() if not any(spec)}
 
 
 class Model:

@@ -12,6 +12,7 @@ from policy.cache import Step
 from policy.config import Runtime
 from policy.decoder import Decoder
 from policy.multi_token_prediction import predictions
+from policy.sequence_cut import Rows
 
 
 def sit(tokens_BT, positions=None, segments=None) -> Step:
@@ -50,10 +51,10 @@ def before(hidden_BTE: jax.Array) -> jax.Array:
 
 def score(decoder: Decoder, before_BTE: jax.Array, tokens_BT: jax.Array, temperature, runtime: Runtime):
     """(logp, entropy) [B, T] of tokens that are predicted from these states."""
-    rows, targets = before_BTE.reshape(-1, before_BTE.shape[-1]), tokens_BT.reshape(-1)
-    tiling = head.Tiling(runtime.vocab_tiles, runtime.layout)
-    found = head.logprobs(rows, decoder.head_weight, targets, temperature, decoder.config.logit_softcap, tiling)
-    return tuple(a.reshape(tokens_BT.shape) for a in found)
+    rows = Rows(runtime.layout, *tokens_BT.shape)
+    hidden, targets, tiling = rows.flat(before_BTE), rows.flat(tokens_BT), head.Tiling(runtime.vocab_tiles, rows.layout)
+    found = head.logprobs(hidden, decoder.head_weight, targets, temperature, decoder.config.logit_softcap, tiling)
+    return tuple(rows.back(a) for a in found)
 
 
 def prefill(decoder: Decoder, tokens_BT, step: Step, cache: tuple, runtime: Runtime) -> tuple:

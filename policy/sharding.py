@@ -1,49 +1,28 @@
-"""Where arrays live: the mesh, the table from logical axis names to mesh axes, and the one helper that constrains
+"""Where arrays live: the mesh, what its axes cut by a table from logical axis names to them, and the one helper that constrains
 activations."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp", "tensor", "expert", "context")
-
-# Logical axis of a weight or activation -> mesh axes, first ones first; an axis already used or that does not divide is
-# dropped.
-DEFAULT_RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp", "expert"),
-    "length": ("context",),
-    "embed": ("fsdp", "context", "expert"),
-    "embed_vocab": ("fsdp", "context", "expert"),
-    "embed_moe": ("fsdp", "context"),
-    "q_lora": ("fsdp", "context", "expert"),
-    "kv_lora": ("fsdp", "context", "expert"),
-    "mlp": ("tensor",),
-    "mlp_moe": ("tensor",),
-    "heads": ("tensor",),
-    "q_heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "vocab": ("tensor",),
-    "exp": ("expert",),
-    "engram_dim": ("tensor",),
-    "engram_row": ("fsdp", "context", "expert", "tensor"),
-    "cache_batch": ("data", "fsdp", "expert"),
-    "cache_heads": ("tensor",),
-}
-
-# Instead, where every device holds a slice of the width of all experts (`expert_parallel: hidden`).
-HIDDEN_SPLIT_RULES: dict[str, tuple[str, ...]] = {"exp": ("fsdp", "context"), "mlp_moe": ("expert", "tensor")}
+from policy.axes import AXES, DEFAULT_RULES, HIDDEN_SPLIT_RULES, UNUSED
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and its rules (pairs, so that it can be hashed)."""
+    """A mesh and its rules (pairs, so that it can be hashed). `moments_over_data`: optimizers cut their states over the axis `data`
+    as well, along which weights are copies (ZeRO stage 1, arXiv 1910.02054)."""
 
     mesh: Mesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
+    moments_over_data: bool = False
 
     def spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The mesh axes of each dimension of an array with these logical axes."""
@@ -60,6 +39,25 @@ class Layout:
 
     def sharding(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes, shape))
+
+    def moment_spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        """The mesh axes of the state that an optimizer keeps of a weight: those of the weight, and `data`, if it is to be cut
+        there, on the first dimension that is whole, or else on the first that can be cut further. Layers stay together."""
+        spec, data = self.spec(axes, shape), self.mesh.shape["data"]
+        if not self.moments_over_data or data == 1:
+            return spec
+        local = NamedSharding(self.mesh, spec).shard_shape(shape)
+        open_dims = [dim for dim, name in enumerate(axes) if name != "layers" and local[dim] % data == 0]
+        for dim in sorted(open_dims, key=lambda dim: (spec[dim] is not None, dim))[:1]:
+            kept = (spec[dim],) if isinstance(spec[dim], str) else spec[dim] or ()
+            spec = PartitionSpec(*spec[:dim], (*kept, "data"), *spec[dim + 1 :])
+        return spec
+
+    def rows_over(self, axis: str) -> Layout:
+        """With rows cut over this axis too, those of a cache as well, and nothing else of activations."""
+        rules = dict(self.rules)
+        cut = {name: (*rules[name], axis) for name in ("batch", "cache_batch") if axis not in rules[name]}
+        return replace(self, rules=tuple(sorted((rules | cut | {"length": ()}).items())))
 
     def for_experts(self, scheme: str) -> Layout:
         """With the rules of a scheme of policy/layers/expert_parallel.py in place of default ones; rules that were set stay."""
@@ -78,32 +76,87 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def layout(degrees: dict[str, int] | None = None, rules: dict[str, list[str]] | None = None, devices=None) -> Layout:
-    """A layout over `devices` (default: all). `degrees` gives the size of each axis; one may be -1 and takes what is
-    left.
+def layout(
+    degrees: dict[str, int] | None = None,
+    rules: dict[str, list[str]] | None = None,
+    devices=None,
+    *,
+    dcn: dict[str, int] | None = None,
+    moments_over_data: bool = False,
+) -> Layout:
+    """A layout over `devices` (default: all). `degrees` gives the size of each axis inside a slice (devices joined by a fast
+    network), `dcn` how many times as large it is over the slices, which a slow one joins. One of each may be -1 and takes what is
+    left; devices that know of no slices are taken in blocks of neighbours.
 
     Raises ValueError when the degrees do not multiply to the number of devices, or a rule names an unknown axis.
     """
     devices = jax.devices() if devices is None else devices
-    if unknown := set(degrees or ()) - set(AXES):
-        raise ValueError(f"mesh: unknown axis {', '.join(sorted(unknown))}; axes are {', '.join(AXES)}")
-    sizes = dict.fromkeys(AXES, 1) | (degrees or {"fsdp": -1})
+    across = _sizes("mesh.dcn", dcn or {}, None)
+    slices = _slices(devices, across)
+    if -1 in across.values():
+        across = _sizes("mesh.dcn", dcn, len(slices))
+    inside = _sizes("mesh", degrees or {"fsdp": -1}, len(slices[0]))
+    merged = DEFAULT_RULES | {name: _known(name, axes) for name, axes in (rules or {}).items()}
+    mesh = Mesh(_arranged(slices, [inside[axis] for axis in AXES], [across[axis] for axis in AXES]), AXES)
+    return Layout(mesh, tuple(sorted(merged.items())), moments_over_data)
+
+
+def _sizes(where: str, degrees: dict[str, int], number: int | None) -> dict[str, int]:
+    """The size of every axis, for so many devices or slices; None: as they were given."""
+    if unknown := set(degrees) - set(AXES) - set(UNUSED):
+        raise ValueError(f"{where}: unknown axis {', '.join(sorted(unknown))}; axes are {', '.join(AXES)}")
+    if used := [axis for axis in UNUSED if degrees.get(axis, 1) != 1]:
+        raise ValueError(f"{where}.{used[0]}: {degrees[used[0]]} devices, but only 1 is possible: {UNUSED[used[0]]}")
+    sizes = {axis: degrees.get(axis, 1) for axis in AXES}
     if wrong := {axis: n for axis, n in sizes.items() if n != -1 and n < 1}:
-        raise ValueError(f"mesh: {wrong} must be at least 1, or -1 for what is left")
-    known = int(np.prod([n for n in sizes.values() if n != -1]))
+        raise ValueError(f"{where}: {wrong} must be at least 1, or -1 for what is left")
     open_axes = [axis for axis, n in sizes.items() if n == -1]
     if len(open_axes) > 1:
-        raise ValueError(f"mesh: only one axis may be -1, got {', '.join(open_axes)}")
+        raise ValueError(f"{where}: only one axis may be -1, got {', '.join(open_axes)}")
+    if number is None:
+        return sizes
     if open_axes:
-        sizes[open_axes[0]] = max(1, len(devices) // known)
-    if int(np.prod(list(sizes.values()))) != len(devices):
-        raise ValueError(f"mesh: {sizes} needs {int(np.prod(list(sizes.values())))} devices, there are {len(devices)}")
-    merged = DEFAULT_RULES | {name: tuple(axes) for name, axes in (rules or {}).items()}
-    for name, axes in merged.items():
-        if unknown := set(axes) - set(AXES):
-            raise ValueError(f"mesh.rules.{name}: unknown axis {sorted(unknown)}; axes are {', '.join(AXES)}")
-    mesh = Mesh(np.asarray(devices).reshape([sizes[axis] for axis in AXES]), AXES)
-    return Layout(mesh, tuple(sorted(merged.items())))
+        sizes[open_axes[0]] = max(1, number // -math.prod(sizes.values()))
+    if math.prod(sizes.values()) != number:
+        what = "slices" if where.endswith("dcn") else "devices"
+        raise ValueError(f"{where}: {sizes} needs {math.prod(sizes.values())} {what}, there are {number}")
+    return sizes
+
+
+def _slices(devices: Sequence, across: dict[str, int]) -> list[list]:
+    """The devices of each slice: by what they say of themselves, or else by process, where there are as many processes as slices
+    are wanted, or in as many blocks of neighbours. Without a number of slices those that do not know are one."""
+    wanted = math.prod(across.values())
+    if wanted == 1:
+        return [list(devices)]
+    for name in ("slice_index", "process_index"):
+        numbers = sorted({getattr(device, name, 0) for device in devices})
+        if len(numbers) == wanted or (wanted < 0 and len(numbers) > 1):
+            found = [[device for device in devices if getattr(device, name) == number] for number in numbers]
+            break
+    else:
+        blocks = max(1, wanted)
+        if len(devices) % blocks:
+            raise ValueError(f"mesh.dcn: {across} needs {blocks} slices, which do not divide the {len(devices)} devices")
+        found = [list(block) for block in np.asarray(devices).reshape(blocks, -1)]
+    if len({len(each) for each in found}) > 1:
+        raise ValueError(f"mesh.dcn: the slices have {[len(each) for each in found]} devices; they must be equal")
+    return found
+
+
+def _arranged(slices: list[list], inside: list[int], across: list[int]) -> np.ndarray:
+    """The devices of a mesh: inside a slice in the order of its network, slices side by side along each axis."""
+    meshes = [mesh_utils.create_device_mesh(inside, each, allow_split_physical_axes=True) for each in slices]
+    blocks = np.stack(meshes).reshape(*across, *inside)
+    n = len(inside)
+    return blocks.transpose([dim for axis in range(n) for dim in (axis, n + axis)]).reshape(np.multiply(across, inside))
+
+
+def _known(name: str, axes: list[str]) -> tuple[str, ...]:
+    """The axes of a rule, without those that have one device only."""
+    if unknown := set(axes) - set(AXES) - set(UNUSED):
+        raise ValueError(f"mesh.rules.{name}: unknown axis {sorted(unknown)}; axes are {', '.join(AXES)}")
+    return tuple(axis for axis in axes if axis in AXES)
 
 
 def constrain(x: jax.Array, axes: tuple[str | None, ...], layout: Layout | None) -> jax.Array:

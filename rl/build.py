@@ -10,7 +10,7 @@ import policy
 from policy import batch_split, sources
 from policy.config import DecoderConfig, Runtime
 from policy.hf import UnsupportedModel
-from policy.layers import expert_parallel
+from policy.layers import context_parallel, expert_parallel
 from policy.layers.engram import set_classes
 from policy.memory import NoHostMemory, in_host_memory
 from policy.model import Graph, Model
@@ -36,9 +36,10 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model
         decoder, classes = _decoder(options, prepared.tokenizer)
         _check(config, decoder, prepared.tokenizer)
         _check_runtime(options, decoder, mesh)
-        how = {"runtime": options.runtime, "mesh": mesh}
+        graph = check_cut(Graph(decoder, options.runtime, mesh), config.mesh.sharding_tolerance)
         if not with_weights:
-            return Model(Graph(decoder, how["runtime"], mesh), {})
+            return Model(graph, {})
+        how = {"runtime": options.runtime, "mesh": mesh}
         if Path(options.source).is_dir():
             return policy.load(options.source, sections=options.sections, seed=config.seed, **how)
         made = policy.create(decoder, config.seed, **how)
@@ -66,7 +67,9 @@ def judges(config: RunConfig, stage: Stage, mesh: Layout) -> dict[str, Judge]:
 def on_mesh(config: RunConfig, devices=None) -> Layout:
     """The mesh of the configuration over `devices`, by default all of this process's. Raises ResourceError where it cannot be."""
     try:
-        mesh = layout(config.mesh.model_dump(exclude={"rules"}), config.mesh.rules, devices)
+        options = config.mesh
+        across = options.dcn.model_dump() if options.dcn else None
+        mesh = layout(options.degrees, options.rules, devices, dcn=across, moments_over_data=options.shard_optimizer_over_data)
         if any(each.host_memory for stage in config.stages for each in (stage.optimizer, stage.critic)):
             in_host_memory(mesh.replicated)
         return mesh
@@ -87,7 +90,20 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
     except (ModelFileError, UnsupportedModel) as error:
         raise ModelError(f"model {options.source}: {error}") from None
     _check_runtime(options, decoder, mesh)
-    return Graph(decoder, options.runtime, mesh)
+    return check_cut(Graph(decoder, options.runtime, mesh), config.mesh.sharding_tolerance)
+
+
+def check_cut(graph: Graph, tolerance: float) -> Graph:
+    """The graph. Raises ConfigError where a mesh that cuts weights leaves more of them whole than it may."""
+    whole = graph.whole
+    share = sum(whole.values()) / graph.parameters
+    if share > tolerance:
+        listed = ", ".join(f"{path} ({number})" for path, number in sorted(whole.items(), key=lambda each: -each[1]))
+        raise ConfigError(
+            f"mesh: {share:.1%} of the weights would be whole on every device, more than mesh.sharding_tolerance {tolerance:.0%}: "
+            f"{listed}. Choose degrees that divide their dimensions, give them a rule in mesh.rules, or raise the tolerance"
+        )
+    return graph
 
 
 def _decoder(options: ModelOptions, tokenizer) -> tuple[DecoderConfig, np.ndarray | None]:
@@ -107,6 +123,7 @@ def _decoder(options: ModelOptions, tokenizer) -> tuple[DecoderConfig, np.ndarra
 def _check_runtime(options: ModelOptions, decoder: DecoderConfig, mesh: Layout) -> None:
     try:
         expert_parallel.check(decoder, options.runtime, mesh)
+        context_parallel.check(decoder, options.runtime, mesh)
         batch_split.check(decoder, options.runtime)
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None

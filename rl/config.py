@@ -7,50 +7,16 @@ and turns what pydantic says into file:line messages.
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 import rl.algorithms
 from policy.config import HyperConnections, Runtime
 from policy.ngrams import EngramSection
 from policy.remat import NAMES as REMAT_POLICIES
-
-
-class Strict(BaseModel):
-    """Unknown keys and values of another type are refused; `1e3` is a whole number where one is wanted."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    shorthand: ClassVar[str | None] = None
-    """Key for which a plain text stands: `model: tiny` is `model: {source: tiny}`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_people_write(cls, values):
-        if isinstance(values, str) and cls.shorthand:
-            return {cls.shorthand: values}
-        if not isinstance(values, dict):
-            return values
-        values = dict(values)
-        for name, field in cls.model_fields.items():
-            value, kinds = values.get(name), accepted_types(field.annotation)
-            if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
-                values[name] = int(value)
-            # A section left empty (`optimizer:` with every line below commented out) is the section's defaults.
-            elif name in values and value is None and type(None) not in kinds and not kinds <= {int, float, bool, str}:
-                del values[name]
-        return values
-
-
-def accepted_types(annotation: Any) -> set[Any]:
-    """The members of a union, or the type itself; `list[int]` counts as list."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return {kind for member in typing.get_args(annotation) for kind in accepted_types(member)}
-    if typing.get_origin(annotation) is Literal:
-        return {type(choice) for choice in typing.get_args(annotation)}
-    return {typing.get_origin(annotation) or annotation}
+from rl.meshoptions import MeshOptions
+from rl.schema import Strict
 
 
 class WandbOptions(Strict):
@@ -156,6 +122,12 @@ class ModelOptions(Strict):
     expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = Field(
         "auto", description="how tokens and experts meet along the mesh axis `expert`, see docs/experts.md; auto: gather"
     )
+    context_parallel: Literal["all_gather", "ring", "ulysses"] = Field(
+        "all_gather", description="how attention works along the mesh axis `context`, see docs/meshes.md"
+    )
+    context_load_balance: bool = Field(
+        False, description="each device of that axis takes an early and a late part of every sequence; all_gather and ring"
+    )
     batch_split: bool = Field(
         False,
         description="updates take the rows of each device in two halves, so that in layers with experts the collectives of one "
@@ -194,6 +166,8 @@ class ModelOptions(Strict):
             host_parameters=self.host_parameters,
             vocab_tiles=self.num_vocab_tiling,
             expert_parallel=self.expert_parallel,
+            context_parallel=self.context_parallel,
+            context_load_balance=self.context_load_balance,
             batch_split=self.batch_split,
             expert_gradients=self.expert_gradients,
             quantization=self.quantization,
@@ -216,17 +190,6 @@ class TokenizerOptions(Strict):
     source: str = Field(description="directory of a tokenizer, or a built-in one: bytes, characters")
     alphabet: str | None = Field(None, description="characters: the characters that exist")
     chat_template: str | None = Field(None, description="file of a jinja chat template that replaces the tokenizer's own")
-
-
-class MeshOptions(Strict):
-    """Number of devices along each axis; -1 takes what is left. `rules` maps logical axis names to mesh axes."""
-
-    data: int = Field(1, description="copies of the weights, each for a part of the batch")
-    fsdp: int = Field(-1, description="parts into which weights, gradients and moments are cut; they split the batch too")
-    tensor: int = Field(1, description="parts into which heads and feed-forward layers are cut")
-    expert: int = Field(1, description="parts into which the experts are spread")
-    context: int = Field(1, description="parts into which sequences are cut")
-    rules: dict[str, list[str]] = Field({}, description="logical axis: mesh axes, laid over the default rules")
 
 
 class GeneratorOptions(Strict):

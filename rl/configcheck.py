@@ -12,7 +12,8 @@ from pathlib import Path
 
 from policy import interactions, remat, sources
 from policy.config import DecoderConfig
-from rl.config import DataOptions, EvaluationOptions, MeshOptions, ModelOptions, RewardSettings, RunConfig, StageOptions
+from rl import meshoptions
+from rl.config import DataOptions, EvaluationOptions, ModelOptions, RewardSettings, RunConfig, StageOptions
 
 _FILE_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -54,7 +55,7 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     yield from _quantization(config)
     yield from _pages(config)
     yield from _tokenizer(config)
-    yield from _mesh(config.mesh)
+    yield from meshoptions.problems(config.mesh)
     if config.data:
         yield from _data(("data",), config.data)
     if config.rewards:
@@ -207,22 +208,6 @@ def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     template = config.tokenizer.chat_template
     if template is not None and not Path(template).is_file():
         yield ("tokenizer", "chat_template"), f"no such file: {template}"
-
-
-def _mesh(mesh: MeshOptions) -> Iterator[tuple[tuple, str]]:
-    from rl.configfile import nearest
-
-    axes = [name for name in type(mesh).model_fields if name != "rules"]
-    for name in axes:
-        size = getattr(mesh, name)
-        if size < 1 and size != -1:
-            yield ("mesh", name), f"must be at least 1, or -1 for the devices that are left, got {size}"
-    if sum(getattr(mesh, name) == -1 for name in axes) > 1:
-        yield ("mesh",), "only one axis can be -1 (fsdp is, unless it is set)"
-    for logical, names in mesh.rules.items():
-        for name in names:
-            if name not in axes:
-                yield ("mesh", "rules", logical), f"no mesh axis {name}{nearest(name, axes)}"
 
 
 def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:

@@ -20,8 +20,9 @@ from pydantic import BaseModel, ValidationError
 
 import rl.algorithms
 from rl import yamlfile
-from rl.config import AlgorithmOptions, RunConfig, accepted_types
+from rl.config import AlgorithmOptions, RunConfig
 from rl.errors import ConfigError
+from rl.schema import accepted_types
 from rl.yamlfile import Item
 
 RESOLVED = "config.yml"

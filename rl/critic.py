@@ -23,12 +23,14 @@ class Critic:
     def __init__(self, policy: Graph, shared: bool = False):
         self.shared, self.runtime = shared, policy.runtime
         self.axes, self.shardings = {VALUE_HEAD: (None,)}, {VALUE_HEAD: policy.layout.replicated}
+        self.sizes = {VALUE_HEAD: (policy.config.hidden_size,)}
         self.trunk, self.untrained, self.hosted, self.tables = policy, frozenset(), frozenset(), frozenset()
         if not shared:
             trunk = dataclasses.replace(policy.config, tied_head=True, multi_token_prediction=None)
             self.trunk = Graph(trunk, policy.runtime, policy.layout)
             self.untrained, self.hosted, self.tables = self.trunk.untrained, self.trunk.hosted, self.trunk.tables
             self.axes, self.shardings = self.trunk.axes | self.axes, self.trunk.shardings | self.shardings
+            self.sizes |= self.trunk.sizes
         self.operations = Operations(self.trunk, head=False)
 
     def init(self, params: dict[str, jax.Array], std: float, seed: int) -> dict[str, jax.Array]:

@@ -24,9 +24,9 @@ OF_TOKENS = ("tokens", "mask", "sampler_logp", "old_logp", "ref_logp", "entropy"
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of N rows of T stand in R packed rows of T: token `source[i]` of the one at `target[i]` of the other, both
-    counted through all rows. `segments` int32[R, T]: which sequence of its row a token is of, from 1. `used`: rows that hold any;
-    the others come last."""
+    """Where the tokens of N rows of T stand in R packed rows of T, or a few more: token `source[i]` of the one at `target[i]` of
+    the other, both counted through all rows. `segments` int32[R, T]: which sequence of its row a token is of, from 1. `used`: rows
+    that hold any; the others come last."""
 
     sequences: tuple[int, int]
     shape: tuple[int, int]
@@ -75,12 +75,13 @@ class Packing:
         return None if batch.routes is None else {path: self.pack(each, fill=UNKNOWN) for path, each in batch.routes.items()}
 
 
-def packing(segments_NT: np.ndarray, counts: Sequence[int]) -> Packing:
+def packing(segments_NT: np.ndarray, counts: Sequence[int], multiple: int = 1) -> Packing:
     """Longest first, each row of the batch into the packed row with the least room that is enough (best fit decreasing; Johnson
     1973: at most 11/9 of the fewest rows that do); rows of padding follow up to the first of `counts` that is enough.
 
     A row of the batch that holds several sequences (segments 1, 2, ...) is moved as one: they stay together and in order, and where
-    all rows hold k of them, sequence j of a row is number j modulo k of its packed row.
+    all rows hold k of them, sequence j of a row is number j modulo k of its packed row. Packed rows end in padding up to a multiple
+    of `multiple` tokens.
     """
     segments = np.asarray(segments_NT)
     N, T = segments.shape
@@ -96,10 +97,11 @@ def packing(segments_NT: np.ndarray, counts: Sequence[int]) -> Packing:
     rows = next(count for count in counts if count >= needed)
     sequence, place = np.nonzero(segments)
     before = np.cumsum(segments != 0, axis=1)[sequence, place] - 1
-    source, target = sequence * T + place, row[sequence] * T + start[sequence] + before
-    numbers = np.zeros((rows, T), np.int32)
+    length = -(-T // multiple) * multiple
+    source, target = sequence * T + place, row[sequence] * length + start[sequence] + before
+    numbers = np.zeros((rows, length), np.int32)
     numbers.reshape(-1)[target] = first[sequence] + segments[sequence, place]
-    return Packing((N, T), (rows, T), source, target, numbers, needed)
+    return Packing((N, T), (rows, length), source, target, numbers, needed)
 
 
 def row_counts(sequences: int, multiple: int) -> list[int]:

@@ -14,7 +14,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import rl.algorithms
-from rl.config import AlgorithmOptions, RunConfig, Strict, accepted_types
+from rl.config import AlgorithmOptions, RunConfig
+from rl.schema import Strict, accepted_types
 
 _INTRODUCTION = """\
 # Configuration

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 
 import rl.algorithms
-from policy import batch_split, modes, tables
+from policy import batch_split, modes, sequence_cut, tables
 from policy.cache import Step
 from policy.layers.dropout import Dropout, row_seeds
 from policy.memory import belongs_there, fetch, in_host_memory, to_device
@@ -122,8 +122,8 @@ class Updater:
 
     @cached_property
     def shardings(self) -> Learner:
-        """Where each array of the learner lives: moments are cut as their weights are, counters are everywhere. Moments of a table
-        in host memory are there too."""
+        """Where each array of the learner lives: moments are cut as their weights are, or further (`Layout.moment_spec`), counters
+        are everywhere. Moments of a table in host memory are there too."""
         weights = self.owner.shardings
 
         def place(path, _):
@@ -131,12 +131,26 @@ class Updater:
             if not keys:
                 return self.layout.replicated
             weight = keys[-1]
-            moment = NamedSharding(self.layout.mesh, weights[weight].spec)
+            moment = self._moments.get(weight, NamedSharding(self.layout.mesh, weights[weight].spec))
             moves = self._options.host_memory and belongs_there(self.owner.axes[weight])
             return in_host_memory(moment) if moves or weight in self.owner.tables else moment
 
         trained = {k: jax.ShapeDtypeStruct((1,), jnp.float32) for k in self._split(weights)[0]}
         return Learner(weights, jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._transform.init, trained)))
+
+    @cached_property
+    def _moments(self) -> dict[str, NamedSharding]:
+        """Where moments live that are cut further than their weights, by path."""
+        if not self.layout.moments_over_data:
+            return {}
+        specs = {path: self.layout.moment_spec(self.owner.axes[path], shape) for path, shape in self.owner.sizes.items()}
+        return {path: NamedSharding(self.layout.mesh, spec) for path, spec in specs.items() if path not in self.owner.tables}
+
+    def _spread(self, arrays: dict) -> dict:
+        """Weights or gradients cut as their moments are, where those are cut further: gradients are then added up over the devices
+        in the place of their moment only, and every device steps its part of the weights, which are gathered at the end."""
+        places = self._moments
+        return {path: jax.lax.with_sharding_constraint(a, places[path]) if path in places else a for path, a in arrays.items()}
 
     @cached_property
     def program(self):
@@ -200,7 +214,7 @@ class Updater:
         """(weights, state of the optimizer, norm of the change) after a step. Tables in host memory are stepped there."""
         step = by_layer if self._in_host_memory and not weights.keys() <= self.owner.tables else at_once
         grads = jax.tree.map(jnp.multiply, tables.summed(grads), factors)
-        return step(self._transform, grads, state, weights, good)
+        return step(self._transform, grads, state, self._spread(weights) if step is at_once else weights, good)
 
     def _gradients(self, trained, still, batch: Batch, inputs, R: int):
         """Sums over the micro-batches, in float32: (gradients, loss, metrics, what the routers did by path of the layer)."""
@@ -236,11 +250,11 @@ class Updater:
                 rows, looked_up = tables.read_rows(self._graph, trained | still, xs[0].tokens, xs[0].segments)
             (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(read | looked_up, *xs)
             slopes = tables.gradients(self._graph, rows, {path: grads.pop(path) for path in looked_up})
-            return _added(total, fetch(grads)), (slopes, (loss, *rest))
+            return _added(total, self._spread(fetch(grads))), (slopes, (loss, *rest))
 
         # Slopes of tables in host memory lie there, where only a scan can stack them.
         over = jax.lax.scan if self._graph.tables else partial(_over, count=_filled(micros[0].segments))
-        grads, (slopes, found) = over(one, _zeros(matrices), micros)
+        grads, (slopes, found) = over(one, self._spread(_zeros(matrices)), micros)
         loss, metrics, routing, inside = found
         metrics = rl.algorithms.reduce_metrics(metrics)
         if self._internals:
@@ -358,12 +372,13 @@ class Trainer:
         """(how these sequences are packed, packed rows of one gradient computation)."""
         N, T = segments_NT.shape
         multiple = ways(self.graph.layout) * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
+        tokens = sequence_cut.multiple(self._learning.runtime)
         micro = self.stage.micro_batch or self._micro_batch(N, T)
         if micro is None:
-            place = packing(segments_NT, row_counts(N, multiple))
+            place = packing(segments_NT, row_counts(N, multiple), tokens)
             return place, place.shape[0]
         R = -(-min(micro, N) // multiple) * multiple
-        return packing(segments_NT, [-(-N // R) * R]), R
+        return packing(segments_NT, [-(-N // R) * R], tokens), R
 
     def _micro_batch(self, N: int, T: int) -> int | None:
         """Rows of a micro-batch where the stage says nothing; None: all. On CPU what a layer leaves for the backward pass then

@@ -95,6 +95,7 @@ class Programs:
 
     def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int, left: float | None = None):
         """`left`: bytes of each device that a paged cache may share; None: what the devices say."""
+        graph = graph.generating()
         self._left = left
         self.records = options.record_routes
         if self.records:

@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 
 
-def on_devices(number: int, script: Path):
-    """The JSON in the last line that the script prints. It may import what lies beside this file; most of XLA's passes are off."""
+def on_devices(number: int, script: Path, *arguments: str):
+    """The JSON in the last line that the script prints, given these arguments. It may import what lies beside this file; most of
+    XLA's passes are off."""
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={number}",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]]),
     }
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=900, check=False)
+    done = subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, env=environment, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

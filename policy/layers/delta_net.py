@@ -19,6 +19,7 @@ from policy.intermediates import LayerAux
 from policy.layers.linear import linear
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import normal, ones, weight
+from policy.sequence_cut import whole
 
 CHUNK = 64
 # What passes the convolution, and the names under which remat policies save it.
@@ -56,7 +57,7 @@ class DeltaNet(nnx.Module):
         """Returns (x_BTE, cache, LayerAux). Padding gives 0 and leaves the cache as it is. Without a cache every document of a row
         starts from an empty state; with one, the first document of a row goes on from what the cache holds."""
         real, documents = step.segments != 0, number_documents(step.segments)
-        x = jnp.where(real[..., None], x_BTE, 0)
+        x = jnp.where(real[..., None], whole(x_BTE, runtime), 0)
         q, k, v, inputs = self._convolved(x, documents, cache, runtime)
         beta, g = self._gates(x, real)
         B, K, G, T, V = v.shape

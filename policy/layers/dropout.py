@@ -13,10 +13,11 @@ import jax.numpy as jnp
 @dataclass(frozen=True)
 class Dropout:
     """Elements are 0 with probability `rate`, the others divided by 1 - rate. `seeds` uint32[B], one for each row; `layer` is the
-    number of the layer (the embedding is -1)."""
+    number of the layer (the embedding is -1). `places` int32[1, T]: the place of each token in its row; None: they are in order."""
 
     seeds: jax.Array
     layer: jax.Array | int = -1
+    places: jax.Array | None = None
     rate: float = field(default=0.0, metadata={"static": True})
 
     def at(self, layer: jax.Array | int) -> Dropout:
@@ -38,4 +39,6 @@ def drop(x_BTE: jax.Array, dropout: Dropout | None, place: int = 0) -> jax.Array
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), dropout.layer + 1), place)
         return jax.random.bernoulli(key, 1.0 - dropout.rate, x_BTE.shape[1:])
 
-    return jnp.where(jax.vmap(keep)(dropout.seeds), x_BTE / (1.0 - dropout.rate), 0).astype(x_BTE.dtype)
+    kept = jax.vmap(keep)(dropout.seeds)
+    kept = kept if dropout.places is None else kept[:, dropout.places[0]]
+    return jnp.where(kept, x_BTE / (1.0 - dropout.rate), 0).astype(x_BTE.dtype)

@@ -8,10 +8,12 @@ B rows, T tokens, H query heads, K key-value heads, D dimension of queries and k
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -76,16 +78,60 @@ def splash_attention(q_BHTD, k_BKTD, v_BKTV, segments_BT, sinks_H, *, window=Non
     filling = -T % LANES
     q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, filling), (0, 0))) for a in (q_BHTD, k_BKTD, v_BKTV))
     segments = jnp.pad(segments_BT, ((0, 0), (0, filling)))
-    shape = (T + filling, T + filling)
-    mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
-    block = next(size for size in (BLOCK, BLOCK // 2, LANES) if shape[0] % size == 0)
-    run = splash.make_splash_mha_single_device(
+    run = _kernel(H, np.arange(T + filling, dtype=np.int32), 1, (window, softcap), interpret)
+    return _by_rows(run, q, (k, v), (segments, segments), sinks_H)[:, :, :T]
+
+
+def _kernel(H: int, places_T: np.ndarray, devices: int, limits: tuple, interpret: bool = False):
+    """The kernel for H heads and the queries at these places of a row, an equal part of them on each of several devices, and keys
+    in order. `limits`: (window, softcap)."""
+    (window, softcap), T = limits, len(places_T)
+    mask = masks.CausalMask((T, T)) if window is None else masks.LocalMask((T, T), (window - 1, 0), 0)
+    mask.q_sequence = places_T
+    block = next(size for size in (BLOCK, BLOCK // 2, LANES) if T // devices % size == 0)
+    return splash.make_splash_mha(
         mask=masks.MultiHeadMask([mask] * H),
         block_sizes=splash.BlockSizes(block, block, block, block, block, block, block, block),
+        head_shards=1,
+        q_seq_shards=devices,
         attn_logits_soft_cap=softcap,
         residual_checkpoint_name="context",
         interpret=interpret,
     )
+
+
+def _by_rows(run, q_BHTD, keys: tuple, segments: tuple, sinks_H) -> jax.Array:
+    """`run`, a kernel, on every row: keys (k, v), segments of (queries, keys)."""
     sinks = None if sinks_H is None else sinks_H.astype(jnp.float32)
-    out = jax.vmap(lambda q, k, v, row: run(q, k, v, splash.SegmentIds(row, row), sinks))(q, k, v, segments)
-    return out[:, :, :T]
+    return jax.vmap(lambda q, k, v, *rows: run(q, k, v, splash.SegmentIds(*rows), sinks))(q_BHTD, *keys, *segments)
+
+
+@dataclass(frozen=True)
+class CutQueries:
+    """The kernel where the queries of a row are cut over the mesh axis `axis`, and every device has all keys, in order.
+    `places` [T]: the places in their row of the queries, those of the first device first; `limits`: (window, softcap)."""
+
+    axis: str
+    devices: int
+    places: tuple[int, ...]
+    limits: tuple
+
+    @classmethod
+    def of(cls, step: Step, dtype, runtime: Runtime, axis: str, limits: tuple, places=None) -> CutQueries | None:
+        """None: no kernel for this. Tokens of a device have to fill its blocks."""
+        T, devices = step.segments.shape[1], runtime.layout.mesh.shape[axis]
+        if T % (devices * LANES) or not served(replace(step, whole=step.whole or step.balanced), dtype, runtime):
+            return None
+        return cls(axis, devices, tuple(range(T)) if places is None else tuple(places.tolist()), limits)
+
+    def made(self, H: int, layout: Layout):
+        """(the kernel of H heads of a device, its places on the mesh): an argument of the function that `shard_map` runs."""
+        made = _kernel(H, np.asarray(self.places, np.int32), self.devices, self.limits)
+        return made, made.manual_sharding_spec(jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec(None, self.axis)))
+
+    def attend(self, kernel, q_bhtD, keys: tuple, segments: tuple, sinks_h) -> jax.Array:
+        """`segments` of the queries of a device and of all keys. Keys come in the order of the queries of all devices."""
+        order = np.argsort(np.asarray(self.places))
+        if self.places != tuple(range(len(order))):
+            keys, segments = tuple(a[:, :, order] for a in keys), (segments[0], segments[1][:, order])
+        return _by_rows(kernel, q_bhtD, keys, segments, sinks_h)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from policy.cache import Step, Visible
 from policy.config import DecoderConfig, Indexer
-from policy.layers.attention import Mask
+from policy.layers.dot_product_attention import Mask
 from policy.layers.norms import MeanNorm
 from policy.layers.parameter import normal, weight
 from policy.layers.rope import rotate
@@ -86,11 +86,11 @@ class IndexedMask(Mask):
         return none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], chosen].set(counts, unique_indices=True)
 
     def _by_rows(self, select, visible_BTC, scores_BTC):
-        """`select` of each device's own rows: left to the partitioner, top_k and the scatter gather all rows on every device."""
+        """`select` of each device's own queries: left to the partitioner, top_k and the scatter gather all rows on every device."""
         scores = jax.lax.stop_gradient(scores_BTC)
         if self.layout is None or self.layout.mesh.size == 1:
             return select(visible_BTC, scores)
-        rows = self.layout.spec(("batch", None, None), scores.shape)
+        rows = self.layout.spec(("batch", "length", None), scores.shape)
         return jax.shard_map(select, mesh=self.layout.mesh, in_specs=rows, out_specs=rows, check_vma=False)(visible_BTC, scores)
 
     def choose(self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array):

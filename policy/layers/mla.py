@@ -3,6 +3,8 @@ latents, N / R / V dimensions of the part without rotation, the rotated part and
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +14,8 @@ from policy.cache import LayerCache, Step, Visible, extend
 from policy.config import DecoderConfig, LatentAttention, Runtime
 from policy.intermediates import LayerAux
 from policy.layers import flash_attention
-from policy.layers.attention import Mask, attend
+from policy.layers.context_parallel import Keys, applies, attend_cut
+from policy.layers.dot_product_attention import Mask, attend
 from policy.layers.indexer import IndexedMask, KeyIndexer
 from policy.layers.linear import linear, rounded
 from policy.layers.norms import RMSNorm
@@ -20,6 +23,24 @@ from policy.layers.paged_attention import decode_latent
 from policy.layers.parameter import normal, weight, zeros
 from policy.layers.rope import rotate
 from policy.layers.sparse_attention import attend_selected
+from policy.sequence_cut import whole
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """Keys and values of every head, [B, H, T, N + R] and [B, H, T, V], from (latents [B, 1, T, c], rotated keys [B, 1, T, R]) and
+    the weight [c, H, N + V]."""
+
+    nope_dim: int
+    runtime: Runtime
+
+    def __call__(self, parts: tuple[jax.Array, jax.Array], weights: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        latent_B1Tc, k_rope_B1TR = parts
+        expanded = linear("btc,chd->bhtd", latent_B1Tc[:, 0], weights[0], self.runtime)
+        k_nope, values = jnp.split(expanded, [self.nope_dim], axis=-1)
+        k_rope = jnp.broadcast_to(k_rope_B1TR, (*k_nope.shape[:3], k_rope_B1TR.shape[-1]))
+        keys = jnp.concatenate([k_nope, k_rope], axis=-1)
+        return checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -72,13 +93,8 @@ class MultiHeadLatentAttention(nnx.Module):
             kept = jnp.concatenate([rounded(latent, (-1,), latent.dtype, runtime)[:, None], k_rope], axis=-1)
             visible, cache = extend(cache, step, latent=kept, **new)
         if expanded:
-            keys, values = self._expand(latent, k_rope, runtime)
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
-            out = None if new else flash_attention.attend(q * spec.scale, keys, values, step, runtime)
-            found = LayerAux()
-            if out is None:
-                visible, _ = extend(None, step, k=keys, v=values, **new)
-                out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries, runtime), None, runtime)
+            out, found = self._expanded(q, (latent, k_rope), (index_queries, index_keys), step, cache, runtime)
             out = checkpoint_name(checkpoint_name(out, "context"), "attention_out")
         else:
             w_k, w_v = jnp.split(rounded(self.kv_b_proj[...], (0,), x_BTE.dtype, runtime), [spec.nope_dim], axis=-1)
@@ -92,12 +108,21 @@ class MultiHeadLatentAttention(nnx.Module):
         out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
         return checkpoint_name(out, "out_proj"), cache, found
 
-    def _expand(self, latent_BTc: jax.Array, k_rope_B1TR: jax.Array, runtime: Runtime) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of every head."""
-        expanded = linear("btc,chd->bhtd", latent_BTc, self.kv_b_proj[...], runtime)
-        k_nope, values = jnp.split(expanded, [self.spec.nope_dim], axis=-1)
-        keys = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope_B1TR, (*k_nope.shape[:3], self.spec.rope.dim))], axis=-1)
-        return checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
+    def _expanded(self, q_BHTD, kept: tuple, index: tuple, step: Step, cache: LayerCache | None, runtime: Runtime):
+        """(attention [B, H, T, V], LayerAux) over this call's own tokens. `kept`: their latents [B, T, c] and rotated keys."""
+        expand, weights = Expansion(self.spec.nope_dim, runtime), (self.kv_b_proj[...],)
+        cut, (queries, keys) = applies(cache, step, runtime), index
+        parts, new = (kept[0][:, None], kept[1]), {} if keys is None else {"index": keys}
+        if cut and not new:
+            return attend_cut(q_BHTD * self.spec.scale, Keys(parts, weights, expand), step, runtime), LayerAux()
+        if cut:  # an indexer chooses among all keys of a row
+            parts, new = jax.tree.map(lambda a: whole(a[:, 0], runtime)[:, None], (parts, new))
+        k, v = expand(parts, weights)
+        out = None if new else flash_attention.attend(q_BHTD * self.spec.scale, k, v, step, runtime)
+        if out is not None:
+            return out, LayerAux()
+        visible, _ = extend(None, step, k=k, v=v, **new)
+        return self._attend(q_BHTD, k, v, self._mask(step, visible, queries, runtime), None, runtime)
 
     def _attend(self, q_BHTD, keys, values, mask: Mask, cache: LayerCache | None, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
         q = q_BHTD * self.spec.scale

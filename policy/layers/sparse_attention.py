@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from policy.cache import LayerCache, take
 from policy.config import Runtime
 from policy.intermediates import Indexing, LayerAux
-from policy.layers.attention import MASKED, attend, in_chunks, of_chunks
+from policy.layers.dot_product_attention import MASKED, attend, in_chunks, of_chunks
 from policy.layers.indexer import IndexedMask
 
 

@@ -8,7 +8,7 @@ import pytest
 from policy.cache import Visible
 from policy.config import Runtime
 from policy.layers import flash_attention
-from policy.layers.attention import Mask, attend
+from policy.layers.dot_product_attention import Mask, attend
 from policy.modes import sit
 from policy.sharding import Layout, layout
 

@@ -19,6 +19,11 @@ ON = {
     interactions.HYPER: ({"hyper_connections": {}}, {}, {}),
     interactions.ENGRAM: ({"engram": ENGRAM}, {}, {}),
     interactions.INDEXER: ({"source": "tiny-deepseek-v32"}, {}, {}),
+    interactions.RING: ({"context_parallel": "ring"}, {}, {"context_parallel": "ring"}),
+    interactions.ULYSSES: ({"context_parallel": "ulysses"}, {}, {"context_parallel": "ulysses"}),
+    interactions.BALANCE: ({"context_load_balance": True}, {}, {"context_load_balance": True}),
+    interactions.RECURRENT: ({"source": "qwen3-next-80b"}, {}, {}),
+    interactions.CAPACITY: ({}, {"router": {"capacity_factor": 1.25}}, {"capacity_factor": 1.25}),
     interactions.WARMUP: (
         {"source": "tiny-deepseek-v32"},
         {"indexer": {"training": "dense_warmup"}},

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import jax
 import pytest
@@ -16,8 +17,13 @@ from oracles import STANDARD, configuration, random_model, tokens
 
 import policy
 from policy import families
+from policy.axes import AXES, DEFAULT_RULES
 from policy.config import Runtime
-from policy.sharding import DEFAULT_RULES, Layout, layout
+from policy.layers import context_parallel
+from policy.model import Graph
+from policy.sharding import Layout, layout
+from rl import build
+from rl.errors import ConfigError
 
 MESHES = {
     "fsdp8": {"fsdp": 8},
@@ -143,6 +149,7 @@ def test_one_dimension_may_take_several_axes_and_no_axis_is_taken_twice():
     ("degrees", "words"),
     [
         ({"model": 1}, "unknown axis model"),
+        ({"stage": 2}, "mesh.stage: 2 devices, but only 1 is possible: .* use fsdp"),
         ({"fsdp": 3}, "needs 3 devices, there are 1"),
         ({"fsdp": -1, "tensor": -1}, "only one axis may be -1"),
         ({"fsdp": 0}, "at least 1"),
@@ -151,6 +158,76 @@ def test_one_dimension_may_take_several_axes_and_no_axis_is_taken_twice():
 def test_a_mesh_that_does_not_fit_is_refused(degrees, words):
     with pytest.raises(ValueError, match=words):
         layout(degrees, devices=jax.devices()[:1])
+
+
+@dataclass(frozen=True)
+class Device:
+    """Stands for a device of several slices."""
+
+    id: int
+    slice_index: int = 0
+    process_index: int = 0
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+
+@pytest.mark.parametrize("told_by", ["slice_index", "process_index", None])
+def test_slices_stand_side_by_side_along_their_axes(told_by):
+    """Two slices of four, whose devices come mixed unless nothing tells them apart."""
+    devices = [Device(n, **({told_by: n % 2} if told_by else {})) for n in range(8)]
+    found = layout({"fsdp": -1, "tensor": 2, "stage": 1}, devices=devices, dcn={"data": 2}).mesh
+    assert dict(found.shape) == {"data": 2, "fsdp": 2, "tensor": 2, "expert": 1, "context": 1}
+    slices = [[device.id for device in one.flat] for one in found.devices]
+    assert slices == ([[0, 2, 4, 6], [1, 3, 5, 7]] if told_by else [[0, 1, 2, 3], [4, 5, 6, 7]])
+    both = layout({"fsdp": 4}, devices=devices, dcn={"fsdp": 2}).mesh
+    assert both.shape["fsdp"] == 8 and [device.id for device in both.devices.flat] == slices[0] + slices[1]
+    if told_by:
+        assert layout({"fsdp": 4}, devices=devices, dcn={"data": -1}).mesh.shape["data"] == 2
+
+
+def test_slices_that_do_not_fit_are_refused():
+    devices = [Device(n) for n in range(8)]
+    with pytest.raises(ValueError, match="needs 3 slices"):
+        layout({"fsdp": -1}, devices=devices, dcn={"data": 3})
+    with pytest.raises(ValueError, match=r"mesh.dcn: only one axis may be -1"):
+        layout({"fsdp": -1}, devices=devices, dcn={"data": -1, "fsdp": -1})
+
+
+def moment_spec(axes, shape, degrees):
+    mesh = EightDevices()
+    mesh.shape = dict.fromkeys(("data", "fsdp", "tensor", "expert", "context"), 1) | degrees
+    return Layout(jax.sharding.AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape)), RULES, True).moment_spec(axes, shape)
+
+
+RULES = tuple(DEFAULT_RULES.items())
+
+
+def test_moments_are_cut_over_data_where_their_weights_are_whole():
+    degrees = {"data": 2, "fsdp": 2, "tensor": 2}
+    assert moment_spec(("embed", "mlp"), (32, 48), {"data": 8}) == P(("data",), None)
+    assert moment_spec(("layers", "embed", "mlp"), (2, 32, 48), degrees) == P(None, ("fsdp", "data"), ("tensor",))
+    assert moment_spec(("layers", "embed", "q_heads", "kv"), (2, 32, 4, 6), degrees) == P(None, ("fsdp",), ("tensor",), ("data",))
+    assert moment_spec(("norm",), (3,), {"data": 8}) == P(None)
+
+
+def test_weights_that_stay_whole_are_listed():
+    """Of 30 x 47 numbers none is cut; norms are within the tolerance."""
+    sizes = {"hidden_size": 30, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 6, "intermediate_size": 47}
+    mesh = Layout(jax.sharding.AbstractMesh((1, 4, 2, 1, 1), AXES), RULES)
+    graph = Graph(families.read(configuration("Llama", **sizes)), Runtime(), mesh)
+    with pytest.raises(ConfigError, match=r"of the weights would be whole .*stacks.0.layers.0.feed_forward.down_proj \(4230\)"):
+        build.check_cut(graph, 0.02)
+    assert build.check_cut(graph, 1.0) is graph
+    even = Graph(families.read(configuration("Llama", hidden_size=64, intermediate_size=128)), Runtime(), mesh)
+    assert even.whole and build.check_cut(even, 0.02) is even
+
+
+def test_ulysses_wants_heads_that_divide():
+    mesh = Layout(jax.sharding.AbstractMesh((1, 2, 1, 1, 4), AXES), RULES)
+    config = families.read(configuration("Llama"))
+    with pytest.raises(ValueError, match="cuts the 2 key-value heads .* 4 devices along the mesh axis context"):
+        context_parallel.check(config, Runtime(context_parallel="ulysses"), mesh)
+    context_parallel.check(config, Runtime(context_parallel="ring"), mesh)
 
 
 def test_a_rule_with_an_unknown_axis_is_refused():

@@ -1,0 +1,176 @@
+"""Decoders and attention on a mesh of eight CPU devices against one device: run by test_meshes.py.
+
+    python meshes.py '[["decoder", "dense", {"fsdp": 8}, {}], ...]'
+
+Prints a JSON list with the findings of each case.
+"""
+
+import json
+import sys
+from contextlib import nullcontext
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from policy import families
+from policy.cache import Step
+from policy.config import Runtime
+from policy.layers import flash_attention
+from policy.layers.context_parallel import Keys, Limits, attend_cut
+from policy.layers.dot_product_attention import Mask, attend
+from policy.modes import sit
+from policy.sequence_cut import Order
+from policy.sharding import layout
+from rollout import Generator, GeneratorOptions, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import learners
+from oracles import configuration, random_model, short, tokens
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
+MODELS = {
+    "dense": lambda: configuration("Llama", num_hidden_layers=2, num_key_value_heads=4),
+    "windows": lambda: short("Gemma2"),
+    "sinks": lambda: short("GptOss"),
+    "experts": lambda: short("Mixtral"),
+    "latent": lambda: short("DeepseekV3"),
+    "indexed": lambda: short("DeepseekV32"),
+    "recurrent": lambda: short("Qwen3Next"),
+}
+
+
+def packed(B: int, T: int) -> np.ndarray:
+    """int32[B, T]: segments of rows with two packed texts and padding; one row is a single text."""
+    rng = np.random.default_rng(2)
+    ends = rng.integers(T // 2, T + 1, (B, 1))
+    ends[0] = T
+    segments = np.where(np.arange(T) < rng.integers(2, T // 2, (B, 1)), 1, 2) * (np.arange(T) < ends)
+    segments[0] = 1
+    return segments.astype(np.int32)
+
+
+def attention(degrees: dict, scheme: str, options: dict) -> dict:
+    """Attention whose sequences are cut, against attention that has them whole: the largest differences of the output and of the
+    gradients of queries, keys, values and sinks. `options`: Limits, and "heads", "kv_heads", "sinks", "balance", "queries" of a
+    chunk, "kernel": the one for TPUs, interpreted."""
+    options = {"heads": 4, "kv_heads": 2, "sinks": False, "balance": False, "queries": 512, "kernel": False} | options
+    B, H, K, T, D, V = 4, options["heads"], options["kv_heads"], 512 if options["kernel"] else 32, 6, 5
+    rng = np.random.default_rng(0)
+    shapes = [(B, H, T, D), (B, K, T, D), (B, K, T, V), (H,), (B, H, T, V)]
+    q, k, v, sinks, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    limits = Limits(**{name: options[name] for name in Limits._fields if name in options})
+    step = sit(jnp.zeros((B, T), jnp.int32), None, packed(B, T))
+    keep = (np.asarray(step.segments) != 0)[:, None, :, None]
+
+    def whole(q, k, v, sinks):
+        mask = Mask(step, Step(step.positions, step.segments), limits.window, limits.chunk)
+        return attend(q, k, v, mask, T, limits.softcap, sinks if options["sinks"] else None)
+
+    runtime = Runtime(
+        context_parallel=scheme,
+        context_load_balance=options["balance"],
+        attention_chunk=options["queries"],
+        layout=layout(degrees),
+    )
+    order = Order.of(step, None, runtime)
+    places, seated = (np.arange(T), step) if order is None else (order.places, order.enter(step.segments, step)[1])
+
+    def cut(q, k, v, sinks):
+        q, k, v = (a[:, :, places] for a in (q, k, v))
+        out = attend_cut(q, Keys((k, v)), seated, runtime, limits, sinks if options["sinks"] else None)
+        return out[:, :, np.argsort(places)]
+
+    served, found = flash_attention.served, []
+    flash_attention.served = lambda *_: options["kernel"]
+    for function in (whole, cut):
+
+        def both(*arguments, function=function):
+            out, pull = jax.vjp(lambda *a: jnp.where(keep, function(*a), 0), *arguments)
+            return out, *pull(g)
+
+        interpreted = pltpu.force_tpu_interpret_mode() if options["kernel"] else nullcontext()
+        with jax.default_matmul_precision("highest"), interpreted:
+            found.append(jax.block_until_ready(jax.jit(both)(q, k, v, sinks)))
+    flash_attention.served = served
+    return {"difference": max(float(np.abs(a - b).max() / max(1.0, np.abs(a).max())) for a, b in zip(*found, strict=True))}
+
+
+@cache
+def derived(kind: str, degrees: str, how: str):
+    """(log-probabilities and entropies, gradients by path) of a decoder on packed and padded rows, on a mesh (null: one device)."""
+    degrees, config = json.loads(degrees), families.read(MODELS[kind]())
+    rows, segments, cotangent = tokens(8, 13), packed(8, 13), np.random.default_rng(0).normal(size=(2, 8, 13))
+    mesh = layout(degrees) if degrees else None
+    model = random_model(config, runtime=Runtime(**json.loads(how)), mesh=mesh)
+
+    @partial(jax.jit, out_shardings=(None, {path: model.graph.sharding(path) for path in model.params}))
+    def run(params, rows, segments):
+        def loss(params):
+            logp, entropy, aux = model.graph.logprobs(params, rows, sit(rows, segments=segments), 0.9)
+            balance = sum(routing.balance.sum() for routing in aux.found("routing").values())
+            return jnp.sum(cotangent[0] * logp + cotangent[1] * entropy) + balance, jnp.stack([logp, entropy])
+
+        grads, found = jax.grad(loss, has_aux=True)(params)
+        return found, grads
+
+    found, grads = jax.block_until_ready(run(model.params, rows, segments))
+    return np.asarray(found), {path: np.asarray(g) for path, g in grads.items()}
+
+
+def decoder(kind: str, degrees: dict, how: dict) -> dict:
+    """`derived` on a mesh against one device: the largest difference of a log-probability or entropy, and of a gradient as a share
+    of the largest number in it (at least a thousandth of the largest of all)."""
+    expected, one = derived(kind, "null", "{}")
+    found, many = derived(kind, json.dumps(degrees), json.dumps(how))
+    largest = {path: float(np.abs(gradient).max()) for path, gradient in one.items()}
+    floor = 1e-3 * max(largest.values())
+    shares = {path: float(np.abs(many[path] - one[path]).max()) / max(floor, largest[path]) for path in one}
+    worst = max(shares, key=shares.get)
+    return {"logp": float(np.abs(found - expected).max()), "gradient": shares[worst], "worst": worst}
+
+
+def moments(degrees: dict, options: dict) -> dict:
+    """Two updates in micro-batches on a mesh that cuts the optimizer's state over `data`, against one device: the largest
+    difference of a weight and of a metric, bytes of moments that a device has as a share of all, and the ways in which the compiled
+    update exchanges matrices."""
+    found = []
+    for mesh in (None, layout(degrees, moments_over_data=True)):
+        model = learners.experts(**({} if mesh is None else {"mesh": mesh}))
+        trainer, state = learners.begin(model, learners.stage(micro_batch=4, **options), fresh=True)
+        for seed in (0, 1):
+            state, metrics = trainer.update(state, learners.batch(seed=seed))
+        params = {path: np.asarray(array) for path, array in state.policy.params.items()}
+        found.append((params, {name: float(value) for name, value in metrics.items()}))
+    arrays = [array for array in jax.tree.leaves(state.policy.optimizer) if array.ndim]
+    (one, logged), (many, also) = found
+    return {
+        "weights": max(float(np.abs(many[path] - one[path]).max()) for path in one),
+        "metrics": max(abs(also[name] - value) for name, value in logged.items() if name != "perf/packed_share"),
+        "share": sum(a.addressable_shards[0].data.nbytes for a in arrays) / sum(a.nbytes for a in arrays),
+        "same": all(a.sharding == state.policy.params[p].sharding for p, a in state.policy.params.items()),
+    }
+
+
+def completions(kind: str, degrees: dict, options: dict) -> dict:
+    """Greedy completions on a mesh against one device: whether the tokens are equal, the largest difference of a log-probability,
+    and into how many parts the slots were cut."""
+    config, found = families.read(MODELS[kind]()), []
+    for mesh in (None, layout(degrees)):
+        model = random_model(config, seed=3, mesh=mesh)
+        generator = Generator(model, max_length=32, slots=8, options=GeneratorOptions(**options))
+        found.append([c for (c,) in generator.generate(PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0))])
+    one, many = found
+    return {
+        "equal": [c.tokens for c in one] == [c.tokens for c in many],
+        "logprobs": max(float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(one, many, strict=True)),
+        "parts": generator.engine.programs.sizes[0],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps([globals()[what](*arguments) for what, *arguments in json.loads(sys.argv[1])]))
