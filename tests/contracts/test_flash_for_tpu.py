@@ -16,6 +16,7 @@ CASES = {
     "llama": ("Llama", "v5p:2x2x1", {"fsdp": 2, "tensor": 2}),
     "windows-and-sinks": ("GptOss", "v6e:2x2", {"fsdp": 1}),
     "latent": ("DeepseekV3", "v5p:2x2x1", {"fsdp": 4}),
+    "cut": ("GptOss", "v5p:2x2x1", {"fsdp": 2, "context": 2}),
 }
 
 

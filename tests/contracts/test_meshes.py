@@ -25,13 +25,13 @@ def run(*cases: list) -> list[dict]:
 
 
 def check(*cases: list) -> None:
-    """Attention within 2e-5. Entropies and log-probabilities within 1e-4, gradients within 1e-4 of their largest number: sums over
-    devices round otherwise, and each layer makes more of it."""
+    """Attention, entropies and log-probabilities within 2e-5, gradients within 2e-5 of their largest number: sums over devices round
+    otherwise, and each layer makes more of it."""
     for case, found in zip(cases, run(*cases), strict=True):
         if case[0] == "attention":
             assert found["difference"] < 2e-5, (case, found)
         else:
-            assert found["logp"] < 1e-4 and found["gradient"] < 1e-4, (case, found)
+            assert found["logp"] < 2e-5 and found["gradient"] < 2e-5, (case, found)
 
 
 def test_sequences_that_are_cut():
@@ -87,7 +87,7 @@ def test_moments_cut_over_copies_of_the_weights():
     cases = [["moments", {"data": 8}, {}], ["moments", {"data": 2, "fsdp": 2, "tensor": 2}, {"dropout": 0.2}]]
     for case, found in zip(cases, run(*cases), strict=True):
         assert found["weights"] < 1e-4 and found["metrics"] < 1e-4, (case, found)
-        assert found["share"] < 0.15 and found["same"], (case, found)
+        assert found["share"] < 0.17 and found["same"], (case, found)
 
 
 @pytest.mark.slow
