@@ -13,6 +13,8 @@ def on_devices(number: int, script: Path, *arguments: str):
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={number}",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        # Threads of the runtime, by default as many as devices. Two collectives of a program may wait for each other's.
+        "PJRT_NPROC": str(8 * number),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]]),
     }
     done = subprocess.run(

@@ -25,7 +25,7 @@ def on_devices(number: int, cases: list) -> list[dict]:
         [sys.executable, script, json.dumps(cases)],
         capture_output=True,
         text=True,
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PJRT_NPROC": str(8 * number)},
         timeout=1800,
         check=False,
     )

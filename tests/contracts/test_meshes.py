@@ -25,8 +25,8 @@ def run(*cases: list) -> list[dict]:
 
 
 def check(*cases: list) -> None:
-    """Attention, entropies and log-probabilities within 2e-5, gradients within 2e-5 of their largest number: sums over devices round
-    otherwise, and each layer makes more of it."""
+    """Attention, entropies and log-probabilities within 2e-5, gradients within 2e-5 of their largest number: sums over devices
+    round otherwise, and each layer makes more of it."""
     for case, found in zip(cases, run(*cases), strict=True):
         if case[0] == "attention":
             assert found["difference"] < 2e-5, (case, found)

@@ -84,7 +84,7 @@ def run(*arguments: str) -> dict:
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, __file__, *arguments],
-        env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        env=os.environ | {"XLA_FLAGS": flags, "PJRT_NPROC": "64", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,
         text=True,
         timeout=600,
