@@ -152,6 +152,10 @@ def _choose_platform(platform: str) -> None:
     """jax reads JAX_PLATFORMS when it is imported; `auto` leaves the choice to jax or to the caller's environment."""
     # Tokenizers are all that is used of transformers here; its notice that there is no PyTorch would only worry.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # Devices that are forced on the CPU wait for each other on threads, of which there are by default as many as devices. A program
+    # may run two collectives at once, and hangs where some devices wait in one and the rest in the other.
+    if forced := re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")):
+        os.environ.setdefault("PJRT_NPROC", str(8 * int(forced[1])))
     if platform not in _PLATFORMS:
         return
     os.environ["JAX_PLATFORMS"] = _PLATFORMS[platform]

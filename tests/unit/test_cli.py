@@ -103,6 +103,12 @@ def test_the_platform_is_chosen_before_jax_is_imported(monkeypatch):
     assert os.environ["JAX_PLATFORMS"] == "cpu" and "jax" not in sys.modules
 
 
+def test_forced_devices_have_threads_for_two_collectives(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"})
+    cli._choose_platform("auto")
+    assert os.environ["PJRT_NPROC"] == "32"
+
+
 def test_a_reward_is_tried_on_its_examples_without_jax():
     code = """
 import sys
