@@ -21,6 +21,9 @@ class Chip:
     links: float
 
 
+# Two cores or so, for comparing plans on the CPU with each other: makers of CPUs state no such numbers.
+CPU = Chip("cpu", tflops=0.1, memory=0.0, bandwidth=20.0, links=5.0)
+
 # What jax calls a device contains one of these, the first one counts.
 _KINDS = {
     "TPU7x": Chip("tpu7x", 2307.0, 192.0, 7380.0, 1200.0),

@@ -135,7 +135,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     from rl import configfile
     from rl.plan import command
 
-    return command.plan(configfile.load(*split_arguments(arguments.config)), arguments.topology, arguments.json)
+    config = configfile.load(*split_arguments(arguments.config))
+    options = command.Options(arguments.topology, arguments.memory, arguments.candidates, arguments.json)
+    return (command.plan_search if arguments.search else command.plan)(config, options)
 
 
 def _show(text: str) -> None:

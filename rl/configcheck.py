@@ -67,7 +67,7 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         yield from _reward_models(config, number)
 
 
-def _decoder(model: ModelOptions) -> DecoderConfig | None:
+def decoder_of(model: ModelOptions) -> DecoderConfig | None:
     """What is trained; None where it cannot be read, which is said elsewhere."""
     try:
         if Path(model.source).is_dir():
@@ -79,7 +79,7 @@ def _decoder(model: ModelOptions) -> DecoderConfig | None:
 
 def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     """What model, stages and generator want of each other."""
-    if (decoder := _decoder(config.model)) is None:
+    if (decoder := decoder_of(config.model)) is None:
         return
     said = set(interactions.conflicts(decoder, config.model.runtime))
     yield from ((("model",), text) for text in sorted(said))

@@ -24,6 +24,7 @@ from rl.config import RunConfig, UntilOptions
 from rl.errors import ConfigError, DataError, Interrupted, ResourceError, RewardStop
 from rl.evaluation import Evaluation
 from rl.events import Events
+from rl.executed import FILE, Executed
 from rl.folder import RunFolder, StopWish, reward_model_of
 from rl.operations import utilisation
 from rl.prepare import Prepared, Stage, prepare
@@ -136,7 +137,7 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
     if run.prepared.evaluation and not stage.algorithm.needs_scores:  # which leaves the policy as it is
         evaluation = Evaluation(run.prepared.evaluation, run.prepared.held_out, stage.runner)
     params = rollouts.sampling_params(options.sampling, run.prepared.stop_ids)
-    after = saved["step"] if saved else 0
+    after, executed = saved["step"] if saved else 0, Executed(folder.path)
     run.events.start_stage(stage.name, options.steps, after)
     if saved is None:
         run.progress.start_stage(getattr(stage.algorithm, "controls", {}))
@@ -161,6 +162,7 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
             metrics |= evaluation.run(run.generator, params)
             ended = ended or _reached(options.until, metrics)
         run.events.step(stage.name, step, metrics)
+        _note_programs(run, executed, stage.name, trainer)
         _save_and_stop(run, stage, state, step, ended)
         if ended:
             break
@@ -168,6 +170,17 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
         stage.runner.judges = {}
     if stage.algorithm.needs_scores:
         folder.export_reward_model(stage.name, partial(trainer.export, state, run.prepared.tokenizer))
+
+
+def _note_programs(run: Run, executed: Executed, stage: str, trainer: Trainer) -> None:
+    try:
+        largest = executed.look(stage, trainer, run.generator)
+    except OSError as error:
+        run.events.note(f"{FILE} cannot be written: {error.strerror}")
+        return
+    if largest:
+        what = f"{largest['name']} ({' x '.join(map(str, largest['shape']))})"
+        run.events.note(f"{FILE}: of the programs new there {what} takes most, {largest['peak'] / 2**20:,.1f} MiB a device")
 
 
 def _outlook(metrics: dict, left: int) -> str:

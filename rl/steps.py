@@ -155,7 +155,7 @@ def _greedy(run: Run, stage: Stage, found: Rollouts) -> np.ndarray:
 def _scored(run: Run, stage: Stage, trainer: Trainer, state: RunState, batch: Batch, found: Rollouts) -> Batch:
     """The batch with what the algorithm wants of the policy before the update, of the reference and of the critic."""
     algorithm, exact = stage.algorithm, run.config.generator.exact
-    if algorithm.needs_old_logp(stage.options.updates_per_step) and (algorithm.needs_entropy or not exact):
+    if trainer.scores_first(exact=exact):
         old_logp, entropy = trainer.logprobs(state.policy.params, batch)
         batch = batch.replace(old_logp=old_logp, entropy=entropy)
     # Under `exact` the generator's are the model's own.

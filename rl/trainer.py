@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 import rl.algorithms
 from policy import batch_split, modes, sequence_cut, tables
 from policy.cache import Step
+from policy.executables import Executables
 from policy.layers.dropout import Dropout, row_seeds
 from policy.memory import belongs_there, fetch, in_host_memory, to_device
 from policy.model import Graph
@@ -153,14 +154,15 @@ class Updater:
         return {path: jax.lax.with_sharding_constraint(a, places[path]) if path in places else a for path, a in arrays.items()}
 
     @cached_property
-    def program(self):
-        return jax.jit(
+    def program(self) -> Executables:
+        update = jax.jit(
             self._update,
             donate_argnums=0,
             out_shardings=(self.shardings, None),
             static_argnames="micro_rows",
             compiler_options=batch_split.compiler_options(self._graph.runtime),
         )
+        return Executables(update, self.layout.platform)
 
     def __call__(self, learner: Learner, batch: Batch, inputs, micro_rows: int, beside=None) -> tuple[Learner, dict]:
         """The learner after one update, and its metrics (on the device). `batch` holds a multiple of `micro_rows` rows. `beside`:
@@ -337,6 +339,18 @@ class Trainer:
             self._critic = Critic(graph, shared=algorithm.critic_trunk == "policy")
             self.critic = Updater(self._critic, self._critic_loss, stage.critic, stage, seed)
 
+    @property
+    def executables(self) -> dict[str, Executables]:
+        """The programs of a step by the names that a plan gives them."""
+        found = {"update": self.policy.program, "log-probabilities": self._logprobs}
+        return found | ({"update of the critic": self.critic.program, "values": self._values} if self.critic else {})
+
+    def scores_first(self, *, exact: bool) -> bool:
+        """Whether log-probabilities of the policy are computed before the updates of a step; `exact`: those of the generator are
+        the model's own."""
+        needed = self.algorithm.needs_old_logp(self.stage.updates_per_step)
+        return needed and (self.algorithm.needs_entropy or not exact)
+
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
         """The state at the beginning of the stage. Takes `params` over; reference and critic are copies of them."""
         reference = critic = None
@@ -370,15 +384,18 @@ class Trainer:
 
     def layout(self, segments_NT: np.ndarray) -> tuple[Packing, int]:
         """(how these sequences are packed, packed rows of one gradient computation)."""
-        N, T = segments_NT.shape
+        counts, R = self.row_counts(*segments_NT.shape)
+        place = packing(segments_NT, counts, sequence_cut.multiple(self._learning.runtime))
+        return place, R or place.shape[0]
+
+    def row_counts(self, N: int, T: int) -> tuple[list[int], int | None]:
+        """(numbers of packed rows that N sequences in rows of T may come in, rows of one gradient computation; None: all)."""
         multiple = ways(self.graph.layout) * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
-        tokens = sequence_cut.multiple(self._learning.runtime)
         micro = self.stage.micro_batch or self._micro_batch(N, T)
         if micro is None:
-            place = packing(segments_NT, row_counts(N, multiple), tokens)
-            return place, place.shape[0]
+            return row_counts(N, multiple), None
         R = -(-min(micro, N) // multiple) * multiple
-        return packing(segments_NT, [-(-N // R) * R], tokens), R
+        return [-(-N // R) * R], R
 
     def _micro_batch(self, N: int, T: int) -> int | None:
         """Rows of a micro-batch where the stage says nothing; None: all. On CPU what a layer leaves for the backward pass then
@@ -484,7 +501,7 @@ class Trainer:
             step = replace(modes.sit(tokens, segments=segments), routes=routes)
             return self.graph.logprobs(params, tokens, step, self.temperature)[:2]
 
-        return jax.jit(run)
+        return Executables(jax.jit(run), self.graph.layout.platform)
 
     @cached_property
     def _values(self):
@@ -492,4 +509,4 @@ class Trainer:
             tokens = constrain(tokens, ("batch", None), self.graph.layout)
             return self._critic.values(params, tokens, replace(modes.sit(tokens, segments=segments), routes=routes))[:2]
 
-        return jax.jit(run)
+        return Executables(jax.jit(run), self.graph.layout.platform)

@@ -26,6 +26,7 @@ from policy import cache as caches
 from policy import modes
 from policy.cache import Step
 from policy.decoding import laid_out
+from policy.executables import Memory
 from policy.pages import Pages
 from policy.rings import WithRings
 from policy.sharding import settle
@@ -116,6 +117,7 @@ class Programs:
             "routes": jax.jit(self._routes_program),
         }
         self._compiled: dict[tuple, Any] = {}
+        self.memory: dict[tuple, Memory | None] = {}  # of each, by the same keys
         self.sealed = self._strict = False
         self._lock = threading.Lock()
 
@@ -249,6 +251,7 @@ class Programs:
     def _compile(self, key: tuple, arguments: tuple):
         jitted = self._jitted[key[0]]
         compiled = self.lower(key[0], arguments).compile()
+        self.memory[key] = Memory.of(compiled, self.graph.layout.platform)
         if any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves(arguments)):
             compiled = jitted  # jax 0.10 refuses arrays of 4 bits as arguments of what it has compiled so: their layouts differ
         with self._lock:

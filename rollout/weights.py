@@ -38,14 +38,29 @@ class QuantizedWeights:
             self._sources = {path: weakref.ref(array) for path, array in floats.items()}
         return params | self._quantized
 
+    @property
+    def abstract(self) -> dict[str, qwix.QArray]:
+        """Shapes and places of the quantised weights."""
+        shapes = jax.eval_shape(self._program, {path: self.graph.shapes[path] for path in self.graph.inputs}, None)
+        return {path: jax.tree.map(_abstract, array, self._places(path, array)) for path, array in shapes.items()}
+
+    def lower(self, floats: dict) -> jax.stages.Lowered:
+        """The program that makes them, again, of these weights."""
+        return self._program.lower({path: floats[path] for path in self.graph.inputs}, self.abstract)
+
     def _quantize(self, qtype, floats: dict[str, jax.Array], old) -> dict[str, qwix.QArray]:
         """`old` is only given up: its buffers are those of the result."""
         return {path: self._placed(path, quantize(fetch(array), qtype, self.graph.inputs[path])) for path, array in floats.items()}
 
     def _placed(self, path: str, array: qwix.QArray) -> qwix.QArray:
+        return jax.lax.with_sharding_constraint(array, self._places(path, array))
+
+    def _places(self, path: str, array: qwix.QArray) -> qwix.QArray:
         """Values lie where their weight does; a scale has length 1, and so no axis, where the weight's products sum."""
-        axes = self.graph.axes[path]
+        axes, place = self.graph.axes[path], self.graph.layout.sharding
         axes_of_scale = tuple(None if dim in self.graph.inputs[path] else axis for dim, axis in enumerate(axes))
-        places = (self.graph.layout.sharding(a, x.shape) for a, x in ((axes, array.qvalue), (axes_of_scale, array.scale)))
-        qvalue, scale = jax.lax.with_sharding_constraint((array.qvalue, array.scale), tuple(places))
-        return replace(array, qvalue=qvalue, scale=scale)
+        return replace(array, qvalue=place(axes, array.qvalue.shape), scale=place(axes_of_scale, array.scale.shape))
+
+
+def _abstract(array, place) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)

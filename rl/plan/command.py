@@ -1,116 +1,150 @@
-"""The command `rl plan`: a child process compiles, this one shows."""
+"""The command `rl plan`: child processes compile, this one shows."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from rl import chips
 from rl.config import RunConfig
-from rl.errors import DuetError, ResourceError
+from rl.plan.changes import Change
+from rl.plan.children import Attempt, begun, described
 from rl.plan.compiled import GIB, Report
-from rl.plan.slices import TPUS, Topology
+from rl.plan.search import as_yaml, best, search
+from rl.plan.suggest import suggestions
 
-CACHE = "~/.cache/duet-rl/plans"
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """`topology` as it is named; `memory`: GiB of a device in place of what the chip has; `most`: how many changes are compiled at
+    most; `file`: for the numbers as JSON."""
+
+    topology: str
+    memory: float | None = None
+    most: int = 6
+    file: Path | None = None
 
 
-def plan(config: RunConfig, name: str, file: Path | None = None) -> int:
-    """Prints the plan. Returns 0 where every program fits, 1 where one does not.
+def plan(config: RunConfig, options: Options) -> int:
+    """Prints the plan, and where a program does not fit settings with which it does. Returns 0 where every program fits, 1 where
+    one does not.
 
     Raises ConfigError for a topology that is none or a configuration that cannot run there, ResourceError for a slice that cannot
     be described here.
     """
-    topology = Topology.read(name)
+    print(f"{options.topology}: compiling the programs of {', '.join(config.stage_names)}", flush=True)
+    target, found = begun(config, options.topology, options.memory)
     reports = []
-    print(f"{name}: compiling the programs of {', '.join(config.stage_names)}", flush=True)
-    for report in compile_apart(config, topology):
+    for report in found:
         print(f"  {report.name}: {report.seconds:.0f} s", flush=True)
         reports.append(report)
-    chip = chips.of(TPUS[name.partition(":")[0]]) if topology.platform == "tpu" else None
-    print(table(reports, chip))
-    if file is not None:
-        file.write_text(json.dumps({"topology": name, "programs": [dataclasses.asdict(each) for each in reports]}, indent=1) + "\n")
-    too_large = [each.name for each in reports if chip and each.needs > chip.memory * GIB]
+    print(table(reports, target.chip))
+    too_large = [each.name for each in reports if not target.fits(each)]
+    helpful = []
     if too_large:
-        print(f"does not fit {chip.memory:g} GiB a chip: {', '.join(too_large)}")
-    elif chip:
-        print(f"fits: at most {max(each.needs for each in reports) / GIB:.1f} of {chip.memory:g} GiB a chip")
+        print(f"does not fit {target.memory / GIB:g} GiB a device: {', '.join(too_large)}", flush=True)
+        helpful = suggestions(config, target, reports, options.most)
+        print(_suggested(helpful))
+    elif target.memory is not None:
+        print(f"fits: at most {max(each.needs for each in reports) / GIB:.1f} of {target.memory / GIB:g} GiB a device")
+    if options.file is not None:
+        settings = [
+            {"settings": change.settings, "changes_results": change.results, "needs": attempt.needs} for change, attempt in helpful
+        ]
+        programs = [dataclasses.asdict(each) for each in reports]
+        _write(options.file, {"topology": options.topology, "programs": programs, "suggestions": settings})
     return 1 if too_large else 0
 
 
-def compile_apart(config: RunConfig, topology: Topology) -> Iterator[Report]:
-    """The Report of each program, compiled in a process of its own."""
-    request = {
-        "config": config.model_dump(mode="json"),
-        "topology": topology.name,
-        "cache": os.environ.get("DUET_PLAN_CACHE", CACHE),
-    }
-    command, environment = [sys.executable, "-m", "rl.plan.compiled"], os.environ | topology.environment
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    # Errors go into a file: a compiler that says much would wait for a pipe that is read only at the end.
-    with (
-        tempfile.TemporaryFile("w+") as complaints,
-        subprocess.Popen(command, stderr=complaints, env=environment, **pipes) as child,
-    ):
-        child.stdin.write(json.dumps(request))
-        child.stdin.close()
-        for line in child.stdout:
-            told = _read(line)
-            if told is None or told == {"done": True}:
-                continue
-            if "error" in told:
-                raise next(kind for kind in DuetError.__subclasses__() if kind.exit_code == told["exit_code"])(told["error"])
-            yield Report(**told)
-        if child.wait():
-            complaints.seek(0)
-            raise ResourceError(f"the compiler for {topology.name} ended with {child.returncode}:\n{complaints.read()[-2000:]}")
+def plan_search(config: RunConfig, options: Options) -> int:
+    """Prints the mesh, micro-batch and remat policy with which a step takes least. Returns 0 where one fits, else 1. Raises as
+    `plan`."""
+    target = described(options.topology, options.memory)
+    print(f"{options.topology}: {target.count} devices; estimating meshes, micro-batches and remat policies", flush=True)
+    found = search(config, target, options.most)
+
+    def seconds(reports: Sequence[Report]) -> float:
+        return sum(each.times * bound(each, target.chip or chips.CPU) for each in reports)
+
+    good = best(found.tried, seconds)
+    tried = [*good, *(each for each in found.tried if not each[1].fits)]
+    print(f"{found.looked_at} choices, {found.pruned} of them too large by arguments alone; {len(tried)} were compiled:")
+    lines = [["at least", "estimated", "needs", "settings"]]
+    for choice, attempt in tried:
+        least = f"{seconds(attempt.reports):.3g} s" if attempt.fits else "-"
+        needs = attempt.wrong or _bytes(attempt.needs) + ("" if attempt.fits else ": too much")
+        lines.append([least, f"{choice.costs.seconds:.3g} s", needs, str(choice.change)])
+    print(_aligned(lines, left=(3,)))
+    if good:
+        print(f"\nthe quickest, as a file to lay over the configuration:\n\n{as_yaml(good[0][0].change)}", end="")
+    else:
+        print(f"none of them fits {target.memory / GIB:g} GiB a device")
+    if options.file is not None:
+        rows = [
+            {
+                "settings": choice.change.settings,
+                "fits": attempt.fits,
+                "needs": attempt.needs,
+                "seconds": seconds(attempt.reports) if attempt.fits else None,
+                "estimated_seconds": choice.costs.seconds,
+            }
+            for choice, attempt in tried
+        ]
+        numbers = {"looked_at": found.looked_at, "pruned": found.pruned, "candidates": rows}
+        _write(options.file, {"topology": options.topology, "memory": target.memory} | numbers)
+    return 0 if good else 1
 
 
-def _read(line: str) -> dict | None:
-    """A line of the child; what compilers print besides is None."""
-    try:
-        told = json.loads(line)
-    except ValueError:
-        return None
-    return told if isinstance(told, dict) else None
+def _write(file: Path, found: dict) -> None:
+    file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _suggested(found: Sequence[tuple[Change, Attempt]]) -> str:
+    if not found:
+        return (
+            "no setting of speed, precision or length that was compiled makes it fit; take more devices, or a higher --candidates"
+        )
+    note = {True: "changes what the run computes", False: ""}
+    lines = [[f"  {change}", f"{_bytes(attempt.needs)} a device", note[change.results]] for change, attempt in found]
+    return "with these settings, laid over it, those programs fit:\n" + _aligned(lines, left=(0, 1, 2))
 
 
 def table(reports: Sequence[Report], chip: chips.Chip | None) -> str:
     """A line for each program."""
-    head = ["program", "arguments", "temporary", "peak", "beside", "FLOP", "moved", "exchanged", "a step", "at least"]
-    lines = [head]
+    lines = [["program", "arguments", "temporary", "peak", "beside", "FLOP", "moved", "exchanged", "a step", "at least"]]
     for each in reports:
         exchanged = ", ".join(f"{kind} {_bytes(size)}" for kind, (size, _) in sorted(each.exchanged.items())) or "-"
         least = "" if chip is None else f"{each.times * bound(each, chip):.3g} s"
         sizes = map(_bytes, (each.arguments, each.temporaries, each.peak, each.stays))
         work = (f"{each.operations:.2e}", _bytes(each.moved))
         lines.append([each.name, *sizes, *work, exchanged, f"x {each.times:.4g}", least])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    left = (0, 7)
-    shown = [
-        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in lines
-    ]
     notes = [
-        "Of one device and one run of the program, which runs so many times a step; beside: what else lies in its memory then;"
+        "Of one device and one run of the program, which runs so many times a step; beside: what else lies in its memory then;",
+        "exchanged: the larger of what a collective takes and gives.",
     ]
-    notes.append("exchanged: the larger of what a collective takes and gives.")
     if chip is not None:
         whole = sum(each.times * bound(each, chip) for each in reports)
         notes.append(
             f"a step takes {whole:.3g} s at least: for each program the longest of operations at {chip.tflops:g} TFLOP/s, bytes "
             f"moved at {chip.bandwidth:g} GB/s and exchanged at {chip.links:g} GB/s"
         )
-    return "\n".join([*shown, *notes])
+    return "\n".join([_aligned(lines, left=(0, 7)), *notes])
+
+
+def _aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    )
 
 
 def _bytes(size: float) -> str:
+    if math.isinf(size):
+        return "unknown"
     unit = next((unit for unit in ("G", "M") if size >= 2 ** {"G": 30, "M": 20}[unit]), "K")
     return f"{size / 2 ** {'G': 30, 'M': 20, 'K': 10}[unit]:.2f} {unit}iB"
 

@@ -1,9 +1,11 @@
 """Compiles the programs of a plan in a process of its own, which may load a compiler for devices that are not there.
 
-    python -m rl.plan.compiled < {"config": {...}, "topology": "v5p:2x2x1", "cache": "FOLDER" or null}
+    python -m rl.plan.compiled < {"configs": [{...}], "topology": "v5p:2x2x1", "cache": "FOLDER" or null, "only": [...] or null}
 
-Prints a JSON line for each program as it is done, and a last one {"done": true} or {"error": text, "exit_code": n}. What was
-compiled before, for the same devices by the same compiler, is read from `cache`.
+Prints JSON lines: first {"device": what jax calls it, "memory": its bytes or null, "count": of devices}; then one for each program
+as it is done, of all or of those that `only` names; and a last one {"done": true} or {"error": text, "exit_code": n}. What was
+compiled before, for the same devices by the same compiler, is read from `cache`. With "estimate": true nothing is compiled: a line
+for each of the configurations, {"costs": {program: [held, temporaries, seconds]}} or {"wrong": text} (rl/plan/estimate.py).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import re
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from rl.errors import DuetError, ResourceError
@@ -28,11 +30,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Report:
-    """One program on one device. Bytes: `arguments`, `temporaries`, `aliased` (of the arguments, written in place), `outputs`
-    beside them, `peak` of the program, `stays` beside it. `operations` of products; `moved` bytes of memory; `exchanged`: [bytes,
-    number] by kind of collective; `kernels`: calls of kernels. `times`: runs a step. `seconds`: of compiling it."""
+    """One program on one device. `shape`: what it computes on. Bytes: `arguments` to `peak` as in policy.executables.Memory;
+    `stays`: of what else the run keeps there. `operations` of products; `moved` bytes of memory; `exchanged`: [bytes, number] by
+    kind of collective; `kernels`: calls of kernels. `times`: runs a step. `seconds`: of compiling it."""
 
     name: str
+    shape: tuple[int, ...]
     arguments: int
     temporaries: int
     outputs: int
@@ -55,8 +58,8 @@ class Report:
 def main() -> int:
     request = json.load(sys.stdin)
     try:
-        for report in compiled(request["config"], Topology.read(request["topology"]), request["cache"]):
-            print(json.dumps(asdict(report)), flush=True)
+        for line in _lines(request, Topology.read(request["topology"])):
+            print(json.dumps(line), flush=True)
     except DuetError as error:
         print(json.dumps({"error": str(error), "exit_code": error.exit_code}), flush=True)
         return error.exit_code
@@ -64,23 +67,45 @@ def main() -> int:
     return 0
 
 
-def compiled(config: dict, topology: Topology, cache: str | None):
-    """The Report of each program."""
+def _lines(request: dict, topology: Topology):
     with tempfile.TemporaryDirectory() as dump:
         # `as_text` of a compiled program fails for some that are asynchronous, and a program from jax's own cache is not dumped.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text"
         os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-        from rl.config import RunConfig
-
-        checked = RunConfig.model_validate(config)
         devices = topology.devices()
-        from rl import build, chips
-        from rl.plan.programs import programs
+        own = topology.memory(devices[0])
+        yield {"device": devices[0].device_kind, "memory": own, "count": len(devices)}
+        memory = request.get("memory") or own
+        if request.get("estimate"):
+            yield from _estimated(request["configs"], devices, memory)
+            return
+        cache = Path(request["cache"]).expanduser() if request["cache"] else None
+        for config in request["configs"]:
+            for planned in _planned(config, devices, memory):
+                if request.get("only") is None or planned.name in request["only"]:
+                    yield asdict(_report(planned, topology, Path(dump), cache))
 
-        chip = chips.of(devices[0].device_kind)
-        mesh = build.on_mesh(checked, devices)
-        for planned in programs(checked, mesh, chip and chip.memory * GIB):
-            yield _report(planned, topology, Path(dump), Path(cache).expanduser() if cache else None)
+
+def _planned(config: dict, devices, memory: float | None):
+    from rl import build
+    from rl.config import RunConfig
+    from rl.plan.programs import programs
+
+    checked = RunConfig.model_validate(config)
+    yield from programs(checked, build.on_mesh(checked, devices), memory)
+
+
+def _estimated(configs: list[dict], devices, memory: float | None):
+    from rl import chips
+    from rl.config import RunConfig
+    from rl.plan.estimate import Estimator
+
+    estimator = Estimator(devices, chips.of(devices[0].device_kind), memory)
+    for config in configs:
+        try:
+            yield {"costs": {name: astuple(cost) for name, cost in estimator(RunConfig.model_validate(config)).items()}}
+        except (DuetError, ValueError) as error:
+            yield {"wrong": str(error).splitlines()[0]}
 
 
 def _report(planned, topology: Topology, dump: Path, cache: Path | None) -> Report:
@@ -96,7 +121,7 @@ def _report(planned, topology: Topology, dump: Path, cache: Path | None) -> Repo
                 cache.mkdir(parents=True, exist_ok=True)
                 known.with_suffix(f".{os.getpid()}").write_text(json.dumps(found))
                 known.with_suffix(f".{os.getpid()}").rename(known)
-    return Report(name=planned.name, stays=planned.stays, times=planned.times, **found)
+    return Report(name=planned.name, shape=planned.shape, stays=planned.stays, times=planned.times, **found)
 
 
 def _key(lowered, topology: Topology, turns: int) -> str:
@@ -110,6 +135,7 @@ def _key(lowered, topology: Topology, turns: int) -> str:
 
 
 def _compile(planned, lowered, topology: Topology, dump: Path) -> dict:
+    from policy.executables import Memory
     from rl.plan.hlo import Program
 
     for old in filter(Path.is_file, dump.iterdir()):
@@ -121,7 +147,6 @@ def _compile(planned, lowered, topology: Topology, dump: Path) -> dict:
         if "RESOURCE_EXHAUSTED" in text or "exceeded" in text.lower():
             return _too_large(text)
         raise ResourceError(f"{planned.name} does not compile: {text.splitlines()[0] if text else error!r}") from error
-    memory = done.memory_analysis()
     texts = sorted(dump.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size)
     program = Program(texts[-1].read_text(), turns=planned.turns)
     exchanged: dict[str, list[float]] = {}
@@ -129,17 +154,7 @@ def _compile(planned, lowered, topology: Topology, dump: Path) -> dict:
         total = exchanged.setdefault(each.kind, [0.0, 0])
         total[0] += each.bytes * each.times
         total[1] += each.times
-    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    aliased = memory.alias_size_in_bytes
-    # What the CPU's compiler says leaves temporaries out.
-    known = 0 if topology.platform == "cpu" else getattr(memory, "peak_memory_in_bytes", 0)
-    outputs = memory.output_size_in_bytes - aliased
-    return {
-        "arguments": arguments,
-        "temporaries": temporaries,
-        "outputs": outputs,
-        "aliased": aliased,
-        "peak": known or arguments + temporaries + outputs,
+    return asdict(Memory.of(done, topology.platform)) | {
         "operations": program.operations(),
         "moved": float(sum(each.bytes for each in program.moved())),
         "exchanged": exchanged,

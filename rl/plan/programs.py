@@ -16,30 +16,38 @@ import jax.numpy as jnp
 import numpy as np
 
 import rl.algorithms
-from policy.model import Graph
 from policy.sharding import Layout
 from rl import build
 from rl.batch import Batch, padded_length
-from rl.config import RunConfig, StageOptions
+from rl.config import RunConfig
+from rl.executed import GENERATOR
+from rl.plan.changes import needs_rollouts
 from rl.rewardmodel import RewardModelTrainer
 from rl.trainer import Trainer
 from rollout.generator import GeneratorOptions
 from rollout.programs import Programs, stop_width
 from rollout.speculative import SpeculativePrograms
+from rollout.weights import QuantizedWeights
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One program. `holds`: parts of the run's memory that are among its arguments; `stays`: bytes on each device of those that lie
-    beside it while it runs. `times`: how often it runs in a step. `turns`: of its outermost loop, whose number the device finds:
-    micro-batches that hold anything, tokens of a dispatch."""
+    """One program of a stage. `shape`: what it computes on. Bytes on each device of what the run keeps there all the time: `held`,
+    all of it, and `stays`, what is not among the arguments of the program. `times`: how often it runs in a step. `turns`: of its
+    outermost loop, whose number the device finds: micro-batches that hold anything."""
 
-    name: str
+    stage: str
+    kind: str
+    shape: tuple[int, ...]
     lower: Callable[[], jax.stages.Lowered]
-    holds: frozenset[str]
+    held: int
     stays: int
     times: float
     turns: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}: {self.kind}"
 
 
 def programs(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[Planned]:
@@ -47,17 +55,23 @@ def programs(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[
 
     Raises what rl.build does for a model or mesh that cannot be.
     """
-    graph, sampled = build.graph(config, mesh), None
+    for stage, sampling in stages(config, mesh, memory):
+        cache = sampling.bytes if sampling else 0
+        yield from stage.programs(cache, sampling.routes if sampling and stage.options.router_replay else None)
+        if sampling and sampling.used_by(stage):
+            yield from sampling.programs(stage)
+
+
+def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tuple[Stage, Sampling | None]]:
+    """Each stage, and the generator, which lies beside it from the first stage on that samples or evaluates."""
+    graph, sampling = build.graph(config, mesh), None
     for name, options in zip(config.stage_names, config.stages, strict=True):
         algorithm = rl.algorithms.get(options.algorithm.name, **options.algorithm.model_extra)
         kind = RewardModelTrainer if algorithm.needs_scores else Trainer
-        stage = _Stage(config, name, options, kind(graph, options, algorithm, config.seed))
-        if algorithm.needs_rollouts and sampled is None:
-            sampled = _Sampling(config, graph, options, None if memory is None else memory - stage.bytes)
-        cache = sampled.bytes if sampled else 0
-        yield from stage.programs(cache)
-        if algorithm.needs_rollouts:
-            yield from sampled.programs(name, options, stage.resident)
+        stage = Stage(config, name, kind(graph, options, algorithm, config.seed))
+        if sampling is None and (algorithm.needs_rollouts or (config.evaluation and not algorithm.needs_scores)):
+            sampling = Sampling(config, stage, memory)
+        yield stage, sampling
 
 
 def on_a_device(tree) -> int:
@@ -68,123 +82,127 @@ def on_a_device(tree) -> int:
         if place is not None and getattr(place, "memory_kind", None) == "pinned_host":
             return 0
         shape = array.shape if place is None else place.shard_shape(array.shape)
-        return math.prod(shape) * array.dtype.itemsize
+        return math.ceil(math.prod(shape) * (0.5 if array.dtype == jnp.int4 else array.dtype.itemsize))
 
     return sum(map(size, jax.tree.leaves(tree)))
 
 
-class _Stage:
+class Stage:
     """The trainer of a stage on a batch as full as one can be."""
 
-    def __init__(self, config: RunConfig, name: str, options: StageOptions, trainer: Trainer):
-        self.config, self.name, self.options, self.trainer = config, name, options, trainer
+    def __init__(self, config: RunConfig, name: str, trainer: Trainer):
+        self.config, self.name, self.options, self.trainer = config, name, trainer.stage, trainer
         self.state = trainer.abstract()
-        parts = {"policy": self.state.policy, "reference": self.state.reference, "critic": self.state.critic}
-        self.resident = {part: on_a_device(arrays) for part, arrays in parts.items()}
-        self.bytes = sum(self.resident.values())
+        self.bytes = on_a_device(self.state)
+        self.samples = needs_rollouts(trainer.stage)
 
-    def programs(self, cache: int) -> Iterator[Planned]:
-        """`cache`: bytes of the generator's, which lies beside."""
+    def programs(self, cache: int, routes: dict | None) -> Iterator[Planned]:
+        """`cache`: bytes of the generator's, which lies beside. `routes`: Batch.routes of one token, abstract."""
         trainer, options, algorithm = self.trainer, self.options, self.trainer.algorithm
-        batch, R = self._batch()
-        turns = batch.tokens.shape[0] // R
-        params, updates = self.state.policy.params, options.updates_per_step
-        inputs = jax.eval_shape(trainer._totals, batch, None)
+        batch, R = self._batch(routes)
+        (rows, T), params, updates = batch.tokens.shape, self.state.policy.params, options.updates_per_step
+        turns = rows // R
+        controls = {name: jax.ShapeDtypeStruct((), np.float32) for name in getattr(algorithm, "controls", {})}
+        inputs = jax.eval_shape(trainer._totals, batch, controls or None)
+
+        def planned(kind: str, *given, resident, times: float, turns: int = 1, **static) -> Planned:
+            lower = lambda: trainer.executables[kind].lower(*given, **static)  # noqa: E731
+            held, shape = self.bytes + cache, given[1].shape if hasattr(given[1], "shape") else (rows, T)
+            return Planned(self.name, kind, shape, lower, held, held - on_a_device(resident), times, turns)
+
+        how = {"times": updates, "turns": turns, "micro_rows": R}
         if self.state.critic is not None:
-            beside = trainer._critic.beside(params)
-            given = self.state.critic, batch, inputs, beside
-            lower = lambda: trainer.critic.program.lower(*given, micro_rows=R)  # noqa: E731
-            yield self._planned("update of the critic", lower, {"critic"}, cache, updates, turns)
+            given = self.state.critic, batch, inputs, trainer._critic.beside(params)
+            yield planned("update of the critic", *given, resident=(given[0], given[3]), **how)
         if not algorithm.needs_scores:
-            lower = lambda: trainer.policy.program.lower(self.state.policy, batch, inputs, {}, micro_rows=R)  # noqa: E731
-            yield self._planned("update", lower, {"policy"}, cache, updates, turns)
-        passes = turns * updates
+            yield planned("update", self.state.policy, batch, inputs, {}, resident=self.state.policy, **how)
         micro = jax.tree.map(lambda a: jax.ShapeDtypeStruct((R, *a.shape[1:]), a.dtype), batch)
         given = micro.tokens, micro.segments, micro.routes
-        scored = [part for part, needed in self._scored() if needed]
+        passes = turns * updates
+        scored = trainer.scores_first(exact=self.config.generator.exact) + (self.state.reference is not None)
         if scored:
-            lower = lambda: trainer._logprobs.lower(params, *given)  # noqa: E731
-            yield self._planned("log-probabilities", lower, {"weights"}, cache, passes * len(scored))
-        if self.state.critic is not None and algorithm.needs_rollouts:
+            yield planned("log-probabilities", params, *given, resident=params, times=passes * scored)
+        if self.state.critic is not None and self.samples:
             both = trainer._critic.beside(params) | self.state.critic.params
-            lower = lambda: trainer._values.lower(both, *given)  # noqa: E731
-            yield self._planned("values", lower, {"critic weights"}, cache, passes)
+            yield planned("values", both, *given, resident=both, times=passes)
 
-    def _scored(self):
-        """(whose log-probabilities, whether they are computed before the updates)."""
-        algorithm, rollouts = self.trainer.algorithm, self.trainer.algorithm.needs_rollouts
-        old = rollouts and algorithm.needs_old_logp(self.options.updates_per_step)
-        yield "policy", old and (algorithm.needs_entropy or not self.config.generator.exact)
-        yield "reference", self.state.reference is not None
-
-    def _planned(self, name: str, lower, holds: set[str], cache: int, times: float, turns: int = 1) -> Planned:
-        sizes = self.resident | {"weights": on_a_device(self.state.policy.params)}
-        if self.state.critic is not None:
-            sizes["critic weights"] = on_a_device(self.state.critic.params)
-        held = sum(sizes[part] for part in holds)
-        return Planned(f"{self.name}: {name}", lower, frozenset(holds), self.bytes + cache - held, times, turns)
-
-    def _batch(self) -> tuple[Batch, int]:
+    def _batch(self, routes: dict | None) -> tuple[Batch, int]:
         """(a packed batch of one update, abstract; rows of a micro-batch)."""
         options, algorithm = self.options, self.trainer.algorithm
         limit = self.config.max_length * (2 if algorithm.needs_pairs else 1)
         N = options.prompts_per_step // options.updates_per_step
-        N *= options.samples_per_prompt if algorithm.needs_rollouts else 1
+        N *= options.samples_per_prompt if self.samples else 1
         T = padded_length(limit, limit)
-        place, R = self.trainer.layout(np.ones((N, T), np.int32))
-        shape = place.shape
-
-        def floats():
-            return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-        def ids():
-            return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-        found = {"tokens": ids(), "segments": ids(), "mask": floats(), "prompt": ids()}
-        if algorithm.needs_rollouts:
-            found |= {"sampler_logp": floats(), "advantages": floats()}
-            if algorithm.needs_old_logp(options.updates_per_step) or self.config.generator.exact:
-                found["old_logp"] = floats()
-            if algorithm.needs_entropy:
-                found["entropy"] = floats()
+        counts, R = self.trainer.row_counts(N, T)
+        shape = min(count for count in counts if count >= N), T
+        ids, floats = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
+        batch = Batch(tokens=ids, segments=ids, mask=floats, prompt=ids)
+        if self.samples:
+            batch = batch.replace(sampler_logp=floats, advantages=floats)
+            exact = self.config.generator.exact
+            if self.trainer.scores_first(exact=exact):
+                batch = batch.replace(old_logp=floats, entropy=floats)
+            batch = batch.replace(old_logp=floats if exact else algorithm.proximal(batch))
+        if routes is not None:
+            batch = batch.replace(routes={path: jax.ShapeDtypeStruct((*shape, *a.shape), a.dtype) for path, a in routes.items()})
         if self.state.reference is not None:
-            found["ref_logp"] = floats()
-        if self.state.critic is not None and algorithm.needs_rollouts:
-            found |= {"old_values": floats(), "returns": floats(), "correct": floats()}
-        if algorithm.needs_pairs:
-            found["margin"] = floats()
-        return Batch(**found), R
+            batch = batch.replace(ref_logp=floats)
+        if self.state.critic is not None and self.samples:
+            imitated = algorithm.correct(np.zeros(1), np.zeros((1, 1)))
+            batch = batch.replace(old_values=floats, returns=floats, correct=None if imitated is None else floats)
+        return batch.replace(margin=floats) if algorithm.needs_pairs else batch, R or shape[0]
 
 
-class _Sampling:
-    """The generator's programs over a cache of all slots."""
+class Sampling:
+    """The generator's programs over a cache of all slots, and over quantised weights where it has some."""
 
-    def __init__(self, config: RunConfig, graph: Graph, options: StageOptions, left: float | None):
-        """`left`: bytes of a device that weights and optimizer leave."""
-        self.config, self.graph = config, graph
+    def __init__(self, config: RunConfig, first: Stage, memory: float | None):
+        """`first`: the stage from which on it is there; `memory`: bytes of a device."""
+        self.config, self.graph = config, first.trainer.graph
+        self._shown_with = None if any(map(needs_rollouts, config.stages)) else first.name
         wanted = config.generator.model_dump(exclude={"slots", "strict_shapes"})
         replay = any(stage.router_replay for stage in config.stages)
         asked = GeneratorOptions(**wanted, record_routes=replay)
         kind = SpeculativePrograms if asked.speculative else Programs
-        self._programs = kind(graph, asked, config.generator.slots, config.max_length, left)
+        self._quantized = QuantizedWeights(self.graph, asked.weights) if asked.weights else None
+        self._copy = self._quantized.abstract if self._quantized else {}
+        left = None if memory is None else memory - first.bytes - on_a_device(self._copy)
+        self._programs = kind(self.graph, asked, config.generator.slots, config.max_length, left)
         self.cache = self._programs.abstract_cache
-        self.bytes = on_a_device(self.cache)
+        self.bytes = on_a_device(self.cache) + on_a_device(self._copy)
 
-    def programs(self, stage: str, options: StageOptions, resident: dict[str, int]) -> Iterator[Planned]:
-        """The largest of each kind. `resident`: bytes of what the trainer keeps."""
-        made, P = self._programs, options.prompts_per_step
+    @property
+    def routes(self) -> dict:
+        """Of one token, as Batch.routes has them."""
+        made = self._programs
+        pages = np.zeros(made.table_width, np.int32) if made.paged else None
+        found = jax.eval_shape(made._jitted["routes"], self.cache, np.int32(0), pages)
+        return {path: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for path, a in found.items()}
+
+    def used_by(self, stage: Stage) -> bool:
+        """Whether its programs are shown with a stage: one that samples, or where none does the first that evaluates."""
+        return stage.samples or self._shown_with == stage.name
+
+    def programs(self, stage: Stage) -> Iterator[Planned]:
+        """The largest of each kind."""
+        made, options, held = self._programs, stage.options, stage.bytes + self.bytes
+        P, weights = options.prompts_per_step, stage.state.policy.params
         prompts = max(2, self.config.max_length - options.sampling.max_new_tokens)
-        places = self.graph.shardings
-        params = {path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=places[path]) for path, a in self.graph.shapes.items()}
-        weights = on_a_device(params)
+        if self._quantized:
+            floats = {path: weights[path] for path in self._copy}
+            lower, shape = lambda: self._quantized.lower(floats), (len(floats),)
+            stays = held - on_a_device((floats, self._copy))
+            yield Planned(stage.name, "quantised copy", shape, lower, held, stays, options.updates_per_step)
+        params = weights | self._copy
+        stays = held - on_a_device((params, self.cache))
+        P *= stage.samples  # evaluations are no part of a step
         steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // made.slots)
-        for key, arguments in made.listed(params, prompts, [stop_width(1)]):
-            name = key[0]
-            if name not in ("decode", "prefill", "extend") or (name == "decode" and key[1] != made.slots):
+        for (name, *shape), arguments in made.listed(params, prompts, [stop_width(1)]):
+            if name == "decode" and shape[0] == made.slots:
+                times = steps
+            elif name in ("prefill", "extend") and shape == [made.most_prompts, made.prefill_lengths(prompts)[-1] + made.ahead]:
+                times = P * -(-prompts // made.chunk) / shape[0]
+            else:
                 continue
-            if name != "decode" and key[1:] != (made.most_prompts, made.prefill_lengths(prompts)[-1] + made.ahead):
-                continue
-            times = steps if name == "decode" else P * -(-prompts // made.chunk) / key[1]
-            label = {"decode": "decode a token", "prefill": "prefill", "extend": "prefill, further chunk"}[name]
             lower = lambda name=name, arguments=arguments: made.lower(name, arguments)  # noqa: E731
-            yield Planned(f"{stage}: {label}", lower, frozenset({"weights", "cache"}), sum(resident.values()) - weights, times)
+            yield Planned(stage.name, GENERATOR.get(name, name), tuple(shape), lower, held, stays, times)

@@ -46,6 +46,17 @@ class Topology:
             return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={self.count}".strip()}
         return {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "XLA_FLAGS": flags}
 
+    def memory(self, device) -> float | None:
+        """Bytes that a program may take on a device; None: as many as the machine has, as on a CPU."""
+        from rl import chips
+
+        if self.platform == "gpu":
+            limit = (device.memory_stats() or {}).get("bytes_limit")  # what jax has set aside of it
+            if limit:
+                return float(limit)
+        chip = chips.of(device.device_kind)
+        return chip and chip.memory * 2**30
+
     def devices(self) -> list:
         """In a process with that environment. Raises ResourceError where they cannot be described here."""
         import jax

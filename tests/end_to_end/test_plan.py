@@ -1,4 +1,5 @@
-"""`rl plan` on devices of the CPU: the programs of every stage, their memory beside live arrays, and what is refused."""
+"""`rl plan` on devices of the CPU: the programs of every stage, their memory beside live arrays and beside that of a run, settings
+with which they fit, and what is refused."""
 
 import json
 
@@ -8,25 +9,42 @@ import numpy as np
 import pytest
 
 import rl.algorithms
-from rl import build, cli, configfile
+from rl import build, cli, configfile, executed
+from rl.plan.estimate import Estimator
 from rl.trainer import Trainer
 
 MESH = ("mesh.fsdp=2", "mesh.tensor=2")
+ONE = "stages=[{algorithm: sft, steps: 1, prompts_per_step: 8, micro_batch: 8, sampling: {max_new_tokens: 6}}]"
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    return tmp_path_factory.mktemp("plans")
 
 
 @pytest.fixture
-def plan(tmp_path, monkeypatch, capsys):
-    """(exit code, programs by name, standard output and error) of a plan of the small run."""
-    monkeypatch.setenv("DUET_PLAN_CACHE", str(tmp_path / "plans"))
+def numbers(tmp_path, monkeypatch, known):
+    """(exit code, what --json holds) of a plan of the small run."""
+    monkeypatch.setenv("DUET_PLAN_CACHE", str(known))
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
-    def run(topology, *more):
+    def run(topology, *more, flags=()):
         file = tmp_path / "plan.json"
         file.unlink(missing_ok=True)
         given = launch.arguments(tmp_path / "run", *launch.LIGHT, *more)
-        code = cli.main(["plan", *given, "--topology", topology, "--json", str(file)])
-        found = json.loads(file.read_text())["programs"] if file.exists() else []
-        return code, {each["name"]: each for each in found}, capsys.readouterr()
+        code = cli.main(["plan", *given, "--topology", topology, "--json", str(file), *flags])
+        return code, json.loads(file.read_text()) if file.exists() else {"programs": []}
+
+    return run
+
+
+@pytest.fixture
+def plan(numbers, capsys):
+    """(exit code, programs by name, standard output and error) of a plan of the small run."""
+
+    def run(topology, *more):
+        code, found = numbers(topology, *more)
+        return code, {each["name"]: each for each in found["programs"]}, capsys.readouterr()
 
     return run
 
@@ -60,6 +78,59 @@ def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
     assert found["aliased"] == held
     read = 3 * 4 * place.shape[0] * place.shape[1] + 4  # tokens, segments and mask, and how many tokens count
     assert found["arguments"] == held + read
+    estimated = Estimator(jax.devices()[:1], None, None)(config)
+    assert estimated["sft: update"].held == held, "what lies there all the time is known without compiling"
+    assert estimated["grpo: prefill"].held == estimated["grpo: update"].held > 1.3 * held, "a reference, and the cache"
+
+
+def test_a_run_says_what_its_own_programs_take_and_a_plan_had_said_so(plan, tmp_path):
+    """On one device, quantised weights in rollouts: what rows of `max_length` compile to is what runs."""
+    more = (*launch.LIGHT, "stages.0.steps=1", "stages.1.steps=1", "stages.2.steps=0", "generator.weights=int8")
+    planned = plan("cpu:1", *more)[1]
+    assert launch.train(tmp_path / "run", *more) == 0
+    ran = json.loads((tmp_path / "run" / executed.FILE).read_text())["programs"]
+    ran = {(each["name"].partition(": ")[2], each["name"].partition(": ")[0], tuple(each["shape"])): each for each in ran}
+    compared = {}
+    for name, each in planned.items():
+        stage, _, kind = name.partition(": ")
+        if stage == "grpo-2" or kind == "quantised copy":
+            continue
+        mine = ran.get((kind, stage, tuple(each["shape"])), ran.get((kind, "generator", tuple(each["shape"]))))
+        parts = ("arguments", "temporaries", "outputs", "aliased", "peak")
+        compared[name] = mine and [(mine[part], each[part]) for part in parts]
+    assert {"sft: update", "grpo: update", "grpo: log-probabilities", "grpo: decode a token"} <= compared.keys()
+    wrong = {name: pairs for name, pairs in compared.items() if pairs is None or any(a != b for a, b in pairs)}
+    assert not wrong, wrong
+    assert planned["grpo: quantised copy"]["aliased"] > 0 and planned["grpo: quantised copy"]["times"] == 2
+
+
+def test_where_it_does_not_fit_settings_are_named_that_fit(numbers, capsys):
+    code, found = numbers("cpu:1", ONE)
+    assert code == 0
+    (update,) = found["programs"]
+    limit = (update["peak"] - 1) / 2**30
+    code, found = numbers("cpu:1", ONE, flags=("--memory", repr(limit), "--candidates", "2"))
+    shown = capsys.readouterr().out
+    assert code == 1 and "sft: update" in shown.partition("does not fit")[2]
+    assert 1 <= len(found["suggestions"]) <= 2
+    for each in found["suggestions"]:
+        assert each["needs"] <= limit * 2**30 and not each["changes_results"]
+        assert all(f"{key}=" in shown for key in each["settings"])
+
+
+def test_search_prints_a_file_that_fits(numbers, capsys, tmp_path):
+    flags = ("--search", "--memory", "1", "--candidates", "1")
+    code, found = numbers("cpu:2", ONE, flags=flags)
+    assert code == 0 and found["pruned"] == 0 and len(found["candidates"]) == 1
+    best = found["candidates"][0]
+    assert best["fits"] and best["seconds"] > 0 and best["settings"]["mesh.fsdp"] * best["settings"]["mesh.tensor"] == 2
+    file = tmp_path / "best.yml"
+    file.write_text(capsys.readouterr().out.partition("configuration:\n\n")[2])
+    small, *more = launch.arguments(tmp_path / "run", *launch.LIGHT, ONE)
+    (tmp_path / "run.yml").write_text(configfile.resolved_yaml(configfile.load([small], more)))
+    assert configfile.load([tmp_path / "run.yml", file]).model.remat == best["settings"]["model.remat"]
+    assert numbers("cpu:2", ONE, flags=("--search",))[0] == 2, "how much memory?"
+    assert "--memory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ NOT_RUN = {
     "rl generate runs/first --prompts prompts.txt --samples 4 --output completions.jsonl",
     "rl chat path/to/model",
     "rl plan configs/quickstart.yml mesh.fsdp=4 mesh.tensor=2 --topology cpu:8",
+    "rl plan configs/quickstart.yml --topology cpu:2 --search --memory 2 --candidates 1",
     "until rl-train configs/quickstart.yml run.dir=runs/first; [ $? -ne 75 ]; do sleep 1; done",
 }
 NOT_CODE = {"toml", "jinja", "text"}

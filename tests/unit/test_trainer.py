@@ -441,7 +441,7 @@ for degrees in ({"fsdp": 1}, {"fsdp": 8}, {"fsdp": 2, "tensor": 2, "expert": 2})
     lowered = trainer.policy.program.lower
     for _ in range(2):
         state, metrics = trainer.update(state, data)
-    assert trainer.policy.program._cache_size() == 1
+    assert trainer.policy.program.number == 1
     spread = max(len(a.sharding.device_set) for a in state.policy.params.values())
     found.append((learners.host(state), {k: float(v) for k, v in metrics.items()}, spread))
 (one, ours, _), *others = found

@@ -1,0 +1,152 @@
+"""What programs would need, from their configuration and nothing compiled: which of many configurations are worth compiling.
+
+Bytes that the run keeps on each device are exact: shapes of arrays and how the mesh cuts them. Temporaries and seconds are a model
+of a few terms, good for comparing configurations with each other:
+
+- an update: gradients in float32; for each token and layer its input and the share of all outputs of products that `remat` keeps;
+  all outputs of the largest layer, its weights gathered, and a chunk of logits. Other passes: the last three.
+- operations (rl/operations.py) three times over for a gradient and once more for what `remat` computes again; bytes of all weights
+  read in each pass and of activations; bytes exchanged: weights gathered over what cuts them but does not cut products, their
+  gradients back, and two activations a layer where products are cut. A program takes the longest of the three.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax.numpy as jnp
+
+from policy.model import Graph
+from rl import build, chips
+from rl.config import RunConfig
+from rl.plan.programs import Planned, Sampling, Stage, stages
+from rl.trainer import ways
+
+# Of all outputs of products in a layer what a policy keeps. Without any the results of norms, activations and attention stay too.
+_KEPT = {"none": 3.0, "minimal": 1.0, "minimal_with_context": 1.1, "minimal_flash": 1.1, "full": 0.0, "custom": 0.0}
+_QKV = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
+_LOGITS = 2**24
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a program on one device: bytes `held` by the run, exact, and of `temporaries`; `seconds` of all its runs in a step."""
+
+    held: int
+    temporaries: float
+    seconds: float
+
+
+class Weights:
+    """Of a graph, by device: numbers that lie there (`local`), numbers of all that its products take (`gathered`), of the largest
+    layer too (`layer`), and how many numbers products make of one token: in all layers, in the largest, and for attention."""
+
+    def __init__(self, graph: Graph):
+        mesh, self.graph = graph.layout.mesh.shape, graph
+        self.local = self.gathered = self.outputs = self.qkv = 0.0
+        layers, outputs = {}, {}
+        for path, shape in graph.shapes.items():
+            axes, sizes = graph.axes[path], shape.shape
+            spec = [(dims,) if isinstance(dims, str) else dims or () for dims in graph.layout.spec(axes, sizes)]
+            parts = [math.prod(mesh[axis] for axis in dims) for dims in spec]
+            cut = math.prod(mesh[a] for axis, dims in zip(axes, spec, strict=True) for a in dims if a == "tensor" or axis == "exp")
+            numbers, repeats = math.prod(sizes), sizes[0] if axes[0] == "layers" else 1
+            self.local += numbers / math.prod(parts)
+            self.gathered += numbers / cut
+            layer = ".".join(path.split(".")[:4])
+            if axes[0] == "layers":
+                layers[layer] = layers.get(layer, 0.0) + numbers / cut / repeats
+            if path not in graph.inputs:
+                continue
+            kept = [i for i, axis in enumerate(axes) if i not in graph.inputs[path] and axis not in ("layers", "exp")]
+            made = math.prod(sizes[i] for i in kept) / math.prod(mesh["tensor"] for i in kept if "tensor" in spec[i])
+            if "exp" in axes:
+                made *= max(spec.moe.router.experts_per_token for spec in graph.config.layers if spec.moe)
+            self.outputs += repeats * made
+            self.qkv += repeats * made * any(f".{name}" in path for name in _QKV)
+            outputs[layer] = outputs.get(layer, 0.0) + made
+        self.layer, self.widest = max(layers.values(), default=0.0), max(outputs.values(), default=0.0)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Of a number in a product."""
+        return jnp.dtype(self.graph.runtime.dtype).itemsize
+
+    def kept(self, remat: str) -> float:
+        """Outputs of products that the backward pass finds, of one token in all layers."""
+        if remat in _KEPT:
+            return _KEPT[remat] * self.outputs
+        return 0.0 if "offloaded" in remat else self.qkv if "qkv" in remat else 0.5 * self.outputs
+
+
+class Estimator:
+    """Of configurations on these devices. What differs in `remat` and `micro_batch` only is looked at once."""
+
+    def __init__(self, devices, chip: chips.Chip | None, memory: float | None):
+        self._devices, self._chip, self._memory = devices, chip or chips.CPU, memory
+        self._parts: dict[str, tuple[Weights, list[tuple[Stage, Sampling | None, list[Planned]]]]] = {}
+        self._programs: dict[str, list[tuple[Planned, Stage, Weights]]] = {}
+
+    def __call__(self, config: RunConfig) -> dict[str, Cost]:
+        """The Cost of each program by name. Raises what rl.build raises."""
+        plain = config.model_copy(update={"model": config.model.model_copy(update={"remat": "full", "remat_tensors": {}})})
+        key = plain.model_dump_json()
+        if key not in self._programs:
+            self._programs[key] = list(self._listed(plain))
+        return {each.name: self._cost(each, stage, weights, config.model.remat) for each, stage, weights in self._programs[key]}
+
+    def _listed(self, config: RunConfig) -> Iterator[tuple[Planned, Stage, Weights]]:
+        weights, parts = self._on_mesh(config)
+        for (stage, sampling, made), options in zip(parts, config.stages, strict=True):
+            # Nothing but the shape of a batch depends on the rows of a micro-batch.
+            stage = copy.copy(stage)
+            stage.trainer, stage.options = copy.copy(stage.trainer), options
+            stage.trainer.stage = options
+            routes = sampling.routes if sampling and options.router_replay else None
+            for each in (*stage.programs(sampling.bytes if sampling else 0, routes), *made):
+                yield each, stage, weights
+
+    def _on_mesh(self, config: RunConfig) -> tuple[Weights, list]:
+        """(weights, [(stage, the generator beside it, the generator's programs)]) of a configuration but for its micro-batches."""
+        plain = config.model_copy(update={"stages": [each.model_copy(update={"micro_batch": None}) for each in config.stages]})
+        key = plain.model_dump_json()
+        if key not in self._parts:
+            found = list(stages(plain, build.on_mesh(plain, self._devices), self._memory))
+            parts = [(stage, each, list(each.programs(stage)) if each and each.used_by(stage) else []) for stage, each in found]
+            self._parts[key] = Weights(found[0][0].trainer.graph), parts
+        return self._parts[key]
+
+    def _cost(self, planned: Planned, stage: Stage, weights: Weights, remat: str) -> Cost:
+        graph, kind, item = weights.graph, planned.kind, weights.bytes
+        mesh, config = graph.layout.mesh, graph.config
+        rows, length = (*planned.shape, 1)[:2]
+        update = kind.startswith("update")
+        if kind == "decode a token":
+            length, numbers = 1, planned.shape[0]
+        else:
+            numbers = rows // planned.turns * length
+        tokens = numbers / min(ways(graph.layout) * mesh.shape["context"], max(1, numbers))
+        layers, E = len(config.layers), config.hidden_size
+        if kind == "quantised copy":
+            return Cost(planned.held, 4 * weights.layer, planned.times * weights.local * 8 / (self._chip.bandwidth * 1e9))
+        kept = weights.kept(remat) if update else 0.0
+        again = 1.0 - min(1.0, kept / max(1.0, weights.outputs)) if update else 0.0
+        logits = 8.0 * min(_LOGITS, tokens * config.vocab_size / mesh.shape["tensor"])
+        temporaries = item * (3 * tokens * weights.widest + 2 * weights.layer) + logits
+        if update:
+            temporaries += 4 * weights.local + item * tokens * (E * layers + kept)
+        passes = 3.0 + again if update else 1.0
+        work = passes * stage.trainer.operations.forward([length] * (numbers // length)) / mesh.size
+        moved = passes * item * (weights.gathered + 4 * tokens * weights.outputs) + update * 24 * weights.local / planned.turns
+        exchanged = (2 + (again > 0) if update else 1) * item * (weights.gathered - weights.local)
+        exchanged += update * 4 * (weights.gathered - weights.local)
+        t, x = mesh.shape["tensor"], mesh.shape["expert"]
+        exchanged += passes * layers * tokens * E * item * (4 * (1 - 1 / t) + (x - 1) * any(spec.moe for spec in config.layers))
+        chip = self._chip
+        links = exchanged / (chip.links * 1e9) if chip.links else 0.0
+        seconds = max(work / (chip.tflops * 1e12), moved / (chip.bandwidth * 1e9), links)
+        return Cost(planned.held, temporaries, planned.times * planned.turns * seconds)

@@ -1,0 +1,153 @@
+"""Which settings `rl plan` compiles: for a plan that does not fit, and in a search. What compiles is replaced by numbers."""
+
+import math
+import os
+
+import pytest
+import yaml
+
+from rl import configfile
+from rl.plan import changes, search, slices, suggest
+from rl.plan.children import Attempt, Costs, Target
+from rl.plan.compiled import Report
+
+GIVEN = ["model=tiny-deepseek", "tokenizer=bytes", "data.task=arithmetic", "rewards.functions=[exact_answer]", "max_length=64"]
+STAGES = "stages=[{algorithm: grpo, steps: 1, prompts_per_step: 8, samples_per_prompt: 4, sampling: {max_new_tokens: 16}}]"
+
+
+def config(tmp_path, *more):
+    (tmp_path / "run.yml").write_text("seed: 0\n")
+    return configfile.load([tmp_path / "run.yml"], [*GIVEN, STAGES, *more])
+
+
+def target(memory, count=8):
+    return Target(slices.Topology.read(f"cpu:{count}"), memory, "cpu", count)
+
+
+def report(needs, name="grpo: update"):
+    return Report(name, (4, 64), 0, 0, 0, 0, int(needs), 0, 0.0, 0.0, {}, {}, 1.0, 0.0)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Estimates and compiles by a rule: 100 bytes are held, and each row of a micro-batch takes 10, half of it under `full`, and
+    half of what is left for each further device that splits the rows. `wrong`: what a program takes over what is estimated."""
+    calls = []
+
+    class Rule:
+        wrong, most = 1.0, 2
+
+        def temporaries(self, made):
+            rows = made.stages[0].micro_batch or 32
+            return 10.0 * rows * (0.5 if made.model.remat == "full" else 1) / max(1, made.mesh.tensor)
+
+        def held(self, made):
+            return 100.0 + made.generator.slots
+
+        def estimated(self, configs, target):
+            return [
+                Costs(
+                    {
+                        "grpo: update": (
+                            self.held(c),
+                            self.temporaries(c),
+                            self.temporaries(c) / 64 + 32 / (c.stages[0].micro_batch or 32),
+                        )
+                    }
+                )
+                for c in configs
+            ]
+
+        def attempted(self, configs, target, only=None):
+            assert len(configs) <= self.most
+            calls.extend(configs)
+            needs = [self.held(c) + self.wrong * self.temporaries(c) for c in configs]
+            return [Attempt([report(n)], fits=n <= target.memory) for n in needs]
+
+    rule = Rule()
+    rule.calls = calls
+    for module in (suggest, search):
+        monkeypatch.setattr(module, "estimated", rule.estimated)
+        monkeypatch.setattr(module, "attempted", rule.attempted)
+    return rule
+
+
+def suggested(rule, made, memory, most=6):
+    needs = rule.held(made) + rule.wrong * rule.temporaries(made)
+    assert needs > memory
+    return [str(change) for change, _ in suggest.suggestions(made, target(memory), [report(needs)], most)]
+
+
+def test_three_settings_are_found_and_the_smallest_change_of_each_comes_first(tmp_path, compiler):
+    made = config(tmp_path, "model.remat=none", "mesh={fsdp: 8}")
+    found = suggested(compiler, made, memory=330.0)
+    assert found[0] == "stages.0.micro_batch=16" and found[1] == "model.remat=full"
+    assert found[2].startswith("mesh.data=1 mesh.fsdp=4 mesh.tensor=2") and len(found) == 3
+    assert len(compiler.calls) <= 4, "what an estimate says will fit is compiled first"
+
+
+def test_an_estimate_is_corrected_by_the_program_that_failed(tmp_path, compiler):
+    """Its temporaries were four times what was estimated: half the rows are then not enough, and not compiled."""
+    compiler.wrong = 4.0
+    found = suggested(compiler, config(tmp_path, "mesh={fsdp: 8}", "model.remat=none"), memory=330.0)
+    assert found[0] == "stages.0.micro_batch=4"
+    assert len(compiler.calls) <= 6
+
+
+def test_what_is_too_large_by_its_arguments_is_not_compiled_and_candidates_are_limited(tmp_path, compiler):
+    made = config(tmp_path, "mesh={fsdp: 8}")
+    assert suggested(compiler, made, memory=110.0) == [] and {c.generator.slots for c in compiler.calls} <= {8}
+    compiler.calls.clear()
+    compiler.most = 1
+    assert len(suggested(compiler, made, memory=300.0, most=1)) == len(compiler.calls) == 1
+
+
+def test_changes_are_overrides_that_the_configuration_takes(tmp_path):
+    made = config(tmp_path, "model.remat=none", "mesh={fsdp: 8}")
+    every = [change for steps in changes.levers(made, [{"fsdp": 4, "tensor": 2}]) for change in steps]
+    assert {change.results for change in every} == {False, True}
+    for change in every:
+        changed = change.of(made)
+        if changes.possible(changed):
+            (tmp_path / "made.yml").write_text(configfile.resolved_yaml(made))
+            overrides = [text.replace("'", "") for text in str(change).split(" ") if "remat_tensors" not in text and "=" in text]
+            if "custom" not in str(change):
+                assert configfile.load([tmp_path / "made.yml"], overrides) == changed, change
+    assert not changes.possible(changes.Change({"max_length": 16}).of(made)), "completions have 16 tokens"
+    named = {key for change in every if change.results for key in change.settings}
+    assert named == {"max_length", "model.param_dtype"}
+
+
+def test_search_takes_the_quickest_that_fits_and_nothing_larger_than_what_did_not(tmp_path, compiler):
+    made = config(tmp_path, "generator.slots=8")
+    found = search.search(made, target(200.0), 6)
+    assert len(found.tried) == 6 and found.looked_at > 20 and found.pruned == 0
+    good = search.best(found.tried, lambda reports: reports[0].needs)
+    assert good and all(attempt.fits for _, attempt in good)
+    sizes = [attempt.needs for _, attempt in good]
+    assert sizes == sorted(sizes)
+    (tmp_path / "best.yml").write_text(search.as_yaml(good[0][0].change))
+    assert yaml.safe_load((tmp_path / "best.yml").read_text())["stages"].keys() == {0}
+    (tmp_path / "made.yml").write_text(configfile.resolved_yaml(made))
+    assert configfile.load([tmp_path / "made.yml", tmp_path / "best.yml"]) == good[0][0].config
+    assert search.search(made, target(50.0), 6).tried == [], "arguments alone are too large"
+
+
+def test_search_learns_from_what_it_compiled(tmp_path, compiler):
+    """Programs need eight times what is estimated: after the first two all others are judged by that."""
+    compiler.wrong = 8.0
+    found = search.search(config(tmp_path, "generator.slots=8"), target(200.0), 6)
+    fits = [attempt.fits for _, attempt in found.tried]
+    assert not any(fits[:2]) and all(fits[2:])
+
+
+def test_meshes_divide_heads_experts_and_devices(tmp_path):
+    found = list(changes.meshes(config(tmp_path, "mesh={data: 2}"), 16, {"tensor": 4, "expert": 6}))
+    assert all(math.prod(mesh.values()) == 16 and mesh["data"] == 2 for mesh in found)
+    assert {mesh["tensor"] for mesh in found} == {1, 2, 4} and {mesh["expert"] for mesh in found} == {1, 2}
+    assert changes.divisors(config(tmp_path))["tensor"] > 1
+
+
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch):
+    monkeypatch.chdir(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
