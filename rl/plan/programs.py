@@ -99,9 +99,9 @@ class Stage:
     def programs(self, cache: int, routes: dict | None) -> Iterator[Planned]:
         """`cache`: bytes of the generator's, which lies beside. `routes`: Batch.routes of one token, abstract."""
         trainer, options, algorithm = self.trainer, self.options, self.trainer.algorithm
-        batch, R = self._batch(routes)
-        (rows, T), params, updates = batch.tokens.shape, self.state.policy.params, options.updates_per_step
-        turns = rows // R
+        params, updates = self.state.policy.params, options.updates_per_step
+        (rows, T), R = self._rows(updates)
+        batch, turns = self._batch((rows, T), routes), rows // R
         controls = {name: jax.ShapeDtypeStruct((), np.float32) for name in getattr(algorithm, "controls", {})}
         inputs = jax.eval_shape(trainer._totals, batch, controls or None)
 
@@ -116,25 +116,31 @@ class Stage:
             yield planned("update of the critic", *given, resident=(given[0], given[3]), **how)
         if not algorithm.needs_scores:
             yield planned("update", self.state.policy, batch, inputs, {}, resident=self.state.policy, **how)
-        micro = jax.tree.map(lambda a: jax.ShapeDtypeStruct((R, *a.shape[1:]), a.dtype), batch)
+        # Scores are of all sequences of a step, before it is cut into updates.
+        (rows, T), R = self._rows(1)
+        micro, passes = self._batch((R, T), routes), rows // R
         given = micro.tokens, micro.segments, micro.routes
-        passes = turns * updates
         scored = trainer.scores_first(exact=self.config.generator.exact) + (self.state.reference is not None)
         if scored:
             yield planned("log-probabilities", params, *given, resident=params, times=passes * scored)
         if self.state.critic is not None and self.samples:
             both = trainer._critic.beside(params) | self.state.critic.params
+            given = *given[:2], micro.routes if trainer._critic.shared else None
             yield planned("values", both, *given, resident=both, times=passes)
 
-    def _batch(self, routes: dict | None) -> tuple[Batch, int]:
-        """(a packed batch of one update, abstract; rows of a micro-batch)."""
-        options, algorithm = self.options, self.trainer.algorithm
-        limit = self.config.max_length * (2 if algorithm.needs_pairs else 1)
-        N = options.prompts_per_step // options.updates_per_step
-        N *= options.samples_per_prompt if self.samples else 1
+    def _rows(self, parts: int) -> tuple[tuple[int, int], int]:
+        """((packed rows, tokens of each) of one of so many equal parts of a step, rows of a micro-batch)."""
+        options, pairs = self.options, self.trainer.algorithm.needs_pairs
+        limit = self.config.max_length * (2 if pairs else 1)
+        N = options.prompts_per_step // parts * (options.samples_per_prompt if self.samples else 1)
         T = padded_length(limit, limit)
         counts, R = self.trainer.row_counts(N, T)
-        shape = min(count for count in counts if count >= N), T
+        rows = min(count for count in counts if count >= N)
+        return (rows, T), R or rows
+
+    def _batch(self, shape: tuple[int, int], routes: dict | None) -> Batch:
+        """A packed batch, abstract."""
+        algorithm = self.trainer.algorithm
         ids, floats = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
         batch = Batch(tokens=ids, segments=ids, mask=floats, prompt=ids)
         if self.samples:
@@ -150,7 +156,7 @@ class Stage:
         if self.state.critic is not None and self.samples:
             imitated = algorithm.correct(np.zeros(1), np.zeros((1, 1)))
             batch = batch.replace(old_values=floats, returns=floats, correct=None if imitated is None else floats)
-        return batch.replace(margin=floats) if algorithm.needs_pairs else batch, R or shape[0]
+        return batch.replace(margin=floats) if algorithm.needs_pairs else batch
 
 
 class Sampling:
