@@ -14,6 +14,7 @@ from rl.plan.compiled import Report
 
 ENOUGH = 3
 MESHES = 8  # the nearest to that of the configuration
+SEVERAL, LATER = 100, 1000  # in the order of levers
 
 
 @dataclass(frozen=True)
@@ -28,22 +29,23 @@ class Candidate:
     held: float
     needs: float
 
-    def order(self, memory: float) -> tuple:
-        return (0, self.lever, self.step) if self.needs <= memory else (1, self.needs, self.step)
-
 
 def suggestions(config: RunConfig, target: Target, reports: Sequence[Report], most: int) -> list[tuple[Change, Attempt]]:
     """Up to three changes with which the programs fit that did not, of different kinds, and what was compiled; at most `most` are
     compiled, two at a time. What needs too much by its arguments alone is not, and what an estimate says will fit comes first."""
     failed = [each for each in reports if not target.fits(each)]
-    names = [each.name for each in failed]
-    left = [each for each in _candidates(config, target, failed) if each.held <= target.memory]
+    names, levers = [each.name for each in failed], _levers(config, target)
+    left, several = _candidates(config, target, failed, levers), False
+    single = {each.lever: each.change for each in left if not each.change.results and "mesh.fsdp" not in each.change.settings}
     found: list[tuple[Change, Attempt]] = []
-    while left and len(found) < ENOUGH and most > 0:
-        some: list[Candidate] = []
-        for each in sorted(left, key=lambda candidate: candidate.order(target.memory)):
-            if each.lever not in {other.lever for other in some} and len(some) < min(AT_A_TIME, most):
-                some.append(each)
+    while most > 0 and len(found) < ENOUGH:
+        if not several and not any(each.needs <= target.memory and not each.change.results for each in left):
+            # Each alone is not enough: several at once come before those that change results.
+            several, both = True, _candidates(config, target, failed, [changes.together(list(single.values()))])
+            left += [replace(each, lever=SEVERAL) for each in both]
+        some = _next(left, target.memory, min(AT_A_TIME, most))
+        if not some:
+            break
         most -= len(some)
         for each, attempt in zip(some, attempted([each.config for each in some], target, names), strict=True):
             # What was enough needs no stronger step, what was not no weaker one.
@@ -53,38 +55,42 @@ def suggestions(config: RunConfig, target: Target, reports: Sequence[Report], mo
     return found[:ENOUGH]
 
 
-def _candidates(config: RunConfig, target: Target, failed: Sequence[Report]) -> list[Candidate]:
-    """What makes the programs that failed smaller by the estimate, each step more than the one before; several settings at once
-    come after those that leave results as they are, before those that do not."""
-    (base,) = estimated([config], target)
+def _next(left: Sequence[Candidate], memory: float, most: int) -> list[Candidate]:
+    """Of different levers, those that should fit first, by how little they change; then those that need least."""
+
+    def order(each: Candidate) -> tuple:
+        lever = each.lever + LATER * each.change.results
+        return (0, lever, each.step) if each.needs <= memory else (1, each.needs, each.step)
+
+    first: dict[int, Candidate] = {}
+    for each in sorted((each for each in left if each.held <= memory), key=order):
+        first.setdefault(each.lever, each)
+    return list(first.values())[:most]
+
+
+def _candidates(config: RunConfig, target: Target, failed: Sequence[Report], levers: list[list[Change]]) -> list[Candidate]:
+    """What makes the programs that failed smaller by the estimate, each step more than the one before."""
+    names = [each.name for each in failed]
+    steps = [(lever, step, change) for lever, each in enumerate(levers) for step, change in enumerate(each)]
+    made = [(*numbers, change, made) for *numbers, change in steps if (made := change.of(config)) and changes.possible(made)]
+    base, *costs = estimated([config, *(each for *_, each in made)], target)
     if isinstance(base, str):
         return []
-    others = sorted(changes.meshes(config, target.count, changes.divisors(config)), key=lambda mesh: _distance(config, mesh))
-    levers = changes.levers(config, [mesh for mesh in others if _distance(config, mesh)][:MESHES])
-    found = _measured(config, target, (base, failed), levers)
-    useful = {each.lever: each.change for each in found if not each.change.results and "mesh.fsdp" not in each.change.settings}
-    both = _measured(config, target, (base, failed), [changes.together(list(useful.values()))])
-    calm = [each for each in found if not each.change.results]
-    both = [replace(each, lever=len(levers)) for each in both]
-    return [*calm, *both, *(replace(each, lever=len(levers) + 1 + each.lever) for each in found if each.change.results)]
-
-
-def _measured(
-    config: RunConfig, target: Target, failed: tuple[Costs, Sequence[Report]], levers: list[list[Change]]
-) -> list[Candidate]:
-    base, reports = failed
-    names, corrections = [each.name for each in reports], corrected(base, reports)
-    steps = [(lever, step, change) for lever, each in enumerate(levers) for step, change in enumerate(each)]
-    possible = [(*numbers, change, made) for *numbers, change in steps if (made := change.of(config)) and changes.possible(made)]
-    least, found = dict.fromkeys(range(len(levers)), base.needs({}, names)), []
-    for (lever, step, change, made), cost in zip(possible, estimated([made for *_, made in possible], target), strict=True):
+    corrections, found = corrected(base, failed), []
+    least = dict.fromkeys(range(len(levers)), base.needs({}, names))
+    for (lever, step, change, changed), cost in zip(made, costs, strict=True):
         if isinstance(cost, str) or not cost.programs.keys() >= set(names):
             continue
         if (needs := cost.needs({}, names)) < least[lever]:
             least[lever] = needs
             held = max(cost.programs[name][0] for name in names)
-            found.append(Candidate(lever, step, change, made, held, cost.needs(corrections, names)))
+            found.append(Candidate(lever, step, change, changed, held, cost.needs(corrections, names)))
     return found
+
+
+def _levers(config: RunConfig, target: Target) -> list[list[Change]]:
+    others = sorted(changes.meshes(config, target.count, changes.divisors(config)), key=lambda mesh: _distance(config, mesh))
+    return changes.levers(config, [mesh for mesh in others if _distance(config, mesh)][:MESHES])
 
 
 def _distance(config: RunConfig, mesh: dict[str, int]) -> float:

@@ -14,7 +14,10 @@ from rl.plan.estimate import Estimator
 from rl.trainer import Trainer
 
 MESH = ("mesh.fsdp=2", "mesh.tensor=2")
-ONE = "stages=[{algorithm: sft, steps: 1, prompts_per_step: 8, micro_batch: 8, sampling: {max_new_tokens: 6}}]"
+ONE = (
+    "model={source: qwen3-0.6b, overrides: {vocab_size: 32, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}}",
+    "stages=[{algorithm: sft, steps: 1, prompts_per_step: 8, micro_batch: 8, sampling: {max_new_tokens: 6}}]",
+)
 
 
 @pytest.fixture(scope="module")
@@ -106,32 +109,29 @@ def test_a_run_says_what_its_own_programs_take_and_a_plan_had_said_so(plan, tmp_
 
 
 def test_where_it_does_not_fit_settings_are_named_that_fit(numbers, capsys):
-    code, found = numbers("cpu:1", ONE)
+    code, found = numbers("cpu:1", *ONE)
     assert code == 0
     (update,) = found["programs"]
     limit = (update["peak"] - 1) / 2**30
-    code, found = numbers("cpu:1", ONE, flags=("--memory", repr(limit), "--candidates", "2"))
+    code, found = numbers("cpu:1", *ONE, flags=("--memory", repr(limit), "--candidates", "1"))
     shown = capsys.readouterr().out
     assert code == 1 and "sft: update" in shown.partition("does not fit")[2]
-    assert 1 <= len(found["suggestions"]) <= 2
-    for each in found["suggestions"]:
-        assert each["needs"] <= limit * 2**30 and not each["changes_results"]
-        assert all(f"{key}=" in shown for key in each["settings"])
+    (each,) = found["suggestions"]
+    assert each["needs"] <= limit * 2**30 and not each["changes_results"] and each["settings"] == {"stages.0.micro_batch": 4}
+    assert "stages.0.micro_batch=4 " in shown
 
 
 def test_search_prints_a_file_that_fits(numbers, capsys, tmp_path):
     flags = ("--search", "--memory", "1", "--candidates", "1")
-    code, found = numbers("cpu:2", ONE, flags=flags)
+    code, found = numbers("cpu:2", *ONE, flags=flags)
     assert code == 0 and found["pruned"] == 0 and len(found["candidates"]) == 1
     best = found["candidates"][0]
     assert best["fits"] and best["seconds"] > 0 and best["settings"]["mesh.fsdp"] * best["settings"]["mesh.tensor"] == 2
     file = tmp_path / "best.yml"
     file.write_text(capsys.readouterr().out.partition("configuration:\n\n")[2])
-    small, *more = launch.arguments(tmp_path / "run", *launch.LIGHT, ONE)
+    small, *more = launch.arguments(tmp_path / "run", *launch.LIGHT, *ONE)
     (tmp_path / "run.yml").write_text(configfile.resolved_yaml(configfile.load([small], more)))
     assert configfile.load([tmp_path / "run.yml", file]).model.remat == best["settings"]["model.remat"]
-    assert numbers("cpu:2", ONE, flags=("--search",))[0] == 2, "how much memory?"
-    assert "--memory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from rl import configfile
+from rl.errors import ConfigError
 from rl.plan import changes, search, slices, suggest
 from rl.plan.children import Attempt, Costs, Target
 from rl.plan.compiled import Report
@@ -86,6 +87,15 @@ def test_three_settings_are_found_and_the_smallest_change_of_each_comes_first(tm
     assert len(compiler.calls) <= 4, "what an estimate says will fit is compiled first"
 
 
+def test_several_settings_at_once_come_before_those_that_change_results(tmp_path, compiler):
+    """Rows and recomputation are not enough alone; both are, and so would a shorter run be."""
+    compiler.held = lambda made: 100.0 + made.generator.slots + made.max_length / 2
+    made = config(tmp_path, "model.remat=none", "mesh={fsdp: 1, data: 8}", "generator.slots=8")
+    found = suggested(compiler, made, memory=146.0)
+    assert found == ["stages.0.micro_batch=1 model.remat=full"]
+    assert len(compiler.calls) == 6, "the rest was spent on what is likely too large"
+
+
 def test_an_estimate_is_corrected_by_the_program_that_failed(tmp_path, compiler):
     """Its temporaries were four times what was estimated: half the rows are then not enough, and not compiled."""
     compiler.wrong = 4.0
@@ -131,6 +141,8 @@ def test_search_takes_the_quickest_that_fits_and_nothing_larger_than_what_did_no
     (tmp_path / "made.yml").write_text(configfile.resolved_yaml(made))
     assert configfile.load([tmp_path / "made.yml", tmp_path / "best.yml"]) == good[0][0].config
     assert search.search(made, target(50.0), 6).tried == [], "arguments alone are too large"
+    with pytest.raises(ConfigError, match="--memory"):
+        search.search(made, target(None), 6)
 
 
 def test_search_learns_from_what_it_compiled(tmp_path, compiler):
