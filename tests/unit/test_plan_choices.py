@@ -93,7 +93,6 @@ def test_several_settings_at_once_come_before_those_that_change_results(tmp_path
     made = config(tmp_path, "model.remat=none", "mesh={fsdp: 1, data: 8}", "generator.slots=8")
     found = suggested(compiler, made, memory=146.0)
     assert found == ["stages.0.micro_batch=1 model.remat=full"]
-    assert len(compiler.calls) == 6, "the rest was spent on what is likely too large"
 
 
 def test_an_estimate_is_corrected_by_the_program_that_failed(tmp_path, compiler):
