@@ -81,7 +81,7 @@ def plan_search(config: RunConfig, options: Options) -> int:
     if good:
         print(f"\nthe quickest, as a file to lay over the configuration:\n\n{as_yaml(good[0][0].change)}", end="")
     else:
-        print(f"none of them fits {target.memory / GIB:g} GiB a device")
+        print(f"none of those compiled fits {target.memory / GIB:g} GiB a device")
     if options.file is not None:
         rows = [
             {

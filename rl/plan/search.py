@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from rl import yamlfile
 from rl.config import RunConfig
@@ -39,8 +38,9 @@ class Found:
 
 
 def search(config: RunConfig, target: Target, most: int) -> Found:
-    """Compiles at most `most` choices, two at a time: those that the estimate finds quickest among those that should fit. What was
-    compiled corrects the estimate of what is left, and where it does not fit nothing larger on the same mesh is tried.
+    """Compiles at most `most` choices, two of different meshes at a time: those that the estimate finds quickest among those that
+    should fit. What was compiled corrects the estimate of what is left, and where it does not fit nothing larger on the same mesh
+    is tried.
 
     Raises ConfigError where the memory of a device is not known, or no mesh can be.
     """
@@ -62,9 +62,10 @@ def search(config: RunConfig, target: Target, most: int) -> Found:
         return (0, choice.costs.seconds) if needs <= target.memory else (1, needs)
 
     while left and len(tried) < most:
-        some = list(islice((each for each in sorted(left, key=rank) if changes.possible(each.config)), AT_A_TIME))[
-            : most - len(tried)
-        ]
+        some: list[Choice] = []
+        for each in sorted(left, key=rank):
+            if len(some) < min(AT_A_TIME, most - len(tried)) and each.mesh not in {other.mesh for other in some}:
+                some += [each] if changes.possible(each.config) else []
         if not some:
             break
         for choice, attempt in zip(some, attempted([choice.config for choice in some], target), strict=True):
@@ -87,6 +88,8 @@ def _changes(config: RunConfig, target: Target) -> Iterator[tuple[Change, tuple[
             rows = [-(-each // part) for each in whole]
             for number, remat in enumerate(policies):
                 settings = {f"mesh.{axis}": size for axis, size in mesh.items()} | {"model.remat": remat}
+                if config.model.remat_tensors and remat != "custom":
+                    settings["model.remat_tensors"] = {}
                 settings |= {f"stages.{i}.micro_batch": each for i, each in enumerate(rows)}
                 yield Change(settings), (max(rows), -number)
 

@@ -131,6 +131,7 @@ def test_search_takes_the_quickest_that_fits_and_nothing_larger_than_what_did_no
     made = config(tmp_path, "generator.slots=8")
     found = search.search(made, target(200.0), 6)
     assert len(found.tried) == 6 and found.looked_at > 20 and found.pruned == 0
+    assert compiler.calls[0].mesh != compiler.calls[1].mesh
     good = search.best(found.tried, lambda reports: reports[0].needs)
     assert good and all(attempt.fits for _, attempt in good)
     sizes = [attempt.needs for _, attempt in good]
