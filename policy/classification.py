@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from policy import hub, sources
+from policy import hub, processes, sources
 from policy.config import Runtime
 from policy.model import Graph
 from policy.sharding import Layout
@@ -30,5 +30,5 @@ def write(directory, graph: Graph, params: dict, score_E, pad_id: int | None) ->
     `sources.trunk`; `pad_id` tells transformers where padding begins."""
     keys = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     keys |= {} if pad_id is None else {"pad_token_id": pad_id}
-    score = np.asarray(score_E).astype(graph.runtime.param_dtype)[None]
+    score = processes.on_host(score_E).astype(graph.runtime.param_dtype)[None]
     hub.write(directory, graph, params, tensors={SCORE: score}, keys=keys)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from policy import extensions, families, names, sources
+from policy import extensions, families, names, processes, sources
 from policy.config import DecoderConfig, LayerSpec
 from policy.memory import HOST
 from policy.quantized import Scheme
@@ -219,9 +219,9 @@ def _layer(array: jax.Array, number: jax.Array) -> jax.Array:
 def _on_host(array, number: int | None) -> np.ndarray:
     """The whole weight, or one of those that it stacks."""
     if number is None:
-        return np.asarray(array)
+        return processes.on_host(array)
     on_device = isinstance(array, jax.Array) and array.sharding.memory_kind != HOST
-    return np.asarray(_layer(array, number) if on_device else np.asarray(array)[number])
+    return processes.on_host(_layer(array, number)) if on_device else processes.on_host(array)[number]
 
 
 def _stored(graph: Graph, params) -> Iterator[tuple[str, np.ndarray]]:
@@ -244,13 +244,19 @@ def _stored(graph: Graph, params) -> Iterator[tuple[str, np.ndarray]]:
 
 def write(directory, graph, params, tensors: dict[str, np.ndarray] | None = None, keys: dict | None = None) -> None:
     """config.json and safetensors shards of at most 5 GB (with an index if there are several) in `directory`; with further
-    `tensors` by stored name, and further `keys` of the configuration."""
+    `tensors` by stored name, and further `keys` of the configuration. Of several processes all give their parts of the weights,
+    and the first writes."""
     from safetensors.numpy import save_file
 
     config = graph.config
     hf = json.loads(config.hf)
     if families.read(hf) != config:
         raise ValueError("this DecoderConfig no longer matches its Hugging Face configuration; change keys there instead")
+    every = itertools.chain(_stored(graph, params), (tensors or {}).items())
+    if not processes.first():
+        for _ in every:  # each is gathered by all processes
+            pass
+        return
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for old in (*directory.glob("*.safetensors"), *directory.glob("*.safetensors.index.json")):
@@ -258,7 +264,7 @@ def write(directory, graph, params, tensors: dict[str, np.ndarray] | None = None
     shards: list[dict[str, np.ndarray]] = [{}]
     sizes, where, beside = [0], {}, {}
     passed_over = getattr(families.get(config.family), "PASSED_OVER", "$.")
-    for name, array in itertools.chain(_stored(graph, params), (tensors or {}).items()):
+    for name, array in every:
         if _extra_layer(config, name) and not re.match(passed_over, name):
             beside[name] = array
             continue

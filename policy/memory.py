@@ -8,6 +8,7 @@ from flax import nnx
 from jax.experimental import compute_on
 from jax.sharding import NamedSharding
 
+from policy import processes
 from policy.config import Runtime
 from policy.layers.parameter import RowTable
 
@@ -32,7 +33,8 @@ def in_host_memory(sharding: NamedSharding) -> NamedSharding:
 
     Raises NoHostMemory where the platform has none that programs can read.
     """
-    device = sharding.mesh.devices.flat[0]
+    # Of several processes each sees the memory of its own devices only.
+    device = sharding.mesh.devices.flat[0] if processes.count() == 1 else sharding.mesh.local_devices[0]
     if not any(memory.kind == HOST for memory in device.addressable_memories()):
         raise NoHostMemory(
             f"{device.platform} devices have no {HOST} memory, so nothing can be kept there: set model.host_parameters and "

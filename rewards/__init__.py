@@ -23,13 +23,14 @@ __all__ = [
     "Runner",
     "RunnerOptions",
     "Scores",
+    "Share",
     "known",
     "load",
     "reward",
     "text_of",
 ]
 
-_NEEDS_NUMPY = ("Fault", "Runner", "RunnerOptions", "Scores")
+_NEEDS_NUMPY = ("Fault", "Runner", "RunnerOptions", "Scores", "Share")
 
 
 def __getattr__(name: str):

@@ -58,6 +58,16 @@ class RunnerOptions:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Which calls a Runner makes where `count` processes score the same completions: every count-th, from number `index` on.
+    `gather(value)` gives what each process has given, by its number; all have to call it."""
+
+    index: int = 0
+    count: int = 1
+    gather: Callable[[object], list] = lambda value: [value]
+
+
+@dataclass(frozen=True)
 class Fault:
     """One sample that one function gave no score for. `kind`: raised, timeout, died (of the process), wrong_type,
     wrong_length, not_finite, or load (the function could not be imported in the worker)."""
@@ -85,10 +95,12 @@ class Scores:
 class Handle:
     """Scores that are being computed. `result()` waits for them; `done()` tells whether it would wait."""
 
-    def __init__(self, runner: Runner, batch: Batch, calls: list[list[int]]):
+    def __init__(self, runner: Runner, batch: Batch, calls: list[list[int]], own: list[list[int]]):
+        """`own`: those of the calls that this process makes."""
         self._runner = runner
         self._batch = batch
         self._scores = None
+        self._own = {id(call): call for call in own}
         self._call_of = {sample: call for call in calls for sample in call}
         self._missing = {id(call): len(call) for call in calls}
 
@@ -101,7 +113,7 @@ class Handle:
             if name in given:
                 given[name][sample] = _plain(value, name)
         self._missing[id(call)] -= 1
-        if self._missing[id(call)] == 0:
+        if self._missing[id(call)] == 0 and id(call) in self._own:
             self._runner._put(self._batch, call)
 
     def done(self) -> bool:
@@ -111,6 +123,7 @@ class Handle:
         """Raises RewardFailed if a function faulted and `on_error` is "stop"; RewardError if the runner was closed."""
         if self._scores is None:
             self._batch.done.wait()
+            self._runner._exchange(self._batch, [sample for call in self._own.values() for sample in call])
             self._scores = self._runner._collect(self._batch)
         return self._scores
 
@@ -120,10 +133,14 @@ class Runner:
 
     Construction checks every function and its options (RewardError) and starts nothing; workers start with the first
     call and are kept. Results do not depend on which worker finished first.
+
+    With a `share` each completion is scored by one process only; `start` and `open` are given all completions on every process, and
+    results are those of all, on every process.
     """
 
-    def __init__(self, options: RunnerOptions):
+    def __init__(self, options: RunnerOptions, share: Share = Share()):
         self.options = options
+        self._share = share
         self._functions = _resolve(options.functions)
         self.names = tuple(function.name for function in self._functions)
         # What is scored on the devices of the run, which no worker process sees: source of a reward model -> scores of token ids.
@@ -160,28 +177,29 @@ class Runner:
         groups: N ids; completions of one id are scored in one call. None: each by itself.
         Raises RewardError if lengths differ, a column that a function needs is missing or a value has another type.
         """
-        handle, calls = self._begin(prompts, completions, columns, groups)
-        for call in calls:
+        handle = self._begin(prompts, completions, columns, groups)
+        for call in handle._own.values():
             self._put(handle._batch, call)
         return handle
 
     def open(self, prompts: list, columns: dict[str, list], groups: list[int] | None = None) -> Handle:
         """Begins to score completions that are still being written: each is given to `Handle.add`. Columns that only the completion
         tells (their lengths, for one) hold anything of their type until then. The rest is as in `start`."""
-        return self._begin(prompts, [None] * len(prompts), columns, groups)[0]
+        return self._begin(prompts, [None] * len(prompts), columns, groups)
 
-    def _begin(self, prompts: list, completions: list, columns: dict[str, list], groups) -> tuple[Handle, list[list[int]]]:
+    def _begin(self, prompts: list, completions: list, columns: dict[str, list], groups) -> Handle:
         if self._closed:
             raise RewardError("this Runner is closed")
         given = self._given(prompts, completions, columns)
         calls = _split(len(prompts), groups)
-        count = len(calls) * len(self._functions)
+        own = calls[self._share.index :: self._share.count]
+        count = len(own) * len(self._functions)
         batch = Batch(given, [[None] * len(self._functions) for _ in prompts], count)
         if not count:
             batch.done.set()
         while len(self._lanes) < min(self.options.workers, count):
             self._lanes.append(Lane(self._calls, self._functions, self.options.timeout_s, self.options.memory_limit_mb))
-        return Handle(self, batch, calls), calls
+        return Handle(self, batch, calls, own)
 
     def _put(self, batch: Batch, samples: list[int]) -> None:
         for slot in range(len(self._functions)):
@@ -220,6 +238,17 @@ class Runner:
                     _LOG.warning("rewards do not receive column %r: %s", name, error)
         return given
 
+    def _exchange(self, batch: Batch, own: list[int]) -> None:
+        """Completes a batch of which this process has scored the samples `own` by what the others have scored."""
+        if self._share.count == 1:
+            return
+        batch_of = self._share.gather(({sample: batch.cells[sample] for sample in own}, batch.seconds, batch.retried))
+        batch.seconds = [second for _, seconds, _ in batch_of for second in seconds]
+        batch.retried = sum(retried for _, _, retried in batch_of)
+        for cells, _, _ in batch_of:
+            for sample, row in cells.items():
+                batch.cells[sample] = row
+
     def _collect(self, batch: Batch) -> Scores:
         faults = [
             Fault(name, sample, cell.kind, cell.text, batch.given["prompts"][sample], batch.given["completions"][sample])
@@ -247,7 +276,7 @@ class Runner:
         for fault in faults:
             self._shown[fault.function] += 1
             number = self._shown[fault.function]
-            if number <= _SHOWN_FAULTS:
+            if number <= _SHOWN_FAULTS and self._share.index == 0:
                 note = "; further ones are only counted, in reward/faults" if number == _SHOWN_FAULTS else ""
                 _LOG.warning(
                     "reward %s failed (%s), the sample has no score%s\n%s\n%s",

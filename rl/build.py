@@ -65,7 +65,7 @@ def judges(config: RunConfig, stage: Stage, mesh: Layout) -> dict[str, Judge]:
 
 
 def on_mesh(config: RunConfig, devices=None) -> Layout:
-    """The mesh of the configuration over `devices`, by default all of this process's. Raises ResourceError where it cannot be."""
+    """The mesh of the configuration over `devices`, by default those of all processes. Raises ResourceError where it cannot be."""
     try:
         options = config.mesh
         across = options.dcn.model_dump() if options.dcn else None

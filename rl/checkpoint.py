@@ -9,6 +9,8 @@
 The manifest is the last file written. Everything is written and synced under `<number>.tmp-<attempt>`, and the finished
 directory is renamed, so that a process killed at any moment leaves a complete checkpoint or one that is recognised as
 unfinished, and removed by the next save.
+
+Several processes, which all see the directory, write and read the shards of their own devices; everything else the first does.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from policy import processes
 from rl.errors import ModelError
 from rl.manifest import examine, seal, sync_directory
+from rl.processes import on_first
 
 ARRAYS, HOST = "arrays", "host.json"
 _COMPLETE = re.compile(r"(\d+)(\.replaced)?")
@@ -46,7 +50,7 @@ class _Good(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, for one process.
+    """The checkpoints of one run. All its processes call the same methods in the same order.
 
     Args:
       directory: where they lie; made by the first save.
@@ -88,11 +92,11 @@ class Checkpoints:
         content = {"number": number, "arrays": {name: _described(name, x) for name, x in named.items()}}
         host_text = json.dumps(host, indent=1)
         self._check_order(number)
+        self._attempts += 1
+        temporary = self.directory / f"{number:010d}.tmp-{self._attempts}"
         try:
-            self._sweep()
-            self._attempts += 1
-            temporary = self.directory / f"{number:010d}.tmp-{self._attempts}"
-            temporary.mkdir(parents=True)
+            if (error := processes.from_first(self._made(temporary) if processes.first() else None)) is not None:
+                raise error
             self._begin(temporary / ARRAYS, named)
         except Exception as error:
             self._not_saved(number, error)
@@ -118,7 +122,7 @@ class Checkpoints:
             template's.
         """
         self.wait()
-        good = self._newest_good()
+        good = on_first(self._newest_good)
         if good is None:
             return None
         import jax
@@ -132,7 +136,7 @@ class Checkpoints:
     def host(self) -> tuple[int, dict] | None:
         """Number and host of the checkpoint that `restore` would take; the arrays are hashed, not loaded."""
         self.wait()
-        good = self._newest_good()
+        good = on_first(self._newest_good)
         return None if good is None else (good.number, good.host)
 
     def wait(self) -> None:
@@ -155,6 +159,15 @@ class Checkpoints:
 
     # Writing.
 
+    def _made(self, temporary: Path) -> OSError | None:
+        """Makes the directory of a new attempt; what is wrong if it cannot be."""
+        try:
+            self._sweep()
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            return error
+        return None
+
     def _begin(self, path: Path, named: Mapping[str, Any]) -> None:
         """Copies to the host, in the caller's thread: no device program may start beside the ones of the loop."""
         import orbax.checkpoint as ocp
@@ -165,7 +178,9 @@ class Checkpoints:
     def _write(self, temporary: Path, content: dict, host_text: str) -> None:
         """The background thread of one save: what `_begin` copied, then host, hashes and name."""
         try:
-            self._orbax.wait_until_finished()
+            self._orbax.wait_until_finished()  # all processes have written their shards then
+            if not processes.first():
+                return
             (temporary / HOST).write_text(host_text)
             seal(temporary, content)
             self._publish(temporary, content["number"])
@@ -207,7 +222,7 @@ class Checkpoints:
             with contextlib.suppress(Exception):
                 failed.close()
         # Writers of the failed save may still be at work, for as long as one write takes.
-        for _ in range(20):
+        for _ in range(20 if processes.first() else 0):
             self._sweep()
             if not any(self._entries(_UNFINISHED)):
                 break
@@ -230,7 +245,7 @@ class Checkpoints:
             raise ValueError(f"{self.directory} holds checkpoint {newest}: {number}, saved after it, is never restored")
 
     def _sweep(self) -> None:
-        for path in self._entries(_UNFINISHED):
+        for path in self._entries(_UNFINISHED) if processes.first() else ():
             shutil.rmtree(path, ignore_errors=True)
 
     # Reading.
@@ -255,7 +270,6 @@ class Checkpoints:
         return None
 
     def _read(self, path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        import jax
         import numpy as np
         import orbax.checkpoint as ocp
 
@@ -264,7 +278,7 @@ class Checkpoints:
         restored = dict(self._checkpointer().restore(path, args=args))
         for name, x in wanted.items():
             if not x.size:
-                restored[name] = jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+                restored[name] = processes.placed(np.zeros(x.shape, x.dtype), x.sharding)
         return restored
 
     def _complete(self) -> list[tuple[int, Path]]:

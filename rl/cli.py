@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import textwrap
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,6 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="files first, then overrides")
     parser.add_argument("--check", action="store_true", help="check the configuration, print it, and stop")
+    group = parser.add_argument_group("several processes (docs/processes.md)", "by default what the cluster says, if there is one")
+    group.add_argument("--processes", type=int, metavar="N", help="how many compute the run together; 1: do not ask the cluster")
+    group.add_argument("--process", type=int, metavar="I", help="the number of this one, from 0")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="machine of process 0, and a port that is free there")
 
 
 def _guarded(act, arguments: argparse.Namespace) -> int:
@@ -117,18 +122,40 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from rl import configfile
+    from rl import configfile, processes
 
     config = configfile.load(*split_arguments(arguments.config))
-    _show(configfile.changed_yaml(config))
+    together = None if arguments.check else processes.launch(arguments.processes, arguments.process, arguments.coordinator)
+    if together is None or together.index == 0:
+        _show(configfile.changed_yaml(config))
     if arguments.check:
         print("the configuration is good")
         return 0
     _choose_platform(config.platform)
     _keep_programs(config.run.program_cache)
+    return _run(config) if together is None else _run_together(config, processes.start(together))
+
+
+def _run(config) -> int:
     from rl.loop import run
 
     return run(config)
+
+
+def _run_together(config, watch) -> int:
+    """One of several processes. Where it ends by an error it tells the others, and comes back from here no more."""
+
+    def attempt(_) -> int:
+        with watch:
+            return _run(config)
+
+    try:
+        code = _guarded(attempt, None)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    watch.leave(code)
+    return code
 
 
 def _plan(arguments: argparse.Namespace) -> int:

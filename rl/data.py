@@ -54,10 +54,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Examples in the order of their source; `order` says which is used when."""
+    """Examples in the order of their source; `order` says which is used when. `total`: how many there are, in all parts."""
 
     examples: list[Example]
     name: str
+    total: int
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -74,13 +75,21 @@ class Dataset:
         return iter(self.examples)
 
 
-def load(options: DataOptions, *, demonstrations: bool = False, pairs: bool = False, held_out: bool = False) -> Dataset:
+def load(
+    options: DataOptions,
+    *,
+    demonstrations: bool = False,
+    pairs: bool = False,
+    held_out: bool = False,
+    part: tuple[int, int] = (0, 1),
+) -> Dataset:
     """Reads and checks a dataset.
 
     Args:
         demonstrations: every row must say what the model is to write (SFT).
         pairs: every row must hold a chosen and a rejected answer.
         held_out: the data of an evaluation: of a task the split `eval`, of a dataset with splits `test`.
+        part: (i, n): check and keep every n-th row only, from number i on.
 
     Raises:
         ConfigError: no such file, task or column names that contradict each other.
@@ -93,7 +102,11 @@ def load(options: DataOptions, *, demonstrations: bool = False, pairs: bool = Fa
     examples, problems = [], _Problems()
     how = {"options": _task_columns(options)}
     make = functools.partial(_pair, **how) if pairs else functools.partial(_example, **how, demonstrations=demonstrations)
-    for where, row in itertools.islice(rows, options.limit):
+    total = 0
+    for number, (where, row) in enumerate(itertools.islice(rows, options.limit)):
+        total += 1
+        if number % part[1] != part[0]:
+            continue
         if isinstance(row, _Malformed):
             problems.add(where, row.text)
             continue
@@ -104,9 +117,9 @@ def load(options: DataOptions, *, demonstrations: bool = False, pairs: bool = Fa
         except ValueError as error:
             problems.add(where, str(error))
     problems.raise_if_any()
-    if not examples:
+    if not total:
         raise DataError(f"{name}: the dataset has no rows")
-    return Dataset(examples, name)
+    return Dataset(examples, name, total)
 
 
 def order(seed: int, rows: int, index: int) -> int:

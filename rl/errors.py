@@ -49,6 +49,14 @@ class RewardStop(DuetError):
     heading = "stopped by a reward"
 
 
+class ProcessLost(DuetError):
+    """Another process of the run has died or fallen silent, or has ended by an error that this one did not find. Started again, all
+    together, the run goes on from its newest checkpoint."""
+
+    exit_code = 76
+    heading = "lost a process"
+
+
 class Interrupted(DuetError):
     """The run was asked to stop, has saved its state, and can be continued (75 is EX_TEMPFAIL of sysexits.h)."""
 

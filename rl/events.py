@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from policy import processes
 from rl.config import RunConfig
 from rl.mirrors import Mirror, mirrors
 
@@ -88,11 +89,12 @@ class EventLog:
 
 
 class Events:
-    """The event log and its mirrors, as the loop uses them."""
+    """The event log and its mirrors, as the loop uses them. Of several processes only the first writes."""
 
     def __init__(self, config: RunConfig, directory: str | Path):
-        self.log = EventLog(directory)
-        self._mirrors: list[Mirror] = mirrors(config, Path(directory))
+        first = processes.first()
+        self.log = EventLog(directory) if first else None
+        self._mirrors: list[Mirror] = mirrors(config, Path(directory)) if first else []
 
     def start_stage(self, name: str, steps: int, first_step: int = 0) -> None:
         """Says that a stage of `steps` steps begins, or goes on after `first_step` of them."""
@@ -101,6 +103,8 @@ class Events:
 
     def step(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Records the metrics of one step."""
+        if self.log is None:
+            return
         numbers = {key: number(value) for key, value in metrics.items()}
         self.log.step(stage, step, numbers)
         for mirror in self._mirrors:
@@ -108,7 +112,8 @@ class Events:
 
     def samples(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Records completions: stage, step, prompt_id, sample, prompt, completion, tokens, finish, rewards, ..."""
-        self.log.samples(records)
+        if self.log is not None:
+            self.log.samples(records)
 
     def note(self, text: str) -> None:
         """Shows a line to whoever watches; it is no part of the record."""
@@ -117,16 +122,18 @@ class Events:
 
     def truncate_after(self, stages: Sequence[str], stage: str, step: int) -> None:
         """As `EventLog.truncate_after`."""
-        self.log.truncate_after(stages, stage, step)
+        if self.log is not None:
+            self.log.truncate_after(stages, stage, step)
 
     def sync(self) -> bool:
-        """As `EventLog.sync`."""
-        return self.log.sync()
+        """As `EventLog.sync`; the same on all processes."""
+        return processes.from_first(self.log is not None and self.log.sync())
 
     def close(self) -> None:
         for mirror in self._mirrors:
             mirror.close()
-        self.log.close()
+        if self.log is not None:
+            self.log.close()
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:

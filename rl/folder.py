@@ -12,17 +12,20 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from policy import processes
 from rl import configfile
 from rl.config import RunConfig
 from rl.errors import ConfigError, ResourceError
 from rl.events import EVENTS
+from rl.processes import on_first
 
 # Keys that may differ when a run is continued: they change what is shown and kept, not what is computed.
 _FREE = ("run",)
 
 
 class RunFolder:
-    """Holds the lock of a run's directory while it is entered, and writes config.yml, or checks that it is the same run.
+    """Holds the lock of a run's directory while it is entered, and writes config.yml, or checks that it is the same run. Of several
+    processes, which all see the directory, the first does so for all.
 
     A run that stopped before its first event (a model that cannot be read) leaves nothing to protect: another configuration
     takes its place."""
@@ -30,8 +33,13 @@ class RunFolder:
     def __init__(self, config: RunConfig):
         self.path = Path(config.run.dir)
         self._config = config
+        self._lock: int | None = None
 
     def __enter__(self) -> RunFolder:
+        on_first(self._take)
+        return self
+
+    def _take(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
@@ -40,22 +48,23 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            os.close(self._lock)
+            self.__exit__()
             raise ResourceError(f"{self.path} is in use by another process; choose another run.dir") from None
         try:
             self._claim()
         except BaseException:
             self.__exit__()
             raise
-        return self
 
     def __exit__(self, *_) -> None:
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     @property
     def finished(self) -> bool:
         """Whether the run in this directory has done all that it is to do."""
-        return self._exported.is_dir()
+        return on_first(self._exported.is_dir)
 
     def export(self, write: Callable[[Path], None]) -> Path:
         """Has `write(directory)` write the final weights. `export/` appears in one step, so a run that has it is finished."""
@@ -63,14 +72,22 @@ class RunFolder:
 
     def export_reward_model(self, stage: str, write: Callable[[Path], None]) -> None:
         """The same of the reward model that `stage` has trained, unless it is there."""
-        if not (directory := reward_model_of(self._config, stage)).is_dir():
-            directory.parent.mkdir(exist_ok=True)
+        if not on_first((directory := reward_model_of(self._config, stage)).is_dir):
             self._in_one_step(directory, write)
 
     def _in_one_step(self, directory: Path, write: Callable[[Path], None]) -> Path:
+        """Every process has to call `write`, and returns when the directory is there."""
         unfinished = directory.with_name(f"{directory.name}.tmp")
+        if processes.first():
+            self._write(directory, unfinished, write)
+        else:
+            write(unfinished)
+        return processes.from_first(directory)
+
+    def _write(self, directory: Path, unfinished: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
+            directory.parent.mkdir(exist_ok=True)
             write(unfinished)
             unfinished.rename(directory)
         except (OSError, SafetensorError) as error:
@@ -78,7 +95,6 @@ class RunFolder:
             raise ResourceError(
                 f"{directory}: the final weights cannot be written: {error}. Make room, then `rl-train {self.path}`"
             ) from None
-        return directory
 
     @property
     def _exported(self) -> Path:

@@ -68,9 +68,9 @@ class Known:
 
 class DynamicSampling:
     """Fills steps with groups whose rewards differ. `most`: calls of `sample` a step; `reward`: the function that has to differ,
-    None: the weighted sum."""
+    None: the weighted sum; `problems(rows)`: those of rows of the data."""
 
-    def __init__(self, most: int, reward: str | None, problems: Sequence[Problem], runner: Runner):
+    def __init__(self, most: int, reward: str | None, problems: Callable[[list[int]], Sequence[Problem]], runner: Runner):
         self._most, self._problems, self._names = most, problems, runner.names
         self._column = None if reward is None else runner.names.index(reward)
 
@@ -111,7 +111,7 @@ class DynamicSampling:
         for rollouts, _ in taken:
             counts.update(rollouts.counts)
         return Rollouts(
-            problems=[self._problems[group.row] for group in groups],
+            problems=self._problems([group.row for group in groups]),
             prompt_ids=[group.prompt_id for group in groups],
             completions=[group.completions for group in groups],
             scores=Known(Scores(rewards, total, self._names, [], metrics)),

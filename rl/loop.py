@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import policy
+from policy import processes
 from policy.model import Model
 from rewards import RewardError, RewardFailed
 from rl import build, rollouts, steps
@@ -65,7 +66,8 @@ def run(config: RunConfig) -> int:
     try:
         with RunFolder(config) as folder, StopWish() as stop:
             if folder.finished:
-                print(_FINISHED.format(folder.path))
+                if processes.first():
+                    print(_FINISHED.format(folder.path))
                 return 0
             checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints)
             saved = checkpoints.host()
@@ -118,12 +120,13 @@ def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> 
 
 def _export(run: Run, directory: Path) -> None:
     """The policy, or what the last stage has trained in its place."""
-    last = run.prepared.stages[-1]
-    if last.algorithm.needs_scores:
+    last, first = run.prepared.stages[-1], processes.first()
+    if not last.algorithm.needs_scores:
+        policy.save(run.model, directory)
+    if first and last.algorithm.needs_scores:
         shutil.copytree(reward_model_of(run.config, last.name), directory)
-        return
-    policy.save(run.model, directory)
-    run.prepared.tokenizer.save_pretrained(directory)
+    elif first:
+        run.prepared.tokenizer.save_pretrained(directory)
 
 
 def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) -> None:
@@ -196,8 +199,9 @@ def _outlook(metrics: dict, left: int) -> str:
 def _compile_ahead(run: Run) -> None:
     """Compiles the generator's programs for all prompts and parameters of the run, once."""
     prepared, generator = run.prepared, run.generator
-    problems = [p for each in (*(stage.problems for stage in prepared.stages), prepared.held_out) for p in each or ()]
-    if not problems or generator.compiled_ahead:
+    problems = [p for stage in prepared.stages if stage.problems for p in stage.problems.own] + list(prepared.held_out)
+    longest = max(processes.gathered(max((len(p.ids) for p in problems), default=0)))
+    if not longest or generator.compiled_ahead:
         return
     began = time.perf_counter()
     try:
@@ -208,22 +212,22 @@ def _compile_ahead(run: Run) -> None:
         run.events.note(f"the generator's cache: {pool}")
     every = [rollouts.sampling_params(stage.options.sampling, prepared.stop_ids) for stage in prepared.stages]
     strict = run.config.generator.strict_shapes
-    count = generator.compile_ahead(max(len(p.ids) for p in problems), every, strict=strict)
+    count = generator.compile_ahead(longest, every, strict=strict)
     run.events.note(f"the generator has {count} programs; they were compiled in {time.perf_counter() - began:.1f} s")
 
 
 def _reached(until: UntilOptions | None, metrics: dict) -> bool:
-    """Whether a step's metrics end the stage early."""
+    """Whether a step's metrics end the stage early; those that measure time differ between processes, and the first decides."""
     value = metrics.get(until.metric) if until else None
     if value is None:
         return False
-    return value >= until.at_least if until.at_most is None else value <= until.at_most
+    return processes.from_first(bool(value >= until.at_least if until.at_most is None else value <= until.at_most))
 
 
 def _save_and_stop(run: Run, stage: Stage, state: RunState, step: int, ended: bool) -> None:
     """Writes a checkpoint where one is due, and stops the run if that is wanted."""
     options, stages = run.config.run, run.prepared.stages
-    wanted = run.stop.wanted
+    wanted = next(filter(None, processes.gathered(run.stop.wanted)), None)  # a signal to one process is one to all
     if ended or wanted or (options.checkpoint_every and step % options.checkpoint_every == 0):
         number = sum(s.options.steps + 1 for s in stages[: stage.index]) + step
         if run.events.sync():

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rl.algorithms
-from policy import sources
-from rewards import RewardError, Runner, RunnerOptions, registry
+from policy import processes, sources
+from rewards import RewardError, Runner, RunnerOptions, Share, registry
 from rl import data
 from rl.config import DataOptions, EvaluationOptions, RewardSettings, RunConfig, StageOptions
 from rl.errors import ConfigError, DataError
+from rl.processes import agreed
 from rl.rollouts import Problem
+from rl.shard import Shard
 from rollout import chat
 from rollout.tokenizer import load_tokenizer, stop_ids
 
@@ -31,16 +33,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage, ready to run. `problems` for rollouts, `demonstrations` or `pairs` for training on data alone; the others are
-    None."""
+    """One stage, ready to run. `problems` (of Problem) for rollouts, `demonstrations` (of Row) or `pairs` (of Pair) for training on
+    data alone; the others are None."""
 
     index: int
     name: str
     options: StageOptions
     algorithm: object
-    problems: Sequence[Problem] | None
-    demonstrations: Sequence[Row] | None
-    pairs: Sequence[Pair] | None
+    problems: Shard | None
+    demonstrations: Shard | None
+    pairs: Shard | None
     runner: Runner | None
 
 
@@ -58,10 +60,15 @@ class Prepared:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Reads tokenizer and data and checks every length.
+    """Reads tokenizer and data and checks every length. Of several processes each reads the data that it holds; what is wrong there
+    is raised on all.
 
     Raises ConfigError for a tokenizer or reward that cannot be used, DataError for data that is malformed, empty or too long.
     """
+    return agreed(lambda: _prepared(config))
+
+
+def _prepared(config: RunConfig) -> Prepared:
     tokenizer, stops = read_tokenizer(config)
     encoder = _Encoder(config, tokenizer)
     names = config.stage_names
@@ -75,7 +82,7 @@ def prepare(config: RunConfig) -> Prepared:
         problems = encoder.problems(source, options) if algorithm.needs_rollouts else None
         runner = None
         if rewards and (problems or held_out) and not algorithm.needs_scores:
-            for scored in filter(None, (problems, held_out)):
+            for scored in (problems.own if problems else (), held_out):
                 _check_columns(rewards, scored)
             key = rewards.model_dump_json()
             runner = runners[key] = runners.get(key) or _runner(rewards)
@@ -115,7 +122,8 @@ def read_tokenizer(config: RunConfig):
 def _runner(settings: RewardSettings) -> Runner:
     functions = tuple((f.name, f.weight, f.options) for f in settings.functions)
     try:
-        return Runner(RunnerOptions(functions, settings.workers, settings.timeout_s, settings.on_error))
+        options = RunnerOptions(functions, settings.workers, settings.timeout_s, settings.on_error)
+        return Runner(options, Share(processes.index(), processes.count(), processes.gathered))
     except RewardError as error:
         raise ConfigError(f"rewards: {error}") from None
 
@@ -166,26 +174,26 @@ class _Encoder:
         self._config, self._tokenizer = config, tokenizer
         self._read: dict[tuple, object] = {}
 
-    def problems(self, source: DataOptions, stage: StageOptions, *, held_out: bool = False) -> list[Problem]:
+    def problems(self, source: DataOptions, stage: StageOptions, *, held_out: bool = False) -> Shard:
         dataset = self._load(source, held_out=held_out)
         encoded = self._once(("problems", source.model_dump_json(), held_out), lambda: [self._problem(e) for e in dataset])
         lengths = {id(p.example): len(p.ids) for p in encoded}
         longest = self._config.max_length - stage.sampling.max_new_tokens
         advice = f"raise max_length ({self._config.max_length}) or lower sampling.max_new_tokens ({stage.sampling.max_new_tokens})"
         data.check_lengths(dataset, lambda example: lengths[id(example)], longest, advice)
-        return encoded
+        return Shard(encoded, dataset.total)
 
-    def demonstrations(self, source: DataOptions, learnt: str) -> list[Row]:
+    def demonstrations(self, source: DataOptions, learnt: str) -> Shard:
         dataset = self._load(source, demonstrations=True)
         rows = self._once(("rows", source.model_dump_json(), learnt), lambda: [self._row(example, learnt) for example in dataset])
         self._check_lengths(dataset, [len(ids) for ids, _ in rows])
-        return rows
+        return Shard(rows, dataset.total)
 
-    def pairs(self, source: DataOptions) -> list[Pair]:
+    def pairs(self, source: DataOptions) -> Shard:
         dataset = self._load(source, pairs=True)
         pairs = self._once(("pairs", source.model_dump_json()), lambda: [self._pair(example) for example in dataset])
         self._check_lengths(dataset, [max(len(pair.chosen[0]), len(pair.rejected[0])) for pair in pairs])
-        return pairs
+        return Shard(pairs, dataset.total)
 
     def _check_lengths(self, dataset: data.Dataset, lengths: Sequence[int]) -> None:
         found = {id(example): length for example, length in zip(dataset, lengths, strict=True)}
@@ -194,10 +202,12 @@ class _Encoder:
 
     def held_out(self, options: EvaluationOptions, stages: Sequence[StageOptions]) -> list[Problem]:
         longest = max(stages, key=lambda stage: stage.sampling.max_new_tokens)
-        return self.problems(options.data, longest, held_out=True)[: options.problems]
+        return self.problems(options.data, longest, held_out=True).own[: options.problems]
 
     def _load(self, source: DataOptions, **kind: bool) -> data.Dataset:
-        return self._once(("data", source.model_dump_json(), *kind.items()), lambda: data.load(source, **kind))
+        """Held-out data every process has whole: it writes completions of all of them at once."""
+        part = (0, 1) if kind.get("held_out") else (processes.index(), processes.count())
+        return self._once(("data", source.model_dump_json(), *kind.items()), lambda: data.load(source, part=part, **kind))
 
     def _once(self, key: tuple, make):
         if key not in self._read:

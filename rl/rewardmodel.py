@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from policy import classification, modes, sources
+from policy import classification, modes, processes, sources
 from policy.config import Runtime
 from policy.model import Graph
 from policy.sharding import Layout, constrain, settle
@@ -21,7 +21,7 @@ from rl.batch import Batch, pack
 from rl.config import StageOptions
 from rl.critic import VALUE_HEAD, Critic
 from rl.packing import packing
-from rl.trainer import CPU_TOKENS, Learner, RunState, Trainer, Updater, by_micro_batch, ways
+from rl.trainer import CPU_TOKENS, Learner, RunState, Trainer, Updater, by_micro_batch, by_rows, ways
 
 # Tokens that are scored at a time on one device, where it is no CPU.
 SCORED_TOKENS = 16384
@@ -49,7 +49,7 @@ class RewardModelTrainer(Trainer):
         """One optimiser update of the reward model from the pairs of `batch`, one a row."""
         self._did(self._critic.operations, batch, passes=3)
         place, R = self.layout(batch.segments)
-        batch = place.batch(batch)
+        batch = by_rows(place.batch(batch), self.graph.layout)
         learner, metrics = self.critic(state.critic, batch, self._totals(batch), R)
         return RunState(state.policy, None, learner), metrics | {"perf/packed_share": place.share(R)}
 
@@ -64,7 +64,8 @@ class RewardModelTrainer(Trainer):
         score, trunk = params.pop(VALUE_HEAD), self._critic.trunk
         graph = Graph(sources.trunk(self.graph.config), trunk.runtime, trunk.layout)
         classification.write(directory, graph, params, score, tokenizer.pad_token_id)
-        tokenizer.save_pretrained(directory)
+        if processes.first():
+            tokenizer.save_pretrained(directory)
 
 
 class Judge:
@@ -74,7 +75,7 @@ class Judge:
         """`limit`: the longest sequence, tokens. Raises what `policy.classification.read` raises."""
         graph, params, score = classification.read(directory, runtime, mesh)
         self._critic, self._layout, self._limit = Critic(graph), graph.layout, limit
-        self._params = params | {VALUE_HEAD: jax.device_put(score, self._critic.shardings[VALUE_HEAD])}
+        self._params = params | {VALUE_HEAD: processes.placed(score, self._critic.shardings[VALUE_HEAD])}
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """The score at the last token of each sequence. They are packed, and taken so many rows at a time as are quick."""

@@ -63,9 +63,9 @@ def supervised(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: 
     """`updates_per_step` updates on the next `prompts_per_step` demonstrations, or pairs."""
     limit = run.config.max_length
     if stage.pairs is None:
-        batch = pack([stage.demonstrations[row] for row in _next(run, stage, len(stage.demonstrations))], limit)
+        batch = pack(stage.demonstrations.take(_next(run, stage, stage.demonstrations.total)), limit)
     else:
-        pairs = [stage.pairs[row] for row in _next(run, stage, len(stage.pairs))]
+        pairs = stage.pairs.take(_next(run, stage, stage.pairs.total))
         batch = together([(pair.chosen, pair.rejected) for pair in pairs], 2 * limit)
         margin = np.asarray([pair.margin for pair in pairs], np.float32)
         batch = batch.replace(margin=np.broadcast_to(margin[:, None], batch.tokens.shape))
@@ -129,15 +129,15 @@ def _groups(run: Run, stage: Stage) -> tuple[Rollouts, dict]:
     params = rollouts.sampling_params(options.sampling, run.prepared.stop_ids, n=options.samples_per_prompt)
 
     def sample() -> tuple[Rollouts, list[int]]:
-        rows = _next(run, stage, len(stage.problems))
+        rows = _next(run, stage, stage.problems.total)
         ids = range(progress.prompts, progress.prompts + len(rows))
         progress.prompts += len(rows)
-        problems = [stage.problems[row] for row in rows]
+        problems = stage.problems.take(rows)
         return rollouts.collect(run.generator, stage.runner, problems, params, ids, progress.version), rows
 
     if not algorithm.dynamic_batches:
         return sample()[0], {}
-    sampling = DynamicSampling(algorithm.dynamic_batches, algorithm.dynamic_reward, stage.problems, stage.runner)
+    sampling = DynamicSampling(algorithm.dynamic_batches, algorithm.dynamic_reward, stage.problems.take, stage.runner)
     found, left, metrics = sampling.fill(options.prompts_per_step, progress.carried, sample)
     # Routes are large: what is left over is not worth a checkpoint of them.
     progress.carried = [] if options.router_replay else left

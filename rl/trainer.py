@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding
 
 import rl.algorithms
-from policy import batch_split, modes, sequence_cut, tables
+from policy import batch_split, modes, processes, sequence_cut, tables
 from policy.cache import Step
 from policy.executables import Executables
 from policy.layers.dropout import Dropout, row_seeds
@@ -313,13 +313,21 @@ def ways(layout: Layout) -> int:
     return mesh["data"] * mesh["fsdp"] * mesh["expert"]
 
 
+def by_rows(tree, layout: Layout):
+    """Arrays [N, ...] of the host, of which each of several processes brings its own rows to its devices. Those of one process stay
+    as they are."""
+    if processes.count() == 1:
+        return tree
+    return jax.tree.map(lambda a: processes.placed(a, layout.sharding(("batch", *[None] * (a.ndim - 1)), a.shape)), tree)
+
+
 def by_micro_batch(program, batch: Batch, place: Packing, R: int, layout: Layout) -> tuple[np.ndarray, ...]:
     """What `program(tokens, segments, routes)` gives for R packed rows at a time, each array [N, T] on the host."""
     packed = place.pack(batch.tokens), place.segments, place.routes(batch)
     parts = []
     for i in range(0, place.used, R):
-        parts.append(settle(program(*jax.tree.map(lambda a, i=i: a[i : i + R], packed)), layout))
-    return tuple(place.unpack(np.concatenate([np.asarray(p) for p in each])) for each in zip(*parts, strict=True))
+        parts.append(settle(program(*by_rows(jax.tree.map(lambda a, i=i: a[i : i + R], packed), layout)), layout))
+    return tuple(place.unpack(np.concatenate([processes.on_host(p) for p in each])) for each in zip(*parts, strict=True))
 
 
 class Trainer:
@@ -419,7 +427,7 @@ class Trainer:
         if state.critic is not None:
             self._did(self._critic.operations, batch, passes=1 if self._critic.shared else 3)
         place, R = self.layout(batch.segments)
-        batch = place.batch(batch)
+        batch = by_rows(place.batch(batch), self.graph.layout)
         policy, critic, values, metrics = state.policy, state.critic, {}, {"perf/packed_share": place.share(R)}
         inputs = self._totals(batch, {name: np.float32(value) for name, value in controls.items()} if controls else None)
         if critic is not None:  # first, while the policy is the one whose states gave the old values

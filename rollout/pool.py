@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from policy import cache as caches
+from policy import processes
 from policy.pages import Pages
 from policy.sharding import Layout
 
@@ -47,7 +48,8 @@ def choose_pool(
     each = _bytes_on_a_device(jax.eval_shape(lambda: empty(Pages(parts, size))), layout)
     number = wish or wanted
     if wish is None and left is None:
-        left = memory_left(layout.mesh.local_devices[0])
+        known = processes.gathered(memory_left(layout.mesh.local_devices[0]))
+        left = min((each for each in known if each is not None), default=None)  # one number for all processes
     if wish is None and left is not None:
         number = max(least, min(wanted, parts * int(SHARE * left / max(1, each))))
     number -= number % parts

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy import cache as caches
-from policy import modes
+from policy import modes, processes
 from policy.cache import Step
 from policy.decoding import laid_out
 from policy.executables import Memory
@@ -403,7 +403,7 @@ class Programs:
     def slots_of(self, requests: Sequence, size: int, width: int, seed: int) -> Slots:
         """The Slots of `size` rows, row i for request i; None and rows past the requests are idle. `width` is that of the stops."""
         slots, layout = self._on_host(requests, size, width, seed), self.graph.layout
-        return slots if layout.mesh.size == 1 else jax.device_put(slots, layout.replicated)
+        return slots if layout.mesh.size == 1 else processes.placed(slots, layout.replicated)
 
     def _on_host(self, requests: Sequence, size: int, width: int, seed: int) -> Slots:
         columns, drawn = np.zeros((6, size), np.int32), [IDLE] * size
@@ -423,14 +423,15 @@ class Programs:
         """The rows over a paged cache."""
         layout = self.graph.layout
         if layout.mesh.size > 1:
-            rows, pages_sM = jax.device_put((rows, pages_sM), layout.replicated)
+            rows, pages_sM = processes.placed((rows, pages_sM), layout.replicated)
         return replace(slots, rows=rows, pages=pages_sM)
 
     def _decode_program(self, params, cache, slots: Slots, limits):
         part = caches.rows_of(cache, slots.rows) if self.paged else cache
         part, after, made = self._steps(params, part, slots, limits)
         cache = caches.with_rows(cache, part, slots.rows) if self.paged else part
-        return self._pinned(cache), jax.lax.with_sharding_constraint(after, self.graph.layout.replicated), made
+        # The host reads what was made, and every process has to know all of it.
+        return self._pinned(cache), *jax.lax.with_sharding_constraint((after, made), self.graph.layout.replicated)
 
     def _steps(self, params, cache, slots: Slots, limits):
         """(cache, Slots, Made) after decoding on a cache of s rows."""

@@ -26,11 +26,11 @@ def train(directory, *more: str) -> int:
     return cli.train_main(arguments(directory, *more))
 
 
-def process(*given: str, **how) -> subprocess.Popen:
+def process(*given: str, environment: dict[str, str] | None = None, **how) -> subprocess.Popen:
     """`rl-train` in a process group of its own, with its output in pipes, compiled as these tests are."""
     command = [sys.executable, "-m", "rl.cli", *given]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    quick = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    quick = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | (environment or {})
     return subprocess.Popen(command, cwd=ROOT, env=quick, start_new_session=True, **(pipes | how))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from policy import processes
 from policy.cache import LayerCache, Step
 from policy.config import DecoderConfig, Engram, Runtime
 from policy.intermediates import LayerAux
@@ -118,7 +119,7 @@ def set_classes(params: dict[str, jax.Array], classes: np.ndarray) -> dict[str, 
     """`params` of a decoder, in which every memory takes tokens by `classes` int32[V] (rollout/classes.py)."""
 
     def put(array):
-        return jax.device_put(np.broadcast_to(classes.astype(np.int32), array.shape), array.sharding)
+        return processes.placed(np.broadcast_to(classes.astype(np.int32), array.shape), array.sharding)
 
     return {path: put(array) if path.endswith(".memory.classes") else array for path, array in params.items()}
 

@@ -1,11 +1,19 @@
 """Rewards of the runs in these tests."""
 
+import os
 import time
 
 
 def digits(prompts, completions):
     """Share of digits in the completion."""
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+
+def counted(prompts, completions):
+    """As `digits`; every completion leaves a line in the file that the environment names: the process that asks for its score."""
+    with open(os.environ["COUNTED"], "a") as file:
+        file.write(f"{os.getppid()}\n" * len(completions))
+    return digits(prompts, completions)
 
 
 def seldom(prompts, completions):

@@ -191,14 +191,14 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
         return arithmetic.identity(text.removesuffix("="))
 
     sft, grpo = prepared.stages
-    trained = {what(problem.example.prompt) for problem in grpo.problems}
-    prompts = ([i for i, learnt in zip(ids, mask, strict=True) if not learnt] for ids, mask in sft.demonstrations)
+    trained = {what(problem.example.prompt) for problem in grpo.problems.own}
+    prompts = ([i for i, learnt in zip(ids, mask, strict=True) if not learnt] for ids, mask in sft.demonstrations.own)
     demonstrated = {what(prepared.tokenizer.decode(ids)) for ids in prompts}
     held_out = {what(problem.example.prompt) for problem in prepared.held_out}
     assert len({problem.example.prompt for problem in prepared.held_out}) == 512  # 12+34 and 34+12 are on one side together
     assert len(trained) > 3000 and demonstrated == trained
     assert not held_out & trained
-    texts = {prepared.tokenizer.decode(ids) for ids, _ in sft.demonstrations} | {p.example.prompt for p in grpo.problems}
+    texts = {prepared.tokenizer.decode(ids) for ids, _ in sft.demonstrations.own} | {p.example.prompt for p in grpo.problems.own}
     assert not any(text.startswith(problem.example.prompt) for problem in prepared.held_out for text in texts)
 
 

@@ -38,7 +38,7 @@ def source(batches, problems=100):
 
 
 def dynamic(most=10, reward=None):
-    return DynamicSampling(most, reward, [f"p{row}" for row in range(100)], Runner)
+    return DynamicSampling(most, reward, lambda rows: [f"p{row}" for row in rows], Runner)
 
 
 def test_groups_without_a_difference_make_room_for_others():

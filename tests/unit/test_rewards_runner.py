@@ -8,14 +8,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rewards import RewardError, RewardFailed, Runner, RunnerOptions, pool
+from rewards import RewardError, RewardFailed, Runner, RunnerOptions, Share, pool
 
 BAD = Path(__file__).with_name("bad_rewards.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -306,6 +308,41 @@ def seen(prompts, completions, completion_lengths, label, log):
     calls = [json.loads(line) for line in log.read_text().splitlines()]
     assert calls == [[["q", "q"], ["ccc", "dddd"], [12, 13], ["y", "y"]], [["p", "p"], ["a", "bb"], [10, 11], ["x", "x"]]]
     assert handle.result().metrics["time/reward_calls"] > 0
+
+
+def test_shared_out_over_processes_each_group_is_scored_once_and_all_know_all(tmp_path):
+    own = """
+import os
+def lengths(completions, log):
+    with open(log, "a") as file:
+        file.write(f"{os.getpid()} {' '.join(completions)}\\n")
+    if completions == ["bad"]:
+        raise ValueError("no")
+    return [float(len(text)) for text in completions]
+"""
+    spec = f"{written(tmp_path, own)}:lengths"
+    completions, groups, log = ["a", "bb", "ccc", "dddd", "bad"], [0, 0, 1, 2, 3], tmp_path / "log"
+    told, all_told = [None, None], threading.Barrier(2)
+
+    def process(index: int):
+        def gather(value):
+            told[index] = value
+            all_told.wait(60)
+            return list(told)
+
+        with Runner(options((spec, 1.0, {"log": str(log)})), Share(index, 2, gather)) as runner:
+            return runner.score(["p"] * 5, completions, {}, groups)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(process, range(2))
+    for scores in (first, second):
+        np.testing.assert_array_equal(scores.total, [1, 2, 3, 4, math.nan])
+        assert [fault.completion for fault in scores.faults] == ["bad"]
+    assert first.metrics == second.metrics and first.metrics["reward/faults"] == 1
+    called = [line.split(" ", 1) for line in log.read_text().splitlines()]
+    assert sorted(texts for _, texts in called) == ["a bb", "bad", "ccc", "dddd"]
+    workers = dict(reversed(one) for one in called)
+    assert workers["a bb"] == workers["dddd"] != workers["ccc"] == workers["bad"]
 
 
 def test_one_call_gets_one_group_in_order(tmp_path):

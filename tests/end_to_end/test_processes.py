@@ -1,0 +1,133 @@
+"""One run over several processes of this machine: the numbers of one process with as many devices, and what a death leaves."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import launch
+import numpy as np
+import pytest
+
+import policy
+from rl.errors import ProcessLost
+
+# Sums of gradients are added up in another order; an eps of 1e-8 would make a step of the learning rate of the difference.
+LEARN = {"optimizer": {"learning_rate": 1e-3, "eps": 1e-4}, "sampling": {"max_new_tokens": 6}, "steps": 2}
+STAGES = [
+    {"algorithm": "sft", "prompts_per_step": 8, **LEARN},
+    {"algorithm": {"name": "grpo", "kl_coef": 0.05}, "prompts_per_step": 4, "samples_per_prompt": 4, **LEARN},
+]
+REWARD = "rewards.functions=[tests/end_to_end/own_rewards.py:counted]"
+RUN = (*launch.LIGHT, "run.checkpoint_every=1", f"stages={json.dumps(STAGES)}", REWARD)
+
+
+def address() -> str:
+    """A port of this machine that is free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def on_devices(number: int) -> dict[str, str]:
+    return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={number}"}
+
+
+def start(directory, processes: int, devices: int, *more: str) -> list:
+    """`rl-train` in so many processes of so many devices each."""
+    environment = on_devices(devices) | {"COUNTED": str(directory.parent / "counted")}
+    if processes == 1:
+        return [launch.process(*launch.arguments(directory, *RUN, *more), environment=environment)]
+    join = ["--processes", str(processes), "--coordinator", address()]
+    return [
+        launch.process(*launch.arguments(directory, *RUN, *more), *join, "--process", str(i), environment=environment)
+        for i in range(processes)
+    ]
+
+
+def finish(running: list) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each."""
+    try:
+        return [launch.finish(one) for one in running]
+    finally:
+        for one in running:
+            if one.poll() is None:
+                os.killpg(one.pid, signal.SIGKILL)
+
+
+def assert_same_numbers(one, other) -> None:
+    for ours, theirs in zip(launch.numbers(one), launch.numbers(other), strict=True):
+        assert ours[:2] == theirs[:2] and ours[2].keys() == theirs[2].keys()
+        for name, value in theirs[2].items():
+            np.testing.assert_allclose(ours[2][name], value, rtol=1e-5, atol=1e-6, err_msg=f"{ours[:2]} {name}")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run of one process with four devices."""
+    directory = tmp_path_factory.mktemp("alone") / "run"
+    [(code, _, err)] = finish(start(directory, 1, 4))
+    assert code == 0, err
+    return directory
+
+
+def test_a_run_that_loses_a_process_goes_on_to_the_numbers_of_one_process(alone, tmp_path):
+    directory = tmp_path / "run"
+    first, second = running = start(directory, 2, 2)
+    launch.wait_for(lambda: launch.lines(directory) >= 3, first)
+    os.killpg(second.pid, signal.SIGKILL)
+    died = time.monotonic()
+    (code, out, err), _ = finish(running)
+    assert time.monotonic() - died < 30
+    assert code == ProcessLost.exit_code and "process 1 of 2" in err and f"pid {second.pid}" in err, err
+
+    (tmp_path / "counted").unlink(missing_ok=True)
+    running = start(directory, 2, 2)
+    (code, out, err), (other, silent, said) = finish(running)
+    assert code == other == 0, (err, said)
+    assert said == "" and all(line.startswith("[Gloo]") for line in silent.splitlines())  # which jax has printed
+    step, stage = re.search(rf"continuing {directory} after step (\d) of (\w+)", out).groups()
+    assert_same_numbers(directory, alone)
+    # Every completion was scored once, half of them by each process.
+    scored = Counter(map(int, (tmp_path / "counted").read_text().split()))
+    each = 8 * (2 - (int(step) if stage == "grpo" else 0))
+    assert scored == {process.pid: each for process in running}
+
+
+@pytest.mark.slow
+def test_four_processes_stop_together_and_outlive_their_first(alone, tmp_path):
+    directory = tmp_path / "run"
+    running = start(directory, 4, 1)
+    launch.wait_for(lambda: launch.lines(directory) >= 1, running[0])
+    running[3].send_signal(signal.SIGTERM)
+    done = finish(running)
+    assert [code for code, _, _ in done] == [75] * 4, done
+    running = start(directory, 4, 1)
+    launch.wait_for(lambda: launch.lines(directory) >= 3, running[0])
+    os.killpg(running[0].pid, signal.SIGKILL)
+    for code, _, err in finish(running)[1:]:
+        assert code == ProcessLost.exit_code and f"process 0 of 4 ({socket.gethostname()}, pid {running[0].pid})" in err, err
+    done = finish(start(directory, 4, 1))
+    assert [code for code, _, _ in done] == [0] * 4, done
+    assert_same_numbers(directory, alone)
+
+
+def test_a_process_reads_of_a_directory_what_its_devices_hold(tmp_path):
+    model = policy.create("tiny-deepseek", dtype="float32")
+    policy.save(model, tmp_path / "model")
+    script, coordinator = launch.ROOT / "tests" / "end_to_end" / "load_on_processes.py", address()
+    given = [[sys.executable, str(script), str(tmp_path / "model"), "2", str(i), coordinator] for i in range(2)]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ | on_devices(2)}
+    done = finish([subprocess.Popen(each, cwd=launch.ROOT, start_new_session=True, **how) for each in given])
+    assert [code for code, _, _ in done] == [0, 0], done
+    found = [json.loads(out.splitlines()[-1]) for _, out, _ in done]
+    for each in found:
+        assert each["weights"] == sum(array.nbytes for array in model.params.values())
+        # Devices of a process share the reading of what both hold; norms and routers are held by all.
+        assert each["read"] <= each["held"] < 0.6 * each["weights"]
+    assert found[0]["read"] + found[1]["read"] < 1.1 * found[0]["weights"]
