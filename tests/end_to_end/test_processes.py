@@ -51,12 +51,24 @@ def start(directory, processes: int, devices: int, *more: str) -> list:
 
 def finish(running: list) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of each."""
-    try:
-        return [launch.finish(one) for one in running]
-    finally:
-        for one in running:
-            if one.poll() is None:
-                os.killpg(one.pid, signal.SIGKILL)
+    return [launch.finish(one) for one in running]
+
+
+@pytest.fixture(autouse=True)
+def none_left(monkeypatch):
+    """A test that fails leaves no process that waits for others."""
+    started, begin = [], subprocess.Popen
+
+    def popen(*given, **how):
+        started.append(begin(*given, **how))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    yield
+    for one in started:
+        if one.poll() is None:
+            os.killpg(one.pid, signal.SIGKILL)
+            one.communicate()
 
 
 def assert_same_numbers(one, other) -> None:
