@@ -1,4 +1,5 @@
-"""Loads a directory on a mesh over several processes; prints what this one has read of the files, and which numbers it holds.
+"""Loads a directory on a mesh over several processes, and a checkpoint of the same weights; prints what this one has read of the
+files, in bytes, and what it holds.
 
 Arguments: directory, number of processes, number of this one, coordinator."""
 
@@ -12,9 +13,13 @@ from rl.processes import Launch, start
 directory, count, index, coordinator = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 watch = start(Launch(coordinator, count, index))
 
+import jax  # noqa: E402
+import tensorstore  # noqa: E402
+
 import policy  # noqa: E402
 from policy.sharding import layout  # noqa: E402
 from policy.tensorfiles import TensorFiles  # noqa: E402
+from rl.checkpoint import Checkpoints  # noqa: E402
 
 whole, read = TensorFiles.read, []
 
@@ -27,8 +32,24 @@ def counted(*given, **named):
 
 TensorFiles.read = counted
 model = policy.load(directory, mesh=layout({"fsdp": -1}))
-shards = {path: [np.asarray(shard.data) for shard in array.addressable_shards] for path, array in model.params.items()}
-held = sum(shard.nbytes for each in shards.values() for shard in each)
-total = sum(float(np.abs(shard).sum()) for each in shards.values() for shard in each)
-print(json.dumps({"read": sum(read), "held": held, "weights": sum(a.nbytes for a in model.params.values()), "total": total}))
+held = sum(shard.data.nbytes for array in model.params.values() for shard in array.addressable_shards)
+
+
+def restored() -> int:
+    """Bytes that tensorstore has read of files so far."""
+    found = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value.get("value", 0) for metric in found for value in metric["values"])
+
+
+checkpoints = Checkpoints(f"{directory}/checkpoints", 1)
+checkpoints.save(1, model.params, {}, wait=True)
+before = restored()
+places = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), model.params)
+_, params, _ = checkpoints.restore(places)
+checkpoints.close()
+for path, array in params.items():
+    for ours, theirs in zip(array.addressable_shards, model.params[path].addressable_shards, strict=True):
+        np.testing.assert_array_equal(ours.data, theirs.data)
+weights = sum(array.nbytes for array in params.values())
+print(json.dumps({"read": sum(read), "held": held, "weights": weights, "restored": restored() - before}))
 watch.leave(0)

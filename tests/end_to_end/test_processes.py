@@ -126,7 +126,7 @@ def test_four_processes_stop_together_and_outlive_their_first(tmp_path):
     assert_same_numbers(directory, alone(tmp_path / "alone", *BOTH))
 
 
-def test_a_process_reads_of_a_directory_what_its_devices_hold(tmp_path):
+def test_a_process_reads_of_a_directory_and_of_a_checkpoint_what_its_devices_hold(tmp_path):
     model = policy.create("tiny-deepseek", dtype="float32")
     policy.save(model, tmp_path / "model")
     script, coordinator = launch.ROOT / "tests" / "end_to_end" / "load_on_processes.py", address()
@@ -138,5 +138,5 @@ def test_a_process_reads_of_a_directory_what_its_devices_hold(tmp_path):
     for each in found:
         assert each["weights"] == sum(array.nbytes for array in model.params.values())
         # Devices of a process share the reading of what both hold; norms and routers are held by all.
-        assert each["read"] <= each["held"] < 0.6 * each["weights"]
+        assert each["read"] <= each["held"] < 0.6 * each["weights"] and each["restored"] < 0.6 * each["weights"], each
     assert found[0]["read"] + found[1]["read"] < 1.1 * found[0]["weights"]
