@@ -21,7 +21,8 @@ from rl.batch import Batch, pack
 from rl.config import StageOptions
 from rl.critic import VALUE_HEAD, Critic
 from rl.packing import packing
-from rl.trainer import CPU_TOKENS, Learner, RunState, Trainer, Updater, by_micro_batch, by_rows, ways
+from rl.trainer import CPU_TOKENS, RunState, Trainer, by_micro_batch, by_rows, ways
+from rl.updater import Learner, Updater
 
 # Tokens that are scored at a time on one device, where it is no CPU.
 SCORED_TOKENS = 16384

@@ -21,7 +21,7 @@ from policy.modes import sit
 from rl.batch import pack
 from rl.config import OptimizerOptions
 from rl.optimizerstep import stored_as
-from rl.trainer import schedule
+from rl.updater import schedule
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
