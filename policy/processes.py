@@ -8,13 +8,14 @@ process they give back what they are given.
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from policy import wire
 
 
 def count() -> int:
@@ -65,14 +66,14 @@ def placed(tree, sharding: Sharding):
 
 
 def gathered(value: Any) -> list:
-    """The values of all processes, by the number of the process; anything that pickle takes."""
+    """The values of all processes, by the number of the process; of kinds that policy/wire.py carries."""
     if count() == 1:
         return [value]
-    own = np.frombuffer(pickle.dumps(value), np.uint8)
+    own = np.frombuffer(wire.write(value), np.uint8)
     [sizes] = _stacked(np.asarray([len(own)], np.int32)).T
     padded = np.zeros(1 << (int(sizes.max()) - 1).bit_length(), np.uint8)  # few lengths, few programs
     padded[: len(own)] = own
-    return [pickle.loads(row[:size].tobytes()) for row, size in zip(_stacked(padded), sizes, strict=True)]
+    return [wire.read(row[:size].tobytes()) for row, size in zip(_stacked(padded), sizes, strict=True)]
 
 
 def _stacked(own: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from policy import processes
+from policy import processes, wire
 from rl.errors import ModelError
 from rl.manifest import examine, seal, sync_directory
 from rl.processes import on_first
@@ -42,6 +42,7 @@ class CheckpointError(ModelError):
     """No checkpoint is undamaged, or the arrays of one are not those that the run asks for."""
 
 
+@wire.carried
 class _Good(NamedTuple):
     number: int
     path: Path

@@ -82,7 +82,8 @@ class RunFolder:
             self._write(directory, unfinished, write)
         else:
             write(unfinished)
-        return processes.from_first(directory)
+        processes.from_first(None)  # it is there
+        return directory
 
     def _write(self, directory: Path, unfinished: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rl.algorithms
-from policy import processes, sources
+from policy import processes, sources, wire
 from rewards import RewardError, Runner, RunnerOptions, Share, registry
+from rewards.pool import Failure
 from rl import data
 from rl.config import DataOptions, EvaluationOptions, RewardSettings, RunConfig, StageOptions
 from rl.errors import ConfigError, DataError
@@ -29,6 +30,10 @@ class Pair:
     chosen: Row
     rejected: Row
     margin: float
+
+
+# What the processes of a run tell each other: rows of data, and scores that failed.
+wire.carried(data.Example, Problem, Pair, Failure)
 
 
 @dataclass(frozen=True)

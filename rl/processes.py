@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,10 +113,17 @@ def start(where: Launch) -> Watch:
         raise ResourceError(text) from None
 
 
+def _errors(kind: type[DuetError]) -> Iterator[type[DuetError]]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _errors(each)
+
+
 def agreed(act: Callable[[], Any]) -> Any:
     """What `act()` gives on each process; if it raises one of rl.errors on one, all raise that."""
-    from policy import processes
+    from policy import processes, wire
 
+    wire.carried(*_errors(DuetError))
     found = error = None
     try:
         found = act()
@@ -130,8 +137,9 @@ def agreed(act: Callable[[], Any]) -> Any:
 
 def on_first(act: Callable[[], Any]) -> Any:
     """What `act()` gives on process 0, which alone does it; if it raises one of rl.errors, all do."""
-    from policy import processes
+    from policy import processes, wire
 
+    wire.carried(*_errors(DuetError))
     found = error = None
     if processes.first():
         try:
