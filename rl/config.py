@@ -40,6 +40,18 @@ class RunOptions(Strict):
     )
 
 
+class ProfileOptions(Strict):
+    """Recordings of jax's profiler, in the folder profile/ of the run, for TensorBoard or xprof."""
+
+    steps: tuple[int, int] = Field(description="first and last step of each stage that is recorded")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ProfileOptions:
+        if not 1 <= self.steps[0] <= self.steps[1]:
+            raise ValueError(f"steps: {list(self.steps)} are no first and last step, counted from 1")
+        return self
+
+
 class HyperConnectionOptions(Strict):
     """Manifold-constrained hyper-connections (arXiv 2512.24880) in place of the residual connections of all layers."""
 
@@ -441,6 +453,7 @@ class StageOptions(Strict):
 
 class RunConfig(Strict):
     run: RunOptions = Field(RunOptions(), description="what is kept and shown; changes no number")
+    profile: ProfileOptions | None = Field(None, description="steps that jax's profiler records; null: none. Changes no number")
     seed: int = Field(0, ge=0, description="of random weights, order of the data and every draw")
     platform: Literal["auto", "cpu", "tpu", "gpu"] = Field("auto", description="auto: the best that jax finds")
     model: ModelOptions = Field(description="what is trained")

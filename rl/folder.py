@@ -20,7 +20,7 @@ from rl.events import EVENTS
 from rl.processes import on_first
 
 # Keys that may differ when a run is continued: they change what is shown and kept, not what is computed.
-_FREE = ("run",)
+_FREE = ("run", "profile")
 
 
 class RunFolder:

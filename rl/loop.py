@@ -9,7 +9,6 @@ Every number is a function of the configuration: prompts of (seed, stage, step),
 from __future__ import annotations
 
 import shutil
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -31,6 +30,7 @@ from rl.operations import utilisation
 from rl.prepare import Prepared, Stage, prepare
 from rl.rewardmodel import RewardModelTrainer
 from rl.steps import Progress
+from rl.timeline import Timeline
 from rl.trainer import RunState, Trainer
 from rollout import Generator, GeneratorOptions
 
@@ -54,6 +54,7 @@ class Run:
     checkpoints: Checkpoints
     stop: StopWish
     progress: Progress
+    timeline: Timeline
 
 
 def run(config: RunConfig) -> int:
@@ -84,10 +85,11 @@ def run(config: RunConfig) -> int:
                     record_routes=any(stage.router_replay for stage in config.stages),
                 ),
             )
-            events = Events(config, folder.path)
+            events, timeline = Events(config, folder.path), Timeline(folder.path, config.profile)
             try:
-                _run_stages(Run(config, prepared, model, generator, events, checkpoints, stop, progress), saved, folder)
+                _run_stages(Run(config, prepared, model, generator, events, checkpoints, stop, progress, timeline), saved, folder)
             finally:
+                timeline.close()
                 checkpoints.close()
                 events.close()
     except RewardFailed as error:
@@ -150,19 +152,22 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
         run.model.params = state.policy.params
     _compile_ahead(run)
     if saved is None and evaluation:
-        run.events.step(stage.name, 0, evaluation.run(run.generator, params))
+        with run.timeline.span("evaluation", stage=stage.name, step=0):
+            found = evaluation.run(run.generator, params)
+        run.events.step(stage.name, 0, found)
     take = steps.rollout if stage.algorithm.needs_rollouts else steps.supervised
     last = after if saved and saved["ended"] else options.steps
     for step in range(after + 1, last + 1):
-        began = time.perf_counter()
-        state, metrics = take(run, stage, trainer, state, step)
-        metrics["time/step"] = time.perf_counter() - began
+        with run.timeline.step(stage.name, step) as whole:
+            state, metrics = take(run, stage, trainer, state, step)
+        metrics["time/step"] = whole.seconds
         metrics |= utilisation("step", metrics["perf/step_tflop"] * 1e12, metrics["time/step"], run.model.graph.layout)
         ended = step == options.steps or _reached(options.until, metrics)
         if step - after == _SETTLED and not ended:
             run.events.note(_outlook(metrics, options.steps - step))
         if evaluation and (ended or evaluation.due(step)):
-            metrics |= evaluation.run(run.generator, params)
+            with run.timeline.span("evaluation", stage=stage.name, step=step):
+                metrics |= evaluation.run(run.generator, params)
             ended = ended or _reached(options.until, metrics)
         run.events.step(stage.name, step, metrics)
         _note_programs(run, executed, stage.name, trainer)
@@ -203,7 +208,6 @@ def _compile_ahead(run: Run) -> None:
     longest = max(processes.gathered(max((len(p.ids) for p in problems), default=0)))
     if not longest or generator.compiled_ahead:
         return
-    began = time.perf_counter()
     try:
         pool = generator.engine.programs.pool
     except ValueError as error:
@@ -212,8 +216,9 @@ def _compile_ahead(run: Run) -> None:
         run.events.note(f"the generator's cache: {pool}")
     every = [rollouts.sampling_params(stage.options.sampling, prepared.stop_ids) for stage in prepared.stages]
     strict = run.config.generator.strict_shapes
-    count = generator.compile_ahead(longest, every, strict=strict)
-    run.events.note(f"the generator has {count} programs; they were compiled in {time.perf_counter() - began:.1f} s")
+    with run.timeline.span("compiling the generator") as compiling:
+        count = generator.compile_ahead(longest, every, strict=strict)
+    run.events.note(f"the generator has {count} programs; they were compiled in {compiling.seconds:.1f} s")
 
 
 def _reached(until: UntilOptions | None, metrics: dict) -> bool:
@@ -232,7 +237,8 @@ def _save_and_stop(run: Run, stage: Stage, state: RunState, step: int, ended: bo
         number = sum(s.options.steps + 1 for s in stages[: stage.index]) + step
         if run.events.sync():
             host = {"stage": stage.index, "step": step, "ended": ended, "progress": run.progress.plain()}
-            run.checkpoints.save(number, state, host, wait=bool(wanted))
+            with run.timeline.span("checkpoint", stage=stage.name, step=step):
+                run.checkpoints.save(number, state, host, wait=bool(wanted))
     if wanted:
         newest = run.checkpoints.host()
         saved = "saved" if newest and newest[0] == number else "NOT saved (see above)"

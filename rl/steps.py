@@ -6,7 +6,6 @@ N completions, P prompts of G each, T tokens.
 from __future__ import annotations
 
 import dataclasses
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -69,10 +68,11 @@ def supervised(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: 
         batch = together([(pair.chosen, pair.rejected) for pair in pairs], 2 * limit)
         margin = np.asarray([pair.margin for pair in pairs], np.float32)
         batch = batch.replace(margin=np.broadcast_to(margin[:, None], batch.tokens.shape))
-    began, metrics, done = time.perf_counter(), {}, trainer.done
+    metrics, done = {}, trainer.done
     if state.reference is not None:
-        batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch)[0])
-        metrics["time/logprob"] = time.perf_counter() - began
+        with run.timeline.span("log-probabilities") as scoring:
+            batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch)[0])
+        metrics["time/logprob"] = scoring.seconds
     state, updated = _update(run, trainer, state, batch, critic_only=stage.algorithm.needs_scores)
     return state, metrics | updated | {"perf/step_tflop": (trainer.done - done) / 1e12}
 
@@ -81,21 +81,22 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
     """Samples groups, scores them, and makes `updates_per_step` updates of whole groups each."""
     options, algorithm = stage.options, stage.algorithm
     done = trainer.done
-    found, metrics = _groups(run, stage)
-    greedy = _greedy(run, stage, found) if algorithm.needs_greedy else None
+    with run.timeline.span("sampling"):
+        found, metrics = _groups(run, stage)
+        greedy = _greedy(run, stage, found) if algorithm.needs_greedy else None
     batch = found.batch(run.config.max_length, replay=options.router_replay)
     if algorithm.mask_truncated:
         batch = batch.replace(mask=batch.mask * np.asarray([[c.finish != "length"] for _, c in found.flat], np.float32))
 
-    began = time.perf_counter()
-    batch = _scored(run, stage, trainer, state, batch, found)
-    scored_from = time.perf_counter()
-    scores = found.scores.result()
-    metrics |= {"time/logprob": scored_from - began, "time/reward": time.perf_counter() - scored_from}
+    with run.timeline.span("log-probabilities") as scoring:
+        batch = _scored(run, stage, trainer, state, batch, found)
+    with run.timeline.span("waiting for rewards") as waiting:
+        scores = found.scores.result()
+    metrics |= {"time/logprob": scoring.seconds, "time/reward": waiting.seconds}
     sampled, layout = found.operations(trainer.operations), run.model.graph.layout
     metrics |= utilisation("sample", sampled, found.seconds, layout)
     if trainer.done > done:
-        metrics |= utilisation("logprob", trainer.done - done, scored_from - began, layout)
+        metrics |= utilisation("logprob", trainer.done - done, scoring.seconds, layout)
 
     batch = batch.without(~np.isfinite(scores.total))
     batch, per_sample, estimated = _with_advantages(run, stage, batch, found, scores, greedy)
@@ -223,23 +224,22 @@ def _check_difference(limit: float | None, metrics: dict) -> None:
 def _update(run: Run, trainer: Trainer, state: RunState, batch: Batch, **how) -> tuple[RunState, dict]:
     """`updates_per_step` updates, each on an equal part of the rows; metrics are their means. The model sees the new weights at
     once: they are the same arrays."""
-    began, every, updates, progress = time.perf_counter(), [], trainer.stage.updates_per_step, run.progress
-    done = trainer.done
+    every, updates, progress, done = [], trainer.stage.updates_per_step, run.progress, trainer.done
     rows = len(batch.prompt) // updates
     controls = dict(progress.controls)
-    for u in range(updates):
-        state, metrics = trainer.update(state, batch.rows(slice(u * rows, (u + 1) * rows)), controls=progress.controls, **how)
-        run.model.params = state.policy.params
-        progress.version += not how.get("critic_only")
-        if controls and not how.get("critic_only"):  # what the next update is given depends on what this one found
-            metrics = jax.device_get(metrics)
-            progress.controls = trainer.algorithm.controlled(progress.controls, metrics)
-        every.append(metrics)
-    every = jax.device_get(every)
-    seconds = time.perf_counter() - began
+    with run.timeline.span("updates") as updating:
+        for u in range(updates):
+            state, metrics = trainer.update(state, batch.rows(slice(u * rows, (u + 1) * rows)), controls=progress.controls, **how)
+            run.model.params = state.policy.params
+            progress.version += not how.get("critic_only")
+            if controls and not how.get("critic_only"):  # what the next update is given depends on what this one found
+                metrics = jax.device_get(metrics)
+                progress.controls = trainer.algorithm.controlled(progress.controls, metrics)
+            every.append(metrics)
+        every = jax.device_get(every)
     tokens = int((batch.segments != 0).sum())
     means = {key: float(np.mean([metrics[key] for metrics in every])) for key in every[0]}
     return state, controls | means | {
-        "time/update": seconds,
-        "perf/train_tokens_per_s": tokens / max(seconds, 1e-9),
-    } | utilisation("train", trainer.done - done, seconds, run.model.graph.layout)
+        "time/update": updating.seconds,
+        "perf/train_tokens_per_s": tokens / max(updating.seconds, 1e-9),
+    } | utilisation("train", trainer.done - done, updating.seconds, run.model.graph.layout)

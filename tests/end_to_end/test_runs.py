@@ -147,6 +147,20 @@ def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(unbroken
 
     assert launch.train(directory) == 0
     launch.assert_same_run(directory, unbroken)
+    # Three processes have written it; no step was begun that did not end.
+    spans = json.loads((directory / "timeline.json").read_text().rstrip(",\n") + "]")
+    steps = [span["args"] for span in spans if span["name"] == "step"]
+    assert steps == [{"stage": n, "step": step} for n, count in STAGES for step in range(1, count + 1)]
+    names = {
+        "sampling",
+        "log-probabilities",
+        "waiting for rewards",
+        "updates",
+        "evaluation",
+        "checkpoint",
+        "compiling the generator",
+    }
+    assert names | {"step"} == {span["name"] for span in spans}
 
 
 def test_a_step_that_ends_on_a_full_disk_keeps_the_last_good_one_and_goes_on(tmp_path, monkeypatch, caplog):

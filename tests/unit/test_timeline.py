@@ -1,0 +1,50 @@
+"""Spans of a run in a file that the viewers of traces read, and profiles of the steps that were asked for."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rl.config import ProfileOptions
+from rl.timeline import FILE, PROFILES, Timeline
+
+
+def events(directory) -> list[dict]:
+    return json.loads((directory / FILE).read_text().rstrip(",\n") + "]")
+
+
+def test_spans_lie_within_their_step_and_a_run_goes_on_after_a_torn_line(tmp_path):
+    for first in (1, 3):
+        timeline = Timeline(tmp_path, None)
+        for step in (first, first + 1):
+            with timeline.step("grpo", step), timeline.span("sampling") as inner:
+                pass
+            assert inner.seconds > 0
+        timeline.close()
+        with (tmp_path / FILE).open("a") as file:
+            file.write('{"name": "st')
+    Timeline(tmp_path, None).close()
+    found = events(tmp_path)
+    assert [event["name"] for event in found] == ["sampling", "step"] * 4
+    assert [event["args"] for event in found[1::2]] == [{"stage": "grpo", "step": step} for step in (1, 2, 3, 4)]
+    for inner, step in zip(found[::2], found[1::2], strict=True):
+        assert step["ts"] <= inner["ts"] and inner["dur"] <= step["dur"]
+
+
+def test_a_step_that_fails_is_there_and_its_profile_is_written(tmp_path):
+    timeline = Timeline(tmp_path, ProfileOptions(steps=(2, 3)))
+    recorded = []
+    for step in (1, 2, 3, 4):
+        with pytest.raises(KeyError), timeline.step("sft", step):
+            jax.block_until_ready(jax.jit(lambda a: a @ a)(jnp.ones((8, 8))))
+            raise KeyError(step)
+        recorded.append(len(list((tmp_path / PROFILES).rglob("*.xplane.pb"))))
+    timeline.close()
+    assert recorded == [0, 0, 1, 1] and len(events(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("steps", [(0, 2), (3, 2)])
+def test_steps_that_cannot_be_recorded_are_refused(steps):
+    with pytest.raises(ValueError, match="no first and last step"):
+        ProfileOptions(steps=steps)
