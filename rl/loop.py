@@ -181,6 +181,8 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
 
 
 def _note_programs(run: Run, executed: Executed, stage: str, trainer: Trainer) -> None:
+    if not processes.first():
+        return
     try:
         largest = executed.look(stage, trainer, run.generator)
     except OSError as error:
