@@ -43,12 +43,12 @@ class RunOptions(Strict):
 class ProfileOptions(Strict):
     """Recordings of jax's profiler, in the folder profile/ of the run, for TensorBoard or xprof."""
 
-    steps: tuple[int, int] = Field(description="first and last step of each stage that is recorded")
+    steps: list[int] = Field(min_length=2, max_length=2, description="first and last step of each stage that is recorded")
 
     @model_validator(mode="after")
     def _in_order(self) -> ProfileOptions:
         if not 1 <= self.steps[0] <= self.steps[1]:
-            raise ValueError(f"steps: {list(self.steps)} are no first and last step, counted from 1")
+            raise ValueError(f"steps: {self.steps} are no first and last step, counted from 1")
         return self
 
 

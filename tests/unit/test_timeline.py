@@ -33,7 +33,7 @@ def test_spans_lie_within_their_step_and_a_run_goes_on_after_a_torn_line(tmp_pat
 
 
 def test_a_step_that_fails_is_there_and_its_profile_is_written(tmp_path):
-    timeline = Timeline(tmp_path, ProfileOptions(steps=(2, 3)))
+    timeline = Timeline(tmp_path, ProfileOptions(steps=[2, 3]))
     recorded = []
     for step in (1, 2, 3, 4):
         with pytest.raises(KeyError), timeline.step("sft", step):
@@ -44,7 +44,7 @@ def test_a_step_that_fails_is_there_and_its_profile_is_written(tmp_path):
     assert recorded == [0, 0, 1, 1] and len(events(tmp_path)) == 4
 
 
-@pytest.mark.parametrize("steps", [(0, 2), (3, 2)])
+@pytest.mark.parametrize("steps", [[0, 2], [3, 2]])
 def test_steps_that_cannot_be_recorded_are_refused(steps):
     with pytest.raises(ValueError, match="no first and last step"):
         ProfileOptions(steps=steps)
