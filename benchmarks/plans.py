@@ -10,6 +10,7 @@ The same model, slice, tokens of a chip, dtypes of weights and moments, and full
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -47,9 +48,7 @@ def main() -> None:
 
 def planned(model: dict, topology: str, mesh: dict[str, int], tokens: int, state_dtype: str) -> dict:
     """What `rl plan` says of the update: one row of `tokens` for each chip."""
-    chips = 1
-    for size in mesh.values():
-        chips *= size
+    chips = math.prod(mesh.values())
     with tempfile.TemporaryDirectory() as directory:
         config = {
             "run": {"dir": f"{directory}/run"},

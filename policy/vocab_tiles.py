@@ -45,7 +45,7 @@ class Tiles:
         E, room = weight_VE.shape[1], self.parts * self.count * self.width
         if room > self.vocab:
             weight_VE = jnp.pad(weight_VE, ((0, room - self.vocab), (0, 0)))
-        return self._placed(weight_VE.reshape(self.parts, self.count, self.width, E))
+        return self.placed(weight_VE.reshape(self.parts, self.count, self.width, E))
 
     def whole(self, cut_PnWE: jax.Array) -> jax.Array:
         """The inverse of `cut`."""
@@ -58,7 +58,8 @@ class Tiles:
         ids = (jnp.arange(P)[:, None] * n + j) * W + jnp.arange(W)
         return constrain(one, ("vocab", None, None), self.layout).reshape(P * W, E), ids.reshape(-1)
 
-    def _placed(self, cut_PnWE: jax.Array) -> jax.Array:
+    def placed(self, cut_PnWE: jax.Array) -> jax.Array:
+        """Laid out as the projection is stored."""
         return constrain(cut_PnWE, ("vocab", None, None, "embed_vocab"), self.layout)
 
     def logits(self, hidden_ME, tile_NE, ids_N, temperature) -> tuple[jax.Array, jax.Array]:
@@ -121,14 +122,10 @@ def _backward(tiles: Tiles, saved, cotangents):
         g_z = g_z.astype(hidden.dtype)
         g_hidden = g_hidden + jnp.einsum("mn,ne->me", g_z, tile, preferred_element_type=jnp.float32)
         g_tile = jnp.einsum("mn,me->ne", g_z, hidden, preferred_element_type=jnp.float32)
-        g_tile = g_tile.reshape(tiles.parts, 1, tiles.width, -1)
-        g_tile = constrain(g_tile, ("vocab", None, None, "embed_vocab"), tiles.layout)
+        g_tile = tiles.placed(g_tile.reshape(tiles.parts, 1, tiles.width, -1))
         return g_hidden, jax.lax.dynamic_update_slice_in_dim(g_cut, g_tile, j, axis=1)
 
-    start = (
-        jnp.zeros(hidden.shape, jnp.float32),
-        constrain(jnp.zeros(cut.shape), ("vocab", None, None, "embed_vocab"), tiles.layout),
-    )
+    start = jnp.zeros(hidden.shape, jnp.float32), tiles.placed(jnp.zeros(cut.shape))
     g_hidden, g_cut = jax.lax.fori_loop(0, tiles.count, one, start)
     return g_hidden.astype(hidden.dtype), tiles.whole(g_cut).astype(weight.dtype), None, None
 

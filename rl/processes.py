@@ -119,16 +119,22 @@ def _errors(kind: type[DuetError]) -> Iterator[type[DuetError]]:
         yield from _errors(each)
 
 
-def agreed(act: Callable[[], Any]) -> Any:
-    """What `act()` gives on each process; if it raises one of rl.errors on one, all raise that."""
-    from policy import processes, wire
+def _tried(act: Callable[[], Any]) -> tuple[Any, DuetError | None]:
+    """(what `act()` gives, None), or (None, the one of rl.errors that it raised), which may be told to the other processes."""
+    from policy import wire
 
     wire.carried(*_errors(DuetError))
-    found = error = None
     try:
-        found = act()
-    except DuetError as raised:
-        error = raised
+        return act(), None
+    except DuetError as error:
+        return None, error
+
+
+def agreed(act: Callable[[], Any]) -> Any:
+    """What `act()` gives on each process; if it raises one of rl.errors on one, all raise that."""
+    from policy import processes
+
+    found, error = _tried(act)
     for one in processes.gathered(error):
         if one is not None:
             raise one
@@ -137,16 +143,9 @@ def agreed(act: Callable[[], Any]) -> Any:
 
 def on_first(act: Callable[[], Any]) -> Any:
     """What `act()` gives on process 0, which alone does it; if it raises one of rl.errors, all do."""
-    from policy import processes, wire
+    from policy import processes
 
-    wire.carried(*_errors(DuetError))
-    found = error = None
-    if processes.first():
-        try:
-            found = act()
-        except DuetError as raised:
-            error = raised
-    found, error = processes.from_first((found, error))
+    found, error = processes.from_first(_tried(act if processes.first() else lambda: None))
     if error is not None:
         raise error
     return found

@@ -123,7 +123,7 @@ def table(reports: Sequence[Report], chip: chips.Chip | None) -> str:
         lines.append([each.name, *sizes, *work, exchanged, f"x {each.times:.4g}", least])
     notes = [
         "Of one device and one run of the program, which runs so many times a step; beside: what else lies in its memory then;",
-        "exchanged: the larger of what a collective takes and gives.",
+        "exchanged: the larger of what a collective takes and gives, of a ragged one the smaller.",
     ]
     if chip is not None:
         whole = sum(each.times * bound(each, chip) for each in reports)
