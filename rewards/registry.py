@@ -20,6 +20,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 import traceback
 import types
 import typing
@@ -35,6 +36,7 @@ GIVEN = ("completion_lengths", "truncated", "max_new_tokens", "reward_model_scor
 JUDGED = "reward_model"  # the reward that is the score of a model
 _FOLDER = Path(__file__).resolve().parent
 _FILE_MODULES = "duet_reward_file_"
+_loading = threading.RLock()  # of files: who comes second waits until the first has run all of it; a file may load another
 
 
 class RewardError(ValueError):
@@ -258,18 +260,19 @@ def _from_file(path: Path, spec: str) -> types.ModuleType:
     if not path.is_file():
         raise RewardError(f"reward {spec}: there is no file {path}")
     name = f"{_FILE_MODULES}{hashlib.sha1(str(path).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    description = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(description)
-    sys.modules[name] = module
-    try:
-        _guarded(lambda: description.loader.exec_module(module), spec, str(path))
-    except BaseException:
-        del sys.modules[name]
-        raise
+    with _loading:
+        if name in sys.modules:
+            return sys.modules[name]
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+        description = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(description)
+        sys.modules[name] = module
+        try:
+            _guarded(lambda: description.loader.exec_module(module), spec, str(path))
+        except BaseException:
+            del sys.modules[name]
+            raise
     return module
 
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,13 @@ def test_a_file_is_found_with_its_neighbours(folder):
     assert scored("mine/own.py:plain") == 5.0
     assert scored("mine/own.py:fancy-name", plus=2) == 7.0
     assert scored("fancy-name") == 6.0  # known by its name, once the file is loaded
+
+
+def test_a_file_that_two_threads_load_is_run_once_and_whole(folder):
+    (folder / "slow.py").write_text("import time\ntime.sleep(0.3)\ndef plain(completions):\n    return [1.0]\n")
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(load, ["slow.py:plain"] * 2)
+    assert first is second
 
 
 def test_a_module_is_found_from_the_current_folder(folder):
