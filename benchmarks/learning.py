@@ -1,14 +1,14 @@
 """Learning beside TRL: held-out accuracy on sums by the number of samples, and the seconds that it took.
 
 For each seed a decoder of a million random weights (`1m` of models.py) first learns by SFT to add two to eight numbers one after
-the other, `6+5+4=11+4=15`, until three in ten sums come out right: completions of 2 to 90 tokens, 15 on average, as long sums are
+the other, `6+5+4=11+4=15`, until three in ten sums come out right: completions of 2 to 90 tokens, 16 on average, as long sums are
 rare. From these weights Duet (`rl-train`) and TRL's GRPOTrainer go on, on the same task, with the same reward, learning rate,
 optimizer and numbers of prompts and samples: 16 prompts of 4 samples a step, one strictly on-policy update, AdamW, a constant
 learning rate after ten steps, no KL term, gradients clipped at norm 1.
 
 - Samples are counted as they are drawn: dynamic sampling (DAPO) draws more in a step, so it ends sooner. PPO's critic first learns
   alone; those samples come on top and are printed.
-- Accuracy is greedy, on 512 sums that occur in no prompt, by one program for all: TRL's weights are read by Duet.
+- Accuracy is greedy, on 768 sums that occur in no prompt, by one program for all: TRL's weights are read by Duet.
 - Seconds are those of the steps: sampling, reward, update, and what is compiled in them. Each also has its time for starting, which
   is printed beside them; evaluations and snapshots count for neither. Two programs never run at the same time.
 
