@@ -66,10 +66,10 @@ def measure(name: str, model, parts: dict[str, str], options) -> Row:
 
 def bytes_of(model, options) -> str:
     from policy import cache as caches
-    from rollout.weights import QuantizedWeights
+    from rollout.weights import RolloutWeights
 
     if options.weights:
-        view = QuantizedWeights(model.graph, options.weights).of(model.params)
+        view = RolloutWeights(model.graph, options.weights).of(model.params)
         weights = [(view[path], model.params[path]) for path in model.graph.inputs]
         bits = 4 if options.weights == "int4" else 8
         kept = sum(quantized.qvalue.size * bits // 8 + quantized.scale.nbytes for quantized, _ in weights)

@@ -41,5 +41,16 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
 # Instead, where every device holds a slice of the width of all experts (`expert_parallel: hidden`).
 HIDDEN_SPLIT_RULES: dict[str, tuple[str, ...]] = {"exp": ("fsdp", "context"), "mlp_moe": ("expert", "tensor")}
 
+# Laid over the others while rollouts decode, under `generator.rules: stationary`: every product is taken with the part of a weight
+# that a device has, so that rows of activations travel between devices and no weight does. Cut are outputs, of the second of two
+# products inputs; `tensor` first, as in training, so that what changes places stays among the devices that share it. Rows are whole
+# along the axes that cut products; those of a cache are not, and queries go to them.
+_WIDTH = ("tensor", "fsdp", "context")
+STATIONARY_RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "expert"),
+    **dict.fromkeys(("embed", "embed_vocab", "embed_moe", "q_lora", "kv_lora"), ()),
+    **dict.fromkeys(("mlp", "mlp_moe", "heads", "q_heads", "kv_heads", "q_lora_up_proj", "kv_lora_up_proj", "vocab"), _WIDTH),
+}
+
 # Logical axes that are whole unless a rule says otherwise.
 WHOLE = ("norm", "kv", "kv_head_dim", "q_lora_up_proj", "kv_lora_up_proj")

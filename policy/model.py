@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -68,12 +68,15 @@ class Graph:
         interactions.check(self.config, other.runtime)
         return other
 
-    def generating(self) -> Graph:
+    def generating(self, rules: Mapping[str, Sequence[str]] | None = None) -> Graph:
         """The same graph where devices along the mesh axis `context` have rows of their own: a call of a few tokens has nothing to
-        cut along its sequences."""
-        if self.layout.mesh.shape[AXIS] == 1:
+        cut along its sequences. `rules` are laid over those of the mesh. Raises ValueError for one that names no mesh axis."""
+        layout = self.layout if self.layout.mesh.shape[AXIS] == 1 else self.layout.rows_over(AXIS)
+        if rules is not None:
+            layout = layout.for_rollouts(rules, self.runtime.expert_parallel)
+        if layout == self.layout:
             return self
-        other, layout = copy.copy(self), self.layout.rows_over(AXIS)
+        other = copy.copy(self)
         other.layout, other.runtime = layout, replace(self.runtime, layout=layout)
         return other
 

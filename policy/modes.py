@@ -13,6 +13,7 @@ from policy.config import Runtime
 from policy.decoder import Decoder
 from policy.multi_token_prediction import predictions
 from policy.sequence_cut import Rows
+from policy.sharding import constrain
 
 
 def sit(tokens_BT, positions=None, segments=None) -> Step:
@@ -67,11 +68,19 @@ def autoregressive(decoder: Decoder, tokens_B, lengths_B, active_B, cache: tuple
     the position of `tokens`; slots that are not active leave the cache as it is. `pages`: of each row, over a paged cache."""
     step = Step(lengths_B[:, None], active_B[:, None].astype(jnp.int32), pages=pages_BM)
     hidden, cache, _ = decoder(tokens_B[:, None], step, cache, runtime)
-    return head.logits(hidden[:, 0], decoder.head_weight, decoder.config.logit_softcap), cache
+    return logits(decoder, hidden[:, 0], runtime), cache
 
 
 def verify(decoder: Decoder, tokens_BT, step: Step, cache: tuple, runtime: Runtime):
     """Several tokens for every slot, of which some may be taken back: (logits float32[B, T, V] of the token after each, cache,
     Aux). `policy.cache.commit` makes of both the cache in which only the first ones are."""
     hidden, cache, aux = decoder(tokens_BT, step, cache, replace(runtime, tentative=True))
-    return head.logits(hidden, decoder.head_weight, decoder.config.logit_softcap), cache, aux
+    return logits(decoder, hidden, runtime), cache, aux
+
+
+def logits(decoder: Decoder, hidden: jax.Array, runtime: Runtime) -> jax.Array:
+    """float32[B, ..., V] of the tokens after these states, each row on the device that draws from it."""
+    found, layout = head.logits(hidden, decoder.head_weight, decoder.config.logit_softcap), runtime.layout
+    if layout is None or not layout.rows_move:
+        return found
+    return constrain(found, ("cache_batch", *[None] * (found.ndim - 2), "vocab"), layout)

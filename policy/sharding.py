@@ -4,7 +4,7 @@ activations."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -18,11 +18,12 @@ from policy.axes import AXES, DEFAULT_RULES, HIDDEN_SPLIT_RULES, UNUSED
 @dataclass(frozen=True)
 class Layout:
     """A mesh and its rules (pairs, so that it can be hashed). `moments_over_data`: optimizers cut their states over the axis `data`
-    as well, along which weights are copies (ZeRO stage 1, arXiv 1910.02054)."""
+    as well, along which weights are copies (ZeRO stage 1, arXiv 1910.02054). `decodes`: the rules are those of rollouts."""
 
     mesh: Mesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
     moments_over_data: bool = False
+    decodes: bool = False
 
     def spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The mesh axes of each dimension of an array with these logical axes."""
@@ -58,6 +59,22 @@ class Layout:
         rules = dict(self.rules)
         cut = {name: (*rules[name], axis) for name in ("batch", "cache_batch") if axis not in rules[name]}
         return replace(self, rules=tuple(sorted((rules | cut | {"length": ()}).items())))
+
+    def for_rollouts(self, rules: Mapping[str, Sequence[str]], scheme: str) -> Layout:
+        """With these rules laid over its own. In the scheme `hidden` of policy/layers/expert_parallel.py the width of experts stays
+        cut over `expert` first, and their number is whole. Raises ValueError for an unknown mesh axis."""
+        given = {name: _known(f"generator.rules.{name}", axes) for name, axes in rules.items()}
+        if scheme == "hidden" and "mlp_moe" in given:
+            width = tuple(axis for axis in given["mlp_moe"] if axis != "expert")
+            given = {"exp": ()} | given | {"mlp_moe": ("expert", *width)}
+        return replace(self, rules=tuple(sorted((dict(self.rules) | given).items())), decodes=True)
+
+    @property
+    def rows_move(self) -> bool:
+        """Whether rollouts lay the rows of a cache out otherwise than those of activations: queries and new entries then go to the
+        cache, and what they found comes back."""
+        rules = dict(self.rules)
+        return self.decodes and rules["batch"] != rules["cache_batch"]
 
     def for_experts(self, scheme: str) -> Layout:
         """With the rules of a scheme of policy/layers/expert_parallel.py in place of default ones; rules that were set stay."""
@@ -96,7 +113,7 @@ def layout(
     if -1 in across.values():
         across = _sizes("mesh.dcn", dcn, len(slices))
     inside = _sizes("mesh", degrees or {"fsdp": -1}, len(slices[0]))
-    merged = DEFAULT_RULES | {name: _known(name, axes) for name, axes in (rules or {}).items()}
+    merged = DEFAULT_RULES | {name: _known(f"mesh.rules.{name}", axes) for name, axes in (rules or {}).items()}
     mesh = Mesh(_arranged(slices, [inside[axis] for axis in AXES], [across[axis] for axis in AXES]), AXES)
     return Layout(mesh, tuple(sorted(merged.items())), moments_over_data)
 
@@ -152,10 +169,10 @@ def _arranged(slices: list[list], inside: list[int], across: list[int]) -> np.nd
     return blocks.transpose([dim for axis in range(n) for dim in (axis, n + axis)]).reshape(np.multiply(across, inside))
 
 
-def _known(name: str, axes: list[str]) -> tuple[str, ...]:
+def _known(where: str, axes: Sequence[str]) -> tuple[str, ...]:
     """The axes of a rule, without those that have one device only."""
     if unknown := set(axes) - set(AXES) - set(UNUSED):
-        raise ValueError(f"mesh.rules.{name}: unknown axis {sorted(unknown)}; axes are {', '.join(AXES)}")
+        raise ValueError(f"{where}: unknown axis {sorted(unknown)}; axes are {', '.join(AXES)}")
     return tuple(axis for axis in axes if axis in AXES)
 
 
@@ -164,6 +181,20 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...], layout: Layout | None)
     if layout is None or layout.mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, layout.sharding(axes, x.shape))
+
+
+def to_cache(x: jax.Array, layout: Layout | None) -> jax.Array:
+    """Queries or new entries [B, H, ...], where the rows and heads of a cache are."""
+    if layout is None or not layout.rows_move:
+        return x
+    return constrain(x, ("cache_batch", "cache_heads", *[None] * (x.ndim - 2)), layout)
+
+
+def from_cache(x: jax.Array, layout: Layout | None) -> jax.Array:
+    """What queries found there, [B, H, ...], where the next product wants it."""
+    if layout is None or not layout.rows_move:
+        return x
+    return constrain(x, ("batch", "heads", *[None] * (x.ndim - 2)), layout)
 
 
 def settle(result, layout: Layout):

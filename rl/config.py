@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 import rl.algorithms
+from policy.axes import STATIONARY_RULES
 from policy.config import HyperConnections, Runtime
 from policy.ngrams import EngramSection
 from policy.remat import NAMES as REMAT_POLICIES
@@ -238,11 +239,26 @@ class GeneratorOptions(Strict):
     kv_cache: Literal["int8", "int4", "fp8"] | None = Field(
         None, description="numbers in which keys, values and latents are kept; set a `correction` with it; null: dtype"
     )
+    rules: dict[str, list[str]] | None = Field(
+        None,
+        description="logical axis: mesh axes, laid over `mesh.rules` while rollouts decode; or `stationary`, rules under which no "
+        "weight travels. Weights are copied to these places once a step (docs/meshes.md); null: they stay where they are trained",
+    )
     exact: bool = Field(
         False,
         description="completions that no other key of `generator` changes, with log-probabilities that are the model's bit for "
         "bit; every completion is scored in programs of fixed shapes, which compute about three tokens for each (docs/exact.md)",
     )
+
+    @field_validator("rules", mode="before")
+    @classmethod
+    def _by_name(cls, rules):
+        """The rules that a word stands for."""
+        if not isinstance(rules, str):
+            return rules
+        if rules != "stationary":
+            raise ValueError(f"no rules are called {rules!r} (nearest: stationary); or give a mapping, as mesh.rules is one")
+        return {name: list(axes) for name, axes in STATIONARY_RULES.items()}
 
 
 class ColumnNames(Strict):

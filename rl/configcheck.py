@@ -56,6 +56,7 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     yield from _pages(config)
     yield from _tokenizer(config)
     yield from meshoptions.problems(config.mesh)
+    yield from meshoptions.rule_problems(config.generator.rules or {}, ("generator", "rules"))
     if config.data:
         yield from _data(("data",), config.data)
     if config.rewards:

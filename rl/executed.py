@@ -13,6 +13,7 @@ from rollout import Generator
 FILE = "programs.json"
 GENERATOR = {"decode": "decode a token", "extend": "prefill, further chunk"}
 """What a plan calls programs of the generator that have another name there."""
+RESHARD = "reshard"
 
 
 class Executed:
@@ -28,6 +29,8 @@ class Executed:
         found = [(f"{stage}: {name}", item) for name, each in trainer.executables.items() for item in each.memory.items()]
         made = generator.engine.programs.memory.items()
         found += [(f"generator: {GENERATOR.get(key[0], key[0])}", (key[1:], memory)) for key, memory in made]
+        if generator.weights:
+            found.append((f"generator: {RESHARD}", ((len(generator.weights.paths),), generator.weights.memory)))
         entries = [{"name": name, "shape": list(shape), **asdict(memory)} for name, (shape, memory) in found if memory]
         new = [each for each in entries if self._entries.get(_key(each)) != each]
         if not new:

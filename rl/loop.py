@@ -32,7 +32,7 @@ from rl.rewardmodel import RewardModelTrainer
 from rl.steps import Progress
 from rl.timeline import Timeline
 from rl.trainer import RunState, Trainer
-from rollout import Generator, GeneratorOptions
+from rollout import Generator, GeneratorOptions, SamplingParams
 
 _FINISHED = """\
 {0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
@@ -152,9 +152,7 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
         run.model.params = state.policy.params
     _compile_ahead(run)
     if saved is None and evaluation:
-        with run.timeline.span("evaluation", stage=stage.name, step=0):
-            found = evaluation.run(run.generator, params)
-        run.events.step(stage.name, 0, found)
+        run.events.step(stage.name, 0, _evaluated(run, evaluation, params, stage=stage.name, step=0))
     take = steps.rollout if stage.algorithm.needs_rollouts else steps.supervised
     last = after if saved and saved["ended"] else options.steps
     for step in range(after + 1, last + 1):
@@ -166,8 +164,10 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
         if step - after == _SETTLED and not ended:
             run.events.note(_outlook(metrics, options.steps - step))
         if evaluation and (ended or evaluation.due(step)):
-            with run.timeline.span("evaluation", stage=stage.name, step=step):
-                metrics |= evaluation.run(run.generator, params)
+            found = _evaluated(run, evaluation, params, stage=stage.name, step=step)
+            if "time/sync" in found:
+                found["time/sync"] += metrics.get("time/sync", 0.0)
+            metrics |= found
             ended = ended or _reached(options.until, metrics)
         run.events.step(stage.name, step, metrics)
         _note_programs(run, executed, stage.name, trainer)
@@ -178,6 +178,12 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
         stage.runner.judges = {}
     if stage.algorithm.needs_scores:
         folder.export_reward_model(stage.name, partial(trainer.export, state, run.prepared.tokenizer))
+
+
+def _evaluated(run: Run, evaluation: Evaluation, params: SamplingParams, **at) -> dict[str, float]:
+    """The metrics of an evaluation."""
+    with steps.laid_out(run) as laid, run.timeline.span("evaluation", **at):
+        return evaluation.run(run.generator, params) | laid
 
 
 def _note_programs(run: Run, executed: Executed, stage: str, trainer: Trainer) -> None:
@@ -196,7 +202,7 @@ def _note_programs(run: Run, executed: Executed, stage: str, trainer: Trainer) -
 def _outlook(metrics: dict, left: int) -> str:
     """Where the seconds of a step go, and how many are left at most."""
     whole = metrics["time/step"]
-    parts = {name: metrics.get(f"time/{name}", 0.0) / whole for name in ("sample", "logprob", "reward", "update")}
+    parts = {name: metrics.get(f"time/{name}", 0.0) / whole for name in ("sync", "sample", "logprob", "reward", "update")}
     shown = ", ".join(f"{name} {share:.0%}" for name, share in sorted(parts.items(), key=lambda part: -part[1]) if share >= 0.01)
     used = f", {metrics['perf/mfu_step']:.0%} of the devices' rate" if "perf/mfu_step" in metrics else ""
     rate = f"{metrics['perf/step_tflops_per_s'] * 1000:.3g} GFLOP/s a device{used}"

@@ -61,8 +61,6 @@ class MeshOptions(Strict):
 
 def problems(mesh: MeshOptions) -> Iterator[tuple[tuple, str]]:
     """(path of the key, what is wrong)."""
-    from rl.configfile import nearest
-
     for where, section in ((("mesh",), mesh), (("mesh", "dcn"), mesh.dcn)):
         sizes = {} if section is None else {axis: getattr(section, axis) for axis in AXES}
         for axis, size in sizes.items():
@@ -70,10 +68,17 @@ def problems(mesh: MeshOptions) -> Iterator[tuple[tuple, str]]:
                 yield (*where, axis), f"must be at least 1, or -1 for what is left, got {size}"
         if sum(size == -1 for size in sizes.values()) > 1:
             yield where, "only one axis can be -1" + (" (fsdp is, unless it is set)" if section is mesh else "")
-    for logical, names in mesh.rules.items():
+    yield from rule_problems(mesh.rules, ("mesh", "rules"))
+
+
+def rule_problems(rules: dict[str, list[str]], path: tuple) -> Iterator[tuple[tuple, str]]:
+    """The same of rules that stand at `path`."""
+    from rl.configfile import nearest
+
+    for logical, names in rules.items():
         if logical not in DEFAULT_RULES and logical not in WHOLE:
             known = [*DEFAULT_RULES, *WHOLE]
-            yield ("mesh", "rules", logical), f"no logical axis {logical}{nearest(logical, known)}"
+            yield (*path, logical), f"no logical axis {logical}{nearest(logical, known)}"
         for name in names:
             if name not in AXES and name not in UNUSED:
-                yield ("mesh", "rules", logical), f"no mesh axis {name}{nearest(name, AXES)}"
+                yield (*path, logical), f"no mesh axis {name}{nearest(name, AXES)}"

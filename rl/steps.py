@@ -5,7 +5,9 @@ N completions, P prompts of G each, T tokens.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -81,7 +83,7 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
     """Samples groups, scores them, and makes `updates_per_step` updates of whole groups each."""
     options, algorithm = stage.options, stage.algorithm
     done = trainer.done
-    with run.timeline.span("sampling"):
+    with laid_out(run) as laid, run.timeline.span("sampling"):
         found, metrics = _groups(run, stage)
         greedy = _greedy(run, stage, found) if algorithm.needs_greedy else None
     batch = found.batch(run.config.max_length, replay=options.router_replay)
@@ -92,7 +94,7 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
         batch = _scored(run, stage, trainer, state, batch, found)
     with run.timeline.span("waiting for rewards") as waiting:
         scores = found.scores.result()
-    metrics |= {"time/logprob": scoring.seconds, "time/reward": waiting.seconds}
+    metrics |= laid | {"time/logprob": scoring.seconds, "time/reward": waiting.seconds}
     sampled, layout = found.operations(trainer.operations), run.model.graph.layout
     metrics |= utilisation("sample", sampled, found.seconds, layout)
     if trainer.done > done:
@@ -115,6 +117,20 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
     run.events.samples(rollouts.records(found, scores, per_sample, stage.name, step))
     metrics["perf/step_tflop"] = (sampled + trainer.done - done) / 1e12
     return state, rollouts.metrics(found, scores, drafted=run.config.generator.speculative > 0) | metrics | updated
+
+
+@contextlib.contextmanager
+def laid_out(run: Run) -> Iterator[dict[str, float]]:
+    """Weights as `generator.rules` lay them out, while rollouts read them; gives the metrics of that, none without such rules."""
+    if run.config.generator.rules is None:
+        yield {}
+        return
+    with run.timeline.span("laying out weights") as span:
+        run.generator.lay_out()
+    try:
+        yield {"time/sync": span.seconds}
+    finally:
+        run.generator.drop_layout()
 
 
 def _next(run: Run, stage: Stage, rows: int) -> list[int]:

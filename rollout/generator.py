@@ -1,12 +1,13 @@
 """The generator: prompts in, completions out, made by the policy's own weights. It keeps no copy of them,
-but for a quantised one if that is wanted."""
+but for one that is quantised or laid out for decoding if that is wanted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
 import numpy as np
 
 from policy.config import StoredType
@@ -19,7 +20,7 @@ from rollout.programs import Programs, stop_width
 from rollout.sampling import SamplingParams
 from rollout.scheduler import Queue, Request
 from rollout.speculative import SpeculativePrograms
-from rollout.weights import QuantizedWeights
+from rollout.weights import RolloutWeights
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,10 @@ class GeneratorOptions:
 
     speculative: tokens that the model's prediction modules draft at each step, 0 for none; a step then makes 1 to
     1 + `speculative` tokens, the same as without (rollout/speculative.py). weights, kv_cache: types in which the weights of
-    products, and keys, values and latents, are kept; None: as floats. record_routes: completions tell which experts computed each
-    of their tokens (models with a mixture of experts only).
+    products, and keys, values and latents, are kept; None: as floats. rules: mesh axes by logical axis, laid over those of the
+    mesh while the generator computes (docs/meshes.md); weights that they put elsewhere are copied there when they have changed.
+    None: the model's own arrays are read where they lie. record_routes: completions tell which experts computed each of their
+    tokens (models with a mixture of experts only).
 
     exact: completions are a function of the weights, the prompt and (seed, prompt id, sample) to the last bit, whatever the other
     options are, and log-probabilities are those of `Model.logprobs`, bit for bit: what is decoded is checked by the scoring
@@ -52,6 +55,7 @@ class GeneratorOptions:
     speculative: int = 0
     weights: StoredType | None = None
     kv_cache: StoredType | None = None
+    rules: Mapping[str, Sequence[str]] | None = None
     exact: bool = False
     record_routes: bool = False
 
@@ -92,8 +96,8 @@ class Generator:
     """Decodes up to `slots` completions at the same time over a cache of `max_length` tokens each.
 
     A token's draw depends only on (seed, prompt id, sample index, position), so neither the other prompts of a call nor the
-    number of slots changes a completion. The weights are read from `model.params` at every dispatch; quantised ones are made again
-    when those have changed (rollout/weights.py).
+    number of slots changes a completion. The weights are read from `model.params` at every dispatch; copies of them (`weights`) are
+    made again when those have changed (rollout/weights.py).
     """
 
     def __init__(
@@ -114,11 +118,14 @@ class Generator:
             raise ValueError("GeneratorOptions.record_routes: this model has no mixture of experts; no token is routed anywhere")
         self.model, self.max_length, self.slots = model, max_length, slots
         self.seed, self.tokenizer, self.options = seed, tokenizer, options
-        self._quantized = QuantizedWeights(model.graph, options.weights) if options.weights else None
+        self.weights = RolloutWeights.wanted(model.graph, options)
         kind = SpeculativePrograms if options.speculative else Programs
         budget = options.prefill_budget or max(options.prefill_chunk, slots * options.tokens_per_dispatch)
+        programs = kind(model.graph, options, slots, max_length)
+        if self.weights and self.weights.moves:
+            programs.beside = self.weights.bytes
         self.engine = Engine(
-            kind(model.graph, options, slots, max_length),
+            programs,
             lambda: self._params,
             seed,
             stop_string=self._stop_string if tokenizer else None,
@@ -214,8 +221,24 @@ class Generator:
         # A completion that goes on, after it paused or a token was replaced, is read in as a prompt of any length.
         goes_on = self.verifier is not None or self.options.cache == "paged"
         longest = self.max_length if goes_on else longest
-        count = self.engine.programs.compile_ahead(self._params, longest, widths, strict=strict)
-        return count + (self.verifier.compile_ahead(self._params, self.max_length) if self.verifier else 0)
+        params, count = self.model.params, 0
+        if self.weights and self.weights.moves:
+            self.weights.compile_ahead(params)
+            params, count = params | self.weights.abstract, bool(self.weights.paths)
+        elif self.weights:
+            params = self._params
+        count += self.engine.programs.compile_ahead(params, longest, widths, strict=strict)
+        return count + (self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0)
+
+    def lay_out(self) -> None:
+        """Copies the weights now to where `options.rules` put them, if they do and it is not done; else the next call does it."""
+        if self.weights and self.weights.moves:
+            jax.block_until_ready(self._params)
+
+    def drop_layout(self) -> None:
+        """Gives up what `lay_out` copied; it is made again when it is needed."""
+        if self.weights and self.weights.moves:
+            self.weights.drop()
 
     @property
     def compiled_ahead(self) -> bool:
@@ -244,7 +267,7 @@ class Generator:
         self.verifier.add(ended)
         if not self.verifier.due(waiting=bool(self._queue)):
             return []
-        done, again = self.verifier.check(self._params)
+        done, again = self.verifier.check(self.model.params)
         self._queue.add(again)
         return done
 
@@ -271,8 +294,8 @@ class Generator:
 
     @property
     def _params(self) -> dict:
-        """The model's weights as they are now, quantised if so wanted."""
-        return self._quantized.of(self.model.params) if self._quantized else self.model.params
+        """The model's weights as they are now, quantised or laid out if so wanted."""
+        return self.weights.of(self.model.params) if self.weights else self.model.params
 
     def _text(self, tokens: list[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -34,11 +34,16 @@ class PoolSize:
 
 
 def choose_pool(
-    empty: Callable[[Pages], tuple], layout: Layout, shape: tuple[int, int, int], pages: tuple, left: float | None = None
+    empty: Callable[[Pages], tuple],
+    layout: Layout,
+    shape: tuple[int, int, int],
+    pages: tuple,
+    left: float | None = None,
+    beside: int = 0,
 ) -> PoolSize:
     """The pool of the cache that `empty` makes. `shape`: (slots, pages of the longest row, parts into which slots and pages are
     cut, of which each has one page that is nobody's). `pages`: (how many are wished for, tokens of each); None: as many as full
-    slots need, or as SHARE of the memory that is left has room for: `left` bytes, or what the devices say.
+    slots need, or as SHARE of the memory that is left has room for: `left` bytes, or what the devices say without `beside`.
 
     Raises ValueError for fewer pages than one row of each part needs.
     """
@@ -49,7 +54,7 @@ def choose_pool(
     number = wish or wanted
     if wish is None and left is None:
         known = processes.gathered(memory_left(layout.mesh.local_devices[0]))
-        left = min((each for each in known if each is not None), default=None)  # one number for all processes
+        left = min((each - beside for each in known if each is not None), default=None)  # one number for all processes
     if wish is None and left is not None:
         number = max(least, min(wanted, parts * int(SHARE * left / max(1, each))))
     number -= number % parts

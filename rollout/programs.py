@@ -89,15 +89,16 @@ class Programs:
 
     `ahead`: tokens past those of a prefill call that it wants to see; `recent`: last tokens of each row that decoding does;
     `drafts`: tokens past a request's last that it may write.
-    `records`: whether the cache keeps the experts of each token.
+    `records`: whether the cache keeps the experts of each token. `beside`: bytes of each device that something will take, besides
+    what lies there when pages are chosen.
     """
 
     ahead = recent = drafts = 0
 
     def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int, left: float | None = None):
         """`left`: bytes of each device that a paged cache may share; None: what the devices say."""
-        graph = graph.generating()
-        self._left = left
+        graph = graph.generating(options.rules)
+        self._left, self.beside = left, 0
         self.records = options.record_routes
         if self.records:
             graph = graph.at(record=(*graph.runtime.record, "routes"))
@@ -159,7 +160,7 @@ class Programs:
         if not self.paged:
             return None
         shape, options = (self.slots, self.table_width, self._ways), self._options
-        return choose_pool(self._whole, self.graph.layout, shape, (options.pages, options.page_size), self._left)
+        return choose_pool(self._whole, self.graph.layout, shape, (options.pages, options.page_size), self._left, self.beside)
 
     def rows(self) -> Rows | PagedRows:
         """What the engine knows of the slots of an empty cache."""

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from policy import cache as caches
-from policy import head, modes
+from policy import modes
 from policy.cache import Drafts, LayerCache, Step
 from policy.config import DecoderConfig
 from policy.multi_token_prediction import predict
@@ -137,7 +137,7 @@ class SpeculativePrograms(Programs):
     def _draft(self, decoder, state: _State, slots: Slots) -> tuple[jax.Array, _State]:
         """(drafts int32[S, d], the state with the modules' caches as the drafts left them)."""
         main, drafts = state.cache
-        runtime, softcap, active = self.graph.runtime, self.graph.config.logit_softcap, state.active[:, None]
+        runtime, active = self.graph.runtime, state.active[:, None]
         at = state.cached[:, None] + jnp.arange(-self._window, 0)
         tokens, read, layers, drafted = state.recent[:, 1:], drafts.hidden[0, :, 0], list(drafts.layers), []
         for k in range(1, self.drafts + 1):
@@ -148,7 +148,7 @@ class SpeculativePrograms(Programs):
             view = LayerCache(layers[module - 1], 0, slots.pages)
             read, normed, view, _ = predict(decoder, module, read, step, view, runtime)
             layers[module - 1] = view.arrays
-            logits = head.logits(normed[:, -1], decoder.head_weight, softcap)
+            logits = modes.logits(decoder, normed[:, -1], runtime)
             new, _ = choose(logits, (slots.prompt_id, slots.sample, state.cached + k), slots.draws)
             drafted.append(new)
             tokens = jnp.concatenate([tokens[:, 1:], new[:, None]], axis=1)

@@ -55,14 +55,19 @@ def stage(algorithm="sft", **keys) -> StageOptions:
 _trainers: dict[tuple, Trainer] = {}
 
 
+def trainer(model, options: StageOptions) -> Trainer:
+    """That of a stage."""
+    algorithm = rl.algorithms.get(options.algorithm.name, **options.algorithm.model_extra)
+    kind = RewardModelTrainer if algorithm.needs_scores else Trainer
+    return kind(model.graph, options, algorithm)
+
+
 def begin(model, options: StageOptions, fresh: bool = False) -> tuple[Trainer, RunState]:
     """A trainer and its first state, on a copy of the model's weights. Tests with equal options share the compiled programs,
     unless they want a fresh trainer."""
     key = id(model.graph), options.model_dump_json()
     if fresh or key not in _trainers:
-        algorithm = rl.algorithms.get(options.algorithm.name, **options.algorithm.model_extra)
-        kind = RewardModelTrainer if algorithm.needs_scores else Trainer
-        _trainers[key] = kind(model.graph, options, algorithm)
+        _trainers[key] = trainer(model, options)
     made = _trainers[key]
     return made, made.start(jax.tree.map(lambda a: jax.device_put(np.array(a), a.sharding), model.params), seed=3)
 

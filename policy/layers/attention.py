@@ -17,6 +17,7 @@ from policy.layers.linear import linear
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import normal, weight, zeros
 from policy.layers.rope import rotate
+from policy.sharding import from_cache, to_cache
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -57,6 +58,7 @@ class GroupedQueryAttention(nnx.Module):
         if spec.temperature:
             q = (q * temperature(spec.temperature, step.positions)).astype(q.dtype)
         q, k, v = (checkpoint_name(a, name) for a, name in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
+        q, k, v = (to_cache(a, runtime.layout) for a in (q, k, v))
         visible, cache = extend(cache, step, k=k, v=v)
         keys, values = visible.arrays["k"], visible.arrays["v"]
         mask = Mask(step, visible, spec.window, spec.chunk)
@@ -70,7 +72,7 @@ class GroupedQueryAttention(nnx.Module):
             out = flash_attention.attend(q * spec.scale, k, v, step, runtime, **limits)
         if out is None:
             out = attend(q * spec.scale, keys, values, mask, runtime.attention_chunk, spec.softcap, sinks)
-        out = checkpoint_name(out, "context")
+        out = checkpoint_name(from_cache(out, runtime.layout), "context")
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         out = checkpoint_name(out, "attention_out")

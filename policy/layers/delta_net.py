@@ -20,6 +20,7 @@ from policy.layers.linear import linear
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import normal, ones, weight
 from policy.sequence_cut import whole
+from policy.sharding import from_cache, to_cache
 
 CHUNK = 64
 # What passes the convolution, and the names under which remat policies save it.
@@ -59,7 +60,7 @@ class DeltaNet(nnx.Module):
         real, documents = step.segments != 0, number_documents(step.segments)
         x = jnp.where(real[..., None], whole(x_BTE, runtime), 0)
         q, k, v, inputs = self._convolved(x, documents, cache, runtime)
-        beta, g = self._gates(x, real)
+        beta, g = (to_cache(a, runtime.layout) for a in self._gates(x, real))
         B, K, G, T, V = v.shape
         if cache is None:
             state = jnp.zeros((B, K, G, q.shape[-1], V), jnp.float32)
@@ -78,7 +79,8 @@ class DeltaNet(nnx.Module):
             cache = _with(cache, "conv", self._stored(_last_inputs(inputs, real, self.spec.conv_width - 1)))
             cache = _with(cache, "state", state.reshape(B, K * G, -1, V))
         out = checkpoint_name(out, "context")
-        out = self.norm(out) * jax.nn.silu(self._heads(self._project(x, "z", runtime).astype(jnp.float32)))
+        out = self.norm(from_cache(out, runtime.layout))
+        out = out * jax.nn.silu(self._heads(self._project(x, "z", runtime).astype(jnp.float32)))
         out = jnp.swapaxes(out, 2, 3).reshape(B, K, T, G * V).astype(x.dtype)
         out = checkpoint_name(out, "attention_out")
         out = linear("bktv,kve->bte", out, self.o_proj[...], runtime)
@@ -109,7 +111,7 @@ class DeltaNet(nnx.Module):
         inputs of earlier calls)."""
         spec = self.spec
         inputs = [checkpoint_name(self._project(x_BTE, n, runtime), label) for n, label in CONVOLVED.items()]
-        inputs = jnp.concatenate(inputs, axis=-1)
+        inputs = to_cache(jnp.concatenate(inputs, axis=-1), runtime.layout)
         B, K, _, J = inputs.shape
         before = spec.conv_width - 1
         if cache is None:

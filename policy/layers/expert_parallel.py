@@ -105,11 +105,13 @@ class Cut:
 
     @cached_property
     def kept(self) -> dict[str, tuple[str, ...]]:
-        """Mesh axes over which experts stay cut while they are used, by logical axis."""
+        """Mesh axes over which experts stay cut while they are used, by logical axis: `expert`, `tensor`, and those that cut their
+        width where they are stored, in that order, if all devices along them have the same tokens."""
         mesh, kept = self.layout.mesh.shape, {"exp": (), "mlp_moe": ()}
         hidden = self.runtime.expert_parallel == "hidden"
         sizes = {"exp": self.spec.router.experts, "mlp_moe": self.spec.width}
-        for name, axis in (("mlp_moe" if hidden else "exp", AXIS), ("mlp_moe", "tensor")):
+        width = [axis for axis in dict.fromkeys((*dict(self.layout.rules)["mlp_moe"], "tensor")) if axis != AXIS]
+        for name, axis in (("mlp_moe" if hidden else "exp", AXIS), *(("mlp_moe", axis) for axis in width)):
             parts = math.prod(mesh[a] for a in kept[name]) * mesh[axis]
             if mesh[axis] > 1 and sizes[name] % parts == 0 and (axis == AXIS or axis not in self.token_axes):
                 kept[name] = (*kept[name], axis)

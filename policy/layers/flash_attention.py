@@ -59,11 +59,12 @@ def attend(
 
 def _on_mesh(kernel, layout: Layout, q_BHTD, k_BKTD, v_BKTV, segments_BT, sinks_H) -> jax.Array | None:
     """Every device on its own rows and heads. None where the mesh cuts query heads otherwise than key-value heads."""
-    q_spec = layout.spec(("batch", "heads", None, None), q_BHTD.shape)
-    k_spec = layout.spec(("batch", "kv_heads", None, None), k_BKTD.shape)
+    rows, heads, kv_heads = ("cache_batch", *["cache_heads"] * 2) if layout.rows_move else ("batch", "heads", "kv_heads")
+    q_spec = layout.spec((rows, heads, None, None), q_BHTD.shape)
+    k_spec = layout.spec((rows, kv_heads, None, None), k_BKTD.shape)
     if q_spec != k_spec:
         return None
-    specs = (q_spec, k_spec, k_spec, layout.spec(("batch", None), segments_BT.shape))
+    specs = (q_spec, k_spec, k_spec, layout.spec((rows, None), segments_BT.shape))
     arguments = (q_BHTD, k_BKTD, v_BKTV, segments_BT)
     if sinks_H is None:
         kernel = partial(kernel, sinks_H=None)

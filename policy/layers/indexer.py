@@ -13,7 +13,7 @@ from policy.layers.dot_product_attention import Mask
 from policy.layers.norms import MeanNorm
 from policy.layers.parameter import normal, weight
 from policy.layers.rope import rotate
-from policy.sharding import Layout
+from policy.sharding import Layout, constrain
 
 
 class KeyIndexer(nnx.Module):
@@ -50,6 +50,8 @@ class IndexedMask(Mask):
     ):
         super().__init__(step, visible)
         self.layout = layout
+        if layout is not None and layout.rows_move:
+            queries = tuple(constrain(a, ("cache_batch", *[None] * (a.ndim - 1)), layout) for a in queries)
         self.queries = (*self.queries, *queries)
         self.index_keys, self.topk = visible.arrays["index"][:, 0], spec.topk
 
@@ -90,7 +92,7 @@ class IndexedMask(Mask):
         scores = jax.lax.stop_gradient(scores_BTC)
         if self.layout is None or self.layout.mesh.size == 1:
             return select(visible_BTC, scores)
-        rows = self.layout.spec(("batch", "length", None), scores.shape)
+        rows = self.layout.spec(("cache_batch" if self.layout.rows_move else "batch", "length", None), scores.shape)
         return jax.shard_map(select, mesh=self.layout.mesh, in_specs=rows, out_specs=rows, check_vma=False)(visible_BTC, scores)
 
     def choose(self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array):

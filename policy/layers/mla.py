@@ -24,6 +24,7 @@ from policy.layers.parameter import normal, weight, zeros
 from policy.layers.rope import rotate
 from policy.layers.sparse_attention import attend_selected
 from policy.sequence_cut import whole
+from policy.sharding import from_cache, to_cache
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,13 @@ class MultiHeadLatentAttention(nnx.Module):
         latent = checkpoint_name(self.kv_a_layernorm(latent), "mla_kv")
         k_rope = rotate(k_rope[:, None], spec.rope, table)
         index_queries, index_keys = self.indexer(x_BTE, q_latent, step) if spec.indexer else (None, None)
+        index_keys = None if index_keys is None else to_cache(index_keys, runtime.layout)
         new = {} if index_keys is None else {"index": index_keys}
         expanded = cache is None or (not new and flash_attention.served(step, x_BTE.dtype, runtime))
         visible = None
         if cache is not None:
             kept = jnp.concatenate([rounded(latent, (-1,), latent.dtype, runtime)[:, None], k_rope], axis=-1)
-            visible, cache = extend(cache, step, latent=kept, **new)
+            visible, cache = extend(cache, step, latent=to_cache(kept, runtime.layout), **new)
         if expanded:
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
             out, found = self._expanded(q, (latent, k_rope), (index_queries, index_keys), step, cache, runtime)
@@ -100,11 +102,13 @@ class MultiHeadLatentAttention(nnx.Module):
             w_k, w_v = jnp.split(rounded(self.kv_b_proj[...], (0,), x_BTE.dtype, runtime), [spec.nope_dim], axis=-1)
             keys = visible.arrays["latent"]
             q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
+            q = to_cache(q, runtime.layout)
             values = keys[..., : spec.kv_lora_rank]
             out, found = decode_latent(q * spec.scale, cache, step, spec, runtime), LayerAux()
             if out is None:
                 out, found = self._attend(q, keys, values, self._mask(step, visible, index_queries, runtime), cache, runtime)
-            out = jnp.einsum("bhtc,chd->bhtd", out, w_v)
+            out = jnp.einsum("bhtc,chd->bhtd", from_cache(out, runtime.layout), w_v)
+        out = from_cache(out, runtime.layout)
         out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
         return checkpoint_name(out, "out_proj"), cache, found
 

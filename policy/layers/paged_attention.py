@@ -33,7 +33,7 @@ def decode(q_BHTD: jax.Array, cache: LayerCache | None, step: Step, spec: Attent
     """softmax(q k^T) v over the cache, the scale already in q: [B, H, 1, D]. None: no kernel for this."""
     plain = spec.window is None and spec.chunk is None and not spec.sinks and spec.head_dim % pages.LANES == 0
     # The kernel rounds what it reads to bfloat16.
-    if not (plain and _served(cache, "k", step, runtime) and cache.arrays["k"].array.dtype == jnp.bfloat16):
+    if not (plain and _served(q_BHTD, cache, "k", step, runtime) and cache.arrays["k"].array.dtype == jnp.bfloat16):
         return None
 
     def kernel(q_BHD, k, v, table_BM, lengths_B):
@@ -48,25 +48,34 @@ def decode_latent(q_BHTL: jax.Array, cache: LayerCache, step: Step, spec: Latent
     """The same over "latent" entries, keys of all heads whose first `kv_lora_rank` numbers are the values:
     [B, H, 1, kv_lora_rank]. An indexer's choice of keys is left to the portable form."""
     rank = spec.kv_lora_rank
-    if spec.indexer is not None or rank % pages.LANES or not _served(cache, "latent", step, runtime):
+    if spec.indexer is not None or rank % pages.LANES or not _served(q_BHTL, cache, "latent", step, runtime):
         return None
     filling = pages.filled(q_BHTL.shape[-1]) - q_BHTL.shape[-1]
     q_BHTL = jnp.pad(q_BHTL, [(0, 0)] * 3 + [(0, filling)])
     return _over_pages(partial(latent_kernel, rank=rank), q_BHTL, cache, ("latent",), step, runtime.layout)
 
 
-def _served(cache: LayerCache | None, name: str, step: Step, runtime: Runtime) -> bool:
+def _served(q: jax.Array, cache: LayerCache | None, name: str, step: Step, runtime: Runtime) -> bool:
     if cache is None or cache.table is None or step.positions.shape[1] != 1 or runtime.layout is None:
         return False
     pool = cache.arrays[name].array
     rows = 32 // pool.dtype.itemsize  # of a tile in memory: a page must be whole tiles
     floats = f"{name}.scale" not in cache.arrays and pool.dtype in (jnp.float32, jnp.bfloat16)
-    return runtime.layout.platform == "tpu" and floats and pool.shape[3] % rows == 0 and _together(step, pool, runtime.layout)
+    here = runtime.layout.platform == "tpu" and pool.shape[3] % rows == 0
+    return here and floats and _together(q.shape, pool.shape, runtime.layout)
 
 
-def _together(step: Step, pool: jax.Array, layout: Layout) -> bool:
-    """Whether the rows of a call are cut over the devices as the pages of the pool are."""
-    return layout.spec(("batch",), step.positions.shape[:1])[0] == layout.spec(pages.AXES, pool.shape)[2]
+def _together(queries: tuple[int, ...], pool: tuple[int, ...], layout: Layout) -> bool:
+    """Whether queries of this shape are cut over the devices as the pool is: by rows as its pages, and by heads as its heads, of
+    which a single one serves all."""
+    rows, heads, *_ = layout.spec((*_places(layout), None, None), queries)
+    kv_heads, _, here, *_ = layout.spec(pages.AXES, pool)
+    return rows == here and (pool[0] == 1 or heads == kv_heads)
+
+
+def _places(layout: Layout) -> tuple[str, str]:
+    """Logical axes of the rows and heads of queries."""
+    return ("cache_batch", "cache_heads") if layout.rows_move else ("batch", "heads")
 
 
 def _pages_of_block(size: int, width: int) -> int:
@@ -87,7 +96,7 @@ def _over_pages(kernel, q_BHTD: jax.Array, cache: LayerCache, names: tuple[str, 
     arguments = (q_BHTD, jnp.int32(cache.index), cache.table, lengths, *pools)
     if layout.mesh.size == 1:
         return local(*arguments)
-    q_spec = layout.spec(("batch", "heads", None, None), q_BHTD.shape)
+    q_spec = layout.spec((*_places(layout), None, None), q_BHTD.shape)
     rows, pool_spec = PartitionSpec(q_spec[0]), layout.spec(pages.AXES, pools[0].shape)
     specs = (q_spec, PartitionSpec(), rows, rows, *[pool_spec] * len(pools))
     return jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=q_spec, check_vma=False)(*arguments)

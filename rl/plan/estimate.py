@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from policy.model import Graph
 from rl import build, chips
 from rl.config import RunConfig
+from rl.executed import RESHARD
 from rl.plan.programs import Planned, Sampling, Stage, stages
-from rl.trainer import ways
 
 # Of all outputs of products in a layer what a policy keeps. Without any the results of norms, activations and attention stay too.
 _KEPT = {"none": 3.0, "minimal": 1.0, "minimal_with_context": 1.1, "minimal_flash": 1.1, "full": 0.0, "custom": 0.0}
@@ -42,20 +42,24 @@ class Cost:
 
 
 class Weights:
-    """Of a graph, by device: numbers that lie there (`local`), numbers of all that its products take (`gathered`), of the largest
-    layer too (`layer`), and how many numbers products make of one token: in all layers, in the largest, and for attention."""
+    """Of a graph, by device: numbers that lie there (`local`), of the largest array too (`largest`), numbers of all that its
+    products take (`gathered`), of the largest layer too (`layer`), and how many numbers products make of one token: in all layers,
+    in the largest, and for attention. `parts`: into how many parts the mesh cuts tokens; along its other axes it cuts products."""
 
     def __init__(self, graph: Graph):
-        mesh, self.graph = graph.layout.mesh.shape, graph
-        self.local = self.gathered = self.outputs = self.qkv = 0.0
+        mesh, self.graph, rules = graph.layout.mesh.shape, graph, dict(graph.layout.rules)
+        rows = {*rules["batch"], *rules["length"]}
+        self.parts = math.prod(mesh[axis] for axis in rows)
+        self.local = self.largest = self.gathered = self.outputs = self.qkv = 0.0
         layers, outputs = {}, {}
         for path, shape in graph.shapes.items():
             axes, sizes = graph.axes[path], shape.shape
             spec = [(dims,) if isinstance(dims, str) else dims or () for dims in graph.layout.spec(axes, sizes)]
             parts = [math.prod(mesh[axis] for axis in dims) for dims in spec]
-            cut = math.prod(mesh[a] for axis, dims in zip(axes, spec, strict=True) for a in dims if a == "tensor" or axis == "exp")
+            cut = math.prod(mesh[a] for axis, dims in zip(axes, spec, strict=True) for a in dims if a not in rows or axis == "exp")
             numbers, repeats = math.prod(sizes), sizes[0] if axes[0] == "layers" else 1
             self.local += numbers / math.prod(parts)
+            self.largest = max(self.largest, numbers / math.prod(parts))
             self.gathered += numbers / cut
             layer = ".".join(path.split(".")[:4])
             if axes[0] == "layers":
@@ -63,7 +67,7 @@ class Weights:
             if path not in graph.inputs:
                 continue
             kept = [i for i, axis in enumerate(axes) if i not in graph.inputs[path] and axis not in ("layers", "exp")]
-            made = math.prod(sizes[i] for i in kept) / math.prod(mesh["tensor"] for i in kept if "tensor" in spec[i])
+            made = math.prod(sizes[i] for i in kept) / math.prod(mesh[a] for i in kept for a in spec[i] if a not in rows)
             if "exp" in axes:
                 made *= max(spec.moe.router.experts_per_token for spec in graph.config.layers if spec.moe)
             self.outputs += repeats * made
@@ -100,39 +104,45 @@ class Estimator:
         return {each.name: self._cost(each, stage, weights, config.model.remat) for each, stage, weights in self._programs[key]}
 
     def _listed(self, config: RunConfig) -> Iterator[tuple[Planned, Stage, Weights]]:
-        weights, parts = self._on_mesh(config)
+        weights, decoding, parts = self._on_mesh(config)
         for (stage, sampling, made), options in zip(parts, config.stages, strict=True):
             # Nothing but the shape of a batch depends on the rows of a micro-batch.
             stage = copy.copy(stage)
             stage.trainer, stage.options = copy.copy(stage.trainer), options
             stage.trainer.stage = options
             routes = sampling.routes if sampling and options.router_replay else None
-            for each in (*stage.programs(sampling.bytes if sampling else 0, routes), *made):
+            for each in stage.programs(sampling.bytes if sampling else 0, routes):
                 yield each, stage, weights
+            yield from ((each, stage, decoding[sampling]) for each in made)
 
-    def _on_mesh(self, config: RunConfig) -> tuple[Weights, list]:
-        """(weights, [(stage, the generator beside it, the generator's programs)]) of a configuration but for its micro-batches."""
+    def _on_mesh(self, config: RunConfig) -> tuple[Weights, dict[Sampling, Weights], list]:
+        """(weights, those of each generator, [(stage, the generator beside it, its programs)]) of a configuration but for its
+        micro-batches."""
         plain = config.model_copy(update={"stages": [each.model_copy(update={"micro_batch": None}) for each in config.stages]})
         key = plain.model_dump_json()
         if key not in self._parts:
             found = list(stages(plain, build.on_mesh(plain, self._devices), self._memory))
             parts = [(stage, each, list(each.programs(stage)) if each and each.used_by(stage) else []) for stage, each in found]
-            self._parts[key] = Weights(found[0][0].trainer.graph), parts
+            decoding = {each: Weights(each.decoding) for each in {each for _, each in found if each}}
+            self._parts[key] = Weights(found[0][0].trainer.graph), decoding, parts
         return self._parts[key]
 
     def _cost(self, planned: Planned, stage: Stage, weights: Weights, remat: str) -> Cost:
         graph, kind, item = weights.graph, planned.kind, weights.bytes
-        mesh, config = graph.layout.mesh, graph.config
+        mesh, config, chip = graph.layout.mesh, graph.config, self._chip
         rows, length = (*planned.shape, 1)[:2]
         update = kind.startswith("update")
         if kind == "decode a token":
             length, numbers = 1, planned.shape[0]
         else:
             numbers = rows // planned.turns * length
-        tokens = numbers / min(ways(graph.layout) * mesh.shape["context"], max(1, numbers))
+        tokens = numbers / min(weights.parts, max(1, numbers))
         layers, E = len(config.layers), config.hidden_size
         if kind == "quantised copy":
-            return Cost(planned.held, 4 * weights.layer, planned.times * weights.local * 8 / (self._chip.bandwidth * 1e9))
+            return Cost(planned.held, 4 * weights.layer, planned.times * weights.local * 8 / (chip.bandwidth * 1e9))
+        if kind == RESHARD:  # an array is sent whole, and put together from parts
+            slowest = min(chip.bandwidth, chip.links or chip.bandwidth)
+            return Cost(planned.held, 2 * item * weights.largest, planned.times * item * weights.local / (slowest * 1e9))
         kept = weights.kept(remat) if update else 0.0
         again = 1.0 - min(1.0, kept / max(1.0, weights.outputs)) if update else 0.0
         logits = 8.0 * min(_LOGITS, tokens * config.vocab_size / mesh.shape["tensor"])
@@ -144,9 +154,8 @@ class Estimator:
         moved = passes * item * (weights.gathered + 4 * tokens * weights.outputs) + update * 24 * weights.local / planned.turns
         exchanged = (2 + (again > 0) if update else 1) * item * (weights.gathered - weights.local)
         exchanged += update * 4 * (weights.gathered - weights.local)
-        t, x = mesh.shape["tensor"], mesh.shape["expert"]
+        t, x = mesh.size / weights.parts, mesh.shape["expert"]
         exchanged += passes * layers * tokens * E * item * (4 * (1 - 1 / t) + (x - 1) * any(spec.moe for spec in config.layers))
-        chip = self._chip
         links = exchanged / (chip.links * 1e9) if chip.links else 0.0
         seconds = max(work / (chip.tflops * 1e12), moved / (chip.bandwidth * 1e9), links)
         return Cost(planned.held, temporaries, planned.times * planned.turns * seconds)

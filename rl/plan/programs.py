@@ -16,18 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 import rl.algorithms
+from policy.model import Graph
 from policy.sharding import Layout
 from rl import build
 from rl.batch import Batch, padded_length
 from rl.config import RunConfig
-from rl.executed import GENERATOR
+from rl.executed import GENERATOR, RESHARD
 from rl.plan.changes import needs_rollouts
 from rl.rewardmodel import RewardModelTrainer
 from rl.trainer import Trainer
 from rollout.generator import GeneratorOptions
 from rollout.programs import Programs, stop_width
 from rollout.speculative import SpeculativePrograms
-from rollout.weights import QuantizedWeights
+from rollout.weights import RolloutWeights
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Stage:
 
 
 class Sampling:
-    """The generator's programs over a cache of all slots, and over quantised weights where it has some."""
+    """The generator's programs over a cache of all slots, and over copies of weights where it has some."""
 
     def __init__(self, config: RunConfig, first: Stage, memory: float | None):
         """`first`: the stage from which on it is there; `memory`: bytes of a device."""
@@ -170,12 +171,18 @@ class Sampling:
         replay = any(stage.router_replay for stage in config.stages)
         asked = GeneratorOptions(**wanted, record_routes=replay)
         kind = SpeculativePrograms if asked.speculative else Programs
-        self._quantized = QuantizedWeights(self.graph, asked.weights) if asked.weights else None
-        self._copy = self._quantized.abstract if self._quantized else {}
+        self._weights = RolloutWeights.wanted(self.graph, asked)
+        self._copy = self._weights.abstract if self._weights else {}
         left = None if memory is None else memory - first.bytes - on_a_device(self._copy)
         self._programs = kind(self.graph, asked, config.generator.slots, config.max_length, left)
         self.cache = self._programs.abstract_cache
-        self.bytes = on_a_device(self.cache) + on_a_device(self._copy)
+        self._dropped = bool(self._weights and self._weights.moves)
+        self.bytes = on_a_device(self.cache) + (0 if self._dropped else on_a_device(self._copy))
+
+    @property
+    def decoding(self) -> Graph:
+        """The graph that its programs compute."""
+        return self._programs.graph
 
     @property
     def routes(self) -> dict:
@@ -191,14 +198,11 @@ class Sampling:
 
     def programs(self, stage: Stage) -> Iterator[Planned]:
         """The largest of each kind."""
-        made, options, held = self._programs, stage.options, stage.bytes + self.bytes
+        made, options, held = self._programs, stage.options, stage.bytes + on_a_device((self.cache, self._copy))
         P, weights = options.prompts_per_step, stage.state.policy.params
         prompts = max(2, self.config.max_length - options.sampling.max_new_tokens)
-        if self._quantized:
-            floats = {path: weights[path] for path in self._copy}
-            lower, shape = lambda: self._quantized.lower(floats), (len(floats),)
-            stays = held - on_a_device((floats, self._copy))
-            yield Planned(stage.name, "quantised copy", shape, lower, held, stays, options.updates_per_step)
+        if self._copy:
+            yield self._copying(stage, held)
         params = weights | self._copy
         stays = held - on_a_device((params, self.cache))
         P *= stage.samples  # evaluations are no part of a step
@@ -212,3 +216,10 @@ class Sampling:
                 continue
             lower = lambda name=name, arguments=arguments: made.lower(name, arguments)  # noqa: E731
             yield Planned(stage.name, GENERATOR.get(name, name), tuple(shape), lower, held, stays, times)
+
+    def _copying(self, stage: Stage, held: int) -> Planned:
+        """The program that makes the copies: in the place of the last ones, or anew at each step where those were dropped."""
+        given = {path: stage.state.policy.params[path] for path in self._weights.paths}
+        lower = lambda: self._weights.lower(given, again=not self._dropped)  # noqa: E731
+        kind, times = (RESHARD, int(stage.samples)) if self._dropped else ("quantised copy", stage.options.updates_per_step)
+        return Planned(stage.name, kind, (len(given),), lower, held, held - on_a_device((given, self._copy)), times)

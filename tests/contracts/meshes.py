@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy import families
+from policy.axes import STATIONARY_RULES
 from policy.cache import Step
 from policy.config import Runtime
 from policy.layers import flash_attention
@@ -154,12 +155,14 @@ def moments(degrees: dict, options: dict) -> dict:
     }
 
 
-def completions(kind: str, degrees: dict, options: dict) -> dict:
+def completions(kind: str, degrees: dict, options: dict, how: dict | None = None) -> dict:
     """Greedy completions on a mesh against one device: whether the tokens are equal, the largest difference of a log-probability,
-    and into how many parts the slots were cut."""
+    and into how many parts the slots were cut. `how`: fields of the runtime on the mesh."""
     config, found = families.read(MODELS[kind]()), []
-    for mesh in (None, layout(degrees)):
-        model = random_model(config, seed=3, mesh=mesh)
+    if options.get("rules") == "stationary":
+        options = options | {"rules": STATIONARY_RULES}
+    for mesh, runtime in ((None, Runtime()), (layout(degrees), Runtime(**(how or {})))):
+        model = random_model(config, seed=3, mesh=mesh, runtime=runtime)
         generator = Generator(model, max_length=32, slots=8, options=GeneratorOptions(**options))
         found.append([c for (c,) in generator.generate(PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0))])
     one, many = found

@@ -96,3 +96,27 @@ def test_completions_where_devices_share_the_rows():
     cases.append(["completions", "latent", {"expert": 2, "context": 4}, {"cache": "paged", "page_size": 4, "prefill_chunk": 4}])
     for case, found in zip(cases, run(*cases), strict=True):
         assert found["equal"] and found["logprobs"] < 1e-4 and found["parts"] == 8, (case, found)
+
+
+# Rules that keep rows where training has them, and cut what is multiplied over the axes that are left.
+OWN = {"embed": [], "embed_vocab": [], "mlp": ["fsdp", "tensor"], "heads": ["fsdp", "tensor"], "q_heads": ["fsdp", "tensor"]}
+OWN |= {"vocab": ["tensor", "fsdp"], "batch": ["data", "expert"], "cache_batch": ["data", "expert"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "windows", "experts", "latent", "indexed", "recurrent"])
+def test_completions_where_weights_are_laid_out_for_decoding(kind):
+    every = {"fsdp": 2, "tensor": 2, "expert": 2}
+    ways = [
+        (MESHES["fsdp4_tensor2"], {"rules": "stationary"}, {}),
+        (every, {"rules": "stationary", "cache": "paged", "page_size": 4, "prefill_chunk": 4}, {}),
+        (CONTEXT, {"rules": "stationary"}, {}),
+        (MESHES["data2_fsdp2_tensor2"], {"rules": OWN}, {}),
+    ]
+    if kind in ("experts", "latent"):
+        ways += [(every, {"rules": "stationary"}, {"expert_parallel": scheme}) for scheme in ("all_to_all", "hidden")]
+    if kind == "latent":
+        ways += [(every, {"rules": "stationary", "weights": "int8", "kv_cache": "int8"}, {})]
+    cases = [["completions", kind, *way] for way in ways]
+    for case, found in zip(cases, run(*cases), strict=True):
+        assert found["equal"] and found["logprobs"] < 1e-4, (case, found)

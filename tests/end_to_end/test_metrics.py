@@ -18,6 +18,7 @@ ASKED_FOR = (
     *("dynamic/batches", "dynamic/kept_share", "dynamic/carried", "dynamic/without_difference", "dynamic/reward_mean"),
     *("entropy_coef", "entropy_bonus_applied", "reward/greedy", "kl/coef"),
 )
+LAID_OUT = ("time/sync",)
 REPLAY = ("moe/replayed", "moe/replay_disagreement")
 INDEXER = ("indexer/kl", "indexer/recall")
 UTILISATION = ("perf/mfu_sample", "perf/mfu_logprob", "perf/mfu_train", "perf/mfu_step", "perf/logprob_tflops_per_s")
@@ -65,7 +66,7 @@ def test_every_metric_of_the_losses_is_documented_and_no_other_name(unbroken):
     losses = of_the_losses()
     assert not losses - documented()
     possible = losses | written(unbroken) | {f"value/{name}" for name in CRITIC} | {*PREDICTION, *INDEXER, *EXACT, *REPLAY}
-    possible |= {*ASKED_FOR, *UTILISATION}
+    possible |= {*ASKED_FOR, *UTILISATION, *LAID_OUT}
     # Only where a completion ended by itself, which those of a run of three steps may not have.
     possible |= {f"completion/{name}_terminated_length" for name in ("mean", "min", "max")}
     assert not documented() - possible

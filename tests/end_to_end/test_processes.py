@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import policy
+from rl import events
 from rl.errors import ProcessLost
 
 # Sums of gradients are added up in another order; an eps of 1e-8 would make a step of the learning rate of the difference.
@@ -38,10 +39,11 @@ def on_devices(number: int) -> dict[str, str]:
 
 
 def start(directory, processes: int, devices: int, *more: str) -> list:
-    """`rl-train` in so many processes of so many devices each."""
+    """`rl-train` in so many processes of so many devices each; where there are several, weights are laid out for decoding."""
     environment = on_devices(devices) | {"COUNTED": str(directory.parent / "counted")}
     if processes == 1:
         return [launch.process(*launch.arguments(directory, *RUN, *more), environment=environment)]
+    more = (*more, "generator.rules=stationary")
     join = ["--processes", str(processes), "--coordinator", address()]
     return [
         launch.process(*launch.arguments(directory, *RUN, *more), *join, "--process", str(i), environment=environment)
@@ -106,6 +108,7 @@ def test_a_run_that_loses_a_process_goes_on_to_the_numbers_of_one_process(tmp_pa
     scored = Counter(map(int, (tmp_path / "counted").read_text().split()))
     assert scored == {process.pid: 8 * (3 - step) for process in running}
     assert_same_numbers(directory, alone(tmp_path / "alone"))
+    assert all(row["metrics"]["time/sync"] > 0 for row in events.read(directory / "events.jsonl"))
 
 
 @pytest.mark.slow

@@ -141,6 +141,9 @@ BAD = [
     ("model}", "model, scan: false, host_parameters: true}\nplatform: tpu", 1, "model.scan", ["TPUs", "scan: true"]),
     ("model}", "model, num_vocab_tiling: 0}", 1, "model.num_vocab_tiling", ["0"]),
     ("max_length: 64", "mesh: {rules: {embed: [fspd]}}", 5, "mesh.rules.embed", ["nearest: fsdp"]),
+    ("max_length: 64", "generator: {rules: {embd: []}}", 5, "generator.rules.embd", ["nearest: embed"]),
+    ("max_length: 64", "generator: {rules: {mlp: [tensr]}}", 5, "generator.rules.mlp", ["nearest: tensor"]),
+    ("max_length: 64", "generator: {rules: stationery}", 5, "generator.rules", ["nearest: stationary"]),
     (
         "max_length: 64",
         "evaluation: {data: {task: arithmetic}, samples: 4, k: [1, 8]}",

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from policy.axes import AXES, DEFAULT_RULES, STATIONARY_RULES
 from policy.cache import LayerCache, Step
 from policy.config import Attention, Runtime
 from policy.layers import paged_attention
@@ -81,3 +82,12 @@ def test_what_no_kernel_serves_is_left_to_the_portable_form(monkeypatch):
     monkeypatch.setattr(Layout, "platform", "tpu")
     assert served()
     assert not any((served(dtype=jnp.float32), served(size=4), served(window=8), served(chunk=8), served(sinks=True)))
+
+
+@pytest.mark.parametrize(("kv_heads", "served"), [(4, True), (2, False), (1, True)])
+@pytest.mark.parametrize("rules", [{}, STATIONARY_RULES])
+def test_a_kernel_serves_heads_that_are_cut_as_those_of_the_cache(kv_heads, rules, served):
+    """Of 8 query heads over 4 devices the first 2 would read the wrong one of 2 key-value heads, which are not cut."""
+    mesh = Layout(jax.sharding.AbstractMesh((1, 2, 4, 1, 1), AXES), tuple(DEFAULT_RULES.items()))
+    mesh = mesh.for_rollouts(rules, "auto") if rules else mesh
+    assert paged_attention._together((8, 8, 1, 128), (kv_heads, 1, 64, 16, 128), mesh) == served

@@ -17,7 +17,7 @@ from oracles import STANDARD, configuration, random_model, tokens
 
 import policy
 from policy import families
-from policy.axes import AXES, DEFAULT_RULES
+from policy.axes import AXES, DEFAULT_RULES, STATIONARY_RULES
 from policy.config import Runtime
 from policy.layers import context_parallel
 from policy.model import Graph
@@ -143,6 +143,24 @@ def test_one_dimension_may_take_several_axes_and_no_axis_is_taken_twice():
     assert spec(("exp", "embed_moe", "mlp_moe"), (8, 32, 5), degrees) == P(("expert",), ("fsdp",), None)
     assert spec(("exp", "embed"), (8, 32), degrees) == P(("expert",), ("fsdp",))
     assert spec(("embed", "embed"), (32, 32), degrees) == P(("fsdp", "expert"), None)
+
+
+def test_under_stationary_rules_outputs_are_cut_and_no_row_along_the_same_axis():
+    mesh = EightDevices()
+    mesh.shape = {"data": 2, "fsdp": 4, "tensor": 2, "expert": 2, "context": 1}
+    plain = Layout(mesh, tuple(DEFAULT_RULES.items()))
+    assert not plain.rows_move and not plain.for_rollouts({"mlp": ["fsdp"]}, "auto").rows_move
+    laid = plain.for_rollouts(STATIONARY_RULES, "auto")
+    assert laid.rows_move and laid.spec(("batch", "length", None), (16, 1, 32)) == P(("data", "expert"), None, None)
+    assert laid.spec(("layers", "embed", "mlp"), (2, 32, 48)) == P(None, None, ("tensor", "fsdp"))
+    assert laid.spec(("heads", "kv", "embed"), (8, 6, 32)) == P(("tensor", "fsdp"), None, None)
+    assert laid.spec(("embed", "kv_heads", "kv"), (32, 2, 6)) == P(None, ("tensor",), None)
+    assert laid.spec(("exp", "embed_moe", "mlp_moe"), (8, 32, 16)) == P(("expert",), None, ("tensor", "fsdp"))
+    assert laid.spec(("cache_batch", "cache_heads"), (16, 2)) == P(("data", "fsdp", "expert"), ("tensor",))
+    hidden = plain.for_rollouts(STATIONARY_RULES, "hidden").spec(("exp", "mlp_moe", "embed_moe"), (8, 16, 32))
+    assert hidden == P(None, ("expert", "tensor", "fsdp"), None)
+    with pytest.raises(ValueError, match=r"generator.rules.mlp: unknown axis \['model'\]"):
+        plain.for_rollouts({"mlp": ["model"]}, "auto")
 
 
 @pytest.mark.parametrize(

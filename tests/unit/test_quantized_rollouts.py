@@ -16,7 +16,7 @@ from policy.cache import LayerCache, Step, extend
 from policy.config import Runtime
 from policy.model import Graph
 from rollout import Generator, GeneratorOptions, SamplingParams
-from rollout.weights import QuantizedWeights
+from rollout.weights import RolloutWeights
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 LARGEST = {"int8": 127.0, "int4": 7.5, "fp8": 448.0}
@@ -39,7 +39,7 @@ def fresh(params, seed=1):
 @pytest.mark.parametrize("kind", ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int4", "fp8"))])
 def test_weights_are_rounded_with_a_scale_for_each_output_channel(kind):
     model = random_model(small("DeepseekV3"))
-    view = QuantizedWeights(model.graph, kind).of(model.params)
+    view = RolloutWeights(model.graph, kind).of(model.params)
     for path, inputs in model.graph.inputs.items():
         array, quantized = np.asarray(model.params[path]), view[path]
         peak = np.abs(array).max(axis=inputs, keepdims=True)
@@ -75,7 +75,7 @@ def _mesh():
 
 def test_a_view_is_made_again_in_its_own_buffers_when_the_weights_change_and_only_then():
     model = random_model(small("Llama"))
-    weights = QuantizedWeights(model.graph, "int8")
+    weights = RolloutWeights(model.graph, "int8")
     first = weights.of(model.params)
     path = next(iter(model.graph.inputs))
     assert weights.of(dict(model.params))[path] is first[path]
@@ -96,7 +96,7 @@ def test_a_view_is_made_again_in_its_own_buffers_when_the_weights_change_and_onl
 def test_a_view_lies_where_its_weights_do():
     """On one device; `layout` drops an axis that does not divide, as for a scale that has length 1 where products sum."""
     graph = Graph(small("Llama"), Runtime(), _mesh())
-    weights = QuantizedWeights(graph, "int8")
+    weights = RolloutWeights(graph, "int8")
     abstract = jax.eval_shape(weights._program, {path: graph.shapes[path] for path in graph.inputs}, None)
     assert abstract["stacks.0.layers.0.mixer.o_proj"].scale.shape == (2, 1, 1, 32)
     assert abstract["stacks.0.layers.0.mixer.q_proj"].scale.shape == (2, 1, 4, 12)

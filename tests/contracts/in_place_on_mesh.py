@@ -1,0 +1,153 @@
+"""Run by test_in_place_on_a_mesh.py where eight devices are forced: prints, as JSON, what a trainer and its generator do with the
+arrays of a run, and whether a checkpoint of theirs comes back on other meshes."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import learners
+from meshes import PROMPTS
+
+from policy.axes import STATIONARY_RULES
+from policy.model import Model
+from policy.sharding import layout
+from rl.checkpoint import Checkpoints
+from rollout import Generator, GeneratorOptions, SamplingParams
+
+DEGREES = {"data": 2, "fsdp": 2, "tensor": 2}
+OTHERS = {
+    "fsdp8": ({"fsdp": 8}, {}),
+    "data4_expert2_zero": ({"data": 4, "expert": 2}, {"moments_over_data": True}),
+    "fsdp2_tensor2": ({"fsdp": 2, "tensor": 2}, {}),
+    "context2": ({"context": 2}, {}),
+    "one": ({"fsdp": 1}, {}),
+}
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)
+
+
+def pointers(array: jax.Array) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+
+
+def on_a_device(tree) -> int:
+    """Bytes of the first shard of each array."""
+    return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(tree))
+
+
+def trained():
+    """(trainer, state, model) after an update of policy and critic; moments are cut over copies of the weights too."""
+    model = learners.dense(mesh=layout(DEGREES, moments_over_data=True))
+    trainer, state = learners.begin(model, learners.stage("ppo"), fresh=True)
+    state, _ = trainer.update(state, learners.batch())
+    return trainer, state, Model(model.graph, state.policy.params)
+
+
+def in_place(trainer, state) -> dict:
+    """Bytes of a device that each update writes in place, and those of what it owns."""
+    both = {"policy": (trainer.policy, state.policy), "critic": (trainer.critic, state.critic)}
+    written = {name: [memory.aliased for memory in one.program.memory.values()] for name, (one, _) in both.items()}
+    return {"written": written, "held": {name: on_a_device(learner) for name, (_, learner) in both.items()}}
+
+
+def read(model) -> dict:
+    """What the programs of a generator are given as weights: whether they are the arrays of the model, with the same buffers, laid
+    out as the program was compiled for; and how many bytes these programs write in place."""
+    generator = Generator(model, max_length=32, slots=8)
+    generator.generate(PROMPTS, GREEDY)  # compiles
+    programs, given = generator.engine.programs, {}
+    before = {path: pointers(array) for path, array in model.params.items()}
+
+    def watched(key, compiled):
+        def run(*arguments):
+            given.setdefault(key[0], []).append((compiled, arguments[0]))
+            return compiled(*arguments)
+
+        return run
+
+    programs._compiled = {key: watched(key, compiled) for key, compiled in programs._compiled.items()}
+    generator.forget()
+    generator.generate(PROMPTS, GREEDY)
+    found = {}
+    for name in ("prefill", "decode"):
+        for compiled, params in given[name]:
+            places = compiled.input_shardings[0][0]
+            found[name] = found.get(name, True) and all(
+                params[path] is array and pointers(params[path]) == before[path] for path, array in model.params.items()
+            )
+            used = [path for path, place in places.items() if place is not None]  # prefill computes no head
+            laid = all(places[path].is_equivalent_to(params[path].sharding, params[path].ndim) for path in used)
+            found[f"{name} laid out so"] = found.get(f"{name} laid out so", True) and laid and len(used) > len(places) // 2
+    weights = on_a_device(model.params)
+    found["written"] = max(memory.aliased for key, memory in programs.memory.items() if key[0] in ("prefill", "decode"))
+    return found | {"cache": on_a_device(generator.engine._whole()), "weights": weights}
+
+
+def elastic(state, folder) -> dict:
+    """Mesh -> whether every array of a checkpoint comes back there with its bits, at its place."""
+    checkpoints = Checkpoints(Path(folder) / "checkpoints", keep=1)
+    checkpoints.save(1, state, {"progress": 3}, wait=True)
+    expected, found = learners.host(state), {}
+    for name, (degrees, how) in OTHERS.items():
+        devices = jax.devices()[: int(np.prod(list(degrees.values())))]
+        model = learners.dense(mesh=layout(degrees, devices=devices, **how))
+        template = learners.trainer(model, learners.stage("ppo")).abstract()
+        number, restored, host = checkpoints.restore(template)
+        same = learners.same_bits(learners.host(restored), expected) and (number, host) == (1, {"progress": 3})
+        placed = jax.tree.map(lambda array, wanted: array.sharding == wanted.sharding, restored, template)
+        found[name] = bool(same and all(jax.tree.leaves(placed)))
+        if name == "one":  # and from there back to all devices
+            checkpoints.save(2, restored, {}, wait=True)
+    back = checkpoints.restore(state)[1]
+    checkpoints.close()
+    return found | {"back": learners.same_bits(learners.host(back), expected)}
+
+
+def laid_out(kind: str) -> dict:
+    """Greedy completions of a generator that lays weights out for decoding, beside one that reads them where they are trained."""
+    degrees = {"fsdp": 2, "tensor": 2, "expert": 2} if kind == "experts" else DEGREES
+    model, found = getattr(learners, kind)(mesh=layout(degrees)), []
+    for rules in (None, STATIONARY_RULES):
+        generator = Generator(model, max_length=32, slots=8, options=GeneratorOptions(rules=rules))
+        generator.lay_out()
+        found.append([completion for (completion,) in generator.generate(PROMPTS, GREEDY)])
+    (plain, moved), copies = found, generator.weights._copies
+    kept = all(array is model.params[path] for path, array in generator._params.items() if path not in copies)
+    share = sum(a.nbytes for path, a in model.params.items() if path in copies) / sum(a.nbytes for a in model.params.values())
+    generator.drop_layout()
+    return {
+        "equal": [c.tokens for c in plain] == [c.tokens for c in moved],
+        "logprobs": max(float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(plain, moved, strict=True)),
+        "kept": kept,
+        "share": share,
+        "dropped": generator.weights._copies is None,
+    }
+
+
+def quantised() -> dict:
+    """Weights in few bits that are laid out too, beside those where the trained ones lie: one program makes them."""
+    from rollout.weights import RolloutWeights
+
+    model = learners.experts(mesh=layout({"fsdp": 2, "tensor": 2, "expert": 2}))
+    plain, moved = (RolloutWeights(model.graph, "int8", rules).of(model.params) for rules in (None, STATIONARY_RULES))
+    same = [learners.same_bits(learners.host(plain[path]), learners.host(moved[path])) for path in model.params]
+    graph = model.graph.generating(STATIONARY_RULES)
+    values = {path: moved[path].qvalue if path in graph.inputs else moved[path] for path in model.params}
+    placed = [values[path].sharding.is_equivalent_to(graph.sharding(path), values[path].ndim) for path in model.params]
+    return {"same": all(same), "placed": all(placed)}
+
+
+def main() -> None:
+    trainer, state, model = trained()
+    with tempfile.TemporaryDirectory() as folder:
+        found = {"in place": in_place(trainer, state), "read": read(model), "elastic": elastic(state, folder)}
+    found |= {"laid out": {kind: laid_out(kind) for kind in ("dense", "experts")}, "quantised": quantised()}
+    print(json.dumps(found))
+
+
+main()

@@ -1,0 +1,40 @@
+"""On a mesh updates write in place, the generator reads the very arrays that they wrote, or a copy laid out for decoding, and a
+checkpoint comes back on any other mesh."""
+
+from pathlib import Path
+
+import pytest
+from devices import on_devices
+
+pytestmark = pytest.mark.xdist_group("in_place_on_a_mesh")
+
+
+@pytest.fixture(scope="module")
+def found():
+    return on_devices(8, Path(__file__).with_name("in_place_on_mesh.py"))
+
+
+def test_updates_write_all_of_their_state_in_place(found):
+    """Weights and moments of policy and critic, and not a byte besides."""
+    for name, held in found["in place"]["held"].items():
+        assert found["in place"]["written"][name] == [held] and held > 0, found["in place"]
+
+
+def test_prefill_and_decoding_read_the_buffers_that_the_update_wrote(found):
+    read = found["read"]
+    assert read["prefill"] and read["decode"] and read["prefill laid out so"] and read["decode laid out so"], read
+    assert 0 < read["written"] <= read["cache"], "weights are given up to no program"
+
+
+def test_a_checkpoint_comes_back_on_any_other_mesh(found):
+    assert len(found["elastic"]) == 6 and all(found["elastic"].values()), found["elastic"]
+
+
+def test_completions_are_the_same_where_weights_are_laid_out_for_decoding(found):
+    for kind, each in found["laid out"].items():
+        assert each["equal"] and each["logprobs"] < 2e-5, (kind, each)
+        assert each["share"] > 0.9 and each["kept"] and each["dropped"], (kind, each)
+
+
+def test_weights_of_few_bits_are_laid_out_by_the_same_program(found):
+    assert found["quantised"] == {"same": True, "placed": True}
