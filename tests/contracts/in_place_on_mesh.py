@@ -19,12 +19,12 @@ from policy.model import Model
 from policy.sharding import layout
 from rl.checkpoint import Checkpoints
 from rollout import Generator, GeneratorOptions, SamplingParams
+from rollout.weights import RolloutWeights
 
 DEGREES = {"data": 2, "fsdp": 2, "tensor": 2}
 OTHERS = {
     "fsdp8": ({"fsdp": 8}, {}),
-    "data4_expert2_zero": ({"data": 4, "expert": 2}, {"moments_over_data": True}),
-    "fsdp2_tensor2": ({"fsdp": 2, "tensor": 2}, {}),
+    "data2_expert2_zero": ({"data": 2, "expert": 2}, {"moments_over_data": True}),
     "context2": ({"context": 2}, {}),
     "one": ({"fsdp": 1}, {}),
 }
@@ -55,37 +55,37 @@ def in_place(trainer, state) -> dict:
     return {"written": written, "held": {name: on_a_device(learner) for name, (_, learner) in both.items()}}
 
 
-def read(model) -> dict:
-    """What the programs of a generator are given as weights: whether they are the arrays of the model, with the same buffers, laid
-    out as the program was compiled for; and how many bytes these programs write in place."""
-    generator = Generator(model, max_length=32, slots=8)
-    generator.generate(PROMPTS, GREEDY)  # compiles
-    programs, given = generator.engine.programs, {}
+def completed(generator) -> list:
+    return [completion for (completion,) in generator.generate(PROMPTS, GREEDY)]
+
+
+def read(model) -> tuple[dict, list]:
+    """(findings, completions). What programs of a generator are given as weights: whether they are the arrays of the model, with
+    the same buffers, laid out as the program was compiled for; and how many bytes these programs write in place."""
+    generator = Generator(model, max_length=32, slots=4)
+    completed(generator)  # compiles
+    programs, given = generator.engine.programs, []
     before = {path: pointers(array) for path, array in model.params.items()}
 
     def watched(key, compiled):
         def run(*arguments):
-            given.setdefault(key[0], []).append((compiled, arguments[0]))
+            given.append((key[0], compiled, arguments[0]))
             return compiled(*arguments)
 
         return run
 
     programs._compiled = {key: watched(key, compiled) for key, compiled in programs._compiled.items()}
     generator.forget()
-    generator.generate(PROMPTS, GREEDY)
-    found = {}
-    for name in ("prefill", "decode"):
-        for compiled, params in given[name]:
-            places = compiled.input_shardings[0][0]
-            found[name] = found.get(name, True) and all(
-                params[path] is array and pointers(params[path]) == before[path] for path, array in model.params.items()
-            )
-            used = [path for path, place in places.items() if place is not None]  # prefill computes no head
-            laid = all(places[path].is_equivalent_to(params[path].sharding, params[path].ndim) for path in used)
-            found[f"{name} laid out so"] = found.get(f"{name} laid out so", True) and laid and len(used) > len(places) // 2
-    weights = on_a_device(model.params)
+    made, found = completed(generator), {"prefill": [], "decode": []}
+    for name, compiled, params in given:
+        if name in found:
+            same = [params[path] is array and pointers(params[path]) == before[path] for path, array in model.params.items()]
+            # None where it is not used: prefill needs no more of the last layer than its keys.
+            places = {path: place for path, place in compiled.input_shardings[0][0].items() if place is not None}
+            laid = [place.is_equivalent_to(params[path].sharding, params[path].ndim) for path, place in places.items()]
+            found[name].append(all(same) and all(laid) and (len(laid) == len(same) or name == "prefill"))
     found["written"] = max(memory.aliased for key, memory in programs.memory.items() if key[0] in ("prefill", "decode"))
-    return found | {"cache": on_a_device(generator.engine._whole()), "weights": weights}
+    return found | {"cache": on_a_device(generator.engine._whole())}, made
 
 
 def elastic(state, folder) -> dict:
@@ -108,15 +108,12 @@ def elastic(state, folder) -> dict:
     return found | {"back": learners.same_bits(learners.host(back), expected)}
 
 
-def laid_out(kind: str) -> dict:
-    """Greedy completions of a generator that lays weights out for decoding, beside one that reads them where they are trained."""
-    degrees = {"fsdp": 2, "tensor": 2, "expert": 2} if kind == "experts" else DEGREES
-    model, found = getattr(learners, kind)(mesh=layout(degrees)), []
-    for rules in (None, STATIONARY_RULES):
-        generator = Generator(model, max_length=32, slots=8, options=GeneratorOptions(rules=rules))
-        generator.lay_out()
-        found.append([completion for (completion,) in generator.generate(PROMPTS, GREEDY)])
-    (plain, moved), copies = found, generator.weights._copies
+def laid_out(model, plain: list) -> dict:
+    """Completions of a generator that lays weights out for decoding, beside those of one that reads them where they are trained."""
+    generator = Generator(model, max_length=32, slots=4, options=GeneratorOptions(rules=STATIONARY_RULES))
+    generator.lay_out()
+    copies = generator.weights._copies
+    moved = completed(generator)
     kept = all(array is model.params[path] for path, array in generator._params.items() if path not in copies)
     share = sum(a.nbytes for path, a in model.params.items() if path in copies) / sum(a.nbytes for a in model.params.values())
     generator.drop_layout()
@@ -129,11 +126,8 @@ def laid_out(kind: str) -> dict:
     }
 
 
-def quantised() -> dict:
+def quantised(model) -> dict:
     """Weights in few bits that are laid out too, beside those where the trained ones lie: one program makes them."""
-    from rollout.weights import RolloutWeights
-
-    model = learners.experts(mesh=layout({"fsdp": 2, "tensor": 2, "expert": 2}))
     plain, moved = (RolloutWeights(model.graph, "int8", rules).of(model.params) for rules in (None, STATIONARY_RULES))
     same = [learners.same_bits(learners.host(plain[path]), learners.host(moved[path])) for path in model.params]
     graph = model.graph.generating(STATIONARY_RULES)
@@ -145,9 +139,12 @@ def quantised() -> dict:
 def main() -> None:
     trainer, state, model = trained()
     with tempfile.TemporaryDirectory() as folder:
-        found = {"in place": in_place(trainer, state), "read": read(model), "elastic": elastic(state, folder)}
-    found |= {"laid out": {kind: laid_out(kind) for kind in ("dense", "experts")}, "quantised": quantised()}
-    print(json.dumps(found))
+        found = {"in place": in_place(trainer, state), "elastic": elastic(state, folder)}
+    found["read"], made = read(model)
+    experts = learners.experts(mesh=layout({"fsdp": 2, "tensor": 2, "expert": 2}))
+    plain = completed(Generator(experts, max_length=32, slots=4))
+    found["laid out"] = {"dense": laid_out(model, made), "experts": laid_out(experts, plain)}
+    print(json.dumps(found | {"quantised": quantised(experts)}))
 
 
 main()

@@ -22,12 +22,13 @@ def test_updates_write_all_of_their_state_in_place(found):
 
 def test_prefill_and_decoding_read_the_buffers_that_the_update_wrote(found):
     read = found["read"]
-    assert read["prefill"] and read["decode"] and read["prefill laid out so"] and read["decode laid out so"], read
+    for name in ("prefill", "decode"):
+        assert read[name] and all(read[name]), read
     assert 0 < read["written"] <= read["cache"], "weights are given up to no program"
 
 
 def test_a_checkpoint_comes_back_on_any_other_mesh(found):
-    assert len(found["elastic"]) == 6 and all(found["elastic"].values()), found["elastic"]
+    assert len(found["elastic"]) == 5 and all(found["elastic"].values()), found["elastic"]
 
 
 def test_completions_are_the_same_where_weights_are_laid_out_for_decoding(found):
