@@ -160,6 +160,13 @@ class Cut:
         factor, most = self.runtime.ragged_buffer_factor, N * met * min(k, self.own_experts)
         return most if factor is None else min(most, math.ceil(N * k * factor))
 
+    @property
+    def filled(self) -> float:
+        """Share of those rows that a device computes in the mean: the others belong to other devices, or are there for the case
+        that all tokens choose its experts."""
+        met = self.layout.mesh.shape[AXIS] if self.gathers else 1
+        return met * self.spec.router.experts_per_token * self.own_experts / self.spec.router.experts / self.room(1)
+
     @cached_property
     def chunks(self) -> int:
         """Equal parts of the tokens of a device, the fewest that have room each."""

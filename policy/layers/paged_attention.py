@@ -29,6 +29,10 @@ BLOCK_TOKENS = 512
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
+# Names of the kernels in compiled programs, and the entries of the cache that they read.
+KERNELS = {"paged_attention": ("k", "v"), "latent_paged_attention": ("latent",)}
+
+
 def decode(q_BHTD: jax.Array, cache: LayerCache | None, step: Step, spec: Attention, runtime: Runtime) -> jax.Array | None:
     """softmax(q k^T) v over the cache, the scale already in q: [B, H, 1, D]. None: no kernel for this."""
     plain = spec.window is None and spec.chunk is None and not spec.sinks and spec.head_dim % pages.LANES == 0

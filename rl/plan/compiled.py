@@ -111,7 +111,7 @@ def _estimated(configs: list[dict], devices, memory: float | None):
 def _report(planned, topology: Topology, dump: Path, cache: Path | None) -> Report:
     began = time.perf_counter()
     lowered = planned.lower()
-    known = None if cache is None else cache / f"{_key(lowered, topology, planned.turns)}.json"
+    known = None if cache is None else cache / f"{_key(lowered, topology, planned)}.json"
     if known is not None and known.exists():
         found = json.loads(known.read_text())
     else:
@@ -124,14 +124,15 @@ def _report(planned, topology: Topology, dump: Path, cache: Path | None) -> Repo
     return Report(name=planned.name, shape=planned.shape, stays=planned.stays, times=planned.times, **found)
 
 
-def _key(lowered, topology: Topology, turns: int) -> str:
+def _key(lowered, topology: Topology, planned) -> str:
     """What the result depends on: the program, the devices and the versions of the compilers."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("duet-rl", "jax", "jaxlib")]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions.append(importlib.metadata.version("libtpu"))
     # The text names source lines, which say nothing about the program.
     text = re.sub(r"loc\([^)]*\)", "", lowered.as_text())
-    return hashlib.sha256("\n".join([*versions, topology.name, str(turns), text]).encode()).hexdigest()[:32]
+    counted = f"{planned.turns} {planned.filled} {planned.kernels}"
+    return hashlib.sha256("\n".join([*versions, topology.name, counted, text]).encode()).hexdigest()[:32]
 
 
 def _compile(planned, lowered, topology: Topology, dump: Path) -> dict:
@@ -148,7 +149,7 @@ def _compile(planned, lowered, topology: Topology, dump: Path) -> dict:
             return _too_large(text)
         raise ResourceError(f"{planned.name} does not compile: {text.splitlines()[0] if text else error!r}") from error
     texts = sorted(dump.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size)
-    program = Program(texts[-1].read_text(), turns=planned.turns)
+    program = Program(texts[-1].read_text(), planned.kernels, planned.turns, planned.filled)
     exchanged: dict[str, list[float]] = {}
     for each in program.exchanged():
         total = exchanged.setdefault(each.kind, [0.0, 0])

@@ -6,7 +6,8 @@ in other memories, S(1) and so on, count nothing. Where a fusion only slices or 
 it updates an operand in place, the update counts, twice.
 
 Operations: 2 for each multiplication of a product (dot, convolution, ragged dot), as XLA counts them; all else, elementwise, counts
-nothing. Kernels count what they say of themselves (`cost_estimate` of a Pallas call), or what the caller gives for them.
+nothing. Kernels count what they say of themselves (`cost_estimate` of a Pallas call). Of the rows of ragged dots, which go by the
+sizes of groups, the share counts that belongs to a group in the mean; the caller gives it.
 
 Exchanged: the larger of what a collective is given and what it returns, on one device. Of a ragged exchange the smaller: one of
 both has room for the worst case, and the other is what devices send, or get back, in the mean.
@@ -98,10 +99,11 @@ class Exchange:
 
 class Program:
     """`kernels`: bytes of one call of a kernel, by the start of the names of its custom calls, where they are known better than
-    from its operands. `turns`: how often a loop runs that ends by what it computes."""
+    from its operands. `turns`: how often a loop runs that ends by what it computes. `filled`: share of the rows of ragged dots that
+    belong to a group."""
 
-    def __init__(self, text: str, kernels: dict[str, int] | None = None, turns: int = 1):
-        self.kernels, self.turns, self.computations, self.entry = kernels or {}, turns, {}, None
+    def __init__(self, text: str, kernels: dict[str, int] | None = None, turns: int = 1, filled: float = 1.0):
+        self.kernels, self.turns, self.filled, self.computations, self.entry = kernels or {}, turns, filled, {}, None
         for line in text.splitlines():
             if head := re.match(r"(ENTRY )?%(\S+) \(.*\{$", line):
                 current = self.computations[head[2]] = Computation()
@@ -172,11 +174,12 @@ class Program:
         return limits[0] if len(limits) == 1 else self.turns
 
     def _products(self, inside: Computation, each: Instruction) -> float:
+        share = self.filled if each.name.startswith("ragged-dot") else 1.0
         if each.kind in PRODUCTS:
-            return PRODUCTS[each.kind](each, [inside.instructions[name].result for name in each.operands])
+            return share * PRODUCTS[each.kind](each, [inside.instructions[name].result for name in each.operands])
         if each.kind == "custom-call":
             stated = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', each.rest)
-            return float(stated[1]) if stated else 0.0
+            return share * float(stated[1]) if stated else 0.0
         return sum(
             self._products(self.computations[called], other)
             for called in (each.all_called() if each.kind in ("fusion", "async-start") else ())

@@ -8,14 +8,16 @@ Each is what the run itself compiles (rl/trainer.py, rollout/programs.py), for t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import rl.algorithms
+from policy.layers.expert_parallel import Cut
+from policy.layers.paged_attention import KERNELS
 from policy.model import Graph
 from policy.sharding import Layout
 from rl import build
@@ -35,7 +37,7 @@ from rollout.weights import RolloutWeights
 class Planned:
     """One program of a stage. `shape`: what it computes on. Bytes on each device of what the run keeps there all the time: `held`,
     all of it, and `stays`, what is not among the arguments of the program. `times`: how often it runs in a step. `turns`: of its
-    outermost loop, whose number the device finds: micro-batches that hold anything."""
+    outermost loop, whose number the device finds: micro-batches that hold anything. `kernels` and `filled` as in rl/plan/hlo.py."""
 
     stage: str
     kind: str
@@ -45,6 +47,8 @@ class Planned:
     stays: int
     times: float
     turns: int = 1
+    kernels: Mapping[str, int] = field(default_factory=dict)
+    filled: float = 1.0
 
     @property
     def name(self) -> str:
@@ -58,9 +62,10 @@ def programs(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[
     """
     for stage, sampling in stages(config, mesh, memory):
         cache = sampling.bytes if sampling else 0
-        yield from stage.programs(cache, sampling.routes if sampling and stage.options.router_replay else None)
+        for each in stage.programs(cache, sampling.routes if sampling and stage.options.router_replay else None):
+            yield replace(each, filled=_filled(stage.trainer.graph, each))
         if sampling and sampling.used_by(stage):
-            yield from sampling.programs(stage)
+            yield from (replace(each, filled=_filled(sampling.decoding, each)) for each in sampling.programs(stage))
 
 
 def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tuple[Stage, Sampling | None]]:
@@ -73,6 +78,15 @@ def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tu
         if sampling is None and (algorithm.needs_rollouts or (config.evaluation and not algorithm.needs_scores)):
             sampling = Sampling(config, stage, memory)
         yield stage, sampling
+
+
+def _filled(graph: Graph, planned: Planned) -> float:
+    """Share of the rows of its grouped products that hold a token in the mean."""
+    moe = next((layer.moe for layer in graph.config.layers if layer.moe), None)
+    if moe is None or len(planned.shape) < 2:
+        return 1.0
+    length = 1 if planned.kind == GENERATOR["decode"] else planned.shape[1]
+    return Cut(moe, graph.runtime, (planned.shape[0] // planned.turns, length, graph.config.hidden_size)).filled
 
 
 def on_a_device(tree) -> int:
@@ -215,7 +229,17 @@ class Sampling:
             else:
                 continue
             lower = lambda name=name, arguments=arguments: made.lower(name, arguments)  # noqa: E731
-            yield Planned(stage.name, GENERATOR.get(name, name), tuple(shape), lower, held, stays, times)
+            kernels = self._read_by_kernels() if made.paged else {}
+            yield Planned(stage.name, GENERATOR.get(name, name), tuple(shape), lower, held, stays, times, kernels=kernels)
+
+    def _read_by_kernels(self) -> dict[str, int]:
+        """Bytes that a kernel of decoding reads of the pages of one layer, all of them full. Its operand is the pool of all."""
+        found: dict[str, int] = {}
+        for part in (part for stack in self.cache for layers in stack for part in layers):
+            for kernel, names in KERNELS.items():
+                pools = [part[name].array for name in names if name in part]
+                found[kernel] = max(found.get(kernel, 0), sum(on_a_device(pool) // pool.shape[1] for pool in pools))
+        return {kernel: size for kernel, size in found.items() if size}
 
     def _copying(self, stage: Stage, held: int) -> Planned:
         """The program that makes the copies: in the place of the last ones, or anew at each step where those were dropped."""
