@@ -14,21 +14,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec
 
 from policy import batch_split
 from policy.cache import LayerCache, Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
+from policy.explicit import stated, typed
 from policy.intermediates import Aux
 from policy.layers.dropout import drop
 from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
 from policy.layers.norms import norm
-from policy.layers.parameter import normal, stacked, weight
+from policy.layers.parameter import apart, normal, stacked, weight
 from policy.layers.rope import made_once, rotation, sinusoids
 from policy.memory import fetch_layer
 from policy.multi_token_prediction import PredictionModule
 from policy.remat import checkpointed, saved
 from policy.sequence_cut import Order, along_length
+from policy.sharding import Layout as ShardingLayout
 from policy.sharding import constrain, own_rows
 
 
@@ -109,6 +112,8 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
     tokens, and what was read is exchanged. Else the partitioner gathers the whole table, and adds up a gradient of its size in
     float32: 2 GiB on each device for llama3.1-8b, where the exchange moves 16 MiB for 2,048 tokens of a device."""
     layout = runtime.layout
+    if stated():
+        return _rows_of(table_VE, ("vocab", "embed_vocab"), tokens_BT, layout).astype(runtime.dtype)
     rows, width = (None, None) if layout is None else layout.spec(("vocab", "embed_vocab"), table_VE.shape)
     if width is not None:
         read = table_VE[constrain(tokens_BT, (None, None), layout)].astype(runtime.dtype)
@@ -119,6 +124,15 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
         read = table_VE[tokens_BT].astype(runtime.dtype)
     moves = layout is not None and layout.rows_move
     return constrain(read, ("batch", "length", None), layout) if moves else read
+
+
+def _rows_of(table, axes: tuple[str | None, str], index_BT: jax.Array, layout: ShardingLayout) -> jax.Array:
+    """table[index]; where shardings are stated, every device reads its part of the rows of all tokens, and they are exchanged."""
+    if not stated():
+        return table[index_BT]
+    whole = constrain(index_BT, (None, None), layout)
+    read = table.at[whole].get(out_sharding=PartitionSpec(None, None, layout.spec(axes, table.shape)[1]))
+    return constrain(read, ("batch", "length", None), layout)
 
 
 class Decoder(nnx.Module):
@@ -143,15 +157,36 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         """(hidden [B, T, E], cache, Aux). `cache` is what policy.cache.create made, or None to look at this call's tokens only."""
+        explicit = cache is None and runtime.layout is not None and runtime.layout.explicit
+        forward = self._typed if explicit else self._forward
         if (order := Order.of(step, cache, runtime)) is None:
-            return self._forward(tokens_BT, step, cache, runtime)
-        hidden, _, aux = self._forward(*order.enter(tokens_BT, step), None, runtime)
+            return forward(tokens_BT, step, cache, runtime)
+        hidden, _, aux = forward(*order.enter(tokens_BT, step), None, runtime)
         return order.leave(hidden), None, order.leave_aux(aux)
+
+    def _typed(self, tokens_BT: jax.Array, step: Step, cache: None, runtime: Runtime):
+        """`_forward` with shardings stated: those of weights by their logical axes, those of what is known of tokens by rows and
+        length, all others by what is made of these."""
+        layout, (arrays, decoder) = runtime.layout, apart(self)
+        variables = jax.tree.leaves(nnx.state(self), is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+        def run(arrays, tokens_BT, step):
+            hidden, _, aux = decoder(arrays)._forward(tokens_BT, step, None, runtime)
+            return hidden, aux
+
+        def place(a):
+            of_tokens = jnp.shape(a)[:2] == tokens_BT.shape
+            return layout.spec(("batch", "length", *[None] * (a.ndim - 2)), a.shape) if of_tokens else PartitionSpec()
+
+        stored = [layout.spec(v.get_metadata("out_sharding"), a.shape) for v, a in zip(variables, arrays, strict=True)]
+        places = stored, place(tokens_BT), jax.tree.map(place, step)
+        hidden, aux = typed(run, layout.mesh, places)(arrays, tokens_BT, step)
+        return hidden, None, aux
 
     def _forward(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         step = self.seat(tokens_BT, step)
         on_cpu = runtime.layout is not None and runtime.layout.platform == "cpu"
-        if on_cpu and (cache is None or tokens_BT.shape[1] == 1):
+        if on_cpu and not stated() and (cache is None or tokens_BT.shape[1] == 1):
             step = replace(step, rotations={name: made_once(table) for name, table in step.rotations.items()})
         x = drop(self.embed(step, runtime), step.dropout)
         x = x if self.streams is None else self.streams.expand(x)
@@ -178,14 +213,15 @@ class Decoder(nnx.Module):
         x = _look_up(self.embed_tokens[...], step.tokens, runtime)
         if config.embedding_scale != 1.0:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
-        return x + self._position_embedding(step.positions).astype(x.dtype) if config.positions else x
+        return x + self._position_embedding(step.positions, runtime.layout).astype(x.dtype) if config.positions else x
 
-    def _position_embedding(self, positions_BT: jax.Array) -> jax.Array:
+    def _position_embedding(self, positions_BT: jax.Array, layout: ShardingLayout | None) -> jax.Array:
         """float32[B, T, E], the sum of the tables that the configuration has."""
         found = 0.0
         for table in self.config.positions:
             if isinstance(table, LearnedPositions):
-                found += self.embed_positions[...][positions_BT].astype(jnp.float32)
+                rows = _rows_of(self.embed_positions[...], (None, "embed_vocab"), positions_BT, layout)
+                found += rows.astype(jnp.float32)
             else:
                 found += sinusoids(positions_BT, self.config.hidden_size)
         return found

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from policy import vocab_tiles
+from policy.explicit import over_devices, stated, typed
 from policy.layers.projection import Projection
 from policy.sharding import Layout
 from policy.vocab_tiles import Tiles
@@ -45,8 +46,10 @@ class Tiling:
         return max(1, min(M, CHUNK_LOGITS // V) if self.tiles is None else -(-M // self.tiles))
 
     def of_vocabulary(self, M: int, weight_VE: jax.Array, softcap: float | None) -> Tiles | None:
-        """Tiles of the vocabulary in place of chunks of rows, where the devices that share the rows share E too."""
-        if self.layout is None or self.layout.spec(("vocab", "embed_vocab"), weight_VE.shape)[1] is None:
+        """Tiles of the vocabulary in place of chunks of rows, where the devices that share the rows share E too, or, with
+        shardings stated, any part of the weight."""
+        cut = (None, None) if self.layout is None else self.layout.spec(("vocab", "embed_vocab"), weight_VE.shape)
+        if cut[1] is None and not (stated() and cut[0]):
             return None
         V = weight_VE.shape[0]
         rows = self.layout.sharding(("batch",), (M,)).shard_shape((M,))[0]
@@ -59,9 +62,12 @@ class Tiling:
         between them, M V numbers twice a step in place of one weight V E.
         """
         axes = None if self.layout is None else self.layout.spec(("batch",), (M,))[0]
-        if not axes:
+        if not axes and not stated():
             return function
         rows, whole = PartitionSpec(axes), PartitionSpec()
+        if stated():
+            places = tuple(rows if has else whole for has in row_inputs)
+            return over_devices(function, self.layout, places, rows, check_vma=False)
         manual = {axes} if isinstance(axes, str) else set(axes)
         return jax.shard_map(
             function,
@@ -95,6 +101,11 @@ def logprobs(
         return logp.reshape(-1, targets.shape[1])[:M], entropy.reshape(-1)[:M]
 
     M, temperature = hidden_ME.shape[0], jnp.asarray(temperature, jnp.float32)
+    if tiling.layout is not None and tiling.layout.explicit and not stated():
+        rows = tiling.layout.spec(("batch",), (M,))
+        places = rows, tiling.layout.spec(("vocab", "embed_vocab"), weight_VE.shape), rows, PartitionSpec()
+        run = partial(logprobs, softcap=softcap, tiling=tiling)
+        return typed(run, tiling.layout.mesh, places)(hidden_ME, weight_VE, targets, temperature)
     if (tiles := tiling.of_vocabulary(M, weight_VE, softcap)) is not None:
         logp, entropy = vocab_tiles.logprobs(hidden_ME, weight_VE, targets.reshape(M, -1), temperature, tiles)
     else:

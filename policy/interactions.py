@@ -16,6 +16,8 @@ HYPER, ENGRAM, INDEXER = "model.hyper_connections", "model.engram", "an indexer 
 RING, ULYSSES, BALANCE = "model.context_parallel: ring", "model.context_parallel: ulysses", "model.context_load_balance"
 RECURRENT, CAPACITY = "a gated delta net", "stages.N.router.capacity_factor"
 WARMUP, MODULES = "stages.N.indexer.training: dense_warmup", "stages.N.mtp"
+EXPLICIT, FEW_BITS = "mesh.shard_mode: explicit", "model.quantization"
+WEIGHTS_AWAY, KEPT_AWAY = "model.host_parameters", "a policy of model.remat that offloads"
 
 # Unordered pairs that are refused, and why.
 APART: dict[tuple[str, str], str] = {
@@ -32,6 +34,11 @@ APART: dict[tuple[str, str], str] = {
     (BALANCE, ENGRAM): "its n-grams and its convolution are of neighbours",
     (BALANCE, CAPACITY): "an expert takes the first tokens of a row that choose it",
     (WARMUP, MODULES): "a dense warm-up computes no head, and trains nothing but indexers",
+    (EXPLICIT, SPLIT): "the schedule says itself what moves when, on a mesh with Auto axes",
+    (EXPLICIT, ENGRAM): "its look-ups state no shardings, and its table may lie in host memory; use auto",
+    (EXPLICIT, FEW_BITS): "qwix hands no sharding of the result to its products; use auto",
+    (EXPLICIT, WEIGHTS_AWAY): "types of arrays in host memory differ from those that shardings are stated for; use auto",
+    (EXPLICIT, KEPT_AWAY): "types of arrays in host memory differ from those that shardings are stated for; use auto",
 }
 
 
@@ -39,8 +46,8 @@ class Conflict(ValueError):
     """Two features that do not go together; the message names both and says why."""
 
 
-def features(config: DecoderConfig, runtime: Runtime) -> frozenset[str]:
-    """Names of those of APART that are on."""
+def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False) -> frozenset[str]:
+    """Names of those of APART that are on. `explicit`: shardings are to be stated, whatever the layout of `runtime` says."""
     on = {
         SPLIT: runtime.batch_split,
         EXCHANGE: runtime.expert_parallel == "all_to_all",
@@ -55,13 +62,17 @@ def features(config: DecoderConfig, runtime: Runtime) -> frozenset[str]:
         CAPACITY: runtime.capacity_factor is not None,
         WARMUP: runtime.indexer == "dense_warmup",
         MODULES: runtime.mtp is not None,
+        EXPLICIT: explicit or (runtime.layout is not None and runtime.layout.explicit),
+        FEW_BITS: runtime.quantization is not None,
+        WEIGHTS_AWAY: runtime.host_parameters,
+        KEPT_AWAY: runtime.remat.endswith("_offloaded") or "offload" in dict(runtime.remat_tensors).values(),
     }
     return frozenset(name for name, is_on in on.items() if is_on)
 
 
-def conflicts(config: DecoderConfig, runtime: Runtime) -> Iterator[str]:
+def conflicts(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False) -> Iterator[str]:
     """What is wrong with these features together, one text for each pair that is refused."""
-    on = features(config, runtime)
+    on = features(config, runtime, explicit=explicit)
     for (one, other), reason in APART.items():
         if {one, other} <= on:
             yield f"{one} does not go with {other}: {reason}"

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from policy.explicit import inferred
 
 
 def _pytree(cls):
@@ -109,16 +112,18 @@ class Aux:
 
 def observe(x_BTE: jax.Array, segments_BT: jax.Array, record: tuple[str, ...]) -> LayerAux:
     """Of the output of a layer, what `Runtime.record` asks for."""
-    activations = None
-    if "activations" in record:
-        x = x_BTE.astype(jnp.float32)
-        axes = tuple(range(2, x.ndim))
-        valid = jnp.expand_dims(segments_BT != 0, axes)
-        count = jnp.maximum(valid.sum() * (x.size // segments_BT.size), 1)
-
-        def mean(values):
-            return jnp.sum(jnp.where(valid, values, 0.0)) / count
-
-        centre = mean(x)
-        activations = Activations(centre, jnp.sqrt(mean(jnp.square(x - centre))), mean(x == 0))
+    activations = inferred(_activations, PartitionSpec(), x_BTE, segments_BT) if "activations" in record else None
     return LayerAux(activations=activations, hidden=x_BTE if "hidden" in record else None)
+
+
+def _activations(x_BTE: jax.Array, segments_BT: jax.Array) -> Activations:
+    x = x_BTE.astype(jnp.float32)
+    axes = tuple(range(2, x.ndim))
+    valid = jnp.expand_dims(segments_BT != 0, axes)
+    count = jnp.maximum(valid.sum() * (x.size // segments_BT.size), 1)
+
+    def mean(values):
+        return jnp.sum(jnp.where(valid, values, 0.0)) / count
+
+    centre = mean(x)
+    return Activations(centre, jnp.sqrt(mean(jnp.square(x - centre))), mean(x == 0))

@@ -34,7 +34,7 @@ class Graph:
     """
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
-        interactions.check(config, runtime)
+        interactions.check(config, replace(runtime, layout=layout))
         expert_parallel.check(config, runtime, layout)
         context_parallel.check(config, runtime, layout)
         batch_split.check(config, runtime)

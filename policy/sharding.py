@@ -14,17 +14,20 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from policy.axes import AXES, DEFAULT_RULES, HIDDEN_SPLIT_RULES, UNUSED
+from policy.explicit import stated
 
 
 @dataclass(frozen=True)
 class Layout:
     """A mesh and its rules (pairs, so that it can be hashed). `moments_over_data`: optimizers cut their states over the axis `data`
-    as well, along which weights are copies (ZeRO stage 1, arXiv 1910.02054). `decodes`: the rules are those of rollouts."""
+    as well, along which weights are copies (ZeRO stage 1, arXiv 1910.02054). `decodes`: the rules are those of rollouts.
+    `explicit`: a decoder states in types how its arrays are cut (policy/explicit.py); never on one device."""
 
     mesh: Mesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
     moments_over_data: bool = False
     decodes: bool = False
+    explicit: bool = False
 
     def spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The mesh axes of each dimension of an array with these logical axes."""
@@ -41,6 +44,16 @@ class Layout:
 
     def sharding(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes, shape))
+
+    def used(self, spec: PartitionSpec) -> PartitionSpec:
+        """Where a weight that is stored so lies while it is multiplied: whole along axes over which rows or tokens are cut."""
+        rules = dict(self.rules)
+        tokens = {*rules["batch"], *rules["length"]}
+
+        def kept(dim):
+            return tuple(axis for axis in ((dim,) if isinstance(dim, str) else dim or ()) if axis not in tokens) or None
+
+        return PartitionSpec(*(kept(dim) for dim in spec))
 
     def moment_spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The mesh axes of the state that an optimizer keeps of a weight: those of the weight, and `data`, if it is to be cut
@@ -100,10 +113,11 @@ def layout(
     *,
     dcn: dict[str, int] | None = None,
     moments_over_data: bool = False,
+    explicit: bool = False,
 ) -> Layout:
     """A layout over `devices` (default: all). `degrees` gives the size of each axis inside a slice (devices joined by a fast
     network), `dcn` how many times as large it is over the slices, which a slow one joins. One of each may be -1 and takes what is
-    left; devices that know of no slices are taken in blocks of neighbours.
+    left; devices that know of no slices are taken in blocks of neighbours. `moments_over_data` and `explicit` are those of Layout.
 
     Raises ValueError when the degrees do not multiply to the number of devices, or a rule names an unknown axis.
     """
@@ -115,7 +129,7 @@ def layout(
     inside = _sizes("mesh", degrees or {"fsdp": -1}, len(slices[0]))
     merged = DEFAULT_RULES | {name: _known(f"mesh.rules.{name}", axes) for name, axes in (rules or {}).items()}
     mesh = Mesh(_arranged(slices, [inside[axis] for axis in AXES], [across[axis] for axis in AXES]), AXES)
-    return Layout(mesh, tuple(sorted(merged.items())), moments_over_data)
+    return Layout(mesh, tuple(sorted(merged.items())), moments_over_data, explicit=explicit and mesh.size > 1)
 
 
 def _sizes(where: str, degrees: dict[str, int], number: int | None) -> dict[str, int]:
@@ -182,9 +196,12 @@ def _known(where: str, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def constrain(x: jax.Array, axes: tuple[str | None, ...], layout: Layout | None) -> jax.Array:
-    """x, laid out by its logical axes; unchanged without a layout or on one device."""
+    """x, laid out by its logical axes; unchanged without a layout or on one device. A hint to the partitioner, or the type of the
+    result where shardings are stated."""
     if layout is None or layout.mesh.size == 1:
         return x
+    if stated():
+        return jax.reshard(x, layout.spec(axes, x.shape))
     return jax.lax.with_sharding_constraint(x, layout.sharding(axes, x.shape))
 
 
@@ -218,6 +235,11 @@ def own_rows(table_VE: jax.Array, tokens_BT: jax.Array, layout: Layout) -> jax.A
     specs = (PartitionSpec(axes, None), tokens)
     read = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=PartitionSpec(*tokens, None))(table_VE, tokens_BT)
     return constrain(read, ("batch", "length", None), layout)
+
+
+def declare(x: jax.Array, axes: tuple[str | None, ...], layout: Layout) -> jax.Array:
+    """x as `constrain` lays it out where shardings are stated, else as it is: for what has no sharding of its own, as zeros."""
+    return constrain(x, axes, layout) if stated() else x
 
 
 def settle(result, layout: Layout):

@@ -15,7 +15,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from policy.sharding import Layout, constrain
+from policy.explicit import stated
+from policy.sharding import Layout, constrain, declare
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,24 @@ class Tiles:
         P, n, W, E = cut_PnWE.shape
         one = jax.lax.dynamic_index_in_dim(cut_PnWE, j, axis=1, keepdims=False).astype(dtype)
         ids = (jnp.arange(P)[:, None] * n + j) * W + jnp.arange(W)
-        return constrain(one, ("vocab", None, None), self.layout).reshape(P * W, E), ids.reshape(-1)
+        weights = constrain(one, ("vocab", None, None), self.layout).reshape(P * W, E)
+        return weights, declare(ids.reshape(-1), ("vocab",), self.layout)
 
     def placed(self, cut_PnWE: jax.Array) -> jax.Array:
         """Laid out as the projection is stored."""
         return constrain(cut_PnWE, ("vocab", None, None, "embed_vocab"), self.layout)
+
+    def rows(self, rows_MX: jax.Array) -> jax.Array:
+        """Cut as hidden states are."""
+        return declare(rows_MX, ("batch", *[None] * (rows_MX.ndim - 1)), self.layout)
+
+    def summed(self, equation: str, g_MN: jax.Array, other: jax.Array, axes: tuple) -> jax.Array:
+        """float32 einsum(equation, g, other), over a dimension that devices share; the result has these logical axes."""
+        how = {}
+        if stated():
+            sizes = dict(zip(equation[:2], g_MN.shape, strict=True)) | dict(zip(equation[3:5], other.shape, strict=True))
+            how["out_sharding"] = self.layout.spec(axes, tuple(sizes[letter] for letter in equation[-2:]))
+        return jnp.einsum(equation, g_MN, other, preferred_element_type=jnp.float32, **how)
 
     def logits(self, hidden_ME, tile_NE, ids_N, temperature) -> tuple[jax.Array, jax.Array]:
         """(logits / temperature, -inf where a token is none; their slope by the products), float32[M, N]."""
@@ -94,7 +108,7 @@ def _scored(hidden, weight, targets, temperature, tiles: Tiles):
         return new, total, weighed, found + jnp.where(here, z[:, None], 0.0).sum(axis=2)
 
     start = jnp.full(M, -jnp.inf), jnp.zeros(M), jnp.zeros(M), jnp.zeros(targets.shape)
-    top, total, weighed, found = jax.lax.fori_loop(0, tiles.count, one, start)
+    top, total, weighed, found = jax.lax.fori_loop(0, tiles.count, one, tuple(map(tiles.rows, start)))
     normal = top + jnp.log(total)
     return (found - normal[:, None], normal - weighed / total), normal
 
@@ -120,12 +134,12 @@ def _backward(tiles: Tiles, saved, cotangents):
         here = targets[:, :, None] == ids
         g_z = (jnp.where(here, g_logp[:, :, None], 0.0).sum(axis=1) - p * spread) * slope
         g_z = g_z.astype(hidden.dtype)
-        g_hidden = g_hidden + jnp.einsum("mn,ne->me", g_z, tile, preferred_element_type=jnp.float32)
-        g_tile = jnp.einsum("mn,me->ne", g_z, hidden, preferred_element_type=jnp.float32)
+        g_hidden = g_hidden + tiles.summed("mn,ne->me", g_z, tile, ("batch", None))
+        g_tile = tiles.summed("mn,me->ne", g_z, hidden, ("vocab", None))
         g_tile = tiles.placed(g_tile.reshape(tiles.parts, 1, tiles.width, -1))
         return g_hidden, jax.lax.dynamic_update_slice_in_dim(g_cut, g_tile, j, axis=1)
 
-    start = jnp.zeros(hidden.shape, jnp.float32), tiles.placed(jnp.zeros(cut.shape))
+    start = tiles.rows(jnp.zeros(hidden.shape, jnp.float32)), tiles.placed(jnp.zeros(cut.shape))
     g_hidden, g_cut = jax.lax.fori_loop(0, tiles.count, one, start)
     return g_hidden.astype(hidden.dtype), tiles.whole(g_cut).astype(weight.dtype), None, None
 

@@ -69,7 +69,8 @@ def on_mesh(config: RunConfig, devices=None) -> Layout:
     try:
         options = config.mesh
         across = options.dcn.model_dump() if options.dcn else None
-        mesh = layout(options.degrees, options.rules, devices, dcn=across, moments_over_data=options.shard_optimizer_over_data)
+        how = {"moments_over_data": options.shard_optimizer_over_data, "explicit": options.shard_mode == "explicit"}
+        mesh = layout(options.degrees, options.rules, devices, dcn=across, **how)
         if any(each.host_memory for stage in config.stages for each in (stage.optimizer, stage.critic)):
             in_host_memory(mesh.replicated)
         return mesh

@@ -82,7 +82,8 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     """What model, stages and generator want of each other."""
     if (decoder := decoder_of(config.model)) is None:
         return
-    said = set(interactions.conflicts(decoder, config.model.runtime))
+    explicit = config.mesh.shard_mode == "explicit"
+    said = set(interactions.conflicts(decoder, config.model.runtime, explicit=explicit))
     yield from ((("model",), text) for text in sorted(said))
     if config.generator.speculative and decoder.multi_token_prediction is None:
         yield ("generator", "speculative"), _NO_MODULES
@@ -91,7 +92,7 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     indexers = [indexer for spec in decoder.layers if (indexer := getattr(spec.mixer, "indexer", None)) is not None]
     for number, stage in enumerate(config.stages):
         path, training = ("stages", number), stage.indexer.training
-        for text in interactions.conflicts(decoder, replace(config.model.runtime, **stage.runtime)):
+        for text in interactions.conflicts(decoder, replace(config.model.runtime, **stage.runtime), explicit=explicit):
             if text not in said:
                 yield path, text
         if stage.mtp and decoder.multi_token_prediction is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -35,6 +36,11 @@ class MeshOptions(Strict):
     rules: dict[str, list[str]] = Field({}, description="logical axis: mesh axes, laid over the default rules")
     shard_optimizer_over_data: bool = Field(
         False, description="moments and sums of gradients are cut over `data` as well, where weights are copies (ZeRO stage 1)"
+    )
+    shard_mode: Literal["auto", "explicit"] = Field(
+        "auto",
+        description="auto: shardings are hints, and the partitioner decides; explicit: those of the decoder are types in training "
+        "and scoring, where an operation that leaves its sharding open is an error (docs/meshes.md)",
     )
     sharding_tolerance: float = Field(
         0.02,

@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec
 
 from policy.cache import LayerCache, Step, Visible
 from policy.config import Attention, DecoderConfig, LatentAttention, Runtime
+from policy.explicit import over_devices
 from policy.layers.dot_product_attention import MASKED, Mask, attend, in_chunks, of_chunks
 from policy.layers.flash_attention import CutQueries, splash_attention
 from policy.sequence_cut import AXIS, balanced_places, cuts
@@ -111,20 +112,16 @@ def attend_cut(
     if how.kernel and local is _all_gather:
         kernel, kernel_spec = how.kernel.made(layout.sharding(QUERIES, q_BHTD.shape).shard_shape(q_BHTD.shape)[1], layout)
     token = layout.spec(("batch", "length"), step.segments.shape)
-    return jax.shard_map(
-        partial(local, how),
-        mesh=layout.mesh,
-        in_specs=(
-            q_spec,
-            Where(token, token),
-            tuple(layout.spec(KEYS, a.shape) for a in keys.parts),
-            tuple(layout.spec((None, "heads", None), a.shape) for a in keys.weights),
-            PartitionSpec(q_spec[1]),
-            kernel_spec,
-        ),
-        out_specs=q_spec,
-        check_vma=False,
-    )(q_BHTD, Where(step.positions, step.segments), keys.parts, keys.weights, sinks_H, kernel)
+    places = (
+        q_spec,
+        Where(token, token),
+        tuple(layout.spec(KEYS, a.shape) for a in keys.parts),
+        tuple(layout.spec((None, "heads", None), a.shape) for a in keys.weights),
+        PartitionSpec(q_spec[1]),
+        kernel_spec,
+    )
+    run = over_devices(partial(local, how), layout, places, q_spec, check_vma=False)
+    return run(q_BHTD, Where(step.positions, step.segments), keys.parts, keys.weights, sinks_H, kernel)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from policy.cache import LayerCache, Step
 from policy.config import DecoderConfig, GatedDeltaNet, Runtime
+from policy.explicit import alike, over_devices, spec_of, stated
 from policy.intermediates import LayerAux
 from policy.layers.linear import linear
 from policy.layers.norms import RMSNorm
-from policy.layers.parameter import normal, ones, weight
+from policy.layers.parameter import apart, normal, ones, weight
 from policy.sequence_cut import whole
 from policy.sharding import from_cache, to_cache
 
@@ -57,6 +59,8 @@ class DeltaNet(nnx.Module):
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux). Padding gives 0 and leaves the cache as it is. Without a cache every document of a row
         starts from an empty state; with one, the first document of a row goes on from what the cache holds."""
+        if stated():
+            return self._over_devices(x_BTE, step, runtime), cache, LayerAux()
         real, documents = step.segments != 0, number_documents(step.segments)
         x = jnp.where(real[..., None], whole(x_BTE, runtime), 0)
         q, k, v, inputs = self._convolved(x, documents, cache, runtime)
@@ -85,6 +89,22 @@ class DeltaNet(nnx.Module):
         out = checkpoint_name(out, "attention_out")
         out = linear("bktv,kve->bte", out, self.o_proj[...], runtime)
         return checkpoint_name(out, "out_proj"), cache, found
+
+    def _over_devices(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array:
+        """The same without a cache, on every device with whole sequences of its own rows, and with its own heads, over which
+        their parts of the output are summed."""
+        layout, (weights, module) = runtime.layout, apart(self)
+        rows = layout.spec(("batch", None, None), x_BTE.shape)
+        heads = layout.spec(("kv_heads",), (self.spec.key_heads,))[0]
+        alone = replace(runtime, layout=None)
+
+        def local(weights, x_bTE, step):
+            out, _, _ = module(weights)(x_bTE, step, None, alone)
+            return out if heads is None else jax.lax.psum(out, heads)
+
+        places = [layout.used(spec_of(w)) for w in weights], rows, PartitionSpec(rows[0])
+        out = over_devices(local, layout, places, rows, check_vma=False)(weights, x_BTE, Step(step.positions, step.segments))
+        return alike(out, x_BTE)
 
     def _project(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:
         return linear("bte,ekd->bktd", x_BTE, getattr(self, f"{name}_proj")[...], runtime)

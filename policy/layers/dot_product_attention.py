@@ -3,10 +3,14 @@ G = H / K, D head dimension."""
 
 from __future__ import annotations
 
+import copy
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from policy.cache import Step, Visible
+from policy.explicit import over_devices, spec_of, stated
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
@@ -19,6 +23,12 @@ class Mask:
         self.queries = (step.positions, step.segments)
         self.keys = (visible.positions, visible.segments)
         self.window, self.chunk = window, chunk
+
+    def between(self, queries: tuple, keys: tuple) -> Mask:
+        """The same rule for these."""
+        other = copy.copy(self)
+        other.queries, other.keys = queries, keys
+        return other
 
     def of(self, positions_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
         """bool[B, T, C] for these queries; takes what `queries` holds, cut along T."""
@@ -48,6 +58,8 @@ def attend(
     More than `chunk` queries are taken in chunks whose scores are computed again in the backward pass, so that memory grows
     with T, not with T^2.
     """
+    if stated():
+        return _by_device(q_BHTD, k_BKCD, v_BKCD, mask, chunk, softcap, sinks_H)
     B, H, T, D = q_BHTD.shape
     K = k_BKCD.shape[1]
     q = q_BHTD.reshape(B, K, H // K, T, D)
@@ -73,6 +85,23 @@ def attend(
         out = jax.lax.map(jax.checkpoint(lambda xs: some(*xs)), tuple(parts))
         out = of_chunks(out, 3)[:, :, :, :T]
     return out.reshape(B, H, T, v_BKCD.shape[-1])
+
+
+def _by_device(q_BHTD, k_BKCD, v_BKCD, mask: Mask, chunk: int, softcap, sinks_H) -> jax.Array:
+    """`attend` on every device with its own rows and heads."""
+    H, K, heads = q_BHTD.shape[1], k_BKCD.shape[1], spec_of(q_BHTD)[1]
+    if 1 < K < H and spec_of(k_BKCD)[1] != heads:
+        # The mesh cuts query heads only: every device needs the keys of its own.
+        k_BKCD, v_BKCD = (jnp.repeat(a, H // K, axis=1) for a in (k_BKCD, v_BKCD))
+    rows = PartitionSpec(spec_of(q_BHTD)[0])
+    keys = PartitionSpec(*rows, heads if k_BKCD.shape[1] > 1 else None)
+
+    def local(q, k, v, queries, keys, sinks):
+        return attend(q, k, v, mask.between(queries, keys), chunk, softcap, sinks)
+
+    places = spec_of(q_BHTD), keys, keys, rows, rows, PartitionSpec(heads)
+    run = over_devices(local, None, places, spec_of(q_BHTD), check_vma=False)
+    return run(q_BHTD, k_BKCD, v_BKCD, mask.queries, mask.keys, sinks_H)
 
 
 def in_chunks(a: jax.Array, chunk: int, axis: int) -> jax.Array:

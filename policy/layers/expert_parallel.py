@@ -29,6 +29,7 @@ import qwix
 from jax.sharding import PartitionSpec
 
 from policy.config import DecoderConfig, Moe, Runtime
+from policy.explicit import over_devices
 from policy.layers import experts
 from policy.layers.experts import Routed, Weights
 from policy.layers.grouped import Block, block_rows, dispatch, plan
@@ -59,12 +60,13 @@ def mixture(x_BTE: jax.Array, experts_BTK: jax.Array, weights_BTK: jax.Array, we
     body = all_to_all if cut.exchanges else gather
     places = cut.places(weights)
     limited = cut.exchanges and runtime.ragged_buffer_factor is not None
-    return jax.shard_map(
+    run = over_devices(
         partial(_on_one_device, body=body, cut=cut, places=places),
-        mesh=layout.mesh,
-        in_specs=(cut.tokens, cut.tokens, cut.tokens, places),
-        out_specs=(cut.tokens, PartitionSpec() if limited else None),
-    )(x_BTE, experts_BTK, weights_BTK, weights)
+        layout,
+        (cut.tokens, cut.tokens, cut.tokens, places),
+        (cut.tokens, PartitionSpec() if limited else None),
+    )
+    return run(x_BTE, experts_BTK, weights_BTK, weights)
 
 
 def check(config: DecoderConfig, runtime: Runtime, layout: Layout) -> None:

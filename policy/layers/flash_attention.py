@@ -19,6 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from policy.cache import Step
 from policy.config import Runtime
+from policy.explicit import over_devices
 from policy.sharding import Layout
 
 LANES = 128
@@ -70,7 +71,7 @@ def _on_mesh(kernel, layout: Layout, q_BHTD, k_BKTD, v_BKTV, segments_BT, sinks_
         kernel = partial(kernel, sinks_H=None)
     else:
         arguments, specs = (*arguments, sinks_H), (*specs, jax.sharding.PartitionSpec(q_spec[1]))
-    return jax.shard_map(kernel, mesh=layout.mesh, in_specs=specs, out_specs=q_spec, check_vma=False)(*arguments)
+    return over_devices(kernel, layout, specs, q_spec, check_vma=False)(*arguments)
 
 
 def splash_attention(q_BHTD, k_BKTD, v_BKTV, segments_BT, sinks_H, *, window=None, softcap=None, interpret=False) -> jax.Array:

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from policy.config import DecoderConfig
+from policy.layers.linear import einsum
 from policy.layers.parameter import normal, ones, weight, zeros
 
 # First value of the factors of what depends on the token (the paper's appendix A). The static part starts at 0: all streams are
@@ -40,7 +41,7 @@ class Mapping(nnx.Module):
         if self.norm is not None:
             w = w * self.norm[...].astype(jnp.float32)[..., None]
         # The norm divides the few results in place of x: a normed float32 copy of all streams is never made.
-        found_KBT = jnp.einsum("btge,gek->kbt", x, w, precision="highest")
+        found_KBT = einsum("btge,gek->kbt", x, w, precision="highest")
         found_KBT = found_KBT * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=(2, 3)) + self.eps)
         scale, bias = (each[...].astype(jnp.float32) for each in (self.scale, self.bias))
         found_KBT = found_KBT * jnp.repeat(scale, np.array(self.parts))[:, None, None] + bias[:, None, None]

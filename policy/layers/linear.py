@@ -17,10 +17,13 @@ from string import ascii_uppercase
 import jax
 import jax.numpy as jnp
 import qwix
+from jax.sharding import PartitionSpec
 
 from policy.config import Runtime
+from policy.explicit import spec_of, stated
 from policy.layers import quantization
 from policy.layers.projection import Projection
+from policy.sharding import Layout
 
 Weight = jax.Array | qwix.QArray | Projection
 
@@ -31,8 +34,8 @@ def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax
     plain = rule is None and not isinstance(weight, (qwix.QArray, Projection))
     one_cpu = runtime.layout is not None and runtime.layout.mesh.size == 1 and runtime.layout.platform == "cpu"
     if plain and not one_cpu:
-        return jnp.einsum(equation, x, weight.astype(x.dtype))
-    equation = equation.replace("...", ascii_uppercase[: x.ndim - len(equation.split(",")[0].replace("...", ""))])
+        return einsum(equation, x, weight.astype(x.dtype), runtime.layout)
+    equation = _spelled(equation, x)
     if plain:
         return _by_rows(equation, x, weight.astype(x.dtype))
     if isinstance(weight, Projection):
@@ -45,6 +48,26 @@ def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax
     inputs = tuple(dim for dim, letter in enumerate(letters) if letter not in outs)
     x_quantized = quantization.quantize(x, quantization.RULES[rule].act_qtype, inputs)
     return qwix.einsum(equation, x_quantized, weight).astype(x.dtype)
+
+
+def einsum(equation: str, x: jax.Array, weight: jax.Array, layout: Layout | None = None, precision=None) -> jax.Array:
+    """einsum(equation, x, weight), of activations and a weight that stays as it is. Where shardings are stated, the weight is
+    gathered over the axes that cut it for storage only (without a layout: over all that do not cut x), and dimensions of the
+    result are cut as they are in x, or in the weight."""
+    if not stated():
+        return jnp.einsum(equation, x, weight, precision=precision)
+    equation = _spelled(equation, x)
+    (letters, named), outs = equation.split("->")[0].split(","), equation.split("->")[1]
+    used = [None] * weight.ndim if layout is None else layout.used(spec_of(weight))
+    cut = dict(zip(named, used, strict=True)) | dict(zip(letters, spec_of(x), strict=True))
+    weight = jax.reshard(weight, PartitionSpec(*(cut[letter] for letter in named)))
+    places = PartitionSpec(*(cut[letter] for letter in outs))
+    return jnp.einsum(equation, x, weight, precision=precision, out_sharding=places)
+
+
+def _spelled(equation: str, x: jax.Array) -> str:
+    """The equation with letters in place of dots."""
+    return equation.replace("...", ascii_uppercase[: x.ndim - len(equation.split(",")[0].replace("...", ""))])
 
 
 def _by_rows(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:

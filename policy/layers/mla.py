@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from policy.cache import LayerCache, Step, Visible, extend
 from policy.config import DecoderConfig, LatentAttention, Runtime
+from policy.explicit import alike, inferred, spec_of, stated
 from policy.intermediates import LayerAux
 from policy.layers import flash_attention
 from policy.layers.context_parallel import Keys, applies, attend_cut
@@ -20,7 +22,7 @@ from policy.layers.indexer import IndexedMask, KeyIndexer
 from policy.layers.linear import linear, rounded
 from policy.layers.norms import RMSNorm
 from policy.layers.paged_attention import decode_latent
-from policy.layers.parameter import normal, weight, zeros
+from policy.layers.parameter import apart, normal, weight, zeros
 from policy.layers.rope import rotate
 from policy.layers.sparse_attention import attend_selected
 from policy.sequence_cut import whole
@@ -39,7 +41,7 @@ class Expansion:
         latent_B1Tc, k_rope_B1TR = parts
         expanded = linear("btc,chd->bhtd", latent_B1Tc[:, 0], weights[0], self.runtime)
         k_nope, values = jnp.split(expanded, [self.nope_dim], axis=-1)
-        k_rope = jnp.broadcast_to(k_rope_B1TR, (*k_nope.shape[:3], k_rope_B1TR.shape[-1]))
+        k_rope = alike(jnp.broadcast_to(k_rope_B1TR, (*k_nope.shape[:3], k_rope_B1TR.shape[-1])), k_nope)
         keys = jnp.concatenate([k_nope, k_rope], axis=-1)
         return checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
 
@@ -77,6 +79,8 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
+        if self.spec.indexer and stated():
+            return self._inferred(x_BTE, step, runtime)
         spec = self.spec
         table = step.rotations[str(spec.rope)]
         q_latent = self._query_latent(x_BTE, runtime)
@@ -111,6 +115,17 @@ class MultiHeadLatentAttention(nnx.Module):
         out = from_cache(out, runtime.layout)
         out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
         return checkpoint_name(out, "out_proj"), cache, found
+
+    def _inferred(self, x_BTE: jax.Array, step: Step, runtime: Runtime):
+        """The same without a cache, within which the partitioner decides: a choice of keys has no sharding of its own."""
+        weights, module = apart(self)
+
+        def run(weights, x_BTE, step):
+            out, _, found = module(weights)(x_BTE, step, None, runtime)
+            return out, found
+
+        out, found = inferred(run, (spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step)
+        return out, None, found
 
     def _expanded(self, q_BHTD, kept: tuple, index: tuple, step: Step, cache: LayerCache | None, runtime: Runtime):
         """(attention [B, H, T, V], LayerAux) over this call's own tokens. `kept`: their latents [B, T, c] and rotated keys."""

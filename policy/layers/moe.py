@@ -8,17 +8,19 @@ import jax
 import jax.numpy as jnp
 import qwix
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from policy.cache import Step
 from policy.config import DecoderConfig, Moe, Router, Runtime
+from policy.explicit import inferred, spec_of, stated
 from policy.intermediates import LayerAux, Routing
 from policy.layers.capacity import limited
 from policy.layers.expert_parallel import mixture
 from policy.layers.experts import AXES, Weights
-from policy.layers.linear import Weight, rounded
+from policy.layers.linear import Weight, einsum, rounded
 from policy.layers.mlp import FeedForward
 from policy.layers.norms import norm
-from policy.layers.parameter import RouterBias, normal, ones, weight, zeros
+from policy.layers.parameter import RouterBias, apart, normal, ones, weight, zeros
 from policy.layers.replay import replay
 
 
@@ -114,23 +116,24 @@ class MixtureOfExperts(nnx.Module):
 
     def choose(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
         """(experts int[B, T, k], their weights float32[B, T, k], see `routing_statistics`)."""
-        B, T, E = x_BTE.shape
-        experts, weights, scores = (a.reshape(B, T, -1) for a in self.router(x_BTE.reshape(-1, E)))
-        experts, weights, replayed = replay(self.router, (experts, weights, scores), step)
-        routing = replace(routing_statistics(experts, scores, step.segments), replayed=replayed)
-        if runtime.drops:
-            experts, dropped = limited(experts, step.segments, self.spec.router, runtime)
-            routing = replace(routing, dropped=dropped)
-        return experts, weights, routing
+        if not stated():
+            return chosen(self.router, x_BTE, step, runtime)
+        weights, router = apart(self.router)
+
+        def run(weights, x_BTE, step):
+            return chosen(router(weights), x_BTE, step, runtime)
+
+        return inferred(run, (spec_of(x_BTE), spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step)
 
     def beside(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
         """What the shared experts add, if there are any."""
         if not self.spec.shared:
             return None
-        x_NE = x_BTE.reshape(-1, x_BTE.shape[-1])
-        shared, _ = self.shared(x_NE, step, runtime)
+        # The tokens of rows that are cut along their length have no place in one dimension with the rows.
+        x = x_BTE if stated() else x_BTE.reshape(-1, x_BTE.shape[-1])
+        shared, _ = self.shared(x, step, runtime)
         if self.spec.shared_gate:
-            shared = shared * jax.nn.sigmoid(x_NE @ self.shared_gate[...].astype(x_NE.dtype))
+            shared = shared * jax.nn.sigmoid(einsum("...e,ex->...x", x, self.shared_gate[...].astype(x.dtype), runtime.layout))
         return shared.reshape(x_BTE.shape)
 
     def weights(self, dtype, runtime: Runtime) -> Weights:
@@ -147,6 +150,18 @@ def _ready(weight: Weight, dtype, runtime: Runtime) -> Weight:
         alone = runtime.layout is None or runtime.layout.mesh.size == 1
         return weight if alone else rounded(weight, (1,), dtype, runtime)
     return weight.astype(dtype)
+
+
+def chosen(router: TopKRouter, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
+    """What `router` chooses for these tokens: see `MixtureOfExperts.choose`."""
+    B, T, E = x_BTE.shape
+    experts, weights, scores = (a.reshape(B, T, -1) for a in router(x_BTE.reshape(-1, E)))
+    experts, weights, replayed = replay(router, (experts, weights, scores), step)
+    routing = replace(routing_statistics(experts, scores, step.segments), replayed=replayed)
+    if runtime.drops:
+        experts, dropped = limited(experts, step.segments, router.spec, runtime)
+        routing = replace(routing, dropped=dropped)
+    return experts, weights, routing
 
 
 def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_BT: jax.Array) -> Routing:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -45,6 +47,13 @@ def stacked(create, rngs: nnx.Rngs, repeats: int):
         return create(rngs)
 
     return each(rngs)
+
+
+def apart(module: nnx.Module) -> tuple[list[jax.Array], Callable[[list[jax.Array]], nnx.Module]]:
+    """(the arrays of a module, what makes the module of such arrays): to hand them to a function by argument."""
+    graph, state = nnx.split(module)
+    arrays, tree = jax.tree.flatten(state)
+    return arrays, lambda arrays: nnx.merge(graph, tree.unflatten(arrays))
 
 
 def weight(

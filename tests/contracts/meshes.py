@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from policy import families
 from policy.axes import STATIONARY_RULES
@@ -51,6 +52,12 @@ def packed(B: int, T: int) -> np.ndarray:
     segments = np.where(np.arange(T) < rng.integers(2, T // 2, (B, 1)), 1, 2) * (np.arange(T) < ends)
     segments[0] = 1
     return segments.astype(np.int32)
+
+
+def on_mesh(degrees: dict, **how):
+    """The layout of these degrees; with the key "explicit" beside them its shardings are stated."""
+    sizes = {axis: size for axis, size in degrees.items() if axis != "explicit"}
+    return layout(sizes, explicit="explicit" in degrees, **how)
 
 
 def attention(degrees: dict, scheme: str, options: dict) -> dict:
@@ -102,23 +109,46 @@ def attention(degrees: dict, scheme: str, options: dict) -> dict:
 @cache
 def derived(kind: str, degrees: str, how: str):
     """(log-probabilities and entropies, gradients by path) of a decoder on packed and padded rows, on a mesh (null: one device)."""
-    degrees, config = json.loads(degrees), families.read(MODELS[kind]())
-    rows, segments, cotangent = tokens(8, 13), packed(8, 13), np.random.default_rng(0).normal(size=(2, 8, 13))
-    mesh = layout(degrees) if degrees else None
-    model = random_model(config, runtime=Runtime(**json.loads(how)), mesh=mesh)
-
-    @partial(jax.jit, out_shardings=(None, {path: model.graph.sharding(path) for path in model.params}))
-    def run(params, rows, segments):
-        def loss(params):
-            logp, entropy, aux = model.graph.logprobs(params, rows, sit(rows, segments=segments), 0.9)
-            balance = sum(routing.balance.sum() for routing in aux.found("routing").values())
-            return jnp.sum(cotangent[0] * logp + cotangent[1] * entropy) + balance, jnp.stack([logp, entropy])
-
-        grads, found = jax.grad(loss, has_aux=True)(params)
-        return found, grads
-
-    found, grads = jax.block_until_ready(run(model.params, rows, segments))
+    degrees = json.loads(degrees)
+    model = random_model(
+        families.read(MODELS[kind]()), runtime=Runtime(**json.loads(how)), mesh=on_mesh(degrees) if degrees else None
+    )
+    run = jax.jit(partial(scored, model.graph), out_shardings=(None, {path: model.graph.sharding(path) for path in model.params}))
+    found, grads = jax.block_until_ready(run(model.params, tokens(8, 13), packed(8, 13)))
     return np.asarray(found), {path: np.asarray(g) for path, g in grads.items()}
+
+
+def scored(graph, params, rows, segments):
+    """(log-probabilities and entropies [2, B, T], the gradients of a sum of both in which each has a weight of its own)."""
+    cotangent = np.random.default_rng(0).normal(size=(2, *rows.shape))
+
+    def loss(params):
+        logp, entropy, aux = graph.logprobs(params, rows, sit(rows, segments=segments), 0.9)
+        balance = sum(routing.balance.sum() for routing in aux.found("routing").values())
+        return jnp.sum(cotangent[0] * logp + cotangent[1] * entropy) + balance, jnp.stack([logp, entropy])
+
+    grads, found = jax.grad(loss, has_aux=True)(params)
+    return found, grads
+
+
+def products(kind: str, degrees: dict, how: dict) -> dict:
+    """Of `scored`: how many products of matrices there are, by the type of the mesh's axes in the type of their result; and how
+    what is carried from layer to layer is cut."""
+    graph = random_model(families.read(MODELS[kind]()), runtime=Runtime(**how), mesh=on_mesh(degrees)).graph
+    found, carried = {}, set()
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
+                types = sorted({each.name for each in eqn.outvars[0].aval.sharding.mesh.axis_types}) or ["Auto"]
+                found["+".join(types)] = found.get("+".join(types), 0) + 1
+            if eqn.primitive.name == "scan" and eqn.outvars[0].aval.shape == (8, 13, graph.config.hidden_size):
+                carried.add(str(eqn.outvars[0].aval.sharding.spec))
+            for inner in jaxprs_in_params(eqn.params):
+                walk(inner)
+
+    walk(jax.make_jaxpr(partial(scored, graph))(graph.shapes, tokens(8, 13), packed(8, 13)).jaxpr)
+    return {"products": found, "carried": sorted(carried)}
 
 
 def decoder(kind: str, degrees: dict, how: dict) -> dict:
@@ -138,7 +168,7 @@ def moments(degrees: dict, options: dict) -> dict:
     difference of a weight and of a metric, bytes of moments that a device has as a share of all, and the ways in which the compiled
     update exchanges matrices."""
     found = []
-    for mesh in (None, layout(degrees, moments_over_data=True)):
+    for mesh in (None, on_mesh(degrees, moments_over_data=True)):
         model = learners.experts(**({} if mesh is None else {"mesh": mesh}))
         trainer, state = learners.begin(model, learners.stage(micro_batch=4, **options), fresh=True)
         for seed in (0, 1):
@@ -161,7 +191,7 @@ def completions(kind: str, degrees: dict, options: dict, how: dict | None = None
     config, found = families.read(MODELS[kind]()), []
     if options.get("rules") == "stationary":
         options = options | {"rules": STATIONARY_RULES}
-    for mesh, runtime in ((None, Runtime()), (layout(degrees), Runtime(**(how or {})))):
+    for mesh, runtime in ((None, Runtime()), (on_mesh(degrees), Runtime(**(how or {})))):
         model = random_model(config, seed=3, mesh=mesh, runtime=runtime)
         generator = Generator(model, max_length=32, slots=8, options=GeneratorOptions(**options))
         found.append([c for (c,) in generator.generate(PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0))])

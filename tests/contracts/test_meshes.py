@@ -20,16 +20,25 @@ CONTEXT = MESHES["fsdp2_context4"]
 SCHEMES = ("all_gather", "ring", "ulysses")
 
 
-def run(*cases: list) -> list[dict]:
-    return on_devices(8, Path(__file__).with_name("meshes.py"), json.dumps(cases))
+MODES = ("auto", "explicit")
 
 
-def check(*cases: list) -> None:
+def run(*cases: list, devices: int = 8) -> list[dict]:
+    return on_devices(devices, Path(__file__).with_name("meshes.py"), json.dumps(cases))
+
+
+def in_mode(mode: str, degrees: dict) -> dict:
+    return degrees | {"explicit": True} if mode == "explicit" else degrees
+
+
+def check(*cases: list, devices: int = 8) -> None:
     """Attention, entropies and log-probabilities within 2e-5, gradients within 2e-5 of their largest number: sums over devices
     round otherwise, and each layer makes more of it."""
-    for case, found in zip(cases, run(*cases), strict=True):
+    for case, found in zip(cases, run(*cases, devices=devices), strict=True):
         if case[0] == "attention":
             assert found["difference"] < 2e-5, (case, found)
+        elif case[0] == "products":
+            assert found["products"].keys() == {"Explicit", "Manual"} and found["carried"] == ["P('fsdp', None, None)"], found
         else:
             assert found["logp"] < 2e-5 and found["gradient"] < 2e-5, (case, found)
 
@@ -48,6 +57,14 @@ def test_sequences_that_are_cut():
     check(*cases)
 
 
+def test_shardings_that_are_stated():
+    """The same numbers, and no product of which the partitioner decides how it is cut."""
+    dense, experts = {"fsdp": 2, "tensor": 2, "explicit": True}, {"fsdp": 2, "expert": 2, "explicit": True}
+    quick = {"remat": "none"}
+    cases = [["decoder", "dense", dense, quick], ["products", "dense", dense, {}], ["decoder", "experts", experts, quick]]
+    check(*cases, devices=4)
+
+
 @pytest.mark.slow
 def test_attention_of_every_kind():
     kinds = [{}, {"window": 5, "sinks": True}, {"softcap": 2.0, "kv_heads": 4}, {"chunk": 4, "sinks": True}]
@@ -62,38 +79,47 @@ def test_attention_of_every_kind():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["dense", "experts", "latent", "recurrent"])
-def test_every_mesh_of_the_list(kind):
-    check(*(["decoder", kind, degrees, {}] for degrees in MESHES.values()))
+def test_every_mesh_of_the_list(kind, mode):
+    check(*(["decoder", kind, in_mode(mode, degrees), {}] for degrees in MESHES.values()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "windows", "sinks", "latent", "indexed", "recurrent"])
-def test_every_way_of_attention(kind):
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [(kind, "auto") for kind in ("dense", "windows", "sinks", "latent", "indexed", "recurrent")]
+    + [(kind, "explicit") for kind in ("windows", "sinks", "latent")],
+)
+def test_every_way_of_attention(kind, mode):
     ways = [{"context_parallel": "all_gather"}, {"context_parallel": "ring"}]
     ways += [way | {"context_load_balance": True} for way in ways]
     if kind == "recurrent":
         ways = ways[:2]
     if kind == "indexed":
         ways = ways[:1]
-    cases = [["decoder", kind, CONTEXT, way] for way in ways]
+    cases = [["decoder", kind, in_mode(mode, CONTEXT), way] for way in ways]
     if kind != "indexed":
-        cases.append(["decoder", kind, {"fsdp": 4, "context": 2}, {"context_parallel": "ulysses"}])
+        cases.append(["decoder", kind, in_mode(mode, {"fsdp": 4, "context": 2}), {"context_parallel": "ulysses"}])
     check(*cases)
 
 
 @pytest.mark.slow
-def test_moments_cut_over_copies_of_the_weights():
+@pytest.mark.parametrize("mode", MODES)
+def test_moments_cut_over_copies_of_the_weights(mode):
     cases = [["moments", {"data": 8}, {}], ["moments", {"data": 2, "fsdp": 2, "tensor": 2}, {"dropout": 0.2}]]
+    cases = [[what, in_mode(mode, degrees), options] for what, degrees, options in cases]
     for case, found in zip(cases, run(*cases), strict=True):
         assert found["weights"] < 1e-4 and found["metrics"] < 1e-4, (case, found)
         assert found["share"] < 0.17 and found["same"], (case, found)
 
 
 @pytest.mark.slow
-def test_completions_where_devices_share_the_rows():
-    cases = [["completions", kind, CONTEXT, {}] for kind in ("dense", "latent", "recurrent")]
-    cases.append(["completions", "latent", {"expert": 2, "context": 4}, {"cache": "paged", "page_size": 4, "prefill_chunk": 4}])
+@pytest.mark.parametrize("mode", MODES)
+def test_completions_where_devices_share_the_rows(mode):
+    cases = [["completions", kind, in_mode(mode, CONTEXT), {}] for kind in ("dense", "latent", "recurrent")]
+    paged = {"cache": "paged", "page_size": 4, "prefill_chunk": 4}
+    cases.append(["completions", "latent", in_mode(mode, {"expert": 2, "context": 4}), paged])
     for case, found in zip(cases, run(*cases), strict=True):
         assert found["equal"] and found["logprobs"] < 1e-4 and found["parts"] == 8, (case, found)
 

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import jax
 import pytest
 
 import policy
 from policy import interactions, sources
 from policy.config import Runtime
+from policy.sharding import layout
 from rl import configcheck
 from rl.config import RunConfig
 
@@ -30,6 +32,10 @@ ON = {
         {"indexer": "dense_warmup"},
     ),
     interactions.MODULES: ({"multi_token_prediction": {}}, {"mtp": {}}, {"mtp": "joint"}),
+    interactions.EXPLICIT: ({}, {}, {"layout": replace(layout({"fsdp": 1}, devices=jax.devices()[:1]), explicit=True)}),
+    interactions.FEW_BITS: ({"quantization": "int8"}, {}, {"quantization": "int8"}),
+    interactions.WEIGHTS_AWAY: ({"host_parameters": True}, {}, {"host_parameters": True}),
+    interactions.KEPT_AWAY: ({"remat": "qkv_proj_offloaded"}, {}, {"remat": "qkv_proj_offloaded"}),
 }
 
 
@@ -39,8 +45,9 @@ def run(*features: str) -> RunConfig:
         model |= ON[feature][0]
         stage |= ON[feature][1]
     tokenizer = {"source": "characters", "alphabet": "0123456789+="}
+    mesh = {"shard_mode": "explicit"} if interactions.EXPLICIT in features else {}
     keys = {"model": model, "data": {"task": "arithmetic"}, "stages": [stage], "tokenizer": tokenizer, "max_length": 16}
-    return RunConfig.model_validate(keys | {"rewards": {"functions": ["exact_answer"]}})
+    return RunConfig.model_validate(keys | {"mesh": mesh, "rewards": {"functions": ["exact_answer"]}})
 
 
 def runtime(*features: str) -> Runtime:
@@ -66,4 +73,4 @@ def test_a_pair_is_refused_with_both_names_and_the_reason(pair):
     assert said == [f"{pair[0]} does not go with {pair[1]}: {interactions.APART[pair]}"]
     decoder = sources.preset(config.model.source, config.model.changes)
     with pytest.raises(interactions.Conflict, match=pair[0]):
-        policy.create(decoder, runtime=runtime(*pair))
+        policy.create(decoder, runtime=runtime(*pair), mesh=runtime(*pair).layout)

@@ -23,6 +23,7 @@ from policy.layers import context_parallel
 from policy.model import Graph
 from policy.sharding import Layout, layout
 from rl import build
+from rl.config import RunConfig
 from rl.errors import ConfigError
 
 MESHES = {
@@ -209,6 +210,15 @@ def test_slices_that_do_not_fit_are_refused():
         layout({"fsdp": -1}, devices=devices, dcn={"data": 3})
     with pytest.raises(ValueError, match=r"mesh.dcn: only one axis may be -1"):
         layout({"fsdp": -1}, devices=devices, dcn={"data": -1, "fsdp": -1})
+
+
+def test_the_mode_of_a_run_reaches_the_mesh_of_several_devices():
+    stages = [{"algorithm": "sft", "steps": 1}]
+    run = {"model": {"source": "tiny-deepseek"}, "data": {"task": "arithmetic"}, "stages": stages, "tokenizer": "bytes"}
+    explicit, auto = (RunConfig.model_validate(run | {"mesh": {"shard_mode": mode}}) for mode in ("explicit", "auto"))
+    devices = [Device(n) for n in range(8)]
+    assert build.on_mesh(explicit, devices).explicit and not build.on_mesh(auto, devices).explicit
+    assert not build.on_mesh(explicit, jax.devices()[:1]).explicit  # nothing is cut
 
 
 def moment_spec(axes, shape, degrees):
