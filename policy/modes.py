@@ -83,4 +83,6 @@ def logits(decoder: Decoder, hidden: jax.Array, runtime: Runtime) -> jax.Array:
     found, layout = head.logits(hidden, decoder.head_weight, decoder.config.logit_softcap), runtime.layout
     if layout is None or not layout.rows_move:
         return found
-    return constrain(found, ("cache_batch", *[None] * (found.ndim - 2), "vocab"), layout)
+    for rows in ("batch", "cache_batch"):  # in one step the partitioner would gather the weight, not the logits
+        found = constrain(found, (rows, *[None] * (found.ndim - 2), "vocab"), layout)
+    return found

@@ -142,7 +142,7 @@ def test_completions_where_weights_are_laid_out_for_decoding(kind):
     if kind in ("experts", "latent"):
         ways += [(every, {"rules": "stationary"}, {"expert_parallel": scheme}) for scheme in ("all_to_all", "hidden")]
     if kind == "latent":
-        ways += [(every, {"rules": "stationary", "weights": "int8", "kv_cache": "int8"}, {})]
+        ways += [(every, {"rules": "stationary", "weights": "int8"}, {})]
     cases = [["completions", kind, *way] for way in ways]
     for case, found in zip(cases, run(*cases), strict=True):
         assert found["equal"] and found["logprobs"] < 1e-4, (case, found)
