@@ -64,7 +64,11 @@ def test_every_program_of_every_stage_is_planned(plan, tmp_path):
     assert not (tmp_path / "run").exists(), "a plan leaves no run behind"
     again = plan("cpu:4", *MESH)[1]
     assert again == found, "what is known is not compiled again"
-    laid = plan("cpu:4", *MESH, "generator.rules=stationary")[1]
+
+
+@pytest.mark.slow
+def test_the_program_that_lays_weights_out_is_planned_and_its_copy_counted(plan):
+    found, laid = (plan("cpu:4", *MESH, *more)[1] for more in ((), ("generator.rules=stationary",)))
     assert laid["grpo: update"] == found["grpo: update"], "the copy is dropped before"
     reshard, decode = laid["grpo: reshard"], "grpo: decode a token"
     assert reshard["times"] == 1 and reshard["exchanged"] and reshard["outputs"] > 0 and "grpo: reshard" not in found

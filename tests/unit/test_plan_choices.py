@@ -163,3 +163,27 @@ def test_meshes_divide_heads_experts_and_devices(tmp_path):
 @pytest.fixture(autouse=True)
 def in_the_root(monkeypatch):
     monkeypatch.chdir(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+
+
+def test_a_copy_of_weights_that_is_dropped_lies_beside_rollouts_only(tmp_path):
+    """Nothing is compiled: bytes follow from shapes."""
+    import jax
+
+    from rl import build
+    from rl.plan.estimate import Estimator
+    from rl.plan.programs import programs
+
+    def listed(*more):
+        made = config(tmp_path, *more)
+        costs = Estimator(jax.devices()[:1], None, None)(made)
+        every = {each.kind: each for each in programs(made, build.on_mesh(made, jax.devices()[:1]), None)}
+        assert {name: cost.held for name, cost in costs.items()} == {each.name: each.held for each in every.values()}
+        return every
+
+    quantised = "generator.weights=int8"
+    plain, kept, dropped = listed(), listed(quantised), listed(quantised, "generator.rules=stationary")
+    copy = kept["update"].held - plain["update"].held
+    assert copy > 0 and dropped["update"].held == plain["update"].held
+    assert {each["decode a token"].held for each in (kept, dropped)} == {plain["decode a token"].held + copy}
+    assert dropped["reshard"].times == 1 and dropped["reshard"].held == dropped["prefill"].held
+    assert "quantised copy" in kept and "reshard" not in kept and "quantised copy" not in dropped
