@@ -36,6 +36,11 @@ class Batch:
     version: np.ndarray | None = None  # int32[N, T], updates that the weights had seen which wrote each token; on the host only
     dropout: jax.Array | None = None  # uint32[N], the seeds of each row; only inside an update
 
+    @property
+    def real(self) -> int:
+        """Tokens that are no padding."""
+        return int(np.count_nonzero(self.segments))
+
     def rows(self, chosen: slice) -> Batch:
         return jax.tree.map(lambda a: a[chosen], self)
 

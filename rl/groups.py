@@ -117,6 +117,7 @@ class DynamicSampling:
             scores=Known(Scores(rewards, total, self._names, [], metrics)),
             counts=counts,
             seconds=sum(rollouts.seconds for rollouts, _ in taken),
+            judging=sum(rollouts.judging for rollouts, _ in taken),
             versions=[group.version for group in groups],
         )
 

@@ -26,7 +26,7 @@ from rl.evaluation import Evaluation
 from rl.events import Events
 from rl.executed import FILE, Executed
 from rl.folder import RunFolder, StopWish, reward_model_of
-from rl.operations import utilisation
+from rl.operations import rates
 from rl.prepare import Prepared, Stage, prepare
 from rl.rewardmodel import RewardModelTrainer
 from rl.steps import Progress
@@ -159,7 +159,8 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
         with run.timeline.step(stage.name, step) as whole:
             state, metrics = take(run, stage, trainer, state, step)
         metrics["time/step"] = whole.seconds
-        metrics |= utilisation("step", metrics["perf/step_tflop"] * 1e12, metrics["time/step"], run.model.graph.layout)
+        work = metrics["perf/step_tflop"] * 1e12, metrics["perf/step_tokens"]
+        metrics |= rates("step", *work, whole.seconds, run.model.graph.layout)
         ended = step == options.steps or _reached(options.until, metrics)
         if step - after == _SETTLED and not ended:
             run.events.note(_outlook(metrics, options.steps - step))
@@ -205,7 +206,8 @@ def _outlook(metrics: dict, left: int) -> str:
     parts = {name: metrics.get(f"time/{name}", 0.0) / whole for name in ("sync", "sample", "logprob", "reward", "update")}
     shown = ", ".join(f"{name} {share:.0%}" for name, share in sorted(parts.items(), key=lambda part: -part[1]) if share >= 0.01)
     used = f", {metrics['perf/mfu_step']:.0%} of the devices' rate" if "perf/mfu_step" in metrics else ""
-    rate = f"{metrics['perf/step_tflops_per_s'] * 1000:.3g} GFLOP/s a device{used}"
+    tokens, operations = metrics["perf/step_tokens_per_s"], metrics["perf/step_tflops_per_s"] * 1000
+    rate = f"{tokens:.3g} tokens/s and {operations:.3g} GFLOP/s a device{used}"
     return f"a step takes {whole:.2g} s ({shown}; {rate}); {left} more: about {timedelta(seconds=round(left * whole))}"
 
 

@@ -88,13 +88,16 @@ def _pairs(lengths: np.ndarray, window: int | None = None, chunk: int | None = N
     return float((seen * (seen + 1) / 2 + (lengths - seen) * seen).sum())
 
 
-def utilisation(part: str, operations: float, seconds: float, layout: Layout) -> dict[str, float]:
-    """Metrics of a part of a step, for each device: 10^12 operations a second, and the share of the most it can do in bfloat16
-    where that is known (rl/chips.py)."""
+def rates(part: str, operations: float, tokens: float, seconds: float, layout: Layout) -> dict[str, float]:
+    """Metrics of a part of a step, for each device of the mesh: tokens and 10^12 operations a second, and the share of the most it
+    can do in bfloat16 where that is known (rl/chips.py). None of a part that took no time: it was left out."""
+    if not seconds:
+        return {}
     devices = layout.mesh.devices
-    rate = operations / max(seconds, 1e-9) / devices.size / 1e12
-    chip = chips.of(devices.flat[0].device_kind)
-    return {f"perf/{part}_tflops_per_s": rate} | ({f"perf/mfu_{part}": rate / chip.tflops} if chip else {})
+    each = seconds * devices.size
+    rate, chip = operations / each / 1e12, chips.of(devices.flat[0].device_kind)
+    found = {f"perf/{part}_tokens_per_s": tokens / each, f"perf/{part}_tflops_per_s": rate}
+    return found | ({f"perf/mfu_{part}": rate / chip.tflops} if chip else {})
 
 
 def lengths(segments_NT: np.ndarray) -> np.ndarray:

@@ -32,8 +32,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The completions of one step, [P][G], the scores that are on their way, what was counted (`Generator.counts`), and the number
-    of updates that the weights had seen which wrote each group."""
+    """The completions of one step, [P][G], the scores that are on their way, and the number of updates that the weights had seen
+    which wrote each group. Of all that was sampled for it: what was counted (`Generator.counts`, and `tokens` of completions), and
+    how many `seconds` decoding took and, thereafter, reward models (`judging`)."""
 
     problems: Sequence[Problem]
     prompt_ids: Sequence[int]
@@ -42,6 +43,7 @@ class Rollouts:
     counts: Mapping[str, int]
     seconds: float
     versions: Sequence[int]
+    judging: float = 0.0
 
     @property
     def flat(self) -> list[tuple[int, Completion]]:
@@ -123,13 +125,16 @@ def collect(
         if not runner.judges:
             score(p, sample)
     counts = {name: count - before[name] for name, count in generator.counts.items()}
+    counts["tokens"] = sum(len(completion.tokens) for group in completions for completion in group)
     seconds = time.perf_counter() - began
+    judging = 0.0
     if runner.judges:
         rows = [problems[p].ids + completion.tokens for p, group in enumerate(completions) for completion in group]
         judged = {source: judge(rows) for source, judge in runner.judges.items()}
+        judging = time.perf_counter() - began - seconds
         for i in range(len(rows)):
             score(*divmod(i, G), reward_model_scores={source: scores[i] for source, scores in judged.items()})
-    return Rollouts(problems, prompt_ids, completions, handle, counts, seconds, [version] * len(problems))
+    return Rollouts(problems, prompt_ids, completions, handle, counts, seconds, [version] * len(problems), judging)
 
 
 def _as_written(prompt, text: str):
@@ -178,7 +183,6 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
         "completion/min_length": float(lengths.min()),
         "completion/max_length": float(lengths.max()),
         "completion/truncated_ratio": float(1 - ended.mean()),
-        "perf/sample_tokens_per_s": float(lengths.sum() / max(rollouts.seconds, 1e-9)),
         "time/sample": rollouts.seconds,
         "generator/useful_rows": rollouts.counts["useful"] / max(1, rollouts.counts["rows"]),
         "generator/prompt_tokens_read": float(rollouts.counts["prefill"]),
@@ -186,6 +190,8 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
     }
     if "checked" in rollouts.counts:
         found["generator/replaced_share"] = rollouts.counts["replaced"] / max(1, rollouts.counts["checked"])
+    if rollouts.judging:
+        found["time/reward_models"] = rollouts.judging
     if drafted:
         steps = sum(c.steps for _, c in rollouts.flat)
         found["speculative/accepted_per_step"] = float(lengths.sum() / steps - 1)

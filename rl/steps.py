@@ -19,7 +19,7 @@ from rl import data, rollouts
 from rl.batch import Batch, pack, together
 from rl.errors import ModelError
 from rl.groups import DynamicSampling, Group
-from rl.operations import utilisation
+from rl.operations import rates
 from rl.prepare import Stage
 from rl.rollouts import Rollouts
 from rl.trainer import RunState, Trainer
@@ -75,6 +75,7 @@ def supervised(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: 
         with run.timeline.span("log-probabilities") as scoring:
             batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch)[0])
         metrics["time/logprob"] = scoring.seconds
+        metrics |= rates("logprob", trainer.done - done, batch.real, scoring.seconds, run.model.graph.layout)
     state, updated = _update(run, trainer, state, batch, critic_only=stage.algorithm.needs_scores)
     return state, metrics | updated | {"perf/step_tflop": (trainer.done - done) / 1e12}
 
@@ -96,9 +97,9 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
         scores = found.scores.result()
     metrics |= laid | {"time/logprob": scoring.seconds, "time/reward": waiting.seconds}
     sampled, layout = found.operations(trainer.operations), run.model.graph.layout
-    metrics |= utilisation("sample", sampled, found.seconds, layout)
+    metrics |= rates("sample", sampled, found.counts["tokens"], found.seconds, layout)
     if trainer.done > done:
-        metrics |= utilisation("logprob", trainer.done - done, scoring.seconds, layout)
+        metrics |= rates("logprob", trainer.done - done, batch.real, scoring.seconds, layout)
 
     batch = batch.without(~np.isfinite(scores.total))
     batch, per_sample, estimated = _with_advantages(run, stage, batch, found, scores, greedy)
@@ -253,9 +254,7 @@ def _update(run: Run, trainer: Trainer, state: RunState, batch: Batch, **how) ->
                 progress.controls = trainer.algorithm.controlled(progress.controls, metrics)
             every.append(metrics)
         every = jax.device_get(every)
-    tokens = int((batch.segments != 0).sum())
     means = {key: float(np.mean([metrics[key] for metrics in every])) for key in every[0]}
-    return state, controls | means | {
-        "time/update": updating.seconds,
-        "perf/train_tokens_per_s": tokens / max(updating.seconds, 1e-9),
-    } | utilisation("train", trainer.done - done, updating.seconds, run.model.graph.layout)
+    means |= {"time/update": updating.seconds, "perf/step_tokens": float(batch.real)}
+    means |= rates("train", trainer.done - done, batch.real, updating.seconds, run.model.graph.layout)
+    return state, controls | means

@@ -16,12 +16,12 @@ PREDICTION = ("mtp/loss", "mtp/acceptance", "mtp/grad_norm", "speculative/accept
 EXACT = ("generator/replaced_share",)
 ASKED_FOR = (
     *("dynamic/batches", "dynamic/kept_share", "dynamic/carried", "dynamic/without_difference", "dynamic/reward_mean"),
-    *("entropy_coef", "entropy_bonus_applied", "reward/greedy", "kl/coef"),
+    *("entropy_coef", "entropy_bonus_applied", "reward/greedy", "kl/coef", "time/reward_models"),
 )
 LAID_OUT = ("time/sync",)
 REPLAY = ("moe/replayed", "moe/replay_disagreement")
 INDEXER = ("indexer/kl", "indexer/recall")
-UTILISATION = ("perf/mfu_sample", "perf/mfu_logprob", "perf/mfu_train", "perf/mfu_step", "perf/logprob_tflops_per_s")
+UTILISATION = ("perf/mfu_sample", "perf/mfu_logprob", "perf/mfu_train", "perf/mfu_step")
 CRITIC = ("optim/lr", "optim/grad_norm", "optim/update_norm", "optim/skipped", "moe/max_load", "moe/balance")
 
 
@@ -60,6 +60,20 @@ def of_the_losses() -> set[str]:
 
 def test_every_metric_of_a_run_is_documented(unbroken):
     assert not written(unbroken) - documented()
+
+
+def test_tokens_per_second_are_those_of_the_samples(unbroken):
+    """On one device. A prompt has a token for each character."""
+    samples = events.read(unbroken / events.SAMPLES)
+    rows = [row for row in events.read(unbroken / events.EVENTS) if row["step"] and row["stage"] != "sft"]
+    assert len(rows) == 4
+    for row in rows:
+        metrics, mine = row["metrics"], [s for s in samples if (s["stage"], s["step"]) == (row["stage"], row["step"])]
+        made = sum(len(sample["tokens"]) for sample in mine)
+        tokens = {"sample": made} | dict.fromkeys(("logprob", "train", "step"), made + sum(len(s["prompt"]) for s in mine))
+        assert metrics["perf/step_tokens"] == tokens["step"] > made > 0
+        for part, time in {"sample": "sample", "logprob": "logprob", "train": "update", "step": "step"}.items():
+            assert metrics[f"perf/{part}_tokens_per_s"] * metrics[f"time/{time}"] == pytest.approx(tokens[part])
 
 
 def test_every_metric_of_the_losses_is_documented_and_no_other_name(unbroken):

@@ -13,7 +13,7 @@ from policy.config import Attention, Runtime
 from policy.model import Graph
 from policy.sharding import layout
 from rl import chips
-from rl.operations import Operations, lengths, utilisation
+from rl.operations import Operations, lengths, rates
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 
@@ -74,11 +74,13 @@ def test_active_weights_are_those_that_the_papers_give(preset, tables, billions)
     assert Operations(graph).active_weights + tables * table == pytest.approx(billions * 1e9, rel=0.02)
 
 
-def test_utilisation_is_a_share_of_what_the_chips_can_do():
+def test_rates_are_of_one_device_and_a_share_of_what_it_can_do():
     def on(kind, count):
         return SimpleNamespace(mesh=SimpleNamespace(devices=np.full(count, SimpleNamespace(device_kind=kind))))
 
-    assert utilisation("train", 918e12, 2.0, on("TPU v6 lite", 4)) == {"perf/train_tflops_per_s": 114.75, "perf/mfu_train": 0.125}
-    assert utilisation("train", 1e12, 2.0, on("cpu", 1)) == {"perf/train_tflops_per_s": 0.5}
+    found = rates("train", 918e12, 4000, 2.0, on("TPU v6 lite", 4))
+    assert found == {"perf/train_tokens_per_s": 500.0, "perf/train_tflops_per_s": 114.75, "perf/mfu_train": 0.125}
+    assert rates("train", 1e12, 3, 2.0, on("cpu", 1)) == {"perf/train_tokens_per_s": 1.5, "perf/train_tflops_per_s": 0.5}
+    assert rates("sample", 1e12, 3, 0.0, on("cpu", 1)) == {}, "what was left out has no rate"
     names = ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU7x", "NVIDIA H100 80GB HBM3", "NVIDIA L40S")
     assert [chips.of(name).name for name in names] == ["v4", "v5e", "v5p", "v5p", "v6e", "tpu7x", "h100", "l40s"]
