@@ -36,6 +36,18 @@ class Failure:
     text: str
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of a function in a worker process, counted through all processes that share completions. `began`: as time.time()
+    gives it; `seconds`: until the answer, or until there was none."""
+
+    function: str
+    completions: int
+    worker: int
+    began: float
+    seconds: float
+
+
 @dataclass
 class Batch:
     """Completions on their way: what the functions are given, and what came back so far."""
@@ -43,7 +55,7 @@ class Batch:
     given: dict
     cells: list[list[float | None | Failure]]
     calls_left: int
-    seconds: list[float] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     retried: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     done: threading.Event = field(default_factory=threading.Event)
@@ -62,7 +74,11 @@ class Lane:
     is unblocked by the answer, the deadline, the end of the worker or `stop`. Ends at None in the queue.
     """
 
-    def __init__(self, calls: queue.Queue, functions: tuple[Function, ...], timeout_s: float, memory_limit_mb: int | None):
+    def __init__(
+        self, number: int, calls: queue.Queue, functions: tuple[Function, ...], timeout_s: float, memory_limit_mb: int | None
+    ):
+        """`number`: by which its calls are told from those of other workers."""
+        self._number = number
         self._calls = calls
         self._functions = functions
         self._timeout_s = timeout_s
@@ -124,7 +140,7 @@ class Lane:
             return [], failure, 0.0
         arguments = _arguments(self._functions[slot], batch.given, samples)
         message = {"call": slot, "count": len(samples), "arguments": arguments}
-        began = time.monotonic()
+        at, began = time.time(), time.monotonic()
         try:
             answer = self._process.ask(message, timeout_s)
             cells, failure = _checked(answer, len(samples))
@@ -135,7 +151,7 @@ class Lane:
             seconds = time.monotonic() - began
             cells, failure = [], self._lost(lost, lost.kind)
         with batch.lock:
-            batch.seconds.append(seconds)
+            batch.calls.append(Call(self._functions[slot].name, len(samples), self._number, at, seconds))
         self._busy = False
         return cells, failure, seconds
 

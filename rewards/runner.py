@@ -22,13 +22,13 @@ import logging
 import math
 import queue
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from rewards import registry
-from rewards.pool import Batch, Failure, Function, Lane
+from rewards.pool import Batch, Call, Failure, Function, Lane
 from rewards.registry import RewardError, RewardFailed
 
 _LOG = logging.getLogger("duet.rewards")
@@ -124,6 +124,7 @@ class Handle:
         if self._scores is None:
             self._batch.done.wait()
             self._runner._exchange(self._batch, [sample for call in self._own.values() for sample in call])
+            self._runner.heard(self._batch.calls)
             self._scores = self._runner._collect(self._batch)
         return self._scores
 
@@ -145,6 +146,8 @@ class Runner:
         self.names = tuple(function.name for function in self._functions)
         # What is scored on the devices of the run, which no worker process sees: source of a reward model -> scores of token ids.
         self.judges: dict[str, Callable[[list[list[int]]], list[float]]] = {}
+        # Is told the calls that were made for some scores, by all who share them, once these are there.
+        self.heard: Callable[[Sequence[Call]], None] = lambda calls: None
         self._calls: queue.Queue = queue.Queue()
         self._lanes: list[Lane] = []
         self._shown: Counter = Counter()
@@ -197,8 +200,10 @@ class Runner:
         batch = Batch(given, [[None] * len(self._functions) for _ in prompts], count)
         if not count:
             batch.done.set()
-        while len(self._lanes) < min(self.options.workers, count):
-            self._lanes.append(Lane(self._calls, self._functions, self.options.timeout_s, self.options.memory_limit_mb))
+        options = self.options
+        while (lanes := len(self._lanes)) < min(options.workers, count):
+            number = self._share.index * options.workers + lanes
+            self._lanes.append(Lane(number, self._calls, self._functions, options.timeout_s, options.memory_limit_mb))
         return Handle(self, batch, calls, own)
 
     def _put(self, batch: Batch, samples: list[int]) -> None:
@@ -242,8 +247,8 @@ class Runner:
         """Completes a batch of which this process has scored the samples `own` by what the others have scored."""
         if self._share.count == 1:
             return
-        batch_of = self._share.gather(({sample: batch.cells[sample] for sample in own}, batch.seconds, batch.retried))
-        batch.seconds = [second for _, seconds, _ in batch_of for second in seconds]
+        batch_of = self._share.gather(({sample: batch.cells[sample] for sample in own}, batch.calls, batch.retried))
+        batch.calls = [call for _, calls, _ in batch_of for call in calls]
         batch.retried = sum(retried for _, _, retried in batch_of)
         for cells, _, _ in batch_of:
             for sample, row in cells.items():
@@ -294,10 +299,10 @@ class Runner:
         metrics["reward/timeouts"] = float(sum(fault.kind == "timeout" for fault in faults))
         metrics["reward/not_applicable"] = float(sum(cell is None for row in batch.cells for cell in row))
         metrics["reward/retried"] = float(batch.retried)
-        if batch.seconds:
-            metrics["time/reward_calls"] = float(sum(batch.seconds))
+        if seconds := [call.seconds for call in batch.calls]:
+            metrics["time/reward_calls"] = float(sum(seconds))
             for percent in (50, 99):
-                metrics[f"time/reward_p{percent}_s"] = float(np.percentile(batch.seconds, percent))
+                metrics[f"time/reward_p{percent}_s"] = float(np.percentile(seconds, percent))
         return metrics
 
 

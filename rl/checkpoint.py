@@ -23,7 +23,8 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,13 +57,15 @@ class Checkpoints:
     Args:
       directory: where they lie; made by the first save.
       keep: how many of the newest undamaged ones stay, at least 1.
+      writing: a context that every writing in the background is done in.
     """
 
-    def __init__(self, directory: str | Path, keep: int):
+    def __init__(self, directory: str | Path, keep: int, writing: Callable[[], AbstractContextManager] = contextlib.nullcontext):
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least the newest checkpoint has to stay")
         self.directory = Path(directory).absolute()
         self.keep = keep
+        self._writing = writing
         self._damaged: set[str] = set()
         self._attempts = 0
         self._thread: threading.Thread | None = None
@@ -179,13 +182,14 @@ class Checkpoints:
     def _write(self, temporary: Path, content: dict, host_text: str) -> None:
         """The background thread of one save: what `_begin` copied, then host, hashes and name."""
         try:
-            self._orbax.wait_until_finished()  # all processes have written their shards then
-            if not processes.first():
-                return
-            (temporary / HOST).write_text(host_text)
-            seal(temporary, content)
-            self._publish(temporary, content["number"])
-            self._rotate()
+            with self._writing():
+                self._orbax.wait_until_finished()  # all processes have written their shards then
+                if not processes.first():
+                    return
+                (temporary / HOST).write_text(host_text)
+                seal(temporary, content)
+                self._publish(temporary, content["number"])
+                self._rotate()
         except Exception as error:
             try:
                 self._not_saved(content["number"], error)

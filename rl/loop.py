@@ -8,7 +8,9 @@ Every number is a function of the configuration: prompts of (seed, stage, step),
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -28,9 +30,9 @@ from rl.executed import FILE, Executed
 from rl.folder import RunFolder, StopWish, reward_model_of
 from rl.operations import rates
 from rl.prepare import Prepared, Stage, prepare
-from rl.rewardmodel import RewardModelTrainer
+from rl.rewardmodel import Judge, RewardModelTrainer
 from rl.steps import Progress
-from rl.timeline import Timeline
+from rl.timeline import CHECKPOINTS, Timeline
 from rl.trainer import RunState, Trainer
 from rollout import Generator, GeneratorOptions, SamplingParams
 
@@ -63,35 +65,18 @@ def run(config: RunConfig) -> int:
 
     Raises one of rl.errors; `Interrupted` after SIGTERM or Ctrl-C, once the state is saved.
     """
+    began = time.time()
     prepared = prepare(config)
+    took = time.time() - began
     try:
         with RunFolder(config) as folder, StopWish() as stop:
             if folder.finished:
                 if processes.first():
                     print(_FINISHED.format(folder.path))
                 return 0
-            checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints)
-            saved = checkpoints.host()
-            progress = Progress.read(saved[1].get("progress")) if saved else Progress()
-            model = build.model(config, prepared, with_weights=saved is None)
-            generator = Generator(
-                model,
-                max_length=config.max_length,
-                slots=config.generator.slots,
-                seed=config.seed,
-                tokenizer=prepared.tokenizer,
-                options=GeneratorOptions(
-                    **config.generator.model_dump(exclude={"slots", "strict_shapes"}),
-                    record_routes=any(stage.router_replay for stage in config.stages),
-                ),
-            )
-            events, timeline = Events(config, folder.path), Timeline(folder.path, config.profile)
-            try:
-                _run_stages(Run(config, prepared, model, generator, events, checkpoints, stop, progress, timeline), saved, folder)
-            finally:
-                timeline.close()
-                checkpoints.close()
-                events.close()
+            with contextlib.closing(Timeline(folder.path, config.profile)) as timeline:
+                timeline.past("reading the data", began, took)
+                _run_in(folder, config, prepared, stop, timeline)
     except RewardFailed as error:
         raise RewardStop(str(error)) from None
     except RewardError as error:
@@ -99,6 +84,34 @@ def run(config: RunConfig) -> int:
     finally:
         prepared.close()
     return 0
+
+
+def _run_in(folder: RunFolder, config: RunConfig, prepared: Prepared, stop: StopWish, timeline: Timeline) -> None:
+    """Builds what the stages share, or reads it from the newest checkpoint, and runs them."""
+    writing = partial(timeline.span, "writing a checkpoint", CHECKPOINTS)
+    checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints, writing)
+    with timeline.span("looking for a checkpoint"):
+        saved = checkpoints.host()
+    progress = Progress.read(saved[1].get("progress")) if saved else Progress()
+    with timeline.span("loading the model"):
+        model = build.model(config, prepared, with_weights=saved is None)
+    generator = Generator(
+        model,
+        max_length=config.max_length,
+        slots=config.generator.slots,
+        seed=config.seed,
+        tokenizer=prepared.tokenizer,
+        options=GeneratorOptions(
+            **config.generator.model_dump(exclude={"slots", "strict_shapes"}),
+            record_routes=any(stage.router_replay for stage in config.stages),
+        ),
+    )
+    events = Events(config, folder.path)
+    try:
+        _run_stages(Run(config, prepared, model, generator, events, checkpoints, stop, progress, timeline), saved, folder)
+    finally:
+        checkpoints.close()
+        events.close()
 
 
 def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> None:
@@ -117,7 +130,9 @@ def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> 
         _run_stage(run, stage, saved[1] if saved is not None and stage.index == first else None, folder)
     if not run.events.sync():
         raise ResourceError(f"{folder.path}: the last events have no room; make some, and continue with `rl-train {folder.path}`")
-    run.events.note(f"final weights in {folder.export(partial(_export, run))}")
+    with run.timeline.span("export"):
+        exported = folder.export(partial(_export, run))
+    run.events.note(f"final weights in {exported}")
 
 
 def _export(run: Run, directory: Path) -> None:
@@ -138,18 +153,19 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
     trainer = kind(run.model.graph, options, stage.algorithm, run.config.seed)
     evaluation = None
     if stage.runner:
-        stage.runner.judges = build.judges(run.config, stage, run.model.graph.layout)
+        _connect(run, stage)
     if run.prepared.evaluation and not stage.algorithm.needs_scores:  # which leaves the policy as it is
         evaluation = Evaluation(run.prepared.evaluation, run.prepared.held_out, stage.runner)
     params = rollouts.sampling_params(options.sampling, run.prepared.stop_ids)
     after, executed = saved["step"] if saved else 0, Executed(folder.path)
     run.events.start_stage(stage.name, options.steps, after)
-    if saved is None:
-        run.progress.start_stage(getattr(stage.algorithm, "controls", {}))
-        state = trainer.start(run.model.params, run.config.seed + stage.index)
-    else:
-        state = run.checkpoints.restore(trainer.abstract())[1]
-        run.model.params = state.policy.params
+    with run.timeline.span("starting the stage" if saved is None else "reading a checkpoint", stage=stage.name):
+        if saved is None:
+            run.progress.start_stage(getattr(stage.algorithm, "controls", {}))
+            state = trainer.start(run.model.params, run.config.seed + stage.index)
+        else:
+            state = run.checkpoints.restore(trainer.abstract())[1]
+            run.model.params = state.policy.params
     _compile_ahead(run)
     if saved is None and evaluation:
         run.events.step(stage.name, 0, _evaluated(run, evaluation, params, stage=stage.name, step=0))
@@ -178,7 +194,23 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
     if stage.runner:
         stage.runner.judges = {}
     if stage.algorithm.needs_scores:
-        folder.export_reward_model(stage.name, partial(trainer.export, state, run.prepared.tokenizer))
+        with run.timeline.span("export", stage=stage.name):
+            folder.export_reward_model(stage.name, partial(trainer.export, state, run.prepared.tokenizer))
+
+
+def _connect(run: Run, stage: Stage) -> None:
+    """Gives the rewards of a stage the reward models that they ask, and lets the timeline hear of their calls."""
+    stage.runner.heard = run.timeline.calls
+    if stage.runner.sources:
+        with run.timeline.span("loading reward models", stage=stage.name):
+            judges = build.judges(run.config, stage, run.model.graph.layout)
+        stage.runner.judges = {source: partial(_judged, run, source, judge) for source, judge in judges.items()}
+
+
+def _judged(run: Run, source: str, judge: Judge, sequences: list[list[int]]) -> list[float]:
+    """What a reward model says of them."""
+    with run.timeline.span("reward model", source=source, completions=len(sequences)):
+        return judge(sequences)
 
 
 def _evaluated(run: Run, evaluation: Evaluation, params: SamplingParams, **at) -> dict[str, float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import rl.algorithms
 from policy import processes, sources, wire
 from rewards import RewardError, Runner, RunnerOptions, Share, registry
-from rewards.pool import Failure
+from rewards.pool import Call, Failure
 from rl import data
 from rl.config import DataOptions, EvaluationOptions, RewardSettings, RunConfig, StageOptions
 from rl.errors import ConfigError, DataError
@@ -32,8 +32,8 @@ class Pair:
     margin: float
 
 
-# What the processes of a run tell each other: rows of data, and scores that failed.
-wire.carried(data.Example, Problem, Pair, Failure)
+# What the processes of a run tell each other: rows of data, calls of rewards, and scores that failed.
+wire.carried(data.Example, Problem, Pair, Call, Failure)
 
 
 @dataclass(frozen=True)

@@ -62,14 +62,8 @@ class Progress:
 
 def supervised(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int) -> tuple[RunState, dict]:
     """`updates_per_step` updates on the next `prompts_per_step` demonstrations, or pairs."""
-    limit = run.config.max_length
-    if stage.pairs is None:
-        batch = pack(stage.demonstrations.take(_next(run, stage, stage.demonstrations.total)), limit)
-    else:
-        pairs = stage.pairs.take(_next(run, stage, stage.pairs.total))
-        batch = together([(pair.chosen, pair.rejected) for pair in pairs], 2 * limit)
-        margin = np.asarray([pair.margin for pair in pairs], np.float32)
-        batch = batch.replace(margin=np.broadcast_to(margin[:, None], batch.tokens.shape))
+    with run.timeline.span("data"):
+        batch = _demonstrations(run, stage) if stage.pairs is None else _pairs(run, stage)
     metrics, done = {}, trainer.done
     if state.reference is not None:
         with run.timeline.span("log-probabilities") as scoring:
@@ -80,6 +74,18 @@ def supervised(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: 
     return state, metrics | updated | {"perf/step_tflop": (trainer.done - done) / 1e12}
 
 
+def _demonstrations(run: Run, stage: Stage) -> Batch:
+    return pack(stage.demonstrations.take(_next(run, stage, stage.demonstrations.total)), run.config.max_length)
+
+
+def _pairs(run: Run, stage: Stage) -> Batch:
+    """The two answers of a pair in a row."""
+    pairs = stage.pairs.take(_next(run, stage, stage.pairs.total))
+    batch = together([(pair.chosen, pair.rejected) for pair in pairs], 2 * run.config.max_length)
+    margin = np.asarray([pair.margin for pair in pairs], np.float32)
+    return batch.replace(margin=np.broadcast_to(margin[:, None], batch.tokens.shape))
+
+
 def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int) -> tuple[RunState, dict]:
     """Samples groups, scores them, and makes `updates_per_step` updates of whole groups each."""
     options, algorithm = stage.options, stage.algorithm
@@ -87,7 +93,8 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
     with laid_out(run) as laid, run.timeline.span("sampling"):
         found, metrics = _groups(run, stage)
         greedy = _greedy(run, stage, found) if algorithm.needs_greedy else None
-    batch = found.batch(run.config.max_length, replay=options.router_replay)
+    with run.timeline.span("batch"):
+        batch = found.batch(run.config.max_length, replay=options.router_replay)
     if algorithm.mask_truncated:
         batch = batch.replace(mask=batch.mask * np.asarray([[c.finish != "length"] for _, c in found.flat], np.float32))
 
@@ -101,8 +108,9 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
     if trainer.done > done:
         metrics |= rates("logprob", trainer.done - done, batch.real, scoring.seconds, layout)
 
-    batch = batch.without(~np.isfinite(scores.total))
-    batch, per_sample, estimated = _with_advantages(run, stage, batch, found, scores, greedy)
+    with run.timeline.span("advantages"):
+        batch = batch.without(~np.isfinite(scores.total))
+        batch, per_sample, estimated = _with_advantages(run, stage, batch, found, scores, greedy)
     metrics |= estimated | {f"advantage/{name}": float(getattr(per_sample, name)()) for name in ("mean", "std", "min", "max")}
     stale = run.progress.version - batch.version[batch.mask != 0]
     metrics |= {"async/staleness_mean": float(stale.mean()), "async/staleness_max": float(stale.max())} if stale.size else {}
@@ -114,8 +122,10 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
     if not stale.any():  # weights that have moved since are another difference
         _check_difference(options.max_logp_diff, updated)
     if getattr(algorithm, "reference_every", 0) and step % algorithm.reference_every == 0:
-        state = trainer.renew_reference(state, algorithm.reference_mix)
-    run.events.samples(rollouts.records(found, scores, per_sample, stage.name, step))
+        with run.timeline.span("new reference"):
+            state = trainer.renew_reference(state, algorithm.reference_mix)
+    with run.timeline.span("writing samples"):
+        run.events.samples(rollouts.records(found, scores, per_sample, stage.name, step))
     metrics["perf/step_tflop"] = (sampled + trainer.done - done) / 1e12
     return state, rollouts.metrics(found, scores, drafted=run.config.generator.speculative > 0) | metrics | updated
 
@@ -150,7 +160,8 @@ def _groups(run: Run, stage: Stage) -> tuple[Rollouts, dict]:
         rows = _next(run, stage, stage.problems.total)
         ids = range(progress.prompts, progress.prompts + len(rows))
         progress.prompts += len(rows)
-        problems = stage.problems.take(rows)
+        with run.timeline.span("data"):
+            problems = stage.problems.take(rows)
         return rollouts.collect(run.generator, stage.runner, problems, params, ids, progress.version), rows
 
     if not algorithm.dynamic_batches:

@@ -9,17 +9,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
 from policy import processes
+from rewards.pool import Call
 from rl.config import ProfileOptions
 
 FILE, PROFILES = "timeline.json", "profile"
+RUN, CHECKPOINTS, WORKERS = range(3)
+"""Rows of the file: what the run does, the writing of checkpoints beside it, and from the third on a row for each worker of its
+rewards."""
+_ROWS = {RUN: "run", CHECKPOINTS: "checkpoints"}
 
 
 @dataclass
@@ -30,15 +36,18 @@ class Span:
 
 
 class Timeline:
-    """Spans of the run, one within another. Of several processes the first writes; each records a profile of its own devices."""
+    """Spans of the run, one within another on each row. Of several processes the first writes; each records a profile of its own
+    devices. Spans may end in several threads."""
 
     def __init__(self, directory: Path, profile: ProfileOptions | None):
         self._steps = range(profile.steps[0], profile.steps[1] + 1) if profile else range(0)
         self._profiles, self._recording = directory / PROFILES, False
         self._file = _opened(directory / FILE) if processes.first() else None
+        self._named: set[int] = set()
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def span(self, name: str, **details: str | int) -> Iterator[Span]:
+    def span(self, name: str, row: int = RUN, **details: str | int) -> Iterator[Span]:
         """A part of the run, also by this name in a profile; `details` are shown with it."""
         found, at, began = Span(), time.time(), time.perf_counter()
         try:
@@ -46,7 +55,22 @@ class Timeline:
                 yield found
         finally:
             found.seconds = time.perf_counter() - began
-            self._write({"name": name, "ph": "X", "ts": at * 1e6, "dur": found.seconds * 1e6, "pid": 0, "tid": 0, "args": details})
+            self.past(name, at, found.seconds, row, **details)
+
+    def past(self, name: str, began: float, seconds: float, row: int = RUN, **details: str | int) -> None:
+        """A span that is over; `began`: as time.time() gives it."""
+        place = {"pid": 0, "tid": row}
+        with self._lock:
+            if row not in self._named:
+                self._named.add(row)
+                called = _ROWS.get(row, f"rewards {row - WORKERS}")
+                self._write({"name": "thread_name", "ph": "M", **place, "args": {"name": called}})
+            self._write({"name": name, "ph": "X", "ts": began * 1e6, "dur": seconds * 1e6, **place, "args": details})
+
+    def calls(self, calls: Sequence[Call]) -> None:
+        """Calls of rewards, each on the row of its worker. Those of other machines are placed by the clocks of these."""
+        for call in calls:
+            self.past(call.function, call.began, call.seconds, WORKERS + call.worker, completions=call.completions)
 
     @contextlib.contextmanager
     def step(self, stage: str, number: int) -> Iterator[Span]:

@@ -19,6 +19,7 @@ from rl.checkpoint import Checkpoints
 from rl.folder import RunFolder
 from rl.prepare import prepare
 from rl.tasks import arithmetic
+from rl.timeline import CHECKPOINTS, FILE, RUN, WORKERS
 from rl.trainer import Trainer
 
 SFT = "{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, sampling: {max_new_tokens: 6}}"
@@ -148,19 +149,40 @@ def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(unbroken
     assert launch.train(directory) == 0
     launch.assert_same_run(directory, unbroken)
     # Three processes have written it; no step was begun that did not end.
-    spans = json.loads((directory / "timeline.json").read_text().rstrip(",\n") + "]")
-    steps = [span["args"] for span in spans if span["name"] == "step"]
+    of_the_run = [span for span in spans(directory) if span["tid"] == RUN]
+    steps = [span["args"] for span in of_the_run if span["name"] == "step"]
     assert steps == [{"stage": n, "step": step} for n, count in STAGES for step in range(1, count + 1)]
+    continued = "reading a checkpoint"
+    assert {span["name"] for span in of_the_run} - {continued} == {span["name"] for span in spans(unbroken) if span["tid"] == RUN}
+    assert continued in {span["name"] for span in of_the_run}
+
+
+def spans(directory) -> list[dict]:
+    found = json.loads((directory / FILE).read_text().rstrip(",\n") + "]")
+    return [event for event in found if event["ph"] == "X"]
+
+
+def test_the_timeline_covers_the_run_and_every_call_of_a_reward(unbroken):
+    found = spans(unbroken)
+    every = sorted(((s["ts"], s["ts"] + s["dur"], s["name"]) for s in found if s["tid"] == RUN), key=lambda s: (s[0], -s[1]))
     names = {
-        "sampling",
-        "log-probabilities",
-        "waiting for rewards",
-        "updates",
-        "evaluation",
-        "checkpoint",
-        "compiling the generator",
+        *("reading the data", "looking for a checkpoint", "loading the model", "starting the stage", "compiling the generator"),
+        *("step", "data", "sampling", "batch", "log-probabilities", "waiting for rewards", "advantages", "updates"),
+        *("writing samples", "evaluation", "checkpoint", "export"),
     }
-    assert names | {"step"} == {span["name"] for span in spans}
+    assert {name for _, _, name in every} == names
+    covered, end = 0.0, every[0][0]
+    for start, stop, _ in every:
+        covered, end = covered + max(0.0, stop - max(start, end)), max(end, stop)
+    assert covered > 0.9 * (end - every[0][0])
+    saved = [s for s in found if s["tid"] == CHECKPOINTS]
+    assert {s["name"] for s in saved} == {"writing a checkpoint"} and len(saved) == sum(n == "checkpoint" for _, _, n in every)
+    calls = [s for s in found if s["tid"] == WORKERS]
+    evaluations = sum(name == "evaluation" for _, _, name in every)
+    assert sum(s["args"]["completions"] for s in calls) == launch.lines(unbroken, events.SAMPLES) + evaluations * 8 * (1 + 2)
+    assert {s["name"] for s in calls} == {"digits"} and len(found) == len(every) + len(saved) + len(calls)
+    meant = [(a, b) for a, b, name in every if name in ("step", "evaluation")]
+    assert all(any(a <= s["ts"] and s["ts"] + s["dur"] <= b + 1e4 for a, b in meant) for s in calls)
 
 
 def test_a_step_that_ends_on_a_full_disk_keeps_the_last_good_one_and_goes_on(tmp_path, monkeypatch, caplog):

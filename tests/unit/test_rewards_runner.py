@@ -250,6 +250,29 @@ def waits(completions):
         assert run.communicate()[0].strip() == "7.0"
 
 
+def test_calls_are_told_with_their_times(tmp_path):
+    text = """
+import time
+def slow(completions):
+    time.sleep(0.05)
+    if completions == ["b", "c"]:
+        raise ValueError
+    return [1.0] * len(completions)
+"""
+    with Runner(options(f"{written(tmp_path, text)}:slow", workers=2)) as runner:
+        runner.heard = (heard := []).extend
+        before = time.time()
+        runner.score(["p"] * 3, ["a", "b", "c"], {}, groups=[0, 1, 1])
+        after = time.time()
+    assert sorted(call.completions for call in heard) == [1, 1, 1, 2]  # a group that failed is tried one by one
+    assert {call.function for call in heard} == {"slow"} and {call.worker for call in heard} <= {0, 1}
+    for call in heard:
+        assert before <= call.began and call.seconds >= 0.05 and call.began + call.seconds <= after + 0.01
+    for worker in (0, 1):
+        mine = sorted((call.began, call.seconds) for call in heard if call.worker == worker)
+        assert all(a + seconds <= b + 0.01 for (a, seconds), (b, _) in zip(mine, mine[1:], strict=False))
+
+
 def test_scores_do_not_depend_on_which_worker_is_first(tmp_path):
     text = """
 import time
@@ -331,10 +354,15 @@ def lengths(completions, log):
             return list(told)
 
         with Runner(options((spec, 1.0, {"log": str(log)})), Share(index, 2, gather)) as runner:
+            runner.heard = heard[index].extend
             return runner.score(["p"] * 5, completions, {}, groups)
 
+    heard = [], []
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(process, range(2))
+    assert heard[0] == heard[1]
+    made = [(call.function, call.worker, call.completions) for call in heard[0]]
+    assert made[:2] == [(name := first.names[0], 0, 2), (name, 0, 1)] and {worker for _, worker, _ in made[2:]} == {1}
     for scores in (first, second):
         np.testing.assert_array_equal(scores.total, [1, 2, 3, 4, math.nan])
         assert [fault.completion for fault in scores.faults] == ["bad"]
