@@ -15,7 +15,7 @@ R rows, L tokens of a row, T = L - `first(L)` of them scored, E hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy import modes
+from policy.executables import Executables
 from policy.sharding import constrain, settle
 
 SHORTEST = 128
@@ -56,13 +57,16 @@ def documents(segments_BT: np.ndarray, positions_BT: np.ndarray, limit: int | No
 
 
 class Scorer:
-    """The programs of fixed shapes of a graph."""
+    """The programs of fixed shapes of a graph, `states` and `scores`."""
 
     def __init__(self, graph):
         self.graph, self._limit = graph, graph.config.max_positions
-        replicated = graph.layout.replicated
-        self._hidden = jax.jit(self._hidden_program, out_shardings=replicated)
-        self._score = jax.jit(self._score_program, out_shardings=replicated)
+        self.states, self.scores = map(self.program, (self._states_program, self._scores_program))
+
+    def program(self, function: Callable) -> Executables:
+        """One whose results every device has."""
+        layout = self.graph.layout
+        return Executables(jax.jit(function, out_shardings=layout.replicated), layout.platform)
 
     def lengths(self, longest: int) -> list[int]:
         """Those that documents of up to `longest` tokens go through. A model with a last position has no longer one."""
@@ -84,11 +88,11 @@ class Scorer:
     def hidden(self, params, tokens_RL: np.ndarray, lengths_R: np.ndarray) -> jax.Array:
         """[R, T, E]: at token t the state that it is predicted from, which is that of the token before. Row r holds a document
         of lengths[r] tokens."""
-        return settle(self._hidden(params, tokens_RL, lengths_R), self.graph.layout)
+        return settle(self.states(params, tokens_RL, lengths_R), self.graph.layout)
 
     def score(self, params, hidden_RTE: jax.Array, tokens_RT: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
         """(logp, entropy), float32[R, T] on the host. What they say of the first token of a document is of no meaning."""
-        found = settle(self._score(params, hidden_RTE, tokens_RT, np.float32(temperature)), self.graph.layout)
+        found = settle(self.scores(params, hidden_RTE, tokens_RT, np.float32(temperature)), self.graph.layout)
         return tuple(np.asarray(each) for each in found)
 
     def tiles(self, rows: Iterable[tuple[int, np.ndarray]], L: int) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
@@ -118,7 +122,7 @@ class Scorer:
                     out[:, row, start + begin : start + lengths_R[r]] = both[:, r, begin - first : lengths_R[r] - first]
         return out[0], out[1]
 
-    def _hidden_program(self, params, tokens_RL, lengths_R):
+    def _states_program(self, params, tokens_RL, lengths_R):
         L, layout = tokens_RL.shape[1], self.graph.layout
         segments = (jnp.arange(L) < lengths_R[:, None]).astype(jnp.int32)
         tokens, segments = (constrain(a, ("batch", None), layout) for a in (tokens_RL, segments))
@@ -126,6 +130,6 @@ class Scorer:
             hidden, _, _ = self.graph.decoder(params)(tokens, modes.sit(tokens, segments=segments), None, self.graph.runtime)
         return modes.before(hidden)[:, self.first(L) :]
 
-    def _score_program(self, params, hidden_RTE, tokens_RT, temperature):
+    def _scores_program(self, params, hidden_RTE, tokens_RT, temperature):
         with self.graph.precision():
             return modes.score(self.graph.decoder(params), hidden_RTE, tokens_RT, temperature, self.graph.runtime)

@@ -16,7 +16,8 @@ from policy.memory import NoHostMemory, in_host_memory
 from policy.model import Graph, Model
 from policy.sharding import Layout, layout
 from policy.tensorfiles import ModelFileError
-from rl.config import ModelOptions, RunConfig
+from rewards.registry import JUDGED
+from rl.config import ModelOptions, RunConfig, StageOptions
 from rl.errors import ConfigError, ModelError, ResourceError
 from rl.folder import reward_model_of
 from rl.prepare import Prepared, Stage, read_tokenizer
@@ -54,14 +55,31 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model
 
 def judges(config: RunConfig, stage: Stage, mesh: Layout) -> dict[str, Judge]:
     """The reward models that the rewards of a stage ask, by the name they ask for. Raises ModelError where one cannot be read."""
-    found, runtime = {}, Runtime(dtype=config.model.dtype, param_dtype=config.model.param_dtype)
+    found = {}
     for source in stage.runner.sources:
         directory = reward_model_of(config, source) if source in config.stage_names else Path(source)
         try:
-            found[source] = Judge(directory, runtime, mesh, config.max_length)
+            found[source] = Judge.read(directory, _judging(config), mesh, config.max_length)
         except (ModelFileError, UnsupportedModel) as error:
             raise ModelError(f"reward model {source}: {error}") from None
     return found
+
+
+def planned_judges(config: RunConfig, stage: StageOptions, graph: Graph) -> dict[str, Judge]:
+    """The same without weights, where a stage before may still have to train one on a copy of the policy, whose graph is given."""
+    settings, found = stage.rewards or config.rewards, {}
+    for source in sorted({each.options["source"] for each in settings.functions if each.name == JUDGED} if settings else ()):
+        try:
+            trained = source in config.stage_names
+            decoder = sources.trunk(graph.config) if trained else sources.classifier(source)
+        except (ModelFileError, UnsupportedModel) as error:
+            raise ModelError(f"reward model {source}: {error}") from None
+        found[source] = Judge(Graph(decoder, _judging(config), graph.layout), None, config.max_length)
+    return found
+
+
+def _judging(config: RunConfig) -> Runtime:
+    return Runtime(dtype=config.model.dtype, param_dtype=config.model.param_dtype)
 
 
 def on_mesh(config: RunConfig, devices=None) -> Layout:

@@ -39,6 +39,7 @@ _UNFINISHED = re.compile(r"\d+(\.replaced)?\.tmp-.+")
 _log = logging.getLogger("duet.checkpoint")
 
 
+@wire.carried
 class CheckpointError(ModelError):
     """No checkpoint is undamaged, or the arrays of one are not those that the run asks for."""
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from rl.trainer import Trainer
+from policy.executables import Executables
 from rollout import Generator
 
 FILE = "programs.json"
 GENERATOR = {"decode": "decode a token", "extend": "prefill, further chunk"}
 """What a plan calls programs of the generator that have another name there."""
 RESHARD = "reshard"
+
+
+def judged(source: str) -> str:
+    """What a plan calls the program of this reward model."""
+    return f"scores of {source}"
 
 
 class Executed:
@@ -24,9 +30,12 @@ class Executed:
         if self._file.exists():
             self._entries = {_key(each): each for each in json.loads(self._file.read_text())["programs"]}
 
-    def look(self, stage: str, trainer: Trainer, generator: Generator) -> dict | None:
-        """At what has been compiled by now. The largest of those that are new to the file; None: there is none."""
-        found = [(f"{stage}: {name}", item) for name, each in trainer.executables.items() for item in each.memory.items()]
+    def look(self, stage: str, programs: Mapping[str, Executables], generator: Generator) -> dict | None:
+        """At what has been compiled by now, of the stage and of the generator. The largest of those that are new to the file; None:
+        there is none."""
+        checks = generator.verifier.executables if generator.verifier else {}
+        named = [(stage, *each) for each in programs.items()] + [("generator", *each) for each in checks.items()]
+        found = [(f"{whose}: {name}", item) for whose, name, each in named for item in each.memory.items()]
         made = generator.engine.programs.memory.items()
         found += [(f"generator: {GENERATOR.get(key[0], key[0])}", (key[1:], memory)) for key, memory in made]
         if generator.weights:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import policy
 from policy import processes
+from policy.executables import Executables
 from policy.model import Model
 from rewards import RewardError, RewardFailed
 from rl import build, rollouts, steps
@@ -26,7 +28,7 @@ from rl.config import RunConfig, UntilOptions
 from rl.errors import ConfigError, DataError, Interrupted, ResourceError, RewardStop
 from rl.evaluation import Evaluation
 from rl.events import Events
-from rl.executed import FILE, Executed
+from rl.executed import FILE, Executed, judged
 from rl.folder import RunFolder, StopWish, reward_model_of
 from rl.operations import rates
 from rl.prepare import Prepared, Stage, prepare
@@ -152,8 +154,7 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
     kind = RewardModelTrainer if stage.algorithm.needs_scores else Trainer
     trainer = kind(run.model.graph, options, stage.algorithm, run.config.seed)
     evaluation = None
-    if stage.runner:
-        _connect(run, stage)
+    programs = trainer.executables | (_connect(run, stage) if stage.runner else {})
     if run.prepared.evaluation and not stage.algorithm.needs_scores:  # which leaves the policy as it is
         evaluation = Evaluation(run.prepared.evaluation, run.prepared.held_out, stage.runner)
     params = rollouts.sampling_params(options.sampling, run.prepared.stop_ids)
@@ -187,7 +188,7 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
             metrics |= found
             ended = ended or _reached(options.until, metrics)
         run.events.step(stage.name, step, metrics)
-        _note_programs(run, executed, stage.name, trainer)
+        _note_programs(run, executed, stage.name, programs)
         _save_and_stop(run, stage, state, step, ended)
         if ended:
             break
@@ -198,13 +199,16 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
             folder.export_reward_model(stage.name, partial(trainer.export, state, run.prepared.tokenizer))
 
 
-def _connect(run: Run, stage: Stage) -> None:
-    """Gives the rewards of a stage the reward models that they ask, and lets the timeline hear of their calls."""
+def _connect(run: Run, stage: Stage) -> dict[str, Executables]:
+    """Gives the rewards of a stage the reward models that they ask, whose programs are returned by name, and lets the timeline hear
+    of their calls."""
     stage.runner.heard = run.timeline.calls
-    if stage.runner.sources:
-        with run.timeline.span("loading reward models", stage=stage.name):
-            judges = build.judges(run.config, stage, run.model.graph.layout)
-        stage.runner.judges = {source: partial(_judged, run, source, judge) for source, judge in judges.items()}
+    if not stage.runner.sources:
+        return {}
+    with run.timeline.span("loading reward models", stage=stage.name):
+        judges = build.judges(run.config, stage, run.model.graph.layout)
+    stage.runner.judges = {source: partial(_judged, run, source, judge) for source, judge in judges.items()}
+    return {judged(source): judge.program for source, judge in judges.items()}
 
 
 def _judged(run: Run, source: str, judge: Judge, sequences: list[list[int]]) -> list[float]:
@@ -219,11 +223,11 @@ def _evaluated(run: Run, evaluation: Evaluation, params: SamplingParams, **at) -
         return evaluation.run(run.generator, params) | laid
 
 
-def _note_programs(run: Run, executed: Executed, stage: str, trainer: Trainer) -> None:
+def _note_programs(run: Run, executed: Executed, stage: str, programs: Mapping[str, Executables]) -> None:
     if not processes.first():
         return
     try:
-        largest = executed.look(stage, trainer, run.generator)
+        largest = executed.look(stage, programs, run.generator)
     except OSError as error:
         run.events.note(f"{FILE} cannot be written: {error.strerror}")
         return

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from policy import wire
 from rl.errors import ConfigError, DuetError, ResourceError
 
 if TYPE_CHECKING:
@@ -113,17 +114,11 @@ def start(where: Launch) -> Watch:
         raise ResourceError(text) from None
 
 
-def _errors(kind: type[DuetError]) -> Iterator[type[DuetError]]:
-    yield kind
-    for each in kind.__subclasses__():
-        yield from _errors(each)
+wire.carried(DuetError, *DuetError.__subclasses__())
 
 
 def _tried(act: Callable[[], Any]) -> tuple[Any, DuetError | None]:
-    """(what `act()` gives, None), or (None, the one of rl.errors that it raised), which may be told to the other processes."""
-    from policy import wire
-
-    wire.carried(*_errors(DuetError))
+    """(what `act()` gives, None), or (None, the one of rl.errors that it raised)."""
     try:
         return act(), None
     except DuetError as error:

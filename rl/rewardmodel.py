@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from policy import classification, modes, processes, sources
 from policy.config import Runtime
+from policy.executables import Executables
 from policy.model import Graph
 from policy.sharding import Layout, constrain, settle
 from rl.algorithms import PolicyInputs
@@ -72,26 +74,40 @@ class RewardModelTrainer(Trainer):
 class Judge:
     """A reward model on the devices of the run, which scores sequences of token ids."""
 
-    def __init__(self, directory, runtime: Runtime, mesh: Layout, limit: int):
-        """`limit`: the longest sequence, tokens. Raises what `policy.classification.read` raises."""
+    def __init__(self, graph: Graph, params: dict[str, jax.Array] | None, limit: int):
+        """`graph` and `params`: of its trunk, and its VALUE_HEAD; None: it has a program and cannot score. `limit`: the longest
+        sequence, tokens."""
+        self.graph, self._params, self._limit = graph, params, limit
+        self._critic, self._layout = Critic(graph), graph.layout
+        self.program = Executables(jax.jit(self._scores), self._layout.platform)
+
+    @classmethod
+    def read(cls, directory, runtime: Runtime, mesh: Layout, limit: int) -> Judge:
+        """That of a directory. Raises what `policy.classification.read` raises."""
         graph, params, score = classification.read(directory, runtime, mesh)
-        self._critic, self._layout, self._limit = Critic(graph), graph.layout, limit
-        self._params = params | {VALUE_HEAD: processes.placed(score, self._critic.shardings[VALUE_HEAD])}
+        return cls(graph, params | {VALUE_HEAD: processes.placed(score, graph.layout.replicated)}, limit)
+
+    @property
+    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and places of its weights."""
+        shapes = self.graph.shapes | {VALUE_HEAD: jax.ShapeDtypeStruct(self._critic.sizes[VALUE_HEAD], jnp.float32)}
+        places = self._critic.shardings
+        return {path: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=places[path]) for path, s in shapes.items()}
+
+    def rows(self, T: int) -> int:
+        """Rows of T tokens that are scored at a time: as many as are quick."""
+        tokens = CPU_TOKENS if self._layout.platform == "cpu" else SCORED_TOKENS
+        return ways(self._layout) * max(1, tokens // T)
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """The score at the last token of each sequence. They are packed, and taken so many rows at a time as are quick."""
+        """The score at the last token of each sequence. They are packed."""
         batch = pack([(ids, [1] * len(ids)) for ids in sequences], self._limit)
         N, T = batch.tokens.shape
-        tokens = CPU_TOKENS if self._layout.platform == "cpu" else SCORED_TOKENS
-        R = ways(self._layout) * max(1, tokens // T)
+        R = self.rows(T)
         place = packing(batch.segments, [-(-N // R) * R])
-        (scores,) = by_micro_batch(partial(self._scores, self._params), batch, place, R, self._layout)
+        (scores,) = by_micro_batch(partial(self.program, self._params), batch, place, R, self._layout)
         return [float(scores[row, len(ids) - 1]) for row, ids in enumerate(sequences)]
 
-    @cached_property
-    def _scores(self):
-        def run(params, tokens, segments, _):
-            tokens = constrain(tokens, ("batch", None), self._layout)
-            return self._critic.scores(params, tokens, modes.sit(tokens, segments=segments))[:1]
-
-        return jax.jit(run)
+    def _scores(self, params, tokens, segments, _):
+        tokens = constrain(tokens, ("batch", None), self._layout)
+        return self._critic.scores(params, tokens, modes.sit(tokens, segments=segments))[:1]

@@ -23,11 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy import head
+from policy.executables import Executables
 from policy.scoring import Scorer
 from policy.sharding import settle
 from rollout.programs import IDLE
 from rollout.sampling import Draws, SamplingParams, choose
 from rollout.scheduler import Request
+
+CHECKS = ("check, hidden states", "check, log-probabilities", "check, draws")
+"""What a plan calls the programs of a check: of all layers, and two of the head alone."""
 
 # Drafts that wait for their check while others decode: fewer do not fill the rows of the scoring program.
 ENOUGH = 8
@@ -60,7 +64,22 @@ class Verifier:
         self.scorer, self._seed, self._stop_string = scorer, seed, stop_string
         self._drafts: list[_Draft] = []
         self.counts = {"checked": 0, "replaced": 0, "scored": 0}
-        self._draw = jax.jit(self._draw_program, out_shardings=scorer.graph.layout.replicated)
+        self._draw = scorer.program(self._draw_program)
+
+    @property
+    def executables(self) -> dict[str, Executables]:
+        """Its programs by the names of CHECKS."""
+        return dict(zip(CHECKS, (self.scorer.states, self.scorer.scores, self._draw), strict=True))
+
+    def listed(self, params, L: int) -> dict[str, tuple]:
+        """What each of them is given at length L by abstract weights `params`."""
+        R, T = self.scorer.rows(L), L - self.scorer.first(L)
+        texts = params, np.zeros((R, L), np.int32), np.zeros(R, np.int32)
+        made = jax.eval_shape(self.scorer.states.jitted, *texts)
+        hidden = jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=self.scorer.graph.layout.replicated)
+        scored = params, hidden, np.zeros((R, T), np.int32), np.float32(1.0)
+        drawn = params, hidden, *self._drawing([None] * R, L)
+        return dict(zip(CHECKS, (texts, scored, drawn), strict=True))
 
     def add(self, requests: Iterable[Request]) -> None:
         """Takes requests that have ended; they have not, until they come back from `check`."""
@@ -152,10 +171,13 @@ class Verifier:
 
     def _drawn(self, params, hidden_RTE: jax.Array, requests: list[Request | None], L: int) -> np.ndarray:
         """int32[R, T] on the host: the token that each row's request draws at every place."""
-        ids = np.asarray([(r.prompt_id, r.sample) if r else (0, 0) for r in requests], np.int32).T
-        draws = Draws.of([r.params if r else IDLE for r in requests], self._seed)
-        found = self._draw(params, hidden_RTE, *ids, draws, np.int32(self.scorer.first(L)))
+        found = self._draw(params, hidden_RTE, *self._drawing(requests, L))
         return np.asarray(settle(found, self.scorer.graph.layout))
+
+    def _drawing(self, requests: list[Request | None], L: int) -> tuple:
+        """How each row's request draws, and the first place at which it does."""
+        ids = np.asarray([(r.prompt_id, r.sample) if r else (0, 0) for r in requests], np.int32).T
+        return *ids, Draws.of([r.params if r else IDLE for r in requests], self._seed), np.int32(self.scorer.first(L))
 
     def _draw_program(self, params, hidden_RTE, prompt_ids_R, samples_R, draws: Draws, first):
         """A few rows of logits at a time, as the head does it."""

@@ -59,6 +59,11 @@ class GeneratorOptions:
     exact: bool = False
     record_routes: bool = False
 
+    @property
+    def rereads(self) -> bool:
+        """Whether a completion may go on as a prompt of any length, after it paused for want of pages or a token was replaced."""
+        return self.exact or self.cache == "paged"
+
     def __post_init__(self):
         for name in ("weights", "kv_cache"):
             if getattr(self, name) not in (None, *TYPES):
@@ -218,9 +223,7 @@ class Generator:
         """Compiles every program that prompts of up to `longest` tokens and these parameters need, in parallel; returns how many
         there are. One that is missing later is a warning, or rollout.programs.LateCompilation if `strict`."""
         widths = sorted({stop_width(len(each.stop_token_ids)) for each in params})
-        # A completion that goes on, after it paused or a token was replaced, is read in as a prompt of any length.
-        goes_on = self.verifier is not None or self.options.cache == "paged"
-        longest = self.max_length if goes_on else longest
+        longest = self.max_length if self.options.rereads else longest
         params, count = self.model.params, 0
         if self.weights and self.weights.moves:
             self.weights.compile_ahead(params)

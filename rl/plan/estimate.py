@@ -24,7 +24,9 @@ from policy.model import Graph
 from rl import build, chips
 from rl.config import RunConfig
 from rl.executed import RESHARD
+from rl.operations import Operations
 from rl.plan.programs import Planned, Sampling, Stage, stages
+from rollout.exact import CHECKS
 
 # Of all outputs of products in a layer what a policy keeps. Without any the results of norms, activations and attention stay too.
 _KEPT = {"none": 3.0, "minimal": 1.0, "minimal_with_context": 1.1, "minimal_flash": 1.1, "full": 0.0, "custom": 0.0}
@@ -49,7 +51,7 @@ class Weights:
     def __init__(self, graph: Graph):
         mesh, self.graph, rules = graph.layout.mesh.shape, graph, dict(graph.layout.rules)
         rows = {*rules["batch"], *rules["length"]}
-        self.parts = math.prod(mesh[axis] for axis in rows)
+        self.parts, self.operations = math.prod(mesh[axis] for axis in rows), Operations(graph)
         self.local = self.largest = self.gathered = self.outputs = self.qkv = 0.0
         layers, outputs = {}, {}
         for path, shape in graph.shapes.items():
@@ -92,8 +94,8 @@ class Estimator:
 
     def __init__(self, devices, chip: chips.Chip | None, memory: float | None):
         self._devices, self._chip, self._memory = devices, chip or chips.CPU, memory
-        self._parts: dict[str, tuple[Weights, list[tuple[Stage, Sampling | None, list[Planned]]]]] = {}
-        self._programs: dict[str, list[tuple[Planned, Stage, Weights]]] = {}
+        self._parts: dict[str, tuple[Weights, list[tuple[Stage, Sampling | None, list[tuple[Planned, Weights]]]]]] = {}
+        self._programs: dict[str, list[tuple[Planned, Weights]]] = {}
 
     def __call__(self, config: RunConfig) -> dict[str, Cost]:
         """The Cost of each program by name. Raises what rl.build raises."""
@@ -101,10 +103,10 @@ class Estimator:
         key = plain.model_dump_json()
         if key not in self._programs:
             self._programs[key] = list(self._listed(plain))
-        return {each.name: self._cost(each, stage, weights, config.model.remat) for each, stage, weights in self._programs[key]}
+        return {each.name: self._cost(each, weights, config.model.remat) for each, weights in self._programs[key]}
 
-    def _listed(self, config: RunConfig) -> Iterator[tuple[Planned, Stage, Weights]]:
-        weights, decoding, parts = self._on_mesh(config)
+    def _listed(self, config: RunConfig) -> Iterator[tuple[Planned, Weights]]:
+        weights, parts = self._on_mesh(config)
         for (stage, sampling, made), options in zip(parts, config.stages, strict=True):
             # Nothing but the shape of a batch depends on the rows of a micro-batch.
             stage = copy.copy(stage)
@@ -112,22 +114,24 @@ class Estimator:
             stage.trainer.stage = options
             routes = sampling.routes if sampling and options.router_replay else None
             for each in stage.programs(sampling.bytes if sampling else 0, routes):
-                yield each, stage, weights
-            yield from ((each, stage, decoding[sampling]) for each in made)
+                yield each, weights
+            yield from made
 
-    def _on_mesh(self, config: RunConfig) -> tuple[Weights, dict[Sampling, Weights], list]:
-        """(weights, those of each generator, [(stage, the generator beside it, its programs)]) of a configuration but for its
-        micro-batches."""
+    def _on_mesh(self, config: RunConfig) -> tuple[Weights, list]:
+        """(weights, [(stage, the generator beside it, programs of this and of reward models with their weights)]) of a
+        configuration but for its micro-batches."""
         plain = config.model_copy(update={"stages": [each.model_copy(update={"micro_batch": None}) for each in config.stages]})
         key = plain.model_dump_json()
         if key not in self._parts:
             found = list(stages(plain, build.on_mesh(plain, self._devices), self._memory))
-            parts = [(stage, each, list(each.programs(stage)) if each and each.used_by(stage) else []) for stage, each in found]
-            decoding = {each: Weights(each.decoding) for each in {each for _, each in found if each}}
-            self._parts[key] = Weights(found[0][0].trainer.graph), decoding, parts
+            weights, decoding = Weights(found[0][0].trainer.graph), {}
+            for sampling in {each for _, each in found if each}:
+                decoding[sampling] = Weights(sampling.decoding)
+            parts = [(stage, each, list(_beside(stage, each, weights, decoding.get(each)))) for stage, each in found]
+            self._parts[key] = weights, parts
         return self._parts[key]
 
-    def _cost(self, planned: Planned, stage: Stage, weights: Weights, remat: str) -> Cost:
+    def _cost(self, planned: Planned, weights: Weights, remat: str) -> Cost:
         graph, kind, item = weights.graph, planned.kind, weights.bytes
         mesh, config, chip = graph.layout.mesh, graph.config, self._chip
         rows, length = (*planned.shape, 1)[:2]
@@ -143,6 +147,10 @@ class Estimator:
         if kind == RESHARD:  # an array is sent whole, and put together from parts
             slowest = min(chip.bandwidth, chip.links or chip.bandwidth)
             return Cost(planned.held, 2 * item * weights.largest, planned.times * item * weights.local / (slowest * 1e9))
+        if kind in CHECKS[1:]:
+            numbers = config.vocab_size * E / mesh.size
+            read = max(2.0 * tokens * numbers / (chip.tflops * 1e12), item * numbers / (chip.bandwidth * 1e9))
+            return Cost(planned.held, 8.0 * min(_LOGITS, tokens * config.vocab_size), planned.times * read)
         kept = weights.kept(remat) if update else 0.0
         again = 1.0 - min(1.0, kept / max(1.0, weights.outputs)) if update else 0.0
         logits = 8.0 * min(_LOGITS, tokens * config.vocab_size / mesh.shape["tensor"])
@@ -150,7 +158,7 @@ class Estimator:
         if update:
             temporaries += 4 * weights.local + item * tokens * (E * layers + kept)
         passes = 3.0 + again if update else 1.0
-        work = passes * stage.trainer.operations.forward([length] * (numbers // length)) / mesh.size
+        work = passes * weights.operations.forward([length] * (numbers // length)) / mesh.size
         moved = passes * item * (weights.gathered + 4 * tokens * weights.outputs) + update * 24 * weights.local / planned.turns
         exchanged = (2 + (again > 0) if update else 1) * item * (weights.gathered - weights.local)
         exchanged += update * 4 * (weights.gathered - weights.local)
@@ -159,3 +167,15 @@ class Estimator:
         links = exchanged / (chip.links * 1e9) if chip.links else 0.0
         seconds = max(work / (chip.tflops * 1e12), moved / (chip.bandwidth * 1e9), links)
         return Cost(planned.held, temporaries, planned.times * planned.turns * seconds)
+
+
+def _beside(
+    stage: Stage, sampling: Sampling | None, weights: Weights, decoding: Weights | None
+) -> Iterator[tuple[Planned, Weights]]:
+    """The programs of a stage that are not its trainer's. Checks compute the trained weights, other rollouts those laid out for
+    them."""
+    for each in stage.scores(sampling.rolling if sampling else 0):
+        yield each, Weights(stage.judges[each.kind].graph)
+    if sampling and sampling.used_by(stage):
+        for each in sampling.programs(stage):
+            yield each, weights if each.kind in CHECKS else decoding

@@ -1,8 +1,8 @@
 """The compiled programs of a run, from its configuration alone: no weights, no data, and no tokenizer but where the model depends
 on it.
 
-Each is what the run itself compiles (rl/trainer.py, rollout/programs.py), for the largest shape that it has: rows as long as
-`max_length`, all slots, the longest chunk of a prompt.
+Each is what the run itself compiles (rl/trainer.py, rl/rewardmodel.py, rollout/programs.py, rollout/exact.py), for the largest
+shape that it has: rows as long as `max_length`, all slots, the longest chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import rl.algorithms
 from policy.layers.expert_parallel import Cut
 from policy.layers.paged_attention import KERNELS
 from policy.model import Graph
+from policy.scoring import Scorer
 from policy.sharding import Layout
 from rl import build
 from rl.batch import Batch, padded_length
 from rl.config import RunConfig
-from rl.executed import GENERATOR, RESHARD
+from rl.executed import GENERATOR, RESHARD, judged
 from rl.plan.changes import needs_rollouts
 from rl.rewardmodel import RewardModelTrainer
 from rl.trainer import Trainer
+from rollout.exact import CHECKS, Verifier
 from rollout.generator import GeneratorOptions
 from rollout.programs import Programs, stop_width
 from rollout.speculative import SpeculativePrograms
@@ -64,8 +66,12 @@ def programs(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[
         cache = sampling.bytes if sampling else 0
         for each in stage.programs(cache, sampling.routes if sampling and stage.options.router_replay else None):
             yield replace(each, filled=_filled(stage.trainer.graph, each))
+        for each in stage.scores(sampling.rolling if sampling else 0):
+            yield replace(each, filled=_filled(stage.judges[each.kind].graph, each))
         if sampling and sampling.used_by(stage):
-            yield from (replace(each, filled=_filled(sampling.decoding, each)) for each in sampling.programs(stage))
+            for each in sampling.programs(stage):
+                graph = stage.trainer.graph if each.kind in CHECKS else sampling.decoding
+                yield replace(each, filled=_filled(graph, each))
 
 
 def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tuple[Stage, Sampling | None]]:
@@ -103,13 +109,17 @@ def on_a_device(tree) -> int:
 
 
 class Stage:
-    """The trainer of a stage on a batch as full as one can be."""
+    """The trainer of a stage on a batch as full as one can be, and the reward models that lie beside it, by what their programs are
+    called."""
 
     def __init__(self, config: RunConfig, name: str, trainer: Trainer):
         self.config, self.name, self.options, self.trainer = config, name, trainer.stage, trainer
         self.state = trainer.abstract()
-        self.bytes = on_a_device(self.state)
         self.samples = needs_rollouts(trainer.stage)
+        asked = self.samples or (config.evaluation and not trainer.algorithm.needs_scores)
+        found = build.planned_judges(config, trainer.stage, trainer.graph) if asked else {}
+        self.judges = {judged(source): judge for source, judge in found.items()}
+        self.bytes = on_a_device(self.state) + sum(on_a_device(judge.abstract) for judge in found.values())
 
     def programs(self, cache: int, routes: dict | None) -> Iterator[Planned]:
         """`cache`: bytes of the generator's, which lies beside. `routes`: Batch.routes of one token, abstract."""
@@ -143,6 +153,16 @@ class Stage:
             given = *given[:2], micro.routes if trainer._critic.shared else None
             yield planned("values", both, *given, resident=both, times=passes)
 
+    def scores(self, cache: int) -> Iterator[Planned]:
+        """Those of reward models, on full rows of all completions of a step; `cache`: bytes of what the generator holds then."""
+        T, held = self.config.max_length, self.bytes + cache
+        N = self.options.prompts_per_step * self.options.samples_per_prompt * self.samples  # evaluations are no part of a step
+        for kind, judge in self.judges.items():
+            R, params = judge.rows(T), judge.abstract
+            tokens = jax.ShapeDtypeStruct((R, T), jnp.int32)
+            lower = lambda judge=judge, given=(params, tokens, tokens, None): judge.program.lower(*given)  # noqa: E731
+            yield Planned(self.name, kind, (R, T), lower, held, held - on_a_device(params), -(-N // R))
+
     def _rows(self, parts: int) -> tuple[tuple[int, int], int]:
         """((packed rows, tokens of each) of one of so many equal parts of a step, rows of a micro-batch)."""
         options, pairs = self.options, self.trainer.algorithm.needs_pairs
@@ -175,7 +195,8 @@ class Stage:
 
 
 class Sampling:
-    """The generator's programs over a cache of all slots, and over copies of weights where it has some."""
+    """The generator's programs over a cache of all slots, and over copies of weights where it has some; and those that check exact
+    completions."""
 
     def __init__(self, config: RunConfig, first: Stage, memory: float | None):
         """`first`: the stage from which on it is there; `memory`: bytes of a device."""
@@ -190,8 +211,12 @@ class Sampling:
         left = None if memory is None else memory - first.bytes - on_a_device(self._copy)
         self._programs = kind(self.graph, asked, config.generator.slots, config.max_length, left)
         self.cache = self._programs.abstract_cache
+        self._rereads = asked.rereads
+        self._verifier = Verifier(Scorer(self.graph), config.seed, stop_string=None) if asked.exact else None
         self._dropped = bool(self._weights and self._weights.moves)
-        self.bytes = on_a_device(self.cache) + (0 if self._dropped else on_a_device(self._copy))
+        # What lies there while rollouts run, and what stays.
+        self.rolling = on_a_device((self.cache, self._copy))
+        self.bytes = self.rolling - (on_a_device(self._copy) if self._dropped else 0)
 
     @property
     def decoding(self) -> Graph:
@@ -212,7 +237,7 @@ class Sampling:
 
     def programs(self, stage: Stage) -> Iterator[Planned]:
         """The largest of each kind."""
-        made, options, held = self._programs, stage.options, stage.bytes + on_a_device((self.cache, self._copy))
+        made, options, held = self._programs, stage.options, stage.bytes + self.rolling
         P, weights = options.prompts_per_step, stage.state.policy.params
         prompts = max(2, self.config.max_length - options.sampling.max_new_tokens)
         if self._copy:
@@ -221,16 +246,28 @@ class Sampling:
         stays = held - on_a_device((params, self.cache))
         P *= stage.samples  # evaluations are no part of a step
         steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // made.slots)
-        for (name, *shape), arguments in made.listed(params, prompts, [stop_width(1)]):
+        longest = self.config.max_length if self._rereads else prompts
+        for (name, *shape), arguments in made.listed(params, longest, [stop_width(1)]):
             if name == "decode" and shape[0] == made.slots:
                 times = steps
-            elif name in ("prefill", "extend") and shape == [made.most_prompts, made.prefill_lengths(prompts)[-1] + made.ahead]:
+            elif name in ("prefill", "extend") and shape == [made.most_prompts, made.prefill_lengths(longest)[-1] + made.ahead]:
                 times = P * -(-prompts // made.chunk) / shape[0]
             else:
                 continue
             lower = lambda name=name, arguments=arguments: made.lower(name, arguments)  # noqa: E731
             kernels = self._read_by_kernels() if made.paged else {}
             yield Planned(stage.name, GENERATOR.get(name, name), tuple(shape), lower, held, stays, times, kernels=kernels)
+        if self._verifier:
+            yield from self._checks(stage, weights, P * options.samples_per_prompt)
+
+    def _checks(self, stage: Stage, weights: dict, completions: int) -> Iterator[Planned]:
+        """The longest programs of the check of so many exact completions as long as they can be, of which no token is replaced."""
+        verifier, held = self._verifier, stage.bytes + self.rolling
+        L = verifier.scorer.lengths(self.config.max_length)[-1]
+        for kind, given in verifier.listed(weights, L).items():
+            lower = lambda kind=kind, given=given: verifier.executables[kind].lower(*given)  # noqa: E731
+            times = -(-completions // verifier.scorer.rows(L))
+            yield Planned(stage.name, kind, given[1].shape, lower, held, held - on_a_device(weights), times)
 
     def _read_by_kernels(self) -> dict[str, int]:
         """Bytes that a kernel of decoding reads of the pages of one layer, all of them full. Its operand is the pool of all."""

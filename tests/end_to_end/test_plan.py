@@ -1,7 +1,9 @@
 """`rl plan` on devices of the CPU: the programs of every stage, their memory beside live arrays and beside that of a run, settings
 with which they fit, and what is refused."""
 
+import importlib.util
 import json
+from dataclasses import asdict
 
 import jax
 import launch
@@ -9,9 +11,18 @@ import numpy as np
 import pytest
 
 import rl.algorithms
+from policy import classification, sources
+from policy.config import Runtime
+from policy.executables import Memory
+from policy.model import Graph, Model
 from rl import build, cli, configfile, executed
 from rl.plan.estimate import Estimator
+from rl.plan.programs import programs
+from rl.prepare import read_tokenizer
+from rl.rewardmodel import Judge
 from rl.trainer import Trainer
+from rollout import exact
+from rollout.generator import Generator, GeneratorOptions
 
 MESH = ("mesh.fsdp=2", "mesh.tensor=2")
 ONE = (
@@ -101,20 +112,75 @@ def test_a_run_says_what_its_own_programs_take_and_a_plan_had_said_so(plan, tmp_
     more = (*more, "generator.weights=int8", "generator.prefill_chunk=16")
     planned = plan("cpu:1", *more)[1]
     assert launch.train(tmp_path / "run", *more) == 0
-    ran = json.loads((tmp_path / "run" / executed.FILE).read_text())["programs"]
-    ran = {(each["name"].partition(": ")[2], each["name"].partition(": ")[0], tuple(each["shape"])): each for each in ran}
-    compared = {}
-    for name, each in planned.items():
-        stage, _, kind = name.partition(": ")
-        if stage == "grpo-2" or kind in ("quantised copy", "prefill, further chunk"):  # prompts of the data are short
-            continue
-        mine = ran.get((kind, stage, tuple(each["shape"])), ran.get((kind, "generator", tuple(each["shape"]))))
-        parts = ("arguments", "temporaries", "outputs", "aliased", "peak")
-        compared[name] = mine and [(mine[part], each[part]) for part in parts]
-    assert {"sft: update", "grpo: update", "grpo: log-probabilities", "grpo: prefill", "grpo: decode a token"} <= compared.keys()
-    wrong = {name: pairs for name, pairs in compared.items() if pairs is None or any(a != b for a, b in pairs)}
-    assert not wrong, wrong
+    # Prompts of the data are short.
+    left_out = {"grpo: quantised copy", "grpo: prefill, further chunk", *(name for name in planned if name.startswith("grpo-2"))}
+    assert {"sft: update", "grpo: update", "grpo: log-probabilities", "grpo: prefill", "grpo: decode a token"} <= planned.keys()
+    assert_ran_as_planned(tmp_path / "run", {name: each for name, each in planned.items() if name not in left_out})
     assert planned["grpo: quantised copy"]["aliased"] > 0 and planned["grpo: quantised copy"]["times"] == 2
+
+
+def assert_ran_as_planned(directory, planned):
+    """Every planned program ran, and took to the byte what the plan had said."""
+    ran = json.loads((directory / executed.FILE).read_text())["programs"]
+    ran = {(each["name"].partition(": ")[2], each["name"].partition(": ")[0], tuple(each["shape"])): each for each in ran}
+    for name, each in planned.items():
+        (stage, _, kind), shape = name.partition(": "), tuple(each["shape"])
+        mine = ran.get((kind, stage, shape), ran.get((kind, "generator", shape)))
+        assert mine, (name, shape, sorted(ran))
+        parts = ("arguments", "temporaries", "outputs", "aliased", "peak")
+        assert [mine[part] for part in parts] == [each[part] for part in parts], name
+
+
+CHECKS = {f"grpo: {kind}" for kind in exact.CHECKS}
+
+
+def asking(directory):
+    """(overrides, source) of a run with exact completions that asks a reward model, whose directory is written."""
+    sizes = "hidden_size: 32, intermediate_size: 32, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, vocab_size: 32"
+    model = f"model={{source: qwen3-0.6b, overrides: {{num_hidden_layers: 1, {sizes}}}}}"
+    config = configfile.load([launch.SMALL], [model])
+    source, graph = str(directory / "judge"), build.graph(config, build.on_mesh(config, jax.devices()[:1]))
+    trunk = Graph(sources.trunk(graph.config), graph.runtime, graph.layout)
+    classification.write(source, trunk, trunk.init(1), np.ones(32, np.float32), pad_id=None)
+    read_tokenizer(config)[0].save_pretrained(source)
+    judge = {"functions": [{"name": "reward_model", "options": {"source": source}}], "workers": 1}
+    stage = {"algorithm": "grpo", "steps": 1, "prompts_per_step": 4, "samples_per_prompt": 4, "rewards": judge}
+    stages = [stage | {"sampling": {"max_new_tokens": 6}}]
+    return (model, "evaluation=null", f"stages={json.dumps(stages)}", "generator.exact=true", "generator.slots=1"), source
+
+
+def test_reward_models_and_the_check_of_exact_completions_are_planned_as_they_are_compiled(tmp_path):
+    more, source = asking(tmp_path)
+    config = configfile.load([launch.SMALL], more)
+    mesh = build.on_mesh(config, jax.devices()[:1])
+    wanted = {f"grpo: scores of {source}", *CHECKS}
+    listed = {each.name: each for each in programs(config, mesh, None) if each.name in wanted}
+    assert listed.keys() == wanted
+    planned = {
+        name: asdict(Memory.of(each.lower().compile(), "cpu")) | {"shape": each.shape, "times": each.times}
+        for name, each in listed.items()
+    }
+    graph, judge = build.graph(config, mesh), Judge.read(source, Runtime(), mesh, config.max_length)
+    options = GeneratorOptions(exact=True)
+    generator = Generator(Model(graph, graph.init(0)), max_length=config.max_length, slots=1, options=options)
+    generator.verifier.compile_ahead(generator.model.params, config.max_length)
+    assert np.isfinite(judge([[1, 2, 3]] * 3)).all()
+    largest = executed.Executed(tmp_path).look("grpo", {executed.judged(source): judge.program}, generator)
+    assert_ran_as_planned(tmp_path, planned)
+    assert largest["peak"] == max(each["peak"] for each in planned.values())
+    assert [planned[name]["times"] for name in (f"grpo: scores of {source}", *CHECKS)] == [1, 4, 4, 4]
+
+
+@pytest.mark.slow
+def test_a_run_that_asks_a_reward_model_and_checks_takes_what_was_planned(plan, tmp_path):
+    more, source = asking(tmp_path)
+    planned = plan("cpu:1", *more)[1]
+    assert launch.train(tmp_path / "run", *more) == 0
+    assert {f"grpo: scores of {source}", "grpo: update", "grpo: prefill", "grpo: decode a token", *CHECKS} == planned.keys()
+    assert_ran_as_planned(tmp_path / "run", planned)
+    update, scores = planned["grpo: update"], planned[f"grpo: scores of {source}"]
+    weights = scores["arguments"] - 2 * 4 * scores["shape"][0] * scores["shape"][1]  # tokens and segments
+    assert weights > 0 and update["aliased"] + update["stays"] == weights + scores["stays"], "all of it lies there all the time"
 
 
 def test_where_it_does_not_fit_settings_are_named_that_fit(numbers, capsys):
@@ -141,6 +207,32 @@ def test_search_prints_a_file_that_fits(numbers, capsys, tmp_path):
     small, *more = launch.arguments(tmp_path / "run", *launch.LIGHT, *ONE)
     (tmp_path / "run.yml").write_text(configfile.resolved_yaml(configfile.load([small], more)))
     assert configfile.load([tmp_path / "run.yml", file]).model.remat == best["settings"]["model.remat"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed")
+def test_a_search_for_a_tpu_slice_ends_with_settings_that_a_plan_finds_to_need_the_same(numbers, monkeypatch, tmp_path):
+    """A stack of two repeats on four chips, with less memory than the first choice of the estimate needs."""
+    monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
+    sizes = "{num_hidden_layers: 2, hidden_size: 256, intermediate_size: 512, vocab_size: 2048, head_dim: 128}"
+    more = (f"model={{source: qwen3-0.6b, overrides: {sizes}}}", ONE[1], "max_length=256")
+
+    def search(*flags):
+        code, found = numbers("v5p:2x2x1", *more, flags=("--search", "--candidates", "2", *flags))
+        assert code == 0 and found["candidates"][0]["fits"]
+        return found["candidates"][0]
+
+    def needs(settings):
+        code, found = numbers("v5p:2x2x1", *more, *(f"{key}={json.dumps(value)}" for key, value in settings.items()))
+        assert code == 0
+        return max(each["peak"] + each["stays"] for each in found["programs"])
+
+    first = search()
+    limit = (first["needs"] - 1) / 2**30
+    second = search("--memory", repr(limit))
+    assert second["needs"] <= limit * 2**30 and second["settings"] != first["settings"]
+    monkeypatch.setenv("DUET_PLAN_CACHE", str(tmp_path / "new"))  # what is known already would only be read again
+    assert needs(first["settings"]) == first["needs"] and needs(second["settings"]) == second["needs"]
 
 
 @pytest.mark.parametrize(

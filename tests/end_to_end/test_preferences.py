@@ -13,7 +13,7 @@ import policy
 from policy import families
 from policy.config import Runtime
 from policy.sharding import layout
-from rl import cli, configfile, events
+from rl import build, cli, configfile, events
 from rl.errors import DataError
 from rl.prepare import prepare
 from rl.rewardmodel import Judge
@@ -86,6 +86,16 @@ def test_a_stage_trains_a_reward_model_that_transformers_reads_and_the_next_one_
         np.testing.assert_allclose(sample["reward"], 2 * expected + sample["rewards"]["length"], atol=1e-5)
 
 
+def test_a_reward_model_is_planned_as_the_stage_leaves_it(finished):
+    file, run = finished / "run.yml", finished / "run"
+    config = configfile.load([file], [f"run.dir={run}"])
+    graph = build.graph(config, build.on_mesh(config, jax.devices()[:1]))
+    (planned,) = build.planned_judges(config, config.stages[2], graph).values()
+    read = Judge.read(run / "reward_models" / "reward_model", Runtime(), graph.layout, 24)
+    assert planned.graph.config.layers == read.graph.config.layers and planned.abstract == read.abstract
+    assert build.planned_judges(config, config.stages[0], graph) == {}
+
+
 def test_a_run_that_is_cut_off_in_it_goes_on_to_the_same_bits(finished, tmp_path):
     """Between the last checkpoint of the stage and the file of its reward model: that, and all that follows, are made again."""
     run = tmp_path / "again"
@@ -148,5 +158,5 @@ def test_a_run_that_ends_with_a_reward_model_exports_it(finished, tmp_path):
     changes = ["evaluation=null", "stages=[{algorithm: reward_model, steps: 0, prompts_per_step: 3, data: PAIRS}]"]
     changes[1] = changes[1].replace("PAIRS", str(finished / "pairs.jsonl"))
     assert cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}", *changes]) == 0
-    judge = Judge(tmp_path / "run" / "export", Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]), 16)
+    judge = Judge.read(tmp_path / "run" / "export", Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]), 16)
     assert np.isfinite(judge([[9, 10, 2], [9]])).all()

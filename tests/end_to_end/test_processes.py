@@ -112,6 +112,21 @@ def test_a_run_that_loses_a_process_goes_on_to_the_numbers_of_one_process(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_process_that_falls_silent_ends_the_other(tmp_path, stopped):
+    """It is there, and its connections stay open, but it does nothing: as where a machine hangs."""
+    directory = tmp_path / "run"
+    running = start(directory, 2, 2, f"stages={json.dumps([GRPO | {'steps': 60}])}")
+    launch.wait_for(lambda: launch.lines(directory) >= 2, running[0])
+    os.killpg(running[stopped].pid, signal.SIGSTOP)
+    began = time.monotonic()
+    code, _, err = launch.finish(running[1 - stopped], timeout=60)
+    assert time.monotonic() - began < 30
+    assert code == ProcessLost.exit_code, err
+    assert f"process {stopped} of 2 ({socket.gethostname()}, pid {running[stopped].pid}) has been silent" in err, err
+
+
+@pytest.mark.slow
 def test_four_processes_stop_together_and_outlive_their_first(tmp_path):
     directory = tmp_path / "run"
     running = start(directory, 4, 1, *BOTH)

@@ -182,7 +182,7 @@ def test_scores_are_those_of_transformers_whatever_side_is_padded(scorer):
     width = max(map(len, sequences))
     right = torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences])
     left = torch.tensor([[0] * (width - len(ids)) + ids for ids in sequences])
-    found = Judge(scorer, Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]), 16)(sequences)
+    found = Judge.read(scorer, Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]), 16)(sequences)
     model = classifier(scorer)
     with torch.no_grad():
         for ids in (right, left):

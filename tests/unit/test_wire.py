@@ -8,10 +8,10 @@ import pytest
 
 from policy import wire
 from rewards.pool import Failure
+from rl.checkpoint import CheckpointError
 from rl.data import Example
 from rl.errors import DataError, ResourceError
 from rl.prepare import Pair
-from rl.processes import agreed
 from rl.rollouts import Problem
 
 
@@ -34,13 +34,12 @@ def test_values_come_back_as_they_were():
 
 
 def test_errors_keep_their_class_or_the_nearest_one_that_is_known():
-    agreed(lambda: None)  # tells of the errors of a run
-
     class Full(ResourceError):
         """Not among them."""
 
     assert type(again(DataError("row 6"))) is DataError and str(again(DataError("row 6"))) == "row 6"
     assert type(again(Full("disk"))) is ResourceError and type(again(FileExistsError("x"))) is OSError
+    assert type(again(CheckpointError("x"))) is CheckpointError
 
 
 @pytest.mark.parametrize("value", [object(), {1: print}, [{1, 2}], b"bytes", 1j])
