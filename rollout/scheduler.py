@@ -12,7 +12,7 @@ from rollout.sampling import SamplingParams
 @dataclass(eq=False)
 class Request:
     """One completion to be made: sample number `sample` of prompt number `prompt_id` of a run. `index` is the caller's number of
-    the prompt; `expected` the tokens that the caller expects of it, None: as many as it may have.
+    the prompt.
 
     `tokens`, `logprobs` and `opens` (whether a token is the first that its decoding step made) grow until `finish` says stop or
     length. `cached`: tokens of prompt and completion whose entries are in the cache. `settled`: of `tokens`, those that an exact
@@ -25,7 +25,6 @@ class Request:
     prompt_id: int = 0
     sample: int = 0
     index: int = 0
-    expected: float | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     opens: list[bool] = field(default_factory=list)
@@ -74,17 +73,16 @@ class Request:
 
 
 class Queue:
-    """Requests that wait for a slot: those of which the longest completions are expected first, for a long one that starts last
-    keeps the others waiting; among equals the first that came. The samples of a prompt stay together."""
+    """Requests that wait for a slot: those that may have the longest completions first, for a long one that starts last keeps the
+    others waiting; among equals the first that came. The samples of a prompt stay together."""
 
     def __init__(self):
-        self._heap: list[tuple[float, int, Request]] = []
+        self._heap: list[tuple[int, int, Request]] = []
         self._count = 0
 
     def add(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            expected = request.params.max_new_tokens if request.expected is None else request.expected
-            heapq.heappush(self._heap, (-expected, self._count, request))
+            heapq.heappush(self._heap, (-request.params.max_new_tokens, self._count, request))
             self._count += 1
 
     @property

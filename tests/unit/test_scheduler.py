@@ -454,11 +454,10 @@ def test_nine_of_ten_rows_make_a_token_where_lengths_have_a_long_tail(dispatch):
         assert engine.counts["useful"] >= 0.9 * engine.counts["rows"]
 
 
-def test_the_longest_expected_goes_first_and_groups_stay_together():
+def test_the_longest_goes_first_and_groups_stay_together():
     queue = Queue()
-    queue.add(Request((1,), SamplingParams(max_new_tokens=9), index=0, sample=k, expected=3) for k in range(2))
-    queue.add(Request((1,), SamplingParams(max_new_tokens=9), index=1, sample=k) for k in range(2))
-    queue.add(Request((1,), SamplingParams(max_new_tokens=9), index=2, sample=k, expected=5) for k in range(2))
+    for index, most in enumerate((3, 9, 5)):
+        queue.add(Request((1,), SamplingParams(max_new_tokens=most), index=index, sample=k) for k in range(2))
     assert [(r.index, r.sample) for r in (queue.pop() for _ in range(6))] == [(1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1)]
 
 
