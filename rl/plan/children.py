@@ -153,7 +153,9 @@ def _lines(request: dict, topology: Topology) -> Iterator[dict]:
             raise
         if child.wait():
             complaints.seek(0)
-            raise ResourceError(f"the compiler for {topology.name} ended with {child.returncode}:\n{complaints.read()[-2000:]}")
+            said = complaints.read()[-2000:].strip()
+            last = said.rpartition("\n")[2]
+            raise ResourceError(f"the compiler for {topology.name} ended with {child.returncode}: {last}\n{said}")
 
 
 def _read(line: str) -> dict | None:

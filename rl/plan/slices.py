@@ -44,6 +44,8 @@ class Topology:
         if self.platform == "cpu":
             flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags)
             return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={self.count}".strip()}
+        # libtpu ends a process that has a flag which it does not know.
+        flags = " ".join(flag for flag in flags.split() if not flag.startswith(("--xla_cpu_", "--xla_gpu_")))
         return {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "XLA_FLAGS": flags}
 
     def memory(self, device) -> float | None:

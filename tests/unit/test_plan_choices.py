@@ -187,3 +187,10 @@ def test_a_copy_of_weights_that_is_dropped_lies_beside_rollouts_only(tmp_path):
     assert {each["decode a token"].held for each in (kept, dropped)} == {plain["decode a token"].held + copy}
     assert dropped["reshard"].times == 1 and dropped["reshard"].held == dropped["prefill"].held
     assert "quantised copy" in kept and "reshard" not in kept and "quantised copy" not in dropped
+
+
+def test_a_compiler_for_tpus_is_given_no_flags_of_other_compilers(monkeypatch):
+    """libtpu ends the process otherwise."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_dump_to=x --xla_gpu_autotune_level=0")
+    assert slices.Topology.read("v5p:2x2x1").environment["XLA_FLAGS"] == "--xla_dump_to=x"
+    assert slices.Topology.read("cpu:2").environment["XLA_FLAGS"].startswith("--xla_cpu_use_fusion_emitters=false ")
