@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 
 from policy.config import DecoderConfig, LayerSpec
+from policy.explicit import alike
 from policy.layers.hyper_connections import HyperConnection
 
 
@@ -20,6 +21,7 @@ class Residual(nnx.Module):
         return x_BTE, None
 
     def write(self, x_BTE: jax.Array, out_BTE: jax.Array, mix: None) -> jax.Array:
+        out_BTE = alike(out_BTE, x_BTE)
         return x_BTE + out_BTE if self.adds else out_BTE
 
     def beside(self, x_BTE: jax.Array, out_BTE: jax.Array, mix: None) -> jax.Array:

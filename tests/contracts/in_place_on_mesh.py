@@ -40,9 +40,10 @@ def on_a_device(tree) -> int:
     return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(tree))
 
 
-def trained():
-    """(trainer, state, model) after an update of policy and critic; moments are cut over copies of the weights too."""
-    model = learners.dense(mesh=layout(DEGREES, moments_over_data=True))
+def trained(mode: str):
+    """(trainer, state, model) after an update of policy and critic; moments are cut over copies of the weights too. `mode` is
+    auto, or explicit: with shardings stated."""
+    model = learners.dense(mesh=layout(DEGREES, moments_over_data=True, explicit=mode == "explicit"))
     trainer, state = learners.begin(model, learners.stage("ppo"), fresh=True)
     state, _ = trainer.update(state, learners.batch())
     return trainer, state, Model(model.graph, state.policy.params)
@@ -137,7 +138,7 @@ def quantised(model) -> dict:
 
 
 def main() -> None:
-    trainer, state, model = trained()
+    trainer, state, model = trained(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:
         found = {"in place": in_place(trainer, state), "elastic": elastic(state, folder)}
     found["read"], made = read(model)

@@ -41,6 +41,8 @@ MODELS = {
     "latent": lambda: short("DeepseekV3"),
     "indexed": lambda: short("DeepseekV32"),
     "recurrent": lambda: short("Qwen3Next"),
+    "streams": lambda: configuration("Llama", num_hidden_layers=2) | {"duet": {"hyper_connections": {"reduce": "head"}}},
+    "square": lambda: short("Simple"),
 }
 
 

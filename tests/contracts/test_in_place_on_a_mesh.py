@@ -9,9 +9,10 @@ from devices import on_devices
 pytestmark = pytest.mark.xdist_group("in_place_on_a_mesh")
 
 
-@pytest.fixture(scope="module")
-def found():
-    return on_devices(8, Path(__file__).with_name("in_place_on_mesh.py"))
+@pytest.fixture(scope="module", params=["auto", pytest.param("explicit", marks=pytest.mark.slow)])
+def found(request):
+    """With each `mesh.shard_mode`."""
+    return on_devices(8, Path(__file__).with_name("in_place_on_mesh.py"), request.param)
 
 
 def test_updates_write_all_of_their_state_in_place(found):

@@ -86,6 +86,14 @@ def test_every_mesh_of_the_list(kind, mode):
 
 
 @pytest.mark.slow
+def test_shardings_that_are_stated_of_other_decoders():
+    """Those with an indexer, with several streams, and with matrices whose outputs are cut where the stream is whole."""
+    meshes = [MESHES["fsdp4_tensor2"], CONTEXT]
+    kinds = ("indexed", "streams", "square")
+    check(*(["decoder", kind, in_mode("explicit", degrees), {}] for kind in kinds for degrees in meshes))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [(kind, "auto") for kind in ("dense", "windows", "sinks", "latent", "indexed", "recurrent")]
