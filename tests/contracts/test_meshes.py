@@ -137,20 +137,23 @@ OWN = {"embed": [], "embed_vocab": [], "mlp": ["fsdp", "tensor"], "heads": ["fsd
 OWN |= {"vocab": ["tensor", "fsdp"], "batch": ["data", "expert"], "cache_batch": ["data", "expert"]}
 
 
+EVERY, STATIONARY = {"fsdp": 2, "tensor": 2, "expert": 2}, {"rules": "stationary"}
+LAID_OUT = {
+    "dense": [[MESHES["fsdp4_tensor2"], STATIONARY], [MESHES["data2_fsdp2_tensor2"], {"rules": OWN}]],
+    "experts": [[EVERY, STATIONARY, {"expert_parallel": scheme}] for scheme in ("all_to_all", "hidden")],
+    "latent": [
+        [EVERY, STATIONARY | {"cache": "paged", "page_size": 4, "prefill_chunk": 4}],
+        [CONTEXT, STATIONARY],
+        [EVERY, STATIONARY | {"weights": "int8"}],
+    ],
+    "indexed": [[MESHES["fsdp4_tensor2"], STATIONARY]],
+    "recurrent": [[MESHES["fsdp4_tensor2"], STATIONARY]],
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "windows", "experts", "latent", "indexed", "recurrent"])
+@pytest.mark.parametrize("kind", LAID_OUT)
 def test_completions_where_weights_are_laid_out_for_decoding(kind):
-    every = {"fsdp": 2, "tensor": 2, "expert": 2}
-    ways = [
-        (MESHES["fsdp4_tensor2"], {"rules": "stationary"}, {}),
-        (every, {"rules": "stationary", "cache": "paged", "page_size": 4, "prefill_chunk": 4}, {}),
-        (CONTEXT, {"rules": "stationary"}, {}),
-        (MESHES["data2_fsdp2_tensor2"], {"rules": OWN}, {}),
-    ]
-    if kind in ("experts", "latent"):
-        ways += [(every, {"rules": "stationary"}, {"expert_parallel": scheme}) for scheme in ("all_to_all", "hidden")]
-    if kind == "latent":
-        ways += [(every, {"rules": "stationary", "weights": "int8"}, {})]
-    cases = [["completions", kind, *way] for way in ways]
+    cases = [["completions", kind, *way] for way in LAID_OUT[kind]]
     for case, found in zip(cases, run(*cases), strict=True):
         assert found["equal"] and found["logprobs"] < 1e-4, (case, found)
