@@ -1,10 +1,12 @@
-"""Memory of an sft update on TPU slices, as `rl plan` has it, beside MaxText's train step.
+"""Memory of an sft update on TPU slices, as `rl plan` has it, beside MaxText's train step; or the shipped configurations on
+slices that they are meant for.
 
-The same model, slice, tokens of a chip, dtypes of weights and moments, and full recomputation. MaxText's numbers are of its own
-`train_compile` (flash attention, pure FSDP), compiled by libtpu 0.0.51 under jax 0.10.2.
+MaxText's numbers are of its own `train_compile` (flash attention, pure FSDP) for the same model, slice, tokens of a chip, dtypes of
+weights and moments, and full recomputation, compiled by libtpu 0.0.51 under jax 0.10.2.
 
     pip install libtpu          # a compilation takes 1 to 6 minutes on two cores
     python benchmarks/plans.py [llama3.1-8b ...]
+    python benchmarks/plans.py --shipped [grpo_deepseek ...]
 """
 
 from __future__ import annotations
@@ -18,6 +20,11 @@ from pathlib import Path
 
 import yaml
 
+from rl import chips
+from rl.plan.command import bound
+from rl.plan.compiled import Report
+from rl.plan.slices import TPUS
+
 FLOAT32 = {"dtype": "bfloat16", "param_dtype": "float32"}
 # (model and how it is computed, slice, mesh, tokens of a chip, dtype of moments) -> MaxText's GiB of arguments, temporaries, peak.
 CASES = (
@@ -29,27 +36,59 @@ CASES = (
         *("v5p:4x4x8", {"fsdp": 2, "expert": 64}, 4096, "bfloat16", (29.30, 41.54, 70.66)),
     ),
 )
+# Files of configs/ and the slices that they are meant for.
+SHIPPED = (
+    ("grpo_deepseek", "v5p:8x8x4"),
+    ("grpo_qwen3_30b_a3b", "v6e:4x4"),
+    ("grpo_qwen3_30b_a3b", "v5p:2x2x4"),
+    ("grpo_llama3_8b", "v5e:4x4"),
+    ("grpo_llama3_8b", "v6e:2x4"),
+    ("ppo_gemma3_27b", "v5p:2x2x4"),
+)
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def main() -> None:
-    wanted = set(sys.argv[1:]) or {case[0]["source"] for case in CASES}
+    if sys.argv[1:2] == ["--shipped"]:
+        shipped(set(sys.argv[2:]) or {name for name, _ in SHIPPED})
+    else:
+        beside_maxtext(set(sys.argv[1:]) or {case[0]["source"] for case in CASES})
+
+
+def beside_maxtext(wanted: set[str]) -> None:
     print("| model | slice | mesh | tokens of a chip | arguments | temporaries | peak | MaxText | exchanged, GiB |")
     print("|---|---|---|---|---|---|---|---|---|")
     for model, topology, mesh, tokens, state_dtype, theirs in CASES:
         if model["source"] not in wanted:
             continue
-        update = planned(model, topology, mesh, tokens, state_dtype)
-        ours = " | ".join(f"{update[part] / 2**30:.2f}" for part in ("arguments", "temporaries", "peak"))
-        exchanged = sum(size for size, _ in update["exchanged"].values()) / 2**30
+        found = update(model, topology, mesh, tokens, state_dtype)
+        ours = " | ".join(f"{found[part] / 2**30:.2f}" for part in ("arguments", "temporaries", "peak"))
+        exchanged = sum(size for size, _ in found["exchanged"].values()) / 2**30
         cut = ", ".join(f"{axis} {size}" for axis, size in mesh.items())
         beside = " / ".join(f"{number:.2f}" for number in theirs)
         print(f"| {model['source']} | {topology} | {cut} | {tokens:,} | {ours} | {beside} | {exchanged:.0f} |", flush=True)
 
 
-def planned(model: dict, topology: str, mesh: dict[str, int], tokens: int, state_dtype: str) -> dict:
+def shipped(wanted: set[str]) -> None:
+    """A line for each program of each shipped configuration."""
+    print("| configuration, slice | program | arguments | temporaries | beside | peak of all | exchanged | a step | at least |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, topology in SHIPPED:
+        if name not in wanted:
+            continue
+        plan, chip = planned(CONFIGS / f"{name}.yml", topology), chips.of(TPUS[topology.split(":")[0]])
+        for place, each in enumerate(Report(**program) for program in plan["programs"]):
+            first = f"{name}, {topology}" if place == 0 else ""
+            sizes = (each.arguments, each.temporaries, each.stays, each.needs)
+            sizes = " | ".join(f"{size / 2**30:.2f}" for size in (*sizes, sum(size for size, _ in each.exchanged.values())))
+            seconds = each.times * bound(each, chip)
+            print(f"| {first} | {each.name.split(': ')[1]} | {sizes} | {each.times:,.4g} | {seconds:.3g} s |", flush=True)
+
+
+def update(model: dict, topology: str, mesh: dict[str, int], tokens: int, state_dtype: str) -> dict:
     """What `rl plan` says of the update: one row of `tokens` for each chip."""
-    chips = math.prod(mesh.values())
     with tempfile.TemporaryDirectory() as directory:
+        stage = {"algorithm": "sft", "steps": 10, "prompts_per_step": math.prod(mesh.values())}
         config = {
             "run": {"dir": f"{directory}/run"},
             "platform": "tpu",
@@ -58,16 +97,22 @@ def planned(model: dict, topology: str, mesh: dict[str, int], tokens: int, state
             "max_length": tokens,
             "mesh": mesh,
             "data": {"task": "arithmetic"},
-            "stages": [{"algorithm": "sft", "steps": 10, "prompts_per_step": chips, "optimizer": {"state_dtype": state_dtype}}],
+            "stages": [stage | {"optimizer": {"state_dtype": state_dtype}}],
         }
-        file, found = Path(directory, "plan.yml"), Path(directory, "plan.json")
+        file = Path(directory, "plan.yml")
         file.write_text(yaml.safe_dump(config))
+        return next(each for each in planned(file, topology)["programs"] if each["name"] == "sft: update")
+
+
+def planned(file: Path, topology: str) -> dict:
+    """The numbers of `rl plan`, whether everything fits or not."""
+    with tempfile.TemporaryDirectory() as directory:
+        found = Path(directory, "plan.json")
         command = [Path(sys.executable).with_name("rl"), "plan", str(file), "--topology", topology, "--json", str(found)]
         done = subprocess.run(command, capture_output=True, text=True)
         if not found.exists():
-            raise SystemExit(f"{topology}, {model['source']}: exit code {done.returncode}\n{done.stdout}\n{done.stderr[-3000:]}")
-        programs = json.loads(found.read_text())["programs"]
-        return next(each for each in programs if each["name"] == "sft: update")
+            raise SystemExit(f"{topology}, {file}: exit code {done.returncode}\n{done.stdout}\n{done.stderr[-3000:]}")
+        return json.loads(found.read_text())
 
 
 if __name__ == "__main__":

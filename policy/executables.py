@@ -29,7 +29,9 @@ class Memory:
         outputs = found.output_size_in_bytes - aliased
         # What the CPU's compiler says of the peak leaves temporaries out.
         known = 0 if platform == "cpu" else getattr(found, "peak_memory_in_bytes", 0)
-        return cls(arguments, temporaries, outputs, aliased, known or arguments + temporaries + outputs)
+        # Others count what lies in host memory too.
+        everything = arguments + temporaries + outputs
+        return cls(arguments, temporaries, outputs, aliased, min(known or everything, everything))
 
 
 class Executables:
