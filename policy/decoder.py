@@ -114,7 +114,9 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
     layout = runtime.layout
     if stated():
         return _rows_of(table_VE, ("vocab", "embed_vocab"), tokens_BT, layout).astype(runtime.dtype)
-    rows, width = (None, None) if layout is None else layout.spec(("vocab", "embed_vocab"), table_VE.shape)
+    if layout is None or layout.mesh.size == 1:
+        return table_VE[tokens_BT].astype(runtime.dtype)
+    rows, width = layout.spec(("vocab", "embed_vocab"), table_VE.shape)
     if width is not None:
         read = table_VE[constrain(tokens_BT, (None, None), layout)].astype(runtime.dtype)
         return constrain(constrain(read, (None, None, "embed_vocab"), layout), ("batch", "length", None), layout)
@@ -122,8 +124,7 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
         read = own_rows(table_VE, tokens_BT, layout).astype(runtime.dtype)
     else:
         read = table_VE[tokens_BT].astype(runtime.dtype)
-    moves = layout is not None and layout.rows_move
-    return constrain(read, ("batch", "length", None), layout) if moves else read
+    return constrain(read, ("batch", "length", None), layout) if layout.rows_move else read
 
 
 def _rows_of(table, axes: tuple[str | None, str], index_BT: jax.Array, layout: ShardingLayout) -> jax.Array:
