@@ -99,11 +99,12 @@ class Predictions:
 class Aux:
     """Of a whole decoder. `layers` is keyed by the path of the layer's weights ("stacks.1.layers.0"); its arrays have the repeats
     of the stack in front: [R, ...]. `mtp_input` [B, T, E] are the states that prediction modules read; `predictions` is there
-    where `Runtime.mtp` asks for it."""
+    where `Runtime.mtp` asks for it; `states` [B, T, E] are the final ones, where log-probabilities were computed from them."""
 
     layers: dict[str, LayerAux]
     mtp_input: jax.Array | None = None
     predictions: Predictions | None = None
+    states: jax.Array | None = None
 
     def found(self, name: str) -> dict[str, jax.Array]:
         """The field `name` of every layer that has it, by path."""

@@ -42,7 +42,7 @@ def train(decoder: Decoder, tokens_BT, step: Step, temperature, runtime: Runtime
         aux = predictions(decoder, tokens_BT, step, hidden, aux, temperature, runtime)
     found = score(decoder, before(hidden), tokens_BT, temperature, runtime)
     scored = (step.segments != 0) & ~first_of_segment(step.segments)
-    return *(jnp.where(scored, a, 0.0) for a in found), replace(aux, mtp_input=None)
+    return *(jnp.where(scored, a, 0.0) for a in found), replace(aux, mtp_input=None, states=hidden)
 
 
 def before(hidden_BTE: jax.Array) -> jax.Array:

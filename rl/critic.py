@@ -52,11 +52,23 @@ class Critic:
         """(float32[B, T], Aux): at t that of the sequence up to token t and with it, as a reward model reads it."""
         with self.trunk.precision():
             hidden, _, aux = self.trunk.decoder(params)(tokens_BT, step, None, self.trunk.runtime)
-            return jnp.einsum("bte,e->bt", hidden.astype(jnp.float32), params[VALUE_HEAD]), aux
+            return _of(hidden, params[VALUE_HEAD]), aux
 
     def values(self, params, tokens_BT, step) -> tuple[jax.Array, jax.Array, Aux]:
         """(before, after, Aux), float32[B, T]: the values of the states before token t, 0 at the first token of a sequence, and
         after it. A shared trunk brings no losses along: they are in the policy's update."""
         values, aux = self.scores(params, tokens_BT, step)
-        before = jnp.pad(values[:, :-1], ((0, 0), (1, 0)))
-        return jnp.where(first_of_segment(step.segments), 0.0, before), values, Aux({}) if self.shared else aux
+        return _before(values, step.segments), values, Aux({}) if self.shared else aux
+
+    def values_of(self, states_BTE: jax.Array, head_E: jax.Array, segments_BT: jax.Array) -> jax.Array:
+        """float32[B, T]: the values before each token by final states that another pass has computed, which take no gradient."""
+        with self.trunk.precision():
+            return _before(_of(jax.lax.stop_gradient(states_BTE), head_E), segments_BT)
+
+
+def _of(states_BTE: jax.Array, head_E: jax.Array) -> jax.Array:
+    return jnp.einsum("bte,e->bt", states_BTE.astype(jnp.float32), head_E)
+
+
+def _before(values_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
+    return jnp.where(first_of_segment(segments_BT), 0.0, jnp.pad(values_BT[:, :-1], ((0, 0), (1, 0))))

@@ -53,7 +53,7 @@ class RewardModelTrainer(Trainer):
         self._did(self._critic.operations, batch, passes=3)
         place, R = self.layout(batch.segments)
         batch = by_rows(place.batch(batch), self.graph.layout)
-        learner, metrics = self.critic(state.critic, batch, self._totals(batch), R)
+        learner, _, metrics = self.critic(state.critic, batch, self._totals(batch), R)
         return RunState(state.policy, None, learner), metrics | {"perf/packed_share": place.share(R)}
 
     def _score_loss(self, params, micro: Batch, inputs: PolicyInputs):

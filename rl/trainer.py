@@ -22,10 +22,10 @@ from policy.sharding import Layout, constrain, settle
 from rl.algorithms import PolicyInputs
 from rl.batch import Batch
 from rl.config import StageOptions
-from rl.critic import Critic
+from rl.critic import VALUE_HEAD, Critic
 from rl.operations import Operations, lengths
 from rl.packing import Packing, packing, row_counts
-from rl.updater import Learner, Updater
+from rl.updater import HEAD_GRADIENT, Learner, Updater
 
 # Tokens of a micro-batch on CPU.
 CPU_TOKENS = 768
@@ -75,11 +75,12 @@ class Trainer:
         # Only updates may drop choices of experts: the generator and what is compared with it never do.
         self._learning = graph.at(**stage.runtime)
         loss = self._parts_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
-        self.policy = Updater(self._learning, loss, stage.optimizer, stage, seed)
-        self.critic = None
+        self.critic = head = None
         if algorithm.needs_critic:
             self._critic = Critic(graph, shared=algorithm.critic_trunk == "policy")
             self.critic = Updater(self._critic, self._critic_loss, stage.critic, stage, seed)
+            head = self.critic if self._critic.shared else None
+        self.policy = Updater(self._learning, loss, stage.optimizer, stage, seed, head)
 
     @property
     def executables(self) -> dict[str, Executables]:
@@ -156,22 +157,25 @@ class Trainer:
         """
         if self.stage.router_replay and batch.routes is None:
             raise ValueError("router_replay: this batch has no routes; take it from Rollouts.batch(..., replay=True)")
+        # A value head learns in the update of the policy, from the states that this one computes in any case.
+        apart = state.critic is not None and (critic_only or not self._critic.shared)
         if not critic_only:
             self._did(self.operations, batch, passes=3)
-        if state.critic is not None:
+        if apart:
             self._did(self._critic.operations, batch, passes=1 if self._critic.shared else 3)
         place, R = self.layout(batch.segments)
         batch = by_rows(place.batch(batch), self.graph.layout)
-        policy, critic, values, metrics = state.policy, state.critic, {}, {"perf/packed_share": place.share(R)}
+        policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": place.share(R)}
         inputs = self._totals(batch, {name: np.float32(value) for name, value in controls.items()} if controls else None)
-        if critic is not None:  # first, while the policy is the one whose states gave the old values
-            critic, found = self.critic(critic, batch, inputs, R, self._critic.beside(policy.params))
+        if apart:
+            critic, _, found = self.critic(critic, batch, inputs, R, self._critic.beside(policy.params))
             del found["loss"]  # value/loss, and the balance term that value/moe/balance holds
-            values = {k if k.startswith("value/") else f"value/{k}": v for k, v in found.items()}
+            metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in found.items()}
         if not critic_only:
-            policy, found = self.policy(policy, batch, inputs, R)
+            policy, head, found = self.policy(policy, batch, inputs, R, head=None if apart else critic)
+            critic = critic if apart else head
             metrics |= found
-        return RunState(policy, state.reference, critic), metrics | values
+        return RunState(policy, state.reference, critic), metrics
 
     @cached_property
     def _totals(self):
@@ -211,7 +215,19 @@ class Trainer:
     def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):
         logp, entropy, aux = self._learning.logprobs(params, micro.tokens, self._step(micro), self.temperature)
         loss, metrics = self.algorithm.loss(replace(inputs, logp=logp, entropy=entropy))
+        if VALUE_HEAD in params:
+            metrics |= self._head(params[VALUE_HEAD], aux.states, micro, inputs)
         return loss, metrics, aux
+
+    def _head(self, head_E, states_BTE, micro: Batch, inputs: PolicyInputs) -> dict[str, jax.Array]:
+        """Metrics of a value head on these states, with the gradient of its loss."""
+
+        def loss(head_E):
+            values = self._critic.values_of(states_BTE, head_E, micro.segments)
+            return self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
+
+        slope, metrics = jax.grad(loss, has_aux=True)(jax.lax.stop_gradient(head_E))
+        return metrics | {HEAD_GRADIENT: slope}
 
     def _critic_loss(self, params, micro: Batch, inputs: PolicyInputs):
         step = replace(modes.sit(micro.tokens, segments=micro.segments), routes=micro.routes if self._critic.shared else None)

@@ -24,12 +24,15 @@ from policy.sharding import constrain, settle
 from rl.auxiliary import auxiliary_loss, load_metrics, moved_biases, totals
 from rl.batch import Batch
 from rl.config import OptimizerOptions, StageOptions
-from rl.critic import Critic
+from rl.critic import VALUE_HEAD, Critic
 from rl.hosted import by_place, joined
 from rl.internals import activation_metrics, gradient_norms
 from rl.learned import MODULES, learned
 from rl.optimizerstep import at_once, by_layer, start, stored_as
 from rl.optimizerstep import norm as norm_of
+
+# Metric of a micro-batch that holds the gradient of a value head.
+HEAD_GRADIENT = "value/gradient"
 
 
 @jax.tree_util.register_dataclass
@@ -75,9 +78,13 @@ class Updater:
     rule that moves the selection biases of routers. An update that is not finite, or whose gradient is exactly 0, leaves everything
     as it was."""
 
-    def __init__(self, owner: Graph | Critic, loss, options: OptimizerOptions, stage: StageOptions, seed: int):
-        """`loss(params, micro, totals) -> (scalar, metrics, Aux)`: micro-batches are summed."""
-        self.owner, self._loss, self._options, self._stage = owner, loss, options, stage
+    def __init__(
+        self, owner: Graph | Critic, loss, options: OptimizerOptions, stage: StageOptions, seed: int, head: Updater | None = None
+    ):
+        """`loss(params, micro, totals) -> (scalar, metrics, Aux)`: micro-batches are summed. `head`: of a value head on the states
+        that `loss` computes, which may learn in the same program; `loss` finds it among `params` then, and leaves its gradient in
+        the metric HEAD_GRADIENT, its loss in value/loss."""
+        self.owner, self._loss, self._options, self._stage, self.head = owner, loss, options, stage, head
         self._learned = learned(owner.axes, owner.runtime)
         self._seed = seed if stage.dropout else None
         self._internals = stage.internal_metrics and isinstance(owner, Graph)
@@ -139,27 +146,36 @@ class Updater:
     def program(self) -> Executables:
         update = jax.jit(
             self._update,
-            donate_argnums=0,
-            out_shardings=(self.shardings, None),
+            donate_argnums=(0, 4),
+            out_shardings=(self.shardings, self.head and self.head.shardings, None),
             static_argnames="micro_rows",
             compiler_options=batch_split.compiler_options(self._graph.runtime),
         )
         return Executables(update, self.layout.platform)
 
-    def __call__(self, learner: Learner, batch: Batch, inputs, micro_rows: int, beside=None) -> tuple[Learner, dict]:
-        """The learner after one update, and its metrics (on the device). `batch` holds a multiple of `micro_rows` rows. `beside`:
-        weights by path that the loss takes besides the learner's, and that stay."""
-        return settle(self.program(learner, batch, inputs, beside or {}, micro_rows=micro_rows), self.layout)
+    def __call__(self, learner: Learner, batch: Batch, inputs, micro_rows: int, beside=None, head: Learner | None = None):
+        """(learner, head, metrics) after one update, the metrics on the device. `batch` holds a multiple of `micro_rows` rows.
+        `beside`: weights by path that the loss takes besides the learner's, and that stay. `head`: learns too; None: stays."""
+        return settle(self.program(learner, batch, inputs, beside or {}, head, micro_rows=micro_rows), self.layout)
 
-    def _update(self, learner: Learner, batch: Batch, inputs, beside=None, *, micro_rows: int):
+    def _update(self, learner: Learner, batch: Batch, inputs, beside=None, head: Learner | None = None, *, micro_rows: int):
         trained, still = self._split(learner.params)
-        count = learner.optimizer[-1].count  # AdamW's last part counts the updates of its schedule
         if self._seed is not None:
-            batch = batch.replace(dropout=row_seeds(self._seed, count, batch.tokens.shape[0]))
-        grads, loss, metrics, routing = self._gradients(trained, still | (beside or {}), batch, inputs, micro_rows)
+            batch = batch.replace(dropout=row_seeds(self._seed, _updates(learner), batch.tokens.shape[0]))
+        others = still | (beside or {}) | (head.params if head else {})
+        grads, loss, metrics, routing = self._gradients(trained, others, batch, inputs, micro_rows)
+        if head is not None:
+            slope = {VALUE_HEAD: metrics.pop(HEAD_GRADIENT)}
+            head, found = self.head.apply(head, slope, metrics["value/loss"], {})
+            metrics |= {f"value/{name}": value for name, value in found.items() if name != "loss"}
+        learner, found = self.apply(learner, grads, loss, routing)
+        return learner, head, metrics | found
+
+    def apply(self, learner: Learner, grads: dict, loss: jax.Array, routing: dict) -> tuple[Learner, dict]:
+        """The learner after a step by these gradients, and what is known of it. Inside a jitted function."""
+        trained, still = self._split(learner.params)
         squares = to_device(joined(by_place(_squares, self.owner.tables, grads)))
-        if self._internals:
-            metrics |= gradient_norms(squares)
+        inside = gradient_norms(squares) if self._internals else {}
         factors, norm, norms = self._clipping(squares)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         # Moments of earlier updates do not move weights that nothing was learnt about: of rewards that are all equal.
@@ -169,15 +185,14 @@ class Updater:
         constants = {path: array for path, array in still.items() if path in self._learned}
         moved = moved_biases(constants, routing, self._stage.router.bias_rate)
         kept = still | jax.tree.map(lambda a, b: jnp.where(good, a, b), moved, constants)
-        new = Learner(joined(weights) | kept, joined(states))
-        metrics |= {
+        metrics = {
             "loss": loss,
-            "optim/lr": self.rate(count),
+            "optim/lr": self.rate(_updates(learner)),
             "optim/grad_norm": norm,
             "optim/update_norm": norm_of(to_device(changes)),
             "optim/skipped": 1.0 - finite,
         }
-        return new, metrics | norms | load_metrics(routing)
+        return Learner(joined(weights) | kept, joined(states)), metrics | inside | norms | load_metrics(routing)
 
     def _clipping(self, squares: dict[str, jax.Array]) -> tuple[dict, jax.Array, dict]:
         """(what each gradient is multiplied by, their norm before, metrics), from the sums of squares of the gradients by path.
@@ -244,6 +259,11 @@ class Updater:
         if self._internals:
             metrics |= activation_metrics(inside, batch.segments.reshape(M, R, -1), self.owner.config)
         return grads | slopes, loss.sum(), metrics, jax.tree.map(lambda a: a.sum(axis=0), routing)
+
+
+def _updates(learner: Learner) -> jax.Array:
+    """How many updates there were: AdamW's last part counts those of its schedule."""
+    return learner.optimizer[-1].count
 
 
 def _filled(segments_MRT: jax.Array) -> jax.Array | int:

@@ -8,7 +8,9 @@ hidden: every device holds a slice of the width of all experts. Tokens travel as
 
 Elements of the hidden state that a device receives for each token of its own, there and back, with p devices along `expert`,
 k choices and E hidden: gather and hidden 2 (p - 1) E; all_to_all 2 k E (p - 1) / p on average, less than gather where k < p.
-Rows of memory for each token: gather p k; all_to_all k min(p, X / k), or k times `ragged_buffer_factor`; hidden p k.
+Rows of memory for each token, if all tokens choose the experts of one device: gather p k; all_to_all k min(p, X / k), or k times
+`ragged_buffer_factor`; hidden p k. Of these k are filled in the mean, of hidden all. No choice is dropped for want of room, and yet
+a step rarely pays for all of it: where no device has more than about twice the mean, one with room for that much runs instead.
 
 Without an axis `expert`, or where the experts cannot be spread evenly, each device computes its own tokens with all experts.
 Weights arrive as they are stored and are gathered over fsdp here, so that their gradients are reduce-scattered.
@@ -19,7 +21,7 @@ b rows and t tokens of one device, N = b t; k choices of X experts, G held here;
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 
@@ -43,6 +45,10 @@ AXIS = "expert"
 # devices of DeepSeek-V3 hold 4 experts each and may all choose those of one, for 4,096 tokens each a million rows, 14 GiB in
 # bfloat16 for each copy of them.
 ROOM = 1 << 30
+# The usual room of a device, in rows: so many times the mean, and so many more, of which few tokens deviate the most.
+USUAL, SPARE = 2, 64
+# Part of the names of operations by which rl/plan/hlo.py knows a choice between branches of which the last is usual.
+USUALLY_LAST = "usually_last"
 
 
 def mixture(x_BTE: jax.Array, experts_BTK: jax.Array, weights_BTK: jax.Array, weights: Weights, spec: Moe, runtime: Runtime):
@@ -86,11 +92,13 @@ def check(config: DecoderConfig, runtime: Runtime, layout: Layout) -> None:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one call is cut over the mesh: what each device has of the tokens and of the experts."""
+    """How one call is cut over the mesh: what each device has of the tokens and of the experts. `roomy`: there is room for the
+    case that all tokens choose the experts of one device."""
 
     spec: Moe
     runtime: Runtime
     shape: tuple[int, ...]
+    roomy: bool = True
 
     @property
     def layout(self) -> Layout:
@@ -154,20 +162,34 @@ class Cut:
         return tuple(n // math.prod(mesh[axis] for axis in axes) for n, axes in zip(self.shape, _dims(self.tokens), strict=True))
 
     def room(self, N: int) -> int:
-        """Rows that a device has to have room for when it and those that it meets work on N tokens each."""
-        k = self.spec.router.experts_per_token
-        met = self.layout.mesh.shape[AXIS] if self.gathers else 1
-        if not self.exchanges:
-            return met * N * k
-        factor, most = self.runtime.ragged_buffer_factor, N * met * min(k, self.own_experts)
-        return most if factor is None else min(most, math.ceil(N * k * factor))
+        """Rows that a device has room for when it and those that it meets work on N tokens each."""
+        k, limit = self.spec.router.experts_per_token, self.runtime.ragged_buffer_factor
+        most = self.met * N * (min(k, self.own_experts) if self.exchanges else k)
+        if self.exchanges and limit is not None:
+            return min(most, math.ceil(N * k * limit))
+        return most if self.roomy else min(most, USUAL * math.ceil(self._mean(N)) + SPARE)
+
+    @property
+    def met(self) -> int:
+        """Devices whose tokens come together."""
+        return self.layout.mesh.shape[AXIS] if self.gathers else 1
+
+    def _mean(self, N: int) -> float:
+        """Rows of a device in the mean, of N tokens of each that it meets."""
+        return self.met * N * self.spec.router.experts_per_token * self.own_experts / self.spec.router.experts
+
+    @cached_property
+    def usually(self) -> Cut:
+        """This with room for what devices nearly always have, if that is at most half."""
+        few, N = replace(self, roomy=False), math.prod(self.local_shape[:2])
+        return few if 2 * few.room(N) <= self.room(N) and self.block != "every" else self
 
     @property
     def filled(self) -> float:
-        """Share of those rows that a device computes in the mean: the others belong to other devices, or are there for the case
-        that all tokens choose its experts."""
-        met = self.layout.mesh.shape[AXIS] if self.gathers else 1
-        return met * self.spec.router.experts_per_token * self.own_experts / self.spec.router.experts / self.room(1)
+        """Share of the rows that a device computes in the mean: the others belong to other devices, or are there for the case that
+        more tokens choose its experts."""
+        N = math.prod(self.local_shape[:2]) // self.chunks
+        return self._mean(N) / self.room(N)
 
     @cached_property
     def chunks(self) -> int:
@@ -214,9 +236,28 @@ def _axes(spec: PartitionSpec) -> frozenset[str]:
 
 def _on_one_device(x_bte, experts_btk, weights_btk, weights: Weights, *, body, cut: Cut, places: dict[str, PartitionSpec]):
     tokens, ready = tuple(flat(a, cut) for a in (x_bte, experts_btk, weights_btk)), held(weights, places, cut)
+    if cut.usually == cut:
+        out, dropped = _in_parts(tokens, ready, body, cut)
+    else:
+        usual, rare = (partial(_in_parts, body=body, cut=each) for each in (cut.usually, cut))
+        with jax.named_scope(USUALLY_LAST):  # the branches of a condition are numbered from that of false
+            out, dropped = jax.lax.cond(_has_room(tokens[1], cut.usually), usual, rare, tokens, ready)
+    return out.reshape(x_bte.shape), dropped
+
+
+def _has_room(experts_NK: jax.Array, cut: Cut) -> jax.Array:
+    """bool: no device is given more rows than it has room for, in any of its parts. The same on all devices that meet."""
+    counts_CX = jax.vmap(partial(jnp.bincount, length=cut.spec.router.experts))(experts_NK.reshape(cut.chunks, -1))
+    if cut.gathers:
+        counts_CX = jax.lax.psum(counts_CX, AXIS)
+    rows = counts_CX.reshape(cut.chunks, -1, cut.own_experts).sum(axis=-1)
+    return rows.max() <= cut.room(experts_NK.shape[0] // cut.chunks)
+
+
+def _in_parts(tokens: tuple[jax.Array, ...], ready: Weights, body, cut: Cut):
+    """(out [N, E], dropped) of a scheme, over as many parts of the tokens as have room."""
     if cut.chunks == 1:
-        out, dropped = body(*tokens, ready, cut)
-        return out.reshape(x_bte.shape), dropped
+        return body(*tokens, ready, cut)
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), ready)
 
     # Computed again in the backward pass, for which it would keep as much as its rows. Gradients of weights add up in float32.
@@ -225,7 +266,7 @@ def _on_one_device(x_bte, experts_btk, weights_btk, weights: Weights, *, body, c
         return body(*part, jax.tree.map(lambda a, like: a.astype(like.dtype), wide, ready), cut)
 
     out, dropped = jax.lax.map(one, tuple(a.reshape(cut.chunks, -1, a.shape[-1]) for a in tokens))
-    return out.reshape(x_bte.shape), None if dropped is None else dropped.sum()
+    return out.reshape(tokens[0].shape), None if dropped is None else dropped.sum()
 
 
 def flat(array_bt: jax.Array, cut: Cut) -> jax.Array:
@@ -272,7 +313,8 @@ def sort(x_NE, experts_NK, weights_NK, cut: Cut) -> Routed:
     if own < cut.spec.router.experts:
         local, partial = experts_NK - own * jax.lax.axis_index(AXIS), True
         experts_NK = jnp.where((local >= 0) & (local < own), local, own)
-    return experts.route(x_NE, experts_NK, weights_NK, cut.spec, groups=own, block=cut.block, partial=partial)
+    room = None if cut.roomy else cut.room(x_NE.shape[0] // cut.met)
+    return experts.route(x_NE, experts_NK, weights_NK, cut.spec, groups=own, block=cut.block, partial=partial, room=room)
 
 
 def hand_back(out_NE: jax.Array, cut: Cut) -> jax.Array:

@@ -42,7 +42,7 @@ class Routed:
 
 
 def route(x_NE: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, spec: Moe, *, groups: int, **how) -> Routed:
-    """A row for every choice of one of the experts 0 .. groups - 1. `how` is `block` and `partial` of `grouped.plan`."""
+    """A row for every choice of one of the experts 0 .. groups - 1. `how` is `block`, `partial` and `room` of `grouped.plan`."""
     routes = plan(experts_NK, groups, **how)
     rows = dispatch(x_NE, routes)
     if spec.weigh == "input":

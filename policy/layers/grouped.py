@@ -47,10 +47,12 @@ class Plan:
         return (jnp.arange(self.token.shape[0]) < self.sizes.sum())[:, None]
 
 
-def plan(choices_NK: jax.Array, groups: int, *, block: Block, partial: bool = False) -> Plan:
+def plan(choices_NK: jax.Array, groups: int, *, block: Block, partial: bool = False, room: int | None = None) -> Plan:
     """Sorts the choices by group, stably; with `block`, each group starts at a multiple of `block` rows, or has a row for every
-    token. `partial` has to be set where choices may name other groups than 0 .. groups - 1."""
+    token. `partial` has to be set where choices may name other groups than 0 .. groups - 1. `room`: no more choices than that name
+    one of the groups, which the caller has to know; None: perhaps all of them."""
     N, k = choices_NK.shape
+    M = N * k if room is None else min(room, N * k)
     if block == "every":
         token = jnp.tile(jnp.arange(N), groups)
         beyond = groups * N + jnp.arange(N * k).reshape(N, k)
@@ -61,9 +63,9 @@ def plan(choices_NK: jax.Array, groups: int, *, block: Block, partial: bool = Fa
     sizes = jnp.bincount(flat, length=groups)
     if block is None:
         row = jnp.zeros_like(order).at[order].set(jnp.arange(N * k), unique_indices=True)
-        token = order // k
+        token = order[:M] // k
         if partial:
-            token = jnp.where(jnp.arange(N * k) < sizes.sum(), token, N)
+            token = jnp.where(jnp.arange(M) < sizes.sum(), token, N)
             row = jnp.where(flat < groups, row, row + N * k)
         return Plan(token, row.reshape(N, k), sizes, None, partial)
     blocks_of = -(-sizes // block)
@@ -71,7 +73,7 @@ def plan(choices_NK: jax.Array, groups: int, *, block: Block, partial: bool = Fa
     first_row = (block_end - blocks_of) * block
     sorted_group = flat[order]
     place = first_row[sorted_group] + jnp.arange(N * k) - (jnp.cumsum(sizes) - sizes)[sorted_group]
-    blocks = (N * k + groups * (block - 1)) // block
+    blocks = (M + groups * (block - 1)) // block
     if partial:
         place = jnp.where(sorted_group < groups, place, blocks * block + jnp.arange(N * k))
     token = jnp.full(blocks * block, N, order.dtype).at[place].set(order // k, unique_indices=True, mode="drop")

@@ -1,5 +1,6 @@
 """What a compiled program does on one device, by the text of its HLO: bytes read from and written to memory, floating-point
-operations of its products, and what its collectives exchange. An instruction of a loop's body counts as often as the loop runs.
+operations of its products, and what its collectives exchange. An instruction of a loop's body counts as often as the loop runs. Of
+a choice between branches all count, or the last one only where its name says that this is the usual one.
 
 Bytes: an instruction moves its operands and its result, as they lie in memory: the last dimensions filled up to whole tiles. Arrays
 in other memories, S(1) and so on, count nothing. Where a fusion only slices or gathers from an operand, what it takes counts; where
@@ -18,6 +19,8 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+
+from policy.layers.expert_parallel import USUALLY_LAST
 
 BITS = {"pred": 8, "s4": 4, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64}
 ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -44,10 +47,12 @@ class Instruction:
 
     def all_called(self) -> list[str]:
         """Computations that run inside this one, but for those of loops and those applied to single numbers."""
-        keys = "to_apply|calls|true_computation|false_computation" if self.kind in ("call", "conditional") else "calls"
-        found = re.findall(rf"\b(?:{keys})=%([\w.-]+)", self.rest)
-        if branches := re.search(r"branch_computations=\{([^}]*)\}", self.rest):
-            found += re.findall(r"%([\w.-]+)", branches[1])
+        found = re.findall(r"\b(?:calls|to_apply)=%([\w.-]+)" if self.kind == "call" else r"\bcalls=%([\w.-]+)", self.rest)
+        if self.kind == "conditional":
+            listed = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
+            named = [self.called("false_computation"), self.called("true_computation")]
+            found = re.findall(r"%([\w.-]+)", listed[1]) if listed else named
+            return found[-1:] if USUALLY_LAST in self.rest else found
         return found
 
     def called(self, key: str) -> str | None:

@@ -92,7 +92,7 @@ def _filled(graph: Graph, planned: Planned) -> float:
     if moe is None or len(planned.shape) < 2:
         return 1.0
     length = 1 if planned.kind == GENERATOR["decode"] else planned.shape[1]
-    return Cut(moe, graph.runtime, (planned.shape[0] // planned.turns, length, graph.config.hidden_size)).filled
+    return Cut(moe, graph.runtime, (planned.shape[0] // planned.turns, length, graph.config.hidden_size)).usually.filled
 
 
 def on_a_device(tree) -> int:
@@ -136,11 +136,14 @@ class Stage:
             return Planned(self.name, kind, shape, lower, held, held - on_a_device(resident), times, turns)
 
         how = {"times": updates, "turns": turns, "micro_rows": R}
-        if self.state.critic is not None:
-            given = self.state.critic, batch, inputs, trainer._critic.beside(params)
-            yield planned("update of the critic", *given, resident=(given[0], given[3]), **how)
+        head = self.state.critic if trainer.policy.head else None
+        if self.state.critic is not None and (head is None or algorithm.critic_warmup):
+            given = self.state.critic, batch, inputs, trainer._critic.beside(params), None
+            often = how if head is None else how | {"times": 0}  # in steps in which the policy stays, and nowhere else
+            yield planned("update of the critic", *given, resident=(given[0], given[3]), **often)
         if not algorithm.needs_scores:
-            yield planned("update", self.state.policy, batch, inputs, {}, resident=self.state.policy, **how)
+            resident = self.state.policy, head
+            yield planned("update", self.state.policy, batch, inputs, {}, head, resident=resident, **how)
         # Scores are of all sequences of a step, before it is cut into updates.
         (rows, T), R = self._rows(1)
         micro, passes = self._batch((R, T), routes), rows // R

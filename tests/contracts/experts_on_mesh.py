@@ -58,18 +58,30 @@ def mixture(name: str, skew: float):
     return graph, weights
 
 
-def rows(B: int, T: int):
-    """(x, cotangent, segments with two packed texts and padding)."""
+def rows(B: int, T: int, alike: int = 0):
+    """(x, cotangent, segments with two packed texts and padding); in the first `alike` rows all tokens are the same."""
     rng = np.random.default_rng(2)
     x, cotangent = rng.normal(size=(2, B, T, E)).astype(np.float32)
+    x[:alike] = x[0, 0]
     segments = np.where(np.arange(T) < T // 2, 1, 2) * (np.arange(T) < rng.integers(1, T + 1, (B, 1)))
     return x, cotangent, segments.astype(np.int32)
 
 
+def in_usual_room_only(tokens, ready, body, cut):
+    """In place of `expert_parallel._in_parts`: what has room for the worst case computes nothing that is a number."""
+    out, dropped = IN_PARTS(tokens, ready, body, cut)
+    return out * jnp.nan if cut.roomy else out, dropped
+
+
+IN_PARTS = expert_parallel._in_parts
+
+
 @cache
-def computed(name: str, degrees: str, shape: tuple[int, int], skew: float, how: str, room: int = 1 << 30) -> dict:
-    """Everything that a mixture computes, by name, on a mesh (null: one device) with room for so many bytes of rows at once."""
-    expert_parallel.ROOM = room
+def computed(name: str, degrees: str, shape: tuple[int, ...], skew: float, how: str, room: int = 1 << 30, usual: str = "") -> dict:
+    """Everything that a mixture computes of `rows(*shape)`, by name, on a mesh (null: one device) with room for so many bytes of
+    rows at once. `usual`: nothing but the usual room may be taken ("only"), or it is small enough for there to be one ("small")."""
+    expert_parallel.ROOM, expert_parallel.SPARE = room, 0 if usual else 64
+    expert_parallel._in_parts = in_usual_room_only if usual == "only" else IN_PARTS
     graph, weights = mixture(name, skew)
     degrees, how = json.loads(degrees), json.loads(how)
     mesh = layout(degrees) if degrees else layout({"fsdp": 1}, devices=jax.devices()[:1])
@@ -95,16 +107,18 @@ def computed(name: str, degrees: str, shape: tuple[int, int], skew: float, how: 
 
 
 def layer(degrees: dict, scheme: str, name: str, options: dict) -> dict:
-    """The array that differs most from one device, the difference as a share of its largest number (at least 1e-3), and the
-    choices dropped on the mesh."""
-    options = {"shape": (8, 6), "skew": 0.0, "one": {}, "how": {}, "room": 1 << 30} | options
+    """The array that differs most from one device, the difference as a share of its largest number (at least 1e-3), the choices
+    dropped on the mesh, and the share of the output that is finite there."""
+    options = {"shape": (8, 6), "skew": 0.0, "one": {}, "how": {}, "room": 1 << 30, "usual": ""} | options
     case = tuple(options["shape"]), options["skew"]
     one = computed(name, "null", *case, json.dumps(options["how"] | options["one"]))
-    many = computed(name, json.dumps(degrees), *case, json.dumps(options["how"] | {"expert_parallel": scheme}), options["room"])
+    how = json.dumps(options["how"] | {"expert_parallel": scheme})
+    many = computed(name, json.dumps(degrees), *case, how, options["room"], options["usual"])
     differences = {key: float(np.abs(many[key] - a).max() / max(np.abs(a).max(), 1e-3)) for key, a in one.items()}
     worst = max(differences, key=differences.get)
     dropped, choices = float(many.get("dropped", 0)), float(many["counts"].sum())
-    return {"worst": worst, "difference": differences[worst], "dropped": dropped, "choices": choices}
+    finite = float(np.isfinite(many["out"]).mean())
+    return {"worst": worst, "difference": differences[worst], "dropped": dropped, "choices": choices, "finite": finite}
 
 
 @cache

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 SCHEMES = ("gather", "all_to_all", "hidden")
@@ -59,6 +60,37 @@ def test_every_scheme_computes_what_one_device_does_unless_its_buffer_is_full():
     assert all(each["difference"] < 1e-5 and each["dropped"] == 0 for each in found), found
     assert rounded["differ"] > 0 and rounded["share"] < 0.126  # two bits after the point: an eighth, and what the scale rounds
     assert dropping["choices"] > 24 and dropping["dropped"] == dropping["choices"] - 24
+
+
+def test_the_usual_room_is_taken_where_it_is_enough_and_drops_nothing_where_it_is_not():
+    """Four devices with 12 tokens each: of 2 choices a device has 24 rows in the mean, room for 48, and 96 at most, which it needs
+    where all tokens choose its two experts. Also a part of the tokens at a time, and with a token for each device: decoding."""
+    only, small, little = {"usual": "only"}, {"usual": "small", **SKEWED}, {"room": 32 * 64}
+    cases = [
+        ["layer", {"expert": 4}, "gather", "biases", only],
+        ["layer", {"expert": 4}, "all_to_all", "biases", only],
+        ["layer", {"expert": 4}, "all_to_all", "biases", only | little],
+        ["layer", {"expert": 4}, "gather", "input", only],
+        ["layer", {"expert": 4}, "gather", "biases", small],
+        ["layer", {"expert": 4}, "all_to_all", "biases", small],
+        ["layer", {"expert": 4}, "gather", "biases", small | little],
+        ["layer", {"expert": 4}, "gather", "biases", {"usual": "small", "shape": [4, 1]}],
+    ]
+    *found, wrong = on_devices(4, [*cases, ["layer", {"expert": 4}, "gather", "biases", only | SKEWED]])
+    for case, each in zip(cases, found, strict=True):
+        assert each["difference"] < 1e-5 and each["dropped"] == 0, (case, each)
+    assert np.isnan(wrong["difference"])  # what the case "only" does where the usual room is not enough
+
+
+@pytest.mark.slow
+def test_groups_of_devices_take_the_usual_room_each_by_itself():
+    """Of two groups of four devices the first has tokens that are all the same, and so needs all room for one expert."""
+    mixed = {"shape": [8, 6, 4]}
+    cases = [["layer", {"fsdp": 2, "expert": 4}, scheme, "input", mixed] for scheme in ("gather", "all_to_all")]
+    for case in cases:
+        same, half = on_devices(8, [[*case[:4], mixed | {"usual": usual}] for usual in ("small", "only")])
+        assert same["difference"] < 1e-5 and same["finite"] == 1, (case, same)
+        assert half["finite"] == 0.5, (case, half)
 
 
 # Each scheme on each mesh has one of the mixtures, in turns. bfloat16 has 8 bits, and a gradient sums numbers that were rounded one

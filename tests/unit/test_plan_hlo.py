@@ -1,9 +1,12 @@
 """What rl/plan/hlo.py reads out of compiled programs, against XLA's own count and against arithmetic."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from policy.layers.expert_parallel import USUALLY_LAST
 from rl.plan.hlo import Program
 
 L, M, E, F = 5, 64, 256, 320
@@ -71,6 +74,23 @@ def test_loops_whose_number_of_turns_is_not_known_count_as_often_as_is_said():
     text = compiled(until, (M, E), (E, E)).as_text()
     assert Program(text).operations() == 2 * M * E * E
     assert Program(text, turns=3).operations() == 3 * 2 * M * E * E
+
+
+@pytest.mark.parametrize("derived", [False, True])
+def test_of_branches_all_count_or_the_one_that_is_said_to_be_usual(derived):
+    def choose(x, w, name="either"):
+        with jax.named_scope(name):
+            return jax.lax.cond(jnp.sum(x) > 0, lambda x, w: x @ w, lambda x, w: x @ w @ w @ w, x, w)
+
+    def counted(name):
+        function = partial(choose, name=name)
+        if derived:
+            function = jax.grad(lambda x, w: jnp.sum(jnp.square(choose(x, w, name))), argnums=(0, 1))
+        return Program(compiled(function, (M, E), (E, E)).as_text()).operations()
+
+    once = 2 * M * E * E
+    assert counted(USUALLY_LAST) == (3 if derived else 1) * once
+    assert counted("either") == (12 if derived else 4) * once
 
 
 TEXT = """HloModule test

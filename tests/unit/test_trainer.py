@@ -380,6 +380,34 @@ def test_a_value_head_on_the_policys_states_learns_from_them_and_leaves_them_alo
     assert same_bits(host(state.policy), policy_before)
 
 
+def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
+    """In an update of both from packed rows in micro-batches: the head as if the policy stayed, the policy as if the head did."""
+    model, data = learners.dense(), batch()
+    options = stage({"name": "ppo", "critic_trunk": "policy", "value_init_std": 1.0}, micro_batch=3)
+    trainer, state = begin(model, options)
+    alone, found = trainer.update(state, data, critic_only=True)
+    head = np.array(alone.critic.params["value_head"])
+    values = {name: value for name, value in found.items() if name.startswith("value/")}
+
+    trainer, state = begin(model, options)
+    before = np.array(state.critic.params["value_head"])
+    both, metrics = trainer.update(state, data)
+    np.testing.assert_allclose(both.critic.params["value_head"], head, atol=1e-6)
+    assert np.abs(head - before).max() > 1e-3 and int(both.critic.optimizer[-1].count) == 1
+    assert {name for name in metrics if name.startswith("value/")} == values.keys() and "value/gradient" not in metrics
+    for name, value in values.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+    trainer, state = begin(model, options)
+    place, R = trainer.layout(data.segments)
+    packed, start = place.batch(data), host(state.policy)
+    still = jax.jit(partial(trainer.policy._update, micro_rows=R))(state.policy, packed, trainer._totals(packed))[0]
+    moved = host(both.policy)
+    assert not same_bits(moved, start)
+    for path, array in host(still).items():
+        np.testing.assert_allclose(moved[path], array, atol=1e-6, err_msg=path)
+
+
 def test_a_value_is_of_the_state_before_its_token():
     """The value at t sees the tokens before t and not token t."""
     model, data = learners.dense(), batch()
