@@ -3,7 +3,10 @@ are."""
 
 from __future__ import annotations
 
+import math
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import compute_on
 from jax.sharding import NamedSharding
@@ -76,6 +79,19 @@ def to_device(tree):
 def to_host(tree):
     """The arrays in host memory."""
     return jax.device_put(tree, Space.Host)
+
+
+def on_a_device(tree) -> int:
+    """Bytes of arrays, which may be abstract, in the memory of each device; those in host memory count nothing."""
+
+    def size(array) -> int:
+        place = array.sharding
+        if place is not None and getattr(place, "memory_kind", None) == HOST:
+            return 0
+        shape = array.shape if place is None else place.shard_shape(array.shape)
+        return math.ceil(math.prod(shape) * (0.5 if array.dtype == jnp.int4 else array.dtype.itemsize))
+
+    return sum(map(size, jax.tree.leaves(tree)))
 
 
 def on_host(function, *trees):

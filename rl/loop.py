@@ -44,6 +44,8 @@ to train those weights further, give them to a new run as `model: {0}/export`.""
 
 # The first steps of a stage compile; from this one on they take as long as the others.
 _SETTLED = 3
+# Of a step, by their metrics time/<part>; the devices wait in what is left.
+_PARTS = ("sync", "sample", "reward_models", "logprob", "reward", "update")
 
 
 @dataclass
@@ -176,6 +178,7 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
         with run.timeline.step(stage.name, step) as whole:
             state, metrics = take(run, stage, trainer, state, step)
         metrics["time/step"] = whole.seconds
+        metrics["time/idle"] = max(0.0, whole.seconds - sum(metrics.get(f"time/{part}", 0.0) for part in _PARTS))
         work = metrics["perf/step_tflop"] * 1e12, metrics["perf/step_tokens"]
         metrics |= rates("step", *work, whole.seconds, run.model.graph.layout)
         ended = step == options.steps or _reached(options.until, metrics)
@@ -239,7 +242,7 @@ def _note_programs(run: Run, executed: Executed, stage: str, programs: Mapping[s
 def _outlook(metrics: dict, left: int) -> str:
     """Where the seconds of a step go, and how many are left at most."""
     whole = metrics["time/step"]
-    parts = {name: metrics.get(f"time/{name}", 0.0) / whole for name in ("sync", "sample", "logprob", "reward", "update")}
+    parts = {name: metrics.get(f"time/{name}", 0.0) / whole for name in _PARTS}
     shown = ", ".join(f"{name} {share:.0%}" for name, share in sorted(parts.items(), key=lambda part: -part[1]) if share >= 0.01)
     used = f", {metrics['perf/mfu_step']:.0%} of the devices' rate" if "perf/mfu_step" in metrics else ""
     tokens, operations = metrics["perf/step_tokens_per_s"], metrics["perf/step_tflops_per_s"] * 1000

@@ -100,6 +100,13 @@ def rates(part: str, operations: float, tokens: float, seconds: float, layout: L
     return found | ({f"perf/mfu_{part}": rate / chip.tflops} if chip else {})
 
 
+def memory_share(bytes_: float, seconds: float, layout: Layout) -> dict[str, float]:
+    """The metric of so many bytes read from the memory of each device while sampling, as a share of what it delivers at most; none
+    where that is not known (rl/chips.py)."""
+    chip = chips.of(layout.mesh.devices.flat[0].device_kind)
+    return {"perf/sample_hbm_utilisation": bytes_ / (seconds * chip.bandwidth * 1e9)} if chip and seconds else {}
+
+
 def lengths(segments_NT: np.ndarray) -> np.ndarray:
     """Tokens of each sequence in these rows, where they are numbered 1, 2, ..."""
     segments = np.asarray(segments_NT)

@@ -19,7 +19,7 @@ from rl import data, rollouts
 from rl.batch import Batch, pack, together
 from rl.errors import ModelError
 from rl.groups import DynamicSampling, Group
-from rl.operations import rates
+from rl.operations import memory_share, rates
 from rl.prepare import Stage
 from rl.rollouts import Rollouts
 from rl.trainer import RunState, Trainer
@@ -68,7 +68,7 @@ def supervised(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: 
     if state.reference is not None:
         with run.timeline.span("log-probabilities") as scoring:
             batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch)[0])
-        metrics["time/logprob"] = scoring.seconds
+        metrics |= {"time/logprob": scoring.seconds, "time/ref": scoring.seconds}
         metrics |= rates("logprob", trainer.done - done, batch.real, scoring.seconds, run.model.graph.layout)
     state, updated = _update(run, trainer, state, batch, critic_only=stage.algorithm.needs_scores)
     return state, metrics | updated | {"perf/step_tflop": (trainer.done - done) / 1e12}
@@ -99,12 +99,13 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
         batch = batch.replace(mask=batch.mask * np.asarray([[c.finish != "length"] for _, c in found.flat], np.float32))
 
     with run.timeline.span("log-probabilities") as scoring:
-        batch = _scored(run, stage, trainer, state, batch, found)
+        batch, inside = _scored(run, stage, trainer, state, batch, found)
     with run.timeline.span("waiting for rewards") as waiting:
         scores = found.scores.result()
-    metrics |= laid | {"time/logprob": scoring.seconds, "time/reward": waiting.seconds}
+    metrics |= laid | inside | {"time/logprob": scoring.seconds, "time/reward": waiting.seconds}
     sampled, layout = found.operations(trainer.operations), run.model.graph.layout
     metrics |= rates("sample", sampled, found.counts["tokens"], found.seconds, layout)
+    metrics |= memory_share(found.counts["steps"] * run.generator.weight_bytes, found.seconds, layout)
     if trainer.done > done:
         metrics |= rates("logprob", trainer.done - done, batch.real, scoring.seconds, layout)
 
@@ -181,9 +182,11 @@ def _greedy(run: Run, stage: Stage, found: Rollouts) -> np.ndarray:
     return rollouts.collect(run.generator, stage.runner, found.problems, params, found.prompt_ids).scores.result().total
 
 
-def _scored(run: Run, stage: Stage, trainer: Trainer, state: RunState, batch: Batch, found: Rollouts) -> Batch:
-    """The batch with what the algorithm wants of the policy before the update, of the reference and of the critic."""
-    algorithm, exact = stage.algorithm, run.config.generator.exact
+def _scored(
+    run: Run, stage: Stage, trainer: Trainer, state: RunState, batch: Batch, found: Rollouts
+) -> tuple[Batch, dict[str, float]]:
+    """The batch with what the algorithm wants of the policy before the update, of the reference and of the critic; and metrics."""
+    algorithm, exact, metrics = stage.algorithm, run.config.generator.exact, {}
     if trainer.scores_first(exact=exact):
         old_logp, entropy = trainer.logprobs(state.policy.params, batch)
         batch = batch.replace(old_logp=old_logp, entropy=entropy)
@@ -191,12 +194,14 @@ def _scored(run: Run, stage: Stage, trainer: Trainer, state: RunState, batch: Ba
     batch = batch.replace(old_logp=batch.sampler_logp if exact else algorithm.proximal(batch))
     if state.reference is not None:
         # Another model: its routers choose themselves.
-        batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch.replace(routes=None))[0])
+        with run.timeline.span("log-probabilities of the reference") as referring:
+            batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch.replace(routes=None))[0])
+        metrics["time/ref"] = referring.seconds
     if state.critic is not None:
         before, after = trainer.values(state, batch)
         cut = [completion.finish == "length" for _, completion in found.flat]
         batch = batch.replace(old_values=before, last_values=values_at_the_end(after, batch.mask, cut))
-    return batch
+    return batch, metrics
 
 
 def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, cut_N) -> np.ndarray:

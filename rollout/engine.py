@@ -59,7 +59,7 @@ class Engine:
         self.programs, self._weights, self._seed = programs, weights, seed
         self._stop_string, self._budget = stop_string, prefill_budget
         self._rewinds = programs.rewinds
-        self.counts = {"rows": 0, "useful": 0, "prefill": 0, "dispatches": 0, "preempted": 0}
+        self.counts = {"steps": 0, "rows": 0, "useful": 0, "prefill": 0, "dispatches": 0, "preempted": 0}
         self._made_by: list[weakref.ref] = []
         self.reset()
 
@@ -454,8 +454,8 @@ class Engine:
         made = Made(*map(np.asarray, flight.made))
         counts = (made.tokens >= 0).sum(axis=0).tolist()
         steps = int(np.max(made.opens.sum(axis=0)))
-        self.counts["rows"] += steps * len(flight.requests)
-        self.counts["useful"] += int(made.opens.sum())
+        for name, number in ("steps", steps), ("rows", steps * len(flight.requests)), ("useful", int(made.opens.sum())):
+            self.counts[name] += number
         ended, slot_of = [], {id(request): slot for slot, request in self._running.items()}
         for row, request in enumerate(flight.requests):
             slot = slot_of.get(id(request))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 
 from policy.config import StoredType
 from policy.layers.quantization import TYPES
+from policy.memory import on_a_device
 from policy.model import Model
 from rollout.chat import render_prompt
 from rollout.engine import Engine
@@ -278,6 +280,11 @@ class Generator:
     def counts(self) -> dict[str, int]:
         """What engine and verifier have counted."""
         return self.engine.counts | (self.verifier.counts if self.verifier else {})
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Of the weights that decoding reads, on each device."""
+        return on_a_device(self.model.params | (self.weights.abstract if self.weights else {}))
 
     def completion(self, request: Request) -> Completion:
         text, steps, routes = self._text(request.tokens), sum(request.opens), request.routes

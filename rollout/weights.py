@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ import qwix
 from policy.config import StoredType
 from policy.executables import Memory
 from policy.layers.quantization import TYPES, quantize
-from policy.memory import fetch
+from policy.memory import fetch, on_a_device
 from policy.model import Graph
 from policy.sharding import Layout, settle
 
@@ -79,7 +78,7 @@ class RolloutWeights:
     @property
     def bytes(self) -> int:
         """Of the copies, on each device."""
-        return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(self.abstract))
+        return on_a_device(self.abstract)
 
     def lower(self, params: dict, *, again: bool) -> jax.stages.Lowered:
         """The program that makes the copies of these weights; `again`: in the place of earlier ones."""

@@ -7,7 +7,6 @@ shape that it has: rows as long as `max_length`, all slots, the longest chunk of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +17,7 @@ import numpy as np
 import rl.algorithms
 from policy.layers.expert_parallel import Cut
 from policy.layers.paged_attention import KERNELS
+from policy.memory import on_a_device
 from policy.model import Graph
 from policy.scoring import Scorer
 from policy.sharding import Layout
@@ -93,19 +93,6 @@ def _filled(graph: Graph, planned: Planned) -> float:
         return 1.0
     length = 1 if planned.kind == GENERATOR["decode"] else planned.shape[1]
     return Cut(moe, graph.runtime, (planned.shape[0] // planned.turns, length, graph.config.hidden_size)).usually.filled
-
-
-def on_a_device(tree) -> int:
-    """Bytes of abstract arrays in the memory of each device; those in host memory count nothing."""
-
-    def size(array) -> int:
-        place = array.sharding
-        if place is not None and getattr(place, "memory_kind", None) == "pinned_host":
-            return 0
-        shape = array.shape if place is None else place.shard_shape(array.shape)
-        return math.ceil(math.prod(shape) * (0.5 if array.dtype == jnp.int4 else array.dtype.itemsize))
-
-    return sum(map(size, jax.tree.leaves(tree)))
 
 
 class Stage:

@@ -21,7 +21,7 @@ ASKED_FOR = (
 LAID_OUT = ("time/sync",)
 REPLAY = ("moe/replayed", "moe/replay_disagreement")
 INDEXER = ("indexer/kl", "indexer/recall")
-UTILISATION = ("perf/mfu_sample", "perf/mfu_logprob", "perf/mfu_train", "perf/mfu_step")
+UTILISATION = ("perf/sample_hbm_utilisation", "perf/mfu_sample", "perf/mfu_logprob", "perf/mfu_train", "perf/mfu_step")
 CRITIC = ("optim/lr", "optim/grad_norm", "optim/update_norm", "optim/skipped", "moe/max_load", "moe/balance")
 
 

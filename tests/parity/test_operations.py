@@ -13,7 +13,7 @@ from policy.config import Attention, Runtime
 from policy.model import Graph
 from policy.sharding import layout
 from rl import chips
-from rl.operations import Operations, lengths, rates
+from rl.operations import Operations, lengths, memory_share, rates
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 
@@ -82,5 +82,7 @@ def test_rates_are_of_one_device_and_a_share_of_what_it_can_do():
     assert found == {"perf/train_tokens_per_s": 500.0, "perf/train_tflops_per_s": 114.75, "perf/mfu_train": 0.125}
     assert rates("train", 1e12, 3, 2.0, on("cpu", 1)) == {"perf/train_tokens_per_s": 1.5, "perf/train_tflops_per_s": 0.5}
     assert rates("sample", 1e12, 3, 0.0, on("cpu", 1)) == {}, "what was left out has no rate"
+    assert memory_share(1640e9, 4.0, on("TPU v6 lite", 4)) == {"perf/sample_hbm_utilisation": 0.25}
+    assert memory_share(1640e9, 4.0, on("cpu", 1)) == memory_share(0.0, 0.0, on("TPU v6 lite", 4)) == {}
     names = ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU7x", "NVIDIA H100 80GB HBM3", "NVIDIA L40S")
     assert [chips.of(name).name for name in names] == ["v4", "v5e", "v5p", "v5p", "v6e", "tpu7x", "h100", "l40s"]
