@@ -51,7 +51,7 @@ class Layout:
         tokens = {*rules["batch"], *rules["length"]}
 
         def kept(dim):
-            return tuple(axis for axis in ((dim,) if isinstance(dim, str) else dim or ()) if axis not in tokens) or None
+            return tuple(axis for axis in axes_of(dim) if axis not in tokens) or None
 
         return PartitionSpec(*(kept(dim) for dim in spec))
 
@@ -64,7 +64,7 @@ class Layout:
         local = NamedSharding(self.mesh, spec).shard_shape(shape)
         open_dims = [dim for dim, name in enumerate(axes) if name != "layers" and local[dim] % data == 0]
         for dim in sorted(open_dims, key=lambda dim: (spec[dim] is not None, dim))[:1]:
-            spec = PartitionSpec(*spec[:dim], (*_axes(spec[dim]), "data"), *spec[dim + 1 :])
+            spec = PartitionSpec(*spec[:dim], (*axes_of(spec[dim]), "data"), *spec[dim + 1 :])
         return spec
 
     def rows_over(self, axis: str) -> Layout:
@@ -183,7 +183,7 @@ def _arranged(slices: list[list], inside: list[int], across: list[int]) -> np.nd
     return blocks.transpose([dim for axis in range(n) for dim in (axis, n + axis)]).reshape(np.multiply(across, inside))
 
 
-def _axes(dim: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def axes_of(dim: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes of one dimension of a PartitionSpec."""
     return (dim,) if isinstance(dim, str) else dim or ()
 
@@ -223,7 +223,7 @@ def own_rows(table_VE: jax.Array, tokens_BT: jax.Array, layout: Layout) -> jax.A
     """table[tokens] where the mesh cuts the table along V: each device reads the rows that it has, and zeros for others, and the
     devices sum. The partitioner gathers the table instead, 1 GiB for each token of llama3.1-8b."""
     axes, rows = (
-        _axes(layout.spec((name,), sizes[:1])[0]) for name, sizes in (("vocab", table_VE.shape), ("batch", tokens_BT.shape))
+        axes_of(layout.spec((name,), sizes[:1])[0]) for name, sizes in (("vocab", table_VE.shape), ("batch", tokens_BT.shape))
     )
     tokens = PartitionSpec(tuple(axis for axis in rows if axis not in axes) or None, None)
 

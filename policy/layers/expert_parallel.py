@@ -37,7 +37,7 @@ from policy.layers.experts import Routed, Weights
 from policy.layers.grouped import Block, block_rows, dispatch, plan
 from policy.layers.quantization import quantize
 from policy.layers.ragged_exchange import exchange, groups_on_arrival, trips
-from policy.sharding import Layout
+from policy.sharding import Layout, axes_of
 
 AXIS = "expert"
 
@@ -225,8 +225,8 @@ class Cut:
 
 
 def _dims(spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of each dimension; a PartitionSpec holds a single one as a string."""
-    return tuple((dim,) if isinstance(dim, str) else dim or () for dim in spec)
+    """The mesh axes of each dimension."""
+    return tuple(map(axes_of, spec))
 
 
 def _axes(spec: PartitionSpec) -> frozenset[str]:

@@ -21,6 +21,7 @@ from functools import cached_property
 import jax.numpy as jnp
 
 from policy.model import Graph
+from policy.sharding import axes_of
 from rl import build, chips
 from rl.config import RunConfig
 from rl.executed import RESHARD
@@ -56,7 +57,7 @@ class Weights:
         layers, outputs = {}, {}
         for path, shape in graph.shapes.items():
             axes, sizes = graph.axes[path], shape.shape
-            spec = [(dims,) if isinstance(dims, str) else dims or () for dims in graph.layout.spec(axes, sizes)]
+            spec = [axes_of(dims) for dims in graph.layout.spec(axes, sizes)]
             parts = [math.prod(mesh[axis] for axis in dims) for dims in spec]
             cut = math.prod(mesh[a] for axis, dims in zip(axes, spec, strict=True) for a in dims if a not in rows or axis == "exp")
             numbers, repeats = math.prod(sizes), sizes[0] if axes[0] == "layers" else 1

@@ -241,7 +241,8 @@ class Sampling:
             if name == "decode" and shape[0] == made.slots:
                 times = steps
             elif name in ("prefill", "extend") and shape == [made.most_prompts, made.prefill_lengths(longest)[-1] + made.ahead]:
-                times = P * -(-prompts // made.chunk) / shape[0]
+                chunks = -(-prompts // made.chunk)
+                times = P * (1 if name == "prefill" else chunks - 1) / shape[0]
             else:
                 continue
             lower = lambda name=name, arguments=arguments: made.lower(name, arguments)  # noqa: E731

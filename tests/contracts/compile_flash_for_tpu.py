@@ -3,8 +3,8 @@ test_flash_for_tpu.py.
 
     python compile_flash_for_tpu.py FAMILY TOPOLOGY MESH(JSON)
 
-Prints as JSON, for "gradient" and "prefill", the calls of attention kernels in the program and the shapes of scores: of the
-tokens of a row, or of a chunk of them, with all of them. Needs libtpu.
+Prints as JSON, for "gradient" and "prefill", the calls of attention kernels in the program, the shapes of scores, of the tokens of
+a row, or of a chunk of them, with all of them, and those of logits of all tokens of a device. Needs libtpu.
 """
 
 import json
@@ -33,7 +33,7 @@ from policy.model import Graph  # noqa: E402
 from policy.sharding import layout  # noqa: E402
 
 # Sizes that nothing else has. The portable form takes queries in chunks.
-ROWS, LENGTH, CHUNK = 4, 1536, 768
+ROWS, LENGTH, CHUNK, VOCAB = 4, 1536, 768, 40960
 SIZES = {
     "Llama": {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128},
     "GptOss": {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "sliding_window": 256},
@@ -52,7 +52,7 @@ SIZES = {
 
 def main(family: str, topology: str, degrees: dict) -> dict:
     mesh = layout(degrees, devices=topologies.get_topology_desc(topology, platform="tpu").devices[: math.prod(degrees.values())])
-    config = families.read(configuration(family, **STANDARD[family] | SIZES[family] | {"num_hidden_layers": 2}))
+    config = families.read(configuration(family, **STANDARD[family] | SIZES[family] | {"num_hidden_layers": 2, "vocab_size": VOCAB}))
     graph = Graph(config, Runtime(dtype="bfloat16", param_dtype="bfloat16", scan=True, remat="full", attention_chunk=CHUNK), mesh)
 
     def placed(shape, dtype, *axes):
@@ -73,16 +73,18 @@ def main(family: str, topology: str, degrees: dict) -> dict:
     lengths = placed((ROWS,), jnp.int32, "batch")
     jax.jit(jax.grad(loss)).lower(params, rows, rows).compile()
     jax.jit(prefill).lower(params, rows, lengths).compile()
-    return {"gradient": _found("loss"), "prefill": _found("prefill")}
+    tokens = ROWS * LENGTH // math.prod(degrees.values())
+    return {"gradient": _found("loss", tokens), "prefill": _found("prefill", tokens)}
 
 
-def _found(name: str) -> dict:
+def _found(name: str, tokens: int) -> dict:
     (file,) = Path(dump.name).glob(f"*jit_{name}.*.after_optimizations.txt")
     text = file.read_text()
     shapes = {tuple(map(int, match.split(","))) for match in re.findall(r"\w+\[([\d,]+)\]", text)}
-    shapes = [shape for shape in shapes if shape.count(LENGTH) > 1 or {LENGTH, CHUNK} <= set(shape)]
+    scores = [shape for shape in shapes if shape.count(LENGTH) > 1 or {LENGTH, CHUNK} <= set(shape)]
+    logits = [shape for shape in shapes if {VOCAB, VOCAB // 2, VOCAB // 4} & set(shape) and math.prod(shape) >= tokens * VOCAB]
     calls = re.findall(r'%(splash\w*)\S* = .*custom_call_target="tpu_custom_call"', text)
-    return {"kernels": sorted(calls), "scores": sorted(shapes)}
+    return {"kernels": sorted(calls), "scores": sorted(scores), "logits": sorted(logits)}
 
 
 if __name__ == "__main__":

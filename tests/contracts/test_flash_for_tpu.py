@@ -1,4 +1,5 @@
-"""Training and the first prefill of a prompt compile for TPU with attention kernels, and no program holds a row's scores."""
+"""Training and the first prefill of a prompt compile for TPU with attention kernels, and no program holds a row's scores or the
+logits of all its tokens."""
 
 import importlib.util
 import json
@@ -28,5 +29,5 @@ def test_kernels_take_whole_sequences(case):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     for name, kinds in {"gradient": {"fwd", "dq", "dkv"}, "prefill": {"fwd"}}.items():
-        assert not found[name]["scores"], found
+        assert not found[name]["scores"] and not found[name]["logits"], found
         assert all(any(kind in call for call in found[name]["kernels"]) for kind in kinds), found
