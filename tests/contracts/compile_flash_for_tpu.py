@@ -52,7 +52,8 @@ SIZES = {
 
 def main(family: str, topology: str, degrees: dict) -> dict:
     mesh = layout(degrees, devices=topologies.get_topology_desc(topology, platform="tpu").devices[: math.prod(degrees.values())])
-    config = families.read(configuration(family, **STANDARD[family] | SIZES[family] | {"num_hidden_layers": 2, "vocab_size": VOCAB}))
+    sizes = SIZES[family] | {"num_hidden_layers": 2, "vocab_size": VOCAB}
+    config = families.read(configuration(family, **STANDARD[family] | sizes))
     graph = Graph(config, Runtime(dtype="bfloat16", param_dtype="bfloat16", scan=True, remat="full", attention_chunk=CHUNK), mesh)
 
     def placed(shape, dtype, *axes):
