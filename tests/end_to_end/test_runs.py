@@ -168,7 +168,7 @@ def test_the_timeline_covers_the_run_and_every_call_of_a_reward(unbroken):
     names = {
         *("reading the data", "looking for a checkpoint", "loading the model", "starting the stage", "compiling the generator"),
         *("step", "data", "sampling", "batch", "log-probabilities", "waiting for rewards", "advantages", "updates"),
-        *("writing samples", "evaluation", "checkpoint", "export"),
+        *("log-probabilities of the reference", "writing samples", "evaluation", "checkpoint", "export"),
     }
     assert {name for _, _, name in every} == names
     covered, end = 0.0, every[0][0]
