@@ -82,11 +82,13 @@ class LayerStack(nnx.Module):
         return batch_split.merge(x) if split else x, None if cache is None else (part,), found
 
     def _unrolled(self, x_BTE, cache, weights, repeat):
-        """The same repeats one after the other, each with a cache part of its own."""
+        """The same repeats one after the other, each with a cache part of its own. With a cache they are traced once; for
+        training not, as what a program within another keeps for the backward pass has no name any more."""
         parts, found = [], []
+        repeat = repeat if cache is None else jax.jit(repeat, static_argnames="index")
         for r in range(self.repeats):
             one = jax.tree.map(lambda a, r=r: a[r], weights)
-            x_BTE, part, aux = repeat(x_BTE, None if cache is None else cache[r], one, r, 0)
+            x_BTE, part, aux = repeat(x_BTE, None if cache is None else cache[r], one, r, index=0)
             parts.append(part)
             found.append(aux)
         found = jax.tree.map(lambda *a: jnp.stack(a), *found)

@@ -246,15 +246,15 @@ class Programs:
         if compiled is None:
             if self.sealed:
                 self._late(key)
-            compiled = self._compile(key, arguments)
+            compiled = self._compile(key, arguments, self.lower(name, arguments))
         return settle(compiled(*arguments), self.graph.layout)
 
-    def _compile(self, key: tuple, arguments: tuple):
-        jitted = self._jitted[key[0]]
-        compiled = self.lower(key[0], arguments).compile()
+    def _compile(self, key: tuple, arguments: tuple, lowered: jax.stages.Lowered):
+        compiled = lowered.compile()
         self.memory[key] = Memory.of(compiled, self.graph.layout.platform)
         if any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves(arguments)):
-            compiled = jitted  # jax 0.10 refuses arrays of 4 bits as arguments of what it has compiled so: their layouts differ
+            # jax 0.10 refuses arrays of 4 bits as arguments of what it has compiled so: their layouts differ.
+            compiled = self._jitted[key[0]]
         with self._lock:
             return self._compiled.setdefault(key, compiled)
 
@@ -272,11 +272,14 @@ class Programs:
 
     def compile_ahead(self, params, longest: int, stops: Iterable[int], *, strict: bool) -> int:
         """Compiles all that prompts of up to `longest` tokens need, in parallel threads; `stops` are widths of Slots.stops. From
-        here on a program that is missing is a warning, or LateCompilation if `strict`. Returns the number of programs."""
+        here on a program that is missing is a warning, or LateCompilation if `strict`. Returns the number of programs.
+
+        Programs are traced by one thread meanwhile: that is Python, of which only one thread runs at a time."""
         every = list(self.listed(params, longest, stops))
         wanted = [(key, arguments) for key, arguments in every if key not in self._compiled]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            list(pool.map(lambda each: self._compile(*each), wanted))
+            traced = ((key, arguments, self.lower(key[0], arguments)) for key, arguments in wanted)
+            list(pool.map(lambda each: self._compile(*each), traced))
         self.sealed, self._strict = True, strict
         return len(self._compiled)
 
