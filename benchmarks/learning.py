@@ -37,7 +37,7 @@ from side_by_side import trl_settings  # before jax: the CPU
 PROMPTS, SAMPLES, NEW_TOKENS, MAX_LENGTH = 16, 4, 92, 118
 PROBLEMS = 768
 ALPHABET = "0123456789+="
-WARM_UP = 20  # steps in which PPO's critic learns alone
+WARM_UP = 10  # steps in which PPO's critic learns alone
 TASK = {
     "task": "arithmetic",
     "options": {"min_terms": 2, "terms": 8, "decay": 0.55, "max_operand": 50, "problems": 12000, "style": "steps"},
