@@ -1,10 +1,11 @@
 """Products of rows with the weights of the group that each row belongs to: the arithmetic of a mixture of experts.
 
 N tokens, k choices each, G groups (experts), M rows of the sorted layout, E hidden, F width. The rows of a group lie next to
-each other. On TPU and GPU the product is `jax.lax.ragged_dot`. XLA on CPU computes that one for every group on every row, so
-there the groups are padded to whole blocks of rows and each block is multiplied with its group's weights. A few tokens on TPU,
-as in decoding, go through every group: `ragged_dot` of one layer of stacked weights starts with a copy of them, which reads and
-writes all of them before the product reads them once more.
+each other. On TPU and GPU the product is `jax.lax.ragged_dot`, or where XLA has no kernel for that, one of
+policy/layers/grouped_kernel.py. XLA on CPU computes it for every group on every row, so there the groups are padded to whole blocks
+of rows and each block is multiplied with its group's weights. A few tokens on TPU, as in decoding, go through every group:
+`ragged_dot` of one layer of stacked weights starts with a copy of them, which reads and writes all of them before the
+product reads them once more.
 
 A choice may name a group that is not among the G (of another device, or none at all): a number from G on. It has no row, adds
 nothing, and what stands in the rows that are left over reaches neither a result nor a gradient.

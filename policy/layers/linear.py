@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from policy.config import Runtime
 from policy.explicit import spec_of, stated
-from policy.layers import quantization
+from policy.layers import grouped_kernel, quantization
 from policy.layers.projection import Projection
 from policy.sharding import Layout
 
@@ -108,7 +108,9 @@ def ragged_linear(rows_ME: jax.Array, weights_GEF: Weight, sizes_G: jax.Array, r
     """rows[m] @ weights[group of m], in rows' dtype: [M, F]. The rows of a group lie next to each other, `sizes` of them."""
     rule = runtime.quantization
     if rule is None and not isinstance(weights_GEF, qwix.QArray):
-        return jax.lax.ragged_dot(rows_ME, weights_GEF.astype(rows_ME.dtype), sizes_G)
+        weights = weights_GEF.astype(rows_ME.dtype)
+        served = grouped_kernel.served(rows_ME, weights, runtime.layout)
+        return (grouped_kernel.product if served else jax.lax.ragged_dot)(rows_ME, weights, sizes_G)
     if not isinstance(weights_GEF, qwix.QArray):
         return quantization.ragged_dot(rows_ME, weights_GEF, sizes_G, rule)
     if rule is None:

@@ -30,6 +30,8 @@ FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while
 ENDS = {"copy-done", "async-done", "async-update", "slice-done", "all-gather-done", "collective-permute-done", "partition-id"}
 SLICES, UPDATES = {"dynamic-slice", "slice", "gather"}, {"dynamic-update-slice", "scatter"}
 PASSING = {"bitcast", "reshape"}
+# How the names of kernels begin that skip rows of no group: XLA's, and those of policy/layers/grouped_kernel.py.
+GROUPED = ("ragged-dot", "gmm", "tgmm")
 COLLECTIVES = {
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
@@ -179,7 +181,7 @@ class Program:
         return limits[0] if len(limits) == 1 else self.turns
 
     def _products(self, inside: Computation, each: Instruction) -> float:
-        share = self.filled if each.name.startswith("ragged-dot") else 1.0
+        share = self.filled if each.name.startswith(GROUPED) else 1.0
         if each.kind in PRODUCTS:
             return share * PRODUCTS[each.kind](each, [inside.instructions[name].result for name in each.operands])
         if each.kind == "custom-call":

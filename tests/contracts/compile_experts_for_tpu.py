@@ -1,8 +1,8 @@
-"""Compiles the gradient of a mixture of experts for four chips of a TPU v5p, without one: run by test_experts_for_tpu.py.
+"""Compiles the gradient of a mixture of experts for four chips of a TPU, without one: run by test_experts_for_tpu.py.
 
-    python compile_experts_for_tpu.py gather|all_to_all|hidden '{"fsdp": 2, "expert": 2}'
+    python compile_experts_for_tpu.py gather|all_to_all|hidden '{"fsdp": 2, "expert": 2}' v5p:2x2x1
 
-Prints the collectives of the compiled program as JSON: kind -> the number of them. Needs libtpu.
+Prints what the compiled program has as JSON: kind of collective, or name of a kernel -> the number of them. Needs libtpu.
 """
 
 import collections
@@ -33,8 +33,8 @@ from policy.sharding import layout  # noqa: E402
 B, T, E = 8, 256, 512
 
 
-def main(scheme: str, degrees: dict) -> None:
-    mesh = layout(degrees, devices=topologies.get_topology_desc("v5p:2x2x1", platform="tpu").devices).for_experts(scheme)
+def main(scheme: str, degrees: dict, topology: str) -> None:
+    mesh = layout(degrees, devices=topologies.get_topology_desc(topology, platform="tpu").devices).for_experts(scheme)
     runtime = replace(Runtime(dtype="bfloat16", expert_parallel=scheme), layout=mesh)
     with nnx.use_eager_sharding(False):
         config, spec = DecoderConfig(16, E, (), Norm(), "none", "{}"), Moe(Router(16, 4, score="sigmoid"), 256)
@@ -58,7 +58,8 @@ def main(scheme: str, degrees: dict) -> None:
     jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=places).lower(weights, x, segments).compile()
     text = max(Path(dump.name).glob("*.after_optimizations.txt"), key=lambda file: file.stat().st_size).read_text()
     kinds = re.findall(r" (ragged-all-to-all|all-gather|reduce-scatter|all-reduce|all-to-all)(?:-start)?\(", text)
-    print(json.dumps(collections.Counter(kinds)))
+    kernels = [re.sub(r"[.\d]+$", "", name) for name in re.findall(r'%(\S+) = .*custom_call_target="tpu_custom_call"', text)]
+    print(json.dumps(collections.Counter(kinds + kernels)))
 
 
-main(sys.argv[1], json.loads(sys.argv[2]))
+main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])

@@ -21,13 +21,14 @@ def printed(script: str, *arguments: str):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def collectives(scheme: str, degrees: dict) -> dict[str, int]:
-    return printed("compile_experts_for_tpu.py", scheme, json.dumps(degrees))
+def compiled(scheme: str, degrees: dict, topology: str = "v5p:2x2x1") -> dict[str, int]:
+    """Of each kind of collective and each kernel, how many there are."""
+    return printed("compile_experts_for_tpu.py", scheme, json.dumps(degrees), topology)
 
 
 def test_rows_travel_by_ragged_all_to_all():
     """There and back, and both again for the gradient; the counts of all devices are the only other thing that travels."""
-    found = collectives("all_to_all", {"expert": 4})
+    found = compiled("all_to_all", {"expert": 4})
     assert found["ragged-all-to-all"] == 4
     assert not found.keys() & {"all-gather", "reduce-scatter", "all-to-all"}
 
@@ -36,9 +37,16 @@ def test_rows_travel_by_ragged_all_to_all():
 def test_tokens_are_gathered_and_gradients_of_weights_scattered(scheme):
     """Gathered: tokens, ids, weights of choices, the cotangent of the result, and three weights over fsdp. Scattered: the result,
     the gradients of tokens and of the weights of choices, and of the three weights, which no all-reduce touches."""
-    found = collectives(scheme, {"fsdp": 2, "expert": 2})
+    found = compiled(scheme, {"fsdp": 2, "expert": 2})
     assert found["reduce-scatter"] == 6 and found["all-gather"] == 7
     assert found.get("all-reduce", 0) <= 1  # the gradient of the router
+
+
+@pytest.mark.parametrize(("topology", "kernels"), [("v5p:2x2x1", {"ragged-dot-none": 9}), ("v6e:2x2", {"gmm": 6, "tgmm": 3})])
+def test_products_are_those_of_kernels(topology, kernels):
+    """Three products, and two of the gradient of each; on v6e those of policy/layers/grouped_kernel.py."""
+    found = compiled("all_to_all", {"expert": 4}, topology)
+    assert {name: count for name, count in found.items() if name in ("ragged-dot-none", "gmm", "tgmm")} == kernels
 
 
 def beside_the_other(*arguments: str) -> set[tuple[str, str]]:
@@ -62,5 +70,5 @@ def test_the_batch_split_schedule_has_products_of_one_half_beside_the_collective
     assert beside_the_other("split", *rule) >= BOTH_HALVES
 
 
-def test_plain_layers_have_none_beside_their_collectives():
+def test_plain_layers_have_none_beside_their_compiled():
     assert not beside_the_other("plain")

@@ -1,0 +1,32 @@
+"""Kernels of grouped products, interpreted, against `jax.lax.ragged_dot`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from policy.layers import grouped_kernel
+
+
+@pytest.mark.parametrize(
+    ("M", "sizes"),
+    [(300, [100, 0, 150, 50]), (300, [0, 40, 0, 3]), (128, [128, 0, 0, 0]), (700, [513, 1, 0, 130])],
+    ids=["all", "few", "one group", "blocks"],
+)
+def test_products_and_gradients_are_those_of_ragged_dot(M, sizes):
+    """Rows that no group has, of which the last of a block are, are anything: no gradient may know them."""
+    E, F, G = 256, 384, len(sizes)
+    rng = np.random.default_rng(0)
+    rows, weights, cotangent = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((M, E), (G, E, F), (M, F)))
+    sizes, used = jnp.asarray(sizes, jnp.int32), (np.arange(M) < sum(sizes))[:, None]
+    given = jnp.where(used, rows, jnp.nan)
+
+    def computed(product, rows, cotangent):
+        out, back = jax.vjp(lambda rows, weights: product(rows, weights, sizes), rows, weights)
+        d_rows, d_weights = back(cotangent)
+        return [np.asarray(a, np.float32) for a in (jnp.where(used, out, 0), jnp.where(used, d_rows, 0), d_weights)]
+
+    expected = computed(jax.lax.ragged_dot, rows, jnp.where(used, cotangent, 0))
+    found = computed(lambda *a: grouped_kernel.product(*a, True), given, jnp.where(used, cotangent, jnp.nan))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=0.02 * np.abs(other).max())
