@@ -70,5 +70,5 @@ def test_the_batch_split_schedule_has_products_of_one_half_beside_the_collective
     assert beside_the_other("split", *rule) >= BOTH_HALVES
 
 
-def test_plain_layers_have_none_beside_their_compiled():
+def test_plain_layers_have_none_beside_their_collectives():
     assert not beside_the_other("plain")
