@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax._src.config import _check_vma as checked
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from policy.sharding import Layout
 
@@ -21,8 +23,6 @@ HAVE_THEIR_OWN = ("TPU v5", "TPU v5p")
 # Rows, inputs and outputs of a block: 10 MiB of the 16 MiB of VMEM that a kernel has on the smallest chip, in bfloat16 and with
 # two of each block but the sum.
 BLOCK = (512, 1024, 1024)
-# Inside `jax.shard_map` a kernel has to say over which devices its result differs. These do not, and nothing but `checked(False)`
-# lets them be traced there; `_as_varying` says it after them.
 
 
 def served(rows_ME: jax.Array, weights_GEF: jax.Array, layout: Layout | None) -> bool:
@@ -32,31 +32,66 @@ def served(rows_ME: jax.Array, weights_GEF: jax.Array, layout: Layout | None) ->
     return device.platform == "tpu" and device.device_kind not in HAVE_THEIR_OWN and rows_ME.dtype == jnp.bfloat16 and whole
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def product(rows_ME: jax.Array, weights_GEF: jax.Array, sizes_G: jax.Array, interpret: bool = False) -> jax.Array:
     """rows[m] @ weights[group of m], in rows' dtype: [M, F]; rows past the last group are anything. Group by group, `sizes` of
     them. Gradients are in the dtypes of rows and weights."""
-    _, E, F = weights_GEF.shape
-    with checked(False):
-        out = gmm(_whole(rows_ME), weights_GEF, sizes_G, rows_ME.dtype, _block(rows_ME, E, F), interpret=interpret)
-    return _as_varying(out[: len(rows_ME)], rows_ME)
+    weights_GEF, sizes_G = (_as_varying(a, rows_ME) for a in (weights_GEF, sizes_G))
+    return _product(rows_ME, weights_GEF, sizes_G, interpret)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(rows_ME, weights_GEF, sizes_G, interpret: bool) -> jax.Array:
+    return _FORWARD.bind(rows_ME, weights_GEF, sizes_G, interpret=interpret)
 
 
 def _forward(rows_ME, weights_GEF, sizes_G, interpret):
-    return product(rows_ME, weights_GEF, sizes_G, interpret), (rows_ME, weights_GEF, sizes_G)
+    return _product(rows_ME, weights_GEF, sizes_G, interpret), (rows_ME, weights_GEF, sizes_G)
 
 
 def _backward(interpret, saved, g_MF):
-    rows, weights, sizes = saved
-    _, E, F = weights.shape
-    g, how = _whole(g_MF), {"interpret": interpret}
-    with checked(False):
-        d_rows = gmm(g, weights, sizes, rows.dtype, _block(rows, F, E), transpose_rhs=True, **how)[: len(rows)]
-        d_weights = tgmm(_whole(rows).swapaxes(0, 1), g, sizes, weights.dtype, _block(rows, E, F), **how)
-    return _as_varying(d_rows, rows), _as_varying(d_weights, weights), None
+    return *(kernel.bind(*saved, g_MF, interpret=interpret) for kernel in (_OF_ROWS, _OF_WEIGHTS)), None
 
 
-product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
+
+
+def _primitive(name: str, result, kernel) -> Primitive:
+    """`kernel` as an instruction of its own, `result` the type of what it makes. jax's kernels do not say over which devices of a
+    `jax.shard_map` their results differ, which must be known of each instruction, also where rematerialisation makes a program
+    anew. So they are traced where nothing asks any more: when the program is lowered."""
+
+    def unchecked(*arguments, interpret):
+        with checked(False):
+            return kernel(*arguments, interpret=interpret)
+
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(result)
+    primitive.def_impl(lambda *arguments, interpret: jax.jit(partial(primitive.bind, interpret=interpret))(*arguments))
+    mlir.register_lowering(primitive, mlir.lower_fun(unchecked, multiple_results=False))
+    return primitive
+
+
+def _of_rows(rows_ME, weights_GEF, sizes_G, *, interpret: bool) -> jax.Array:
+    _, E, F = weights_GEF.shape
+    out = gmm(_whole(rows_ME), weights_GEF, sizes_G, rows_ME.dtype, _block(rows_ME, E, F), interpret=interpret)
+    return out[: len(rows_ME)]
+
+
+def _gradient_of_rows(rows_ME, weights_GEF, sizes_G, g_MF, *, interpret: bool) -> jax.Array:
+    _, E, F = weights_GEF.shape
+    how = {"transpose_rhs": True, "interpret": interpret}
+    return gmm(_whole(g_MF), weights_GEF, sizes_G, rows_ME.dtype, _block(rows_ME, F, E), **how)[: len(rows_ME)]
+
+
+def _gradient_of_weights(rows_ME, weights_GEF, sizes_G, g_MF, *, interpret: bool) -> jax.Array:
+    _, E, F = weights_GEF.shape
+    rows_EM, block = _whole(rows_ME).swapaxes(0, 1), _block(rows_ME, E, F)
+    return tgmm(rows_EM, _whole(g_MF), sizes_G, weights_GEF.dtype, block, interpret=interpret)
+
+
+_FORWARD = _primitive("grouped_product", lambda x, w, *_, **__: x.update(shape=(x.shape[0], w.shape[2])), _of_rows)
+_OF_ROWS = _primitive("grouped_product_rows", lambda x, *_, **__: x, _gradient_of_rows)
+_OF_WEIGHTS = _primitive("grouped_product_weights", lambda _, w, *__, **___: w, _gradient_of_weights)
 
 
 def _block(rows_ME: jax.Array, inputs: int, outputs: int) -> tuple[int, int, int]:
