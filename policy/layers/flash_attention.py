@@ -1,5 +1,6 @@
-"""Attention of whole sequences by a kernel that keeps no scores: on TPU, jax's splash attention. Where it cannot serve, `attend`
-returns None, and the portable form (policy/layers/attention.py) is used: it is the kernel's oracle.
+"""Attention of whole sequences by a kernel that keeps no scores: on TPU jax's splash attention, on GPU the one of
+policy/layers/gpu_attention.py. Where neither can serve, `attend` returns None, and the portable form
+(policy/layers/dot_product_attention.py) is used: it is the kernels' oracle.
 
 It is for calls that look at their own tokens only (`Step.whole`): training, scoring, and the first tokens of a prompt.
 
@@ -20,6 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from policy.cache import Step
 from policy.config import Runtime
 from policy.explicit import over_devices
+from policy.layers import gpu_attention
 from policy.sharding import Layout
 
 LANES = 128
@@ -29,10 +31,10 @@ BLOCK = 512
 FEWEST = 128
 
 
-def served(step: Step, dtype, runtime: Runtime) -> bool:
-    """Whether there is a kernel for a call over its own tokens, if their heads are cut alike."""
-    # Float32 means products at the highest precision, which the kernel does not have.
-    here = runtime.layout is not None and runtime.layout.platform == "tpu" and dtype == jnp.bfloat16
+def served(step: Step, dtype, runtime: Runtime, platform: str = "tpu") -> bool:
+    """Whether the kernel of a platform is there for a call over its own tokens, if their heads are cut alike."""
+    # Float32 means products at the highest precision, which the kernels do not have.
+    here = runtime.layout is not None and runtime.layout.platform == platform and dtype == jnp.bfloat16
     return here and step.whole and step.segments.shape[1] >= FEWEST
 
 
@@ -48,11 +50,15 @@ def attend(
     sinks_H: jax.Array | None = None,
 ) -> jax.Array | None:
     """softmax(q k^T) v, [B, H, T, V], the scale already in q; `window`, `softcap` and `sinks` as in the portable form. The output
-    and the logarithm of the sum of each softmax have the name "context" for rematerialisation. None: no kernel for this."""
-    if not served(step, q_BHTD.dtype, runtime):
+    and, on TPU, the logarithm of the sum of each softmax have the name "context" for rematerialisation. None: no kernel for
+    this."""
+    layout, plain = runtime.layout, window is None and softcap is None and sinks_H is None
+    if served(step, q_BHTD.dtype, runtime):
+        kernel = partial(splash_attention, window=window, softcap=softcap)
+    elif plain and served(step, q_BHTD.dtype, runtime, "gpu") and gpu_attention.whole(q_BHTD.shape[-1], v_BKTV.shape[-1]):
+        kernel = gpu_attention.flash_attention
+    else:
         return None
-    layout = runtime.layout
-    kernel = partial(splash_attention, window=window, softcap=softcap)
     if layout.mesh.size == 1:
         return kernel(q_BHTD, k_BKTD, v_BKTV, step.segments, sinks_H)
     return _on_mesh(kernel, layout, q_BHTD, k_BKTD, v_BKTV, step.segments, sinks_H)

@@ -1,6 +1,6 @@
 """Attention of one new token a row over a paged cache, by kernels that read the pages where they lie. Where none of them can serve,
-`decode` and `decode_latent` return None, and the portable form over gathered pages (policy/layers/attention.py) is used: it is the
-oracle of the kernels.
+`decode` and `decode_latent` return None, and the portable form over gathered pages (policy/layers/dot_product_attention.py) is
+used: it is the oracle of the kernels.
 
 The platform is that of the devices of the program, which may be compiled where there is none of them.
 
@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from policy import pages
 from policy.cache import LayerCache, Step
 from policy.config import Attention, LatentAttention, Runtime
+from policy.layers import gpu_attention
 from policy.sharding import Layout
 
 # Tokens that a kernel works on at a time: 512 keys and values of 128 numbers in bfloat16 are 256 KiB of VMEM, twice for the next.
@@ -35,17 +36,24 @@ KERNELS = {"paged_attention": ("k", "v"), "latent_paged_attention": ("latent",)}
 
 def decode(q_BHTD: jax.Array, cache: LayerCache | None, step: Step, spec: Attention, runtime: Runtime) -> jax.Array | None:
     """softmax(q k^T) v over the cache, the scale already in q: [B, H, 1, D]. None: no kernel for this."""
-    plain = spec.window is None and spec.chunk is None and not spec.sinks and spec.head_dim % pages.LANES == 0
-    # The kernel rounds what it reads to bfloat16.
+    plain = spec.window is None and spec.chunk is None and not spec.sinks
+    # The kernels round what they read to bfloat16.
     if not (plain and _served(q_BHTD, cache, "k", step, runtime) and cache.arrays["k"].array.dtype == jnp.bfloat16):
         return None
-
-    def kernel(q_BHD, k, v, table_BM, lengths_B):
-        block = _pages_of_block(k.shape[2], table_BM.shape[1])
-        table_BM = jnp.pad(table_BM, ((0, 0), (0, -table_BM.shape[1] % block)))
-        return paged_attention(q_BHD, k, v, lengths_B, table_BM, pages_per_compute_block=block, attn_logits_soft_cap=spec.softcap)
-
+    if runtime.layout.platform == "gpu":
+        kernel = partial(gpu_attention.attend_pages, softcap=spec.softcap)
+    elif spec.head_dim % pages.LANES == 0:
+        kernel = partial(_keys_and_values, softcap=spec.softcap)
+    else:
+        return None
     return _over_pages(kernel, q_BHTD, cache, ("k", "v"), step, runtime.layout)
+
+
+def _keys_and_values(q_BHD, k_KNPD, v_KNPD, table_BM, lengths_B, softcap: float | None) -> jax.Array:
+    block = _pages_of_block(k_KNPD.shape[2], table_BM.shape[1])
+    table_BM = jnp.pad(table_BM, ((0, 0), (0, -table_BM.shape[1] % block)))
+    how = {"pages_per_compute_block": block, "attn_logits_soft_cap": softcap}
+    return paged_attention(q_BHD, k_KNPD, v_KNPD, lengths_B, table_BM, **how)
 
 
 def decode_latent(q_BHTL: jax.Array, cache: LayerCache, step: Step, spec: LatentAttention, runtime: Runtime) -> jax.Array | None:
@@ -62,10 +70,12 @@ def decode_latent(q_BHTL: jax.Array, cache: LayerCache, step: Step, spec: Latent
 def _served(q: jax.Array, cache: LayerCache | None, name: str, step: Step, runtime: Runtime) -> bool:
     if cache is None or cache.table is None or step.positions.shape[1] != 1 or runtime.layout is None:
         return False
-    pool = cache.arrays[name].array
-    rows = 32 // pool.dtype.itemsize  # of a tile in memory: a page must be whole tiles
+    pool, platform = cache.arrays[name].array, runtime.layout.platform
     floats = f"{name}.scale" not in cache.arrays and pool.dtype in (jnp.float32, jnp.bfloat16)
-    here = runtime.layout.platform == "tpu" and pool.shape[3] % rows == 0
+    if platform == "tpu":
+        here = pool.shape[3] % (32 // pool.dtype.itemsize) == 0  # rows of a tile in memory: a page must be whole tiles
+    else:
+        here = platform == "gpu" and name == "k" and gpu_attention.paged(q.shape[-1], pool.shape[3])
     return here and floats and _together(q.shape, pool.shape, runtime.layout)
 
 
