@@ -16,7 +16,10 @@ from policy.sharding import Layout, layout
 T = 150  # not whole blocks
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 3, 48), (4, 1, 128)])
+OTHERS = [pytest.param(3, 3, 48, marks=pytest.mark.slow), pytest.param(4, 1, 128, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), *OTHERS])
 def test_whole_sequences_are_attended_as_by_the_portable_form(heads, kv_heads, dim):
     """Packed documents, a row of one, and padding; values and gradients."""
     lengths = [[70, 1, 40, 39], [T, 0, 0, 0]]
