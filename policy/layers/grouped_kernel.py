@@ -35,8 +35,7 @@ def served(rows_ME: jax.Array, weights_GEF: jax.Array, layout: Layout | None) ->
 def product(rows_ME: jax.Array, weights_GEF: jax.Array, sizes_G: jax.Array, interpret: bool = False) -> jax.Array:
     """rows[m] @ weights[group of m], in rows' dtype: [M, F]; rows past the last group are anything. Group by group, `sizes` of
     them. Gradients are in the dtypes of rows and weights."""
-    weights_GEF, sizes_G = (_as_varying(a, rows_ME) for a in (weights_GEF, sizes_G))
-    return _product(rows_ME, weights_GEF, sizes_G, interpret)
+    return _product(*_all_varying(rows_ME, weights_GEF, sizes_G), interpret)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -105,7 +104,8 @@ def _whole(rows_ME: jax.Array) -> jax.Array:
     return jnp.pad(rows_ME, ((0, -len(rows_ME) % _block(rows_ME, LANES, LANES)[0]), (0, 0)))
 
 
-def _as_varying(array: jax.Array, like: jax.Array) -> jax.Array:
-    """Marked as differing over the devices that `like` differs over, inside `jax.shard_map`: a kernel says nothing of it."""
-    missing = jax.typeof(like).manual_axis_type.varying - jax.typeof(array).manual_axis_type.varying
-    return jax.lax.pcast(array, tuple(sorted(missing)), to="varying") if missing else array
+def _all_varying(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Each marked as differing over all devices of a `jax.shard_map` that one of them differs over."""
+    axes = [jax.typeof(a).manual_axis_type.varying for a in arrays]
+    missing = (tuple(sorted(frozenset().union(*axes) - own)) for own in axes)
+    return tuple(jax.lax.pcast(a, new, to="varying") if new else a for a, new in zip(arrays, missing, strict=True))
