@@ -28,6 +28,10 @@ def sit(tokens_BT, positions=None, segments=None) -> Step:
     return Step(jnp.asarray(positions, jnp.int32), segments, whole=whole)
 
 
+# A linear value head on the final states, float32[E], where weights hold one.
+VALUE_HEAD = "value_head"
+
+
 def first_of_segment(segments_BT: jax.Array) -> jax.Array:
     """bool[B, T]: tokens before which there is no token of the same segment."""
     before = jnp.pad(segments_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
@@ -64,11 +68,17 @@ def prefill(decoder: Decoder, tokens_BT, step: Step, cache: tuple, runtime: Runt
 
 
 def autoregressive(decoder: Decoder, tokens_B, lengths_B, active_B, cache: tuple, runtime: Runtime, pages_BM=None):
-    """One token for every slot: (logits float32[B, V] of the next token, cache). `lengths` are the tokens already cached, and so
-    the position of `tokens`; slots that are not active leave the cache as it is. `pages`: of each row, over a paged cache."""
+    """One token for every slot: (logits float32[B, V] of the next token, cache), of what `feed` takes."""
+    hidden, cache = feed(decoder, tokens_B, lengths_B, active_B, cache, runtime, pages_BM)
+    return logits(decoder, hidden, runtime), cache
+
+
+def feed(decoder: Decoder, tokens_B, lengths_B, active_B, cache: tuple, runtime: Runtime, pages_BM=None):
+    """One token for every slot: (final states [B, E] after it, cache). `lengths` are the tokens already cached, and so the position
+    of `tokens`; slots that are not active leave the cache as it is. `pages`: of each row, over a paged cache."""
     step = Step(lengths_B[:, None], active_B[:, None].astype(jnp.int32), pages=pages_BM)
     hidden, cache, _ = decoder(tokens_B[:, None], step, cache, runtime)
-    return logits(decoder, hidden[:, 0], runtime), cache
+    return hidden[:, 0], cache
 
 
 def verify(decoder: Decoder, tokens_BT, step: Step, cache: tuple, runtime: Runtime):

@@ -22,7 +22,7 @@ from rl.errors import ConfigError, ModelError, ResourceError
 from rl.folder import reward_model_of
 from rl.prepare import Prepared, Stage, read_tokenizer
 from rl.rewardmodel import Judge
-from rollout import speculative
+from rollout import GeneratorOptions, speculative
 from rollout.classes import token_classes
 
 
@@ -110,6 +110,19 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
         raise ModelError(f"model {options.source}: {error}") from None
     _check_runtime(options, decoder, mesh)
     return check_cut(Graph(decoder, options.runtime, mesh), config.mesh.sharding_tolerance)
+
+
+def generator_options(config: RunConfig) -> GeneratorOptions:
+    """How the generator decodes. A critic on the policy's states gives its values while these are there, where they are those of
+    the policy's own weights and cache, and every token is drawn in one."""
+    wanted = config.generator.model_dump(exclude={"slots", "strict_shapes"})
+    asked = any(stage.algorithm.model_extra.get("critic_trunk") == "policy" for stage in config.stages)
+    other = ("exact", "speculative", "weights", "kv_cache")
+    return GeneratorOptions(
+        **wanted,
+        record_routes=any(stage.router_replay for stage in config.stages),
+        record_values=asked and not any(wanted[name] for name in other),
+    )
 
 
 def check_cut(graph: Graph, tolerance: float) -> Graph:

@@ -10,10 +10,8 @@ import jax.numpy as jnp
 from policy.intermediates import Aux
 from policy.memory import fetch
 from policy.model import Graph
-from policy.modes import first_of_segment
+from policy.modes import VALUE_HEAD, first_of_segment
 from rl.operations import Operations
-
-VALUE_HEAD = "value_head"
 
 
 class Critic:

@@ -36,7 +36,7 @@ from rl.rewardmodel import Judge, RewardModelTrainer
 from rl.steps import Progress
 from rl.timeline import CHECKPOINTS, Timeline
 from rl.trainer import RunState, Trainer
-from rollout import Generator, GeneratorOptions, SamplingParams
+from rollout import Generator, SamplingParams
 
 _FINISHED = """\
 {0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
@@ -105,10 +105,7 @@ def _run_in(folder: RunFolder, config: RunConfig, prepared: Prepared, stop: Stop
         slots=config.generator.slots,
         seed=config.seed,
         tokenizer=prepared.tokenizer,
-        options=GeneratorOptions(
-            **config.generator.model_dump(exclude={"slots", "strict_shapes"}),
-            record_routes=any(stage.router_replay for stage in config.stages),
-        ),
+        options=build.generator_options(config),
     )
     events = Events(config, folder.path)
     try:

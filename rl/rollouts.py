@@ -55,15 +55,16 @@ class Rollouts:
         lengths = [len(self.problems[p].ids) + len(completion.tokens) for p, completion in self.flat]
         return of.forward(lengths, weighed=self.counts["prefill"] + self.counts["useful"])
 
-    def batch(self, limit: int, *, replay: bool = False) -> Batch:
+    def batch(self, limit: int, *, replay: bool = False, values: bool = False) -> Batch:
         """One row for each completion after its prompt; the mask is on the completion, its stop token included. `replay`: with the
-        experts that the generator sent each token to."""
+        experts that the generator sent each token to. `values`: with those that it found, if it was asked for any."""
         rows = [(self.problems[p].ids + c.tokens, [0] * len(self.problems[p].ids) + [1] * len(c.tokens)) for p, c in self.flat]
-        batch = pack(rows, limit)
+        batch, found = pack(rows, limit), [c.values for _, c in self.flat]
         return batch.replace(
             prompt=np.asarray([p for p, _ in self.flat], np.int32),
             sampler_logp=spread([c.logprobs for _, c in self.flat], batch.mask),
             version=np.asarray([self.versions[p] for p, _ in self.flat], np.int32)[:, None] * (batch.mask != 0),
+            old_values=spread(found, batch.mask) if values and None not in found else None,
             routes=routes_of([c for _, c in self.flat], batch.tokens.shape[1]) if replay else None,
         )
 

@@ -17,6 +17,7 @@ import numpy as np
 from rewards import Scores
 from rl import data, rollouts
 from rl.batch import Batch, pack, together
+from rl.critic import VALUE_HEAD
 from rl.errors import ModelError
 from rl.groups import DynamicSampling, Group
 from rl.operations import memory_share, rates
@@ -90,11 +91,13 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
     """Samples groups, scores them, and makes `updates_per_step` updates of whole groups each."""
     options, algorithm = stage.options, stage.algorithm
     done = trainer.done
+    if trainer.values_while_sampling and run.generator.options.record_values:
+        run.generator.value_by(state.critic.params[VALUE_HEAD])
     with laid_out(run) as laid, run.timeline.span("sampling"):
         found, metrics = _groups(run, stage)
         greedy = _greedy(run, stage, found) if algorithm.needs_greedy else None
     with run.timeline.span("batch"):
-        batch = found.batch(run.config.max_length, replay=options.router_replay)
+        batch = found.batch(run.config.max_length, replay=options.router_replay, values=trainer.values_while_sampling)
     if algorithm.mask_truncated:
         batch = batch.replace(mask=batch.mask * np.asarray([[c.finish != "length"] for _, c in found.flat], np.float32))
 
@@ -198,9 +201,11 @@ def _scored(
             batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch.replace(routes=None))[0])
         metrics["time/ref"] = referring.seconds
     if state.critic is not None:
-        before, after = trainer.values(state, batch)
         cut = [completion.finish == "length" for _, completion in found.flat]
-        batch = batch.replace(old_values=before, last_values=values_at_the_end(after, batch.mask, cut))
+        # What the generator has found ends before the last token of a completion.
+        if batch.old_values is None or (algorithm.bootstrap_truncated and any(cut)):
+            before, after = trainer.values(state, batch)
+            batch = batch.replace(old_values=before, last_values=values_at_the_end(after, batch.mask, cut))
     return batch, metrics
 
 

@@ -94,6 +94,11 @@ class Trainer:
         needed = self.algorithm.needs_old_logp(self.stage.updates_per_step)
         return needed and (self.algorithm.needs_entropy or not exact)
 
+    @property
+    def values_while_sampling(self) -> bool:
+        """Whether the generator can find the critic's values: of completions that the weights of this step have all made."""
+        return self.critic is not None and self._critic.shared and not self.algorithm.dynamic_batches
+
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
         """The state at the beginning of the stage. Takes `params` over; reference and critic are copies of them."""
         reference = critic = None

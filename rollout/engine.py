@@ -451,7 +451,7 @@ class Engine:
 
     def _land(self, flight: _Flight) -> list[int]:
         """Takes what a dispatch made; the slots that ended."""
-        made = Made(*map(np.asarray, flight.made))
+        made = Made(*(None if array is None else np.asarray(array) for array in flight.made))
         counts = (made.tokens >= 0).sum(axis=0).tolist()
         steps = int(np.max(made.opens.sum(axis=0)))
         for name, number in ("steps", steps), ("rows", steps * len(flight.requests)), ("useful", int(made.opens.sum())):
@@ -469,13 +469,12 @@ class Engine:
     def _take(self, request: Request, made: Made, count: int) -> None:
         """Adds what a dispatch made for one request, and says how it ended if it did."""
         before, params = len(request.tokens), request.params
-        request.tokens += made.tokens[:count].tolist()
-        request.logprobs += made.logprobs[:count].tolist()
-        request.opens += made.opens[:count].tolist()
+        for grown, new in zip((request.tokens, request.logprobs, request.opens, request.values), made, strict=True):
+            grown += [] if new is None else new[:count].tolist()
         request.cached = request.needed
         end = self._stop_string(request.tokens, before, params.stop) if params.stop else None
         if end is not None:
-            del request.tokens[end:], request.logprobs[end:], request.opens[end:]
+            del request.tokens[end:], request.logprobs[end:], request.opens[end:], request.values[end:]
             request.cached, request.finish, self._slots = request.needed, "stop", None
         elif request.tokens[-1] in params.stop_token_ids:
             request.finish = "stop"

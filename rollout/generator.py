@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from policy.config import StoredType
@@ -40,7 +41,8 @@ class GeneratorOptions:
     products, and keys, values and latents, are kept; None: as floats. rules: mesh axes by logical axis, laid over those of the
     mesh while the generator computes (docs/meshes.md); weights that they put elsewhere are copied there when they have changed.
     None: the model's own arrays are read where they lie. record_routes: completions tell which experts computed each of their
-    tokens (models with a mixture of experts only).
+    tokens (models with a mixture of experts only). record_values: completions tell the value, by `Generator.value_head`, of the
+    state that each of their tokens was drawn in.
 
     exact: completions are a function of the weights, the prompt and (seed, prompt id, sample) to the last bit, whatever the other
     options are, and log-probabilities are those of `Model.logprobs`, bit for bit: what is decoded is checked by the scoring
@@ -60,6 +62,7 @@ class GeneratorOptions:
     rules: Mapping[str, Sequence[str]] | None = None
     exact: bool = False
     record_routes: bool = False
+    record_values: bool = False
 
     @property
     def rereads(self) -> bool:
@@ -80,6 +83,8 @@ class GeneratorOptions:
             raise ValueError("GeneratorOptions: speculative must be 0 (none) or more")
         if self.exact and self.record_routes:
             raise ValueError("GeneratorOptions: exact completions are of the model's own routes; leave record_routes out")
+        if self.record_values and (self.exact or self.speculative):
+            raise ValueError("GeneratorOptions: record_values goes neither with exact nor with speculative")
         if self.exact and (self.weights or self.kv_cache):
             raise ValueError("GeneratorOptions: exact gives the tokens of the trained weights; leave weights and kv_cache out")
 
@@ -89,7 +94,8 @@ class Completion:
     """`tokens` without the prompt, with the stop token; `logprobs` of each; `finish`: stop or length; `text` with a tokenizer;
     `steps`: forward passes of the decoder that made it, fewer than tokens where drafts were accepted; `routes`: where
     GeneratorOptions.record_routes asks for them, the experts of each token of prompt and completion but the last, which is never
-    fed: int[tokens, R, k] by path of the layer, for the repeats of its stack."""
+    fed: int[tokens, R, k] by path of the layer, for the repeats of its stack; `values`: where GeneratorOptions.record_values asks
+    for them, of the states that the tokens were drawn in."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -97,6 +103,7 @@ class Completion:
     text: str | None
     steps: int = 0
     routes: dict[str, np.ndarray] | None = None
+    values: list[float] | None = None
 
 
 class Generator:
@@ -138,6 +145,8 @@ class Generator:
             stop_string=self._stop_string if tokenizer else None,
             prefill_budget=budget,
         )
+        if options.record_values:
+            self.value_by(jnp.zeros(model.config.hidden_size, jnp.float32, device=model.graph.layout.replicated))
         self._queue = Queue()
         self.verifier = Verifier(model.scorer, seed, stop_string=self._stop_string) if options.exact else None
 
@@ -276,6 +285,11 @@ class Generator:
         self._queue.add(again)
         return done
 
+    def value_by(self, head_E: jax.Array) -> None:
+        """From now on the values of completions are those of this head, float32[E], of which this is a copy: an update may give
+        its own up."""
+        self.engine.programs.value_head = jnp.copy(head_E)
+
     @property
     def counts(self) -> dict[str, int]:
         """What engine and verifier have counted."""
@@ -290,7 +304,8 @@ class Generator:
         text, steps, routes = self._text(request.tokens), sum(request.opens), request.routes
         if routes is not None:
             routes = {path: np.asarray(array)[: request.needed].copy() for path, array in routes.items()}
-        return Completion(request.tokens, request.logprobs, request.finish, text, steps, routes)
+        values = request.values if self.options.record_values else None
+        return Completion(request.tokens, request.logprobs, request.finish, text, steps, routes, values)
 
     def _encode(self, i: int, prompt, params: SamplingParams) -> tuple[int, ...]:
         if isinstance(prompt, str):

@@ -52,15 +52,16 @@ class LateCompilation(RuntimeError):
 
 
 class Made(NamedTuple):
-    """What a dispatch made, [N, s], or [N] of one row: tokens (-1: none), log-probabilities, and whether a token is the first
-    of its decoding step."""
+    """What a dispatch made, [N, s], or [N] of one row: tokens (-1: none), log-probabilities, whether a token is the first of its
+    decoding step and, where they are recorded, values of the states that the tokens were drawn in."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
     opens: np.ndarray
+    values: np.ndarray | None = None
 
     def of(self, row: int) -> Made:
-        return Made(*(array[:, row] for array in self))
+        return jax.tree.map(lambda array: array[:, row], self)
 
 
 @jax.tree_util.register_dataclass
@@ -89,8 +90,8 @@ class Programs:
 
     `ahead`: tokens past those of a prefill call that it wants to see; `recent`: last tokens of each row that decoding does;
     `drafts`: tokens past a request's last that it may write.
-    `records`: whether the cache keeps the experts of each token. `beside`: bytes of each device that something will take, besides
-    what lies there when pages are chosen.
+    `records`: whether the cache keeps the experts of each token. `value_head`: float32[E], where values are recorded. `beside`:
+    bytes of each device that something will take, besides what lies there when pages are chosen.
     """
 
     ahead = recent = drafts = 0
@@ -98,7 +99,7 @@ class Programs:
     def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int, left: float | None = None):
         """`left`: bytes of each device that a paged cache may share; None: what the devices say."""
         graph = graph.generating(options.rules)
-        self._left, self.beside = left, 0
+        self._left, self.beside, self.value_head = left, 0, None
         self.records = options.record_routes
         if self.records:
             graph = graph.at(record=(*graph.runtime.record, "routes"))
@@ -235,8 +236,8 @@ class Programs:
 
     def decode(self, params, cache, slots: Slots, limits: tuple[int, int]) -> tuple:
         """(cache, Slots, Made): up to `limits[0]` steps, as long as more than `limits[1]` rows go on. Arrays on the device."""
-        limits = np.asarray(limits, np.int32)
-        return self._run("decode", slots.stops.shape, (params, cache, slots, limits))
+        head = {modes.VALUE_HEAD: self.value_head} if self._options.record_values else {}
+        return self._run("decode", slots.stops.shape, (params | head, cache, slots, np.asarray(limits, np.int32)))
 
     # Compilation.
 
@@ -293,14 +294,17 @@ class Programs:
 
     def listed(self, params, longest: int, stops: Iterable[int]) -> Iterator[tuple[tuple, tuple]]:
         """(key, abstract arguments) of every program; those that compile longest come first."""
-        cache = self.abstract_cache
+        cache, head = self.abstract_cache, {}
+        if self._options.record_values:
+            shape, place = (self.graph.config.hidden_size,), self.graph.layout.replicated
+            head[modes.VALUE_HEAD] = jax.ShapeDtypeStruct(shape, np.float32, sharding=place)
         for s in self.sizes:
             part = self._part(cache, s)
             for width in stops:
                 slots = self._on_host([], s, width, 0)
                 if self.paged:
                     slots = replace(slots, rows=np.zeros(s, np.int32), pages=np.zeros((s, self.table_width), np.int32))
-                yield ("decode", s, width), (params, part, jax.tree.map(self._everywhere, slots), _int((2,)))
+                yield ("decode", s, width), (params | head, part, jax.tree.map(self._everywhere, slots), _int((2,)))
         lengths = self.prefill_lengths(longest)
         for P in (rows for rows in PREFILL_ROWS if rows <= self.most_prompts):
             for C in lengths:
@@ -439,29 +443,32 @@ class Programs:
 
     def _steps(self, params, cache, slots: Slots, limits):
         """(cache, Slots, Made) after decoding on a cache of s rows."""
-        s, K = slots.token.shape[0], self.dispatch
+        s, K, head = slots.token.shape[0], self.dispatch, params.get(modes.VALUE_HEAD)
         params = params if self._scan else laid_out(self.graph, params, s)
+
+        idle = np.int32(-1), np.float32(0), None if head is None else np.float32(0)  # what stands where nothing was made
 
         def go_on(carry):
             return (carry[0] < limits[0]) & (jnp.sum(carry[5]) > limits[1])
 
         def one(carry):
-            i, cache, token, cached, left, active, tokens, logps = carry
-            decoder = self.graph.decoder(params)
-            logits, cache = modes.autoregressive(decoder, token, cached, active, cache, self.graph.runtime, slots.pages)
+            i, cache, token, cached, left, active, made = carry
+            decoder, runtime = self.graph.decoder(params), self.graph.runtime
+            states, cache = modes.feed(decoder, token, cached, active, cache, runtime, slots.pages)
+            logits = modes.logits(decoder, states, runtime)
             new, logp = choose(logits, (slots.prompt_id, slots.sample, cached + 1), slots.draws)
-            tokens = tokens.at[i].set(jnp.where(active, new, -1))
-            logps = logps.at[i].set(jnp.where(active, logp, 0.0))
+            found = new, logp, None if head is None else states.astype(jnp.float32) @ head
+            made = jax.tree.map(lambda each, row, none: each.at[i].set(jnp.where(active, row, none)), made, found, idle)
             left = left - active
             going = active & (left > 0) & ~jnp.any(new[:, None] == slots.stops, axis=1)
-            return i + 1, cache, jnp.where(active, new, token), cached + active, left, going, tokens, logps
+            return i + 1, cache, jnp.where(active, new, token), cached + active, left, going, made
 
         with self.graph.precision():
-            blank = jnp.full((K, s), -1, jnp.int32), jnp.zeros((K, s), jnp.float32)
-            start = (0, cache, slots.token, slots.cached, slots.left, slots.active != 0, *blank)
-            _, cache, token, cached, left, active, tokens, logps = jax.lax.while_loop(go_on, one, start)
+            blank = jax.tree.map(lambda none: jnp.full((K, s), none), idle)
+            start = (0, cache, slots.token, slots.cached, slots.left, slots.active != 0, blank)
+            _, cache, token, cached, left, active, (tokens, logps, values) = jax.lax.while_loop(go_on, one, start)
         after = replace(slots, token=token, cached=cached, left=left, active=active.astype(jnp.int32))
-        return cache, after, Made(tokens, logps, tokens >= 0)
+        return cache, after, Made(tokens, logps, tokens >= 0, values)
 
 
 def prefill_rows(prompts: int) -> int:

@@ -14,10 +14,10 @@ class Request:
     """One completion to be made: sample number `sample` of prompt number `prompt_id` of a run. `index` is the caller's number of
     the prompt.
 
-    `tokens`, `logprobs` and `opens` (whether a token is the first that its decoding step made) grow until `finish` says stop or
-    length. `cached`: tokens of prompt and completion whose entries are in the cache. `settled`: of `tokens`, those that an exact
-    check has confirmed (rollout/exact.py). `routes`: where they are recorded, once it has ended: the experts of its entries, the
-    first `needed` of int[C, R, k] by path of the layer.
+    `tokens`, `logprobs`, `opens` (whether a token is the first that its decoding step made) and, where they are recorded, `values`
+    (of the states that tokens were drawn in) grow until `finish` says stop or length. `cached`: tokens of prompt and completion
+    whose entries are in the cache. `settled`: of `tokens`, those that an exact check has confirmed (rollout/exact.py). `routes`:
+    where they are recorded, once it has ended: the experts of its entries, the first `needed` of int[C, R, k] by path of the layer.
     """
 
     prompt: tuple[int, ...]
@@ -28,6 +28,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     opens: list[bool] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
     finish: str | None = None
     cached: int = 0
     settled: int = 0

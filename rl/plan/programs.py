@@ -29,7 +29,6 @@ from rl.plan.changes import needs_rollouts
 from rl.rewardmodel import RewardModelTrainer
 from rl.trainer import Trainer
 from rollout.exact import CHECKS, Verifier
-from rollout.generator import GeneratorOptions
 from rollout.programs import Programs, stop_width
 from rollout.speculative import SpeculativePrograms
 from rollout.weights import RolloutWeights
@@ -138,7 +137,8 @@ class Stage:
         scored = trainer.scores_first(exact=self.config.generator.exact) + (self.state.reference is not None)
         if scored:
             yield planned("log-probabilities", params, *given, resident=params, times=passes * scored)
-        if self.state.critic is not None and self.samples:
+        sampled = trainer.values_while_sampling and build.generator_options(self.config).record_values
+        if self.state.critic is not None and self.samples and (not sampled or algorithm.bootstrap_truncated):
             both = trainer._critic.beside(params) | self.state.critic.params
             given = *given[:2], micro.routes if trainer._critic.shared else None
             yield planned("values", both, *given, resident=both, times=passes)
@@ -192,9 +192,7 @@ class Sampling:
         """`first`: the stage from which on it is there; `memory`: bytes of a device."""
         self.config, self.graph = config, first.trainer.graph
         self._shown_with = None if any(map(needs_rollouts, config.stages)) else first.name
-        wanted = config.generator.model_dump(exclude={"slots", "strict_shapes"})
-        replay = any(stage.router_replay for stage in config.stages)
-        asked = GeneratorOptions(**wanted, record_routes=replay)
+        asked = build.generator_options(config)
         kind = SpeculativePrograms if asked.speculative else Programs
         self._weights = RolloutWeights.wanted(self.graph, asked)
         self._copy = self._weights.abstract if self._weights else {}

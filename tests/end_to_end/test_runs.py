@@ -304,6 +304,40 @@ def test_a_run_with_a_critic_that_warms_up(tmp_path):
     assert (launch.numbers(tmp_path / "run"), launch.samples(tmp_path / "run")) == before
 
 
+def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generator(tmp_path, monkeypatch):
+    """No pass for values is made, but for one that the end of a completion which was cut off needs; the numbers are those of a run
+    that makes it every step."""
+    algorithm = {"name": "ppo", "critic_trunk": "policy", "critic_warmup": 1, "value_init_std": 1.0, "kl_reward_coef": 0.0}
+    stage = {
+        "algorithm": algorithm,
+        "steps": 3,
+        "prompts_per_step": 4,
+        "samples_per_prompt": 2,
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    stages = [stage | {"critic": {"learning_rate": 1e-2}, "sampling": {"max_new_tokens": 6}, "updates_per_step": 2}]
+    passes, values = [], Trainer.values
+
+    def counted(self, state, batch):
+        passes.append(batch)
+        return values(self, state, batch)
+
+    def train(name: str) -> int:
+        passes.clear()
+        assert launch.train(tmp_path / name, f"stages={json.dumps(stages)}", *launch.LIGHT, "run.checkpoint_every=0") == 0
+        return len(passes)
+
+    monkeypatch.setattr(Trainer, "values", counted)
+    assert train("sampled") == 0
+    with monkeypatch.context() as other:
+        other.setattr(Trainer, "values_while_sampling", False)
+        assert train("computed") == 3
+    for ours, theirs in zip(launch.numbers(tmp_path / "sampled"), launch.numbers(tmp_path / "computed"), strict=True):
+        assert ours[:2] == theirs[:2] and ours[2] == pytest.approx(theirs[2], rel=1e-3, abs=1e-5)
+    algorithm["bootstrap_truncated"] = True
+    assert train("cut off") == 3
+
+
 def test_a_stage_ends_early_at_its_bound_and_a_run_killed_after_it_goes_on_with_the_next(tmp_path):
     reached, missed = "{metric: loss, at_most: 100}", "{metric: eval/greedy_accuracy, at_least: 2}"
     bounds = f"stages.0.until={reached}", f"stages.1.until={missed}"

@@ -5,12 +5,15 @@ import gc
 import itertools
 import weakref
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles import KINDS, VOCAB, configuration, random_model
 
 import rollout.generator
 from policy import families
+from policy.modes import VALUE_HEAD, sit
+from rl.critic import Critic
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.programs import LateCompilation
 from rollout.sampling import uniforms
@@ -414,3 +417,33 @@ def test_a_request_that_cannot_run_is_refused_before_it_waits_or_takes_a_slot(mo
             with pytest.raises(ValueError, match=message):
                 take(request)
     assert generator.engine.free == 1
+
+
+# Values.
+
+
+@pytest.mark.parametrize("options", [{"cache": "paged", "page_size": 4, "pages": 12}, {}], ids=["paged", "contiguous"])
+def test_values_are_those_of_the_critic(model, options):
+    """Of each token that of the state before it, as the critic of PPO finds it over whole texts: with fewer slots than requests,
+    stop strings that take tokens back and, over few pages, pauses. Another head gives others."""
+    asked = GeneratorOptions(tokens_per_dispatch=3, record_values=True, **options)
+    generator = Generator(model, max_length=40, slots=3, seed=1, tokenizer=characters(ALPHABET), options=asked)
+    critic, rng = Critic(model.graph, shared=True), np.random.default_rng(0)
+    prompts = [[int(token) for token in rng.integers(1, VOCAB, length)] for length in (1, 5, 9, 3)]
+    for _ in range(2):
+        head = rng.normal(size=model.config.hidden_size).astype(np.float32)
+        generator.value_by(jnp.asarray(head))
+        found = generator.generate(prompts, SamplingParams(n=2, max_new_tokens=24, stop=("a", "b", "c", "d")))
+        assert {completion.finish for group in found for completion in group} == {"stop", "length"}
+        for prompt, group in zip(prompts, found, strict=True):
+            for completion in group:
+                text = jnp.asarray([prompt + completion.tokens])
+                before, _, _ = critic.values(model.params | {VALUE_HEAD: head}, text, sit(text))
+                np.testing.assert_allclose(completion.values, before[0, len(prompt) :], atol=2e-5)
+    assert not options or generator.counts["preempted"]
+
+
+def test_values_are_refused_where_tokens_are_not_drawn_one_by_one():
+    for other in ({"exact": True}, {"speculative": 2}):
+        with pytest.raises(ValueError, match="record_values"):
+            GeneratorOptions(record_values=True, **other)
