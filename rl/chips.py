@@ -1,7 +1,7 @@
-"""What one device of a kind can do at most, as its maker says: the denominators of utilisation, and the rates of a plan.
+"""What one device of a kind can do at most: the denominators of utilisation, and the rates of a plan.
 
-Sources: Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "Ironwood (TPU7x)"; NVIDIA's data sheets of A100, H100,
-H200, B200, L4 and L40S. GPU rates are dense, without sparsity.
+Rates are those of makers: Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "Ironwood (TPU7x)"; NVIDIA's data
+sheets of A100, H100, H200, B200, L4 and L40S. GPU rates are dense, without sparsity.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chip:
-    """`tflops`: 10^12 bfloat16 operations per second; `memory`: GiB; `bandwidth`: 10^9 bytes per second of its memory; `links`:
-    10^9 bytes per second that it sends to other chips of its slice or host (0: none are meant for that)."""
+    """`tflops`: 10^12 bfloat16 operations per second; `memory`: GiB, of TPUs those that libtpu 0.0.52 lets a program take (of v4
+    what its errors say of a whole chip), of GPUs all; `bandwidth`: 10^9 bytes per second of its memory; `links`: 10^9 bytes per
+    second that it sends to other chips of its slice or host (0: none are meant for that)."""
 
     name: str
     tflops: float
@@ -26,12 +27,12 @@ CPU = Chip("cpu", tflops=0.1, memory=0.0, bandwidth=20.0, links=5.0)
 
 # What jax calls a device contains one of these, the first one counts.
 _KINDS = {
-    "TPU7x": Chip("tpu7x", 2307.0, 192.0, 7380.0, 1200.0),
-    "TPU v6": Chip("v6e", 918.0, 32.0, 1640.0, 448.0),
-    "TPU v5 lite": Chip("v5e", 197.0, 16.0, 819.0, 200.0),
-    "TPU v5e": Chip("v5e", 197.0, 16.0, 819.0, 200.0),
-    "TPU v5": Chip("v5p", 459.0, 95.0, 2765.0, 600.0),
-    "TPU v4": Chip("v4", 275.0, 32.0, 1228.0, 300.0),
+    "TPU7x": Chip("tpu7x", 1153.5, 94.74, 3690.0, 600.0),  # half a chip: jax sees its two cores apart
+    "TPU v6": Chip("v6e", 918.0, 31.24, 1640.0, 448.0),
+    "TPU v5 lite": Chip("v5e", 197.0, 15.75, 819.0, 200.0),
+    "TPU v5e": Chip("v5e", 197.0, 15.75, 819.0, 200.0),
+    "TPU v5": Chip("v5p", 459.0, 95.73, 2765.0, 600.0),
+    "TPU v4": Chip("v4", 275.0, 30.75, 1228.0, 300.0),
     "B200": Chip("b200", 2250.0, 180.0, 8000.0, 900.0),
     "H200": Chip("h200", 989.0, 141.0, 4800.0, 450.0),
     "H100": Chip("h100", 989.0, 80.0, 3350.0, 450.0),

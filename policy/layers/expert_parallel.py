@@ -57,10 +57,12 @@ def mixture(x_BTE: jax.Array, experts_BTK: jax.Array, weights_BTK: jax.Array, we
     where there is no such limit."""
     layout = runtime.layout
     if layout is None or layout.mesh.size == 1:
-        platform = layout.platform if layout else jax.default_backend()
-        block = block_rows(x_BTE.shape[0] * x_BTE.shape[1], experts_BTK.shape[-1], spec.router.experts, platform)
-        flat = (a.reshape(-1, a.shape[-1]) for a in (x_BTE, experts_BTK, weights_BTK))
-        routed = experts.route(*flat, spec, groups=spec.router.experts, block=block, partial=runtime.drops)
+        platform, groups = layout.platform if layout else jax.default_backend(), spec.router.experts
+        tokens = tuple(a.reshape(-1, a.shape[-1]) for a in (x_BTE, experts_BTK, weights_BTK))
+        if experts.few(len(tokens[0]), platform):
+            return experts.through_every(tokens, weights, groups, spec, runtime).reshape(x_BTE.shape), None
+        block = block_rows(len(tokens[0]), experts_BTK.shape[-1], groups, platform)
+        routed = experts.route(*tokens, spec, groups=groups, block=block, partial=runtime.drops)
         return experts.unroute(experts.compute(weights, routed, spec, runtime)).reshape(x_BTE.shape), None
     cut = Cut(spec, runtime, x_BTE.shape)
     body = all_to_all if cut.exchanges else gather
@@ -182,7 +184,7 @@ class Cut:
     def usually(self) -> Cut:
         """This with room for what devices nearly always have, if that is at most half."""
         few, N = replace(self, roomy=False), math.prod(self.local_shape[:2])
-        return few if 2 * few.room(N) <= self.room(N) and self.block != "every" else self
+        return few if 2 * few.room(N) <= self.room(N) and not self.every else self
 
     @property
     def filled(self) -> float:
@@ -200,13 +202,21 @@ class Cut:
 
     @property
     def block(self) -> Block:
-        """Rows of a block of the grouped products; their mean number for one expert does not depend on the scheme. Rows that were
-        exchanged are of one choice each: they stay apart."""
+        """Rows of a block of the grouped products; their mean number for one expert does not depend on the scheme."""
+        router = self.spec.router
+        return block_rows(self._tokens, router.experts_per_token, router.experts, self.layout.platform)
+
+    @property
+    def every(self) -> bool:
+        """Whether tokens go through every expert of a device. Rows that were exchanged are of one choice each: they stay apart."""
+        return not self.exchanges and experts.few(self._tokens, self.layout.platform)
+
+    @property
+    def _tokens(self) -> int:
+        """Those of all devices that meet, in one part."""
         mesh = self.layout.mesh.shape
         parts = math.prod(mesh[axis] for axis in self.token_axes - ({AXIS} if self.gathers else set())) * self.chunks
-        tokens, router = math.prod(self.shape[:2]) // parts, self.spec.router
-        block = block_rows(tokens, router.experts_per_token, router.experts, self.layout.platform)
-        return None if self.exchanges and block == "every" else block
+        return math.prod(self.shape[:2]) // parts
 
     def places(self, weights: Weights) -> dict[str, PartitionSpec]:
         """Where the weights of the experts lie when a device starts: cut as they will be used, and on top of that as they are
@@ -297,9 +307,14 @@ def _vary(array: jax.Array, spec: PartitionSpec, cut: Cut) -> jax.Array:
 
 def gather(x_NE, experts_NK, weights_NK, weights: Weights, cut: Cut):
     """The schemes gather and hidden, on one device: (out [N, E], None)."""
-    routed = sort(*collect((x_NE, experts_NK, weights_NK), cut), cut)
-    done = experts.compute(weights, routed, cut.spec, cut.runtime)
-    return hand_back(experts.unroute(done), cut), None
+    x_NE, experts_NK, weights_NK = collect((x_NE, experts_NK, weights_NK), cut)
+    if cut.every:
+        tokens = x_NE, _own(experts_NK, cut), weights_NK
+        out_NE = experts.through_every(tokens, weights, cut.own_experts, cut.spec, cut.runtime)
+    else:
+        routed = sort(x_NE, experts_NK, weights_NK, cut)
+        out_NE = experts.unroute(experts.compute(weights, routed, cut.spec, cut.runtime))
+    return hand_back(out_NE, cut), None
 
 
 def collect(tokens: tuple[jax.Array, ...], cut: Cut) -> tuple[jax.Array, ...]:
@@ -309,12 +324,19 @@ def collect(tokens: tuple[jax.Array, ...], cut: Cut) -> tuple[jax.Array, ...]:
 
 def sort(x_NE, experts_NK, weights_NK, cut: Cut) -> Routed:
     """Rows for the choices of the experts of this device."""
-    own, partial = cut.own_experts, cut.runtime.drops
-    if own < cut.spec.router.experts:
-        local, partial = experts_NK - own * jax.lax.axis_index(AXIS), True
-        experts_NK = jnp.where((local >= 0) & (local < own), local, own)
+    own = cut.own_experts
+    how = {"block": cut.block, "partial": cut.runtime.drops or own < cut.spec.router.experts}
     room = None if cut.roomy else cut.room(x_NE.shape[0] // cut.met)
-    return experts.route(x_NE, experts_NK, weights_NK, cut.spec, groups=own, block=cut.block, partial=partial, room=room)
+    return experts.route(x_NE, _own(experts_NK, cut), weights_NK, cut.spec, groups=own, room=room, **how)
+
+
+def _own(experts_NK: jax.Array, cut: Cut) -> jax.Array:
+    """The choices by the number that an expert has on this device; their number for those of other devices."""
+    own = cut.own_experts
+    if own == cut.spec.router.experts:
+        return experts_NK
+    local = experts_NK - own * jax.lax.axis_index(AXIS)
+    return jnp.where((local >= 0) & (local < own), local, own)
 
 
 def hand_back(out_NE: jax.Array, cut: Cut) -> jax.Array:

@@ -3,9 +3,7 @@
 N tokens, k choices each, G groups (experts), M rows of the sorted layout, E hidden, F width. The rows of a group lie next to
 each other. On TPU and GPU the product is `jax.lax.ragged_dot`, or where XLA has no kernel for that, one of
 policy/layers/grouped_kernel.py. XLA on CPU computes it for every group on every row, so there the groups are padded to whole blocks
-of rows and each block is multiplied with its group's weights. A few tokens on TPU, as in decoding, go through every group:
-`ragged_dot` of one layer of stacked weights starts with a copy of them, which reads and writes all of them before the
-product reads them once more.
+of rows and each block is multiplied with its group's weights.
 
 A choice may name a group that is not among the G (of another device, or none at all): a number from G on. It has no row, adds
 nothing, and what stands in the rows that are left over reaches neither a result nor a gradient.
@@ -14,7 +12,6 @@ nothing, and what stands in the rows that are left over reaches neither a result
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +19,8 @@ import jax.numpy as jnp
 from policy.config import Runtime
 from policy.layers.linear import Weight, linear, ragged_linear
 
-# Up to so many tokens go through every group on TPU.
-EVERY_TOKENS = 256
-# How the rows of a group lie: from a multiple of so many rows on, a row for every token, or one group right after the other.
-Block = int | Literal["every"] | None
+# How the rows of a group lie: from a multiple of so many rows on, or one group right after the other.
+Block = int | None
 
 
 @jax.tree_util.register_dataclass
@@ -33,14 +28,13 @@ Block = int | Literal["every"] | None
 class Plan:
     """Where every choice of every token goes. `token` int[M]: the token of a row (N for padding rows); `row` int[N, k]: the row
     of a choice (past the end where it has none); `sizes` int[G]: choices of each group; `block_group` int[blocks]: group of each
-    block, None without blocks; `partial`: some choices may have no row; `every`: each group has a row for every token, in order."""
+    block, None without blocks; `partial`: some choices may have no row."""
 
     token: jax.Array
     row: jax.Array
     sizes: jax.Array
     block_group: jax.Array | None
     partial: bool = field(default=False, metadata={"static": True})
-    every: bool = field(default=False, metadata={"static": True})
 
     @property
     def used(self) -> jax.Array:
@@ -49,16 +43,11 @@ class Plan:
 
 
 def plan(choices_NK: jax.Array, groups: int, *, block: Block, partial: bool = False, room: int | None = None) -> Plan:
-    """Sorts the choices by group, stably; with `block`, each group starts at a multiple of `block` rows, or has a row for every
-    token. `partial` has to be set where choices may name other groups than 0 .. groups - 1. `room`: no more choices than that name
-    one of the groups, which the caller has to know; None: perhaps all of them."""
+    """Sorts the choices by group, stably; with `block`, each group starts at a multiple of `block` rows. `partial` has to be set
+    where choices may name other groups than 0 .. groups - 1. `room`: no more choices than that name one of the groups, which the
+    caller has to know; None: perhaps all of them."""
     N, k = choices_NK.shape
     M = N * k if room is None else min(room, N * k)
-    if block == "every":
-        token = jnp.tile(jnp.arange(N), groups)
-        beyond = groups * N + jnp.arange(N * k).reshape(N, k)
-        row = jnp.where(choices_NK < groups, choices_NK * N + jnp.arange(N)[:, None], beyond)
-        return Plan(token, row, jnp.bincount(choices_NK.reshape(-1), length=groups), None, partial, every=True)
     flat = choices_NK.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=groups)
@@ -86,19 +75,14 @@ def plan(choices_NK: jax.Array, groups: int, *, block: Block, partial: bool = Fa
 def groups_of(plan: Plan) -> jax.Array:
     """int[M]: the group of each row."""
     M = plan.token.shape[0]
-    if plan.every:
-        return jnp.repeat(jnp.arange(plan.sizes.shape[0]), M // plan.sizes.shape[0])
     if plan.block_group is None:
         return jnp.repeat(jnp.arange(plan.sizes.shape[0]), plan.sizes, total_repeat_length=M)
     return jnp.repeat(plan.block_group, M // plan.block_group.shape[0])
 
 
 def block_rows(tokens: int, choices: int, groups: int, platform: str) -> Block:
-    """Rows per block on a platform: None where ragged_dot is a kernel, unless there are so few tokens that products are bound by
-    reading weights (a v5p has time for 166 rows meanwhile, a v6e for 560) or by copying them; on CPU a power of two near the mean
-    group size, at most 64 (64 rows reach 91 GFLOP/s on one core, 8 rows 46)."""
-    if platform == "tpu" and tokens <= EVERY_TOKENS:
-        return "every"
+    """Rows per block on a platform: None where ragged_dot is a kernel; on CPU a power of two near the mean group size, at most 64
+    (64 rows reach 91 GFLOP/s on one core, 8 rows 46)."""
     if platform != "cpu":
         return None
     return min(64, 1 << max(0, (tokens * choices // groups).bit_length() - 1))
@@ -112,8 +96,6 @@ def _of_choices(rows_ME: jax.Array, plan: Plan) -> jax.Array:
 @jax.custom_vjp
 def dispatch(x_NE: jax.Array, plan: Plan) -> jax.Array:
     """The rows [M, E] of the sorted layout; padding rows are 0. Its gradient is a gather too: each token sums its k rows."""
-    if plan.every:
-        return jnp.tile(x_NE, (plan.sizes.shape[0], 1))
     return jnp.take(x_NE, plan.token, axis=0, mode="fill", fill_value=0)
 
 
@@ -149,10 +131,7 @@ combine.defvjp(lambda rows, weights, plan: (combine(rows, weights, plan), (rows,
 
 def product(rows_ME: jax.Array, weights_GEF: Weight, plan: Plan, runtime: Runtime, bias_GF: jax.Array | None = None) -> jax.Array:
     """rows[m] @ weights[group of m] + bias[group of m], in rows' dtype: [M, F]."""
-    if plan.every:
-        groups = rows_ME.reshape(plan.sizes.shape[0], -1, rows_ME.shape[-1])
-        out = linear("gre,gef->grf", groups, weights_GEF, runtime).reshape(rows_ME.shape[0], -1)
-    elif plan.block_group is not None:
+    if plan.block_group is not None:
         blocks = rows_ME.reshape(plan.block_group.shape[0], -1, rows_ME.shape[-1])
         out = linear("bre,bef->brf", blocks, weights_GEF.astype(rows_ME.dtype)[plan.block_group], runtime)
         out = out.reshape(rows_ME.shape[0], -1)
@@ -161,5 +140,4 @@ def product(rows_ME: jax.Array, weights_GEF: Weight, plan: Plan, runtime: Runtim
     if bias_GF is not None:
         out = out + bias_GF.astype(out.dtype)[groups_of(plan)]
     # Kernels leave rows past the last group as they find them. `where` makes these 0 here and in the gradient.
-    ragged = plan.block_group is None and not plan.every
-    return jnp.where(plan.used, out, 0) if plan.partial and ragged else out
+    return jnp.where(plan.used, out, 0) if plan.partial and plan.block_group is None else out

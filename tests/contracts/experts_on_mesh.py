@@ -19,7 +19,7 @@ from flax import nnx
 from policy import families
 from policy.cache import Step
 from policy.config import ClampedSwiglu, DecoderConfig, Mlp, Moe, Norm, Router, Runtime
-from policy.layers import expert_parallel
+from policy.layers import expert_parallel, experts
 from policy.layers.moe import MixtureOfExperts
 from policy.model import Model
 from policy.modes import sit
@@ -79,9 +79,11 @@ IN_PARTS = expert_parallel._in_parts
 @cache
 def computed(name: str, degrees: str, shape: tuple[int, ...], skew: float, how: str, room: int = 1 << 30, usual: str = "") -> dict:
     """Everything that a mixture computes of `rows(*shape)`, by name, on a mesh (null: one device) with room for so many bytes of
-    rows at once. `usual`: nothing but the usual room may be taken ("only"), or it is small enough for there to be one ("small")."""
+    rows at once. `usual`: nothing but the usual room may be taken ("only"), or it is small enough for there to be one ("small"), or
+    tokens go through every expert ("every")."""
     expert_parallel.ROOM, expert_parallel.SPARE = room, 0 if usual else 64
     expert_parallel._in_parts = in_usual_room_only if usual == "only" else IN_PARTS
+    experts.few = lambda tokens, platform: usual == "every"
     graph, weights = mixture(name, skew)
     degrees, how = json.loads(degrees), json.loads(how)
     mesh = layout(degrees) if degrees else layout({"fsdp": 1}, devices=jax.devices()[:1])

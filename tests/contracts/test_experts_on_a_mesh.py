@@ -82,6 +82,19 @@ def test_the_usual_room_is_taken_where_it_is_enough_and_drops_nothing_where_it_i
     assert np.isnan(wrong["difference"])  # what the case "only" does where the usual room is not enough
 
 
+def test_few_tokens_go_through_every_expert_of_a_device():
+    """As on a TPU. Devices have experts, or a slice of their width, or of both."""
+    every = {"usual": "every"}
+    cases = [
+        ["layer", {"expert": 4}, "gather", "biases", every],
+        ["layer", {"expert": 2, "tensor": 2}, "hidden", "biases", every],
+        ["layer", {"fsdp": 2, "expert": 2}, "gather", "input", every],
+        ["layer", {"tensor": 4}, "auto", "groups", every],
+        ["layer", {"expert": 4}, "gather", "groups", every | {"shape": [3, 1]}],
+    ]
+    check_layers(4, cases)
+
+
 @pytest.mark.slow
 def test_groups_of_devices_take_the_usual_room_each_by_itself():
     """Of two groups of four devices the first has tokens that are all the same, and so needs all room for one expert."""

@@ -219,7 +219,7 @@ def test_a_search_for_a_tpu_slice_ends_with_settings_that_a_plan_finds_to_need_t
     code, found = numbers("v5p:2x2x1", *more, flags=("--search", "--candidates", "2"))
     best, other = found["candidates"]
     assert code == 0 and best["fits"] and other["fits"] and 0 < best["seconds"] <= other["seconds"]
-    assert best["needs"] <= found["memory"] == 95 * 2**30
+    assert best["needs"] <= found["memory"] == 95.73 * 2**30
     settings = [f"{key}={json.dumps(value)}" for key, value in best["settings"].items()]
     monkeypatch.setenv("DUET_PLAN_CACHE", str(tmp_path / "new"))  # what is known already would only be read again
     code, found = numbers("v5p:2x2x1", *more, *settings)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from policy.config import DecoderConfig, Norm, Router, Runtime
-from policy.layers import grouped, moe
+from policy.config import ClampedSwiglu, DecoderConfig, Moe, Norm, Router, Runtime
+from policy.layers import experts, grouped, moe, quantization
+from policy.layers.experts import AXES
 
 N, k, G, E, F = 11, 2, 5, 6, 7
 CHOICES = {
@@ -55,7 +56,7 @@ def test_every_layout_computes_the_definition_and_its_gradient(name):
             d_x[n] += weights[n, j] * w[g] @ cotangent[n]
             d_w[g] += weights[n, j] * np.outer(x[n], cotangent[n])
             d_weights[n, j] += x[n] @ w[g] @ cotangent[n]
-    for block in (1, 4, 64, "every", None):
+    for block in (1, 4, 64, None):
         found = mixture_and_gradients(x, w, weights, choices, cotangent, block)
         for a, b in zip(found, (expected, d_x, d_w, d_weights), strict=True):
             np.testing.assert_allclose(np.asarray(a), b, atol=1e-5, rtol=1e-5, err_msg=f"block {block}")
@@ -87,7 +88,7 @@ def test_choices_of_other_groups_add_nothing_and_what_stands_in_their_rows_is_ne
     expected = [np.array(a) for a in mixture_and_gradients(x, whole, weights, choices, cotangent, block=1)]
     expected[2] = expected[2][:held]
     expected[3][choices >= held] = 0
-    for block in (4, "every", None):
+    for block in (4, None):
         found = mixture_and_gradients(x, w, weights, choices, cotangent, block, partial=True)
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(np.asarray(a), b, atol=1e-5, rtol=1e-5, err_msg=f"block {block}")
@@ -111,8 +112,44 @@ def test_a_block_is_a_power_of_two_up_to_64(tokens, groups):
     assert block in (1, 2, 4, 8, 16, 32, 64) and block <= max(1, 2 * tokens // groups)
 
 
-def test_few_tokens_go_through_every_group_on_tpu():
-    assert [grouped.block_rows(tokens, 8, 256, "tpu") for tokens in (1, 256, 257)] == ["every", "every", None]
+def test_few_tokens_go_through_every_expert_on_tpu():
+    assert [experts.few(tokens, "tpu") for tokens in (1, 256, 257)] == [True, True, False]
+    assert not experts.few(1, "cpu") and not experts.few(1, "gpu")
+
+
+@pytest.mark.parametrize("rule", [None, "int8"])
+@pytest.mark.parametrize("keys", [{}, {"bias": True, "clamp": ClampedSwiglu(limit=1.5)}, {"weigh": "input"}], ids=str)
+@pytest.mark.parametrize("name", CHOICES)
+def test_through_every_expert_is_the_same_as_through_the_chosen_ones(name, keys, rule):
+    """Values and all gradients; choices past the experts that are there add nothing."""
+    choices, rng, held = CHOICES[name], np.random.default_rng(2), G - 1
+    spec, runtime = Moe(Router(experts=held, experts_per_token=choices.shape[1]), F, **keys), Runtime()
+    shapes = {"gate": (held, E, F), "up": (held, E, F), "down": (held, F, E)}
+    if "bias" in keys:
+        shapes |= {"gate_bias": (held, F), "up_bias": (held, F), "down_bias": (held, E)}
+    weights = {key: jnp.asarray(rng.normal(size=shape), jnp.float32) for key, shape in shapes.items()}
+    if rule:
+        weights |= {
+            key: quantization.quantize(weights[key], jnp.int8, (1,)) for key in AXES if key in weights and "bias" not in key
+        }
+    x, cotangent = (jnp.asarray(rng.normal(size=(N, E)), jnp.float32) for _ in range(2))
+    share = jnp.asarray(rng.uniform(0.1, 1.0, choices.shape), jnp.float32)
+
+    def chosen(x, share, weights):
+        routed = experts.route(x, choices, share, spec, groups=held, block=None, partial=True)
+        return experts.unroute(experts.compute(weights, routed, spec, runtime))
+
+    def every(x, share, weights):
+        return experts.through_every((x, jnp.asarray(choices), share), weights, held, spec, runtime)
+
+    with jax.default_matmul_precision("highest"):
+        if rule:
+            found, expected = (f(x, share, weights) for f in (every, chosen))
+        else:
+            found, expected = (jax.vjp(f, x, share, weights) for f in (every, chosen))
+            found, expected = ((out, vjp(cotangent)) for out, vjp in (found, expected))
+    assert np.abs(jax.tree.leaves(expected)[0]).max() > 0.1 or name == "only_the_last"
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), found, expected)
 
 
 def router(seed=0, **keys):
