@@ -86,8 +86,11 @@ class LayerCache:
     table: jax.Array | None = None
 
 
-def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visible, LayerCache | None]:
-    """Adds `new` ([B, K, T, D] each, row b for slot b) at the step's positions; returns all that is visible.
+def extend(
+    cache: LayerCache | None, step: Step, *, back: int | None = None, layout: Layout | None = None, **new: jax.Array
+) -> tuple[Visible, LayerCache | None]:
+    """Adds `new` ([B, K, T, D] each, row b for slot b) at the step's positions; returns all that is visible, or of pages at least
+    what queries see that look `back` so many tokens at most, themselves counted.
 
     Padding is not written: its position is moved past the end and the scatter drops it. Entries past a query's own position
     may be left from an earlier owner of the slot; attention masks them, because their position is larger.
@@ -100,6 +103,11 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
     # XLA makes a slice update of a scatter of one entry, which on CPU costs three copies of the array in every step of a loop. A
     # second entry, past the end, keeps it a scatter in place.
     more = B * T == 1 and isinstance(cache.index, int)
+    looking, first = cache, 0
+    if cache.table is not None and back is not None and isinstance(pool := cache.arrays[next(iter(new))], Pool):
+        table, first = pages.looking_back(cache.table, step, back, pool.array.shape[3])
+        looking = replace(cache, table=table)
+    own = layout if T == 1 else None  # whose pages lie with the rows: of a chunk of a prompt they may lie anywhere
     for name, value in new.items():
         for part, written in _parts(cache.arrays, name, value).items():
             array = cache.arrays[part]
@@ -111,12 +119,12 @@ def extend(cache: LayerCache | None, step: Step, **new: jax.Array) -> tuple[Visi
             if more:
                 at, written = jnp.pad(at, ((0, 0), (0, 1)), constant_values=array.shape[3] + 1), jnp.repeat(written, 2, axis=1)
             arrays[part] = array.at[cache.index, rows, :, at].set(written, mode="drop", unique_indices=True)
-        seen[name] = read(arrays, name, partial(_all, cache), value.dtype)
+        seen[name] = read(arrays, name, partial(_all, looking, own), value.dtype)
     length, cache = next(iter(seen.values())).shape[2], replace(cache, arrays=cache.arrays | arrays)
     if isinstance(next(iter(arrays.values())), Ring):
         positions = rings.positions(step, length)
         return Visible(seen, positions, (positions >= 0).astype(jnp.int32)), cache
-    positions = jnp.broadcast_to(jnp.arange(length), (B, length))
+    positions = first + jnp.broadcast_to(jnp.arange(length), (B, length))
     return Visible(seen, positions, jnp.ones_like(positions)), cache
 
 
@@ -135,11 +143,11 @@ def _write(cache: LayerCache, array: Pool | Ring, step: Step, value_BKTD: jax.Ar
     return pages.write(array, cache.index, cache.table, step, value_BKTD)
 
 
-def _all(cache: LayerCache, array: jax.Array | Pool | Ring) -> jax.Array:
+def _all(cache: LayerCache, layout: Layout | None, array: jax.Array | Pool | Ring) -> jax.Array:
     """[B, K, C, D]: the layer's part of one of its arrays, for every row of a call."""
     match array:
         case Pool():
-            return pages.gather(array, cache.index, cache.table)
+            return pages.gather(array, cache.index, cache.table, layout)
         case Ring():
             return array.array[cache.index]
     return array[cache.index]

@@ -22,6 +22,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from policy.sharding import Layout
 
 
 class Pages(NamedTuple):
@@ -89,9 +92,38 @@ def _put(pool: Pool, at: tuple, value: jax.Array) -> Pool:
     return replace(pool, array=array.at[at].set(written.astype(array.dtype), mode="drop", unique_indices=True))
 
 
-def gather(pool: Pool, layer: jax.Array | int, table_BM: jax.Array) -> jax.Array:
-    """[B, K, M P, D]: all entries of the rows' pages, column c at position c."""
-    found = pool.array.at[:, layer, table_BM].get(mode="promise_in_bounds")[..., : pool.dim]
+def looking_back(table_BM: jax.Array, step, back: int, size: int) -> tuple[jax.Array, jax.Array | int]:
+    """(the part of a table, of pages of `size` tokens, that the step's queries see when each looks `back` so many tokens at most,
+    itself counted; the position of its first entry, int32[B, 1] or 0). The tokens of a row follow one another."""
+    T, M = step.positions.shape[1], table_BM.shape[1]
+    columns = -(-(back + T - 1 + size - 1) // size)
+    if columns >= M:
+        return table_BM, 0
+    lowest = jnp.min(jnp.where(step.segments != 0, step.positions, M * size), axis=1, keepdims=True)
+    first = jnp.clip((lowest - back + 1) // size, 0, M - columns)
+    return jnp.take_along_axis(table_BM, first + jnp.arange(columns), axis=1), first * size
+
+
+def gather(pool: Pool, layer: jax.Array | int, table_BM: jax.Array, layout: Layout | None = None) -> jax.Array:
+    """[B, K, M P, D]: all entries of the rows' pages, in the order of the table. `layout`: every row's pages lie in the part of the
+    pool that goes with its part of the rows, and devices read their own; left to itself the partitioner sends what all of them
+    have read to all."""
+    rows, places = None, None
+    if layout is not None and layout.mesh.size > 1:
+        rows, places = layout.spec(("cache_batch",), table_BM.shape[:1])[0], layout.spec(AXES, pool.array.shape)
+    if rows is None or rows != places[2]:
+        return _gathered(pool.array, jnp.asarray(layer), table_BM, dim=pool.dim)
+
+    def local(array, layer, table_BM):
+        return _gathered(array, layer, table_BM % array.shape[2], dim=pool.dim)
+
+    specs = places, PartitionSpec(), PartitionSpec(rows)
+    run = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=PartitionSpec(rows, places[0]), check_vma=False)
+    return run(pool.array, jnp.asarray(layer), table_BM)
+
+
+def _gathered(array: jax.Array, layer: jax.Array, table_BM: jax.Array, *, dim: int) -> jax.Array:
+    found = array.at[:, layer, table_BM].get(mode="promise_in_bounds")[..., :dim]
     K, B, M, P, D = found.shape
     return jnp.swapaxes(found.reshape(K, B, M * P, D), 0, 1)
 
