@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from oracles import KINDS, configuration, random_model, tokens
 
 from policy import cache as caches
-from policy import families
+from policy import families, pages
 from policy.cache import LayerCache, Step, extend
 from policy.layers import paged_attention
 from policy.pages import Pages, Pool
@@ -32,6 +32,19 @@ MODELS = tiny.GENERATED | {
     "engram": ("Llama", {"num_hidden_layers": 2, "duet": ENGRAM}),
 }
 FEW = {"llama-mqa-tied": 4, "v32": 1, "qwen3_next": 16}
+
+
+@pytest.mark.parametrize(("back", "count", "size"), [(1, 1, 4), (5, 1, 4), (5, 3, 4), (8, 4, 3), (40, 1, 4)])
+def test_a_window_needs_few_pages_and_loses_none_that_a_query_sees(back, count, size):
+    rng, M = np.random.default_rng(0), 9
+    table = rng.permutation(30)[: 3 * M].reshape(3, M)
+    for start in ([0, 2, 11], [M * size - count, 7, 19 - count]):
+        positions = np.asarray(start)[:, None] + np.arange(count)
+        part, first = pages.looking_back(jnp.asarray(table), Step(positions, np.ones_like(positions)), back, size)
+        assert part.shape[1] <= min(M, (back + count - 2) // size + 2)
+        for row, own, begins in zip(np.asarray(part), range(3), np.broadcast_to(first, (3, 1))[:, 0], strict=True):
+            for seen in {p for q in positions[own] for p in range(max(0, q - back + 1), q + 1)}:
+                assert row[(seen - begins) // size] == table[own, seen // size] and begins % size == 0
 
 
 @functools.cache
