@@ -49,7 +49,8 @@ class Step:
 
     `whole`, known when a program is compiled: nothing before this call is looked at, and each segment is one run of tokens whose
     positions count by one, so that who looks at whom follows from order and segments alone. `balanced`: so it was, before the
-    tokens were put into the balanced order of policy/sequence_cut.py.
+    tokens were put into the balanced order of policy/sequence_cut.py. `anywhere`: rows are not slots, and on a mesh their pages
+    may lie in any part of the pool.
     """
 
     positions: jax.Array
@@ -61,6 +62,7 @@ class Step:
     routes: Any = None
     whole: bool = field(default=False, metadata={"static": True})
     balanced: bool = field(default=False, metadata={"static": True})
+    anywhere: bool = field(default=False, metadata={"static": True})
 
     def at(self, layer: jax.Array | int) -> Step:
         """The same for the layer of that number."""
@@ -79,16 +81,22 @@ class Visible(NamedTuple):
 @dataclass(frozen=True)
 class LayerCache:
     """The entries of one layer: arrays [R, S, K, C, D] of which this layer owns [index]. In a paged cache entries by position are
-    in pools, of which it owns pages [:, index]; `table` int32[B, M] are those of the rows of a call."""
+    in pools, of which it owns pages [:, index]; `table` int32[B, M] are those of the rows of a call, and `layout` says how a mesh
+    cuts them, with `anywhere` of the `Step`."""
 
     arrays: dict[str, jax.Array | Pool | Ring]
     index: jax.Array | int
     table: jax.Array | None = None
+    layout: Layout | None = field(default=None, metadata={"static": True})
+    anywhere: bool = field(default=False, metadata={"static": True})
+
+    @classmethod
+    def of(cls, arrays: dict, index: jax.Array | int, step: Step, layout: Layout | None) -> LayerCache:
+        """That of one layer in a call."""
+        return cls(arrays, index, step.pages, layout, step.anywhere)
 
 
-def extend(
-    cache: LayerCache | None, step: Step, *, back: int | None = None, layout: Layout | None = None, **new: jax.Array
-) -> tuple[Visible, LayerCache | None]:
+def extend(cache: LayerCache | None, step: Step, *, back: int | None = None, **new: jax.Array) -> tuple[Visible, LayerCache | None]:
     """Adds `new` ([B, K, T, D] each, row b for slot b) at the step's positions; returns all that is visible, or of pages at least
     what queries see that look `back` so many tokens at most, themselves counted.
 
@@ -107,7 +115,6 @@ def extend(
     if cache.table is not None and back is not None and isinstance(pool := cache.arrays[next(iter(new))], Pool):
         table, first = pages.looking_back(cache.table, step, back, pool.array.shape[3])
         looking = replace(cache, table=table)
-    own = layout if T == 1 else None  # whose pages lie with the rows: of a chunk of a prompt they may lie anywhere
     for name, value in new.items():
         for part, written in _parts(cache.arrays, name, value).items():
             array = cache.arrays[part]
@@ -119,7 +126,7 @@ def extend(
             if more:
                 at, written = jnp.pad(at, ((0, 0), (0, 1)), constant_values=array.shape[3] + 1), jnp.repeat(written, 2, axis=1)
             arrays[part] = array.at[cache.index, rows, :, at].set(written, mode="drop", unique_indices=True)
-        seen[name] = read(arrays, name, partial(_all, looking, own), value.dtype)
+        seen[name] = read(arrays, name, partial(_all, looking), value.dtype)
     length, cache = next(iter(seen.values())).shape[2], replace(cache, arrays=cache.arrays | arrays)
     if isinstance(next(iter(arrays.values())), Ring):
         positions = rings.positions(step, length)
@@ -143,11 +150,11 @@ def _write(cache: LayerCache, array: Pool | Ring, step: Step, value_BKTD: jax.Ar
     return pages.write(array, cache.index, cache.table, step, value_BKTD)
 
 
-def _all(cache: LayerCache, layout: Layout | None, array: jax.Array | Pool | Ring) -> jax.Array:
+def _all(cache: LayerCache, array: jax.Array | Pool | Ring) -> jax.Array:
     """[B, K, C, D]: the layer's part of one of its arrays, for every row of a call."""
     match array:
         case Pool():
-            return pages.gather(array, cache.index, cache.table, layout)
+            return pages.gather(array, cache.index, cache.table, cache.layout, cache.anywhere)
         case Ring():
             return array.array[cache.index]
     return array[cache.index]
@@ -168,7 +175,7 @@ def take(cache: LayerCache, name: str, at_BTk: jax.Array, dtype) -> jax.Array:
 
     def pick(array):
         if cache.table is not None:
-            return pages.pick(array, cache.index, cache.table, at_BTk)
+            return pages.pick(array, cache.index, at_BTk, cache.table, cache.layout, cache.anywhere)
         return jax.lax.gather(array, index, dims, (1, 1, 1, 1, array.shape[-1]), mode="promise_in_bounds")
 
     return read(cache.arrays, name, pick, dtype)

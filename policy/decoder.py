@@ -55,7 +55,7 @@ class LayerStack(nnx.Module):
             """Repeat number `r` of the pattern; `part` holds the cache arrays of one or all repeats, its own at `index`."""
             found, arrays = [], []
             for i, layer in enumerate(nnx.merge(graph, fetch_layer(one, runtime))):
-                view = None if part is None else LayerCache(part[i], index, step.pages)
+                view = None if part is None else LayerCache.of(part[i], index, step, runtime.layout)
                 here = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
                 if routes[i] is not None:
                     here = replace(here, routes=jax.lax.dynamic_index_in_dim(routes[i], r, axis=2, keepdims=False))

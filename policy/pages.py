@@ -9,7 +9,7 @@ Rows may share pages that none of them writes. Page 0 is nobody's, so that 0 fil
 padding, or past the end of a table, is dropped.
 
 On a mesh that cuts the rows of a call, the pages of a pool are cut the same way, N / n to each of the n parts of the rows. Page
-numbers are those of the whole pool; kernels read only their own part, so a row's pages must lie in the part of the pool that goes
+numbers are those of the whole pool; a device reads only its own part, so a row's pages must lie in the part of the pool that goes
 with its part of the rows.
 
 Shapes: K heads, R repeats of a stack, N pages, P tokens of a page, D head dimension, B rows, T tokens, M pages of a row.
@@ -104,36 +104,48 @@ def looking_back(table_BM: jax.Array, step, back: int, size: int) -> tuple[jax.A
     return jnp.take_along_axis(table_BM, first + jnp.arange(columns), axis=1), first * size
 
 
-def gather(pool: Pool, layer: jax.Array | int, table_BM: jax.Array, layout: Layout | None = None) -> jax.Array:
-    """[B, K, M P, D]: all entries of the rows' pages, in the order of the table. `layout`: every row's pages lie in the part of the
-    pool that goes with its part of the rows, and devices read their own; left to itself the partitioner sends what all of them
-    have read to all."""
-    rows, places = None, None
-    if layout is not None and layout.mesh.size > 1:
-        rows, places = layout.spec(("cache_batch",), table_BM.shape[:1])[0], layout.spec(AXES, pool.array.shape)
-    if rows is None or rows != places[2]:
-        return _gathered(pool.array, jnp.asarray(layer), table_BM, dim=pool.dim)
+def gather(pool: Pool, layer: jax.Array | int, table_BM: jax.Array, layout: Layout | None = None, anywhere: bool = False):
+    """[B, K, M P, D]: all entries of the rows' pages, in the order of the table. `layout`, `anywhere`: as `_read` takes them."""
 
-    def local(array, layer, table_BM):
-        return _gathered(array, layer, table_BM % array.shape[2], dim=pool.dim)
+    def read(array, layer, page_BM, mode):
+        found = array.at[:, layer, page_BM].get(mode=mode, fill_value=0)[..., : pool.dim]
+        K, B, M, P, D = found.shape
+        return jnp.swapaxes(found.reshape(K, B, M * P, D), 0, 1)
 
-    specs = places, PartitionSpec(), PartitionSpec(rows)
-    run = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=PartitionSpec(rows, places[0]), check_vma=False)
-    return run(pool.array, jnp.asarray(layer), table_BM)
+    return _read(read, pool, layer, table_BM, 1, layout, anywhere)
 
 
-def _gathered(array: jax.Array, layer: jax.Array, table_BM: jax.Array, *, dim: int) -> jax.Array:
-    found = array.at[:, layer, table_BM].get(mode="promise_in_bounds")[..., :dim]
-    K, B, M, P, D = found.shape
-    return jnp.swapaxes(found.reshape(K, B, M * P, D), 0, 1)
-
-
-def pick(pool: Pool, layer: jax.Array | int, table_BM: jax.Array, at_BTk: jax.Array) -> jax.Array:
+def pick(pool: Pool, layer: jax.Array | int, at_BTk: jax.Array, table_BM: jax.Array, layout: Layout | None, anywhere: bool):
     """[B, T, k, D]: the entries at positions `at` of a pool with one head."""
-    B, T, k = at_BTk.shape
     P = pool.array.shape[3]
-    page = jnp.take_along_axis(table_BM, (at_BTk // P).reshape(B, T * k), axis=1).reshape(B, T, k)
-    return pool.array.at[0, layer, page, at_BTk % P].get(mode="promise_in_bounds")[..., : pool.dim]
+    page = jnp.take_along_axis(table_BM, (at_BTk // P).reshape(len(table_BM), -1), axis=1).reshape(at_BTk.shape)
+
+    def read(array, layer, number, mode):
+        return array.at[0, layer, number // P, number % P].get(mode=mode, fill_value=0)[..., : pool.dim]
+
+    return _read(read, pool, layer, page * P + at_BTk % P, P, layout, anywhere)
+
+
+def _read(read, pool: Pool, layer: jax.Array | int, number: jax.Array, per: int, layout: Layout | None, anywhere: bool):
+    """read(array, layer, number [B, ...], mode) [B, ...], of numbers of pages, or if `per` is P of entries. Where a mesh cuts the pool
+    the partitioner would send all pages of the layer to all devices. Here they read their own rows from their own pages; or where
+    those of a row may lie `anywhere`, or rows are too few to be cut, what they have of all rows, which is added up."""
+    cut = None if layout is None or layout.mesh.size == 1 else layout.spec(AXES, pool.array.shape)
+    if cut is None or cut[2] is None:
+        return read(pool.array, layer, number, "promise_in_bounds")
+    rows = layout.spec(("cache_batch",), number.shape[:1])[0]
+    rows = None if anywhere or rows != cut[2] else rows
+
+    def local(array, layer, number):
+        size = array.shape[2] * per
+        if rows:
+            return read(array, layer, number % size, "promise_in_bounds")
+        own = jnp.where(number // size == jax.lax.axis_index(cut[2]), number % size, size)
+        return jax.lax.psum(read(array, layer, own, "fill"), cut[2])
+
+    specs, out = (cut, PartitionSpec(), PartitionSpec(rows)), PartitionSpec(rows, cut[0])
+    run = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=out, check_vma=False)
+    return run(pool.array, jnp.asarray(layer), number)
 
 
 def copy(pool: Pool, source_n: jax.Array, to_n: jax.Array) -> Pool:

@@ -380,7 +380,7 @@ class Programs:
     def _places(self, starts, lengths, C: int, pages_PM) -> Step:
         """Where C tokens of each prompt sit."""
         positions = starts[:, None] + jnp.arange(C)
-        return Step(positions, (positions < lengths[:, None]).astype(jnp.int32), pages=pages_PM)
+        return Step(positions, (positions < lengths[:, None]).astype(jnp.int32), pages=pages_PM, anywhere=True)
 
     def _fill(self, params, cache, tokens_PC, step: Step, lengths):
         """The cache of P rows with their tokens in it, which sit at `step`."""

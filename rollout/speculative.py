@@ -97,7 +97,8 @@ class SpeculativePrograms(Programs):
             for k in range(1, self.ahead + 1):
                 known = (step.positions <= lengths_P[:, None] - k).astype(jnp.int32)
                 seat = replace(step, segments=step.segments * known, tokens=tokens_PC[:, k : k + C])
-                read, _, view, _ = predict(decoder, k, read, seat, LayerCache(drafts.layers[k - 1], 0, step.pages), runtime)
+                view = LayerCache.of(drafts.layers[k - 1], 0, seat, runtime.layout)
+                read, _, view, _ = predict(decoder, k, read, seat, view, runtime)
                 layers.append(view.arrays)
             hidden = _slide(drafts.hidden[0, :, 0], aux.mtp_input, step.segments.sum(axis=1))
         return main, Drafts(tuple(layers), hidden[None, :, None])
@@ -145,7 +146,7 @@ class SpeculativePrograms(Programs):
             if k > module:  # the last module again, on its own last state and the last draft
                 at, tokens, read = at[:, -1:] + 1, tokens[:, -1:], read[:, -1:]
             step = Step(jnp.maximum(at, 0), (active & (at >= 0)).astype(jnp.int32), tokens=tokens, pages=slots.pages)
-            view = LayerCache(layers[module - 1], 0, slots.pages)
+            view = LayerCache.of(layers[module - 1], 0, step, runtime.layout)
             read, normed, view, _ = predict(decoder, module, read, step, view, runtime)
             layers[module - 1] = view.arrays
             logits = modes.logits(decoder, normed[:, -1], runtime)

@@ -60,7 +60,7 @@ class GroupedQueryAttention(nnx.Module):
         q, k, v = (checkpoint_name(a, name) for a, name in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
         q, k, v = (to_cache(a, runtime.layout) for a in (q, k, v))
         back = min((tokens for tokens in (spec.window, spec.chunk) if tokens), default=None)
-        visible, cache = extend(cache, step, back=back, layout=runtime.layout, k=k, v=v)
+        visible, cache = extend(cache, step, back=back, k=k, v=v)
         keys, values = visible.arrays["k"], visible.arrays["v"]
         mask = Mask(step, visible, spec.window, spec.chunk)
         sinks = self.sinks[...] if spec.sinks else None

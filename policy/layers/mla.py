@@ -97,7 +97,7 @@ class MultiHeadLatentAttention(nnx.Module):
         visible = None
         if cache is not None:
             kept = jnp.concatenate([rounded(latent, (-1,), latent.dtype, runtime)[:, None], k_rope], axis=-1)
-            visible, cache = extend(cache, step, layout=runtime.layout, latent=to_cache(kept, runtime.layout), **new)
+            visible, cache = extend(cache, step, latent=to_cache(kept, runtime.layout), **new)
         if expanded:
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
             out, found = self._expanded(q, (latent, k_rope), (index_queries, index_keys), step, cache, runtime)

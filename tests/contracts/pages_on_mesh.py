@@ -1,7 +1,8 @@
 """A paged cache on a mesh of four CPU devices, compared with one: run by test_pages_on_a_mesh.py.
 
-Rows, their pages, and heads are cut over the devices. Prints a JSON object: for the portable form and for the kernel for latents,
-which is interpreted, the largest difference of hidden states after the prompt, and over how many devices the pools are cut.
+Rows, their pages, and heads are cut over the devices. The prompts come in two chunks, in another order than the rows, so that their
+pages lie with other devices; then all rows get one token at a time, and the last one row after row. Prints a JSON object: by case
+the largest difference of hidden states, and over how many devices the pools are cut.
 """
 
 import json
@@ -19,48 +20,60 @@ from policy.layers import paged_attention
 from policy.pages import Pages
 from policy.sharding import Layout, layout, settle
 
-B, T, PROMPT, SIZE, NUMBER = 4, 14, 10, 8, 12
+B, T, PROMPT, CHUNK, SIZE, NUMBER = 4, 26, 22, 11, 8, 20
 # The second half of the rows has its pages in the second half of the pool.
-TABLE = np.array([[5, 2], [3, 1], [9, 11], [7, 8]], np.int32)
+TABLE = np.array([[5, 2, 7, 1], [3, 8, 4, 6], [11, 19, 12, 10], [14, 17, 13, 18]], np.int32)
+PROMPTS = np.array([2, 0, 3, 1])
+# With a kernel for latents; layers with a window beside others; keys that an indexer chooses, and the latents of those.
+CASES = {
+    "DeepseekV3": {"kv_lora_rank": 128},
+    "Gemma3": {"sliding_window": 5},
+    "DeepseekV32": {"index_topk": 3},
+}
 
 
-def computed(mesh):
-    """(hidden [B, T, E] of a prompt and then of one token at a time, devices that hold different parts of a pool)."""
-    config = families.read(configuration("DeepseekV3", **KINDS["DeepseekV3"].short | {"kv_lora_rank": 128}))
+def computed(kind: str, mesh):
+    """(hidden [B, T, E], devices that hold different parts of a pool)."""
+    config = families.read(configuration(kind, **KINDS[kind].standard | KINDS[kind].short | CASES[kind]))
     model = random_model(config, seed=3, mesh=mesh)
-    graph, rows = model.graph, tokens(B, T, seed=1)
+    graph, text = model.graph, tokens(B, T, seed=1)
 
     def empty():
         return caches.constrained(caches.create(config, B, Pages(NUMBER, SIZE), "float32", scan=True), graph.layout)
 
     @jax.jit
-    def run(params, rows, step, cache):
+    def run(params, text, step, cache):
         with graph.precision():
-            hidden, cache, _ = graph.decoder(params)(rows, step, cache, graph.runtime)
+            hidden, cache, _ = graph.decoder(params)(text, step, cache, graph.runtime)
         return hidden, caches.constrained(cache, graph.layout)
 
-    cache, hidden = settle(jax.jit(empty)(), graph.layout), []
-    for start, end in [(0, PROMPT), *((t, t + 1) for t in range(PROMPT, T))]:
-        positions = jnp.broadcast_to(jnp.arange(start, end), (B, end - start))
-        step = Step(positions, jnp.ones_like(positions), pages=jnp.asarray(TABLE))
-        found, cache = settle(run(model.params, rows[:, start:end], step, cache), graph.layout)
-        hidden.append(np.asarray(found))
+    cache, hidden = settle(jax.jit(empty)(), graph.layout), np.full((B, T, config.hidden_size), np.nan)
+    calls = [(PROMPTS, start, start + CHUNK) for start in range(0, PROMPT, CHUNK)]
+    calls += [(np.arange(B), t, t + 1) for t in range(PROMPT, T - 1)] + [(np.array([row]), T - 1, T) for row in range(B)]
+    for rows, start, end in calls:
+        positions = jnp.broadcast_to(jnp.arange(start, end), (len(rows), end - start))
+        step = Step(positions, jnp.ones_like(positions), pages=jnp.asarray(TABLE[rows]), anywhere=start < PROMPT)
+        found, cache = settle(run(model.params, text[rows, start:end], step, cache), graph.layout)
+        hidden[rows, start:end] = found
     pool = jax.tree.leaves(cache)[0]
-    return np.concatenate(hidden, axis=1), len({str(index) for index in pool.sharding.devices_indices_map(pool.shape).values()})
+    return hidden, len({str(index) for index in pool.sharding.devices_indices_map(pool.shape).values()})
 
 
 def compare() -> dict:
-    expected, _ = computed(None)
-    expected = expected[:, PROMPT:]
     mesh, found, calls = layout({"expert": 2, "tensor": 2}), {}, []
-    hidden, cut = computed(mesh)
-    found["portable"] = {"difference": float(np.abs(hidden[:, PROMPT:] - expected).max()), "cut": cut}
+    expected = {kind: computed(kind, None)[0] for kind in CASES}
+
+    def different(kind: str) -> dict:
+        hidden, cut = computed(kind, mesh)
+        return {"difference": float(np.abs(hidden - expected[kind]).max()), "cut": cut}
+
+    found |= {kind: different(kind) for kind in CASES}
     kernel = paged_attention.latent_kernel
     paged_attention.latent_kernel = lambda *args, **how: calls.append(args[1].shape) or kernel(*args, **how)
     Layout.platform = "tpu"
     with pltpu.force_tpu_interpret_mode():
-        hidden, cut = computed(mesh)
-    found["kernel"] = {"difference": float(np.abs(hidden[:, PROMPT:] - expected).max()), "cut": cut, "pool": calls[0]}
+        found["kernel"] = different("DeepseekV3")
+    found["kernel"]["pool"] = calls[0]
     return found
 
 
