@@ -96,6 +96,12 @@ class LayerCache:
         return cls(arrays, index, step.pages, layout, step.anywhere)
 
 
+def layout_of(cache: LayerCache | None, layout: Layout | None) -> Layout | None:
+    """By which queries and new entries go to the rows of the cache. None: they stay where they are, and devices read the pages of
+    all rows."""
+    return None if cache is not None and cache.table is not None and cache.anywhere else layout
+
+
 def extend(cache: LayerCache | None, step: Step, *, back: int | None = None, **new: jax.Array) -> tuple[Visible, LayerCache | None]:
     """Adds `new` ([B, K, T, D] each, row b for slot b) at the step's positions; returns all that is visible, or of pages at least
     what queries see that look `back` so many tokens at most, themselves counted.

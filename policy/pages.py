@@ -127,7 +127,7 @@ def pick(pool: Pool, layer: jax.Array | int, at_BTk: jax.Array, table_BM: jax.Ar
 
 
 def _read(read, pool: Pool, layer: jax.Array | int, number: jax.Array, per: int, layout: Layout | None, anywhere: bool):
-    """read(array, layer, number [B, ...], mode) [B, ...], of numbers of pages, or if `per` is P of entries. Where a mesh cuts the pool
+    """read(array, layer, number [B, ...], mode) [B, ...]; numbers are of pages, or if `per` is P of entries. Of a pool that is cut
     the partitioner would send all pages of the layer to all devices. Here they read their own rows from their own pages; or where
     those of a row may lie `anywhere`, or rows are too few to be cut, what they have of all rows, which is added up."""
     cut = None if layout is None or layout.mesh.size == 1 else layout.spec(AXES, pool.array.shape)

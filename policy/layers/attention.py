@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from policy.cache import LayerCache, Step, extend
+from policy.cache import LayerCache, Step, extend, layout_of
 from policy.config import Attention, DecoderConfig, QueryTemperature, Runtime
 from policy.intermediates import LayerAux
 from policy.layers import flash_attention, paged_attention
@@ -58,7 +58,7 @@ class GroupedQueryAttention(nnx.Module):
         if spec.temperature:
             q = (q * temperature(spec.temperature, step.positions)).astype(q.dtype)
         q, k, v = (checkpoint_name(a, name) for a, name in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
-        q, k, v = (to_cache(a, runtime.layout) for a in (q, k, v))
+        q, k, v = (to_cache(a, layout_of(cache, runtime.layout)) for a in (q, k, v))
         back = min((tokens for tokens in (spec.window, spec.chunk) if tokens), default=None)
         visible, cache = extend(cache, step, back=back, k=k, v=v)
         keys, values = visible.arrays["k"], visible.arrays["v"]

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from policy.cache import LayerCache, Step, Visible, extend
+from policy.cache import LayerCache, Step, Visible, extend, layout_of
 from policy.config import DecoderConfig, LatentAttention, Runtime
 from policy.explicit import alike, inferred, spec_of, stated
 from policy.intermediates import LayerAux
@@ -91,13 +91,14 @@ class MultiHeadLatentAttention(nnx.Module):
         latent = checkpoint_name(self.kv_a_layernorm(latent), "mla_kv")
         k_rope = rotate(k_rope[:, None], spec.rope, table)
         index_queries, index_keys = self.indexer(x_BTE, q_latent, step) if spec.indexer else (None, None)
-        index_keys = None if index_keys is None else to_cache(index_keys, runtime.layout)
+        layout = layout_of(cache, runtime.layout)
+        index_keys = None if index_keys is None else to_cache(index_keys, layout)
         new = {} if index_keys is None else {"index": index_keys}
         expanded = cache is None or (not new and flash_attention.served(step, x_BTE.dtype, runtime))
         visible = None
         if cache is not None:
             kept = jnp.concatenate([rounded(latent, (-1,), latent.dtype, runtime)[:, None], k_rope], axis=-1)
-            visible, cache = extend(cache, step, latent=to_cache(kept, runtime.layout), **new)
+            visible, cache = extend(cache, step, latent=to_cache(kept, layout), **new)
         if expanded:
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
             out, found = self._expanded(q, (latent, k_rope), (index_queries, index_keys), step, cache, runtime)
@@ -106,7 +107,7 @@ class MultiHeadLatentAttention(nnx.Module):
             w_k, w_v = jnp.split(rounded(self.kv_b_proj[...], (0,), x_BTE.dtype, runtime), [spec.nope_dim], axis=-1)
             keys = visible.arrays["latent"]
             q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
-            q = to_cache(q, runtime.layout)
+            q = to_cache(q, layout)
             values = keys[..., : spec.kv_lora_rank]
             out, found = decode_latent(q * spec.scale, cache, step, spec, runtime), LayerAux()
             if out is None:
