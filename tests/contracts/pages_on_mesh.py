@@ -1,7 +1,7 @@
 """A paged cache on a mesh of four CPU devices, compared with one: run by test_pages_on_a_mesh.py.
 
 Rows, their pages, and heads are cut over the devices. The prompts come in two chunks, in another order than the rows, so that their
-pages lie with other devices; then all rows get one token at a time, and the last one row after row. Prints a JSON object: by case
+pages lie with other devices; then all rows get two tokens, then one, and the last one row after row. Prints a JSON object: by case
 the largest difference of hidden states, and over how many devices the pools are cut.
 """
 
@@ -49,7 +49,8 @@ def computed(kind: str, mesh):
 
     cache, hidden = settle(jax.jit(empty)(), graph.layout), np.full((B, T, config.hidden_size), np.nan)
     calls = [(PROMPTS, start, start + CHUNK) for start in range(0, PROMPT, CHUNK)]
-    calls += [(np.arange(B), t, t + 1) for t in range(PROMPT, T - 1)] + [(np.array([row]), T - 1, T) for row in range(B)]
+    calls += [(np.arange(B), *at) for at in ((PROMPT, PROMPT + 2), (PROMPT + 2, T - 1))]
+    calls += [(np.array([row]), T - 1, T) for row in range(B)]
     for rows, start, end in calls:
         positions = jnp.broadcast_to(jnp.arange(start, end), (len(rows), end - start))
         step = Step(positions, jnp.ones_like(positions), pages=jnp.asarray(TABLE[rows]), anywhere=start < PROMPT)

@@ -138,15 +138,16 @@ OWN |= {"vocab": ["tensor", "fsdp"], "batch": ["data", "expert"], "cache_batch":
 
 
 EVERY, STATIONARY = {"fsdp": 2, "tensor": 2, "expert": 2}, {"rules": "stationary"}
+PAGED = STATIONARY | {"cache": "paged", "page_size": 4, "prefill_chunk": 4}
 LAID_OUT = {
-    "dense": [[MESHES["fsdp4_tensor2"], STATIONARY], [MESHES["data2_fsdp2_tensor2"], {"rules": OWN}]],
+    "dense": [[MESHES["fsdp4_tensor2"], STATIONARY], [MESHES["data2_fsdp2_tensor2"], {"rules": OWN}], [EVERY, PAGED]],
     "experts": [[EVERY, STATIONARY, {"expert_parallel": scheme}] for scheme in ("all_to_all", "hidden")],
     "latent": [
-        [EVERY, STATIONARY | {"cache": "paged", "page_size": 4, "prefill_chunk": 4}],
+        [EVERY, PAGED],
         [CONTEXT, STATIONARY],
         [EVERY, STATIONARY | {"weights": "int8"}],
     ],
-    "indexed": [[MESHES["fsdp4_tensor2"], STATIONARY]],
+    "indexed": [[MESHES["fsdp4_tensor2"], STATIONARY], [EVERY, PAGED]],
     "recurrent": [[MESHES["fsdp4_tensor2"], STATIONARY]],
 }
 
