@@ -82,7 +82,7 @@ def shipped(wanted: set[str]) -> None:
             sizes = (each.arguments, each.temporaries, each.stays, each.needs)
             sizes = " | ".join(f"{size / 2**30:.2f}" for size in (*sizes, sum(size for size, _ in each.exchanged.values())))
             seconds = each.times * bound(each, chip)
-            print(f"| {first} | {each.name.split(': ')[1]} | {sizes} | {each.times:,.4g} | {seconds:.3g} s |", flush=True)
+            print(f"| {first} | {each.name.split(': ')[1]} | {sizes} | {each.times:,.6g} | {seconds:.3g} s |", flush=True)
 
 
 def update(model: dict, topology: str, mesh: dict[str, int], tokens: int, state_dtype: str) -> dict:
