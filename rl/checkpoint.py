@@ -23,6 +23,7 @@ import re
 import shutil
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -68,7 +69,7 @@ class Checkpoints:
         self.keep = keep
         self._writing = writing
         self._damaged: set[str] = set()
-        self._attempts = 0
+        self._attempts: set[str] = set()  # names of the directories in which this object wrote, or tried to
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._orbax: Any = None
@@ -97,8 +98,8 @@ class Checkpoints:
         content = {"number": number, "arrays": {name: _described(name, x) for name, x in named.items()}}
         host_text = json.dumps(host, indent=1)
         self._check_order(number)
-        self._attempts += 1
-        temporary = self.directory / f"{number:010d}.tmp-{self._attempts}"
+        temporary = self.directory / f"{number:010d}.tmp-{len(self._attempts) + 1}"
+        self._attempts.add(temporary.name)
         try:
             if (error := processes.from_first(self._made(temporary) if processes.first() else None)) is not None:
                 raise error
@@ -258,7 +259,10 @@ class Checkpoints:
 
     def _newest_good(self) -> _Good | None:
         for path in self._entries(_UNFINISHED):
-            _log.warning("%s: unfinished (the process was killed while it saved); left out", path)
+            if path.name in self._attempts:  # a writer of a save that failed, and was reported, came after the sweep
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                _log.warning("%s: unfinished (the process was killed while it saved); left out", path)
         problems = []
         for number, path in self._complete():
             manifest, wrong = examine(path)
@@ -302,7 +306,8 @@ class Checkpoints:
         if self._orbax is None:
             import orbax.checkpoint as ocp
 
-            logging.getLogger("absl").addFilter(_is_not_repeated)
+            for name in ("absl", "asyncio"):
+                logging.getLogger(name).addFilter(_is_not_repeated)
             # Directories made in the background make a failure there a wait of ten minutes for a signal.
             options = ocp.AsyncOptions(create_directories_asynchronously=False)
             self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
@@ -369,5 +374,11 @@ def _is_storage_error(error: BaseException) -> bool:
 
 
 def _is_not_repeated(record: logging.LogRecord) -> bool:
-    """Orbax logs a background error four times with its traceback (200 lines) and then raises it to the caller too."""
-    return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
+    """Orbax logs a background error four times with its traceback (200 lines) and then raises it to the caller too.
+
+    Its writers that fail after the first one are in asyncio's log, whenever the garbage is collected.
+    """
+    if not record.exc_info:
+        return True
+    files = [record.pathname, *(frame.filename for frame in traceback.extract_tb(record.exc_info[2]))]
+    return not any(f"{os.sep}orbax{os.sep}" in file for file in files)

@@ -218,6 +218,28 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path, monkey
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["0000000004"]
 
 
+def test_what_a_late_writer_of_a_failed_save_leaves_is_removed_and_not_taken_for_a_kill(tmp_path, monkeypatch, caplog):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, state(1), {}, wait=True)
+    temporary = []
+
+    def full(directory, *_):
+        temporary.append(directory)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("rl.checkpoint.seal", full)
+        checkpoints.save(2, state(2), {}, wait=True)
+    temporary[0].mkdir()
+    killed = tmp_path / "0000000002.tmp-9"
+    killed.mkdir()
+    with caplog.at_level(logging.WARNING, "duet.checkpoint"):
+        caplog.clear()
+        assert checkpoints.host()[0] == 1
+    assert not temporary[0].exists()
+    assert [str(killed) in r.getMessage() for r in caplog.records if r.name == "duet.checkpoint"] == [True]
+
+
 def test_the_manifest_covers_every_file(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, state(), {}, wait=True)
