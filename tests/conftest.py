@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(config, items):
     are in the same part."""
     part = config.getoption("--part")
     number, parts = map(int, part.split("/")) if part else (0, 1)
+    if number not in range(parts):
+        raise pytest.UsageError(f"--part {part}: the parts are 0/{parts} to {parts - 1}/{parts}")
     others = []
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
