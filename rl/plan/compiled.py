@@ -23,6 +23,7 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from rl.errors import DuetError, ResourceError
+from rl.plan import hlo
 from rl.plan.slices import Topology
 
 GIB = 2**30
@@ -125,10 +126,11 @@ def _report(planned, topology: Topology, dump: Path, cache: Path | None) -> Repo
 
 
 def _key(lowered, topology: Topology, planned) -> str:
-    """What the result depends on: the program, the devices and the versions of the compilers."""
+    """What the result depends on: the program, the devices, the versions of the compilers and how is counted."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("duet-rl", "jax", "jaxlib")]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions.append(importlib.metadata.version("libtpu"))
+    versions.append(hashlib.sha256(Path(hlo.__file__).read_bytes()).hexdigest())
     # The text names source lines, which say nothing about the program.
     text = re.sub(r"loc\([^)]*\)", "", lowered.as_text())
     counted = f"{planned.turns} {planned.filled} {planned.kernels}"
@@ -137,7 +139,6 @@ def _key(lowered, topology: Topology, planned) -> str:
 
 def _compile(planned, lowered, topology: Topology, dump: Path) -> dict:
     from policy.executables import Memory
-    from rl.plan.hlo import Program
 
     for old in filter(Path.is_file, dump.iterdir()):
         old.unlink()
@@ -149,7 +150,7 @@ def _compile(planned, lowered, topology: Topology, dump: Path) -> dict:
             return _too_large(text)
         raise ResourceError(f"{planned.name} does not compile: {text.splitlines()[0] if text else error!r}") from error
     texts = sorted(dump.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size)
-    program = Program(texts[-1].read_text(), planned.kernels, planned.turns, planned.filled)
+    program = hlo.Program(texts[-1].read_text(), planned.kernels, planned.turns, planned.filled)
     exchanged: dict[str, list[float]] = {}
     for each in program.exchanged():
         total = exchanged.setdefault(each.kind, [0.0, 0])

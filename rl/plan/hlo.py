@@ -171,14 +171,29 @@ class Program:
 
     def _trips(self, loop: Instruction) -> int:
         """How often the body of a loop runs: what the compiler knows, or, of a loop that counts from 0, the number that its
-        condition compares with."""
+        condition compares with over what the body adds each time."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
         condition = self.computations[loop.called("condition")]
         constants = (each for each in condition.instructions.values() if each.kind == "constant" and each.result[0] in "su")
         # A condition that adds something up begins at 0.
         limits = [number for number in (int(each.rest.split(")")[0]) for each in constants) if number]
-        return limits[0] if len(limits) == 1 else self.turns
+        return -(-limits[0] // self._step(loop, condition)) if len(limits) == 1 else self.turns
+
+    def _step(self, loop: Instruction, condition: Computation) -> int:
+        """What the body of a loop adds to its counter. Products that a TPU takes piece by piece while the next pieces come from
+        other chips go on by two pieces."""
+        body = self.computations[loop.called("body")]
+        for counter in (condition.instructions[name] for name in condition.root.operands):
+            if counter.kind != "get-tuple-element":
+                continue
+            following = body.instructions[body.root.operands[int(re.search(r"\bindex=(\d+)", counter.rest)[1])]]
+            given = [body.instructions[name] for name in following.operands]
+            if following.kind == "fusion":
+                given += self.computations[following.called("calls")].instructions.values()
+            added = [int(each.rest.split(")")[0]) for each in given if each.kind == "constant"]
+            return added[0] if len(added) == 1 else 1
+        return 1
 
     def _products(self, inside: Computation, each: Instruction) -> float:
         share = self.filled if each.name.startswith(GROUPED) else 1.0

@@ -1,5 +1,6 @@
 """What rl/plan/hlo.py reads out of compiled programs, against XLA's own count and against arithmetic."""
 
+import re
 from functools import partial
 
 import jax
@@ -44,6 +45,19 @@ def test_a_loop_counts_as_often_as_it_runs(change):
     assert once == pytest.approx(flat.cost_analysis()["flops"], rel=0.02)
     assert Program(loop.as_text()).operations() == pytest.approx(once, rel=0.02)
     assert loop.cost_analysis()["flops"] < 0.5 * once, "XLA counts the body once"
+
+
+@pytest.mark.parametrize(("step", "trips"), [(1, 8), (2, 4), (3, 3)])
+def test_a_loop_whose_counter_goes_on_by_more_than_one(step, trips):
+    """Also of a compiler that does not write down how often a loop runs."""
+
+    def loop(x, weights):
+        return jax.lax.while_loop(lambda state: state[0] < 8, lambda state: (state[0] + step, state[1] @ weights), (0, x))[1]
+
+    text = compiled(loop, (M, E), (E, E)).as_text()
+    unsaid = re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", text)
+    assert unsaid != text
+    assert Program(text).operations() == Program(unsaid).operations() == trips * 2 * M * E * E
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 5)])
