@@ -1,0 +1,68 @@
+"""What a plan counts in a program for a TPU whose compiler multiplies weights piece by piece while other chips send the next ones:
+each piece once. On its own this file prints, as JSON, the operations, the gathered bytes and the loops of such a program."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"),
+]
+CHIPS, LAYERS, TOKENS, HIDDEN, WIDTH = 8, 3, 65536, 4096, 14336
+
+
+def test_a_product_in_pieces_counts_as_the_whole():
+    settings = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, __file__],
+        capture_output=True,
+        text=True,
+        env=os.environ | settings | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["loops"] > 1, "the compiler takes no product in pieces here"
+    assert found["operations"] == pytest.approx(2 * LAYERS * 2 * TOKENS / CHIPS * HIDDEN * WIDTH, rel=0.02)
+    # Pieces go around in both directions, one of them a step ahead, and are sent once more after their last product.
+    piece = 2 * LAYERS * HIDDEN * WIDTH * 2 / CHIPS
+    assert found["exchanged"] == pytest.approx((CHIPS + 1) * piece, rel=0.02)
+
+
+def counted() -> dict[str, float]:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from rl.plan.hlo import Program
+
+    mesh = Mesh(topologies.get_topology_desc("v6e:2x4", platform="tpu").devices, "x")
+
+    def given(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+
+    def layer(x, weights):
+        up, down = weights
+        return jax.lax.with_sharding_constraint(x + jnp.tanh(x @ up) @ down, NamedSharding(mesh, P("x"))), None
+
+    def layers(x, up, down):
+        return jax.lax.scan(layer, x, (up, down))[0]
+
+    up, down = given((LAYERS, HIDDEN, WIDTH), None, "x"), given((LAYERS, WIDTH, HIDDEN), None, None, "x")
+    text = jax.jit(layers).lower(given((TOKENS, HIDDEN), "x"), up, down).compile().as_text()
+    program = Program(text)
+    exchanged = sum(each.bytes * each.times for each in program.exchanged())
+    return {"operations": program.operations(), "exchanged": exchanged, "loops": text.count(" while(")}
+
+
+if __name__ == "__main__":
+    print(json.dumps(counted()))
