@@ -73,6 +73,7 @@ def test_a_stage_trains_a_reward_model_that_transformers_reads_and_the_next_one_
     assert rows["dpo", 2]["rewards/margins"] != 0  # the reference has stayed behind
     assert rows["reward_model", 3]["loss"] < rows["reward_model", 1]["loss"]
     assert "eval/greedy_accuracy" in rows["grpo", 0] and rows["grpo", 1]["rewards/reward_model/std"] > 0
+    assert rows["grpo", 1]["time/reward_models"] > 0
     directory = run / "reward_models" / "reward_model"
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(directory)
