@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from policy import batch_split
 from policy.cache import LayerCache, Step
@@ -32,7 +32,7 @@ from policy.multi_token_prediction import PredictionModule
 from policy.remat import checkpointed, saved
 from policy.sequence_cut import Order, along_length
 from policy.sharding import Layout as ShardingLayout
-from policy.sharding import constrain, own_rows
+from policy.sharding import axes_of, constrain, own_rows
 
 
 class LayerStack(nnx.Module):
@@ -110,9 +110,10 @@ def _as_stored(weights, runtime: Runtime):
 
 
 def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
-    """table[tokens] in the dtype of the activations. Where the table is cut along E, every device reads its part of the rows of all
-    tokens, and what was read is exchanged. Else the partitioner gathers the whole table, and adds up a gradient of its size in
-    float32: 2 GiB on each device for llama3.1-8b, where the exchange moves 16 MiB for 2,048 tokens of a device."""
+    """table[tokens] in the dtype of the activations. Where the table is cut along E, the devices that share it read their parts of
+    the rows of all their tokens, and what was read is exchanged. Else the partitioner gathers the whole table, and adds up a
+    gradient of its size in float32: 2 GiB on each device for llama3.1-8b, where the exchange moves 16 MiB for 2,048 tokens of a
+    device."""
     layout = runtime.layout
     if stated():
         return _rows_of(table_VE, ("vocab", "embed_vocab"), tokens_BT, layout).astype(runtime.dtype)
@@ -120,8 +121,9 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
         return table_VE[tokens_BT].astype(runtime.dtype)
     rows, width = layout.spec(("vocab", "embed_vocab"), table_VE.shape)
     if width is not None:
-        read = table_VE[constrain(tokens_BT, (None, None), layout)].astype(runtime.dtype)
-        return constrain(constrain(read, (None, None, "embed_vocab"), layout), ("batch", "length", None), layout)
+        spec = _shared(tokens_BT, width, layout)
+        read = table_VE[_laid(tokens_BT, spec, layout)].astype(runtime.dtype)
+        return constrain(_laid(read, PartitionSpec(*spec, width), layout), ("batch", "length", None), layout)
     if rows is not None and layout.decodes:
         read = own_rows(table_VE, tokens_BT, layout).astype(runtime.dtype)
     else:
@@ -130,12 +132,24 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
 
 
 def _rows_of(table, axes: tuple[str | None, str], index_BT: jax.Array, layout: ShardingLayout) -> jax.Array:
-    """table[index]; where shardings are stated, every device reads its part of the rows of all tokens, and they are exchanged."""
+    """table[index]; where shardings are stated, devices read their parts of the rows of all tokens that they share the table for,
+    and these are exchanged."""
     if not stated():
         return table[index_BT]
-    whole = constrain(index_BT, (None, None), layout)
-    read = table.at[whole].get(out_sharding=PartitionSpec(None, None, layout.spec(axes, table.shape)[1]))
+    width = layout.spec(axes, table.shape)[1]
+    spec = _shared(index_BT, width, layout)
+    read = table.at[jax.reshard(index_BT, spec)].get(out_sharding=PartitionSpec(*spec, width))
     return constrain(read, ("batch", "length", None), layout)
+
+
+def _shared(tokens_BT: jax.Array, width, layout: ShardingLayout) -> PartitionSpec:
+    """How tokens are cut along axes that do not cut the width of a table, as `data`, whose devices have copies of it."""
+    tokens = layout.spec(("batch", "length"), tokens_BT.shape)
+    return PartitionSpec(*(tuple(axis for axis in axes_of(dim) if axis not in axes_of(width)) or None for dim in tokens))
+
+
+def _laid(x: jax.Array, spec: PartitionSpec, layout: ShardingLayout) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
 
 
 class Decoder(nnx.Module):

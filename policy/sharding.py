@@ -158,6 +158,12 @@ def _slices(devices: Sequence, across: dict[str, int]) -> list[list]:
     """The devices of each slice: by what they say of themselves, or else by process, where there are as many processes as slices
     are wanted, or in as many blocks of neighbours. Without a number of slices those that do not know are one."""
     wanted = math.prod(across.values())
+    there = {getattr(device, "slice_index", None) for device in devices if device.platform == "tpu"} - {None}
+    if len(there) > 1 and wanted > 0 and wanted != len(there):
+        raise ValueError(
+            f"mesh.dcn: {wanted} slice{'s' * (wanted > 1)} by its sizes, but the TPUs are in {len(there)}, which a slow network "
+            f"joins; say which axis goes over them, as `dcn: {{data: {len(there)}}}`, or {{data: -1}} for as many as there are"
+        )
     if wanted == 1:
         return [list(devices)]
     for name in ("slice_index", "process_index"):

@@ -1,7 +1,8 @@
 """What one device of a kind can do at most: the denominators of utilisation, and the rates of a plan.
 
 Rates are those of makers: Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "Ironwood (TPU7x)"; NVIDIA's data
-sheets of A100, H100, H200, B200, L4 and L40S. GPU rates are dense, without sparsity.
+sheets of A100, H100, H200, B200, L4 and L40S. GPU rates are dense, without sparsity. Between slices of v4, of which no page says
+it, that of v5p.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from dataclasses import dataclass
 class Chip:
     """`tflops`: 10^12 bfloat16 operations per second; `memory`: GiB, of TPUs those that libtpu 0.0.52 lets a program take (of v4
     what its errors say of a whole chip), of GPUs all; `bandwidth`: 10^9 bytes per second of its memory; `links`: 10^9 bytes per
-    second that it sends to other chips of its slice or host (0: none are meant for that)."""
+    second that it sends to other chips of its slice or host (0: none are meant for that); `between`: to other slices, over the
+    network of the data center (0: not known)."""
 
     name: str
     tflops: float
     memory: float
     bandwidth: float
     links: float
+    between: float = 0.0
 
 
 # Two cores or so, for comparing plans on the CPU with each other: makers of CPUs state no such numbers.
@@ -27,12 +30,12 @@ CPU = Chip("cpu", tflops=0.1, memory=0.0, bandwidth=20.0, links=5.0)
 
 # What jax calls a device contains one of these, the first one counts.
 _KINDS = {
-    "TPU7x": Chip("tpu7x", 1153.5, 94.74, 3690.0, 600.0),  # half a chip: jax sees its two cores apart
-    "TPU v6": Chip("v6e", 918.0, 31.24, 1640.0, 448.0),
-    "TPU v5 lite": Chip("v5e", 197.0, 15.75, 819.0, 200.0),
-    "TPU v5e": Chip("v5e", 197.0, 15.75, 819.0, 200.0),
-    "TPU v5": Chip("v5p", 459.0, 95.73, 2765.0, 600.0),
-    "TPU v4": Chip("v4", 275.0, 30.75, 1228.0, 300.0),
+    "TPU7x": Chip("tpu7x", 1153.5, 94.74, 3690.0, 600.0, 6.25),  # half a chip: jax sees its two cores apart
+    "TPU v6": Chip("v6e", 918.0, 31.24, 1640.0, 448.0, 12.5),
+    "TPU v5 lite": Chip("v5e", 197.0, 15.75, 819.0, 200.0, 3.125),
+    "TPU v5e": Chip("v5e", 197.0, 15.75, 819.0, 200.0, 3.125),
+    "TPU v5": Chip("v5p", 459.0, 95.73, 2765.0, 600.0, 6.25),
+    "TPU v4": Chip("v4", 275.0, 30.75, 1228.0, 300.0, 6.25),
     "B200": Chip("b200", 2250.0, 180.0, 8000.0, 900.0),
     "H200": Chip("h200", 989.0, 141.0, 4800.0, 450.0),
     "H100": Chip("h100", 989.0, 80.0, 3350.0, 450.0),

@@ -32,7 +32,9 @@ class MeshOptions(Strict):
     tensor: int = Field(1, description="parts into which heads and feed-forward layers are cut")
     expert: int = Field(1, description="parts into which the experts are spread")
     context: int = Field(1, description="parts into which sequences are cut")
-    dcn: SliceOptions | None = Field(None, description="the same over slices, times those above; null: one slice")
+    dcn: SliceOptions | None = Field(
+        None, description="the same over slices, times those above; null: one slice, and TPUs in several are refused"
+    )
     rules: dict[str, list[str]] = Field({}, description="logical axis: mesh axes, laid over the default rules")
     shard_optimizer_over_data: bool = Field(
         False, description="moments and sums of gradients are cut over `data` as well, where weights are copies (ZeRO stage 1)"

@@ -99,8 +99,8 @@ def rows(stage: StageOptions) -> int:
 
 
 def meshes(config: RunConfig, devices: int, divisors: dict[str, int]) -> Iterator[dict[str, int]]:
-    """Sizes of all axes for so many devices: `data` and `context` as they are, `tensor` and `expert` such that they divide what
-    they cut (`divisors`), and `fsdp` the rest. An axis that is -1 counts as 1."""
+    """Sizes of all axes for so many devices, those of a slice: `data` and `context` as they are, `tensor` and `expert` such that
+    they divide what they cut (`divisors`), and `fsdp` the rest. An axis that is -1 counts as 1."""
     data, context = max(1, config.mesh.data), max(1, config.mesh.context)
     left = devices // (data * context)
     for tensor in _divisors(math.gcd(left, divisors["tensor"])):

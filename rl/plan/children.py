@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -39,6 +40,11 @@ class Target:
     def of(cls, told: dict, topology: Topology, gib: float | None) -> Target:
         """From the first line of a child."""
         return cls(topology, gib * GIB if gib else told["memory"], told["device"], told["count"])
+
+    def inside(self, config: RunConfig) -> int:
+        """Devices of each slice, of which this configuration says how many there are."""
+        sizes = config.mesh.dcn.model_dump().values() if config.mesh.dcn else ()
+        return self.count // (self.topology.slices if -1 in sizes else math.prod(sizes))
 
     def fits(self, report: Report) -> bool:
         return self.memory is None or report.needs <= self.memory

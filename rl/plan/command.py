@@ -13,6 +13,7 @@ from rl.config import RunConfig
 from rl.plan.changes import Change
 from rl.plan.children import Attempt, begun, described
 from rl.plan.compiled import GIB, Report
+from rl.plan.hlo import BETWEEN
 from rl.plan.search import as_yaml, best, search
 from rl.plan.suggest import suggestions
 
@@ -131,9 +132,11 @@ def table(reports: Sequence[Report], chip: chips.Chip | None) -> str:
             notes.append(f"kernels of {each.name}: {calls}")
     if chip is not None:
         whole = sum(each.times * bound(each, chip) for each in reports)
+        far = any(kind.endswith(BETWEEN) for each in reports for kind in each.exchanged)
+        between = f", {chip.between:g} GB/s between slices" if far else ""
         notes.append(
             f"a step takes {whole:.3g} s at least: for each program the longest of operations at {chip.tflops:g} TFLOP/s, bytes "
-            f"moved at {chip.bandwidth:g} GB/s and exchanged at {chip.links:g} GB/s"
+            f"moved at {chip.bandwidth:g} GB/s and exchanged at {chip.links:g} GB/s{between}"
         )
     return "\n".join([_aligned(lines, left=(0, 7)), *notes])
 
@@ -155,6 +158,7 @@ def _bytes(size: float) -> str:
 
 def bound(report: Report, chip: chips.Chip) -> float:
     """Seconds that one run of the program takes at least, where nothing waits for anything."""
-    exchanged = sum(size for size, _ in report.exchanged.values())
-    links = exchanged / (chip.links * 1e9) if chip.links else 0.0
-    return max(report.operations / (chip.tflops * 1e12), report.moved / (chip.bandwidth * 1e9), links)
+    far = sum(size for kind, (size, _) in report.exchanged.items() if kind.endswith(BETWEEN))
+    near = sum(size for size, _ in report.exchanged.values()) - far
+    sent = (size / (rate * 1e9) for size, rate in ((near, chip.links), (far, chip.between)) if rate)
+    return max(report.operations / (chip.tflops * 1e12), report.moved / (chip.bandwidth * 1e9), *sent)

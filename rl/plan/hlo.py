@@ -11,7 +11,8 @@ nothing. Kernels count what they say of themselves (`cost_estimate` of a Pallas 
 sizes of groups, the share counts that belongs to a group in the mean; the caller gives it.
 
 Exchanged: the larger of what a collective is given and what it returns, on one device. Of a ragged exchange the smaller: one of
-both has room for the worst case, and the other is what devices send, or get back, in the mean.
+both has room for the worst case, and the other is what devices send, or get back, in the mean. What goes to other slices of TPUs
+is a pair of transfers, `send` and `recv`, by the hosts; it counts as a collective of its own, whose kind ends in BETWEEN.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ INSTRUCTION = re.compile(r"\s*(ROOT )?%(\S+) = (.*?) ([\w-]+)\((.*)")
 # They move nothing, or what the instructions inside them or their other half moves.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "after-all", "iota"}
 ENDS = {"copy-done", "async-done", "async-update", "slice-done", "all-gather-done", "collective-permute-done", "partition-id"}
+ENDS |= {"send-done", "recv-done"}
 SLICES, UPDATES = {"dynamic-slice", "slice", "gather"}, {"dynamic-update-slice", "scatter"}
 PASSING = {"bitcast", "reshape"}
+BETWEEN = " between slices"
 # How the names of kernels begin that skip rows of no group: XLA's, and those of policy/layers/grouped_kernel.py.
 GROUPED = ("ragged-dot", "gmm", "tgmm")
 COLLECTIVES = {
@@ -132,9 +135,13 @@ class Program:
         return sum(times * self._products(inside, each) for inside, each, times in self._run(self.entry, 1))
 
     def exchanged(self) -> list[Exchange]:
-        """Every collective, in the order of the program."""
-        found = []
+        """Every collective, in the order of the program; those between slices last."""
+        found, transfers = [], {}
         for inside, each, times in self._run(self.entry, 1):
+            if over := re.search(r'_xla_megascale_transfer_type="(\w+)"', each.rest):
+                kind, name = over[1].lower().replace("_", "-"), re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', each.rest)[1]
+                size = max(_size(_arrays(each.result)[0], anywhere=True), transfers.get(name, (kind, 0, 0))[1])
+                transfers[name] = kind, size, times
             for where, collective in self._collectives(inside, each):
                 given = [where.instructions[name].result for name in collective.operands]
                 results = _arrays(collective.result)
@@ -146,7 +153,7 @@ class Program:
                 both = sum(map(_bytes_anywhere, given)), sum(_size(a, anywhere=True) for a in results)
                 size = min(both) if kind == "ragged-all-to-all" else max(both)
                 found.append(Exchange(kind, size, times, _group(collective.rest)))
-        return found
+        return found + [Exchange(kind + BETWEEN, size, times, None) for kind, size, times in transfers.values()]
 
     def kernel_calls(self) -> dict[str, int]:
         """How often each kernel runs, by its name without the number that the compiler puts behind it."""
@@ -222,7 +229,9 @@ class Program:
                 yield start, size
                 return
         operands = [inside.instructions[name].result for name in each.operands]
-        if each.kind == "copy-start":
+        if each.kind in ("send", "recv"):
+            yield from ((array[0], _size(array)) for array in _arrays(each.result)[:1])
+        elif each.kind == "copy-start":
             yield from ((array[0], _size(array)) for array in _arrays(each.result)[:2])
         elif each.kind == "fusion":
             called = self.computations[each.called("calls")]
@@ -316,7 +325,10 @@ def _bytes_anywhere(text: str) -> int:
 
 
 def _group(rest: str) -> int | None:
-    """Devices of a group of a collective."""
+    """Devices of a group of a collective; axes of a mesh, some of them in part (`'axis':(2)4`), may stand for them."""
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{([^}]*)\}", rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(part or sizes[axis]) for axis, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2]))
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
         return len(listed[1].split(","))
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]", rest)

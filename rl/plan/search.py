@@ -53,7 +53,7 @@ def search(config: RunConfig, target: Target, most: int) -> Found:
         if isinstance(cost, Costs):  # settings that come to the same programs are one choice
             choices.setdefault(tuple(sorted(cost.programs.items())), Choice(change, made, cost, size))
     if not choices:
-        raise ConfigError(f"--search: no mesh of {target.count} devices can be: {next(iter(costs), 'none divides them')}")
+        raise ConfigError(f"--search: no mesh of {target.inside(config)} devices can be: {next(iter(costs), 'none divides them')}")
     left = [choice for choice in choices.values() if choice.costs.held <= target.memory]
     pruned, tried, corrections = len(choices) - len(left), [], {}
 
@@ -83,7 +83,7 @@ def _changes(config: RunConfig, target: Target) -> Iterator[tuple[Change, tuple[
     whole = [changes.rows(stage) for stage in config.stages]
     parts = [2**n for n in range(max(whole).bit_length())]
     policies = REMAT if config.model.remat in REMAT else (config.model.remat, *REMAT)
-    for mesh in changes.meshes(config, target.count, changes.divisors(config)):
+    for mesh in changes.meshes(config, target.inside(config), changes.divisors(config)):
         for part in parts:
             rows = [-(-each // part) for each in whole]
             for number, remat in enumerate(policies):

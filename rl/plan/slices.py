@@ -1,7 +1,8 @@
-"""The devices of a plan: a slice of TPUs that need not be there, devices of the CPU, or the GPUs of this machine."""
+"""The devices of a plan: slices of TPUs that need not be there, devices of the CPU, or the GPUs of this machine."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -9,16 +10,17 @@ from dataclasses import dataclass
 from rl.errors import ConfigError, ResourceError
 
 TPUS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
-HOW = "give KIND:AxB or KIND:AxBxC (v5p:8x8x4, v6e:4x4, v5e:4x4, v4:2x2x2, tpu7x:2x2x1), cpu:N, or gpu"
+HOW = "give KIND:AxB or KIND:AxBxC (v5p:8x8x4, v6e:4x4, v5e:4x4, v4:2x2x2, tpu7x:2x2x1), 2xKIND:AxB for two slices, cpu:N, or gpu"
 
 
 @dataclass(frozen=True)
 class Topology:
-    """`platform`: tpu, cpu or gpu. `name`: as it was asked for. `count`: chips; None: all GPUs that are here."""
+    """`platform`: tpu, cpu or gpu. `name`: as it was asked for. `count`: chips of a slice; None: all GPUs that are here."""
 
     platform: str
     name: str
     count: int | None
+    slices: int = 1
 
     @classmethod
     def read(cls, name: str) -> Topology:
@@ -28,11 +30,9 @@ class Topology:
             return cls("gpu", name, None)
         if kind == "cpu" and re.fullmatch(r"[1-9]\d*", shape):
             return cls("cpu", name, int(shape))
-        if kind in TPUS and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
-            count = 1
-            for size in shape.split("x"):
-                count *= int(size)
-            return cls("tpu", name, count)
+        found = re.fullmatch(rf"(?:([1-9]\d*)x)?({'|'.join(TPUS)}):([1-9]\d*(?:x[1-9]\d*){{1,2}})", name)
+        if found:
+            return cls("tpu", name, math.prod(map(int, found[3].split("x"))), int(found[1] or 1))
         raise ConfigError(f"--topology {name}: no such topology; {HOW}")
 
     @property
@@ -71,7 +71,9 @@ class Topology:
         from jax.experimental import topologies
 
         try:
-            return list(topologies.get_topology_desc(self.name, platform="tpu").devices)
+            more = {"num_slices": self.slices} if self.slices > 1 else {}
+            one = self.name.removeprefix(f"{self.slices}x")
+            return list(topologies.get_topology_desc(one, platform="tpu", **more).devices)
         except Exception as error:  # libtpu and its plugin raise errors of many kinds
             text = str(error).splitlines()[0] if str(error) else repr(error)
             missing = "no libtpu" in text.lower() or isinstance(error, ModuleNotFoundError) or "libtpu.so" in text

@@ -89,7 +89,9 @@ def _candidates(config: RunConfig, target: Target, failed: Sequence[Report], lev
 
 
 def _levers(config: RunConfig, target: Target) -> list[list[Change]]:
-    others = sorted(changes.meshes(config, target.count, changes.divisors(config)), key=lambda mesh: _distance(config, mesh))
+    others = sorted(
+        changes.meshes(config, target.inside(config), changes.divisors(config)), key=lambda mesh: _distance(config, mesh)
+    )
     return changes.levers(config, [mesh for mesh in others if _distance(config, mesh)][:MESHES])
 
 

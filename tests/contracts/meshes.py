@@ -25,6 +25,7 @@ from policy.layers.dot_product_attention import Mask, attend
 from policy.modes import sit
 from policy.sequence_cut import Order
 from policy.sharding import layout
+from rl.plan.hlo import Program
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -151,6 +152,16 @@ def products(kind: str, degrees: dict, how: dict) -> dict:
 
     walk(jax.make_jaxpr(partial(scored, graph))(graph.shapes, tokens(8, 13), packed(8, 13)).jaxpr)
     return {"products": found, "carried": sorted(carried)}
+
+
+def gathered(kind: str, degrees: dict, how: dict) -> dict:
+    """Of `scored`, compiled: how many devices at most put an array together from their parts, of those no smaller than a quarter of
+    the residual stream."""
+    graph = random_model(families.read(MODELS[kind]()), runtime=Runtime(**how), mesh=on_mesh(degrees)).graph
+    run = jax.jit(partial(scored, graph), out_shardings=(None, {path: graph.sharding(path) for path in graph.shapes}))
+    exchanged = Program(run.lower(graph.shapes, tokens(8, 13), packed(8, 13)).compile().as_text()).exchanged()
+    large = 4 * 8 * 13 * graph.config.hidden_size / 4
+    return {"devices": max(each.group for each in exchanged if each.kind == "all-gather" and each.bytes >= large)}
 
 
 def decoder(kind: str, degrees: dict, how: dict) -> dict:

@@ -1,5 +1,6 @@
 """What a plan counts in a program for a TPU whose compiler multiplies weights piece by piece while other chips send the next ones:
-each piece once. On its own this file prints, as JSON, the operations, the gathered bytes and the loops of such a program."""
+each piece once. And what it counts between slices. On its own this file prints, as JSON, the operations, the gathered bytes and the
+loops of such a program, or with `slices` what is exchanged between two by kind."""
 
 import importlib.util
 import json
@@ -17,10 +18,10 @@ pytestmark = [
 CHIPS, LAYERS, TOKENS, HIDDEN, WIDTH = 8, 3, 65536, 4096, 14336
 
 
-def test_a_product_in_pieces_counts_as_the_whole():
+def found_by(*arguments: str) -> dict:
     settings = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, __file__, *arguments],
         capture_output=True,
         text=True,
         env=os.environ | settings | {"PYTHONPATH": str(Path(__file__).parents[2])},
@@ -28,12 +29,61 @@ def test_a_product_in_pieces_counts_as_the_whole():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_product_in_pieces_counts_as_the_whole():
+    found = found_by()
     assert found["loops"] > 1, "the compiler takes no product in pieces here"
     assert found["operations"] == pytest.approx(2 * LAYERS * 2 * TOKENS / CHIPS * HIDDEN * WIDTH, rel=0.02)
     # Pieces go around in both directions, one of them a step ahead, and are sent once more after their last product.
     piece = 2 * LAYERS * HIDDEN * WIDTH * 2 / CHIPS
     assert found["exchanged"] == pytest.approx((CHIPS + 1) * piece, rel=0.02)
+
+
+def test_what_goes_between_slices_counts_apart():
+    """Each chip of a slice of four sends a quarter of the gradient, and of a gathered array its own part, LAYERS times."""
+    gradient, part = 4 * HIDDEN * WIDTH / 4, 2 * LAYERS * HIDDEN * WIDTH / 8
+    assert found_by("slices") == {"all-reduce between slices": gradient, "all-gather between slices": 2 * part}
+
+
+def between() -> dict[str, float]:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from policy.sharding import layout
+    from rl.plan.hlo import BETWEEN, Program
+
+    devices = topologies.get_topology_desc("v6e:2x2", platform="tpu", num_slices=2).devices
+    copies = layout({"fsdp": 4}, devices=list(devices), dcn={"data": 2}).mesh
+    parts = layout({"fsdp": 4}, devices=list(devices), dcn={"fsdp": -1}).mesh
+
+    def given(mesh, dtype, shape, *spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    def gradient(weight, x):
+        return jax.grad(lambda weight: jnp.sum(jnp.square(x @ weight)))(weight)
+
+    def layers(x, weights):
+        whole = NamedSharding(parts, P())
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ jax.lax.with_sharding_constraint(w, whole))[:, :HIDDEN], None), x, weights)
+
+    cut = given(copies, jnp.float32, (HIDDEN, WIDTH), "fsdp")
+    programs = [
+        jax.jit(gradient, out_shardings=cut.sharding).lower(cut, given(copies, jnp.float32, (64, HIDDEN), ("data", "fsdp"))),
+        jax.jit(layers).lower(
+            given(parts, jnp.bfloat16, (64, HIDDEN), "fsdp"), given(parts, jnp.bfloat16, (LAYERS, HIDDEN, WIDTH), None, "fsdp")
+        ),
+    ]
+    found: dict[str, float] = {}
+    for program in programs:
+        for each in Program(program.compile().as_text()).exchanged():
+            if each.kind.endswith(BETWEEN):
+                found[each.kind] = found.get(each.kind, 0) + each.bytes * each.times
+    return found
 
 
 def counted() -> dict[str, float]:
@@ -65,4 +115,4 @@ def counted() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(counted()))
+    print(json.dumps(between() if "slices" in sys.argv else counted()))

@@ -66,6 +66,13 @@ def test_shardings_that_are_stated():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_copies_of_weights_put_nothing_together(mode):
+    """Along `data`, which slices may be joined by, gradients are summed; no device asks the other four for their tokens."""
+    assert run(["gathered", "dense", in_mode(mode, {"data": 2, "fsdp": 4}), {}]) == [{"devices": 4}]
+
+
+@pytest.mark.slow
 def test_attention_of_every_kind():
     kinds = [{}, {"window": 5, "sinks": True}, {"softcap": 2.0, "kv_heads": 4}, {"chunk": 4, "sinks": True}]
     kinds += [kind | {"balance": True} for kind in kinds]

@@ -160,6 +160,23 @@ def test_meshes_divide_heads_experts_and_devices(tmp_path):
     assert changes.divisors(config(tmp_path))["tensor"] > 1
 
 
+def test_meshes_of_several_slices_divide_the_devices_of_one(tmp_path):
+    def inside(topology, count, *more):
+        return Target(slices.Topology.read(topology), None, "", count).inside(config(tmp_path, *more))
+
+    assert [inside("cpu:8", 8), inside("cpu:8", 8, "mesh.dcn={data: 2}")] == [8, 4]
+    assert inside("3xv5e:4x4", 48, "mesh.dcn={data: -1}") == inside("3xv5e:4x4", 48, "mesh.dcn={fsdp: 3}") == 16
+
+
+def test_a_topology_says_how_many_slices_there_are():
+    for name, chips, number in [("v5p:2x2x2", 8, 1), ("tpu7x:2x2x1", 4, 1), ("2xv6e:4x4", 16, 2), ("12xtpu7x:2x2x1", 4, 12)]:
+        found = slices.Topology.read(name)
+        assert (found.platform, found.count, found.slices) == ("tpu", chips, number)
+    for name in ("0xv5e:2x2", "xv5e:2x2", "2xcpu:4", "2x2xv5e:2x2", "v5e:2", "2xgpu"):
+        with pytest.raises(ConfigError, match="no such topology; give"):
+            slices.Topology.read(name)
+
+
 @pytest.fixture(autouse=True)
 def in_the_root(monkeypatch):
     monkeypatch.chdir(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))

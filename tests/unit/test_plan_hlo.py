@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from policy.layers.expert_parallel import USUALLY_LAST
-from rl.plan.hlo import Program
+from rl.plan.hlo import BETWEEN, Program
 
 L, M, E, F = 5, 64, 256, 320
 
@@ -157,3 +157,36 @@ def test_collectives_are_counted_with_their_loops_and_inside_what_wraps_them():
         "collective-permute": (4 * 8 * 16, 7, None),
         "ragged-all-to-all": (4 * 8 * 16, 7, 4),
     }
+
+
+@pytest.mark.parametrize(
+    ("groups", "devices"),
+    [
+        ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_0'}", 4),
+        ("mesh['a'=2,'b'=8] {'a','b':(2)4}", 8),
+        ("[4,2]<=[2,4]T(1,0)", 2),
+        ("{{0,1,2},{3,4,5}}", 3),
+        ("{}", None),
+    ],
+)
+def test_groups_of_a_collective_are_read_in_every_form(groups, devices):
+    program = Program(TEXT.replace("replica_groups={{0,1},{2,3}}", f"replica_groups={groups}"))
+    assert [each.group for each in program.exchanged() if each.kind == "all-reduce"] == [devices]
+
+
+def test_transfers_between_slices_are_a_collective_that_goes_through_the_memory_of_the_chip():
+    """As libtpu writes what two slices gather; the pair counts once."""
+    how = '_xla_host_transfer_rendezvous="all-gather.1_0",_xla_megascale_transfer_type="ALL_GATHER"'
+    pair = f"""  %token = token[] after-all()
+  %recv = (f32[16,16]{{1,0}}, u32[], token[]) recv(%token), channel_id=5, frontend_attributes={{{how}}}
+  %send = (f32[8,16]{{1,0}}, u32[], token[]) send(%reduced, %token), channel_id=6, frontend_attributes={{{how}}}
+  %sent = token[] send-done(%send), channel_id=6
+  %received = (f32[16,16]{{1,0}}, token[]) recv-done(%recv), channel_id=5
+  %room = """
+    program = Program(TEXT.replace("  %room = ", pair))
+    assert [(e.kind, e.bytes, e.times) for e in program.exchanged() if BETWEEN in e.kind] == [
+        ("all-gather between slices", 4 * 16 * 16, 7)
+    ]
+    bytes_ = {each.kind: each.bytes for each in program.moved()}
+    assert bytes_["send"] == 7 * 4 * 8 * 16 and bytes_["recv"] == 7 * 4 * 16 * 16
+    assert not {"send-done", "recv-done"} & bytes_.keys()

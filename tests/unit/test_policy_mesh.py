@@ -212,6 +212,15 @@ def test_slices_that_do_not_fit_are_refused():
         layout({"fsdp": -1}, devices=devices, dcn={"data": -1, "fsdp": -1})
 
 
+@pytest.mark.parametrize(("dcn", "words"), [(None, "1 slice by its sizes"), ({"data": 4}, "4 slices by its sizes")])
+def test_tpus_in_slices_that_the_mesh_does_not_know_are_refused(dcn, words):
+    """Or a slow network would join the parts of a layer's weights. Other devices may be joined anyhow."""
+    devices = [Device(n, slice_index=n // 4, platform="tpu") for n in range(8)]
+    with pytest.raises(ValueError, match=rf"mesh.dcn: {words}, but the TPUs are in 2, .*`dcn: {{data: 2}}`"):
+        layout({"fsdp": -1}, devices=devices, dcn=dcn)
+    assert layout({"fsdp": -1}, devices=[Device(n, slice_index=n // 4) for n in range(8)]).mesh.shape["fsdp"] == 8
+
+
 def test_the_mode_of_a_run_reaches_the_mesh_of_several_devices():
     stages = [{"algorithm": "sft", "steps": 1}]
     run = {"model": {"source": "tiny-deepseek"}, "data": {"task": "arithmetic"}, "stages": stages, "tokenizer": "bytes"}
