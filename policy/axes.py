@@ -44,10 +44,12 @@ HIDDEN_SPLIT_RULES: dict[str, tuple[str, ...]] = {"exp": ("fsdp", "context"), "m
 # Laid over the others while rollouts decode, under `generator.rules: stationary`: every product is taken with the part of a weight
 # that a device has, so that rows of activations travel between devices and no weight does. Cut are outputs, of the second of two
 # products inputs; `tensor` first, as in training, so that what changes places stays among the devices that share it. Rows are whole
-# along the axes that cut products; those of a cache are not, and queries go to them.
+# along the axes that cut products; those of a cache are not, and queries go to them: among devices that have the rows anyway, as
+# the axes of a batch come first.
 _WIDTH = ("tensor", "fsdp", "context")
 STATIONARY_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "expert"),
+    "cache_batch": ("data", "expert", "fsdp"),
     **dict.fromkeys(("embed", "embed_vocab", "embed_moe", "q_lora", "kv_lora"), ()),
     **dict.fromkeys(("mlp", "mlp_moe", "heads", "q_heads", "kv_heads", "q_lora_up_proj", "kv_lora_up_proj", "vocab"), _WIDTH),
 }

@@ -32,7 +32,7 @@ from policy.multi_token_prediction import PredictionModule
 from policy.remat import checkpointed, saved
 from policy.sequence_cut import Order, along_length
 from policy.sharding import Layout as ShardingLayout
-from policy.sharding import axes_of, constrain, own_rows
+from policy.sharding import axes_of, constrain, decoded, own_rows
 
 
 class LayerStack(nnx.Module):
@@ -57,6 +57,7 @@ class LayerStack(nnx.Module):
             for i, layer in enumerate(nnx.merge(graph, fetch_layer(one, runtime))):
                 view = None if part is None else LayerCache.of(part[i], index, step, runtime.layout)
                 here = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
+                here = _turned(here, runtime)
                 if routes[i] is not None:
                     here = replace(here, routes=jax.lax.dynamic_index_in_dim(routes[i], r, axis=2, keepdims=False))
                 x = jax.tree.map(lambda a: checkpoint_name(a, "decoder_layer_input"), x)
@@ -93,6 +94,12 @@ class LayerStack(nnx.Module):
             found.append(aux)
         found = jax.tree.map(lambda *a: jnp.stack(a), *found)
         return x_BTE, None if cache is None else tuple(parts), found
+
+
+def _turned(step: Step, runtime: Runtime) -> Step:
+    """`step` with its tables of rotations as `decoded` lays them out: said before the loop over layers and in it, they are sent
+    once."""
+    return replace(step, rotations=jax.tree.map(lambda a: decoded(a, step, runtime.layout), step.rotations))
 
 
 def _as_stored(weights, runtime: Runtime):
@@ -202,9 +209,10 @@ class Decoder(nnx.Module):
 
     def _forward(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         step = self.seat(tokens_BT, step)
-        on_cpu = runtime.layout is not None and runtime.layout.platform == "cpu"
-        if on_cpu and not stated() and (cache is None or tokens_BT.shape[1] == 1):
+        layout = runtime.layout
+        if layout is not None and layout.platform == "cpu" and not stated() and (cache is None or tokens_BT.shape[1] == 1):
             step = replace(step, rotations={name: made_once(table) for name, table in step.rotations.items()})
+        step = _turned(step, runtime)
         x = drop(self.embed(step, runtime), step.dropout)
         x = x if self.streams is None else self.streams.expand(x)
         x = x if cache is not None else along_length(x, runtime)

@@ -59,12 +59,23 @@ def empty(heads: int, repeats: int, pages: Pages, dim: int, dtype) -> Pool:
     return Pool(jnp.zeros((heads, repeats, *pages, filled(dim)), dtype), dim)
 
 
-def write(pool: Pool, layer: jax.Array | int, table_BM: jax.Array, step, value_BKTD: jax.Array) -> Pool:
-    """The pool with these entries of layer number `layer` at the step's positions; padding is dropped."""
-    page_BT, offset_BT = _places(pool, table_BM, step)
-    # Heads are indices too: a window over them makes a TPU lay the pool out by it, with a copy before and after.
-    head = jnp.arange(pool.array.shape[0])[:, None, None]
-    return _put(pool, (head, layer, page_BT, offset_BT), jnp.swapaxes(value_BKTD, 0, 1))
+def write(pool: Pool, layer: jax.Array | int, step, value_BKTD: jax.Array, layout: Layout | None = None) -> Pool:
+    """The pool with these entries of layer number `layer` at the step's positions; padding is dropped. Where a mesh cuts rows and
+    pages (`layout`), devices write the entries of their own rows; the partitioner would send those of all rows to all devices."""
+    page_BT, offset_BT = _places(pool, step.pages, step)
+    cut, rows = _cut(pool, len(step.pages), layout, step.anywhere)
+    number = pool.array.shape[2]
+
+    def put(array, layer, page_BT, offset_BT, value_BKTD):
+        # Heads are indices too: a window over them makes a TPU lay the pool out by it, with a copy before and after.
+        head, size = jnp.arange(array.shape[0])[:, None, None], array.shape[2]
+        own = jnp.where(page_BT < number, page_BT % size, page_BT - number + size)
+        return _put(replace(pool, array=array), (head, layer, own, offset_BT), jnp.swapaxes(value_BKTD, 0, 1)).array
+
+    if rows is not None:
+        specs = (cut, PartitionSpec(), PartitionSpec(rows), PartitionSpec(rows), PartitionSpec(rows, cut[0]))
+        put = jax.shard_map(put, mesh=layout.mesh, in_specs=specs, out_specs=cut, check_vma=False)
+    return replace(pool, array=put(pool.array, jnp.asarray(layer), page_BT, offset_BT, value_BKTD))
 
 
 def insert(pool: Pool, table_BM: jax.Array, step, value_RBKTD: jax.Array) -> Pool:
@@ -130,11 +141,9 @@ def _read(read, pool: Pool, layer: jax.Array | int, number: jax.Array, per: int,
     """read(array, layer, number [B, ...], mode) [B, ...]; numbers are of pages, or if `per` is P of entries. Of a pool that is cut
     the partitioner would send all pages of the layer to all devices. Here they read their own rows from their own pages; or where
     those of a row may lie `anywhere`, or rows are too few to be cut, what they have of all rows, which is added up."""
-    cut = None if layout is None or layout.mesh.size == 1 else layout.spec(AXES, pool.array.shape)
-    if cut is None or cut[2] is None:
+    cut, rows = _cut(pool, len(number), layout, anywhere)
+    if cut is None:
         return read(pool.array, layer, number, "promise_in_bounds")
-    rows = layout.spec(("cache_batch",), number.shape[:1])[0]
-    rows = None if anywhere or rows != cut[2] else rows
 
     def local(array, layer, number):
         size = array.shape[2] * per
@@ -146,6 +155,16 @@ def _read(read, pool: Pool, layer: jax.Array | int, number: jax.Array, per: int,
     specs, out = (cut, PartitionSpec(), PartitionSpec(rows)), PartitionSpec(rows, cut[0])
     run = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=out, check_vma=False)
     return run(pool.array, jnp.asarray(layer), number)
+
+
+def _cut(pool: Pool, rows: int, layout: Layout | None, anywhere: bool):
+    """(how the mesh cuts a pool, None where its pages are whole; how it cuts so many rows, None where they do not go with their
+    pages)."""
+    cut = None if layout is None or layout.mesh.size == 1 else layout.spec(AXES, pool.array.shape)
+    if cut is None or cut[2] is None:
+        return None, None
+    over = layout.spec(("cache_batch",), (rows,))[0]
+    return cut, None if anywhere or over != cut[2] else over
 
 
 def copy(pool: Pool, source_n: jax.Array, to_n: jax.Array) -> Pool:

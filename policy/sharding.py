@@ -225,6 +225,16 @@ def from_cache(x: jax.Array, layout: Layout | None) -> jax.Array:
     return constrain(x, ("batch", "heads", *[None] * (x.ndim - 2)), layout)
 
 
+def decoded(x: jax.Array, step, layout: Layout | None, heads: str | None = None) -> jax.Array:
+    """x [B, T, ...] of a decoding step, or [B, H, T, D] with the logical axis of its heads, where rows of activations are.
+    Positions and what attention finds are where the rows of the cache are: left to the partitioner, so are tables of rotations and
+    residuals, and products of each layer first gather what they read, or their weights. Prompts are left to it: of their many
+    tokens a norm costs more than an exchange."""
+    if layout is None or not layout.rows_move or step.anywhere:
+        return x
+    return constrain(x, ("batch", heads, *[None] * (x.ndim - 2)), layout)
+
+
 def own_rows(table_VE: jax.Array, tokens_BT: jax.Array, layout: Layout) -> jax.Array:
     """table[tokens] where the mesh cuts the table along V: each device reads the rows that it has, and zeros for others, and the
     devices sum. The partitioner gathers the table instead, 1 GiB for each token of llama3.1-8b."""

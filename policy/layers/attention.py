@@ -17,7 +17,7 @@ from policy.layers.linear import linear
 from policy.layers.norms import RMSNorm
 from policy.layers.parameter import normal, weight, zeros
 from policy.layers.rope import rotate
-from policy.sharding import from_cache, to_cache
+from policy.sharding import decoded, from_cache, to_cache
 
 
 class GroupedQueryAttention(nnx.Module):
@@ -49,8 +49,8 @@ class GroupedQueryAttention(nnx.Module):
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
         spec = self.spec
-        q, k = self._project(x_BTE, "q", runtime), self._project(x_BTE, "k", runtime)
-        v = k if spec.values_are_keys else self._project(x_BTE, "v", runtime)
+        q, k = self._project(x_BTE, "q", step, runtime), self._project(x_BTE, "k", step, runtime)
+        v = k if spec.values_are_keys else self._project(x_BTE, "v", step, runtime)
         q, gate = jnp.split(q, 2, axis=-1) if spec.gate else (q, None)
         q, k = self._place(q, k, step)
         if spec.v_norm:
@@ -82,8 +82,9 @@ class GroupedQueryAttention(nnx.Module):
             out = out + self.o_bias[...].astype(x_BTE.dtype)
         return checkpoint_name(out, "out_proj"), cache, LayerAux()
 
-    def _project(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:
+    def _project(self, x_BTE: jax.Array, name: str, step: Step, runtime: Runtime) -> jax.Array:
         out = linear("bte,ehd->bhtd", x_BTE, getattr(self, f"{name}_proj")[...], runtime)
+        out = decoded(out, step, runtime.layout, "q_heads" if name == "q" else "kv_heads")
         if self.spec.bias:
             out = out + getattr(self, f"{name}_bias")[...].astype(x_BTE.dtype)[None, :, None]
         return out

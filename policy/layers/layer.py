@@ -30,6 +30,7 @@ from policy.layers.moe import MixtureOfExperts
 from policy.layers.norms import norm
 from policy.layers.parameter import Constant, ones
 from policy.layers.residual import residual
+from policy.sharding import decoded
 
 MIXERS = {Attention: GroupedQueryAttention, LatentAttention: MultiHeadLatentAttention, GatedDeltaNet: DeltaNet}
 FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DenseBesideExperts}
@@ -62,11 +63,11 @@ class Layer(nnx.Module):
             remembered, cache, aux = self.memory(x_BTE, step, cache, runtime)
             x_BTE = x_BTE + remembered
         x_BTE, normed, mix, cache, found = self.mix(x_BTE, step, cache, runtime)
-        aux = aux.also(found)
+        x_BTE, aux = decoded(x_BTE, step, runtime.layout), aux.also(found)
         if spec.feed_forward is not None:
             normed, mix = self.enter(x_BTE, normed, mix)
-            fed, found = self.feed_forward(normed, step, runtime)
-            x_BTE, aux = self.leave(x_BTE, fed, step, mix), aux.also(found)
+            fed, found = self.feed_forward(decoded(normed, step, runtime.layout), step, runtime)
+            x_BTE, aux = decoded(self.leave(x_BTE, fed, step, mix), step, runtime.layout), aux.also(found)
             cache = remember(cache, step, found.routes)
         if spec.scalar:
             x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
@@ -77,7 +78,7 @@ class Layer(nnx.Module):
         if self.spec.mixer is None:
             return x_BTE, None, None, cache, LayerAux()
         read, mix = self.mixer_residual.read(x_BTE)
-        normed = self._norm("input_layernorm", read)
+        normed = decoded(self._norm("input_layernorm", read), step, runtime.layout)
         mixed, cache, found = self.mixer(normed, step, cache, runtime)
         mixed = drop(self._norm("post_attention_layernorm", mixed), step.dropout, 0)
         return self.mixer_residual.write(x_BTE, mixed, mix), normed, mix, cache, found

@@ -26,7 +26,7 @@ from policy.layers.parameter import apart, normal, weight, zeros
 from policy.layers.rope import rotate
 from policy.layers.sparse_attention import attend_selected
 from policy.sequence_cut import whole
-from policy.sharding import from_cache, to_cache
+from policy.sharding import decoded, from_cache, to_cache
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,12 @@ class MultiHeadLatentAttention(nnx.Module):
             return self._inferred(x_BTE, step, runtime)
         spec = self.spec
         table = step.rotations[str(spec.rope)]
-        q_latent = self._query_latent(x_BTE, runtime)
-        q_nope, q_rope = jnp.split(self._queries(x_BTE, q_latent, runtime), [spec.nope_dim], axis=-1)
+        q_latent = self._query_latent(x_BTE, step, runtime)
+        queries = decoded(self._queries(x_BTE, q_latent, runtime), step, runtime.layout, "q_heads")
+        q_nope, q_rope = jnp.split(queries, [spec.nope_dim], axis=-1)
         q_rope = rotate(q_rope, spec.rope, table)
-        kv_a = checkpoint_name(self._biased(linear("bte,er->btr", x_BTE, self.kv_a_proj[...], runtime), "kv_a"), "kv_wa_proj")
+        kv_a = decoded(linear("bte,er->btr", x_BTE, self.kv_a_proj[...], runtime), step, runtime.layout)
+        kv_a = checkpoint_name(self._biased(kv_a, "kv_a"), "kv_wa_proj")
         latent, k_rope = jnp.split(kv_a, [spec.kv_lora_rank], axis=-1)
         latent = checkpoint_name(self.kv_a_layernorm(latent), "mla_kv")
         k_rope = rotate(k_rope[:, None], spec.rope, table)
@@ -155,10 +157,11 @@ class MultiHeadLatentAttention(nnx.Module):
             return Mask(step, visible)
         return IndexedMask(step, visible, index_queries, self.spec.indexer, runtime.layout)
 
-    def _query_latent(self, x_BTE: jax.Array, runtime: Runtime) -> jax.Array | None:
+    def _query_latent(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
         if self.spec.q_lora_rank is None:
             return None
-        latent = checkpoint_name(self._biased(linear("bte,er->btr", x_BTE, self.q_a_proj[...], runtime), "q_a"), "query_wa_proj")
+        latent = decoded(linear("bte,er->btr", x_BTE, self.q_a_proj[...], runtime), step, runtime.layout)
+        latent = checkpoint_name(self._biased(latent, "q_a"), "query_wa_proj")
         return checkpoint_name(self.q_a_layernorm(latent), "mla_q")
 
     def _queries(self, x_BTE: jax.Array, latent_BTr: jax.Array | None, runtime: Runtime) -> jax.Array:

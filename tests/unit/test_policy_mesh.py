@@ -157,7 +157,7 @@ def test_under_stationary_rules_outputs_are_cut_and_no_row_along_the_same_axis()
     assert laid.spec(("heads", "kv", "embed"), (8, 6, 32)) == P(("tensor", "fsdp"), None, None)
     assert laid.spec(("embed", "kv_heads", "kv"), (32, 2, 6)) == P(None, ("tensor",), None)
     assert laid.spec(("exp", "embed_moe", "mlp_moe"), (8, 32, 16)) == P(("expert",), None, ("tensor", "fsdp"))
-    assert laid.spec(("cache_batch", "cache_heads"), (16, 2)) == P(("data", "fsdp", "expert"), ("tensor",))
+    assert laid.spec(("cache_batch", "cache_heads"), (16, 2)) == P(("data", "expert", "fsdp"), ("tensor",))
     hidden = plain.for_rollouts(STATIONARY_RULES, "hidden").spec(("exp", "mlp_moe", "embed_moe"), (8, 16, 32))
     assert hidden == P(None, ("expert", "tensor", "fsdp"), None)
     with pytest.raises(ValueError, match=r"generator.rules.mlp: unknown axis \['model'\]"):
