@@ -7,6 +7,7 @@ Prints a JSON list with the findings of each case.
 
 import json
 import sys
+from collections import Counter
 from functools import cache, partial
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from policy import families
+from policy import cache as caches
+from policy import families, modes
 from policy.axes import STATIONARY_RULES
 from policy.cache import Step
 from policy.config import Runtime
@@ -23,6 +25,7 @@ from policy.layers import flash_attention
 from policy.layers.context_parallel import Keys, Limits, attend_cut
 from policy.layers.dot_product_attention import Mask, attend
 from policy.modes import sit
+from policy.pages import Pages
 from policy.sequence_cut import Order
 from policy.sharding import layout
 from rl.plan.hlo import Program
@@ -162,6 +165,33 @@ def gathered(kind: str, degrees: dict, how: dict) -> dict:
     exchanged = Program(run.lower(graph.shapes, tokens(8, 13), packed(8, 13)).compile().as_text()).exchanged()
     large = 4 * 8 * 13 * graph.config.hidden_size / 4
     return {"devices": max(each.group for each in exchanged if each.kind == "all-gather" and each.bytes >= large)}
+
+
+def sent(kind: str, degrees: dict) -> dict:
+    """How many collectives of each kind a dense layer takes while one token of each of 16 rows is decoded over pages, under
+    stationary rules: what two layers more have more of."""
+    rows, width, size, found = 16, 2, 4, []
+    for layers in (2, 4):
+        config = MODELS[kind]() | {"num_hidden_layers": layers, "first_k_dense_replace": layers}
+        graph = random_model(families.read(config), mesh=on_mesh(degrees)).graph.generating(STATIONARY_RULES)
+
+        def step(params, cache, ids, table, graph=graph):
+            logits, cache = modes.autoregressive(graph.decoder(params), ids, ids, ids, cache, graph.runtime, table)
+            return jnp.argmax(logits, axis=-1), caches.constrained(cache, graph.layout)
+
+        def placed(array, axes, graph=graph):
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=graph.layout.sharding(axes, array.shape))
+
+        pool = Pages(8 * (rows // 8 * width + 1), size)
+        cache = jax.eval_shape(lambda graph=graph, pool=pool: caches.create(graph.config, rows, pool, "float32", scan=False))
+        params = {path: placed(shape, graph.axes[path]) for path, shape in graph.shapes.items()}
+        ids, table = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows,), (rows, width)))
+        arguments = params, caches.by_axes(lambda axes, a, placed=placed: placed(a, axes), cache)
+        arguments += placed(ids, ("cache_batch",)), placed(table, ("cache_batch", None))
+        exchanged = Program(jax.jit(step, donate_argnums=1).lower(*arguments).compile().as_text()).exchanged()
+        found.append(Counter(each.kind for each in exchanged for _ in range(each.times)))
+    two, four = found
+    return {name: (number - two[name]) / 2 for name, number in four.items() if number != two[name]}
 
 
 def decoder(kind: str, degrees: dict, how: dict) -> dict:
