@@ -32,6 +32,7 @@ ENDS = {"copy-done", "async-done", "async-update", "slice-done", "all-gather-don
 ENDS |= {"send-done", "recv-done"}
 SLICES, UPDATES = {"dynamic-slice", "slice", "gather"}, {"dynamic-update-slice", "scatter"}
 PASSING = {"bitcast", "reshape"}
+HANDS_ON = {"parameter", "tuple", "custom-call"}  # of a fusion that goes on with a collective
 BETWEEN = " between slices"
 # How the names of kernels begin that skip rows of no group: XLA's, and those of policy/layers/grouped_kernel.py.
 GROUPED = ("ragged-dot", "gmm", "tgmm")
@@ -124,8 +125,9 @@ class Program:
                 current.instructions[name] = Instruction(name, result, kind, operands, rest, bool(root))
 
     def moved(self) -> list[Moved]:
+        going: set = set()
         return [
-            Moved(each.name, each.kind, tuple(self._moved(inside, each)), times)
+            Moved(each.name, each.kind, tuple(self._moved(inside, each, self._goes_on(inside, each, going))), times)
             for inside, each, times in self._run(self.entry, 1)
             if each.kind not in FREE | ENDS
         ]
@@ -136,13 +138,13 @@ class Program:
 
     def exchanged(self) -> list[Exchange]:
         """Every collective, in the order of the program; those between slices last."""
-        found, transfers = [], {}
+        found, transfers, going = [], {}, set()
         for inside, each, times in self._run(self.entry, 1):
             if over := re.search(r'_xla_megascale_transfer_type="(\w+)"', each.rest):
                 kind, name = over[1].lower().replace("_", "-"), re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', each.rest)[1]
                 size = max(_size(_arrays(each.result)[0], anywhere=True), transfers.get(name, (kind, 0, 0))[1])
                 transfers[name] = kind, size, times
-            for where, collective in self._collectives(inside, each):
+            for where, collective in () if self._goes_on(inside, each, going) else self._collectives(inside, each):
                 given = [where.instructions[name].result for name in collective.operands]
                 results = _arrays(collective.result)
                 if collective.kind.endswith("-start") and len(results) > len(given):
@@ -223,7 +225,18 @@ class Program:
                 for other in self.computations[called].instructions.values():
                     yield from self._collectives(self.computations[called], other)
 
-    def _moved(self, inside: Computation, each: Instruction):
+    def _goes_on(self, inside: Computation, each: Instruction, going: set) -> bool:
+        """Whether a fusion has a collective that an earlier one began. A TPU puts what is computed meanwhile into fusions with it:
+        each holds the collective and hands its arrays on. `going`: those that were begun."""
+        found = {
+            re.search(r"\bchannel_id=\d+", other.rest) for where, other in self._collectives(inside, each) if where is not inside
+        }
+        named = {(id(inside), channel[0]) for channel in found if channel}
+        begun = bool(named) and named <= going
+        going |= named
+        return begun
+
+    def _moved(self, inside: Computation, each: Instruction, goes_on: bool):
         for start, size in self.kernels.items():
             if each.kind == "custom-call" and each.name.startswith(start):
                 yield start, size
@@ -236,10 +249,13 @@ class Program:
         elif each.kind == "fusion":
             called = self.computations[each.called("calls")]
             for number, operand in enumerate(operands):
-                taken = self._read(called, called.parameter(number).name)
+                name = called.parameter(number).name
+                if goes_on and all(user.kind in COLLECTIVES | HANDS_ON for user, _ in called.users(name)):
+                    continue
+                taken = self._read(called, name)
                 yield operand, _bytes(operand) if taken is None else min(taken, _bytes(operand))
             if _bytes(each.result):
-                yield from self._written(called, called.root)
+                yield from self._written(called, called.root, goes_on)
         elif each.kind in SLICES:
             yield from ((operands[0], _bytes(each.result, anywhere=True)), (each.result, _bytes(each.result)))
         elif each.kind in UPDATES:
@@ -267,10 +283,12 @@ class Program:
                 return None
         return total
 
-    def _written(self, inside: Computation, root: Instruction):
+    def _written(self, inside: Computation, root: Instruction, goes_on: bool = False):
+        if goes_on and root.kind in COLLECTIVES | HANDS_ON - {"tuple"}:
+            return
         if root.kind == "tuple":
             for name in root.operands:
-                yield from self._written(inside, inside.instructions[name])
+                yield from self._written(inside, inside.instructions[name], goes_on)
         elif root.kind in PASSING and root.operands:
             yield from self._written(inside, inside.instructions[root.operands[0]])
         elif root.kind in UPDATES:
