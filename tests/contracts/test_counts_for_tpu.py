@@ -1,6 +1,7 @@
 """What a plan counts in a program for a TPU whose compiler multiplies weights piece by piece while other chips send the next ones:
-each piece once. And what it counts between slices. On its own this file prints, as JSON, the operations, the gathered bytes and the
-loops of such a program, or with `slices` what is exchanged between two by kind."""
+each piece once. And what it counts of gathers that go on under products, and between slices. On its own this file prints, as JSON,
+the operations, the gathered bytes, the loops and the fusions with such gathers of a program for a topology and so many tokens, or
+with `slices` what is exchanged between two by kind."""
 
 import importlib.util
 import json
@@ -15,7 +16,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"),
 ]
-CHIPS, LAYERS, TOKENS, HIDDEN, WIDTH = 8, 3, 65536, 4096, 14336
+LAYERS, TOKENS, HIDDEN, WIDTH = 3, 65536, 4096, 14336
 
 
 def found_by(*arguments: str) -> dict:
@@ -33,12 +34,20 @@ def found_by(*arguments: str) -> dict:
 
 
 def test_a_product_in_pieces_counts_as_the_whole():
-    found = found_by()
+    found = found_by("v6e:2x4", str(TOKENS))
     assert found["loops"] > 1, "the compiler takes no product in pieces here"
-    assert found["operations"] == pytest.approx(2 * LAYERS * 2 * TOKENS / CHIPS * HIDDEN * WIDTH, rel=0.02)
+    assert found["operations"] == pytest.approx(3 * LAYERS * 2 * TOKENS / 8 * HIDDEN * WIDTH, rel=0.02)
     # Pieces go around in both directions, one of them a step ahead, and are sent once more after their last product.
-    piece = 2 * LAYERS * HIDDEN * WIDTH * 2 / CHIPS
-    assert found["exchanged"] == pytest.approx((CHIPS + 1) * piece, rel=0.02)
+    piece = 3 * LAYERS * HIDDEN * WIDTH * 2 / 8
+    assert found["exchanged"] == pytest.approx((8 + 1) * piece, rel=0.02)
+
+
+def test_a_gather_under_products_counts_once():
+    """With few tokens weights are put together before their product, each while the one before is multiplied."""
+    found = found_by("v5e:4x4", "2048")
+    assert found["fusions"], "the compiler gathers nothing under other products here"
+    assert found["exchanged"] == 3 * LAYERS * HIDDEN * WIDTH * 2
+    assert found["operations"] == pytest.approx(3 * LAYERS * 2 * 2048 / 16 * HIDDEN * WIDTH, rel=0.02)
 
 
 def test_what_goes_between_slices_counts_apart():
@@ -86,7 +95,7 @@ def between() -> dict[str, float]:
     return found
 
 
-def counted() -> dict[str, float]:
+def counted(topology: str, tokens: int) -> dict[str, float]:
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies
@@ -95,24 +104,29 @@ def counted() -> dict[str, float]:
 
     from rl.plan.hlo import Program
 
-    mesh = Mesh(topologies.get_topology_desc("v6e:2x4", platform="tpu").devices, "x")
+    mesh = Mesh(topologies.get_topology_desc(topology, platform="tpu").devices, "x")
 
     def given(shape, *spec):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
 
     def layer(x, weights):
-        up, down = weights
-        return jax.lax.with_sharding_constraint(x + jnp.tanh(x @ up) @ down, NamedSharding(mesh, P("x"))), None
+        up, gate, down = weights
+        return jax.lax.with_sharding_constraint(x + (jnp.tanh(x @ up) * (x @ gate)) @ down, NamedSharding(mesh, P("x"))), None
 
-    def layers(x, up, down):
-        return jax.lax.scan(layer, x, (up, down))[0]
+    def layers(x, up, gate, down):
+        return jax.lax.scan(layer, x, (up, gate, down))[0]
 
     up, down = given((LAYERS, HIDDEN, WIDTH), None, "x"), given((LAYERS, WIDTH, HIDDEN), None, None, "x")
-    text = jax.jit(layers).lower(given((TOKENS, HIDDEN), "x"), up, down).compile().as_text()
+    text = jax.jit(layers).lower(given((tokens, HIDDEN), "x"), up, up, down).compile().as_text()
     program = Program(text)
     exchanged = sum(each.bytes * each.times for each in program.exchanged())
-    return {"operations": program.operations(), "exchanged": exchanged, "loops": text.count(" while(")}
+    return {
+        "operations": program.operations(),
+        "exchanged": exchanged,
+        "loops": text.count(" while("),
+        "fusions": text.count("%async_collective_fusion"),
+    }
 
 
 if __name__ == "__main__":
-    print(json.dumps(between() if "slices" in sys.argv else counted()))
+    print(json.dumps(between() if sys.argv[1] == "slices" else counted(sys.argv[1], int(sys.argv[2]))))

@@ -174,6 +174,38 @@ def test_groups_of_a_collective_are_read_in_every_form(groups, devices):
     assert [each.group for each in program.exchanged() if each.kind == "all-reduce"] == [devices]
 
 
+def test_a_collective_that_goes_on_through_several_fusions_counts_once():
+    """As libtpu writes it: each fusion holds the collective and hands its arrays on, beside what is computed meanwhile."""
+    flags = "channel_id=9, replica_groups=[1,8]<=[8], dimensions={1}"
+    fusions = f"""%begins (p: f32[8,16]) -> (f32[8,16], f32[8,128]) {{
+  %p = f32[8,16]{{1,0}} parameter(0)
+  %whole = f32[8,128]{{1,0}} all-gather(%p), {flags}
+  ROOT %handed = (f32[8,16]{{1,0}}, f32[8,128]{{1,0}}) custom-call(%whole), custom_call_target="begin"
+}}
+
+%goes_on (p: f32[8,16], q: f32[8,128], r: f32[32]) -> (f32[32], f32[8,16], f32[8,128], f32[8,128]) {{
+  %p = f32[8,16]{{1,0}} parameter(0)
+  %q = f32[8,128]{{1,0}} parameter(1)
+  %r = f32[32]{{0}} parameter(2)
+  %whole = f32[8,128]{{1,0}} all-gather(%p), {flags}
+  %turned = f32[32]{{0}} negate(%r)
+  ROOT %all = (f32[32]{{0}}, f32[8,16]{{1,0}}, f32[8,128]{{1,0}}, f32[8,128]{{1,0}}) tuple(%turned, %p, %q, %whole)
+}}
+
+%body ("""
+    calls = """  %other = f32[32]{0} broadcast(%i), dimensions={}
+  %one = (f32[8,16]{1,0}, f32[8,128]{1,0}) fusion(%x), kind=kCustom, calls=%begins
+  %p = f32[8,16]{1,0} get-tuple-element(%one), index=0
+  %q = f32[8,128]{1,0} get-tuple-element(%one), index=1
+  %two = (f32[32]{0}, f32[8,16]{1,0}, f32[8,128]{1,0}, f32[8,128]{1,0}) fusion(%p, %q, %other), kind=kCustom, calls=%goes_on
+  %room = """
+    program = Program(TEXT.replace("%body (", fusions).replace("  %room = ", calls))
+    gathered = [(each.bytes, each.times) for each in program.exchanged() if each.group == 8]
+    assert gathered == [(4 * 8 * 128, 7)]
+    moved = {each.name: each.bytes for each in program.moved()}
+    assert moved["one"] == 7 * 4 * (8 * 16 + 8 * 16 + 8 * 128) and moved["two"] == 7 * 4 * (32 + 32)
+
+
 def test_transfers_between_slices_are_a_collective_that_goes_through_the_memory_of_the_chip():
     """As libtpu writes what two slices gather; the pair counts once."""
     how = '_xla_host_transfer_rendezvous="all-gather.1_0",_xla_megascale_transfer_type="ALL_GATHER"'
