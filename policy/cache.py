@@ -153,7 +153,7 @@ def _write(cache: LayerCache, array: Pool | Ring, step: Step, value_BKTD: jax.Ar
         return rings.write(array, cache.index, step, value_BKTD)
     if cache.table is None:
         raise ValueError("a call over a paged cache needs the pages of its rows: Step.pages")
-    return pages.write(array, cache.index, step, value_BKTD, cache.layout)
+    return pages.write(array, cache.index, cache.table, step, value_BKTD, cache.layout)
 
 
 def _all(cache: LayerCache, array: jax.Array | Pool | Ring) -> jax.Array:

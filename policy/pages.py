@@ -59,11 +59,11 @@ def empty(heads: int, repeats: int, pages: Pages, dim: int, dtype) -> Pool:
     return Pool(jnp.zeros((heads, repeats, *pages, filled(dim)), dtype), dim)
 
 
-def write(pool: Pool, layer: jax.Array | int, step, value_BKTD: jax.Array, layout: Layout | None = None) -> Pool:
+def write(pool: Pool, layer: jax.Array | int, table_BM: jax.Array, step, value_BKTD: jax.Array, layout: Layout | None) -> Pool:
     """The pool with these entries of layer number `layer` at the step's positions; padding is dropped. Where a mesh cuts rows and
     pages (`layout`), devices write the entries of their own rows; the partitioner would send those of all rows to all devices."""
-    page_BT, offset_BT = _places(pool, step.pages, step)
-    cut, rows = _cut(pool, len(step.pages), layout, step.anywhere)
+    page_BT, offset_BT = _places(pool, table_BM, step)
+    cut, rows = _cut(pool, len(table_BM), layout, step.anywhere)
     number = pool.array.shape[2]
 
     def put(array, layer, page_BT, offset_BT, value_BKTD):
