@@ -123,12 +123,12 @@ def table(reports: Sequence[Report], chip: chips.Chip | None) -> str:
         work = (f"{each.operations:.2e}", _bytes(each.moved))
         lines.append([each.name, *sizes, *work, exchanged, f"x {each.times:.4g}", least])
     notes = [
-        "Of one device and one run of the program, which runs so many times a step; beside: what else lies in its memory then;",
+        "Of one device and one run of the program, of a dispatch that decodes one step; beside: what else lies in its memory then;",
         "exchanged: the larger of what a collective takes and gives, of a ragged one the smaller.",
     ]
     for each in reports:
         if each.kernels:
-            calls = ", ".join(f"{name} x {number:,}" for name, number in sorted(each.kernels.items()))
+            calls = ", ".join(f"{name} x {number:,.6g}" for name, number in sorted(each.kernels.items()))
             notes.append(f"kernels of {each.name}: {calls}")
     if chip is not None:
         whole = sum(each.times * bound(each, chip) for each in reports)

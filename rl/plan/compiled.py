@@ -46,7 +46,7 @@ class Report:
     operations: float
     moved: float
     exchanged: dict[str, list[float]]
-    kernels: dict[str, int]
+    kernels: dict[str, float]
     times: float
     seconds: float
 
@@ -133,7 +133,7 @@ def _key(lowered, topology: Topology, planned) -> str:
     versions.append(hashlib.sha256(Path(hlo.__file__).read_bytes()).hexdigest())
     # The text names source lines, which say nothing about the program.
     text = re.sub(r"loc\([^)]*\)", "", lowered.as_text())
-    counted = f"{planned.turns} {planned.filled} {planned.kernels}"
+    counted = f"{planned.turns} {planned.dispatch} {planned.filled} {planned.kernels}"
     return hashlib.sha256("\n".join([*versions, topology.name, counted, text]).encode()).hexdigest()[:32]
 
 
@@ -150,17 +150,23 @@ def _compile(planned, lowered, topology: Topology, dump: Path) -> dict:
             return _too_large(text)
         raise ResourceError(f"{planned.name} does not compile: {text.splitlines()[0] if text else error!r}") from error
     texts = sorted(dump.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size)
-    program = hlo.Program(texts[-1].read_text(), planned.kernels, planned.turns, planned.filled)
+    return asdict(Memory.of(done, topology.platform)) | counts(texts[-1].read_text(), planned)
+
+
+def counts(text: str, planned) -> dict:
+    """What a compiled program does; of a dispatch that decodes the mean of its steps, over which what it does once is spread."""
+    steps = planned.dispatch
+    program = hlo.Program(text, planned.kernels, planned.turns * steps, planned.filled)
     exchanged: dict[str, list[float]] = {}
     for each in program.exchanged():
-        total = exchanged.setdefault(each.kind, [0.0, 0])
-        total[0] += each.bytes * each.times
-        total[1] += each.times
-    return asdict(Memory.of(done, topology.platform)) | {
-        "operations": program.operations(),
-        "moved": float(sum(each.bytes for each in program.moved())),
+        total = exchanged.setdefault(each.kind, [0.0, 0.0])
+        total[0] += each.bytes * each.times / steps
+        total[1] += each.times / steps
+    return {
+        "operations": program.operations() / steps,
+        "moved": sum(each.bytes for each in program.moved()) / steps,
         "exchanged": exchanged,
-        "kernels": program.kernel_calls(),
+        "kernels": {name: calls / steps for name, calls in program.kernel_calls().items()},
     }
 
 

@@ -110,8 +110,8 @@ class Exchange:
 
 class Program:
     """`kernels`: bytes of one call of a kernel, by the start of the names of its custom calls, where they are known better than
-    from its operands. `turns`: how often a loop runs that ends by what it computes. `filled`: share of the rows of ragged dots that
-    belong to a group."""
+    from its operands. `turns`: how often a loop runs that ends by what it computes; one inside it counts once. `filled`: share of
+    the rows of ragged dots that belong to a group."""
 
     def __init__(self, text: str, kernels: dict[str, int] | None = None, turns: int = 1, filled: float = 1.0):
         self.kernels, self.turns, self.filled, self.computations, self.entry = kernels or {}, turns, filled, {}, None
@@ -166,28 +166,30 @@ class Program:
                 found[name] = found.get(name, 0) + times
         return found
 
-    def _run(self, computation: str, times: int):
-        """(computation, instruction, how often it runs) of all that is not inside a fusion."""
-        inside = self.computations[computation]
+    def _run(self, computation: str, times: int, turns: int | None = None):
+        """(computation, instruction, how often it runs) of all that is not inside a fusion. `turns`: of loops here that end by what
+        they compute."""
+        inside, turns = self.computations[computation], self.turns if turns is None else turns
         for each in inside.instructions.values():
             if each.kind == "while":
-                yield from self._run(each.called("body"), times * self._trips(each))
+                known = self._trips(each)
+                yield from self._run(each.called("body"), times * (known or turns), turns if known else 1)
             elif each.kind in ("call", "conditional"):
                 for called in each.all_called():
-                    yield from self._run(called, times)
+                    yield from self._run(called, times, turns)
             else:
                 yield inside, each, times
 
-    def _trips(self, loop: Instruction) -> int:
+    def _trips(self, loop: Instruction) -> int | None:
         """How often the body of a loop runs: what the compiler knows, or, of a loop that counts from 0, the number that its
-        condition compares with over what the body adds each time."""
+        condition compares with over what the body adds each time. None: it ends by what it computes."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
         condition = self.computations[loop.called("condition")]
         constants = (each for each in condition.instructions.values() if each.kind == "constant" and each.result[0] in "su")
         # A condition that adds something up begins at 0.
         limits = [number for number in (int(each.rest.split(")")[0]) for each in constants) if number]
-        return -(-limits[0] // self._step(loop, condition)) if len(limits) == 1 else self.turns
+        return -(-limits[0] // self._step(loop, condition)) if len(limits) == 1 else None
 
     def _step(self, loop: Instruction, condition: Computation) -> int:
         """What the body of a loop adds to its counter. Products that a TPU takes piece by piece while the next pieces come from

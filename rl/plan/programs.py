@@ -38,7 +38,8 @@ from rollout.weights import RolloutWeights
 class Planned:
     """One program of a stage. `shape`: what it computes on. Bytes on each device of what the run keeps there all the time: `held`,
     all of it, and `stays`, what is not among the arguments of the program. `times`: how often it runs in a step. `turns`: of its
-    outermost loop, whose number the device finds: micro-batches that hold anything. `kernels` and `filled` as in rl/plan/hlo.py."""
+    outermost loop, whose number the device finds: micro-batches that hold anything. `dispatch`: of a program that decodes, most
+    steps of one run of it; `times` and what is counted are of one step. `kernels` and `filled` as in rl/plan/hlo.py."""
 
     stage: str
     kind: str
@@ -48,6 +49,7 @@ class Planned:
     stays: int
     times: float
     turns: int = 1
+    dispatch: int = 1
     kernels: Mapping[str, int] = field(default_factory=dict)
     filled: float = 1.0
 
@@ -236,8 +238,9 @@ class Sampling:
         steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // made.slots)
         longest = self.config.max_length if self._rereads else prompts
         for (name, *shape), arguments in made.listed(params, longest, [stop_width(1)]):
+            dispatch = 1
             if name == "decode" and shape[0] == made.slots:
-                times = steps
+                times, dispatch = steps, min(made.dispatch, options.sampling.max_new_tokens)
             elif name in ("prefill", "extend") and shape == [made.most_prompts, made.prefill_lengths(longest)[-1] + made.ahead]:
                 chunks = -(-prompts // made.chunk)
                 times = P * (1 if name == "prefill" else chunks - 1) / shape[0]
@@ -245,7 +248,8 @@ class Sampling:
                 continue
             lower = lambda name=name, arguments=arguments: made.lower(name, arguments)  # noqa: E731
             kernels = self._read_by_kernels() if made.paged else {}
-            yield Planned(stage.name, GENERATOR.get(name, name), tuple(shape), lower, held, stays, times, kernels=kernels)
+            kind, often = GENERATOR.get(name, name), {"times": times, "dispatch": dispatch}
+            yield Planned(stage.name, kind, tuple(shape), lower, held, stays, **often, kernels=kernels)
         if self._verifier:
             yield from self._checks(stage, weights, P * options.samples_per_prompt)
 

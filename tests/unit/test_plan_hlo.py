@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from policy.layers.expert_parallel import USUALLY_LAST
+from rl.plan.compiled import counts
 from rl.plan.hlo import BETWEEN, Program
+from rl.plan.programs import Planned
 
 L, M, E, F = 5, 64, 256, 320
 
@@ -88,6 +90,23 @@ def test_loops_whose_number_of_turns_is_not_known_count_as_often_as_is_said():
     text = compiled(until, (M, E), (E, E)).as_text()
     assert Program(text).operations() == 2 * M * E * E
     assert Program(text, turns=3).operations() == 3 * 2 * M * E * E
+
+
+def test_what_a_dispatch_does_once_is_spread_over_its_steps():
+    """A loop inside that ends by what it computes, too, is not taken for one of steps."""
+
+    def below(x, limit):
+        return jnp.sum(x > 0, dtype=jnp.int32) < jnp.sum(x < limit, dtype=jnp.int32)
+
+    def dispatch(x, w):
+        def step(x):
+            return jax.lax.while_loop(lambda x: below(x, 3), lambda x: x + x @ w, x)
+
+        return jax.lax.while_loop(lambda x: below(x, 2), step, x @ w)
+
+    planned = Planned("grpo", "decode a token", (M,), None, 0, 0, times=8, dispatch=4)
+    text = compiled(dispatch, (M, E), (E, E)).as_text()
+    assert counts(text, planned)["operations"] == 2 * M * E * E * (1 + 1 / 4)
 
 
 @pytest.mark.parametrize("derived", [False, True])
