@@ -71,8 +71,10 @@ class Topology:
         from jax.experimental import topologies
 
         try:
-            more = {"num_slices": self.slices} if self.slices > 1 else {}
             one = self.name.removeprefix(f"{self.slices}x")
+            more = {"num_slices": self.slices} if self.slices > 1 else {}
+            if one.startswith("v4:"):  # else libtpu describes its two cores apart, as no Cloud TPU has them
+                more["chip_config_name"] = "megacore"
             return list(topologies.get_topology_desc(one, platform="tpu", **more).devices)
         except Exception as error:  # libtpu and its plugin raise errors of many kinds
             text = str(error).splitlines()[0] if str(error) else repr(error)

@@ -16,6 +16,7 @@ from policy.config import Runtime
 from policy.executables import Memory
 from policy.model import Graph, Model
 from rl import build, cli, configfile, executed
+from rl.plan.children import described
 from rl.plan.estimate import Estimator
 from rl.plan.programs import programs
 from rl.prepare import read_tokenizer
@@ -207,6 +208,17 @@ def test_search_prints_a_file_that_fits(numbers, capsys, tmp_path):
     small, *more = launch.arguments(tmp_path / "run", *launch.LIGHT, *ONE)
     (tmp_path / "run.yml").write_text(configfile.resolved_yaml(configfile.load([small], more)))
     assert configfile.load([tmp_path / "run.yml", file]).model.remat == best["settings"]["model.remat"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed")
+@pytest.mark.parametrize(
+    ("topology", "kind", "count"),
+    [("v4:2x2x1", "TPU v4", 4), ("v5p:2x2x1", "TPU v5", 4), ("tpu7x:2x2x1", "TPU7x", 8), ("2xv5e:2x2", "TPU v5 lite", 8)],
+)
+def test_the_devices_of_a_slice_are_those_that_a_run_there_has(topology, kind, count):
+    """Chips; of TPU7x the two cores of each."""
+    target = described(topology, None)
+    assert (target.device, target.count) == (kind, count) and target.memory == target.chip.memory * 2**30
 
 
 @pytest.mark.slow
