@@ -130,7 +130,7 @@ def _key(lowered, topology: Topology, planned) -> str:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("duet-rl", "jax", "jaxlib")]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions.append(importlib.metadata.version("libtpu"))
-    versions.append(hashlib.sha256(Path(hlo.__file__).read_bytes()).hexdigest())
+    versions += [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in (hlo.__file__, __file__)]
     # The text names source lines, which say nothing about the program.
     text = re.sub(r"loc\([^)]*\)", "", lowered.as_text())
     counted = f"{planned.turns} {planned.dispatch} {planned.filled} {planned.kernels}"

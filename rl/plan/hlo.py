@@ -173,7 +173,8 @@ class Program:
         for each in inside.instructions.values():
             if each.kind == "while":
                 known = self._trips(each)
-                yield from self._run(each.called("body"), times * (known or turns), turns if known else 1)
+                trips, inner = (turns, 1) if known is None else (known, turns)
+                yield from self._run(each.called("body"), times * trips, inner)
             elif each.kind in ("call", "conditional"):
                 for called in each.all_called():
                     yield from self._run(called, times, turns)

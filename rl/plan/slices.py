@@ -73,7 +73,7 @@ class Topology:
         try:
             one = self.name.removeprefix(f"{self.slices}x")
             more = {"num_slices": self.slices} if self.slices > 1 else {}
-            if one.startswith("v4:"):  # else libtpu describes its two cores apart, as no Cloud TPU has them
+            if one.startswith("v4:"):  # else libtpu describes its two cores apart, which jax lays no mesh over
                 more["chip_config_name"] = "megacore"
             return list(topologies.get_topology_desc(one, platform="tpu", **more).devices)
         except Exception as error:  # libtpu and its plugin raise errors of many kinds

@@ -178,6 +178,12 @@ def test_collectives_are_counted_with_their_loops_and_inside_what_wraps_them():
     }
 
 
+def test_a_loop_that_is_known_not_to_run_counts_nothing():
+    known = 'body=%body, backend_config={"known_trip_count":{"n":"0"}}'
+    found = Program(TEXT.replace("body=%body", known), turns=3).exchanged()
+    assert found and not any(each.times for each in found)
+
+
 @pytest.mark.parametrize(
     ("groups", "devices"),
     [
