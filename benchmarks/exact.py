@@ -40,7 +40,9 @@ def measure(name: str, batch: int, new: int, repeats: int) -> Row:
     model = create(families.read(MODELS[name]))
     prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, PROMPT_TOKENS)).tolist()
     params, length = SamplingParams(max_new_tokens=new), PROMPT_TOKENS + new
-    exact, plain = (Generator(model, max_length=length, slots=batch, options=GeneratorOptions(exact=on)) for on in (True, False))
+    exact, plain = (
+        Generator(model, max_length=length, slots=batch, options=GeneratorOptions(exact=on)) for on in (True, False)
+    )
     seconds = in_turns(lambda: exact.generate(prompts, params), lambda: plain.generate(prompts, params), repeats)
     counts, share = exact.counts, exact.counts["scored"] / exact.counts["checked"]
     note = f"{counts['replaced']} of {counts['checked']} tokens replaced, {share:.1f} scored for each"

@@ -8,7 +8,7 @@ in float32: token aggregation, no KL term, gradients clipped at norm 1, AdamW, n
 Lengths are random: one token in 40 of the vocabulary ends a completion, the same ids for all. Of weights as random as these each
 token is as likely as any other, so completions have a mean of 32 tokens whoever samples them; the means that came out are printed.
 
-- Duet calls the parts of `rl/loop.py`: generator, reward workers, batch, `Trainer.update`, with the layers unrolled
+- Duet calls the parts of `rl/run/loop.py`: generator, reward workers, batch, `Trainer.update`, with the layers unrolled
   (`benchmarks/train.py` says more).
 - TRL: `GRPOTrainer.train`, one step of it a turn, from the beginning of the step to its end. It decodes with transformers.
 - The plain loop: `generate`, the reward called in the process, one forward and backward pass of the 64 rows, one AdamW step.
@@ -91,7 +91,9 @@ def show(name: str, peer: str, mine: Sequence[dict], others: Sequence[dict]) -> 
     )
     lengths = [statistics.mean(step["length"] for step in steps) for steps in (mine, others)]
     memory = [max(step["memory"] for step in steps) / 2**20 for steps in (mine, others)]
-    print(f"  mean lengths {lengths[0]:.1f} and {lengths[1]:.1f} ({NAMES[peer]}); peak {memory[0]:,.0f} and {memory[1]:,.0f} MiB")
+    print(
+        f"  mean lengths {lengths[0]:.1f} and {lengths[1]:.1f} ({NAMES[peer]}); peak {memory[0]:,.0f} and {memory[1]:,.0f} MiB"
+    )
 
 
 @contextmanager
@@ -149,12 +151,13 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
     import rl.algorithms
     from policy.config import Runtime
     from rewards import Runner, RunnerOptions
-    from rl import rollouts
-    from rl.config import StageOptions
-    from rl.data import Example
-    from rl.trainer import Trainer
-    from rollout import Generator, SamplingParams, chat
-    from rollout.tokenizer import byte_level
+    from rl.config.run import StageOptions
+    from rl.data.datasets import Example
+    from rl.stages import rollouts
+    from rl.training.trainer import Trainer
+    from rollout import Generator, SamplingParams
+    from rollout.text import chat
+    from rollout.text.tokenizer import byte_level
 
     model = policy.load(directory, runtime=Runtime(remat="none", scan=False))
     tokenizer, reward = byte_level(), f"{Path(__file__).with_name('letters.py')}:letters"
@@ -174,7 +177,9 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
     problems = [rollouts.Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS]
     max_length = max(len(problem.ids) for problem in problems) + NEW_TOKENS
     generator = Generator(model, max_length=max_length, slots=PROMPTS * SAMPLES, tokenizer=tokenizer)
-    params = SamplingParams(n=SAMPLES, max_new_tokens=NEW_TOKENS, stop_token_ids=tuple(stop_ids(model.config.vocab_size)))
+    params = SamplingParams(
+        n=SAMPLES, max_new_tokens=NEW_TOKENS, stop_token_ids=tuple(stop_ids(model.config.vocab_size))
+    )
     matrix, count = jnp.ones((2048, 2048), jnp.float32), 0
     weights = model.graph.parameters - model.graph.shapes["embed_tokens"].size
 
@@ -215,14 +220,22 @@ def plain_steps(directory: str, turns: int, told: Turns) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rollout.tokenizer import byte_level
+    from rollout.text.tokenizer import byte_level
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), byte_level()
-    given = tokenizer([text for text in TEXTS for _ in range(SAMPLES)], return_tensors="pt", padding=True, padding_side="left")
+    given = tokenizer(
+        [text for text in TEXTS for _ in range(SAMPLES)], return_tensors="pt", padding=True, padding_side="left"
+    )
     start = given["input_ids"].shape[1]
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     ends = torch.tensor(stop_ids(model.config.vocab_size))
-    sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "eos_token_id": ends.tolist(), "pad_token_id": 0}
+    sampling = {
+        "do_sample": True,
+        "top_k": 0,
+        "max_new_tokens": NEW_TOKENS,
+        "eos_token_id": ends.tolist(),
+        "pad_token_id": 0,
+    }
     given = {key: given[key] for key in ("input_ids", "attention_mask")}
 
     def step() -> dict:
@@ -232,7 +245,9 @@ def plain_steps(directory: str, turns: int, told: Turns) -> None:
         written = rows[:, start:]
         ended = torch.isin(written, ends).int().cumsum(dim=1)
         mask = (ended - torch.isin(written, ends).int() == 0).float()  # up to the first end, itself included
-        texts = tokenizer.batch_decode([row[m > 0] for row, m in zip(written, mask, strict=True)], skip_special_tokens=True)
+        texts = tokenizer.batch_decode(
+            [row[m > 0] for row, m in zip(written, mask, strict=True)], skip_special_tokens=True
+        )
         rewards = torch.tensor(letters(None, texts)).reshape(PROMPTS, SAMPLES)
         centred = rewards - rewards.mean(dim=1, keepdim=True)
         advantages = (centred / (rewards.std(dim=1, keepdim=True) + 1e-4)).reshape(-1, 1)
@@ -257,7 +272,7 @@ def trl_steps(directory: str, turns: int, told: Turns) -> None:
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl import GRPOTrainer
 
-    from rollout.tokenizer import byte_level
+    from rollout.text.tokenizer import byte_level
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), byte_level()
     model.generation_config.eos_token_id = stop_ids(model.config.vocab_size)

@@ -64,8 +64,8 @@ def layer_of(case: Case):
     """(MultiHeadLatentAttention, Runtime) with random float32 weights."""
     from flax import nnx
 
+    from policy.attention.mla import MultiHeadLatentAttention
     from policy.config import DecoderConfig, Indexer, LatentAttention, Norm, Rope, Runtime
-    from policy.layers.mla import MultiHeadLatentAttention
 
     rope, scale = Rope(ROTATED, 1e4, interleaved=True), (NOPE + ROTATED) ** -0.5
     indexer = None if case.index_heads is None else Indexer(case.index_heads, 128, case.topk, Rope(ROTATED, 1e4))
@@ -82,8 +82,8 @@ def loop(layer, case: Case, attention):
     import jax.numpy as jnp
     from flax import nnx
 
-    from policy.cache import Step
-    from policy.layers.rope import rotation
+    from policy.cache.step import Step
+    from policy.ops.rope import rotation
 
     ropes = {layer.spec.rope} | ({layer.spec.indexer.rope} if layer.spec.indexer else set())
     graph, weights = nnx.split(layer)
@@ -110,7 +110,7 @@ def loop(layer, case: Case, attention):
 
 def absorbed(layer, x, step, arrays):
     """Duet's layer over its cache."""
-    from policy.cache import LayerCache
+    from policy.cache.cache import LayerCache
     from policy.config import Runtime
 
     out, cache, _ = layer(x, step, LayerCache(arrays, 0), Runtime())
@@ -121,10 +121,10 @@ def over_expanded(layer, x, step, arrays):
     """The same layer with keys and values of every head in the cache."""
     import jax.numpy as jnp
 
-    from policy.cache import LayerCache, extend
+    from policy.attention.dot_product_attention import Mask, attend
+    from policy.cache.cache import LayerCache, extend
     from policy.config import Runtime
-    from policy.layers.dot_product_attention import Mask, attend
-    from policy.layers.rope import rotate
+    from policy.ops.rope import rotate
 
     spec, table_, runtime = layer.spec, step.rotations[str(layer.spec.rope)], Runtime()
     q_nope, q_rope = jnp.split(layer._queries(x, layer._query_latent(x, runtime), runtime), [spec.nope_dim], axis=-1)
@@ -164,14 +164,16 @@ def masked(case: Case, repeats: int, rate: float) -> Row:
     import jax
     import numpy as np
 
-    from policy.layers import sparse_attention
+    from policy.attention import sparse_attention
 
     layer, _ = layer_of(case)
     shapes = {"latent": LATENT + ROTATED, "index": 128}
     keys = dict(zip(shapes, jax.random.split(jax.random.key(0)), strict=True))
 
     def cache():
-        return {name: jax.random.normal(keys[name], (1, case.slots, 1, case.length, dim)) for name, dim in shapes.items()}
+        return {
+            name: jax.random.normal(keys[name], (1, case.slots, 1, case.length, dim)) for name, dim in shapes.items()
+        }
 
     ours, theirs, chosen = loop(layer, case, absorbed), loop(layer, case, absorbed), sparse_attention._gathers
     found = ours(cache())
@@ -198,7 +200,9 @@ def gap(row: Row, weights: int, caches: Sequence[int], rate: float) -> str:
     sides = []
     for seconds, cache in zip((row.ours, row.theirs), caches, strict=True):
         floor = (weights + cache) / rate
-        sides.append(f"{(weights + cache) / 1e6:.0f} MB, floor {floor:.4f} s, above {min(seconds) / STEPS / floor:.1f}x")
+        sides.append(
+            f"{(weights + cache) / 1e6:.0f} MB, floor {floor:.4f} s, above {min(seconds) / STEPS / floor:.1f}x"
+        )
     return f"reads {sides[0]} against {sides[1]}"
 
 

@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=[TRL, *ALGORITHMS], default=[TRL, *ALGORITHMS])
     parser.add_argument("--out", type=Path, help="file for the curves; what it holds already is kept")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the curves of a file, and measure nothing")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="with --show: draw the curves by seconds into this file")
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="with --show: draw the curves by seconds into this file"
+    )
     parser.add_argument("--trl-process", nargs=3, metavar=("DIRECTORY", "SEED", "STEPS"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.trl_process:
@@ -109,7 +111,7 @@ def train(config: dict) -> tuple[list[dict], float]:
     file = directory.with_suffix(".yml")
     file.write_text(yaml.safe_dump(config))
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "rl.cli", str(file)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "rl.commands.cli", str(file)], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{file.name} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     seconds = time.perf_counter() - began
@@ -185,7 +187,9 @@ def trl(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict:
     (directory / "start").symlink_to(start)
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, __file__, "--trl-process", str(directory), str(seed), str(steps)], capture_output=True, text=True
+        [sys.executable, __file__, "--trl-process", str(directory), str(seed), str(steps)],
+        capture_output=True,
+        text=True,
     )
     wall = time.perf_counter() - began
     if done.returncode:
@@ -199,7 +203,10 @@ def trl(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict:
     return {
         "method": method,
         "seed": seed,
-        "curve": [(step * PROMPTS * SAMPLES, round(spent[step], 2), found) for step, found in zip(marks, accuracies, strict=True)],
+        "curve": [
+            (step * PROMPTS * SAMPLES, round(spent[step], 2), found)
+            for step, found in zip(marks, accuracies, strict=True)
+        ],
         "warm_up": [0, 0.0],
         "besides": round(wall - spent[-1] - told["saving"], 1),
     }
@@ -261,9 +268,9 @@ def trl_run(directory: Path, seed: int, steps: int) -> None:
 
 
 def problems(split: str):
-    import rl.tasks
+    import rl.data.tasks
 
-    return rl.tasks.problems(TASK["task"], TASK["options"], split)
+    return rl.data.tasks.problems(TASK["task"], TASK["options"], split)
 
 
 def accuracy(directories: Sequence[Path]) -> list[float]:
@@ -271,7 +278,7 @@ def accuracy(directories: Sequence[Path]) -> list[float]:
     import policy
     from rewards.exact_answer import exact_answer
     from rollout import Generator, SamplingParams
-    from rollout.tokenizer import characters, stop_ids
+    from rollout.text.tokenizer import characters, stop_ids
 
     held_out, tokenizer, found = problems("eval")[:PROBLEMS], characters(ALPHABET), []
     params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0, stop_token_ids=stop_ids(tokenizer))
@@ -301,7 +308,10 @@ def report(found: Sequence[dict]) -> str:
     for method in sorted(methods, key=lambda name: name != TRL):
         runs = [each for each in found if each["method"] == method]
         ends = [run["curve"][-1] for run in runs]
-        tenths = [statistics.mean(at(run["curve"], share * ends[0][0]) for run in runs) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        tenths = [
+            statistics.mean(at(run["curve"], share * ends[0][0]) for run in runs)
+            for share in (0.0, 0.25, 0.5, 0.75, 1.0)
+        ]
         seconds = statistics.mean(end[1] for end in ends)
         whole = seconds + statistics.mean(run["besides"] + run["warm_up"][1] for run in runs)
         base = base or (seconds, whole)

@@ -41,8 +41,8 @@ def measure(name: str, model, requests: int, repeats: int) -> Row:
     import numpy as np
 
     from rollout import Generator, SamplingParams
-    from rollout.programs import Programs
-    from rollout.scheduler import Request
+    from rollout.engine.programs import Programs
+    from rollout.engine.scheduler import Request
 
     class Hidden(Request):
         """Ends after `length` tokens, which neither the queue nor the engine sees."""

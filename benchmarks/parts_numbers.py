@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.internals import PARTS
+from rl.training.diagnostics import PARTS
 
 GAIN = 0.1
 ACCEPTED = "speculative/accepted_per_step"
@@ -51,7 +51,9 @@ def look(directory: str) -> list[str]:
         found.append(f"{directory}: reward rose by {last - first:.3f}, less than {GAIN}")
     if min(accepted) <= 0:
         found.append(f"{directory}: a step of GRPO accepted no draft")
-    return found + [f"{directory}: a step without a gradient for {part}" for part, norm in smallest.items() if norm <= 0]
+    return found + [
+        f"{directory}: a step without a gradient for {part}" for part, norm in smallest.items() if norm <= 0
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

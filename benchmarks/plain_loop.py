@@ -50,7 +50,11 @@ def _weights(params: dict[str, np.ndarray], spec: dict) -> dict:
     """One array for each product of each layer."""
 
     def layer(r: int) -> dict:
-        w = {path.removeprefix("stacks.0.layers.0."): array[r] for path, array in params.items() if path.startswith("stacks.")}
+        w = {
+            path.removeprefix("stacks.0.layers.0."): array[r]
+            for path, array in params.items()
+            if path.startswith("stacks.")
+        }
         E = spec["hidden_size"]
         qkv = np.concatenate([w[f"mixer.{name}_proj"].reshape(E, -1) for name in "qkv"], axis=1)
         gate_up = np.concatenate([w["feed_forward.gate_proj"], w["feed_forward.up_proj"]], axis=1)
@@ -66,7 +70,12 @@ def _weights(params: dict[str, np.ndarray], spec: dict) -> dict:
         }
 
     layers = [layer(r) for r in range(spec["num_hidden_layers"])]
-    whole = {"embed": params["embed_tokens"], "norm": params["norm.weight"], "head": params["lm_head"].T.copy(), "layers": layers}
+    whole = {
+        "embed": params["embed_tokens"],
+        "norm": params["norm.weight"],
+        "head": params["lm_head"].T.copy(),
+        "layers": layers,
+    }
     return jax.tree.map(jnp.asarray, whole)
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import yaml
 
-from rl import chips
 from rl.plan.command import bound
 from rl.plan.compiled import Report
 from rl.plan.slices import TPUS
+from rl.reporting import chips
 
 FLOAT32 = {"dtype": "bfloat16", "param_dtype": "float32"}
 # (model and how it is computed, slice, mesh, tokens of a chip, dtype of moments) -> MaxText's GiB of arguments, temporaries, peak.
@@ -66,12 +66,16 @@ def beside_maxtext(wanted: set[str]) -> None:
         exchanged = sum(size for size, _ in found["exchanged"].values()) / 2**30
         cut = ", ".join(f"{axis} {size}" for axis, size in mesh.items())
         beside = " / ".join(f"{number:.2f}" for number in theirs)
-        print(f"| {model['source']} | {topology} | {cut} | {tokens:,} | {ours} | {beside} | {exchanged:.0f} |", flush=True)
+        print(
+            f"| {model['source']} | {topology} | {cut} | {tokens:,} | {ours} | {beside} | {exchanged:.0f} |", flush=True
+        )
 
 
 def shipped(wanted: set[str]) -> None:
     """A line for each program of each shipped configuration."""
-    print("| configuration, slice | program | arguments | temporaries | beside | peak of all | exchanged | a step | at least |")
+    print(
+        "| configuration, slice | program | arguments | temporaries | beside | peak of all | exchanged | a step | at least |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for name, topology in SHIPPED:
         if name not in wanted:
@@ -80,9 +84,13 @@ def shipped(wanted: set[str]) -> None:
         for place, each in enumerate(Report(**program) for program in plan["programs"]):
             first = f"{name}, {topology}" if place == 0 else ""
             sizes = (each.arguments, each.temporaries, each.stays, each.needs)
-            sizes = " | ".join(f"{size / 2**30:.2f}" for size in (*sizes, sum(size for size, _ in each.exchanged.values())))
+            sizes = " | ".join(
+                f"{size / 2**30:.2f}" for size in (*sizes, sum(size for size, _ in each.exchanged.values()))
+            )
             seconds = each.times * bound(each, chip)
-            print(f"| {first} | {each.name.split(': ')[1]} | {sizes} | {each.times:,.6g} | {seconds:.3g} s |", flush=True)
+            print(
+                f"| {first} | {each.name.split(': ')[1]} | {sizes} | {each.times:,.6g} | {seconds:.3g} s |", flush=True
+            )
 
 
 def update(model: dict, topology: str, mesh: dict[str, int], tokens: int, state_dtype: str) -> dict:
@@ -108,7 +116,15 @@ def planned(file: Path, topology: str) -> dict:
     """The numbers of `rl plan`, whether everything fits or not."""
     with tempfile.TemporaryDirectory() as directory:
         found = Path(directory, "plan.json")
-        command = [Path(sys.executable).with_name("rl"), "plan", str(file), "--topology", topology, "--json", str(found)]
+        command = [
+            Path(sys.executable).with_name("rl"),
+            "plan",
+            str(file),
+            "--topology",
+            topology,
+            "--json",
+            str(found),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if not found.exists():
             raise SystemExit(f"{topology}, {file}: exit code {done.returncode}\n{done.stdout}\n{done.stderr[-3000:]}")

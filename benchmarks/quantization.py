@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 def created(name: str):
     import policy
-    from policy import families, sources
+    from policy import families
+    from policy.huggingface import sources
 
     return policy.create(sources.preset("tiny-deepseek") if name == "latent" else families.read(MODELS[name]))
 
@@ -58,15 +59,17 @@ def measure(name: str, model, parts: dict[str, str], options) -> Row:
     rows = np.asarray([prompt + completion.tokens for prompt, completion in zip(prompts, completions, strict=True)])
     sampled = np.asarray([completion.logprobs for completion in completions])
     difference = np.abs(np.asarray(model.logprobs(rows)[0])[:, PROMPT_TOKENS:] - sampled)
-    seconds = in_turns(lambda: quantized.generate(prompts, params), lambda: plain.generate(prompts, params), options.repeats)
+    seconds = in_turns(
+        lambda: quantized.generate(prompts, params), lambda: plain.generate(prompts, params), options.repeats
+    )
     [(part, kind)] = parts.items()
     note = f"|d logp| mean {difference.mean():.1e} max {difference.max():.1e}, {bytes_of(model, made)}"
     return Row(f"{name} {part} {kind}", "float32", batch * options.new_tokens, *seconds, note=note)
 
 
 def bytes_of(model, options) -> str:
-    from policy import cache as caches
-    from rollout.weights import RolloutWeights
+    from policy.cache import cache as caches
+    from rollout.engine.weights import RolloutWeights
 
     if options.weights:
         view = RolloutWeights(model.graph, options.weights).of(model.params)
@@ -75,7 +78,9 @@ def bytes_of(model, options) -> str:
         kept = sum(quantized.qvalue.size * bits // 8 + quantized.scale.nbytes for quantized, _ in weights)
         floats = sum(array.nbytes for _, array in weights)
         return f"layers {kept / 1e6:.2f} of {floats / 1e6:.2f} MB"
-    per_token = [caches.bytes_per_token(model.config, model.graph.runtime.dtype, kind) for kind in (options.kv_cache, None)]
+    per_token = [
+        caches.bytes_per_token(model.config, model.graph.runtime.dtype, kind) for kind in (options.kv_cache, None)
+    ]
     return f"token {per_token[0]} of {per_token[1]} bytes"
 
 

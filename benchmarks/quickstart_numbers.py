@@ -74,7 +74,9 @@ def read(directory: str | Path) -> Result:
 
 def report(result: Result) -> str:
     lines = [result.name, "stage  step  accuracy"]
-    lines += [f"{stage:<5} {step:>5}  {value:>8.3f}  {'#' * round(value * WIDTH)}" for stage, step, value in result.curve]
+    lines += [
+        f"{stage:<5} {step:>5}  {value:>8.3f}  {'#' * round(value * WIDTH)}" for stage, step, value in result.curve
+    ]
     lines += [f"{stage}: {seconds:.0f} s" for stage, seconds in result.seconds.items()]
     return "\n".join([*lines, f"after SFT {result.after_sft:.3f}, GRPO {result.gain:+.3f}"])
 
@@ -84,12 +86,16 @@ def shortfalls(results: Sequence[Result]) -> list[str]:
     found = []
     for result in results:
         if not AFTER_SFT[0] <= result.after_sft <= AFTER_SFT[1]:
-            found.append(f"{result.name}: accuracy after SFT is {result.after_sft:.3f}, outside {AFTER_SFT[0]}..{AFTER_SFT[1]}")
+            found.append(
+                f"{result.name}: accuracy after SFT is {result.after_sft:.3f}, outside {AFTER_SFT[0]}..{AFTER_SFT[1]}"
+            )
         if result.gain < GAIN_OF_EACH:
             found.append(f"{result.name}: GRPO added {result.gain:+.3f}, less than {GAIN_OF_EACH}")
         third, fourth = result.quarters()
         if third is None or fourth is None:
-            found.append(f"{result.name}: too few evaluations of GRPO to judge its last quarter; lower evaluation.every")
+            found.append(
+                f"{result.name}: too few evaluations of GRPO to judge its last quarter; lower evaluation.every"
+            )
         elif fourth < third - DECLINE:
             found.append(f"{result.name}: GRPO declined, {third:.3f} in its third quarter and {fourth:.3f} in its last")
     mean = sum(result.gain for result in results) / len(results)

@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> list[Cost]:
     options = parser.parse_args(argv)
     found = measure(options.model, (options.rows, options.length), options.policies, options.repeats)
     full = next((cost for cost in found if cost.policy == "full"), found[0])
-    print(f"{options.model}, {options.rows} rows of {options.length} tokens, float32, layers scanned; x: over {full.policy}")
+    print(
+        f"{options.model}, {options.rows} rows of {options.length} tokens, float32, layers scanned; x: over {full.policy}"
+    )
     print(f"{'policy':40} {'device MiB':>11} {'host MiB':>9} {'operations':>11} {'time':>7}")
     for cost in found:
         mib = f"{cost.device / 2**20:11.2f} {cost.host / 2**20:9.2f}"

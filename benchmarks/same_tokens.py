@@ -47,7 +47,9 @@ def completions(model, options, temperature: float, slots: int, **cache) -> list
     shape = options.prompts, PROMPT_TOKENS
     prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, shape).tolist()
     length = PROMPT_TOKENS + options.new_tokens
-    generator = Generator(model, max_length=length, slots=slots, options=GeneratorOptions(tokens_per_dispatch=32, **cache))
+    generator = Generator(
+        model, max_length=length, slots=slots, options=GeneratorOptions(tokens_per_dispatch=32, **cache)
+    )
     params = SamplingParams(max_new_tokens=options.new_tokens, temperature=temperature)
     return [group[0] for group in generator.generate(prompts, params)]
 

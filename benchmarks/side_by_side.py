@@ -77,7 +77,9 @@ def table(rows: Sequence[Row], unit: str, *, rate: bool) -> str:
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
     left = (0, 6, 7)
     return "\n".join(
-        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        "  ".join(
+            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in [head, *lines]
     )
 
@@ -126,5 +128,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
         torch.set_num_threads(options.torch_threads)
     load = os.getloadavg()[0]
     if load > 0.5:
-        print(f"load average {load:.1f}: other programs are at work, and hold up torch more than Duet; try --torch-threads 1")
+        print(
+            f"load average {load:.1f}: other programs are at work, and hold up torch more than Duet; try --torch-threads 1"
+        )
     return options

@@ -6,7 +6,7 @@ decoding complete the same prompts with 64 tokens each, in turns; nothing ends a
 
 Columns at the end of a line: drafts accepted a step (of those drafted), the share of tokens on which both agree (rounding can
 part them), and for drawn tokens, over the completions themselves: how often one draft must be accepted when draft and token are
-drawn by the same number (rollout/speculative.py), and `best`, which no rule can exceed: the mean of sum_x min(p(x), q(x)).
+drawn by the same number (rollout/engine/speculative.py), and `best`, which no rule can exceed: the mean of sum_x min(p(x), q(x)).
 
 A step with drafts reads the weights as often as one without, so on hardware that waits for memory it costs little more and the
 ratio nears 1 + accepted. On a CPU products of more rows cost more, and a small model pays for the module's own passes:
@@ -55,9 +55,9 @@ def trained(name: str, steps: int):
     import rl.algorithms
     from policy import create, families
     from policy.config import Runtime
-    from rl.batch import pack
-    from rl.config import StageOptions
-    from rl.trainer import Trainer
+    from rl.config.run import StageOptions
+    from rl.training.batch import pack
+    from rl.training.trainer import Trainer
 
     section = {"duet": {"multi_token_prediction": {"depth": 1}}}
     model = create(families.read(MODELS[name] | section), runtime=Runtime(remat="none", scan=False))
@@ -89,7 +89,9 @@ def measure(name: str, model, batch: int, drafts: int, temperature: float, repea
 
     with_drafts, plain = decoder(drafts), decoder(0)
     made = with_drafts()
-    same = np.mean([a == b for x, y in zip(made, plain(), strict=True) for a, b in zip(x.tokens, y.tokens, strict=True)])
+    same = np.mean(
+        [a == b for x, y in zip(made, plain(), strict=True) for a, b in zip(x.tokens, y.tokens, strict=True)]
+    )
     note = f"accepted {batch * NEW_TOKENS / sum(c.steps for c in made) - 1:.2f} of {drafts}, same {same:.0%}"
     if temperature:
         coupled, best = acceptance(model, prompts, made, temperature)
@@ -105,8 +107,9 @@ def acceptance(model, prompts, made, temperature: float) -> tuple[float, float]:
     import jax.numpy as jnp
     import numpy as np
 
-    from policy import head, modes
-    from policy.multi_token_prediction import predict
+    from policy import modes
+    from policy.heads import head
+    from policy.heads.multi_token_prediction import predict
 
     width = max(map(len, prompts)) + NEW_TOKENS
     tokens, written = np.zeros((len(made), width), np.int32), np.zeros((len(made), width), bool)
@@ -121,7 +124,9 @@ def acceptance(model, prompts, made, temperature: float) -> tuple[float, float]:
         hidden, _, aux = decoder(tokens, modes.sit(jnp.asarray(tokens)), None, runtime)
         ahead = jnp.asarray(tokens[:, 1:])
         normed = predict(decoder, 1, aux.mtp_input[:, :-1], replace(modes.sit(ahead), tokens=ahead), None, runtime)[1]
-        return tuple(jax.nn.softmax(head.logits(h, decoder.head_weight) / temperature) for h in (hidden[:, 1:-1], normed[:, :-1]))
+        return tuple(
+            jax.nn.softmax(head.logits(h, decoder.head_weight) / temperature) for h in (hidden[:, 1:-1], normed[:, :-1])
+        )
 
     p, q = (np.asarray(a, np.float64)[written[:, 2:]] for a in both(model.params))
     above, below = np.minimum(p.cumsum(1), q.cumsum(1)), np.maximum(p.cumsum(1) - p, q.cumsum(1) - q)

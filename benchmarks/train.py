@@ -1,7 +1,7 @@
 """Tokens per second of one SFT update, beside the same update in torch with the transformers model on the same weights.
 
 Both: the same rows of random tokens in float32, the mean negative log-probability of every token but the first of a row,
-gradients clipped at norm 1, one step of AdamW without weight decay. Duet runs `rl.trainer.Trainer.update`, the very program
+gradients clipped at norm 1, one step of AdamW without weight decay. Duet runs `rl.training.trainer.Trainer.update`, the very program
 of a run, with nothing recomputed and the layers unrolled; `--remat full --scan` is what a run does by default, where memory
 counts for more than speed. torch runs eagerly, its AdamW fused where it can be. Compilation does not count. The losses of
 the first update stand behind each row: they are the same number.
@@ -52,9 +52,9 @@ def measure(name: str, models: tuple, shape: tuple[int, int], repeats: int) -> R
 def duet_update(model, tokens) -> Callable[[], float]:
     """One update of a supervised stage; gives its loss."""
     import rl.algorithms
-    from rl.batch import pack
-    from rl.config import StageOptions
-    from rl.trainer import Trainer
+    from rl.config.run import StageOptions
+    from rl.training.batch import pack
+    from rl.training.trainer import Trainer
 
     stage = StageOptions.model_validate({"algorithm": "sft", "steps": 1000, "optimizer": {"learning_rate": RATE}})
     trainer = Trainer(model.graph, stage, rl.algorithms.get("sft"))

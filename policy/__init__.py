@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from policy.model import Model, create, load, save
+    from policy.model import Model
+    from policy.public import create, load, save
 
 __all__ = ["Model", "create", "load", "save"]
 
@@ -13,6 +14,6 @@ __all__ = ["Model", "create", "load", "save"]
 def __getattr__(name: str):
     if name not in __all__:
         raise AttributeError(f"module 'policy' has no attribute {name!r}")
-    from policy import model
+    from policy import public
 
-    return getattr(model, name)
+    return getattr(public, name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from policy.sharding import Layout
+    from policy.mesh.sharding import Layout
 
 MOST_PERMUTED = 5  # streams of HyperConnections.variant "lite"
 
@@ -165,7 +165,9 @@ class GatedDeltaNet:
 
     def __post_init__(self):
         if self.value_heads % self.key_heads:
-            raise ValueError(f"GatedDeltaNet: {self.value_heads} value heads cannot be shared by {self.key_heads} key heads")
+            raise ValueError(
+                f"GatedDeltaNet: {self.value_heads} value heads cannot be shared by {self.key_heads} key heads"
+            )
 
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "linear"]
@@ -247,7 +249,9 @@ class DenseAndExperts:
     norm: Norm
 
 
-NormName = Literal["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+NormName = Literal[
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+]
 PRE_NORM: tuple[NormName, ...] = ("input_layernorm", "pre_feedforward_layernorm")
 POST_NORM: tuple[NormName, ...] = ("post_attention_layernorm", "post_feedforward_layernorm")
 SANDWICH_NORM = PRE_NORM + POST_NORM
@@ -339,7 +343,9 @@ class HyperConnections:
         if self.streams < 1 or self.sinkhorn_iterations < 1:
             raise ValueError("streams and sinkhorn_iterations must be at least 1")
         if self.variant == "lite" and self.streams > MOST_PERMUTED:
-            raise ValueError(f"variant lite mixes all permutations of the streams, so at most {MOST_PERMUTED} (120 permutations)")
+            raise ValueError(
+                f"variant lite mixes all permutations of the streams, so at most {MOST_PERMUTED} (120 permutations)"
+            )
 
 
 @dataclass(frozen=True)
@@ -431,20 +437,20 @@ class Runtime:
 
     `remat` is a policy of policy/remat.py, or none, and `remat_tensors` are what "custom" keeps, as (name, memory). More than
     `attention_chunk` queries are taken in chunks. `record` names what each layer adds to the Aux. `indexer`: what an indexer of
-    keys learns from when there is no cache, if anything (policy/layers/sparse_attention.py); attention is dense during its
+    keys learns from when there is no cache, if anything (policy/attention/sparse_attention.py); attention is dense during its
     warm-up. `mtp`: log-probabilities come with those of the prediction modules, whose gradient reaches everything (joint) or
-    their own weights only (detached). `tentative`: a call over a cache may be taken back in part (policy/cache.py).
-    `host_parameters`: trained weights live in host memory (policy/memory.py); `table_memory`: where the tables of n-gram memories
+    their own weights only (detached). `tentative`: a call over a cache may be taken back in part (policy/cache/cache.py).
+    `host_parameters`: trained weights live in host memory (policy/mesh/host_memory.py); `table_memory`: where the tables of n-gram memories
     live: in that of the device, or of its host, from which only the rows that are looked up are brought. `vocab_tiles`: chunks of
-    tokens whose logits are computed at a time (policy/head.py); None: by size. `layout` is filled in by the Graph.
-    `quantization` is the rule by which products with weights are computed in few bits (policy/layers/quantization.py).
+    tokens whose logits are computed at a time (policy/heads/head.py); None: by size. `layout` is filled in by the Graph.
+    `quantization` is the rule by which products with weights are computed in few bits (policy/ops/quantization.py).
 
-    `expert_parallel` is the scheme of policy/layers/expert_parallel.py (auto: gather). An expert takes `capacity_factor` times its
+    `expert_parallel` is the scheme of policy/experts/expert_parallel.py (auto: gather). An expert takes `capacity_factor` times its
     even share of a row at most, and a device of the scheme all_to_all `ragged_buffer_factor` times its even share of all choices;
     what is beyond is dropped. None: nothing is. They are for training, where the generator does not need the same numbers.
     `context_parallel` and `context_load_balance` say how attention works where sequences are cut over the mesh axis `context`
-    (policy/layers/context_parallel.py, policy/sequence_cut.py).
-    `batch_split` is the schedule of policy/batch_split.py. `expert_gradients`: the type in which the schemes gather and hidden send
+    (policy/attention/context_parallel.py, policy/attention/sequence_shards.py).
+    `batch_split` is the schedule of policy/execution/batch_split.py. `expert_gradients`: the type in which the schemes gather and hidden send
     the gradients of what experts made; None: that of the activations.
     """
 

@@ -16,23 +16,24 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
-from policy import batch_split
-from policy.cache import LayerCache, Step
+from policy.attention.sequence_shards import Order, along_length
+from policy.cache.cache import LayerCache
+from policy.cache.step import Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
-from policy.explicit import stated, typed
+from policy.execution import batch_split
 from policy.intermediates import Aux
-from policy.layers.dropout import drop
 from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
-from policy.layers.norms import norm
-from policy.layers.parameter import apart, normal, stacked, weight
-from policy.layers.rope import made_once, rotation, sinusoids
-from policy.memory import fetch_layer
-from policy.multi_token_prediction import PredictionModule
+from policy.layers.prediction_module import PredictionModule
+from policy.mesh.explicit import stated, typed
+from policy.mesh.host_memory import fetch_layer
+from policy.mesh.sharding import Layout as ShardingLayout
+from policy.mesh.sharding import axes_of, constrain, decoded, own_rows
+from policy.ops.dropout import drop
+from policy.ops.norms import norm
+from policy.ops.parameter import apart, normal, stacked, weight
+from policy.ops.rope import made_once, rotation, sinusoids
 from policy.remat import checkpointed, saved
-from policy.sequence_cut import Order, along_length
-from policy.sharding import Layout as ShardingLayout
-from policy.sharding import axes_of, constrain, decoded, own_rows
 
 
 class LayerStack(nnx.Module):
@@ -152,7 +153,9 @@ def _rows_of(table, axes: tuple[str | None, str], index_BT: jax.Array, layout: S
 def _shared(tokens_BT: jax.Array, width, layout: ShardingLayout) -> PartitionSpec:
     """How tokens are cut along axes that do not cut the width of a table, as `data`, whose devices have copies of it."""
     tokens = layout.spec(("batch", "length"), tokens_BT.shape)
-    return PartitionSpec(*(tuple(axis for axis in axes_of(dim) if axis not in axes_of(width)) or None for dim in tokens))
+    return PartitionSpec(
+        *(tuple(axis for axis in axes_of(dim) if axis not in axes_of(width)) or None for dim in tokens)
+    )
 
 
 def _laid(x: jax.Array, spec: PartitionSpec, layout: ShardingLayout) -> jax.Array:
@@ -160,7 +163,7 @@ def _laid(x: jax.Array, spec: PartitionSpec, layout: ShardingLayout) -> jax.Arra
 
 
 class Decoder(nnx.Module):
-    """tokens -> hidden states after the final norm. The head (policy/head.py) turns those into logits or log-probabilities."""
+    """tokens -> hidden states after the final norm. The head (policy/heads/head.py) turns those into logits or log-probabilities."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
@@ -170,7 +173,9 @@ class Decoder(nnx.Module):
             table = (config.max_positions, config.hidden_size)
             self.embed_positions = weight(rngs, table, (None, "embed_vocab"), normal(config.initializer_range))
         first = list(accumulate((len(stack.pattern) * stack.repeats for stack in config.stacks), initial=0))
-        self.stacks = nnx.List([LayerStack(stack, n, config, rngs) for stack, n in zip(config.stacks, first, strict=False)])
+        self.stacks = nnx.List(
+            [LayerStack(stack, n, config, rngs) for stack, n in zip(config.stacks, first, strict=False)]
+        )
         self.norm = norm(config.hidden_size, config.norm, rngs)
         if not config.tied_head:
             self.lm_head = weight(rngs, shape, axes, normal(config.initializer_range))
@@ -180,7 +185,7 @@ class Decoder(nnx.Module):
             self.mtp = stacked(create, rngs, config.multi_token_prediction.depth)
 
     def __call__(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
-        """(hidden [B, T, E], cache, Aux). `cache` is what policy.cache.create made, or None to look at this call's tokens only."""
+        """(hidden [B, T, E], cache, Aux). `cache` is what policy.cache.cache.create made, or None to look at this call's tokens only."""
         explicit = cache is None and runtime.layout is not None and runtime.layout.explicit
         forward = self._typed if explicit else self._forward
         if (order := Order.of(step, cache, runtime)) is None:
@@ -210,7 +215,12 @@ class Decoder(nnx.Module):
     def _forward(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         step = self.seat(tokens_BT, step)
         layout = runtime.layout
-        if layout is not None and layout.platform == "cpu" and not stated() and (cache is None or tokens_BT.shape[1] == 1):
+        if (
+            layout is not None
+            and layout.platform == "cpu"
+            and not stated()
+            and (cache is None or tokens_BT.shape[1] == 1)
+        ):
             step = replace(step, rotations={name: made_once(table) for name, table in step.rotations.items()})
         step = _turned(step, runtime)
         x = drop(self.embed(step, runtime), step.dropout)
@@ -230,7 +240,9 @@ class Decoder(nnx.Module):
 
     def seat(self, tokens_BT: jax.Array, step: Step) -> Step:
         """`step` with these tokens, and with the tables of all rotary embeddings at its positions."""
-        return replace(step, tokens=tokens_BT, rotations={str(rope): rotation(rope, step.positions) for rope in self.config.ropes})
+        return replace(
+            step, tokens=tokens_BT, rotations={str(rope): rotation(rope, step.positions) for rope in self.config.ropes}
+        )
 
     def embed(self, step: Step, runtime: Runtime) -> jax.Array:
         """[B, T, E] of the step's tokens, with the embedding of their positions where the configuration has one."""

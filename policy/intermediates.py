@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from policy.explicit import inferred
+from policy.mesh.explicit import inferred
 
 
 def _pytree(cls):
@@ -32,7 +32,7 @@ class Replayed:
 class Routing:
     """`counts` float32[X]: choices of each expert, padding left out. `balance`: the sequence-wise balance term over the segments.
     `share` float32[X]: share of each expert in the scores, summed over tokens. `dropped`: choices that no expert computed; None
-    where none can be dropped. `replayed`: where routes are given, what became of them (policy/layers/replay.py)."""
+    where none can be dropped. `replayed`: where routes are given, what became of them (policy/experts/router.py)."""
 
     counts: jax.Array
     balance: jax.Array
@@ -65,7 +65,7 @@ class LayerAux:
     """Of one layer. `indexing` is there where an indexer learns. `hidden` [B, T, E] is the layer's output, with
     hyper-connections [B, T, streams, E]; `selection` int32[B, T, k] the keys that an indexer selected for each query, by their
     column (with a cache: by position), -1 where there are fewer; `routes` int32[B, T, k] the experts that computed each token;
-    these three and `activations` are there where `Runtime.record` names them. `states`: of a tentative call (policy/cache.py), the
+    these three and `activations` are there where `Runtime.record` names them. `states`: of a tentative call (policy/cache/cache.py), the
     layer's states of fixed size after each token, [B, T, K, C, D] by entry."""
 
     routing: Routing | None = None
@@ -87,7 +87,7 @@ class LayerAux:
 
 @_pytree
 class Predictions:
-    """Of the prediction modules d = 1..D (policy/multi_token_prediction.py), float32[D, B, T] at the token that is predicted:
+    """Of the prediction modules d = 1..D (policy/heads/multi_token_prediction.py), float32[D, B, T] at the token that is predicted:
     `logp`, and `agrees`, 1 where the likeliest token of the module is that of the decoder. 0 at the first d + 1 tokens of a
     segment and on padding."""
 

@@ -13,17 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from policy import batch_split, head, interactions, modes, sources
+from policy import compatibility, modes
+from policy.attention import context_parallel
+from policy.attention.sequence_shards import AXIS
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
+from policy.execution import batch_split
+from policy.experts import expert_parallel
+from policy.heads import head
+from policy.heads.scoring import Scorer, documents
 from policy.intermediates import Aux
-from policy.layers import context_parallel, expert_parallel
-from policy.layers.parameter import Constant, RowTable
-from policy.memory import belongs_there, fetch, in_host_memory
+from policy.mesh.host_memory import belongs_there, fetch, in_host_memory
+from policy.mesh.sharding import Layout
+from policy.ops.parameter import Constant, RowTable
 from policy.remat import saved
-from policy.scoring import Scorer, documents
-from policy.sequence_cut import AXIS
-from policy.sharding import Layout, layout
 
 
 class Graph:
@@ -34,7 +37,7 @@ class Graph:
     """
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
-        interactions.check(config, replace(runtime, layout=layout))
+        compatibility.check(config, replace(runtime, layout=layout))
         expert_parallel.check(config, runtime, layout)
         context_parallel.check(config, runtime, layout)
         batch_split.check(config, runtime)
@@ -50,11 +53,15 @@ class Graph:
         self.paths = tuple(".".join(map(str, path)) for path, _ in flat)
         variables = [variable for _, variable in flat]
         self.axes = {path: v.get_metadata("out_sharding") for path, v in zip(self.paths, variables, strict=True)}
-        self.inputs = {path: _inputs(v) for path, v in zip(self.paths, variables, strict=True) if v.get_metadata("inputs", None)}
+        self.inputs = {
+            path: _inputs(v) for path, v in zip(self.paths, variables, strict=True) if v.get_metadata("inputs", None)
+        }
         self.untrained = frozenset(p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, Constant))
         tables = (p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, RowTable))
         self.tables = frozenset(tables if runtime.table_memory == "host" else ())
-        matrices = frozenset(path for path in self.paths if path not in self.untrained and belongs_there(self.axes[path]))
+        matrices = frozenset(
+            path for path in self.paths if path not in self.untrained and belongs_there(self.axes[path])
+        )
         self.hosted = self.tables | matrices if runtime.host_parameters else self.tables
         self.shapes = {
             path: jax.ShapeDtypeStruct(v.shape, jnp.dtype(v.kind if path in self.untrained else runtime.param_dtype))
@@ -65,7 +72,7 @@ class Graph:
         """The same graph with some fields of its runtime changed; the dtypes stay."""
         other = copy.copy(self)
         other.runtime = replace(self.runtime, **changes)
-        interactions.check(self.config, other.runtime)
+        compatibility.check(self.config, other.runtime)
         return other
 
     def generating(self, rules: Mapping[str, Sequence[str]] | None = None) -> Graph:
@@ -179,7 +186,11 @@ class Model:
         tokens, step = self._arguments(tokens, positions, segments)
         given = (tokens, step.segments, step.positions, temperature, *self.params.values())
         traced = any(isinstance(a, jax.core.Tracer) for a in given)
-        found = None if traced else documents(np.asarray(step.segments), np.asarray(step.positions), self.config.max_positions)
+        found = (
+            None
+            if traced
+            else documents(np.asarray(step.segments), np.asarray(step.positions), self.config.max_positions)
+        )
         if found is None:
             return self._logprobs(self.params, tokens, step, jnp.float32(temperature))
         return tuple(map(jnp.asarray, self.scorer.logprobs(self.params, np.asarray(tokens), found, float(temperature))))
@@ -192,7 +203,12 @@ class Model:
         tokens = jnp.asarray(tokens, jnp.int32)
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [rows, length], got shape {tokens.shape}")
-        if (limit := self.config.max_positions) is not None and positions is None and segments is None and tokens.shape[1] > limit:
+        if (
+            (limit := self.config.max_positions) is not None
+            and positions is None
+            and segments is None
+            and tokens.shape[1] > limit
+        ):
             raise ValueError(f"tokens have length {tokens.shape[1]}, this model has {limit} positions")
         for name, array in (("positions", positions), ("segments", segments)):
             if array is not None and jnp.shape(array) != tokens.shape:
@@ -217,7 +233,9 @@ class Model:
         def run(params, tokens, step):
             with graph.precision():
                 _, _, aux = graph.decoder(params)(tokens, step, None, graph.runtime)
-            layers = {n: a[r] for path, a in aux.found("hidden").items() for r, n in enumerate(self.config.numbers(path))}
+            layers = {
+                n: a[r] for path, a in aux.found("hidden").items() for r, n in enumerate(self.config.numbers(path))
+            }
             return jnp.stack([layers[n] for n in sorted(layers)])
 
         return jax.jit(run)
@@ -232,60 +250,7 @@ class Model:
         return jax.jit(lambda *args: self.graph.logprobs(*args)[:2])
 
 
-def create(
-    config: DecoderConfig | str,
-    seed: int = 0,
-    dtype: str = "float32",
-    *,
-    runtime: Runtime | None = None,
-    mesh: Layout | None = None,
-) -> Model:
-    """A model with random weights. `config` is a DecoderConfig or the name of a file in configs/models/.
-
-    `runtime` (default: both dtypes are `dtype`) and `mesh` (default: one device) say how and where it is computed.
-    """
-    if isinstance(config, str):
-        config = sources.preset(config)
-    graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
-    return Model(graph, graph.init(seed))
-
-
-def load(
-    directory,
-    dtype: str = "float32",
-    *,
-    runtime: Runtime | None = None,
-    mesh: Layout | None = None,
-    sections: dict | None = None,
-    seed: int = 0,
-) -> Model:
-    """The model in a Hugging Face directory (config.json and safetensors).
-
-    `sections` are parts of policy/extensions.py, in the place of those of config.json: `{"multi_token_prediction": {"depth": 1}}`
-    loads the prediction module that files of DeepSeek-V3 hold as layer 61. Where neither config.json announces such modules nor a
-    file holds a part of one, they start fresh, as `create` makes them with `seed`.
-    """
-    from policy import hub
-
-    config = sources.read_config(directory, sections)
-    graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
-    params = hub.read_weights(directory, graph)
-    fresh = frozenset(graph.paths) - params.keys()
-    return Model(graph, params | (graph.init(seed, fresh) if fresh else {}), fresh)
-
-
-def save(model: Model, directory) -> None:
-    """Writes a Hugging Face directory that transformers loads with no missing or unexpected keys."""
-    from policy import hub
-
-    hub.write(directory, model.graph, model.params)
-
-
 def _inputs(variable: nnx.Variable) -> tuple[int, ...]:
     """The dimensions that the products of a weight sum over, counted with the repeats of a stack in front."""
     stacked = variable.get_metadata("out_sharding")[0] == "layers"
     return tuple(dim + stacked for dim in variable.get_metadata("inputs"))
-
-
-def _one_device() -> Layout:
-    return layout({"fsdp": 1}, devices=jax.devices()[:1])

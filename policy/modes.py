@@ -7,13 +7,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from policy import head
-from policy.cache import Step
+from policy.attention.sequence_shards import Rows
+from policy.cache.step import Step
 from policy.config import Runtime
 from policy.decoder import Decoder
-from policy.multi_token_prediction import predictions
-from policy.sequence_cut import Rows
-from policy.sharding import constrain
+from policy.heads import head
+from policy.heads.multi_token_prediction import predictions
+from policy.mesh.sharding import constrain
 
 
 def sit(tokens_BT, positions=None, segments=None) -> Step:
@@ -83,7 +83,7 @@ def feed(decoder: Decoder, tokens_B, lengths_B, active_B, cache: tuple, runtime:
 
 def verify(decoder: Decoder, tokens_BT, step: Step, cache: tuple, runtime: Runtime):
     """Several tokens for every slot, of which some may be taken back: (logits float32[B, T, V] of the token after each, cache,
-    Aux). `policy.cache.commit` makes of both the cache in which only the first ones are."""
+    Aux). `policy.cache.cache.commit` makes of both the cache in which only the first ones are."""
     hidden, cache, aux = decoder(tokens_BT, step, cache, replace(runtime, tentative=True))
     return logits(decoder, hidden, runtime), cache, aux
 

@@ -71,7 +71,9 @@ def run_examples(spec: str, options: dict | None = None, timeout_s: float = 1.0)
     if examples is not None:
         return _run(spec, examples, options or {}, timeout_s)
     needed = [
-        name for name in registry.parameters(located.function, spec).required if name not in {*registry.GIVEN, *(options or {})}
+        name
+        for name in registry.parameters(located.function, spec).required
+        if name not in {*registry.GIVEN, *(options or {})}
     ]
     advice = _HOW_TO.format(spec=spec, columns="".join(f"{json.dumps(name)}: ..., " for name in needed))
     if needed:

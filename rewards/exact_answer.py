@@ -35,7 +35,9 @@ def _compile(pattern: str) -> None:
 
 
 @reward(check=_check)
-def exact_answer(prompts, completions, answer, pattern: str | None = None, strip: str | None = None, ignore_case: bool = False):
+def exact_answer(
+    prompts, completions, answer, pattern: str | None = None, strip: str | None = None, ignore_case: bool = False
+):
     """1.0 if the last answer in the completion equals `answer`, else 0.0; None where `answer` is None.
 
     answer: column of texts or numbers (compared as text), or lists of them, any of which is right.

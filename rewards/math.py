@@ -27,7 +27,9 @@ EXAMPLES = [
     {"prompt": "Prove it.", "completion": "\\boxed{1}", "answer": None, "score": None},
 ]
 
-_DECORATION = re.compile(r"\\(?:left|right|displaystyle|,|;|:|!)|\\text\s*\{([^{}]*)\}|\\mathrm\s*\{([^{}]*)\}|[\s$]|\\ ")
+_DECORATION = re.compile(
+    r"\\(?:left|right|displaystyle|,|;|:|!)|\\text\s*\{([^{}]*)\}|\\mathrm\s*\{([^{}]*)\}|[\s$]|\\ "
+)
 _ONLY_NUMBER = re.compile(r"[-−]?(?:[\d.,]+(?:/\d+)?(?:\\?%)?|\\[dt]?frac\{\d+\}\{\d+\})")
 
 

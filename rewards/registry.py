@@ -36,7 +36,9 @@ GIVEN = ("completion_lengths", "truncated", "max_new_tokens", "reward_model_scor
 JUDGED = "reward_model"  # the reward that is the score of a model
 _FOLDER = Path(__file__).resolve().parent
 _FILE_MODULES = "duet_reward_file_"
-_loading = threading.RLock()  # of files: who comes second waits until the first has run all of it; a file may load another
+_loading = (
+    threading.RLock()
+)  # of files: who comes second waits until the first has run all of it; a file may load another
 
 
 class RewardError(ValueError):
@@ -295,7 +297,9 @@ def _member(module: types.ModuleType, name: str, spec: str) -> RewardFunction:
     here = {key: f for key, f in _registered.items() if f.__module__ == module.__name__}
     if name in here:
         return here[name]
-    own = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+    own = [
+        key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
     raise RewardError(f"reward {spec}: no function {name!r} there{_nearest(name, {*own, *here})}")
 
 

@@ -5,7 +5,13 @@ from rewards.registry import reward
 EXAMPLES = [
     {"prompt": "", "completion": "a", "reward_model_scores": {"runs/rm/export": 1.5}, "score": 1.5},
     {"prompt": "", "completion": "b", "reward_model_scores": {"runs/rm/export": -0.25, "other": 3.0}, "score": -0.25},
-    {"prompt": "", "completion": "c", "reward_model_scores": {"other": 3.0}, "score": 3.0, "options": {"source": "other"}},
+    {
+        "prompt": "",
+        "completion": "c",
+        "reward_model_scores": {"other": 3.0},
+        "score": 3.0,
+        "options": {"source": "other"},
+    },
 ]
 for example in EXAMPLES:
     example.setdefault("options", {"source": "runs/rm/export"})

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rewards import registry
-from rewards.pool import Batch, Call, Failure, Function, Lane
 from rewards.registry import RewardError, RewardFailed
+from rewards.workers.pool import Batch, Call, Failure, Function, Lane
 
 _LOG = logging.getLogger("duet.rewards")
 _SHOWN_FAULTS = 3
@@ -165,11 +165,15 @@ class Runner:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def score(self, prompts: list, completions: list, columns: dict[str, list], groups: list[int] | None = None) -> Scores:
+    def score(
+        self, prompts: list, completions: list, columns: dict[str, list], groups: list[int] | None = None
+    ) -> Scores:
         """Scores N completions: `start` and its `result()` at once."""
         return self.start(prompts, completions, columns, groups).result()
 
-    def start(self, prompts: list, completions: list, columns: dict[str, list], groups: list[int] | None = None) -> Handle:
+    def start(
+        self, prompts: list, completions: list, columns: dict[str, list], groups: list[int] | None = None
+    ) -> Handle:
         """Starts scoring N completions and returns at once, so that decoding may go on meanwhile.
 
         prompts, completions: N strings, or N lists of messages ({"role", "content"}).
@@ -256,7 +260,9 @@ class Runner:
 
     def _collect(self, batch: Batch) -> Scores:
         faults = [
-            Fault(name, sample, cell.kind, cell.text, batch.given["prompts"][sample], batch.given["completions"][sample])
+            Fault(
+                name, sample, cell.kind, cell.text, batch.given["prompts"][sample], batch.given["completions"][sample]
+            )
             for slot, name in enumerate(self.names)
             for sample, cell in enumerate(row[slot] for row in batch.cells)
             if isinstance(cell, Failure)
@@ -274,7 +280,9 @@ class Runner:
         self._show(faults)
         if faults and self.options.on_error == "stop":
             fault = faults[0]
-            raise RewardFailed(f"reward {fault.function} failed ({fault.kind}) on\n{_sample_text(fault)}\n{fault.traceback}")
+            raise RewardFailed(
+                f"reward {fault.function} failed ({fault.kind}) on\n{_sample_text(fault)}\n{fault.traceback}"
+            )
         return Scores(rewards, total, self.names, faults, self._metrics(batch, rewards, faults))
 
     def _show(self, faults: list[Fault]) -> None:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollout.generator import Completion, Generator, GeneratorOptions
-    from rollout.sampling import SamplingParams
+    from rollout.engine.sampling import SamplingParams
+    from rollout.generator import Generator
+    from rollout.types import Completion, GeneratorOptions
 
-_HOME = {"Generator": "generator", "GeneratorOptions": "generator", "Completion": "generator", "SamplingParams": "sampling"}
+_HOME = {
+    "Generator": "generator",
+    "GeneratorOptions": "types",
+    "Completion": "types",
+    "SamplingParams": "engine.sampling",
+}
 __all__ = ["Completion", "Generator", "GeneratorOptions", "SamplingParams"]
 
 

@@ -45,7 +45,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         group = item.nodeid
-        if model := next((parameters[name] for name in ("name", "kind") if isinstance(parameters.get(name), str)), None):
+        if model := next(
+            (parameters[name] for name in ("name", "kind") if isinstance(parameters.get(name), str)), None
+        ):
             group = f"{item.path.name}-{model}"
             item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("slow") and zlib.crc32(group.encode()) % parts != number:

@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from rl import cli, events
+from rl.commands import cli
+from rl.reporting import events
 
 ROOT = Path(__file__).resolve().parents[1]
 # Laid over the small run: one layer without experts, and no generator where nothing is sampled.
@@ -28,7 +29,7 @@ def train(directory, *more: str) -> int:
 
 def process(*given: str, environment: dict[str, str] | None = None, **how) -> subprocess.Popen:
     """`rl-train` in a process group of its own, with its output in pipes, compiled as these tests are."""
-    command = [sys.executable, "-m", "rl.cli", *given]
+    command = [sys.executable, "-m", "rl.commands.cli", *given]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     quick = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | (environment or {})
     return subprocess.Popen(command, cwd=ROOT, env=quick, start_new_session=True, **(pipes | how))

@@ -11,10 +11,10 @@ from oracles import TINY, configuration, random_model
 import rl.algorithms
 from policy import families
 from policy.config import Runtime
-from rl.batch import Batch
-from rl.config import StageOptions
-from rl.rewardmodel import RewardModelTrainer
-from rl.trainer import RunState, Trainer
+from rl.config.run import StageOptions
+from rl.training.batch import Batch
+from rl.training.reward_model import RewardModelTrainer
+from rl.training.trainer import RunState, Trainer
 
 VOCAB = 40
 QUICK = Runtime(remat="none", scan=False)  # compiles in half the time of the default
@@ -48,7 +48,13 @@ def stage(algorithm="sft", **keys) -> StageOptions:
     optimizer = {"learning_rate": 1e-2, "eps": 1e-3} | keys.pop("optimizer", {})
     critic = {"learning_rate": 1e-2, "eps": 1e-3} | keys.pop("critic", {})
     sampling = {"max_new_tokens": 8} | keys.pop("sampling", {})
-    options = {"algorithm": algorithm, "steps": 10, "optimizer": optimizer, "critic": critic, "sampling": sampling} | keys
+    options = {
+        "algorithm": algorithm,
+        "steps": 10,
+        "optimizer": optimizer,
+        "critic": critic,
+        "sampling": sampling,
+    } | keys
     return StageOptions.model_validate(options)
 
 

@@ -38,7 +38,11 @@ def oracle(kind: str, seed: int = 0, **keys):
     model = _build(kind, TINY[kind] | keys).float().eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if (tensor.dim() == 1 or name.endswith(("_bias", "bias"))) and "inv_freq" not in name and "softcap" not in name:
+            if (
+                (tensor.dim() == 1 or name.endswith(("_bias", "bias")))
+                and "inv_freq" not in name
+                and "softcap" not in name
+            ):
                 tensor.add_(torch.randn_like(tensor) * 0.3)
     return model
 
@@ -49,7 +53,9 @@ def classes(kind: str):
 
     entry = KINDS[kind]
     config = getattr(transformers, entry.config or f"{kind}Config")
-    return config, entry.oracle_class() if entry.oracle_class else getattr(transformers, entry.model or f"{kind}ForCausalLM")
+    return config, entry.oracle_class() if entry.oracle_class else getattr(
+        transformers, entry.model or f"{kind}ForCausalLM"
+    )
 
 
 def _build(kind: str, keys: dict):
@@ -118,8 +124,8 @@ def random_model(config, seed: int = 0, runtime=None, mesh=None):
     import jax
 
     from policy.config import Runtime
+    from policy.mesh.sharding import layout
     from policy.model import Graph, Model
-    from policy.sharding import layout
 
     graph = Graph(config, runtime or Runtime(), mesh or layout({"fsdp": 1}, devices=jax.devices()[:1]))
     rng, params = np.random.default_rng(seed), {}

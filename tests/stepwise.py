@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy import cache as caches
 from policy import modes
-from policy.cache import Step
+from policy.cache import cache as caches
+from policy.cache.step import Step
 
 
 def forward(model, tokens_BT, segments_BT=None, **runtime):

@@ -50,7 +50,7 @@ def trainer(kind: str, directory, given: Given, *, reference=None, weights=None,
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
 
-    from rollout.tokenizer import byte_level
+    from rollout.text.tokenizer import byte_level
 
     module = importlib.import_module("trl.experimental.gmpo" if kind == "GMPO" else "trl")
     rows = len(given.prompts)
@@ -80,7 +80,9 @@ def trainer(kind: str, directory, given: Given, *, reference=None, weights=None,
         processing_class=byte_level(),
     )
     if reference is not None:
-        theirs.ref_model.load_state_dict(AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32).state_dict())
+        theirs.ref_model.load_state_dict(
+            AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32).state_dict()
+        )
 
     turn = given.completions if kind == "RLOO" else (given.completions, given.sampler_logp)
     theirs._tokenize_prompts = lambda prompts: (given.prompts, None, {})
@@ -115,11 +117,16 @@ def pair_trainer(kind: str, model, **settings):
     import trl
     from datasets import Dataset
 
-    from rollout.tokenizer import byte_level
+    from rollout.text.tokenizer import byte_level
 
     reference = {"ref_model": settings.pop("ref_model")} if kind == "DPO" else {}
     arguments = getattr(trl, f"{kind}Config")(
-        output_dir=str(settings.pop("directory")), gradient_checkpointing=False, use_cpu=True, bf16=False, report_to=[], **settings
+        output_dir=str(settings.pop("directory")),
+        gradient_checkpointing=False,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        **settings,
     )
     theirs = getattr(trl, f"{kind}Trainer")(
         model=model,

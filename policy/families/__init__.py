@@ -1,8 +1,8 @@
 """Decoder families, one file each, found by listing this folder. Free of jax.
 
 A family file holds ARCHITECTURES and MODEL_TYPES (which Hugging Face configurations are its own), `read(hf) ->
-DecoderConfig`, NAMES (how its weights are stored; policy/names.py) and DEFAULTS (values of absent keys; here the class
-of transformers rules). Optional: TOP and LAYER_PREFIX in the place of those of policy/names.py; PREFIXES, pairs of the start of
+DecoderConfig`, NAMES (how its weights are stored; policy/huggingface/names.py) and DEFAULTS (values of absent keys; here the class
+of transformers rules). Optional: TOP and LAYER_PREFIX in the place of those of policy/huggingface/names.py; PREFIXES, pairs of the start of
 a stored name and what the tables call it; SKIP, patterns of stored tensors that are not read; SKIP_EXTRA_LAYERS, True where
 layers past num_hidden_layers are not read either; PASSED_OVER, the start of the names of such layers that transformers passes
 over in a file; `empty_tensors(hf)`, names and shapes of tensors without elements
@@ -18,9 +18,9 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-from policy import extensions
 from policy.config import DecoderConfig
-from policy.hf import UnsupportedModel
+from policy.huggingface import extensions
+from policy.huggingface.hf import UnsupportedModel
 
 
 def known() -> list[str]:
@@ -66,7 +66,7 @@ def text_model(hf: dict) -> dict:
 
 
 def read(hf: dict) -> DecoderConfig:
-    """The decoder that a Hugging Face configuration describes, with the parts that policy/extensions.py adds. Raises
+    """The decoder that a Hugging Face configuration describes, with the parts that policy/huggingface/extensions.py adds. Raises
     UnsupportedModel with the key that is missing or unknown."""
     hf = text_model(hf)
     module = find(hf)

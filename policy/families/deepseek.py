@@ -3,9 +3,9 @@ attention, in V3.2 over keys that an indexer selects, and a dense prefix followe
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import DecoderConfig, Indexer, LatentAttention, LayerSpec, Mlp, Moe, Router
-from policy.hf import UnsupportedModel, activation, decoder, first, rope, rope_parameters, yarn_mscale
+from policy.huggingface import names
+from policy.huggingface.hf import UnsupportedModel, activation, decoder, first, rope, rope_parameters, yarn_mscale
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
@@ -31,7 +31,9 @@ NAMES = (
     }
     | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_experts."))
 )
-SKIP_EXTRA_LAYERS = True  # those past num_hidden_layers predict further tokens, which the decoder does only where it is told to
+SKIP_EXTRA_LAYERS = (
+    True  # those past num_hidden_layers predict further tokens, which the decoder does only where it is told to
+)
 PASSED_OVER = r"model\.layers\.61\."
 # What a configuration that lacks a key means, by the classes of transformers.
 _DEFAULTS = {
@@ -101,7 +103,9 @@ def read(stored: dict) -> DecoderConfig:
         hf |= {"index_topk": None, "mlp_layer_types": None}
     bias = not v3 and bool(hf["mlp_bias"])
     mixer, dense = _mixer(hf, v3), Mlp(hf["intermediate_size"], activation(hf), bias=bias)
-    experts = first(hf, "n_routed_experts", "num_local_experts", "num_experts", default=EXPERTS_V3 if v3 else EXPERTS_V2)
+    experts = first(
+        hf, "n_routed_experts", "num_local_experts", "num_experts", default=EXPERTS_V3 if v3 else EXPERTS_V2
+    )
     width, shared = hf["moe_intermediate_size"], hf["n_shared_experts"]
     moe = Moe(
         _router(hf, v3, experts),
@@ -152,7 +156,9 @@ def _indexer(hf: dict, rotated: int) -> Indexer:
 
 def _router(hf: dict, v3: bool, experts: int) -> Router:
     if not v3 and hf["topk_method"] not in ("greedy", "group_limited_greedy"):
-        raise UnsupportedModel(f"topk_method {hf['topk_method']!r} is not supported; known: greedy, group_limited_greedy")
+        raise UnsupportedModel(
+            f"topk_method {hf['topk_method']!r} is not supported; known: greedy, group_limited_greedy"
+        )
     limited = v3 or hf["topk_method"] == "group_limited_greedy"
     return Router(
         experts=experts,

@@ -5,9 +5,18 @@ Stored like StableLM with a parallel residual and root-mean-square norms. Scores
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import DecoderConfig, LayerSpec, LearnedPositions, Mlp, Norm, SinusoidPositions
-from policy.hf import ACTIVATIONS, UnsupportedModel, activation, attention, decoder, head_dim, rope_of, rope_parameters
+from policy.huggingface import names
+from policy.huggingface.hf import (
+    ACTIVATIONS,
+    UnsupportedModel,
+    activation,
+    attention,
+    decoder,
+    head_dim,
+    rope_of,
+    rope_parameters,
+)
 
 ARCHITECTURES = ("ParallelRMS",)
 MODEL_TYPES = ("stablelm",)
@@ -36,7 +45,9 @@ DEFAULTS = {
 def read(stored: dict) -> DecoderConfig:
     hf = DEFAULTS | stored
     if "StableLmForCausalLM" in (stored.get("architectures") or ()):
-        raise UnsupportedModel("architectures: StableLmForCausalLM has mean-subtracting norms; this family is ParallelRMS")
+        raise UnsupportedModel(
+            "architectures: StableLmForCausalLM has mean-subtracting norms; this family is ParallelRMS"
+        )
     if not hf["use_parallel_residual"]:
         raise UnsupportedModel("use_parallel_residual: must be true, the block of this family is parallel")
     if hf["qk_layernorm"]:

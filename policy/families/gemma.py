@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import DecoderConfig, LayerSpec, Mlp, Norm
-from policy.hf import UnsupportedModel, activation, attention, decoder, head_dim, rope
+from policy.huggingface import names
+from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, head_dim, rope
 
 ARCHITECTURES = ("GemmaForCausalLM",)
 MODEL_TYPES = ("gemma",)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import SANDWICH_NORM, Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.hf import UnsupportedModel, activation, attention, decoder, head_dim, layer_types, rope
+from policy.huggingface import names
+from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, head_dim, layer_types, rope
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
 MODEL_TYPES = ("gemma2",)

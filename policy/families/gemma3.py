@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import SANDWICH_NORM, Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.hf import UnsupportedModel, activation, attention, decoder, first, head_dim, layer_types, rope
+from policy.huggingface import names
+from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, first, head_dim, layer_types, rope
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 MODEL_TYPES = ("gemma3_text", "gemma3")
@@ -66,7 +66,9 @@ def _rope_parameters(hf: dict) -> dict:
     `rope_local_base_freq` is the base of the others, which are not scaled. Yarn's `truncate` stands beside the two."""
     new = first(hf, "rope_parameters", default={})
     if new and not any(kind in new for kind in KINDS):
-        raise UnsupportedModel(f"gemma3: rope_parameters: expected settings for {' and '.join(KINDS)}, found {', '.join(new)}")
+        raise UnsupportedModel(
+            f"gemma3: rope_parameters: expected settings for {' and '.join(KINDS)}, found {', '.join(new)}"
+        )
     full, sliding = ((new.get(kind) or {}) | {"truncate": new.get("truncate", True)} for kind in KINDS)
     scaling = hf.get("rope_scaling") or {}
     if scaling and "rope_type" not in scaling:  # transformers then scales nothing, whatever `type` says

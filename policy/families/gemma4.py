@@ -3,7 +3,6 @@ there, and, in the sparse models, experts beside the dense feed-forward of every
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import (
     SANDWICH_NORM,
     Attention,
@@ -15,8 +14,9 @@ from policy.config import (
     Norm,
     Router,
 )
-from policy.hf import UnsupportedModel, activation, attention, decoder, first, layer_types, rope
-from policy.names import Stored
+from policy.huggingface import names
+from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, first, layer_types, rope
+from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 MODEL_TYPES = ("gemma4_text", "gemma4")
@@ -115,7 +115,9 @@ def _head_shapes(hf: dict, kinds: list[str]) -> list[tuple[int, int]]:
     layers = {int(number): keys for number, keys in hf["per_layer_config"].items()}
     for number, keys in layers.items():
         if number not in range(len(kinds)) or (unknown := set(keys) - {"num_key_value_heads", "head_dim"}):
-            wrong = f"there are {len(kinds)} layers" if number not in range(len(kinds)) else f"{', '.join(sorted(unknown))}"
+            wrong = (
+                f"there are {len(kinds)} layers" if number not in range(len(kinds)) else f"{', '.join(sorted(unknown))}"
+            )
             raise UnsupportedModel(f"gemma4: per_layer_config.{number}: {wrong}; known: num_key_value_heads, head_dim")
     own = [hf | layers.get(number, {}) for number in range(len(kinds))]
     return [(keys["num_key_value_heads"], keys["head_dim"]) for keys in own]

@@ -5,14 +5,16 @@ The dropout rates of a configuration are not read: what an update drops is said 
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import Attention, DecoderConfig, LayerNorm, LayerSpec, LearnedPositions, Mlp
-from policy.hf import UnsupportedModel, activation, decoder, first
+from policy.huggingface import names
+from policy.huggingface.hf import UnsupportedModel, activation, decoder, first
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
 MODEL_TYPES = ("gpt2",)
 LAYER_PREFIX = "transformer.h.{n}."
-PREFIXES = tuple((name, f"transformer.{name}") for name in ("wte.", "wpe.", "h.", "ln_f."))  # as the Hub holds gpt2 itself
+PREFIXES = tuple(
+    (name, f"transformer.{name}") for name in ("wte.", "wpe.", "h.", "ln_f.")
+)  # as the Hub holds gpt2 itself
 SKIP = (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)  # causal masks
 TOP = {
     "embed_tokens": names.Stored("transformer.wte.weight"),

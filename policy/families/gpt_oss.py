@@ -3,10 +3,10 @@ and a clamped activation. The released files are quantised in MXFP4, and are rea
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import ClampedSwiglu, DecoderConfig, LayerSpec, Moe, Norm, Router
-from policy.hf import attention, decoder, first, head_dim, layer_types, rope
-from policy.names import Stored
+from policy.huggingface import names
+from policy.huggingface.hf import attention, decoder, first, head_dim, layer_types, rope
+from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 MODEL_TYPES = ("gpt_oss",)
@@ -19,8 +19,12 @@ NAMES = (
         "feed_forward.expert_down_proj": Stored("mlp.experts.down_proj"),
         "feed_forward.expert_down_bias": Stored("mlp.experts.down_proj_bias"),
     }
-    | names.joined("feed_forward.", ("expert_gate_proj", "expert_up_proj"), "mlp.experts.gate_up_proj", "x e f* -> x e f")
-    | names.joined("feed_forward.", ("expert_gate_bias", "expert_up_bias"), "mlp.experts.gate_up_proj_bias", "x f* -> x f")
+    | names.joined(
+        "feed_forward.", ("expert_gate_proj", "expert_up_proj"), "mlp.experts.gate_up_proj", "x e f* -> x e f"
+    )
+    | names.joined(
+        "feed_forward.", ("expert_gate_bias", "expert_up_bias"), "mlp.experts.gate_up_proj_bias", "x f* -> x f"
+    )
 )
 
 KINDS = ("sliding_attention", "full_attention")

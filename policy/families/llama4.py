@@ -5,10 +5,10 @@ Layers with rotary attention look only into their own chunk of the text; the oth
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Moe, Norm, QueryTemperature, Router
-from policy.hf import UnsupportedModel, activation, attention, decoder, first, head_dim, layer_types, rope
-from policy.names import Stored
+from policy.huggingface import names
+from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, first, head_dim, layer_types, rope
+from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 MODEL_TYPES = ("llama4_text", "llama4")
@@ -16,7 +16,9 @@ NAMES = (
     names.ATTENTION
     | names.moved(names.MLP, ("", ""), ("mlp.", "feed_forward."))
     | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "feed_forward.shared_expert."))
-    | names.joined("feed_forward.", ("expert_gate_proj", "expert_up_proj"), "feed_forward.experts.gate_up_proj", "x e f+ -> x e f")
+    | names.joined(
+        "feed_forward.", ("expert_gate_proj", "expert_up_proj"), "feed_forward.experts.gate_up_proj", "x e f+ -> x e f"
+    )
     | {
         "feed_forward.router.weight": Stored("feed_forward.router.weight", "x e -> e x"),
         "feed_forward.expert_down_proj": Stored("feed_forward.experts.down_proj"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import DecoderConfig, LayerSpec, Mlp
-from policy.hf import activation, attention, decoder, head_dim, layer_types, rope
+from policy.huggingface import names
+from policy.huggingface.hf import activation, attention, decoder, head_dim, layer_types, rope
 
 ARCHITECTURES = ("MistralForCausalLM",)
 MODEL_TYPES = ("mistral",)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import DecoderConfig, LayerSpec, Moe, Router
-from policy.hf import activation, attention, decoder, first, head_dim, rope
-from policy.names import Stored
+from policy.huggingface import names
+from policy.huggingface.hf import activation, attention, decoder, first, head_dim, rope
+from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 MODEL_TYPES = ("mixtral",)

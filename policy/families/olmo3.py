@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import POST_NORM, DecoderConfig, LayerSpec, Mlp, Norm, Rope
-from policy.hf import UnsupportedModel, activation, attention, decoder, head_dim, layer_types, rope
+from policy.huggingface import names
+from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, head_dim, layer_types, rope
 
 ARCHITECTURES = ("Olmo3ForCausalLM",)
 MODEL_TYPES = ("olmo3",)
@@ -51,8 +51,13 @@ def _ropes(hf: dict) -> dict[str, Rope]:
     beside the two."""
     new = hf.get("rope_parameters") or {}
     if new and not any(kind in new for kind in KINDS):
-        raise UnsupportedModel(f"rope_parameters: expected settings for each of {', '.join(KINDS)}, found {', '.join(new)}")
+        raise UnsupportedModel(
+            f"rope_parameters: expected settings for each of {', '.join(KINDS)}, found {', '.join(new)}"
+        )
     settings = {kind: (new.get(kind) or {}) | {"truncate": new.get("truncate", True)} for kind in KINDS}
     settings["full_attention"] |= hf.get("rope_scaling") or {}
     settings["sliding_attention"].setdefault("rope_theta", THETA)
-    return {kind: rope(hf | {"rope_scaling": None, "rope_parameters": settings}, head_dim(hf), layer_type=kind) for kind in KINDS}
+    return {
+        kind: rope(hf | {"rope_scaling": None, "rope_parameters": settings}, head_dim(hf), layer_type=kind)
+        for kind in KINDS
+    }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.hf import activation, attention, decoder, layer_types, rope
+from policy.huggingface import names
+from policy.huggingface.hf import activation, attention, decoder, layer_types, rope
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 MODEL_TYPES = ("qwen3",)
@@ -29,14 +29,21 @@ DEFAULTS = {
 
 def read(stored: dict) -> DecoderConfig:
     hf = DEFAULTS | stored
-    return decoder("qwen3", stored, hf, [LayerSpec(mixer, Mlp(hf["intermediate_size"], activation(hf))) for mixer in mixers(hf)])
+    return decoder(
+        "qwen3", stored, hf, [LayerSpec(mixer, Mlp(hf["intermediate_size"], activation(hf))) for mixer in mixers(hf)]
+    )
 
 
 def mixers(hf: dict) -> list[Attention]:
     """The attention of each layer; layers named sliding_attention see `sliding_window` tokens."""
     layers = hf["num_hidden_layers"]
     window = hf["sliding_window"] if hf["use_sliding_window"] else None
-    derived = ["sliding_attention" if window and i >= hf["max_window_layers"] else "full_attention" for i in range(layers)]
+    derived = [
+        "sliding_attention" if window and i >= hf["max_window_layers"] else "full_attention" for i in range(layers)
+    ]
     kinds = layer_types(hf, ("full_attention", "sliding_attention"), derived)
     norm, rotary = Norm(eps=hf["rms_norm_eps"]), rope(hf, hf["head_dim"])
-    return [attention(hf, rope=rotary, qk_norm=norm, window=window if kind == "sliding_attention" else None) for kind in kinds]
+    return [
+        attention(hf, rope=rotary, qk_norm=norm, window=window if kind == "sliding_attention" else None)
+        for kind in kinds
+    ]

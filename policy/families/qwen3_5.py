@@ -3,9 +3,9 @@ three gated delta nets to one gated attention."""
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.hf import activation, decoder, first, hybrid_mixers
+from policy.huggingface import names
+from policy.huggingface.hf import activation, decoder, first, hybrid_mixers
 
 ARCHITECTURES = (
     "Qwen3_5ForCausalLM",
@@ -21,7 +21,9 @@ NAMES = (
     | names.MOE
     | names.fused(names.MOE)
     | names.DELTA_NET
-    | names.joined("GatedDeltaNet.", ("q_proj", "k_proj", "v_proj"), "linear_attn.in_proj_qkv.weight", "(k d)+ e -> e k d")
+    | names.joined(
+        "GatedDeltaNet.", ("q_proj", "k_proj", "v_proj"), "linear_attn.in_proj_qkv.weight", "(k d)+ e -> e k d"
+    )
     | {
         f"GatedDeltaNet.{part}_proj": names.Stored(f"linear_attn.in_proj_{part}.weight", "(k d) e -> e k d")
         for part in ("z", "b", "a")

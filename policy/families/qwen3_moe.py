@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.hf import activation, attention, decoder, first, head_dim, rope, sparse_layers
+from policy.huggingface import names
+from policy.huggingface.hf import activation, attention, decoder, first, head_dim, rope, sparse_layers
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 MODEL_TYPES = ("qwen3_moe",)

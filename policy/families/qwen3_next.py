@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.hf import activation, decoder, first, hybrid_mixers, sparse_layers
+from policy.huggingface import names
+from policy.huggingface.hf import activation, decoder, first, hybrid_mixers, sparse_layers
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 MODEL_TYPES = ("qwen3_next",)
@@ -14,7 +14,10 @@ NAMES = (
     | names.MOE
     | names.DELTA_NET
     | names.joined(
-        "GatedDeltaNet.", ("q_proj", "k_proj", "v_proj", "z_proj"), "linear_attn.in_proj_qkvz.weight", "(k d+) e -> e k d"
+        "GatedDeltaNet.",
+        ("q_proj", "k_proj", "v_proj", "z_proj"),
+        "linear_attn.in_proj_qkvz.weight",
+        "(k d+) e -> e k d",
     )
     | names.joined("GatedDeltaNet.", ("b_proj", "a_proj"), "linear_attn.in_proj_ba.weight", "(k g+) e -> e k g")
     | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_expert."))
@@ -60,5 +63,7 @@ def read(stored: dict) -> DecoderConfig:
     moe = Moe(router, hf["moe_intermediate_size"], shared=shared, activation=act, shared_gate=True)
     dense = Mlp(hf["intermediate_size"], act)
     sparse = sparse_layers(hf, router.experts)
-    layers = [LayerSpec(mixer, moe if experts else dense) for mixer, experts in zip(hybrid_mixers(hf), sparse, strict=True)]
+    layers = [
+        LayerSpec(mixer, moe if experts else dense) for mixer, experts in zip(hybrid_mixers(hf), sparse, strict=True)
+    ]
     return decoder("qwen3_next", stored, hf, layers, norm=Norm(hf["rms_norm_eps"], "zero_centred"))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from policy import names
 from policy.config import DecoderConfig, LayerSpec, Matrix
-from policy.hf import decoder
+from policy.huggingface import names
+from policy.huggingface.hf import decoder
 
 ARCHITECTURES = ("SimpleLM",)
 MODEL_TYPES = ()  # its configurations are Llama's

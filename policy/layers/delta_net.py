@@ -14,15 +14,16 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from policy.cache import LayerCache, Step
+from policy.attention.sequence_shards import whole
+from policy.cache.cache import LayerCache
+from policy.cache.step import Step
 from policy.config import DecoderConfig, GatedDeltaNet, Runtime
-from policy.explicit import alike, over_devices, spec_of, stated
 from policy.intermediates import LayerAux
-from policy.layers.linear import linear
-from policy.layers.norms import RMSNorm
-from policy.layers.parameter import apart, normal, ones, weight
-from policy.sequence_cut import whole
-from policy.sharding import from_cache, to_cache
+from policy.mesh.explicit import alike, over_devices, spec_of, stated
+from policy.mesh.sharding import from_cache, to_cache
+from policy.ops.linear import linear
+from policy.ops.norms import RMSNorm
+from policy.ops.parameter import apart, normal, ones, weight
 
 CHUNK = 64
 # What passes the convolution, and the names under which remat policies save it.
@@ -103,7 +104,9 @@ class DeltaNet(nnx.Module):
             return out if heads is None else jax.lax.psum(out, heads)
 
         places = [layout.used(spec_of(w)) for w in weights], rows, PartitionSpec(rows[0])
-        out = over_devices(local, layout, places, rows, check_vma=False)(weights, x_BTE, Step(step.positions, step.segments))
+        out = over_devices(local, layout.mesh, places, rows, check_vma=False)(
+            weights, x_BTE, Step(step.positions, step.segments)
+        )
         return alike(out, x_BTE)
 
     def _project(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:

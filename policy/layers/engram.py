@@ -15,20 +15,21 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from policy import processes
-from policy.cache import LayerCache, Step
+from policy.cache.cache import LayerCache
+from policy.cache.step import Step
 from policy.config import DecoderConfig, Engram, Runtime
 from policy.intermediates import LayerAux
 from policy.layers.delta_net import number_documents
-from policy.layers.norms import RMSNorm
-from policy.layers.parameter import IntegerConstant, RowTable, normal, ones, weight, zeros
-from policy.memory import on_host, to_device
-from policy.sharding import Layout, constrain
+from policy.mesh import processes
+from policy.mesh.host_memory import on_host, to_device
+from policy.mesh.sharding import Layout, constrain
+from policy.ops.norms import RMSNorm
+from policy.ops.parameter import IntegerConstant, RowTable, normal, ones, weight, zeros
 
 
 class History:
     """What stands before the tokens of a call, and what the cache is to keep of them. `real` bool[B, T]: the tokens that are not
-    padding, which comes after them. Of a `tentative` call (policy/cache.py) the cache stays as it is, and `states` holds what it
+    padding, which comes after them. Of a `tentative` call (policy/cache/cache.py) the cache stays as it is, and `states` holds what it
     would keep after each token."""
 
     def __init__(self, cache: LayerCache | None, real_BT: jax.Array, tentative: bool):
@@ -84,11 +85,15 @@ class NgramMemory(nnx.Module):
         documents = number_documents(step.segments)
         history = History(cache, step.segments != 0, runtime.tentative)
         found = self.table[...]
-        if found.ndim == 2:  # else it was read before the call (policy/tables.py)
+        if found.ndim == 2:  # else it was read before the call (policy/execution/row_tables.py)
             found = look_up(found, ngram_rows(spec, self.classes[...], step, history), x.dtype, runtime)
         found_BTD = found.reshape(*step.tokens.shape, -1)
-        key = jnp.einsum("btd,gde->btge", found_BTD, self.key_proj[...].astype(x.dtype)) + self.key_bias[...].astype(x.dtype)
-        value = jnp.einsum("btd,de->bte", found_BTD, self.value_proj[...].astype(x.dtype)) + self.value_bias[...].astype(x.dtype)
+        key = jnp.einsum("btd,gde->btge", found_BTD, self.key_proj[...].astype(x.dtype)) + self.key_bias[...].astype(
+            x.dtype
+        )
+        value = jnp.einsum("btd,de->bte", found_BTD, self.value_proj[...].astype(x.dtype)) + self.value_bias[
+            ...
+        ].astype(x.dtype)
         query = x_BTGE if spec.outer_norm is None else self.outer_norm(x_BTGE)
         normed = _rms(key, self.key_norm, spec.norm.eps) * _rms(query, self.query_norm, spec.norm.eps)
         score = jnp.sum(normed, axis=-1) / math.sqrt(x.shape[-1])
@@ -116,7 +121,7 @@ class NgramMemory(nnx.Module):
 
 
 def set_classes(params: dict[str, jax.Array], classes: np.ndarray) -> dict[str, jax.Array]:
-    """`params` of a decoder, in which every memory takes tokens by `classes` int32[V] (rollout/classes.py)."""
+    """`params` of a decoder, in which every memory takes tokens by `classes` int32[V] (rollout/text/classes.py)."""
 
     def put(array):
         return processes.placed(np.broadcast_to(classes.astype(np.int32), array.shape), array.sharding)

@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 
 from policy.config import DecoderConfig
-from policy.layers.linear import einsum
-from policy.layers.parameter import normal, ones, weight, zeros
+from policy.ops.linear import einsum
+from policy.ops.parameter import normal, ones, weight, zeros
 
 # First value of the factors of what depends on the token (the paper's appendix A). The static part starts at 0: all streams are
 # read alike, written with weight 1 and mixed evenly, so that a fresh decoder with pre-norms computes what it would without.
@@ -64,7 +64,10 @@ class HyperConnection(nnx.Module):
     def read(self, x_BTGE: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """(what the part reads [B, T, E], (post float32[G, B, T], M float32[G, G, B, T]))."""
         pre, post, mixing = self.mapping(x_BTGE)
-        return _collapse(x_BTGE, jax.nn.sigmoid(pre) + self.config.eps), (2 * jax.nn.sigmoid(post), self._matrix(mixing))
+        return _collapse(x_BTGE, jax.nn.sigmoid(pre) + self.config.eps), (
+            2 * jax.nn.sigmoid(post),
+            self._matrix(mixing),
+        )
 
     def write(self, x_BTGE: jax.Array, out_BTE: jax.Array, mix: tuple[jax.Array, jax.Array]) -> jax.Array:
         mixed = jnp.einsum("kmbt,btke->btme", mix[1].astype(x_BTGE.dtype), x_BTGE)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from policy.cache import LayerCache, Step, remember
+from policy.attention.attention import GroupedQueryAttention
+from policy.attention.mla import MultiHeadLatentAttention
+from policy.cache.cache import LayerCache, remember
+from policy.cache.step import Step
 from policy.config import (
     Attention,
     DecoderConfig,
@@ -18,19 +21,17 @@ from policy.config import (
     Moe,
     Runtime,
 )
+from policy.experts.dense_and_experts import DenseBesideExperts
+from policy.experts.moe import MixtureOfExperts
 from policy.intermediates import LayerAux, observe
-from policy.layers.attention import GroupedQueryAttention
 from policy.layers.delta_net import DeltaNet
-from policy.layers.dense_and_experts import DenseBesideExperts
-from policy.layers.dropout import drop
 from policy.layers.engram import NgramMemory
-from policy.layers.mla import MultiHeadLatentAttention
 from policy.layers.mlp import FeedForward, SquareMatrix
-from policy.layers.moe import MixtureOfExperts
-from policy.layers.norms import norm
-from policy.layers.parameter import Constant, ones
 from policy.layers.residual import residual
-from policy.sharding import decoded
+from policy.mesh.sharding import decoded
+from policy.ops.dropout import drop
+from policy.ops.norms import norm
+from policy.ops.parameter import Constant, ones
 
 MIXERS = {Attention: GroupedQueryAttention, LatentAttention: MultiHeadLatentAttention, GatedDeltaNet: DeltaNet}
 FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DenseBesideExperts}

@@ -8,11 +8,11 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from policy.cache import Step
+from policy.cache.step import Step
 from policy.config import DecoderConfig, Matrix, Mlp, Runtime
 from policy.intermediates import LayerAux
-from policy.layers.linear import linear
-from policy.layers.parameter import normal, weight, zeros
+from policy.ops.linear import linear
+from policy.ops.parameter import normal, weight, zeros
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,

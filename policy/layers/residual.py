@@ -6,8 +6,8 @@ import jax
 from flax import nnx
 
 from policy.config import DecoderConfig, LayerSpec
-from policy.explicit import alike
 from policy.layers.hyper_connections import HyperConnection
+from policy.mesh.explicit import alike
 
 
 class Residual(nnx.Module):

@@ -29,9 +29,13 @@ class PolicyInputs:
     entropy: jax.Array | None = None  # of the distribution that token t was drawn from, with gradient
     advantages: jax.Array | None = None  # [N] or [N,T]
     scores: jax.Array | None = None  # of the sequence up to and with token t, by a reward model, with gradient
-    margin: jax.Array | None = None  # of pairs, by how much the scores are to differ; read at the last token of an answer
+    margin: jax.Array | None = (
+        None  # of pairs, by how much the scores are to differ; read at the last token of an answer
+    )
     segments: jax.Array | None = None  # int[N,T] in 0..T: sequence within the row, 0 is padding; None: one a row
-    prompt: jax.Array | None = None  # int[N], or [N,T] of packed rows: number of the prompt (the group); -1: only fills up
+    prompt: jax.Array | None = (
+        None  # int[N], or [N,T] of packed rows: number of the prompt (the group); -1: only fills up
+    )
     num_tokens: jax.Array | None = None  # scalar: sum of mask over the optimiser batch; None: counted here
     num_sequences: jax.Array | None = None  # scalar
     num_prompts: jax.Array | None = None  # scalar
@@ -39,9 +43,13 @@ class PolicyInputs:
     prompt_tokens: jax.Array | None = None  # [N] or [N,T]: sum of mask over all completions of the prompt
     correct: jax.Array | None = None  # [N] or [N,T]: 1 on completions that are correct, for a loss that imitates them
     num_correct: jax.Array | None = None  # scalar: sum of mask over those of the optimiser batch
-    mean_weight: jax.Array | None = None  # scalar: mean weight of the sampler correction over the tokens of the optimiser batch
+    mean_weight: jax.Array | None = (
+        None  # scalar: mean weight of the sampler correction over the tokens of the optimiser batch
+    )
     entropy_threshold: jax.Array | None = None  # scalar: quantile of the batch's entropies for `top_entropy`
-    controls: dict[str, jax.Array] | None = None  # scalars that the algorithm moves from update to update, by its `controlled`
+    controls: dict[str, jax.Array] | None = (
+        None  # scalars that the algorithm moves from update to update, by its `controlled`
+    )
     max_length: int | None = dataclasses.field(default=None, metadata={"static": True})  # largest completion, tokens
 
 
@@ -63,7 +71,9 @@ class Sequences:
     def packed_sum(self, values_NT):
         """Sum of all tokens of each sequence of packed rows, [N,S]."""
         places = values_NT.shape[1] + 1
-        return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=places))(values_NT, self.segments_NT)
+        return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=places))(
+            values_NT, self.segments_NT
+        )
 
     def sum(self, values_NT):
         """Sum of the masked tokens of each sequence, [N,S]."""
@@ -144,4 +154,7 @@ def _packed_prompt_totals(prompt_NT, sequences: Sequences, count_empty: bool) ->
 
     tokens_P = by_prompt(sequences.mask_NT)
     counted_P = by_prompt(real_NT) if count_empty else tokens_P
-    return {"prompt_tokens": tokens_P[numbers].reshape(prompt_NT.shape), "num_prompts": (counted_P > 0).sum().astype(jnp.float32)}
+    return {
+        "prompt_tokens": tokens_P[numbers].reshape(prompt_NT.shape),
+        "num_prompts": (counted_P > 0).sum().astype(jnp.float32),
+    }

@@ -16,7 +16,9 @@ def algorithm_options(*, defaults: dict[str, Any] | None = None):
 
     def declare(cls):
         inherited = {
-            name: info for base in reversed(cls.__mro__) for name, info in getattr(base, "__pydantic_fields__", {}).items()
+            name: info
+            for base in reversed(cls.__mro__)
+            for name, info in getattr(base, "__pydantic_fields__", {}).items()
         }
         for name, default in (defaults or {}).items():
             info = inherited[name]

@@ -22,7 +22,9 @@ class Pairs:
 
     def __init__(self, inputs: PolicyInputs):
         if inputs.segments is None:
-            raise ValueError("PolicyInputs.segments is missing: both answers of a pair lie in one row, as segments 1 and 2")
+            raise ValueError(
+                "PolicyInputs.segments is missing: both answers of a pair lie in one row, as segments 1 and 2"
+            )
         self.sequences = Sequences(inputs)
         self.exist_NK = self.split(self.sequences.exists_NS)[0]
 

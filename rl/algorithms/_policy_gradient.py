@@ -44,7 +44,9 @@ class PolicyGradient:
     needs_scores: ClassVar[bool] = False
     needs_greedy: ClassVar[bool] = False  # `advantages` takes the reward of a greedy completion of each prompt
     needs_token_kl: ClassVar[bool] = False  # `advantages` takes old_logp - ref_logp and the mask, of each token
-    needs_each_reward: ClassVar[bool] = False  # `advantages` takes the scores of every reward function, and their weights
+    needs_each_reward: ClassVar[bool] = (
+        False  # `advantages` takes the scores of every reward function, and their weights
+    )
     corrects_itself: ClassVar[bool] = False  # `per_token` has the sampler correction in it
 
     aggregation: Literal["token", "sequence", "sequence_sum", "constant", "prompt"] = Field(
@@ -61,7 +63,9 @@ class PolicyGradient:
         description="generation batches at most, to fill a step with groups whose rewards differ; the others are dropped, "
         "those too many kept for the next step (DAPO, arXiv:2503.14476); 0: every group is kept",
     )
-    dynamic_reward: str | None = Field(None, description="the reward function that has to differ; null: their weighted sum")
+    dynamic_reward: str | None = Field(
+        None, description="the reward function that has to differ; null: their weighted sum"
+    )
     old_logp: Literal["trainer", "sampler"] = Field(
         "trainer",
         description="old log-probabilities: of the training graph, computed where they are not those of the update itself; or as "
@@ -75,7 +79,8 @@ class PolicyGradient:
     correction_min: float | None = Field(None, ge=0, description="lower bound; default: none, geometric_mask 0.999")
     correction_max: float | None = Field(None, gt=0, description="upper bound; default: 3, geometric_mask 1.002")
     correction_normalize: bool = Field(
-        False, description="the bounded weights are divided by their mean over the tokens of the update, so that it is 1"
+        False,
+        description="the bounded weights are divided by their mean over the tokens of the update, so that it is 1",
     )
     rejection: Rejection | None = Field(
         None,
@@ -122,11 +127,15 @@ class PolicyGradient:
         if (self.rejection is None) != (self.rejection_max is None):
             raise ValueError("rejection and rejection_max go together")
         if self.rejection == "sequence_max_ratio" and self.rejection_max <= 1:
-            raise ValueError(f"rejection_max ({self.rejection_max}) bounds a ratio of probabilities: it must be above 1")
+            raise ValueError(
+                f"rejection_max ({self.rejection_max}) bounds a ratio of probabilities: it must be above 1"
+            )
         if self.rejection_changes_denominator and not self._drops:
             raise ValueError("rejection_changes_denominator does nothing without rejection or a correction that masks")
         if self.old_logp == "sampler" and (self.correction or self.rejection):
-            raise ValueError("old_logp: sampler leaves nothing for correction and rejection: the ratios hold the difference")
+            raise ValueError(
+                "old_logp: sampler leaves nothing for correction and rejection: the ratios hold the difference"
+            )
         if self.dynamic_reward is not None and not self.dynamic_batches:
             raise ValueError("dynamic_reward does nothing without dynamic_batches")
         if self.reference_every and not self.needs_reference:
@@ -191,9 +200,14 @@ class PolicyGradient:
             return controls
         low = metrics["entropy"] <= self.entropy_target
         moved = controls["entropy_coef"] + (self.entropy_step if low else -self.entropy_step)
-        return controls | {"entropy_coef": min(max(moved, 0.0), self.entropy_coef_max), "entropy_bonus_applied": float(low)}
+        return controls | {
+            "entropy_coef": min(max(moved, 0.0), self.entropy_coef_max),
+            "entropy_bonus_applied": float(low),
+        }
 
-    def controlled_by_step(self, controls: dict[str, float], metrics: dict[str, float], completions: int) -> dict[str, float]:
+    def controlled_by_step(
+        self, controls: dict[str, float], metrics: dict[str, float], completions: int
+    ) -> dict[str, float]:
         """The controls of the next step, from those and the metrics of the advantages of this one."""
         return controls
 
@@ -218,7 +232,9 @@ class PolicyGradient:
 
         if self.rejection_changes_denominator:
             inputs = _losses.without_rejected(self, inputs)
-        inputs = _inputs.with_totals(inputs, self.aggregation == "prompt", self.count_empty_sequences, top_entropy=self.top_entropy)
+        inputs = _inputs.with_totals(
+            inputs, self.aggregation == "prompt", self.count_empty_sequences, top_entropy=self.top_entropy
+        )
         return _losses.with_mean_weight(self, inputs) if self.correction_normalize else inputs
 
     def loss(self, inputs):
@@ -244,7 +260,9 @@ class Clipped(PolicyGradient):
     epsilon: float = Field(0.2, ge=0, description="the ratio is clipped below 1 - epsilon where A < 0")
     epsilon_high: float | None = Field(None, ge=0, description="and above 1 + epsilon_high where A > 0; null: epsilon")
     delta: float | None = Field(None, gt=1, description="cap of the ratio where A < 0 (arXiv:2505.07291)")
-    dual_clip: float | None = Field(None, gt=1, description="c: the loss is at most -c A where A < 0 (arXiv:1912.09729)")
+    dual_clip: float | None = Field(
+        None, gt=1, description="c: the loss is at most -c A where A < 0 (arXiv:1912.09729)"
+    )
     ratio: Literal["token", "sequence", "sequence_token", "sequence_sum"] = Field(
         "token",
         description="of what: the token; sequence: the mean log-ratio of the sequence (GSPO, arXiv:2507.18071), sequence_token: "
@@ -255,7 +273,9 @@ class Clipped(PolicyGradient):
     def _consistent_clip(self):
         high = self.clip_bounds[1]
         if self.delta is not None and self.delta <= high:
-            raise ValueError(f"delta ({self.delta}) must be above 1 + epsilon_high ({high}): it caps beyond the clipping")
+            raise ValueError(
+                f"delta ({self.delta}) must be above 1 + epsilon_high ({high}): it caps beyond the clipping"
+            )
         return self
 
     @property
@@ -292,7 +312,9 @@ class KLReward:
     def controls(self) -> dict[str, float]:
         return super().controls | ({} if self.kl_target is None else {_KL_COEF: self.kl_reward_coef})
 
-    def controlled_by_step(self, controls: dict[str, float], metrics: dict[str, float], completions: int) -> dict[str, float]:
+    def controlled_by_step(
+        self, controls: dict[str, float], metrics: dict[str, float], completions: int
+    ) -> dict[str, float]:
         if self.kl_target is None:
             return controls
         error = min(max(metrics["kl/reward"] / self.kl_target - 1.0, -0.2), 0.2)
@@ -370,7 +392,9 @@ def combined_advantages(rewards, weights, std_eps: float) -> np.ndarray:
     rewards = np.asarray(rewards)
     rewards_PGF = rewards[..., None] if rewards.ndim == 2 else rewards
     dtype = precision(rewards)
-    each_FPG = np.stack([group_advantages(one, "group", std_eps) for one in np.moveaxis(rewards_PGF.astype(np.float64), -1, 0)])
+    each_FPG = np.stack(
+        [group_advantages(one, "group", std_eps) for one in np.moveaxis(rewards_PGF.astype(np.float64), -1, 0)]
+    )
     weights_F = np.ones(len(each_FPG)) if weights is None else np.asarray(weights, np.float64)
     sums_PG = np.tensordot(weights_F, each_FPG, 1)
     scored_PG = np.isfinite(rewards_PGF.astype(np.float64)).any(-1)

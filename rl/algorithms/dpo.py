@@ -44,15 +44,22 @@ class Algorithm(Supervised):
     loss_type: PairLoss = Field("sigmoid", description="function of the two log-ratios of a pair, see algorithms.md")
     beta: float = Field(0.1, gt=0, description="how dear it is to move away from the reference model; ipo: its tau")
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="share of pairs taken to be labelled the wrong way round: sigmoid, robust, exo_pair"
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="share of pairs taken to be labelled the wrong way round: sigmoid, robust, exo_pair",
     )
-    nll_coef: float = Field(0.0, ge=0, description="weight of the mean negative log-probability of the chosen answers' tokens")
+    nll_coef: float = Field(
+        0.0, ge=0, description="weight of the mean negative log-probability of the chosen answers' tokens"
+    )
     discopop_tau: float = Field(0.05, gt=0, description="temperature of the mixture in discopop")
 
     @model_validator(mode="after")
     def _consistent(self):
         if self.label_smoothing and self.loss_type not in SMOOTHED:
-            raise ValueError(f"label_smoothing does nothing with loss_type {self.loss_type}; it is for {', '.join(SMOOTHED)}")
+            raise ValueError(
+                f"label_smoothing does nothing with loss_type {self.loss_type}; it is for {', '.join(SMOOTHED)}"
+            )
         if self.loss_type == "exo_pair" and not self.label_smoothing:
             raise ValueError("loss_type exo_pair takes the logarithm of label_smoothing: set it above 0, e.g. to 1e-3")
         return self

@@ -31,7 +31,9 @@ class Algorithm(GroupRelative, PolicyGradient):
         from rl.algorithms import _losses
 
         rise = jax.lax.stop_gradient(jnp.exp(tokens.logp)) - jnp.exp(tokens.old)
-        far = jnp.where(tokens.advantages > 0, rise > self.delta_high, (tokens.advantages < 0) & (-rise > self.delta_low))
+        far = jnp.where(
+            tokens.advantages > 0, rise > self.delta_high, (tokens.advantages < 0) & (-rise > self.delta_low)
+        )
         log_ratio = _losses.clamp(tokens.log_ratio)
         loss = -jnp.where(far, 0.0, jnp.exp(log_ratio)) * tokens.advantages + self.penalty * log_ratio**2
         return loss, {"dppo/masked_ratio": tokens.mean(far.astype(jnp.float32))}

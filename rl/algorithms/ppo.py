@@ -26,12 +26,17 @@ class Algorithm(KLReward, Clipped):
 
     gamma: float = Field(1.0, ge=0, le=1, description="discount of a reward one token later")
     lam: float = Field(0.95, ge=0, le=1, description="lambda of generalised advantage estimation")
-    lam_critic: float | None = Field(None, ge=0, le=1, description="lambda of the returns that the critic learns; null: lam")
+    lam_critic: float | None = Field(
+        None, ge=0, le=1, description="lambda of the returns that the critic learns; null: lam"
+    )
     lam_alpha: float | None = Field(
-        None, gt=0, description="advantages of a completion of L tokens with lambda 1 - 1 / (lam_alpha L), at least 0; null: lam"
+        None,
+        gt=0,
+        description="advantages of a completion of L tokens with lambda 1 - 1 / (lam_alpha L), at least 0; null: lam",
     )
     bootstrap_truncated: bool = Field(
-        False, description="the return of a completion that was cut off goes on with the value at the cut; false: with 0"
+        False,
+        description="the return of a completion that was cut off goes on with the value at the cut; false: with 0",
     )
     whiten_rewards: bool = Field(
         False, description="rewards of tokens to variance 1 over the tokens of the batch; their mean stays"
@@ -47,9 +52,13 @@ class Algorithm(KLReward, Clipped):
     critic_warmup: int = Field(0, ge=0, description="first steps in which only the critic learns")
 
     positive_nll_coef: float = Field(
-        0.0, ge=0, description="weight of the mean negative log-probability of the tokens of correct completions; 0: none"
+        0.0,
+        ge=0,
+        description="weight of the mean negative log-probability of the tokens of correct completions; 0: none",
     )
-    positive_above: float = Field(0.0, description="for positive_nll_coef, a completion is correct whose reward is above this")
+    positive_above: float = Field(
+        0.0, description="for positive_nll_coef, a completion is correct whose reward is above this"
+    )
 
     @model_validator(mode="after")
     def _consistent_truncation(self):

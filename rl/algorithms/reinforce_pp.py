@@ -29,7 +29,9 @@ class Algorithm(KLReward, Clipped):
         rewards_PG = np.asarray(rewards, np.float64)
         mask_PGT = counted(lengths, token_kl, mask) & np.isfinite(rewards_PG)[..., None]
         if self.baseline:
-            returns_PGT = np.broadcast_to(centred(self.with_kl(rewards, lengths, token_kl, mask))[..., None], mask_PGT.shape)
+            returns_PGT = np.broadcast_to(
+                centred(self.with_kl(rewards, lengths, token_kl, mask))[..., None], mask_PGT.shape
+            )
         else:
             returns_PGT = self._returns(rewards_PG, token_kl, mask_PGT)
         dtype = precision(rewards)
@@ -37,7 +39,9 @@ class Algorithm(KLReward, Clipped):
 
     def _returns(self, rewards_PG, token_kl, mask_PGT) -> np.ndarray:
         """The discounted sum of what comes after each token; a token outside the mask is passed over."""
-        kl_PGT = np.zeros(mask_PGT.shape) if not self.kl_reward_coef else np.where(mask_PGT, self.checked(token_kl), 0.0)
+        kl_PGT = (
+            np.zeros(mask_PGT.shape) if not self.kl_reward_coef else np.where(mask_PGT, self.checked(token_kl), 0.0)
+        )
         returns, after = np.zeros(mask_PGT.shape), np.where(mask_PGT.any(-1), np.nan_to_num(rewards_PG), 0.0)
         first = np.ones(rewards_PG.shape, bool)  # the last token has the reward itself
         for t in reversed(range(mask_PGT.shape[-1])):

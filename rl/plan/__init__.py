@@ -22,8 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="files first, then overrides")
     parser.add_argument("--topology", required=True, help=HOW)
     parser.add_argument("--search", action="store_true", help="choose mesh, micro-batch and remat policy")
-    parser.add_argument("--memory", type=_above_0, metavar="GIB", help="memory of a device that programs may take (its whole)")
-    parser.add_argument("--candidates", type=_whole, default=6, metavar="N", help="changes that are compiled at most (6)")
+    parser.add_argument(
+        "--memory", type=_above_0, metavar="GIB", help="memory of a device that programs may take (its whole)"
+    )
+    parser.add_argument(
+        "--candidates", type=_whole, default=6, metavar="N", help="changes that are compiled at most (6)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers into this file as well")
 
 

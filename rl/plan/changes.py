@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 import rl.algorithms
-from rl.config import RunConfig, StageOptions
+from rl.config.run import RunConfig, StageOptions
 
 REMAT = ("none", "minimal", "save_qkv_proj", "full")
 """From most to least that is kept for the backward pass."""
@@ -51,9 +51,9 @@ class Change:
 
 def possible(config: RunConfig) -> bool:
     """Whether the settings of a configuration go together. Takes some milliseconds: it reads the model's files."""
-    from rl import configcheck
+    from rl.config import checks
 
-    return not configcheck.problems(config)
+    return not checks.problems(config)
 
 
 def _text(value: Any) -> str:
@@ -105,14 +105,20 @@ def meshes(config: RunConfig, devices: int, divisors: dict[str, int]) -> Iterato
     left = devices // (data * context)
     for tensor in _divisors(math.gcd(left, divisors["tensor"])):
         for expert in _divisors(math.gcd(left // tensor, divisors["expert"])):
-            yield {"data": data, "fsdp": left // (tensor * expert), "tensor": tensor, "expert": expert, "context": context}
+            yield {
+                "data": data,
+                "fsdp": left // (tensor * expert),
+                "tensor": tensor,
+                "expert": expert,
+                "context": context,
+            }
 
 
 def divisors(config: RunConfig) -> dict[str, int]:
     """What sizes of the mesh axes `tensor` and `expert` have to divide: all numbers of heads, all numbers of experts."""
-    from rl import configcheck
+    from rl.config import checks
 
-    decoder = configcheck.decoder_of(config.model)
+    decoder = checks.decoder_of(config.model)
     heads = [getattr(spec.mixer, name, 0) for spec in decoder.layers for name in _HEADS]
     experts = [spec.moe.router.experts for spec in decoder.layers if spec.moe]
     return {"tensor": math.gcd(*heads) or 1, "expert": math.gcd(*experts) or 1}

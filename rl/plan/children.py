@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 
-from rl import chips
-from rl.config import RunConfig
+from rl.config.run import RunConfig
 from rl.errors import DuetError, ResourceError
 from rl.plan.compiled import GIB, Report
 from rl.plan.slices import Topology
+from rl.reporting import chips
 
 CACHE = "~/.cache/duet-rl/plans"
 AT_A_TIME = 2
@@ -90,7 +90,10 @@ def estimated(configs: Sequence[RunConfig], target: Target) -> list[Costs | str]
         return []
     request = {"configs": [_plain(config) for config in configs], "memory": target.memory, "estimate": True}
     _, *found = _lines(request, target.topology)
-    return [each["wrong"] if "wrong" in each else Costs({name: tuple(c) for name, c in each["costs"].items()}) for each in found]
+    return [
+        each["wrong"] if "wrong" in each else Costs({name: tuple(c) for name, c in each["costs"].items()})
+        for each in found
+    ]
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,9 @@ def attempted(configs: Sequence[RunConfig], target: Target, only: Sequence[str] 
     def one(config: RunConfig) -> Attempt:
         reports = []
         try:
-            with closing(_lines({"configs": [_plain(config)], "memory": target.memory, "only": only}, target.topology)) as lines:
+            with closing(
+                _lines({"configs": [_plain(config)], "memory": target.memory, "only": only}, target.topology)
+            ) as lines:
                 next(lines)
                 for report in map(_report, lines):
                     reports.append(report)
@@ -152,7 +157,9 @@ def _lines(request: dict, topology: Topology) -> Iterator[dict]:
                 if told is None or told == {"done": True}:
                     continue
                 if "error" in told:
-                    raise next(kind for kind in DuetError.__subclasses__() if kind.exit_code == told["exit_code"])(told["error"])
+                    raise next(kind for kind in DuetError.__subclasses__() if kind.exit_code == told["exit_code"])(
+                        told["error"]
+                    )
                 yield told
         except GeneratorExit:
             child.kill()

@@ -8,14 +8,14 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl import chips
-from rl.config import RunConfig
+from rl.config.run import RunConfig
 from rl.plan.changes import Change
 from rl.plan.children import Attempt, begun, described
 from rl.plan.compiled import GIB, Report
 from rl.plan.hlo import BETWEEN
 from rl.plan.search import as_yaml, best, search
 from rl.plan.suggest import suggestions
+from rl.reporting import chips
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,8 @@ def plan(config: RunConfig, options: Options) -> int:
         print(f"fits: at most {max(each.needs for each in reports) / GIB:.1f} of {target.memory / GIB:g} GiB a device")
     if options.file is not None:
         settings = [
-            {"settings": change.settings, "changes_results": change.results, "needs": attempt.needs} for change, attempt in helpful
+            {"settings": change.settings, "changes_results": change.results, "needs": attempt.needs}
+            for change, attempt in helpful
         ]
         programs = [dataclasses.asdict(each) for each in reports]
         _write(options.file, {"topology": options.topology, "programs": programs, "suggestions": settings})
@@ -64,7 +65,9 @@ def plan_search(config: RunConfig, options: Options) -> int:
     """Prints the mesh, micro-batch and remat policy with which a step takes least. Returns 0 where one fits, else 1. Raises as
     `plan`."""
     target = described(options.topology, options.memory)
-    print(f"{options.topology}: {target.count} devices; estimating meshes, micro-batches and remat policies", flush=True)
+    print(
+        f"{options.topology}: {target.count} devices; estimating meshes, micro-batches and remat policies", flush=True
+    )
     found = search(config, target, options.most)
 
     def seconds(reports: Sequence[Report]) -> float:
@@ -72,7 +75,9 @@ def plan_search(config: RunConfig, options: Options) -> int:
 
     good = best(found.tried, seconds)
     tried = [*good, *(each for each in found.tried if not each[1].fits)]
-    print(f"{found.looked_at} choices, {found.pruned} of them too large by arguments alone; {len(tried)} were compiled:")
+    print(
+        f"{found.looked_at} choices, {found.pruned} of them too large by arguments alone; {len(tried)} were compiled:"
+    )
     lines = [["at least", "estimated", "needs", "settings"]]
     for choice, attempt in tried:
         least = f"{seconds(attempt.reports):.3g} s" if attempt.fits else "-"
@@ -105,9 +110,7 @@ def _write(file: Path, found: dict) -> None:
 
 def _suggested(found: Sequence[tuple[Change, Attempt]]) -> str:
     if not found:
-        return (
-            "no setting of speed, precision or length that was compiled makes it fit; take more devices, or a higher --candidates"
-        )
+        return "no setting of speed, precision or length that was compiled makes it fit; take more devices, or a higher --candidates"
     note = {True: "changes what the run computes", False: ""}
     lines = [[f"  {change}", f"{_bytes(attempt.needs)} a device", note[change.results]] for change, attempt in found]
     return "with these settings, laid over it, those programs fit:\n" + _aligned(lines, left=(0, 1, 2))
@@ -115,7 +118,9 @@ def _suggested(found: Sequence[tuple[Change, Attempt]]) -> str:
 
 def table(reports: Sequence[Report], chip: chips.Chip | None) -> str:
     """A line for each program."""
-    lines = [["program", "arguments", "temporary", "peak", "beside", "FLOP", "moved", "exchanged", "a step", "at least"]]
+    lines = [
+        ["program", "arguments", "temporary", "peak", "beside", "FLOP", "moved", "exchanged", "a step", "at least"]
+    ]
     for each in reports:
         exchanged = ", ".join(f"{kind} {_bytes(size)}" for kind, (size, _) in sorted(each.exchanged.items())) or "-"
         least = "" if chip is None else f"{each.times * bound(each, chip):.3g} s"
@@ -144,7 +149,9 @@ def table(reports: Sequence[Report], chip: chips.Chip | None) -> str:
 def _aligned(lines: Sequence[Sequence[str]], left: Sequence[int]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
-        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        "  ".join(
+            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in lines
     )
 

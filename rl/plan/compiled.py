@@ -31,7 +31,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Report:
-    """One program on one device. `shape`: what it computes on. Bytes: `arguments` to `peak` as in policy.executables.Memory;
+    """One program on one device. `shape`: what it computes on. Bytes: `arguments` to `peak` as in policy.execution.compiled_cache.Memory;
     `stays`: of what else the run keeps there. `operations` of products; `moved` bytes of memory; `exchanged`: [bytes, number] by
     kind of collective; `kernels`: calls of kernels. `times`: runs a step. `seconds`: of compiling it."""
 
@@ -88,18 +88,18 @@ def _lines(request: dict, topology: Topology):
 
 
 def _planned(config: dict, devices, memory: float | None):
-    from rl import build
-    from rl.config import RunConfig
+    from rl.config.run import RunConfig
     from rl.plan.programs import programs
+    from rl.run import build
 
     checked = RunConfig.model_validate(config)
     yield from programs(checked, build.on_mesh(checked, devices), memory)
 
 
 def _estimated(configs: list[dict], devices, memory: float | None):
-    from rl import chips
-    from rl.config import RunConfig
+    from rl.config.run import RunConfig
     from rl.plan.estimate import Estimator
+    from rl.reporting import chips
 
     estimator = Estimator(devices, chips.of(devices[0].device_kind), memory)
     for config in configs:
@@ -138,7 +138,7 @@ def _key(lowered, topology: Topology, planned) -> str:
 
 
 def _compile(planned, lowered, topology: Topology, dump: Path) -> dict:
-    from policy.executables import Memory
+    from policy.execution.compiled_cache import Memory
 
     for old in filter(Path.is_file, dump.iterdir()):
         old.unlink()

@@ -5,7 +5,7 @@ of a few terms, good for comparing configurations with each other:
 
 - an update: gradients in float32; for each token and layer its input and the share of all outputs of products that `remat` keeps;
   all outputs of the largest layer, its weights gathered, and a chunk of logits. Other passes: the last three.
-- operations (rl/operations.py) three times over for a gradient and once more for what `remat` computes again; bytes of all weights
+- operations (rl/training/flops.py) three times over for a gradient and once more for what `remat` computes again; bytes of all weights
   read in each pass and of activations; bytes exchanged: weights gathered over what cuts them but does not cut products, their
   gradients back, and two activations a layer where products are cut. A program takes the longest of the three.
 """
@@ -20,14 +20,15 @@ from functools import cached_property
 
 import jax.numpy as jnp
 
+from policy.mesh.sharding import axes_of
 from policy.model import Graph
-from policy.sharding import axes_of
-from rl import build, chips
-from rl.config import RunConfig
-from rl.executed import RESHARD
-from rl.operations import Operations
+from rl.config.run import RunConfig
 from rl.plan.programs import Planned, Sampling, Stage, stages
-from rollout.exact import CHECKS
+from rl.reporting import chips
+from rl.reporting.program_memory import RESHARD
+from rl.run import build
+from rl.training.flops import Operations
+from rollout.engine.exact import CHECKS
 
 # Of all outputs of products in a layer what a policy keeps. Without any the results of norms, activations and attention stay too.
 _KEPT = {"none": 3.0, "minimal": 1.0, "minimal_with_context": 1.1, "minimal_flash": 1.1, "full": 0.0, "custom": 0.0}
@@ -59,7 +60,9 @@ class Weights:
             axes, sizes = graph.axes[path], shape.shape
             spec = [axes_of(dims) for dims in graph.layout.spec(axes, sizes)]
             parts = [math.prod(mesh[axis] for axis in dims) for dims in spec]
-            cut = math.prod(mesh[a] for axis, dims in zip(axes, spec, strict=True) for a in dims if a not in rows or axis == "exp")
+            cut = math.prod(
+                mesh[a] for axis, dims in zip(axes, spec, strict=True) for a in dims if a not in rows or axis == "exp"
+            )
             numbers, repeats = math.prod(sizes), sizes[0] if axes[0] == "layers" else 1
             self.local += numbers / math.prod(parts)
             self.largest = max(self.largest, numbers / math.prod(parts))
@@ -70,7 +73,9 @@ class Weights:
             if path not in graph.inputs:
                 continue
             kept = [i for i, axis in enumerate(axes) if i not in graph.inputs[path] and axis not in ("layers", "exp")]
-            made = math.prod(sizes[i] for i in kept) / math.prod(mesh[a] for i in kept for a in spec[i] if a not in rows)
+            made = math.prod(sizes[i] for i in kept) / math.prod(
+                mesh[a] for i in kept for a in spec[i] if a not in rows
+            )
             if "exp" in axes:
                 made *= max(spec.moe.router.experts_per_token for spec in graph.config.layers if spec.moe)
             self.outputs += repeats * made
@@ -99,8 +104,10 @@ class Estimator:
         self._programs: dict[str, list[tuple[Planned, Weights]]] = {}
 
     def __call__(self, config: RunConfig) -> dict[str, Cost]:
-        """The Cost of each program by name. Raises what rl.build raises."""
-        plain = config.model_copy(update={"model": config.model.model_copy(update={"remat": "full", "remat_tensors": {}})})
+        """The Cost of each program by name. Raises what rl.run.build raises."""
+        plain = config.model_copy(
+            update={"model": config.model.model_copy(update={"remat": "full", "remat_tensors": {}})}
+        )
         key = plain.model_dump_json()
         if key not in self._programs:
             self._programs[key] = list(self._listed(plain))
@@ -121,7 +128,9 @@ class Estimator:
     def _on_mesh(self, config: RunConfig) -> tuple[Weights, list]:
         """(weights, [(stage, the generator beside it, programs of this and of reward models with their weights)]) of a
         configuration but for its micro-batches."""
-        plain = config.model_copy(update={"stages": [each.model_copy(update={"micro_batch": None}) for each in config.stages]})
+        plain = config.model_copy(
+            update={"stages": [each.model_copy(update={"micro_batch": None}) for each in config.stages]}
+        )
         key = plain.model_dump_json()
         if key not in self._parts:
             found = list(stages(plain, build.on_mesh(plain, self._devices), self._memory))
@@ -147,7 +156,9 @@ class Estimator:
             return Cost(planned.held, 4 * weights.layer, planned.times * weights.local * 8 / (chip.bandwidth * 1e9))
         if kind == RESHARD:  # an array is sent whole, and put together from parts
             slowest = min(chip.bandwidth, chip.links or chip.bandwidth)
-            return Cost(planned.held, 2 * item * weights.largest, planned.times * item * weights.local / (slowest * 1e9))
+            return Cost(
+                planned.held, 2 * item * weights.largest, planned.times * item * weights.local / (slowest * 1e9)
+            )
         if kind in CHECKS[1:]:
             numbers = config.vocab_size * E / mesh.size
             read = max(2.0 * tokens * numbers / (chip.tflops * 1e12), item * numbers / (chip.bandwidth * 1e9))
@@ -160,11 +171,16 @@ class Estimator:
             temporaries += 4 * weights.local + item * tokens * (E * layers + kept)
         passes = 3.0 + again if update else 1.0
         work = passes * weights.operations.forward([length] * (numbers // length)) / mesh.size
-        moved = passes * item * (weights.gathered + 4 * tokens * weights.outputs) + update * 24 * weights.local / planned.turns
+        moved = (
+            passes * item * (weights.gathered + 4 * tokens * weights.outputs)
+            + update * 24 * weights.local / planned.turns
+        )
         exchanged = (2 + (again > 0) if update else 1) * item * (weights.gathered - weights.local)
         exchanged += update * 4 * (weights.gathered - weights.local)
         t, x = mesh.size / weights.parts, mesh.shape["expert"]
-        exchanged += passes * layers * tokens * E * item * (4 * (1 - 1 / t) + (x - 1) * any(spec.moe for spec in config.layers))
+        exchanged += (
+            passes * layers * tokens * E * item * (4 * (1 - 1 / t) + (x - 1) * any(spec.moe for spec in config.layers))
+        )
         links = exchanged / (chip.links * 1e9) if chip.links else 0.0
         seconds = max(work / (chip.tflops * 1e12), moved / (chip.bandwidth * 1e9), links)
         return Cost(planned.held, temporaries, planned.times * planned.turns * seconds)

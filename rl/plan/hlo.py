@@ -21,20 +21,51 @@ import math
 import re
 from dataclasses import dataclass, field
 
-from policy.layers.expert_parallel import USUALLY_LAST
+from policy.experts.expert_parallel import USUALLY_LAST
 
-BITS = {"pred": 8, "s4": 4, "s8": 8, "u8": 8, "bf16": 16, "f16": 16, "s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64}
+BITS = {
+    "pred": 8,
+    "s4": 4,
+    "s8": 8,
+    "u8": 8,
+    "bf16": 16,
+    "f16": 16,
+    "s32": 32,
+    "u32": 32,
+    "f32": 32,
+    "s64": 64,
+    "u64": 64,
+}
 ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 INSTRUCTION = re.compile(r"\s*(ROOT )?%(\S+) = (.*?) ([\w-]+)\((.*)")
 # They move nothing, or what the instructions inside them or their other half moves.
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "after-all", "iota"}
-ENDS = {"copy-done", "async-done", "async-update", "slice-done", "all-gather-done", "collective-permute-done", "partition-id"}
+FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "call",
+    "conditional",
+    "after-all",
+    "iota",
+}
+ENDS = {
+    "copy-done",
+    "async-done",
+    "async-update",
+    "slice-done",
+    "all-gather-done",
+    "collective-permute-done",
+    "partition-id",
+}
 ENDS |= {"send-done", "recv-done"}
 SLICES, UPDATES = {"dynamic-slice", "slice", "gather"}, {"dynamic-update-slice", "scatter"}
 PASSING = {"bitcast", "reshape"}
 HANDS_ON = {"parameter", "tuple", "custom-call"}  # of a fusion that goes on with a collective
 BETWEEN = " between slices"
-# How the names of kernels begin that skip rows of no group: XLA's, and those of policy/layers/grouped_kernel.py.
+# How the names of kernels begin that skip rows of no group: XLA's, and those of policy/experts/grouped_kernel.py.
 GROUPED = ("ragged-dot", "gmm", "tgmm")
 COLLECTIVES = {
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -53,7 +84,9 @@ class Instruction:
 
     def all_called(self) -> list[str]:
         """Computations that run inside this one, but for those of loops and those applied to single numbers."""
-        found = re.findall(r"\b(?:calls|to_apply)=%([\w.-]+)" if self.kind == "call" else r"\bcalls=%([\w.-]+)", self.rest)
+        found = re.findall(
+            r"\b(?:calls|to_apply)=%([\w.-]+)" if self.kind == "call" else r"\bcalls=%([\w.-]+)", self.rest
+        )
         if self.kind == "conditional":
             listed = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
             named = [self.called("false_computation"), self.called("true_computation")]
@@ -141,7 +174,10 @@ class Program:
         found, transfers, going = [], {}, set()
         for inside, each, times in self._run(self.entry, 1):
             if over := re.search(r'_xla_megascale_transfer_type="(\w+)"', each.rest):
-                kind, name = over[1].lower().replace("_", "-"), re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', each.rest)[1]
+                kind, name = (
+                    over[1].lower().replace("_", "-"),
+                    re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', each.rest)[1],
+                )
                 size = max(_size(_arrays(each.result)[0], anywhere=True), transfers.get(name, (kind, 0, 0))[1])
                 transfers[name] = kind, size, times
             for where, collective in () if self._goes_on(inside, each, going) else self._collectives(inside, each):
@@ -187,7 +223,9 @@ class Program:
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
         condition = self.computations[loop.called("condition")]
-        constants = (each for each in condition.instructions.values() if each.kind == "constant" and each.result[0] in "su")
+        constants = (
+            each for each in condition.instructions.values() if each.kind == "constant" and each.result[0] in "su"
+        )
         # A condition that adds something up begins at 0.
         limits = [number for number in (int(each.rest.split(")")[0]) for each in constants) if number]
         return -(-limits[0] // self._step(loop, condition)) if len(limits) == 1 else None
@@ -232,7 +270,9 @@ class Program:
         """Whether a fusion has a collective that an earlier one began. A TPU puts what is computed meanwhile into fusions with it:
         each holds the collective and hands its arrays on. `going`: those that were begun."""
         found = {
-            re.search(r"\bchannel_id=\d+", other.rest) for where, other in self._collectives(inside, each) if where is not inside
+            re.search(r"\bchannel_id=\d+", other.rest)
+            for where, other in self._collectives(inside, each)
+            if where is not inside
         }
         named = {(id(inside), channel[0]) for channel in found if channel}
         begun = bool(named) and named <= going
@@ -275,7 +315,9 @@ class Program:
             if user.kind in SLICES and first:
                 total += _bytes(user.result, anywhere=True)
             elif user.kind in UPDATES and first:
-                total += _bytes(inside.instructions[user.operands[2 if user.kind == "scatter" else 1]].result, anywhere=True)
+                total += _bytes(
+                    inside.instructions[user.operands[2 if user.kind == "scatter" else 1]].result, anywhere=True
+                )
             elif user.kind == "fusion":
                 called = self.computations[user.called("calls")]
                 part = self._read(called, called.parameter(user.operands.index(operand)).name)

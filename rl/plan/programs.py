@@ -1,7 +1,7 @@
 """The compiled programs of a run, from its configuration alone: no weights, no data, and no tokenizer but where the model depends
 on it.
 
-Each is what the run itself compiles (rl/trainer.py, rl/rewardmodel.py, rollout/programs.py, rollout/exact.py), for the largest
+Each is what the run itself compiles (rl/training/trainer.py, rl/training/reward_model.py, rollout/engine/programs.py, rollout/engine/exact.py), for the largest
 shape that it has: rows as long as `max_length`, all slots, the longest chunk of a prompt.
 """
 
@@ -15,23 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 
 import rl.algorithms
-from policy.layers.expert_parallel import Cut
-from policy.layers.paged_attention import KERNELS
-from policy.memory import on_a_device
+from policy.attention.paged_attention import KERNELS
+from policy.experts.expert_parallel import Cut
+from policy.heads.scoring import Scorer
+from policy.mesh.host_memory import on_a_device
+from policy.mesh.sharding import Layout
 from policy.model import Graph
-from policy.scoring import Scorer
-from policy.sharding import Layout
-from rl import build
-from rl.batch import Batch, padded_length
-from rl.config import RunConfig
-from rl.executed import GENERATOR, RESHARD, judged
+from rl.config.run import RunConfig
 from rl.plan.changes import needs_rollouts
-from rl.rewardmodel import RewardModelTrainer
-from rl.trainer import Trainer
-from rollout.exact import CHECKS, Verifier
-from rollout.programs import Programs, stop_width
-from rollout.speculative import SpeculativePrograms
-from rollout.weights import RolloutWeights
+from rl.reporting.program_memory import GENERATOR, RESHARD, judged
+from rl.run import build
+from rl.training.batch import Batch, padded_length
+from rl.training.reward_model import RewardModelTrainer
+from rl.training.trainer import Trainer
+from rollout.engine.exact import CHECKS, Verifier
+from rollout.engine.programs import Programs, stop_width
+from rollout.engine.speculative import SpeculativePrograms
+from rollout.engine.weights import RolloutWeights
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Planned:
 def programs(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[Planned]:
     """All programs of the run, stage by stage. `memory`: bytes of a device, None where it is not known.
 
-    Raises what rl.build does for a model or mesh that cannot be.
+    Raises what rl.run.build does for a model or mesh that cannot be.
     """
     for stage, sampling in stages(config, mesh, memory):
         cache = sampling.bytes if sampling else 0
@@ -148,7 +148,9 @@ class Stage:
     def scores(self, cache: int) -> Iterator[Planned]:
         """Those of reward models, on full rows of all completions of a step; `cache`: bytes of what the generator holds then."""
         T, held = self.config.max_length, self.bytes + cache
-        N = self.options.prompts_per_step * self.options.samples_per_prompt * self.samples  # evaluations are no part of a step
+        N = (
+            self.options.prompts_per_step * self.options.samples_per_prompt * self.samples
+        )  # evaluations are no part of a step
         for kind, judge in self.judges.items():
             R, params = judge.rows(T), judge.abstract
             tokens = jax.ShapeDtypeStruct((R, T), jnp.int32)
@@ -177,7 +179,9 @@ class Stage:
                 batch = batch.replace(old_logp=floats, entropy=floats)
             batch = batch.replace(old_logp=floats if exact else algorithm.proximal(batch))
         if routes is not None:
-            batch = batch.replace(routes={path: jax.ShapeDtypeStruct((*shape, *a.shape), a.dtype) for path, a in routes.items()})
+            batch = batch.replace(
+                routes={path: jax.ShapeDtypeStruct((*shape, *a.shape), a.dtype) for path, a in routes.items()}
+            )
         if self.state.reference is not None:
             batch = batch.replace(ref_logp=floats)
         if self.state.critic is not None and self.samples:
@@ -241,7 +245,10 @@ class Sampling:
             dispatch = 1
             if name == "decode" and shape[0] == made.slots:
                 times, dispatch = steps, min(made.dispatch, options.sampling.max_new_tokens)
-            elif name in ("prefill", "extend") and shape == [made.most_prompts, made.prefill_lengths(longest)[-1] + made.ahead]:
+            elif name in ("prefill", "extend") and shape == [
+                made.most_prompts,
+                made.prefill_lengths(longest)[-1] + made.ahead,
+            ]:
                 chunks = -(-prompts // made.chunk)
                 times = P * (1 if name == "prefill" else chunks - 1) / shape[0]
             else:
@@ -275,5 +282,7 @@ class Sampling:
         """The program that makes the copies: in the place of the last ones, or anew at each step where those were dropped."""
         given = {path: stage.state.policy.params[path] for path in self._weights.paths}
         lower = lambda: self._weights.lower(given, again=not self._dropped)  # noqa: E731
-        kind, times = (RESHARD, int(stage.samples)) if self._dropped else ("quantised copy", stage.options.updates_per_step)
+        kind, times = (
+            (RESHARD, int(stage.samples)) if self._dropped else ("quantised copy", stage.options.updates_per_step)
+        )
         return Planned(stage.name, kind, (len(given),), lower, held, held - on_a_device((given, self._copy)), times)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rl import yamlfile
-from rl.config import RunConfig
+from rl.config import yaml_tree
+from rl.config.run import RunConfig
 from rl.errors import ConfigError
 from rl.plan import changes
 from rl.plan.changes import REMAT, Change
@@ -53,7 +53,9 @@ def search(config: RunConfig, target: Target, most: int) -> Found:
         if isinstance(cost, Costs):  # settings that come to the same programs are one choice
             choices.setdefault(tuple(sorted(cost.programs.items())), Choice(change, made, cost, size))
     if not choices:
-        raise ConfigError(f"--search: no mesh of {target.inside(config)} devices can be: {next(iter(costs), 'none divides them')}")
+        raise ConfigError(
+            f"--search: no mesh of {target.inside(config)} devices can be: {next(iter(costs), 'none divides them')}"
+        )
     left = [choice for choice in choices.values() if choice.costs.held <= target.memory]
     pruned, tried, corrections = len(choices) - len(left), [], {}
 
@@ -103,7 +105,7 @@ def as_yaml(change: Change) -> str:
         for part in path:
             node = node.setdefault(part, {})
         node[last] = value
-    return yamlfile.dump(tree)
+    return yaml_tree.dump(tree)
 
 
 def best(found: Sequence[tuple[Choice, Attempt]], seconds) -> list[tuple[Choice, Attempt]]:

@@ -43,14 +43,22 @@ class Topology:
         flags = os.environ.get("XLA_FLAGS", "")
         if self.platform == "cpu":
             flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags)
-            return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={self.count}".strip()}
+            return {
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={self.count}".strip(),
+            }
         # libtpu ends a process that has a flag which it does not know.
         flags = " ".join(flag for flag in flags.split() if not flag.startswith(("--xla_cpu_", "--xla_gpu_")))
-        return {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "XLA_FLAGS": flags}
+        return {
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "XLA_FLAGS": flags,
+        }
 
     def memory(self, device) -> float | None:
         """Bytes that a program may take on a device; None: as many as the machine has, as on a CPU."""
-        from rl import chips
+        from rl.reporting import chips
 
         if self.platform == "gpu":
             limit = (device.memory_stats() or {}).get("bytes_limit")  # what jax has set aside of it
@@ -80,4 +88,6 @@ class Topology:
             text = str(error).splitlines()[0] if str(error) else repr(error)
             missing = "no libtpu" in text.lower() or isinstance(error, ModuleNotFoundError) or "libtpu.so" in text
             hint = "; `pip install libtpu` brings the compiler" if missing else ""
-            raise ResourceError(f"--topology {self.name}: jax cannot describe this slice here{hint}. It says: {text}") from None
+            raise ResourceError(
+                f"--topology {self.name}: jax cannot describe this slice here{hint}. It says: {text}"
+            ) from None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rl.config import RunConfig
+from rl.config.run import RunConfig
 from rl.plan import changes
 from rl.plan.changes import Change
 from rl.plan.children import AT_A_TIME, Attempt, Costs, Target, attempted, estimated
@@ -30,13 +30,17 @@ class Candidate:
     needs: float
 
 
-def suggestions(config: RunConfig, target: Target, reports: Sequence[Report], most: int) -> list[tuple[Change, Attempt]]:
+def suggestions(
+    config: RunConfig, target: Target, reports: Sequence[Report], most: int
+) -> list[tuple[Change, Attempt]]:
     """Up to three changes with which the programs fit that did not, of different kinds, and what was compiled; at most `most` are
     compiled, two at a time. What needs too much by its arguments alone is not, and what an estimate says will fit comes first."""
     failed = [each for each in reports if not target.fits(each)]
     names, levers = [each.name for each in failed], _levers(config, target)
     left, several = _candidates(config, target, failed, levers), False
-    single = {each.lever: each.change for each in left if not each.change.results and "mesh.fsdp" not in each.change.settings}
+    single = {
+        each.lever: each.change for each in left if not each.change.results and "mesh.fsdp" not in each.change.settings
+    }
     found: list[tuple[Change, Attempt]] = []
     while most > 0 and len(found) < ENOUGH:
         if not several and not any(each.needs <= target.memory and not each.change.results for each in left):
@@ -49,7 +53,9 @@ def suggestions(config: RunConfig, target: Target, reports: Sequence[Report], mo
         most -= len(some)
         for each, attempt in zip(some, attempted([each.config for each in some], target, names), strict=True):
             # What was enough needs no stronger step, what was not no weaker one.
-            left = [other for other in left if other.lever != each.lever or (not attempt.fits and other.step > each.step)]
+            left = [
+                other for other in left if other.lever != each.lever or (not attempt.fits and other.step > each.step)
+            ]
             if attempt.fits:
                 found.append((each.change, attempt))
     return found[:ENOUGH]
@@ -68,11 +74,15 @@ def _next(left: Sequence[Candidate], memory: float, most: int) -> list[Candidate
     return list(first.values())[:most]
 
 
-def _candidates(config: RunConfig, target: Target, failed: Sequence[Report], levers: list[list[Change]]) -> list[Candidate]:
+def _candidates(
+    config: RunConfig, target: Target, failed: Sequence[Report], levers: list[list[Change]]
+) -> list[Candidate]:
     """What makes the programs that failed smaller by the estimate, each step more than the one before."""
     names = [each.name for each in failed]
     steps = [(lever, step, change) for lever, each in enumerate(levers) for step, change in enumerate(each)]
-    made = [(*numbers, change, made) for *numbers, change in steps if (made := change.of(config)) and changes.possible(made)]
+    made = [
+        (*numbers, change, made) for *numbers, change in steps if (made := change.of(config)) and changes.possible(made)
+    ]
     base, *costs = estimated([config, *(each for *_, each in made)], target)
     if isinstance(base, str):
         return []
@@ -90,13 +100,16 @@ def _candidates(config: RunConfig, target: Target, failed: Sequence[Report], lev
 
 def _levers(config: RunConfig, target: Target) -> list[list[Change]]:
     others = sorted(
-        changes.meshes(config, target.inside(config), changes.divisors(config)), key=lambda mesh: _distance(config, mesh)
+        changes.meshes(config, target.inside(config), changes.divisors(config)),
+        key=lambda mesh: _distance(config, mesh),
     )
     return changes.levers(config, [mesh for mesh in others if _distance(config, mesh)][:MESHES])
 
 
 def _distance(config: RunConfig, mesh: dict[str, int]) -> float:
-    return sum(abs(math.log2(size / max(1, getattr(config.mesh, axis)))) for axis, size in mesh.items() if axis != "fsdp")
+    return sum(
+        abs(math.log2(size / max(1, getattr(config.mesh, axis)))) for axis, size in mesh.items() if axis != "fsdp"
+    )
 
 
 def corrected(costs: Costs, reports: Sequence[Report]) -> dict[str, float]:

@@ -17,7 +17,9 @@ from pathlib import Path
 
 dump = tempfile.TemporaryDirectory()
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
-os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump.name}"  # compiled.as_text() fails for programs with asynchronous updates
+os.environ["XLA_FLAGS"] = (
+    f"--xla_dump_to={dump.name}"  # compiled.as_text() fails for programs with asynchronous updates
+)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a program from the cache is not dumped
 
 import jax  # noqa: E402
@@ -25,11 +27,12 @@ import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from oracles import STANDARD, configuration  # noqa: E402
 
-from policy import batch_split, families  # noqa: E402
+from policy import families  # noqa: E402
 from policy.config import Runtime  # noqa: E402
+from policy.execution import batch_split  # noqa: E402
+from policy.mesh.sharding import layout  # noqa: E402
 from policy.model import Graph  # noqa: E402
 from policy.modes import sit  # noqa: E402
-from policy.sharding import layout  # noqa: E402
 
 ROWS, LENGTH, DEVICES = 8, 768, 4
 SIZES = {
@@ -48,7 +51,9 @@ def compiled(split: bool, rule: str | None) -> str:
     """The text of the scheduled program, in bfloat16, with all that the schedule asks of the compiler."""
     mesh = layout({"expert": DEVICES}, devices=topologies.get_topology_desc("v5p:2x2x1", platform="tpu").devices)
     config = families.read(configuration("DeepseekV3", **STANDARD["DeepseekV3"] | SIZES))
-    asked = Runtime(dtype="bfloat16", param_dtype="bfloat16", scan=False, remat="none", batch_split=True, quantization=rule)
+    asked = Runtime(
+        dtype="bfloat16", param_dtype="bfloat16", scan=False, remat="none", batch_split=True, quantization=rule
+    )
     options = batch_split.compiler_options(Graph(config, asked, mesh).runtime)
     graph = Graph(config, asked, mesh).at(batch_split=split)
 
@@ -64,7 +69,9 @@ def compiled(split: bool, rule: str | None) -> str:
     still = {path: p for path, p in params.items() if path in graph.untrained}
     tokens = placed((ROWS, LENGTH), jnp.int32, "batch", None)
     places = {path: p.sharding for path, p in trained.items()}
-    jax.jit(jax.grad(loss), out_shardings=places).lower(trained, still, tokens, tokens).compile(compiler_options=options)
+    jax.jit(jax.grad(loss), out_shardings=places).lower(trained, still, tokens, tokens).compile(
+        compiler_options=options
+    )
     return max(Path(dump.name).glob("*.after_optimizations.txt"), key=lambda file: file.stat().st_size).read_text()
 
 

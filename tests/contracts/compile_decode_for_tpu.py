@@ -26,12 +26,14 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
-from policy import cache as caches  # noqa: E402
-from policy import modes, pages, sources  # noqa: E402
+from policy import modes  # noqa: E402
+from policy.cache import cache as caches  # noqa: E402
+from policy.cache import pages  # noqa: E402
+from policy.cache.pages import Pages  # noqa: E402
 from policy.config import Runtime  # noqa: E402
+from policy.huggingface import sources  # noqa: E402
+from policy.mesh.sharding import layout  # noqa: E402
 from policy.model import Graph  # noqa: E402
-from policy.pages import Pages  # noqa: E402
-from policy.sharding import layout  # noqa: E402
 from rl.plan.hlo import Program, dims  # noqa: E402
 
 STEPS, SIZE = 4, 32
@@ -82,7 +84,10 @@ def report(preset: str, topology: str, degrees: dict, rows: int, width: int, rul
     text = max(Path(dump.name).glob("*.after_optimizations.txt"), key=lambda file: file.stat().st_size).read_text()
 
     pools = [part for stack in cache for layers in stack for part in layers]
-    layer = {name: 2 * local(pool.array) // pool.array.shape[1] * (number - parts) // number for name, pool in pools[0].items()}
+    layer = {
+        name: 2 * local(pool.array) // pool.array.shape[1] * (number - parts) // number
+        for name, pool in pools[0].items()
+    }
     kernel, formula = next(KERNELS[name] for name in layer if name in KERNELS), sum(layer.values())
     program = Program(text, {kernel: formula})
     moved = program.moved()

@@ -17,7 +17,9 @@ from pathlib import Path
 
 dump = tempfile.TemporaryDirectory()
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
-os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump.name}"  # compiled.as_text() fails for programs with asynchronous updates
+os.environ["XLA_FLAGS"] = (
+    f"--xla_dump_to={dump.name}"  # compiled.as_text() fails for programs with asynchronous updates
+)
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # a program from the cache is not dumped
 
 import jax  # noqa: E402
@@ -25,18 +27,24 @@ import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from oracles import STANDARD, configuration  # noqa: E402
 
-from policy import cache as caches  # noqa: E402
 from policy import families, modes  # noqa: E402
-from policy.cache import Step  # noqa: E402
+from policy.cache import cache as caches  # noqa: E402
+from policy.cache.step import Step  # noqa: E402
 from policy.config import Runtime  # noqa: E402
+from policy.mesh.sharding import layout  # noqa: E402
 from policy.model import Graph  # noqa: E402
-from policy.sharding import layout  # noqa: E402
 
 # Sizes that nothing else has. The portable form takes queries in chunks.
 ROWS, LENGTH, CHUNK, VOCAB = 4, 1536, 768, 40960
 SIZES = {
     "Llama": {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128},
-    "GptOss": {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "sliding_window": 256},
+    "GptOss": {
+        "hidden_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "sliding_window": 256,
+    },
     "DeepseekV3": {
         "hidden_size": 1024,
         "num_attention_heads": 8,
@@ -51,15 +59,21 @@ SIZES = {
 
 
 def main(family: str, topology: str, degrees: dict) -> dict:
-    mesh = layout(degrees, devices=topologies.get_topology_desc(topology, platform="tpu").devices[: math.prod(degrees.values())])
+    mesh = layout(
+        degrees, devices=topologies.get_topology_desc(topology, platform="tpu").devices[: math.prod(degrees.values())]
+    )
     sizes = SIZES[family] | {"num_hidden_layers": 2, "vocab_size": VOCAB}
     config = families.read(configuration(family, **STANDARD[family] | sizes))
-    graph = Graph(config, Runtime(dtype="bfloat16", param_dtype="bfloat16", scan=True, remat="full", attention_chunk=CHUNK), mesh)
+    graph = Graph(
+        config, Runtime(dtype="bfloat16", param_dtype="bfloat16", scan=True, remat="full", attention_chunk=CHUNK), mesh
+    )
 
     def placed(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(axes, shape))
 
-    params = {path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=graph.shardings[path]) for path, a in graph.shapes.items()}
+    params = {
+        path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=graph.shardings[path]) for path, a in graph.shapes.items()
+    }
     rows = placed((ROWS, LENGTH), jnp.int32, "batch", None)
 
     def loss(params, tokens, segments):
@@ -83,7 +97,9 @@ def _found(name: str, tokens: int) -> dict:
     text = file.read_text()
     shapes = {tuple(map(int, match.split(","))) for match in re.findall(r"\w+\[([\d,]+)\]", text)}
     scores = [shape for shape in shapes if shape.count(LENGTH) > 1 or {LENGTH, CHUNK} <= set(shape)]
-    logits = [shape for shape in shapes if {VOCAB, VOCAB // 2, VOCAB // 4} & set(shape) and math.prod(shape) >= tokens * VOCAB]
+    logits = [
+        shape for shape in shapes if {VOCAB, VOCAB // 2, VOCAB // 4} & set(shape) and math.prod(shape) >= tokens * VOCAB
+    ]
     calls = re.findall(r'%(splash\w*)\S* = .*custom_call_target="tpu_custom_call"', text)
     return {"kernels": sorted(calls), "scores": sorted(scores), "logits": sorted(logits)}
 

@@ -17,13 +17,13 @@ import numpy as np
 from flax import nnx
 
 from policy import families
-from policy.cache import Step
+from policy.cache.step import Step
 from policy.config import ClampedSwiglu, DecoderConfig, Mlp, Moe, Norm, Router, Runtime
-from policy.layers import expert_parallel, experts
-from policy.layers.moe import MixtureOfExperts
+from policy.experts import expert_parallel, experts
+from policy.experts.moe import MixtureOfExperts
+from policy.mesh.sharding import layout
 from policy.model import Model
 from policy.modes import sit
-from policy.sharding import layout
 from rollout import Generator, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,7 +34,14 @@ from oracles import STANDARD, configuration, random_model
 
 E = 16
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
-GROUPS = {"score": "sigmoid", "correction_bias": True, "groups": 4, "topk_groups": 2, "group_score": "top2", "scale": 2.5}
+GROUPS = {
+    "score": "sigmoid",
+    "correction_bias": True,
+    "groups": 4,
+    "topk_groups": 2,
+    "group_score": "top2",
+    "scale": 2.5,
+}
 MIXTURES = {
     "groups": Moe(Router(8, 3, **GROUPS), 12, shared=Mlp(8)),
     "biases": Moe(Router(8, 2, bias=True), 12, bias=True, clamp=ClampedSwiglu(1.0)),
@@ -77,7 +84,9 @@ IN_PARTS = expert_parallel._in_parts
 
 
 @cache
-def computed(name: str, degrees: str, shape: tuple[int, ...], skew: float, how: str, room: int = 1 << 30, usual: str = "") -> dict:
+def computed(
+    name: str, degrees: str, shape: tuple[int, ...], skew: float, how: str, room: int = 1 << 30, usual: str = ""
+) -> dict:
     """Everything that a mixture computes of `rows(*shape)`, by name, on a mesh (null: one device) with room for so many bytes of
     rows at once. `usual`: nothing but the usual room may be taken ("only"), or it is small enough for there to be one ("small"), or
     tokens go through every expert ("every")."""
@@ -180,7 +189,9 @@ def update(degrees: dict, scheme: str, options: dict) -> dict:
     log-probability, and whether completions are equal."""
     how, options = options.get("how", {}), {name: value for name, value in options.items() if name != "how"}
     one, logged, texts, _ = trained("null", "{}", json.dumps(options))
-    many, also, same, cut = trained(json.dumps(degrees), json.dumps({"expert_parallel": scheme} | how), json.dumps(options))
+    many, also, same, cut = trained(
+        json.dumps(degrees), json.dumps({"expert_parallel": scheme} | how), json.dumps(options)
+    )
     biases = [path for path in one if path.endswith("correction_bias")]
     return {
         "biases": int(sum((many[path] != one[path]).sum() for path in biases)),
@@ -188,7 +199,9 @@ def update(degrees: dict, scheme: str, options: dict) -> dict:
         "weights": max(float(np.abs(many[path] - one[path]).max()) for path in one),
         "metrics": max(abs(also[name] - value) for name, value in logged.items()),
         "dropped": also.get("moe/dropped", 0.0),
-        "logprobs": max(float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(texts, same, strict=True)),
+        "logprobs": max(
+            float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(texts, same, strict=True)
+        ),
         "equal": [a.tokens for a in texts] == [b.tokens for b in same],
     }
 
@@ -200,7 +213,9 @@ def rounded_gradients(degrees: dict, rows: int) -> dict:
     runtime = Runtime(expert_parallel="gather", expert_gradients="float8_e5m2", layout=mesh.for_experts("gather"))
     cut = expert_parallel.Cut(MIXTURES["groups"], runtime, (rows, 1, E))
     parts = jax.sharding.PartitionSpec("expert")
-    hand_back = jax.shard_map(partial(expert_parallel.hand_back, cut=cut), mesh=mesh.mesh, in_specs=parts, out_specs=parts)
+    hand_back = jax.shard_map(
+        partial(expert_parallel.hand_back, cut=cut), mesh=mesh.mesh, in_specs=parts, out_specs=parts
+    )
     g = np.random.default_rng(0).uniform(0.5, 1.0, (rows, E)) / 10.0 ** np.arange(rows)[:, None]
     g = g.astype(np.float32)
     sums = jnp.zeros((rows * degrees["expert"], E))

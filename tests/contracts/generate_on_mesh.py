@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from oracles import random_model
 from test_generator import GREEDY, MODELS, PROMPTS, WIDTH, configuration, families
 
-from policy.sharding import layout
+from policy.mesh.sharding import layout
 from rollout import Generator, GeneratorOptions
 
 

@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import learners
 from meshes import PROMPTS
 
-from policy.axes import STATIONARY_RULES
+from policy.mesh.axes import STATIONARY_RULES
+from policy.mesh.sharding import layout
 from policy.model import Model
-from policy.sharding import layout
-from rl.checkpoint import Checkpoints
+from rl.run.checkpoint import Checkpoints
 from rollout import Generator, GeneratorOptions, SamplingParams
-from rollout.weights import RolloutWeights
+from rollout.engine.weights import RolloutWeights
 
 DEGREES = {"data": 2, "fsdp": 2, "tensor": 2}
 OTHERS = {
@@ -80,7 +80,9 @@ def read(model) -> tuple[dict, list]:
     made, found = completed(generator), {"prefill": [], "decode": []}
     for name, compiled, params in given:
         if name in found:
-            same = [params[path] is array and pointers(params[path]) == before[path] for path, array in model.params.items()]
+            same = [
+                params[path] is array and pointers(params[path]) == before[path] for path, array in model.params.items()
+            ]
             # None where it is not used: prefill needs no more of the last layer than its keys.
             places = {path: place for path, place in compiled.input_shardings[0][0].items() if place is not None}
             laid = [place.is_equivalent_to(params[path].sharding, params[path].ndim) for path, place in places.items()]
@@ -116,11 +118,15 @@ def laid_out(model, plain: list) -> dict:
     copies = generator.weights._copies
     moved = completed(generator)
     kept = all(array is model.params[path] for path, array in generator._params.items() if path not in copies)
-    share = sum(a.nbytes for path, a in model.params.items() if path in copies) / sum(a.nbytes for a in model.params.values())
+    share = sum(a.nbytes for path, a in model.params.items() if path in copies) / sum(
+        a.nbytes for a in model.params.values()
+    )
     generator.drop_layout()
     return {
         "equal": [c.tokens for c in plain] == [c.tokens for c in moved],
-        "logprobs": max(float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(plain, moved, strict=True)),
+        "logprobs": max(
+            float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(plain, moved, strict=True)
+        ),
         "kept": kept,
         "share": share,
         "dropped": generator.weights._copies is None,

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 import policy
-from policy.sharding import layout
+from policy.mesh.sharding import layout
 
 
 def compare(directory: str, with_logits: bool) -> dict:

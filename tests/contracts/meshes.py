@@ -16,18 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from policy import cache as caches
 from policy import families, modes
-from policy.axes import STATIONARY_RULES
-from policy.cache import Step
+from policy.attention import flash_attention
+from policy.attention.context_parallel import Keys, Limits, attend_cut
+from policy.attention.dot_product_attention import Mask, attend
+from policy.attention.sequence_shards import Order
+from policy.cache import cache as caches
+from policy.cache.pages import Pages
+from policy.cache.step import Step
 from policy.config import Runtime
-from policy.layers import flash_attention
-from policy.layers.context_parallel import Keys, Limits, attend_cut
-from policy.layers.dot_product_attention import Mask, attend
+from policy.mesh.axes import STATIONARY_RULES
+from policy.mesh.sharding import layout
 from policy.modes import sit
-from policy.pages import Pages
-from policy.sequence_cut import Order
-from policy.sharding import layout
 from rl.plan.hlo import Program
 from rollout import Generator, GeneratorOptions, SamplingParams
 
@@ -45,7 +45,9 @@ MODELS = {
     "latent": lambda: short("DeepseekV3"),
     "indexed": lambda: short("DeepseekV32"),
     "recurrent": lambda: short("Qwen3Next"),
-    "streams": lambda: configuration("Llama", num_hidden_layers=2) | {"duet": {"hyper_connections": {"reduce": "head"}}},
+    "streams": lambda: (
+        configuration("Llama", num_hidden_layers=2) | {"duet": {"hyper_connections": {"reduce": "head"}}}
+    ),
     "square": lambda: short("Simple"),
 }
 
@@ -99,7 +101,9 @@ def attention(degrees: dict, scheme: str, options: dict) -> dict:
 
     (served, kernel), found = (flash_attention.served, flash_attention._kernel), []
     flash_attention.served = lambda *_: options["kernel"]
-    flash_attention._kernel = lambda H, places, devices, limits, _=False: kernel(H, places, devices, limits, interpret=True)
+    flash_attention._kernel = lambda H, places, devices, limits, _=False: kernel(
+        H, places, devices, limits, interpret=True
+    )
     for function in (whole, cut):
 
         def both(*arguments, function=function):
@@ -109,7 +113,9 @@ def attention(degrees: dict, scheme: str, options: dict) -> dict:
         with jax.default_matmul_precision("highest"):
             found.append(jax.block_until_ready(jax.jit(both)(q, k, v, sinks)))
     flash_attention.served, flash_attention._kernel = served, kernel
-    return {"difference": max(float(np.abs(a - b).max() / max(1.0, np.abs(a).max())) for a, b in zip(*found, strict=True))}
+    return {
+        "difference": max(float(np.abs(a - b).max() / max(1.0, np.abs(a).max())) for a, b in zip(*found, strict=True))
+    }
 
 
 @cache
@@ -119,7 +125,9 @@ def derived(kind: str, degrees: str, how: str):
     model = random_model(
         families.read(MODELS[kind]()), runtime=Runtime(**json.loads(how)), mesh=on_mesh(degrees) if degrees else None
     )
-    run = jax.jit(partial(scored, model.graph), out_shardings=(None, {path: model.graph.sharding(path) for path in model.params}))
+    run = jax.jit(
+        partial(scored, model.graph), out_shardings=(None, {path: model.graph.sharding(path) for path in model.params})
+    )
     found, grads = jax.block_until_ready(run(model.params, tokens(8, 13), packed(8, 13)))
     return np.asarray(found), {path: np.asarray(g) for path, g in grads.items()}
 
@@ -183,7 +191,9 @@ def sent(kind: str, degrees: dict) -> dict:
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=graph.layout.sharding(axes, array.shape))
 
         pool = Pages(8 * (rows // 8 * width + 1), size)
-        cache = jax.eval_shape(lambda graph=graph, pool=pool: caches.create(graph.config, rows, pool, "float32", scan=False))
+        cache = jax.eval_shape(
+            lambda graph=graph, pool=pool: caches.create(graph.config, rows, pool, "float32", scan=False)
+        )
         params = {path: placed(shape, graph.axes[path]) for path, shape in graph.shapes.items()}
         ids, table = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows,), (rows, width)))
         arguments = params, caches.by_axes(lambda axes, a, placed=placed: placed(a, axes), cache)
@@ -241,7 +251,9 @@ def completions(kind: str, degrees: dict, options: dict, how: dict | None = None
     one, many = found
     return {
         "equal": [c.tokens for c in one] == [c.tokens for c in many],
-        "logprobs": max(float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(one, many, strict=True)),
+        "logprobs": max(
+            float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(one, many, strict=True)
+        ),
         "parts": generator.engine.programs.sizes[0],
     }
 

@@ -13,12 +13,12 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from oracles import KINDS, configuration, random_model, tokens
 
-from policy import cache as caches
 from policy import families
-from policy.cache import Step
-from policy.layers import paged_attention
-from policy.pages import Pages
-from policy.sharding import Layout, layout, settle
+from policy.attention import paged_attention
+from policy.cache import cache as caches
+from policy.cache.pages import Pages
+from policy.cache.step import Step
+from policy.mesh.sharding import Layout, layout, settle
 
 B, T, PROMPT, CHUNK, SIZE, NUMBER = 4, 26, 22, 11, 8, 20
 # The second half of the rows has its pages in the second half of the pool.

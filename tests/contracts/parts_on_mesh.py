@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from oracles import configuration, random_model, tokens
 
-from policy import families, tables
+from policy import families
 from policy.config import Runtime
-from policy.memory import on_host
+from policy.execution import row_tables
+from policy.mesh.host_memory import on_host
+from policy.mesh.sharding import layout
 from policy.modes import sit
-from policy.sharding import layout
 
 MESHES = {
     "fsdp4": ({"fsdp": 4}, "device"),
@@ -40,10 +41,10 @@ def computed(mesh, memory):
         return logp.sum(), logp
 
     def gradient(params):
-        at, found = tables.read_rows(graph, params, rows, segments)
+        at, found = row_tables.read_rows(graph, params, rows, segments)
         grads, logp = jax.grad(loss, has_aux=True)(weights | found)
-        slopes = tables.gradients(graph, at, {path: grads.pop(path) for path in found})
-        return grads | on_host(lambda one: tables.summed(jax.tree.map(lambda a: a[None], one)), slopes), logp
+        slopes = row_tables.gradients(graph, at, {path: grads.pop(path) for path in found})
+        return grads | on_host(lambda one: row_tables.summed(jax.tree.map(lambda a: a[None], one)), slopes), logp
 
     places = {path: graph.sharding(path) for path in graph.paths if path not in graph.untrained}
     grads, logp = jax.block_until_ready(jax.jit(gradient, out_shardings=(places, None))(model.params))

@@ -16,9 +16,9 @@ from oracles import configuration, random_model
 import rl.algorithms
 from policy import families
 from policy.config import Runtime
-from policy.sharding import layout
-from rl.rollouts import routes_of
-from rl.trainer import Trainer
+from policy.mesh.sharding import layout
+from rl.stages.rollouts import routes_of
+from rl.training.trainer import Trainer
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 MESHES = {
@@ -33,7 +33,9 @@ def run(degrees, how) -> dict:
     sizes = learners.SIZES | {"num_hidden_layers": 2, "first_k_dense_replace": 1}
     mesh = layout(degrees) if degrees else layout({"fsdp": 1}, devices=jax.devices()[:1])
     model = random_model(families.read(configuration("DeepseekV3", **sizes)), runtime=Runtime(**how), mesh=mesh)
-    generator = Generator(model, max_length=16, slots=4, options=GeneratorOptions(record_routes=True, tokens_per_dispatch=4))
+    generator = Generator(
+        model, max_length=16, slots=4, options=GeneratorOptions(record_routes=True, tokens_per_dispatch=4)
+    )
     made = [c for group in generator.generate(PROMPTS, SamplingParams(n=2, max_new_tokens=6)) for c in group]
     data, rng = learners.batch(), np.random.default_rng(0)
     given = rng.permuted(np.broadcast_to(np.arange(8), (*data.tokens.shape, 1, 8)), axis=-1)[..., :2].astype(np.int8)

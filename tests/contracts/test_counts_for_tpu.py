@@ -14,7 +14,9 @@ import pytest
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"
+    ),
 ]
 LAYERS, TOKENS, HIDDEN, WIDTH = 3, 65536, 4096, 14336
 
@@ -63,7 +65,7 @@ def between() -> dict[str, float]:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from policy.sharding import layout
+    from policy.mesh.sharding import layout
     from rl.plan.hlo import BETWEEN, Program
 
     devices = topologies.get_topology_desc("v6e:2x2", platform="tpu", num_slices=2).devices
@@ -78,13 +80,18 @@ def between() -> dict[str, float]:
 
     def layers(x, weights):
         whole = NamedSharding(parts, P())
-        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ jax.lax.with_sharding_constraint(w, whole))[:, :HIDDEN], None), x, weights)
+        return jax.lax.scan(
+            lambda x, w: (jnp.tanh(x @ jax.lax.with_sharding_constraint(w, whole))[:, :HIDDEN], None), x, weights
+        )
 
     cut = given(copies, jnp.float32, (HIDDEN, WIDTH), "fsdp")
     programs = [
-        jax.jit(gradient, out_shardings=cut.sharding).lower(cut, given(copies, jnp.float32, (64, HIDDEN), ("data", "fsdp"))),
+        jax.jit(gradient, out_shardings=cut.sharding).lower(
+            cut, given(copies, jnp.float32, (64, HIDDEN), ("data", "fsdp"))
+        ),
         jax.jit(layers).lower(
-            given(parts, jnp.bfloat16, (64, HIDDEN), "fsdp"), given(parts, jnp.bfloat16, (LAYERS, HIDDEN, WIDTH), None, "fsdp")
+            given(parts, jnp.bfloat16, (64, HIDDEN), "fsdp"),
+            given(parts, jnp.bfloat16, (LAYERS, HIDDEN, WIDTH), None, "fsdp"),
         ),
     ]
     found: dict[str, float] = {}
@@ -111,7 +118,9 @@ def counted(topology: str, tokens: int) -> dict[str, float]:
 
     def layer(x, weights):
         up, gate, down = weights
-        return jax.lax.with_sharding_constraint(x + (jnp.tanh(x @ up) * (x @ gate)) @ down, NamedSharding(mesh, P("x"))), None
+        return jax.lax.with_sharding_constraint(
+            x + (jnp.tanh(x @ up) * (x @ gate)) @ down, NamedSharding(mesh, P("x"))
+        ), None
 
     def layers(x, up, gate, down):
         return jax.lax.scan(layer, x, (up, gate, down))[0]

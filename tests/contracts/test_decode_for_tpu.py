@@ -11,7 +11,9 @@ import pytest
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"
+    ),
 ]
 # Attention weights whole along `expert`: cut along it, as for training, they would be exchanged for every token.
 WHOLE = {name: [] for name in ("embed", "embed_moe", "embed_vocab", "q_lora", "kv_lora")}
@@ -27,7 +29,13 @@ LAYERS = {"llama3.1-8b": 32, "deepseek-v3": 61}
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_reads_weights_and_cache_once(case):
     preset, topology, *numbers = CASES[case]
-    command = [sys.executable, Path(__file__).with_name("compile_decode_for_tpu.py"), preset, topology, *map(json.dumps, numbers)]
+    command = [
+        sys.executable,
+        Path(__file__).with_name("compile_decode_for_tpu.py"),
+        preset,
+        topology,
+        *map(json.dumps, numbers),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from oracles import KINDS, VOCAB, random_model, short
 
-import rollout.programs
-import rollout.sampling
-from policy import families, scoring
+import rollout.engine.programs
+import rollout.engine.sampling
+from policy import families
+from policy.heads import scoring
 from rollout import Generator, GeneratorOptions, SamplingParams
-from rollout.scheduler import Request
+from rollout.engine.scheduler import Request
 
 WIDTH, NEW = 80, 20
 # Full attention; windows, latents with experts, a recurrent state.
@@ -70,7 +71,9 @@ def same(found, expected):
     """Tokens, log-probabilities to the last bit, and ends."""
     parts = ("tokens", "logprobs", "finish")
     for group, wanted in zip(found, expected, strict=True):
-        assert [[getattr(c, part) for part in parts] for c in group] == [[getattr(c, part) for part in parts] for c in wanted]
+        assert [[getattr(c, part) for part in parts] for c in group] == [
+            [getattr(c, part) for part in parts] for c in wanted
+        ]
 
 
 def bits(model, tokens, segments, temperature=0.7):
@@ -144,9 +147,9 @@ def bad_drafts(monkeypatch):
 
     def poor(logits_SV, numbers, draws):
         noise = 0.3 * jnp.sin(jnp.arange(logits_SV.shape[-1]) * (1.0 + numbers[2][:, None]))
-        return rollout.sampling.choose(logits_SV + noise, numbers, draws)
+        return rollout.engine.engine.sampling.choose(logits_SV + noise, numbers, draws)
 
-    monkeypatch.setattr(rollout.programs, "choose", poor)
+    monkeypatch.setattr(rollout.engine.programs, "choose", poor)
 
 
 def test_wrong_drafts_change_nothing(bad_drafts):
@@ -163,7 +166,11 @@ def test_wrong_drafts_change_nothing(bad_drafts):
         generator.generate(PROMPTS, dataclasses.replace(PLAIN, stop_token_ids=stops)), baseline("Llama"), strict=True
     ):
         end = next(n for n, token in enumerate(whole.tokens, 1) if token in stops)
-        assert (completion.tokens, completion.logprobs, completion.finish) == (whole.tokens[:end], whole.logprobs[:end], "stop")
+        assert (completion.tokens, completion.logprobs, completion.finish) == (
+            whole.tokens[:end],
+            whole.logprobs[:end],
+            "stop",
+        )
     tokens = baseline("Llama")[0][0].tokens
     text = Letters().decode(tokens)
     ((found,),) = generator.generate([PROMPTS[0]], dataclasses.replace(PLAIN, stop=(text[9:11],)))

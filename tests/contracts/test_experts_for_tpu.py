@@ -10,7 +10,9 @@ import pytest
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"
+    ),
 ]
 
 
@@ -42,9 +44,11 @@ def test_tokens_are_gathered_and_gradients_of_weights_scattered(scheme):
     assert found.get("all-reduce", 0) <= 1  # the gradient of the router
 
 
-@pytest.mark.parametrize(("topology", "kernels"), [("v5p:2x2x1", {"ragged-dot-none": 9}), ("v6e:2x2", {"gmm": 6, "tgmm": 3})])
+@pytest.mark.parametrize(
+    ("topology", "kernels"), [("v5p:2x2x1", {"ragged-dot-none": 9}), ("v6e:2x2", {"gmm": 6, "tgmm": 3})]
+)
 def test_products_are_those_of_kernels(topology, kernels):
-    """Three products, and two of the gradient of each; on v6e those of policy/layers/grouped_kernel.py."""
+    """Three products, and two of the gradient of each; on v6e those of policy/experts/grouped_kernel.py."""
     found = compiled("all_to_all", {"expert": 4}, topology)
     assert {name: count for name, count in found.items() if name in ("ragged-dot-none", "gmm", "tgmm")} == kernels
 

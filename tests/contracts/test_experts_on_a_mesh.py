@@ -58,7 +58,9 @@ def test_every_scheme_computes_what_one_device_does_unless_its_buffer_is_full():
         ],
     )
     assert all(each["difference"] < 1e-5 and each["dropped"] == 0 for each in found), found
-    assert rounded["differ"] > 0 and rounded["share"] < 0.126  # two bits after the point: an eighth, and what the scale rounds
+    assert (
+        rounded["differ"] > 0 and rounded["share"] < 0.126
+    )  # two bits after the point: an eighth, and what the scale rounds
     assert dropping["choices"] > 24 and dropping["dropped"] == dropping["choices"] - 24
 
 
@@ -110,10 +112,18 @@ def test_groups_of_devices_take_the_usual_room_each_by_itself():
 # by one.
 ROUNDED = {"how": {"dtype": "bfloat16"}, "tolerance": 0.03}
 MIXTURES = itertools.cycle(
-    [("groups", {}), ("biases", SKEWED), ("input", SKEWED), ("groups", {"shape": [3, 4]}), ("biases", {}), ("groups", ROUNDED)]
+    [
+        ("groups", {}),
+        ("biases", SKEWED),
+        ("input", SKEWED),
+        ("groups", {"shape": [3, 4]}),
+        ("biases", {}),
+        ("groups", ROUNDED),
+    ]
 )
 LAYERS = {
-    number: [["layer", mesh, scheme, *next(MIXTURES)] for mesh in meshes for scheme in SCHEMES] for number, meshes in MESHES.items()
+    number: [["layer", mesh, scheme, *next(MIXTURES)] for mesh in meshes for scheme in SCHEMES]
+    for number, meshes in MESHES.items()
 }
 
 
@@ -145,7 +155,9 @@ def test_updates_in_micro_batches_move_biases_exactly_as_on_one_device_and_compl
     balance = {"router": {"balance": "batch"}}
     cases = [["update", mesh, scheme, balance] for mesh, scheme in pairs]
     if number == 2:
-        cases += [["update", {"expert": 2}, "gather", options | {"how": SPLIT}] for options in (balance, {"dropout": 0.2})]
+        cases += [
+            ["update", {"expert": 2}, "gather", options | {"how": SPLIT}] for options in (balance, {"dropout": 0.2})
+        ]
     for case, found in zip(cases, on_devices(number, cases), strict=True):
         assert found["biases"] == 0 and found["equal"], (case, found)
         assert found["cut"] > 5, (case, found)

@@ -21,14 +21,16 @@ import tiny
 from oracles import KINDS, random_model, short, tokens
 
 import policy
-from policy import cache as caches
-from policy import families, head, modes, sources
-from policy.cache import Step
+from policy import families, modes
+from policy.cache import cache as caches
+from policy.cache.step import Step
 from policy.config import DenseAndExperts, LayerSpec, Moe, Router, Runtime
-from policy.hf import UnsupportedModel
+from policy.heads import head
+from policy.huggingface import sources
+from policy.huggingface.hf import UnsupportedModel
+from policy.mesh.sharding import layout
 from policy.model import Graph
 from policy.modes import sit
-from policy.sharding import layout
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -108,7 +110,9 @@ def test_a_required_key_that_lacks_is_named(kind):
 
 def test_the_tree_of_weights_is_the_golden_one(kind):
     graph = Graph(families.read(short(kind)), Runtime(), layout({"fsdp": 1}))
-    tree = {path: {"shape": list(graph.shapes[path].shape), "axes": list(graph.axes[path])} for path in sorted(graph.paths)}
+    tree = {
+        path: {"shape": list(graph.shapes[path].shape), "axes": list(graph.axes[path])} for path in sorted(graph.paths)
+    }
     file = GOLDEN / f"{kind}.json"
     if os.environ.get("DUET_WRITE_GOLDEN"):
         lines = (f" {json.dumps(path)}: {json.dumps(entry)}" for path, entry in tree.items())
@@ -196,7 +200,9 @@ def test_prefill_and_decoding_equal_the_full_forward(model, kind):
     def prefill(params, tokens_BT, first, kv):
         step = sit(tokens_BT)
         with graph.precision():
-            return modes.prefill(graph.decoder(params), tokens_BT, Step(first + step.positions, step.segments), kv, runtime)
+            return modes.prefill(
+                graph.decoder(params), tokens_BT, Step(first + step.positions, step.segments), kv, runtime
+            )
 
     @jax.jit
     def decode(params, tokens_B, lengths_B, active_B, kv):

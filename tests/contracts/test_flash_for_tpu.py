@@ -11,7 +11,9 @@ import pytest
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"
+    ),
 ]
 CASES = {
     "llama": ("Llama", "v5p:2x2x1", {"fsdp": 2, "tensor": 2}),

@@ -15,7 +15,7 @@ import tiny
 from oracles import KINDS, VOCAB, configuration, oracle, random_model, saved
 
 import policy
-import rollout.programs
+import rollout.engine.programs
 from policy import families
 from policy.config import Runtime
 from rollout import Generator, GeneratorOptions, SamplingParams
@@ -27,7 +27,9 @@ WIDTH = 64
 NEW = 24
 # Those that a family lists, and the standard model of every kind that lists none.
 LISTED = {kind for kind, _ in tiny.GENERATED.values()}
-MODELS = tiny.GENERATED | {kind: (kind, entry.standard | entry.short) for kind, entry in KINDS.items() if kind not in LISTED}
+MODELS = tiny.GENERATED | {
+    kind: (kind, entry.standard | entry.short) for kind, entry in KINDS.items() if kind not in LISTED
+}
 WIDE = tiny.GENERATED_WIDE
 # Two that share nothing: grouped heads with a window, and latent attention with experts.
 BOTH = ("qwen3-window", "deepseek-v3-groups-yarn")
@@ -68,8 +70,8 @@ def margins(model, tokens, segments):
     import jax
     import jax.numpy as jnp
 
-    from policy.layers.indexer import IndexedMask
-    from policy.layers.moe import TopKRouter
+    from policy.attention.indexer import IndexedMask
+    from policy.experts.router import TopKRouter
     from policy.modes import sit
 
     real, best, found = TopKRouter.__call__, IndexedMask._best, []
@@ -203,7 +205,11 @@ PAGED = {"cache": "paged", "page_size": 8}
 # Pages for two of the six longest rows: requests pause, and are read in again.
 FEW_PAGES = PAGED | {"pages": 15, "prefill_chunk": 7}
 WAYS = {
-    "deepseek-v3-groups-yarn": [{"prefill_chunk": 7}, {"slots": 3, "tokens_per_dispatch": 5, "prefill_chunk": 32}, FEW_PAGES],
+    "deepseek-v3-groups-yarn": [
+        {"prefill_chunk": 7},
+        {"slots": 3, "tokens_per_dispatch": 5, "prefill_chunk": 32},
+        FEW_PAGES,
+    ],
     "qwen3-window": [
         {"slots": 16, "prefill_chunk": 7},
         {"slots": 1, "tokens_per_dispatch": 5},
@@ -255,7 +261,7 @@ def test_a_completion_is_the_same_alone_in_any_order_and_in_a_used_slot(name):
 @pytest.mark.parametrize("name", ["qwen3-window", pytest.param("deepseek-v3-all_moe-deep", marks=pytest.mark.slow)])
 def test_a_scanned_cache_is_an_unrolled_one(name, monkeypatch):
     unrolled = baseline(name, 0)
-    monkeypatch.setattr(rollout.programs, "UNROLLED_LAYERS", 0)
+    monkeypatch.setattr(rollout.engine.programs, "UNROLLED_LAYERS", 0)
     scanned = Generator(model_of(name), max_length=WIDTH, slots=6, seed=5)
     assert_same(scanned.generate(PROMPTS, GREEDY), unrolled)
     assert len(scanned.engine._cache[-1]) == 1 < len(generator_of(name).engine._cache[-1])
@@ -285,7 +291,12 @@ def on_eight_devices(*meshes):
     script = Path(__file__).with_name("generate_on_mesh.py")
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     run = subprocess.run(
-        [sys.executable, script, json.dumps(meshes)], capture_output=True, text=True, env=environment, timeout=600, check=False
+        [sys.executable, script, json.dumps(meshes)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+        check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert "donated buffers were not usable" not in run.stderr
@@ -318,4 +329,6 @@ def test_a_mesh_that_cuts_slots_gives_each_part_pages_of_its_own():
 
 @pytest.mark.slow
 def test_other_meshes_generate_what_one_device_does():
-    check_meshes({"fsdp": 8}, {"data": 2, "tensor": 4}, {"expert": 4, "fsdp": 2}, {"context": 2, "tensor": 2, "data": 2})
+    check_meshes(
+        {"fsdp": 8}, {"data": 2, "tensor": 4}, {"expert": 4, "fsdp": 2}, {"context": 2, "tensor": 2, "data": 2}
+    )

@@ -38,7 +38,9 @@ def check(*cases: list, devices: int = 8) -> None:
         if case[0] == "attention":
             assert found["difference"] < 2e-5, (case, found)
         elif case[0] == "products":
-            assert found["products"].keys() == {"Explicit", "Manual"} and found["carried"] == ["P('fsdp', None, None)"], found
+            assert found["products"].keys() == {"Explicit", "Manual"} and found["carried"] == [
+                "P('fsdp', None, None)"
+            ], found
         else:
             assert found["logp"] < 2e-5 and found["gradient"] < 2e-5, (case, found)
 
@@ -61,7 +63,11 @@ def test_shardings_that_are_stated():
     """The same numbers, and no product of which the partitioner decides how it is cut."""
     dense, experts = {"fsdp": 2, "tensor": 2, "explicit": True}, {"fsdp": 2, "expert": 2, "explicit": True}
     quick = {"remat": "none"}
-    cases = [["decoder", "dense", dense, quick], ["products", "dense", dense, {}], ["decoder", "experts", experts, quick]]
+    cases = [
+        ["decoder", "dense", dense, quick],
+        ["products", "dense", dense, {}],
+        ["decoder", "experts", experts, quick],
+    ]
     check(*cases, devices=4)
 
 
@@ -76,8 +82,12 @@ def test_copies_of_weights_put_nothing_together(mode):
 def test_attention_of_every_kind():
     kinds = [{}, {"window": 5, "sinks": True}, {"softcap": 2.0, "kv_heads": 4}, {"chunk": 4, "sinks": True}]
     kinds += [kind | {"balance": True} for kind in kinds]
-    meshes = itertools.cycle([{"context": 8}, {"fsdp": 2, "context": 4}, {"tensor": 2, "context": 4}, {"data": 4, "context": 2}])
-    cases = [["attention", mesh, scheme, kind] for kind, mesh in zip(kinds, meshes, strict=False) for scheme in SCHEMES[:2]]
+    meshes = itertools.cycle(
+        [{"context": 8}, {"fsdp": 2, "context": 4}, {"tensor": 2, "context": 4}, {"data": 4, "context": 2}]
+    )
+    cases = [
+        ["attention", mesh, scheme, kind] for kind, mesh in zip(kinds, meshes, strict=False) for scheme in SCHEMES[:2]
+    ]
     cases += [["attention", {"data": 4, "context": 2}, "ulysses", kind] for kind in kinds[:4]]
     kernels = [{"kernel": True, "window": 200}, {"kernel": True, "balance": True, "sinks": True}]
     cases += [["attention", {"data": 2, "context": 4}, "all_gather", kind] for kind in kernels]
@@ -140,7 +150,13 @@ def test_completions_where_devices_share_the_rows(mode):
 
 
 # Rules that keep rows where training has them, and cut what is multiplied over the axes that are left.
-OWN = {"embed": [], "embed_vocab": [], "mlp": ["fsdp", "tensor"], "heads": ["fsdp", "tensor"], "q_heads": ["fsdp", "tensor"]}
+OWN = {
+    "embed": [],
+    "embed_vocab": [],
+    "mlp": ["fsdp", "tensor"],
+    "heads": ["fsdp", "tensor"],
+    "q_heads": ["fsdp", "tensor"],
+}
 OWN |= {"vocab": ["tensor", "fsdp"], "batch": ["data", "expert"], "cache_batch": ["data", "expert"]}
 
 

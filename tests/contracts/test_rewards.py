@@ -76,7 +76,9 @@ def test_it_is_documented_and_takes_the_texts(name):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_completion_of_messages_scores_as_its_text(name):
     usable(name)
-    example = next((e for e in importlib.import_module(f"rewards.{name}").EXAMPLES if e["score"] not in (None, 0.0)), None)
+    example = next(
+        (e for e in importlib.import_module(f"rewards.{name}").EXAMPLES if e["score"] not in (None, 0.0)), None
+    )
     options = example.get("options", {})
     columns = {k: [v] for k, v in example.items() if k not in ("prompt", "completion", "score", "options")}
     columns |= {k: v[0] for k, v in columns.items() if k == "max_new_tokens"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from oracles import KINDS, configuration, random_model
 
-import rollout.programs
+import rollout.engine.programs
 from policy import families
 from rollout import Generator, GeneratorOptions, SamplingParams
 
@@ -24,7 +24,12 @@ MODELS = {
     "llama": ("Llama", {}, 1, 1),
     "latent-experts": ("DeepseekV3", KINDS["DeepseekV3"].short, 2, 3),
     "delta_net": ("Qwen3Next", KINDS["Qwen3Next"].standard | KINDS["Qwen3Next"].short, 1, 2),
-    "sliding_window": ("Gemma3", {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}, 1, 3),
+    "sliding_window": (
+        "Gemma3",
+        {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+        1,
+        3,
+    ),
     "index_selector": ("DeepseekV32", KINDS["DeepseekV32"].short, 1, 3),
     "learned_positions": ("GPT2", {"n_layer": 2}, 3, 2),
     "chunks-temperature": ("Llama4", KINDS["Llama4"].short, 2, 3),
@@ -76,7 +81,7 @@ def test_slots_dispatches_and_prefill_chunks_change_nothing():
 @pytest.mark.parametrize("name", MODELS)
 def test_every_cache_writes_the_same_tokens(name, monkeypatch):
     if "scanned" in name:
-        monkeypatch.setattr(rollout.programs, "UNROLLED_LAYERS", 0)
+        monkeypatch.setattr(rollout.engine.programs, "UNROLLED_LAYERS", 0)
     for sampling in (GREEDY, FILTERED):
         check(name, sampling, slots=2, chunk=7)
 
@@ -109,7 +114,9 @@ def test_what_cannot_draft_is_refused():
         Generator(random_model(families.read(configuration("Llama"))), options=options)
     recurrent = configuration("Qwen3Next", layer_types=["full_attention", "linear_attention"], num_hidden_layers=2)
     with pytest.raises(ValueError, match="GatedDeltaNet"):
-        Generator(random_model(families.read(recurrent | {"duet": {"multi_token_prediction": {"depth": 1}}})), options=options)
+        Generator(
+            random_model(families.read(recurrent | {"duet": {"multi_token_prediction": {"depth": 1}}})), options=options
+        )
     with pytest.raises(ValueError, match="speculative"):
         GeneratorOptions(speculative=-1)
 
@@ -134,20 +141,24 @@ def chain():
     params["lm_head"][:, :V] = np.log(P).T / E**0.5
     params["mtp.eh_proj"][...] = 0.0
     params["mtp.eh_proj"][0, np.arange(V), WRONG] = 1.0
-    params |= {path: np.ones_like(array) for path, array in params.items() if path.endswith(("enorm.weight", "hnorm.weight"))}
+    params |= {
+        path: np.ones_like(array) for path, array in params.items() if path.endswith(("enorm.weight", "hnorm.weight"))
+    }
     model.params = {path: jax.device_put(array, model.params[path].sharding) for path, array in params.items()}
     return model
 
 
 def coupling(p, q):
-    """Probability that one number gives the same token under both (rollout/speculative.py)."""
+    """Probability that one number gives the same token under both (rollout/engine/speculative.py)."""
     P, Q = np.cumsum(p), np.cumsum(q)
     return np.maximum(0, np.minimum(P, Q) - np.maximum(P - p, Q - q)).sum()
 
 
 @functools.cache
 def chain_generator():
-    return Generator(chain(), max_length=8, slots=500, seed=11, options=GeneratorOptions(speculative=2, tokens_per_dispatch=3))
+    return Generator(
+        chain(), max_length=8, slots=500, seed=11, options=GeneratorOptions(speculative=2, tokens_per_dispatch=3)
+    )
 
 
 def test_drawn_tokens_have_the_distribution_of_the_decoder():

@@ -12,7 +12,9 @@ import pytest
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"
+    ),
 ]
 SECTION = {"layers": [0], "vocab_bases": [120_000, 120_000], "heads": 4, "head_dim": 128}
 
@@ -21,8 +23,12 @@ def test_a_chip_has_no_room_for_a_table_in_host_memory():
     """Micro-batches in a loop, and weight decay and clipping, which need the whole gradient."""
     tests = Path(__file__).parents[1]
     settings = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
-    environment = os.environ | settings | {"PYTHONPATH": os.pathsep.join([str(tests), os.environ["PYTHONPATH"]]), "XLA_FLAGS": ""}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=600, check=False)
+    environment = (
+        os.environ | settings | {"PYTHONPATH": os.pathsep.join([str(tests), os.environ["PYTHONPATH"]]), "XLA_FLAGS": ""}
+    )
+    done = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["temporary"] < found["table"] / 4, found
@@ -38,9 +44,9 @@ def compiled_sizes() -> dict[str, int]:
     import rl.algorithms
     from policy import families
     from policy.config import Runtime
+    from policy.mesh.sharding import layout
     from policy.model import Graph
-    from policy.sharding import layout
-    from rl.trainer import Trainer
+    from rl.training.trainer import Trainer
 
     mesh = layout({"fsdp": 4}, devices=topologies.get_topology_desc("v5p:2x2x1", platform="tpu").devices)
     config = families.read(configuration("Llama", **learners.SIZES, duet={"engram": SECTION}))

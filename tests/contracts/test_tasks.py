@@ -5,15 +5,22 @@ import importlib
 
 import pytest
 
-from rl import tasks
-from rl.tasks import arithmetic
+from rl.data import tasks
+from rl.data.tasks import arithmetic
 
 OPTIONS = {
     "arithmetic": [
         {},
         {"operations": ["+", "-"], "terms": 3, "max_operand": 12, "style": "scratchpad"},
         {"operations": ["*"], "max_operand": 30, "style": "scratchpad"},
-        {"operations": ["+", "-", "*"], "min_terms": 2, "terms": 5, "max_operand": 40, "style": "steps", "problems": 2000},
+        {
+            "operations": ["+", "-", "*"],
+            "min_terms": 2,
+            "terms": 5,
+            "max_operand": 40,
+            "style": "steps",
+            "problems": 2000,
+        },
         {"operations": ["+", "-", "*"], "terms": 4, "problems": 3000, "style": "reversed", "end": "."},
         {"max_operand": 999_999, "terms": 8, "problems": 2000, "prompt": "What is {problem}?"},
     ]
@@ -36,7 +43,7 @@ def test_the_splits_are_fixed_and_share_no_problem(name, options):
 
 @pytest.mark.parametrize("name", tasks.names())
 def test_unknown_options_and_splits_are_refused_and_all_options_are_described(name):
-    kind = importlib.import_module(f"rl.tasks.{name}").Options
+    kind = importlib.import_module(f"rl.data.tasks.{name}").Options
     first = dataclasses.fields(kind)[0].name
     with pytest.raises(ValueError, match=rf"no option `{first}x` \(nearest: {first}"):
         tasks.check(name, {first + "x": 1})
@@ -108,7 +115,9 @@ def test_problems_of_several_lengths_come_in_the_parts_that_decay_says():
     assert {n: lengths.count(n) for n in set(lengths)} == {2: 800, 3: 800, 4: 800}
     assert len({problem.prompt for problem in found}) == 2400
     found = [
-        p for split in ("train", "eval") for p in tasks.problems("arithmetic", options | {"decay": 0.5, "problems": 1400}, split)
+        p
+        for split in ("train", "eval")
+        for p in tasks.problems("arithmetic", options | {"decay": 0.5, "problems": 1400}, split)
     ]
     lengths = [problem.columns["problem"].count("+") + 1 for problem in found]
     assert {n: lengths.count(n) for n in set(lengths)} == {2: 800, 3: 400, 4: 200}

@@ -45,7 +45,9 @@ def test_one_grpo_step_moves_every_weight_that_learns(kind):
         stacked = path.startswith("stacks.")
         for layer, (new, old) in enumerate(zip(after, before, strict=True) if stacked else [(after, before)]):
             moved = bool((new != old).any())
-            assert moved != path.endswith(WITHOUT_GRADIENT), f"{path}, layer {layer}: {'moved' if moved else 'no gradient'}"
+            assert moved != path.endswith(WITHOUT_GRADIENT), (
+                f"{path}, layer {layer}: {'moved' if moved else 'no gradient'}"
+            )
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from rl.processes import Launch, start
+from rl.cluster.launch import Launch, start
 
 directory, count, index, coordinator = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 watch = start(Launch(coordinator, count, index))
@@ -17,9 +17,9 @@ import jax  # noqa: E402
 import tensorstore  # noqa: E402
 
 import policy  # noqa: E402
-from policy.sharding import layout  # noqa: E402
-from policy.tensorfiles import TensorFiles  # noqa: E402
-from rl.checkpoint import Checkpoints  # noqa: E402
+from policy.huggingface.tensorfiles import TensorFiles  # noqa: E402
+from policy.mesh.sharding import layout  # noqa: E402
+from rl.run.checkpoint import Checkpoints  # noqa: E402
 
 whole, read = TensorFiles.read, []
 
@@ -44,7 +44,9 @@ def restored() -> int:
 checkpoints = Checkpoints(f"{directory}/checkpoints", 1)
 checkpoints.save(1, model.params, {}, wait=True)
 before = restored()
-places = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), model.params)
+places = jax.tree.map(
+    lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), model.params
+)
 _, params, _ = checkpoints.restore(places)
 checkpoints.close()
 for path, array in params.items():

@@ -9,7 +9,8 @@ import launch
 import pytest
 from test_metrics import ASKED_FOR, documented, written
 
-from rl import cli, events
+from rl.commands import cli
+from rl.reporting import events
 
 OPTIONS = {
     "dapo": {"dynamic_batches": 3, "mask_truncated": True},
@@ -40,7 +41,11 @@ def stage(name, steps=1, **more):
     options = {"steps": steps, "prompts_per_step": 4, "samples_per_prompt": 4, "optimizer": {"learning_rate": 1e-3}}
     return (
         options
-        | {"algorithm": {"name": name} | OPTIONS.get(name, {}), "sampling": {"max_new_tokens": 6}, "max_logp_diff": 1e-4}
+        | {
+            "algorithm": {"name": name} | OPTIONS.get(name, {}),
+            "sampling": {"max_new_tokens": 6},
+            "max_logp_diff": 1e-4,
+        }
         | more
     )
 
@@ -64,7 +69,11 @@ def test_what_they_ask_for_is_there(tmp_path):
         assert metrics["sampler/logp_diff_max"] < 1e-5 and metrics["advantage/std"] > 0, row
     by_stage = {row["stage"]: row["metrics"] for row in rows}
     assert by_stage["grpo"]["entropy_coef"] == 0.0  # of the first update of the step; then it grows
-    assert "reward/greedy" in by_stage["remax"] and "kl/reward" in by_stage["rloo"] and "dynamic/kept_share" in by_stage["dapo"]
+    assert (
+        "reward/greedy" in by_stage["remax"]
+        and "kl/reward" in by_stage["rloo"]
+        and "dynamic/kept_share" in by_stage["dapo"]
+    )
 
 
 @pytest.mark.slow

@@ -10,10 +10,13 @@ from safetensors.numpy import load_file, save_file
 import policy
 from policy import families
 from policy.model import Graph
-from rl import cli, events
+from rl.commands import cli
+from rl.reporting import events
 
 OWN = "tests/end_to_end/own_rewards.py"
-GRPO = "{algorithm: {name: grpo, kl_coef: 0.05}, steps: 1, prompts_per_step: 4, samples_per_prompt: 4, updates_per_step: 2"
+GRPO = (
+    "{algorithm: {name: grpo, kl_coef: 0.05}, steps: 1, prompts_per_step: 4, samples_per_prompt: 4, updates_per_step: 2"
+)
 ONE_STEP = f"stages=[{GRPO}, optimizer: {{learning_rate: 1e-3}}, sampling: {{max_new_tokens: 6}}}}]"
 
 
@@ -46,7 +49,10 @@ BAD_CONFIGURATIONS = {
     "no such configuration": (["missing.yml"], "missing.yml"),
     "an unknown reward": (["rewards.functions=[exact_answr]"], "exact_answer"),
     "a reward file without the function": ([f"rewards.functions=['{OWN}:digitz']"], "digits"),
-    "an option that a reward does not have": (["rewards.functions=[{name: exact_answer, options: {paten: x}}]"], "pattern"),
+    "an option that a reward does not have": (
+        ["rewards.functions=[{name: exact_answer, options: {paten: x}}]"],
+        "pattern",
+    ),
     "an unknown model": (["model.source=tiny-depseek"], "tiny-deepseek"),
     "an unknown task": (["data.task=arithmetik"], "arithmetic"),
     "an unknown algorithm": (["stages.1.algorithm.name=grpp"], "grpo"),
@@ -78,7 +84,14 @@ BAD_DATA = {
     "a line that is no JSON": ([GOOD, GOOD, '{"prompt": '], [], "data.jsonl:3", "not valid JSON"),
     "a row without a prompt": ([GOOD, {"question": "1+1="}], [], "data.jsonl:2", "prompt"),
     "an empty prompt": ([GOOD, GOOD | {"prompt": ""}], [], "data.jsonl:2", "empty"),
-    "a prompt that is too long": ([GOOD, GOOD | {"prompt": "1" * 30}], [], "data.jsonl:2", "30 tokens", "26 fit", "max_length"),
+    "a prompt that is too long": (
+        [GOOD, GOOD | {"prompt": "1" * 30}],
+        [],
+        "data.jsonl:2",
+        "30 tokens",
+        "26 fit",
+        "max_length",
+    ),
     "a reward without its column": (
         [GOOD],
         [f"rewards.functions=['{OWN}:needs_a_column']"],

@@ -5,7 +5,7 @@ import json
 import launch
 import pytest
 
-from rl import events
+from rl.reporting import events
 
 STAGE = {
     "algorithm": "grpo",
@@ -22,7 +22,9 @@ EXACT = ("generator.exact=true", "evaluation=null", f"stages={json.dumps([STAGE]
 def numbers(directory):
     """What a run wrote, but for times and what the generator says of its own work."""
     rows = events.read(directory / "events.jsonl")
-    kept = [{k: v for k, v in row["metrics"].items() if not k.startswith(("time/", "perf/", "generator/"))} for row in rows]
+    kept = [
+        {k: v for k, v in row["metrics"].items() if not k.startswith(("time/", "perf/", "generator/"))} for row in rows
+    ]
     return kept, (directory / "samples.jsonl").read_text()
 
 

@@ -4,7 +4,7 @@ import launch
 import numpy as np
 import pytest
 
-from rl import events
+from rl.reporting import events
 
 FILE = """
 model:

@@ -10,7 +10,7 @@ import time
 import launch
 import pytest
 
-from rl import events
+from rl.reporting import events
 
 
 def killed(directory, moment, delay: float = 0.0) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rl.algorithms
-from rl import events
+from rl.reporting import events
 
 PREDICTION = ("mtp/loss", "mtp/acceptance", "mtp/grad_norm", "speculative/accepted_per_step")
 EXACT = ("generator/replaced_share",)
@@ -44,11 +44,19 @@ def general(name: str) -> str:
 
 def of_the_losses() -> set[str]:
     """Metrics of policy-gradient losses with everything switched on that adds some, and of PPO's critic."""
-    options = {"correction": "token_truncate", "rejection": "token_k3", "rejection_max": 1.0, "kl_coef": 0.1, "entropy_coef": 0.1}
+    options = {
+        "correction": "token_truncate",
+        "rejection": "token_k3",
+        "rejection_max": 1.0,
+        "kl_coef": 0.1,
+        "entropy_coef": 0.1,
+    }
     algorithm = rl.algorithms.get("ppo", dual_clip=3.0, positive_nll_coef=0.1, **options)
     ones = jnp.ones((2, 3))
     arrays = dict.fromkeys(("logp", "old_logp", "sampler_logp", "ref_logp"), -ones)
-    inputs = rl.algorithms.PolicyInputs(mask=ones, entropy=ones, advantages=ones[:, 0], correct=ones, max_length=3, **arrays)
+    inputs = rl.algorithms.PolicyInputs(
+        mask=ones, entropy=ones, advantages=ones[:, 0], correct=ones, max_length=3, **arrays
+    )
     others = [rl.algorithms.get(name) for name in rl.algorithms.known()]
     pairs = dataclasses.replace(inputs, segments=jnp.array([[1, 1, 2]] * 2), scores=ones)
     found = {name for each in others for name in each.loss(pairs if each.needs_pairs else inputs)[1]} | set(
@@ -71,7 +79,9 @@ def test_tokens_per_second_are_those_of_the_samples(unbroken):
     for row in rows:
         metrics, mine = row["metrics"], [s for s in samples if (s["stage"], s["step"]) == (row["stage"], row["step"])]
         made = sum(len(sample["tokens"]) for sample in mine)
-        tokens = {"sample": made} | dict.fromkeys(("logprob", "train", "step"), made + sum(len(s["prompt"]) for s in mine))
+        tokens = {"sample": made} | dict.fromkeys(
+            ("logprob", "train", "step"), made + sum(len(s["prompt"]) for s in mine)
+        )
         assert metrics["perf/step_tokens"] == tokens["step"] > made > 0
         for part, time in {"sample": "sample", "logprob": "logprob", "train": "update", "step": "step"}.items():
             assert metrics[f"perf/{part}_tokens_per_s"] * metrics[f"time/{time}"] == pytest.approx(tokens[part])
@@ -80,7 +90,9 @@ def test_tokens_per_second_are_those_of_the_samples(unbroken):
 def test_every_metric_of_the_losses_is_documented_and_no_other_name(unbroken):
     losses = of_the_losses()
     assert not losses - documented()
-    possible = losses | written(unbroken) | {f"value/{name}" for name in CRITIC} | {*PREDICTION, *INDEXER, *EXACT, *REPLAY}
+    possible = (
+        losses | written(unbroken) | {f"value/{name}" for name in CRITIC} | {*PREDICTION, *INDEXER, *EXACT, *REPLAY}
+    )
     possible |= {*ASKED_FOR, *UTILISATION, *LAID_OUT, *JUDGED}
     # Only where a completion ended by itself, which those of a run of three steps may not have.
     possible |= {f"completion/{name}_terminated_length" for name in ("mean", "min", "max")}
@@ -89,7 +101,13 @@ def test_every_metric_of_the_losses_is_documented_and_no_other_name(unbroken):
 
 @pytest.mark.slow
 def test_every_metric_of_a_run_with_a_critic_is_documented(tmp_path):
-    stage = {"algorithm": "ppo", "steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 4}}
+    stage = {
+        "algorithm": "ppo",
+        "steps": 1,
+        "prompts_per_step": 2,
+        "samples_per_prompt": 2,
+        "sampling": {"max_new_tokens": 4},
+    }
     assert launch.train(tmp_path / "run", f"stages={json.dumps([stage])}") == 0
     names = written(tmp_path / "run")
     assert not names - documented()
@@ -98,7 +116,13 @@ def test_every_metric_of_a_run_with_a_critic_is_documented(tmp_path):
 
 @pytest.mark.slow
 def test_every_metric_of_a_run_that_drafts_is_documented(tmp_path):
-    stage = {"algorithm": "grpo", "steps": 2, "prompts_per_step": 2, "samples_per_prompt": 4, "sampling": {"max_new_tokens": 8}}
+    stage = {
+        "algorithm": "grpo",
+        "steps": 2,
+        "prompts_per_step": 2,
+        "samples_per_prompt": 4,
+        "sampling": {"max_new_tokens": 8},
+    }
     stages = [stage | {"mtp": {"detach": True}, "optimizer": {"learning_rate": 1e-2}}]
     changes = ("model.multi_token_prediction.depth=1", "generator.speculative=2", f"stages={json.dumps(stages)}")
     assert launch.train(tmp_path / "run", *changes) == 0
@@ -107,5 +131,7 @@ def test_every_metric_of_a_run_that_drafts_is_documented(tmp_path):
     last = events.read(tmp_path / "run" / "events.jsonl")[-1]["metrics"]
     assert last["mtp/grad_norm"] > 0 and last["sampler/logp_diff_max"] < 1e-4
     assert launch.train(tmp_path / "again", "generator.speculative=0", *changes[::2]) == 0
-    tokens = [[line["tokens"] for line in map(json.loads, (tmp_path / d / "samples.jsonl").open())] for d in ("run", "again")]
+    tokens = [
+        [line["tokens"] for line in map(json.loads, (tmp_path / d / "samples.jsonl").open())] for d in ("run", "again")
+    ]
     assert tokens[0] == tokens[1]

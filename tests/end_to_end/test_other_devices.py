@@ -8,7 +8,7 @@ import launch
 import pytest
 from test_processes import GRPO, SFT, assert_same_numbers, on_devices
 
-from rl import events
+from rl.reporting import events
 
 STAGES = [GRPO | {"steps": 4}, SFT]
 RUN = (*launch.LIGHT, "generator.slots=8", "run.checkpoint_every=1", f"stages={json.dumps(STAGES)}")

@@ -11,19 +11,24 @@ import numpy as np
 import pytest
 
 import rl.algorithms
-from policy import classification, sources
 from policy.config import Runtime
-from policy.executables import Memory
+from policy.execution.compiled_cache import Memory
+from policy.huggingface import classification, sources
 from policy.model import Graph, Model
-from rl import build, cli, configfile, executed
+from rl.commands import cli
+from rl.config import files
+from rl.config.load import load
+from rl.data.prepare import read_tokenizer
 from rl.plan.children import described
 from rl.plan.estimate import Estimator
 from rl.plan.programs import programs
-from rl.prepare import read_tokenizer
-from rl.rewardmodel import Judge
-from rl.trainer import Trainer
-from rollout import exact
-from rollout.generator import Generator, GeneratorOptions
+from rl.reporting import program_memory
+from rl.run import build
+from rl.training.reward_model import Judge
+from rl.training.trainer import Trainer
+from rollout.engine import exact
+from rollout.generator import Generator
+from rollout.types import GeneratorOptions
 
 MESH = ("mesh.fsdp=2", "mesh.tensor=2")
 ONE = (
@@ -84,14 +89,16 @@ def test_the_program_that_lays_weights_out_is_planned_and_its_copy_counted(plan)
     assert laid["grpo: update"] == found["grpo: update"], "the copy is dropped before"
     reshard, decode = laid["grpo: reshard"], "grpo: decode a token"
     assert reshard["times"] == 1 and reshard["exchanged"] and reshard["outputs"] > 0 and "grpo: reshard" not in found
-    assert laid[decode]["stays"] + laid[decode]["arguments"] > found[decode]["stays"] + found[decode]["arguments"], "it is beside"
+    assert laid[decode]["stays"] + laid[decode]["arguments"] > found[decode]["stays"] + found[decode]["arguments"], (
+        "it is beside"
+    )
 
 
 def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
     """Of an update on one device: weights, moments and what it reads of the batch; the first two are written in place."""
     found = plan("cpu:1")[1]["sft: update"]
     file, *more = launch.arguments(tmp_path / "run", *launch.LIGHT)
-    config = configfile.load([file], more)
+    config = load([file], more)
     options = config.stages[0]
     graph = build.graph(config, build.on_mesh(config, jax.devices()[:1]))
     trainer = Trainer(graph, options, rl.algorithms.get("sft"))
@@ -114,16 +121,28 @@ def test_a_run_says_what_its_own_programs_take_and_a_plan_had_said_so(plan, tmp_
     planned = plan("cpu:1", *more)[1]
     assert launch.train(tmp_path / "run", *more) == 0
     # Prompts of the data are short.
-    left_out = {"grpo: quantised copy", "grpo: prefill, further chunk", *(name for name in planned if name.startswith("grpo-2"))}
-    assert {"sft: update", "grpo: update", "grpo: log-probabilities", "grpo: prefill", "grpo: decode a token"} <= planned.keys()
+    left_out = {
+        "grpo: quantised copy",
+        "grpo: prefill, further chunk",
+        *(name for name in planned if name.startswith("grpo-2")),
+    }
+    assert {
+        "sft: update",
+        "grpo: update",
+        "grpo: log-probabilities",
+        "grpo: prefill",
+        "grpo: decode a token",
+    } <= planned.keys()
     assert_ran_as_planned(tmp_path / "run", {name: each for name, each in planned.items() if name not in left_out})
     assert planned["grpo: quantised copy"]["aliased"] > 0 and planned["grpo: quantised copy"]["times"] == 2
 
 
 def assert_ran_as_planned(directory, planned):
     """Every planned program ran, and took to the byte what the plan had said."""
-    ran = json.loads((directory / executed.FILE).read_text())["programs"]
-    ran = {(each["name"].partition(": ")[2], each["name"].partition(": ")[0], tuple(each["shape"])): each for each in ran}
+    ran = json.loads((directory / program_memory.FILE).read_text())["programs"]
+    ran = {
+        (each["name"].partition(": ")[2], each["name"].partition(": ")[0], tuple(each["shape"])): each for each in ran
+    }
     for name, each in planned.items():
         (stage, _, kind), shape = name.partition(": "), tuple(each["shape"])
         mine = ran.get((kind, stage, shape), ran.get((kind, "generator", shape)))
@@ -139,7 +158,7 @@ def asking(directory):
     """(overrides, source) of a run with exact completions that asks a reward model, whose directory is written."""
     sizes = "hidden_size: 32, intermediate_size: 32, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, vocab_size: 32"
     model = f"model={{source: qwen3-0.6b, overrides: {{num_hidden_layers: 1, {sizes}}}}}"
-    config = configfile.load([launch.SMALL], [model])
+    config = load([launch.SMALL], [model])
     source, graph = str(directory / "judge"), build.graph(config, build.on_mesh(config, jax.devices()[:1]))
     trunk = Graph(sources.trunk(graph.config), graph.runtime, graph.layout)
     classification.write(source, trunk, trunk.init(1), np.ones(32, np.float32), pad_id=None)
@@ -147,12 +166,18 @@ def asking(directory):
     judge = {"functions": [{"name": "reward_model", "options": {"source": source}}], "workers": 1}
     stage = {"algorithm": "grpo", "steps": 1, "prompts_per_step": 4, "samples_per_prompt": 4, "rewards": judge}
     stages = [stage | {"sampling": {"max_new_tokens": 6}}]
-    return (model, "evaluation=null", f"stages={json.dumps(stages)}", "generator.exact=true", "generator.slots=1"), source
+    return (
+        model,
+        "evaluation=null",
+        f"stages={json.dumps(stages)}",
+        "generator.exact=true",
+        "generator.slots=1",
+    ), source
 
 
 def test_reward_models_and_the_check_of_exact_completions_are_planned_as_they_are_compiled(tmp_path):
     more, source = asking(tmp_path)
-    config = configfile.load([launch.SMALL], more)
+    config = load([launch.SMALL], more)
     mesh = build.on_mesh(config, jax.devices()[:1])
     wanted = {f"grpo: scores of {source}", *CHECKS}
     listed = {each.name: each for each in programs(config, mesh, None) if each.name in wanted}
@@ -166,7 +191,7 @@ def test_reward_models_and_the_check_of_exact_completions_are_planned_as_they_ar
     generator = Generator(Model(graph, graph.init(0)), max_length=config.max_length, slots=1, options=options)
     generator.verifier.compile_ahead(generator.model.params, config.max_length)
     assert np.isfinite(judge([[1, 2, 3]] * 3)).all()
-    largest = executed.Executed(tmp_path).look("grpo", {executed.judged(source): judge.program}, generator)
+    largest = program_memory.Executed(tmp_path).look("grpo", {program_memory.judged(source): judge.program}, generator)
     assert_ran_as_planned(tmp_path, planned)
     assert largest["peak"] == max(each["peak"] for each in planned.values())
     assert [planned[name]["times"] for name in (f"grpo: scores of {source}", *CHECKS)] == [1, 4, 4, 4]
@@ -177,11 +202,19 @@ def test_a_run_that_asks_a_reward_model_and_checks_takes_what_was_planned(plan, 
     more, source = asking(tmp_path)
     planned = plan("cpu:1", *more)[1]
     assert launch.train(tmp_path / "run", *more) == 0
-    assert {f"grpo: scores of {source}", "grpo: update", "grpo: prefill", "grpo: decode a token", *CHECKS} == planned.keys()
+    assert {
+        f"grpo: scores of {source}",
+        "grpo: update",
+        "grpo: prefill",
+        "grpo: decode a token",
+        *CHECKS,
+    } == planned.keys()
     assert_ran_as_planned(tmp_path / "run", planned)
     update, scores = planned["grpo: update"], planned[f"grpo: scores of {source}"]
     weights = scores["arguments"] - 2 * 4 * scores["shape"][0] * scores["shape"][1]  # tokens and segments
-    assert weights > 0 and update["aliased"] + update["stays"] == weights + scores["stays"], "all of it lies there all the time"
+    assert weights > 0 and update["aliased"] + update["stays"] == weights + scores["stays"], (
+        "all of it lies there all the time"
+    )
 
 
 def test_where_it_does_not_fit_settings_are_named_that_fit(numbers, capsys):
@@ -193,7 +226,11 @@ def test_where_it_does_not_fit_settings_are_named_that_fit(numbers, capsys):
     shown = capsys.readouterr().out
     assert code == 1 and "sft: update" in shown.partition("does not fit")[2]
     (each,) = found["suggestions"]
-    assert each["needs"] <= limit * 2**30 and not each["changes_results"] and each["settings"] == {"stages.0.micro_batch": 4}
+    assert (
+        each["needs"] <= limit * 2**30
+        and not each["changes_results"]
+        and each["settings"] == {"stages.0.micro_batch": 4}
+    )
     assert "stages.0.micro_batch=4 " in shown
 
 
@@ -206,14 +243,19 @@ def test_search_prints_a_file_that_fits(numbers, capsys, tmp_path):
     file = tmp_path / "best.yml"
     file.write_text(capsys.readouterr().out.partition("configuration:\n\n")[2])
     small, *more = launch.arguments(tmp_path / "run", *launch.LIGHT, *ONE)
-    (tmp_path / "run.yml").write_text(configfile.resolved_yaml(configfile.load([small], more)))
-    assert configfile.load([tmp_path / "run.yml", file]).model.remat == best["settings"]["model.remat"]
+    (tmp_path / "run.yml").write_text(files.resolved_yaml(load([small], more)))
+    assert load([tmp_path / "run.yml", file]).model.remat == best["settings"]["model.remat"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed")
 @pytest.mark.parametrize(
     ("topology", "kind", "count"),
-    [("v4:2x2x1", "TPU v4", 4), ("v5p:2x2x1", "TPU v5", 4), ("tpu7x:2x2x1", "TPU7x", 8), ("2xv5e:2x2", "TPU v5 lite", 8)],
+    [
+        ("v4:2x2x1", "TPU v4", 4),
+        ("v5p:2x2x1", "TPU v5", 4),
+        ("tpu7x:2x2x1", "TPU7x", 8),
+        ("2xv5e:2x2", "TPU v5 lite", 8),
+    ],
 )
 def test_the_devices_of_a_slice_are_those_that_a_run_there_has(topology, kind, count):
     """Chips; of TPU7x the two cores of each."""

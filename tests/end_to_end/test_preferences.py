@@ -12,12 +12,15 @@ from oracles import configuration, random_model
 import policy
 from policy import families
 from policy.config import Runtime
-from policy.sharding import layout
-from rl import build, cli, configfile, events
+from policy.mesh.sharding import layout
+from rl.commands import cli
+from rl.config.load import load
+from rl.data.prepare import prepare
 from rl.errors import DataError
-from rl.prepare import prepare
-from rl.rewardmodel import Judge
-from rollout.tokenizer import load_tokenizer
+from rl.reporting import events
+from rl.run import build
+from rl.training.reward_model import Judge
+from rollout.text.tokenizer import load_tokenizer
 
 RUN = """
 platform: cpu
@@ -58,7 +61,10 @@ def written(folder):
 def finished(tmp_path_factory, quick_compilation):
     folder = tmp_path_factory.mktemp("preferences")
     file, _ = written(folder)
-    assert cli.train_main([str(file), f"run.dir={folder / 'run'}", "run.checkpoint_every=0", "run.keep_checkpoints=9"]) == 0
+    assert (
+        cli.train_main([str(file), f"run.dir={folder / 'run'}", "run.checkpoint_every=0", "run.keep_checkpoints=9"])
+        == 0
+    )
     return folder
 
 
@@ -69,7 +75,9 @@ def test_a_stage_trains_a_reward_model_that_transformers_reads_and_the_next_one_
     run = finished / "run"
     rows = {(row["stage"], row["step"]): row["metrics"] for row in events.read(run / "events.jsonl")}
     assert [key for key in rows if key[0] == "reward_model"] == [("reward_model", step) for step in (1, 2, 3)]
-    assert {"rewards/margins", "logps/chosen", "nll", "entropy"} <= rows["dpo", 2].keys() and rows["dpo", 1]["rewards/margins"] == 0
+    assert {"rewards/margins", "logps/chosen", "nll", "entropy"} <= rows["dpo", 2].keys() and rows["dpo", 1][
+        "rewards/margins"
+    ] == 0
     assert rows["dpo", 2]["rewards/margins"] != 0  # the reference has stayed behind
     assert rows["reward_model", 3]["loss"] < rows["reward_model", 1]["loss"]
     assert "eval/greedy_accuracy" in rows["grpo", 0] and rows["grpo", 1]["rewards/reward_model/std"] > 0
@@ -89,7 +97,7 @@ def test_a_stage_trains_a_reward_model_that_transformers_reads_and_the_next_one_
 
 def test_a_reward_model_is_planned_as_the_stage_leaves_it(finished):
     file, run = finished / "run.yml", finished / "run"
-    config = configfile.load([file], [f"run.dir={run}"])
+    config = load([file], [f"run.dir={run}"])
     graph = build.graph(config, build.on_mesh(config, jax.devices()[:1]))
     (planned,) = build.planned_judges(config, config.stages[2], graph).values()
     read = Judge.read(run / "reward_models" / "reward_model", Runtime(), graph.layout, 24)
@@ -113,26 +121,27 @@ def test_a_run_that_is_cut_off_in_it_goes_on_to_the_same_bits(finished, tmp_path
 
 def test_a_pair_is_read_up_to_the_last_token_that_a_completion_would_have(tmp_path):
     """Templates write white space behind the end of a turn; no completion has it, and no score is read there."""
-    template = (
-        "{% for m in messages %}{{ m.role[0] + m.content + '<eos>\\n' }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
-    )
+    template = "{% for m in messages %}{{ m.role[0] + m.content + '<eos>\\n' }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
     (tmp_path / "template.jinja").write_text(template)
     talk = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
     answers = [[{"role": "assistant", "content": text}] for text in ("four", "5")]
-    rows = [{"chosen": [*talk, *answers[0]], "rejected": [*talk, *answers[1]]}, {"prompt": "6", "chosen": "7", "rejected": "89"}]
+    rows = [
+        {"chosen": [*talk, *answers[0]], "rejected": [*talk, *answers[1]]},
+        {"prompt": "6", "chosen": "7", "rejected": "89"},
+    ]
     file, _ = written(tmp_path)
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = f"tokenizer={{source: bytes, alphabet: null, chat_template: {tmp_path / 'template.jinja'}}}"
     dpo = f"stages=[{{algorithm: dpo, steps: 1, data: {tmp_path / 'pairs.jsonl'}}}]"
     changes = (tokenizer, dpo, "evaluation=null", f"run.dir={tmp_path / 'run'}")
-    read = prepare(configfile.load([file], [*changes, "max_length=32"]))
+    read = prepare(load([file], [*changes, "max_length=32"]))
     text = read.tokenizer.decode
     for pair, expected in zip(read.stages[0].pairs.own, [("four<eos>", "5<eos>"), ("7<eos>", "89<eos>")], strict=True):
         for (ids, mask), answer in zip((pair.chosen, pair.rejected), expected, strict=True):
             assert text([i for i, m in zip(ids, mask, strict=True) if m]) == answer and mask[-1] == 1
     assert text(read.stages[0].pairs.own[0].chosen[0]) == "u1<eos>\na2<eos>\nu3<eos>\nafour<eos>"
     with pytest.raises(DataError, match=r"pairs.jsonl:1: 18 tokens, but only 16 fit"):
-        prepare(configfile.load([file], [*changes, "max_length=16"]))
+        prepare(load([file], [*changes, "max_length=16"]))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +155,9 @@ def test_a_pair_is_read_up_to_the_last_token_that_a_completion_would_have(tmp_pa
     ],
 )
 def test_a_reward_model_that_cannot_be_asked_is_refused(source, said, finished, tmp_path, capsys):
-    place = {"MODEL": finished / "model", "RUN": finished / "run" / "reward_models" / "reward_model"}.get(source, source)
+    place = {"MODEL": finished / "model", "RUN": finished / "run" / "reward_models" / "reward_model"}.get(
+        source, source
+    )
     functions = [{"name": "reward_model", "options": {"source": str(place)} if place else {}}]
     changes = [f"run.dir={tmp_path / 'run'}", f"stages.2.rewards.functions={json.dumps(functions)}"]
     if source == "RUN":

@@ -15,13 +15,19 @@ import numpy as np
 import pytest
 
 import policy
-from rl import events
 from rl.errors import ProcessLost
+from rl.reporting import events
 
 # Sums of gradients are added up in another order; an eps of 1e-8 would make a step of the learning rate of the difference.
 LEARN = {"optimizer": {"learning_rate": 1e-3, "eps": 1e-4}, "sampling": {"max_new_tokens": 6}}
 SFT = {"algorithm": "sft", "prompts_per_step": 8, "steps": 2, **LEARN}
-GRPO = {"algorithm": {"name": "grpo", "kl_coef": 0.05}, "prompts_per_step": 4, "samples_per_prompt": 4, "steps": 3, **LEARN}
+GRPO = {
+    "algorithm": {"name": "grpo", "kl_coef": 0.05},
+    "prompts_per_step": 4,
+    "samples_per_prompt": 4,
+    "steps": 3,
+    **LEARN,
+}
 REWARD = "rewards.functions=[tests/end_to_end/own_rewards.py:counted]"
 RUN = (*launch.LIGHT, "run.checkpoint_every=1", f"stages={json.dumps([GRPO])}", REWARD)
 BOTH = ("mesh.fsdp=2", "mesh.tensor=2", f"stages={json.dumps([SFT, GRPO])}")
@@ -138,7 +144,9 @@ def test_four_processes_stop_together_and_outlive_their_first(tmp_path):
     launch.wait_for(lambda: launch.lines(directory) >= 3, running[0])
     os.killpg(running[0].pid, signal.SIGKILL)
     for code, _, err in finish(running)[1:]:
-        assert code == ProcessLost.exit_code and f"process 0 of 4 ({socket.gethostname()}, pid {running[0].pid})" in err, err
+        assert (
+            code == ProcessLost.exit_code and f"process 0 of 4 ({socket.gethostname()}, pid {running[0].pid})" in err
+        ), err
     done = finish(start(directory, 4, 1, *BOTH))
     assert [code for code, _, _ in done] == [0] * 4, done
     assert_same_numbers(directory, alone(tmp_path / "alone", *BOTH))

@@ -5,7 +5,12 @@ import json
 import launch
 import pytest
 
-STAGE = {"algorithm": {"name": "grpo", "correction": "token_truncate"}, "steps": 2, "prompts_per_step": 4, "samples_per_prompt": 4}
+STAGE = {
+    "algorithm": {"name": "grpo", "correction": "token_truncate"},
+    "steps": 2,
+    "prompts_per_step": 4,
+    "samples_per_prompt": 4,
+}
 QUANTIZED = ("generator.weights=int8", "generator.kv_cache=int8", "evaluation=null")
 
 

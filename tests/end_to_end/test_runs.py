@@ -14,19 +14,32 @@ from oracles import configuration, random_model
 
 import policy
 from policy import families
-from rl import configfile, events
-from rl.checkpoint import Checkpoints
-from rl.folder import RunFolder
-from rl.prepare import prepare
-from rl.tasks import arithmetic
-from rl.timeline import CHECKPOINTS, FILE, RUN, WORKERS
-from rl.trainer import Trainer
+from rl.config.load import load
+from rl.data.prepare import prepare
+from rl.data.tasks import arithmetic
+from rl.reporting import events
+from rl.reporting.timeline import CHECKPOINTS, FILE, RUN, WORKERS
+from rl.run.checkpoint import Checkpoints
+from rl.run.folder import RunFolder
+from rl.training.trainer import Trainer
 
 SFT = "{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, sampling: {max_new_tokens: 6}}"
 ONLY_SFT = f"stages=[{SFT}]"
 STAGES = [("sft", 3), ("grpo", 3), ("grpo-2", 1)]
 SAMPLE_KEYS = {
-    *("stage", "step", "prompt_id", "sample", "prompt", "completion", "tokens", "finish", "rewards", "reward", "advantage"),
+    *(
+        "stage",
+        "step",
+        "prompt_id",
+        "sample",
+        "prompt",
+        "completion",
+        "tokens",
+        "finish",
+        "rewards",
+        "reward",
+        "advantage",
+    ),
 }
 
 
@@ -38,15 +51,36 @@ def digest(directory: Path) -> dict[str, str]:
 
 def test_every_step_is_an_event_and_every_stage_is_evaluated_at_both_ends(unbroken):
     rows = events.read(unbroken / "events.jsonl")
-    assert [(row["stage"], row["step"]) for row in rows] == [(n, step) for n, steps in STAGES for step in range(steps + 1)]
+    assert [(row["stage"], row["step"]) for row in rows] == [
+        (n, step) for n, steps in STAGES for step in range(steps + 1)
+    ]
     evaluated = [(row["stage"], row["step"]) for row in rows if "eval/greedy_accuracy" in row["metrics"]]
-    assert evaluated == [("sft", 0), ("sft", 2), ("sft", 3), ("grpo", 0), ("grpo", 2), ("grpo", 3), ("grpo-2", 0), ("grpo-2", 1)]
+    assert evaluated == [
+        ("sft", 0),
+        ("sft", 2),
+        ("sft", 3),
+        ("grpo", 0),
+        ("grpo", 2),
+        ("grpo", 3),
+        ("grpo-2", 0),
+        ("grpo-2", 1),
+    ]
     for row in rows:
         metrics = row["metrics"]
         if (row["stage"], row["step"]) in evaluated:
-            assert 0 <= metrics["eval/greedy_accuracy"] <= 1 and 0 <= metrics["eval/pass@1"] <= metrics["eval/pass@2"] <= 1
+            assert (
+                0 <= metrics["eval/greedy_accuracy"] <= 1 and 0 <= metrics["eval/pass@1"] <= metrics["eval/pass@2"] <= 1
+            )
         if row["step"]:
-            assert {"loss", "entropy", "optim/grad_norm", "optim/lr", "moe/max_load", "time/step", "time/update"} <= metrics.keys()
+            assert {
+                "loss",
+                "entropy",
+                "optim/grad_norm",
+                "optim/lr",
+                "moe/max_load",
+                "time/step",
+                "time/update",
+            } <= metrics.keys()
         if row["step"] and row["stage"] != "sft":
             rewards = {"reward/mean", "reward/std", "reward/frac_zero_std", "rewards/digits/mean", "reward/faults"}
             assert {*rewards, "kl/ref", "advantage/mean", "completion/mean_length", "time/sample"} <= metrics.keys()
@@ -78,7 +112,7 @@ def test_the_export_holds_the_last_weights_and_the_tokenizer(unbroken, tmp_path)
     from transformers import AutoTokenizer
 
     model = policy.load(unbroken / "export")
-    config = configfile.load([unbroken])
+    config = load([unbroken])
     stage = config.stages[-1]
     import rl.algorithms
 
@@ -95,7 +129,9 @@ def test_the_export_holds_the_last_weights_and_the_tokenizer(unbroken, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(unbroken / "export")
     assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34=" and tokenizer.eos_token_id == 2
     assert sorted(path.name for path in (unbroken / "checkpoints").iterdir()) == ["0000000007", "0000000009"]
-    assert {"config.yml", "events.jsonl", "samples.jsonl", "checkpoints", "export"} <= {p.name for p in unbroken.iterdir()}
+    assert {"config.yml", "events.jsonl", "samples.jsonl", "checkpoints", "export"} <= {
+        p.name for p in unbroken.iterdir()
+    }
 
 
 def test_a_pipe_gets_the_configuration_and_plain_lines(unbroken):
@@ -122,7 +158,7 @@ def test_a_run_is_not_continued_under_another_configuration(unbroken, capsys):
 
 
 def test_a_run_in_use_is_left_alone(unbroken, capsys):
-    with RunFolder(configfile.load([unbroken])):
+    with RunFolder(load([unbroken])):
         assert launch.cli.train_main([f"resume={unbroken}"]) == 5
     assert "in use by another process" in capsys.readouterr().err
 
@@ -153,7 +189,9 @@ def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(unbroken
     steps = [span["args"] for span in of_the_run if span["name"] == "step"]
     assert steps == [{"stage": n, "step": step} for n, count in STAGES for step in range(1, count + 1)]
     continued = "reading a checkpoint"
-    assert {span["name"] for span in of_the_run} - {continued} == {span["name"] for span in spans(unbroken) if span["tid"] == RUN}
+    assert {span["name"] for span in of_the_run} - {continued} == {
+        span["name"] for span in spans(unbroken) if span["tid"] == RUN
+    }
     assert continued in {span["name"] for span in of_the_run}
 
 
@@ -164,9 +202,17 @@ def spans(directory) -> list[dict]:
 
 def test_the_timeline_covers_the_run_and_every_call_of_a_reward(unbroken):
     found = spans(unbroken)
-    every = sorted(((s["ts"], s["ts"] + s["dur"], s["name"]) for s in found if s["tid"] == RUN), key=lambda s: (s[0], -s[1]))
+    every = sorted(
+        ((s["ts"], s["ts"] + s["dur"], s["name"]) for s in found if s["tid"] == RUN), key=lambda s: (s[0], -s[1])
+    )
     names = {
-        *("reading the data", "looking for a checkpoint", "loading the model", "starting the stage", "compiling the generator"),
+        *(
+            "reading the data",
+            "looking for a checkpoint",
+            "loading the model",
+            "starting the stage",
+            "compiling the generator",
+        ),
         *("step", "data", "sampling", "batch", "log-probabilities", "waiting for rewards", "advantages", "updates"),
         *("log-probabilities of the reference", "writing samples", "evaluation", "checkpoint", "export"),
     }
@@ -176,17 +222,21 @@ def test_the_timeline_covers_the_run_and_every_call_of_a_reward(unbroken):
         covered, end = covered + max(0.0, stop - max(start, end)), max(end, stop)
     assert covered > 0.9 * (end - every[0][0])
     saved = [s for s in found if s["tid"] == CHECKPOINTS]
-    assert {s["name"] for s in saved} == {"writing a checkpoint"} and len(saved) == sum(n == "checkpoint" for _, _, n in every)
+    assert {s["name"] for s in saved} == {"writing a checkpoint"} and len(saved) == sum(
+        n == "checkpoint" for _, _, n in every
+    )
     calls = [s for s in found if s["tid"] == WORKERS]
     evaluations = sum(name == "evaluation" for _, _, name in every)
-    assert sum(s["args"]["completions"] for s in calls) == launch.lines(unbroken, events.SAMPLES) + evaluations * 8 * (1 + 2)
+    assert sum(s["args"]["completions"] for s in calls) == launch.lines(unbroken, events.SAMPLES) + evaluations * 8 * (
+        1 + 2
+    )
     assert {s["name"] for s in calls} == {"digits"} and len(found) == len(every) + len(saved) + len(calls)
     meant = [(a, b) for a, b, name in every if name in ("step", "evaluation")]
     assert all(any(a <= s["ts"] and s["ts"] + s["dur"] <= b + 1e4 for a, b in meant) for s in calls)
 
 
 def test_a_step_that_ends_on_a_full_disk_keeps_the_last_good_one_and_goes_on(tmp_path, monkeypatch, caplog):
-    from rl import checkpoint
+    from rl.run import checkpoint
 
     seal, sealed = checkpoint.seal, []
 
@@ -214,13 +264,17 @@ def test_weights_that_find_no_room_are_written_by_the_next_start(tmp_path, capsy
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = capsys.readouterr().err
-    assert "the final weights cannot be written" in said and f"rl-train {tmp_path / 'run'}" in said and "Traceback" not in said
+    assert (
+        "the final weights cannot be written" in said
+        and f"rl-train {tmp_path / 'run'}" in said
+        and "Traceback" not in said
+    )
     assert not list((tmp_path / "run").glob("export*"))
     assert launch.train(*run) == 0 and launch.weights(tmp_path / "run")
 
 
 def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_quickstart():
-    prepared = prepare(configfile.load([launch.QUICKSTART]))
+    prepared = prepare(load([launch.QUICKSTART]))
     prepared.close()
 
     def what(text):
@@ -231,10 +285,14 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
     prompts = ([i for i, learnt in zip(ids, mask, strict=True) if not learnt] for ids, mask in sft.demonstrations.own)
     demonstrated = {what(prepared.tokenizer.decode(ids)) for ids in prompts}
     held_out = {what(problem.example.prompt) for problem in prepared.held_out}
-    assert len({problem.example.prompt for problem in prepared.held_out}) == 512  # 12+34 and 34+12 are on one side together
+    assert (
+        len({problem.example.prompt for problem in prepared.held_out}) == 512
+    )  # 12+34 and 34+12 are on one side together
     assert len(trained) > 3000 and demonstrated == trained
     assert not held_out & trained
-    texts = {prepared.tokenizer.decode(ids) for ids, _ in sft.demonstrations.own} | {p.example.prompt for p in grpo.problems.own}
+    texts = {prepared.tokenizer.decode(ids) for ids, _ in sft.demonstrations.own} | {
+        p.example.prompt for p in grpo.problems.own
+    }
     assert not any(text.startswith(problem.example.prompt) for problem in prepared.held_out for text in texts)
 
 
@@ -307,7 +365,13 @@ def test_a_run_with_a_critic_that_warms_up(tmp_path):
 def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generator(tmp_path, monkeypatch):
     """No pass for values is made, but for one that the end of a completion which was cut off needs; the numbers are those of a run
     that makes it every step."""
-    algorithm = {"name": "ppo", "critic_trunk": "policy", "critic_warmup": 1, "value_init_std": 1.0, "kl_reward_coef": 0.0}
+    algorithm = {
+        "name": "ppo",
+        "critic_trunk": "policy",
+        "critic_warmup": 1,
+        "value_init_std": 1.0,
+        "kl_reward_coef": 0.0,
+    }
     stage = {
         "algorithm": algorithm,
         "steps": 3,
@@ -324,7 +388,9 @@ def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generato
 
     def train(name: str) -> int:
         passes.clear()
-        assert launch.train(tmp_path / name, f"stages={json.dumps(stages)}", *launch.LIGHT, "run.checkpoint_every=0") == 0
+        assert (
+            launch.train(tmp_path / name, f"stages={json.dumps(stages)}", *launch.LIGHT, "run.checkpoint_every=0") == 0
+        )
         return len(passes)
 
     monkeypatch.setattr(Trainer, "values", counted)
@@ -344,7 +410,11 @@ def test_a_stage_ends_early_at_its_bound_and_a_run_killed_after_it_goes_on_with_
     how = (tmp_path / "run", f"stages=[{SFT}, {SFT}]", *bounds, launch.LIGHT[0], "run.checkpoint_every=0")
     assert launch.train(*how) == 0
     weights, numbers = launch.weights(tmp_path / "run"), launch.numbers(tmp_path / "run")
-    assert [(stage, step) for stage, step, _ in numbers] == [("sft", 0), ("sft", 1), *(("sft-2", step) for step in range(4))]
+    assert [(stage, step) for stage, step, _ in numbers] == [
+        ("sft", 0),
+        ("sft", 1),
+        *(("sft-2", step) for step in range(4)),
+    ]
     assert "eval/greedy_accuracy" in numbers[1][2]  # evaluated after the last step, whichever it is
     shutil.rmtree(max((tmp_path / "run" / "checkpoints").iterdir()))
     shutil.rmtree(tmp_path / "run" / "export")

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 from oracles import random_model, short
 
-from policy import classification, families, sources
+from policy import families
 from policy.config import Runtime
+from policy.huggingface import classification, sources
+from policy.mesh.sharding import layout
 from policy.model import Graph
-from policy.sharding import layout
-from rl.rewardmodel import Judge
+from rl.training.reward_model import Judge
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 

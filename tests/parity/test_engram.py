@@ -13,9 +13,9 @@ from oracles import configuration
 
 from policy import families
 from policy.config import Runtime
+from policy.huggingface.ngrams import is_prime
 from policy.layers.engram import NgramMemory, table_rows
 from policy.modes import sit
-from policy.ngrams import is_prime
 
 torch = pytest.importorskip("torch", reason="the oracle is written in torch: pip install 'duet-rl[test]'")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -62,7 +62,8 @@ class Hashing:
 SECTION = {"layers": [0, 2], "vocab_bases": [50, 70], "max_ngram": 3, "heads": 2, "head_dim": 4, "seed": 0}
 SECTIONS = {
     "default": SECTION,
-    "orders": SECTION | {"layers": [2, 1], "vocab_bases": [4, 90, 31], "max_ngram": 4, "heads": 3, "seed": 7, "pad_id": 5},
+    "orders": SECTION
+    | {"layers": [2, 1], "vocab_bases": [4, 90, 31], "max_ngram": 4, "heads": 3, "seed": 7, "pad_id": 5},
     "bigrams": SECTION | {"vocab_bases": [1000], "max_ngram": 2, "heads": 1, "pad_id": 159},
     "large": SECTION | {"vocab_bases": [129280 * 5, 2**27], "heads": 4, "pad_id": 2},
 }
@@ -85,9 +86,12 @@ def test_the_rows_of_the_table_are_those_of_the_demo(name, integers):
         _, spec = spec_of(section, layer, vocab_size=vocabulary)
         assert spec.multipliers == tuple(oracle.factors[layer]) and spec.rows == tuple(oracle.sizes[layer])
         shifted = [
-            np.pad(ids, ((0, 0), (j, 0)), constant_values=spec.pad_id)[:, : ids.shape[1]] for j in range(len(spec.multipliers))
+            np.pad(ids, ((0, 0), (j, 0)), constant_values=spec.pad_id)[:, : ids.shape[1]]
+            for j in range(len(spec.multipliers))
         ]
-        found = jax.jit(lambda shifted, spec=spec: table_rows(spec, shifted))([jnp.asarray(a, jnp.int32) for a in shifted])
+        found = jax.jit(lambda shifted, spec=spec: table_rows(spec, shifted))(
+            [jnp.asarray(a, jnp.int32) for a in shifted]
+        )
         np.testing.assert_array_equal(found, oracle.rows(layer, ids))
 
 
@@ -112,7 +116,9 @@ def their_memory(x, rows, w, kernel, dilation, eps):
     gated = torch.stack(gated, dim=2)
     normed = torch.cat([rms(gated[:, :, g], w["conv_norm"][g], eps[1]) for g in range(G)], dim=-1).transpose(1, 2)
     taps = w["conv"].permute(1, 2, 0).reshape(G * E, 1, kernel)
-    convolved = torch.nn.functional.conv1d(normed, taps, padding=(kernel - 1) * dilation, dilation=dilation, groups=G * E)
+    convolved = torch.nn.functional.conv1d(
+        normed, taps, padding=(kernel - 1) * dilation, dilation=dilation, groups=G * E
+    )
     return gated + torch.nn.functional.silu(convolved[..., :T]).transpose(1, 2).reshape(B, T, G, E)
 
 
@@ -123,7 +129,10 @@ def their_memory(x, rows, w, kernel, dilation, eps):
         (None, {"max_ngram": 4, "vocab_bases": [50, 60, 70], "heads": 3, "head_dim": 5, "kernel_size": 2}, (1, 9)),
         pytest.param(2, {"kernel_size": 1, "conv_norm_eps": 0.3, "norm_eps": 1e-3}, (2, 3), marks=pytest.mark.slow),
         pytest.param(
-            1, {"max_ngram": 2, "vocab_bases": [300], "kernel_size": 3, "integers": "int64"}, (1, 1), marks=pytest.mark.slow
+            1,
+            {"max_ngram": 2, "vocab_bases": [300], "kernel_size": 3, "integers": "int64"},
+            (1, 1),
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -155,7 +164,10 @@ def test_what_is_added_and_its_gradients_are_those_of_the_demo(streams, changes,
 
     out, (x_grad, w_grad) = run(x, w)
     rows = Hashing(section, 160, getattr(np, section.get("integers", "int32"))).rows(2, classes[tokens])
-    tx, tw = torch.tensor(x, requires_grad=True), {name: torch.tensor(array, requires_grad=True) for name, array in w.items()}
+    tx, tw = (
+        torch.tensor(x, requires_grad=True),
+        {name: torch.tensor(array, requires_grad=True) for name, array in w.items()},
+    )
     eps = section["norm_eps"], section["conv_norm_eps"]
     expected = their_memory(tx, torch.tensor(rows), tw, section["kernel_size"], section["max_ngram"], eps)
     np.testing.assert_allclose(out, expected.detach(), atol=1e-5, rtol=0)

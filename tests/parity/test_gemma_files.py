@@ -7,8 +7,9 @@ import pytest
 from oracles import KINDS, STANDARD, TINY, edit_config, oracle, reference_logits, saved, tokens
 
 import policy
-from policy import families, sources
-from policy.hf import UnsupportedModel
+from policy import families
+from policy.huggingface import sources
+from policy.huggingface.hf import UnsupportedModel
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -39,7 +40,11 @@ def multimodal(kind, keys):
 # Gemma 3 with a vision tower computes no cap on logits in transformers; Gemma 4 puts the padding token where images go.
 @pytest.mark.parametrize(
     ("kind", "keys"),
-    [("Gemma3", {"final_logit_softcapping": None}), ("Gemma4", {"pad_token_id": 0}), ("Gemma4Moe", {"pad_token_id": 0})],
+    [
+        ("Gemma3", {"final_logit_softcapping": None}),
+        ("Gemma4", {"pad_token_id": 0}),
+        ("Gemma4Moe", {"pad_token_id": 0}),
+    ],
 )
 def test_the_text_model_of_a_multimodal_one_is_read_alone(kind, keys, tmp_path):
     whole, text = multimodal(kind, STANDARD[kind] | keys)
@@ -64,7 +69,9 @@ def assert_read_alike(directory, row):
     kind = "Gemma4" if "gemma4" in (directory / "config.json").read_text() else "Gemma3"
     theirs = type(oracle(kind, **KINDS[kind].short)).from_pretrained(directory, attn_implementation="eager").eval()
     expected = reference_logits(theirs, row)
-    np.testing.assert_allclose(np.asarray(policy.load(directory).logits(row)), expected, atol=KINDS[kind].logits, rtol=0)
+    np.testing.assert_allclose(
+        np.asarray(policy.load(directory).logits(row)), expected, atol=KINDS[kind].logits, rtol=0
+    )
     return expected
 
 
@@ -143,7 +150,10 @@ REFUSED = {
     "gemma3: use_bidirectional_attention": ("Gemma3", {"use_bidirectional_attention": True}),
     "gemma2: use_bidirectional_attention": ("Gemma2", {"use_bidirectional_attention": True}),
     "gemma: use_bidirectional_attention": ("Gemma", {"use_bidirectional_attention": True}),
-    "enable_moe_block needs num_experts, top_k_experts, moe": ("Gemma4", {"enable_moe_block": True, "num_experts": None}),
+    "enable_moe_block needs num_experts, top_k_experts, moe": (
+        "Gemma4",
+        {"enable_moe_block": True, "num_experts": None},
+    ),
 }
 
 

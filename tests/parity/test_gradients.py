@@ -51,6 +51,8 @@ def check(kind, directory):
     assert compared > 4
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("Llama", "DeepseekV3"))) for k in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("Llama", "DeepseekV3"))) for k in KINDS]
+)
 def test_gradients(kind, tmp_path):
     check(kind, tmp_path)

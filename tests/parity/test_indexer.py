@@ -7,7 +7,7 @@ import stepwise
 from oracles import oracle, reference_logits, saved, tokens
 
 import policy
-from policy.layers import sparse_attention
+from policy.attention import sparse_attention
 from rollout import Generator, SamplingParams
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
@@ -69,7 +69,9 @@ def test_the_divergence_is_that_of_the_attention_weights_and_index_scores_of_tra
     divergence = np.concatenate([each.divergence for each in found])
     np.testing.assert_allclose(divergence, [each[0] for each in expected], rtol=1e-4)
     if dense:
-        np.testing.assert_allclose(np.concatenate([each.recall for each in found]), [each[1] for each in expected], rtol=1e-4)
+        np.testing.assert_allclose(
+            np.concatenate([each.recall for each in found]), [each[1] for each in expected], rtol=1e-4
+        )
 
 
 def test_greedy_decoding_over_selected_latents_is_that_of_transformers(tmp_path, monkeypatch):

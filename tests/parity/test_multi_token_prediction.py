@@ -8,7 +8,8 @@ from oracles import KINDS, configuration, oracle, random_model, reload, saved, t
 from safetensors.numpy import load_file
 
 import policy
-from policy import families, hub
+from policy import families
+from policy.huggingface import hub
 from policy.modes import sit
 
 torch = pytest.importorskip("torch")
@@ -132,12 +133,26 @@ def test_what_is_saved_is_read_again_and_transformers_finds_nothing_odd(kind, mo
 @pytest.mark.slow
 def test_released_size_keeps_the_released_names(tmp_path):
     """With DeepSeek-V3's 61 layers the module stands in the files that transformers reads, which passes it over."""
-    sizes = {"num_hidden_layers": 61, "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 4, "vocab_size": 16}
+    sizes = {
+        "num_hidden_layers": 61,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "moe_intermediate_size": 4,
+        "vocab_size": 16,
+    }
     section = {"multi_token_prediction": {"depth": 1}}
     model = random_model(families.read(configuration("DeepseekV3", **sizes, first_k_dense_replace=60, duet=section)))
     policy.save(model, tmp_path)
-    stored = {name.removeprefix("model.layers.61.") for name in load_file(tmp_path / "model.safetensors") if ".61." in name}
-    assert stored > {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight", "mlp.experts.7.down_proj.weight"}
+    stored = {
+        name.removeprefix("model.layers.61.") for name in load_file(tmp_path / "model.safetensors") if ".61." in name
+    }
+    assert stored > {
+        "enorm.weight",
+        "hnorm.weight",
+        "eh_proj.weight",
+        "shared_head.norm.weight",
+        "mlp.experts.7.down_proj.weight",
+    }
     assert not (tmp_path / hub.MTP_FILE).exists()
     reload("DeepseekV3", tmp_path)
     assert policy.load(tmp_path).params.keys() == model.params.keys()

@@ -8,12 +8,12 @@ import pytest
 from oracles import STANDARD, oracle, saved, tokens
 
 import policy
-from policy import sources
 from policy.config import Attention, Runtime
+from policy.huggingface import sources
+from policy.mesh.sharding import layout
 from policy.model import Graph
-from policy.sharding import layout
-from rl import chips
-from rl.operations import Operations, lengths, memory_share, rates
+from rl.reporting import chips
+from rl.training.flops import Operations, lengths, memory_share, rates
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 
@@ -25,7 +25,9 @@ def counted(model, row) -> int:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.from_numpy(row), use_cache=False)
     by_module = counter.get_flop_counts()
-    rotary = [sum(found.values()) for name, found in by_module.items() if name.endswith(("rotary_emb", "rotary_emb_local"))]
+    rotary = [
+        sum(found.values()) for name, found in by_module.items() if name.endswith(("rotary_emb", "rotary_emb_local"))
+    ]
     return counter.get_total_flops() - sum(rotary)
 
 
@@ -55,7 +57,10 @@ def test_a_shared_prompt_is_multiplied_once_and_seen_by_every_completion(tmp_pat
     graph = policy.load(saved(oracle("Llama", **STANDARD["Llama"]), tmp_path)).graph
     ours, attention = Operations(graph), lambda n: Operations(graph).forward([n], weighed=0)
     assert ours.forward([7, 9], weighed=11) == pytest.approx(2 * 11 * ours.active_weights + attention(7) + attention(9))
-    assert Operations(graph, head=False).active_weights == ours.active_weights - graph.config.vocab_size * graph.config.hidden_size
+    assert (
+        Operations(graph, head=False).active_weights
+        == ours.active_weights - graph.config.vocab_size * graph.config.hidden_size
+    )
 
 
 def test_lengths_are_those_of_the_sequences():
@@ -80,9 +85,21 @@ def test_rates_are_of_one_device_and_a_share_of_what_it_can_do():
 
     found = rates("train", 918e12, 4000, 2.0, on("TPU v6 lite", 4))
     assert found == {"perf/train_tokens_per_s": 500.0, "perf/train_tflops_per_s": 114.75, "perf/mfu_train": 0.125}
-    assert rates("train", 1e12, 3, 2.0, on("cpu", 1)) == {"perf/train_tokens_per_s": 1.5, "perf/train_tflops_per_s": 0.5}
+    assert rates("train", 1e12, 3, 2.0, on("cpu", 1)) == {
+        "perf/train_tokens_per_s": 1.5,
+        "perf/train_tflops_per_s": 0.5,
+    }
     assert rates("sample", 1e12, 3, 0.0, on("cpu", 1)) == {}, "what was left out has no rate"
     assert memory_share(1640e9, 4.0, on("TPU v6 lite", 4)) == {"perf/sample_hbm_utilisation": 0.25}
     assert memory_share(1640e9, 4.0, on("cpu", 1)) == memory_share(0.0, 0.0, on("TPU v6 lite", 4)) == {}
-    names = ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU7x", "NVIDIA H100 80GB HBM3", "NVIDIA L40S")
+    names = (
+        "TPU v4",
+        "TPU v5 lite",
+        "TPU v5",
+        "TPU v5p",
+        "TPU v6 lite",
+        "TPU7x",
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA L40S",
+    )
     assert [chips.of(name).name for name in names] == ["v4", "v5e", "v5p", "v5p", "v6e", "tpu7x", "h100", "l40s"]

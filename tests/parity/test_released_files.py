@@ -7,8 +7,9 @@ import pytest
 from oracles import STANDARD, TINY, edit_config, oracle, reference_logits, reload, saved, tokens
 
 import policy
-from policy import families, hub
-from policy.hf import UnsupportedModel
+from policy import families
+from policy.huggingface import hub
+from policy.huggingface.hf import UnsupportedModel
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -29,7 +30,9 @@ def stored_names(directory):
 
 def assert_same_logits(directory, theirs):
     row = tokens(2, 12)
-    np.testing.assert_allclose(np.asarray(policy.load(directory).logits(row)), reference_logits(theirs, row), atol=2e-5, rtol=0)
+    np.testing.assert_allclose(
+        np.asarray(policy.load(directory).logits(row)), reference_logits(theirs, row), atol=2e-5, rtol=0
+    )
 
 
 def old_rope(config):
@@ -61,7 +64,10 @@ def test_experts_in_mxfp4_are_read_as_their_dequantised_twin(tmp_path):
 
     def released(config):
         old_rope(config)
-        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+        config["quantization_config"] = {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+        }
 
     edit_config(directory, released)
     assert len(packed) == 4
@@ -108,7 +114,14 @@ def test_the_text_model_of_a_multimodal_llama4_is_read_alone(tmp_path):
 def test_the_text_model_of_a_multimodal_qwen3_5_is_read_alone(kind, tmp_path):
     import transformers
 
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+    }
     config = getattr(transformers, f"{kind}Config")(text_config=TINY[kind], vision_config=vision)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -144,7 +157,9 @@ def test_the_old_spelling_of_rope_scales_only_the_full_attention_of_olmo3(scalin
 def test_settings_of_rope_that_transformers_would_drop_are_refused():
     flat = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0}
     hf = TINY["Olmo3"] | {"model_type": "olmo3", "rope_parameters": flat}
-    with pytest.raises(UnsupportedModel, match="rope_parameters: expected settings for each of sliding_attention, full_attention"):
+    with pytest.raises(
+        UnsupportedModel, match="rope_parameters: expected settings for each of sliding_attention, full_attention"
+    ):
         families.read(hf)
 
 
@@ -155,5 +170,7 @@ def test_too_few_entries_about_rotary_layers_are_refused():
 
 def test_layers_of_mistral_that_differ_are_refused():
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    with pytest.raises(UnsupportedModel, match="layer_types: full_attention; known: sliding_attention, one for each layer"):
+    with pytest.raises(
+        UnsupportedModel, match="layer_types: full_attention; known: sliding_attention, one for each layer"
+    ):
         families.read(TINY["Mistral"] | {"model_type": "mistral", "layer_types": kinds})

@@ -6,7 +6,7 @@ import pytest
 from oracles import configuration
 
 from policy import families
-from policy.layers.rope import frequencies
+from policy.ops.rope import frequencies
 
 pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 

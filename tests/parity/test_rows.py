@@ -7,7 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from oracles import STANDARD, VOCAB, configuration, oracle, random_model, reference_logits, saved, tokens, torch_logprobs
+from oracles import (
+    STANDARD,
+    VOCAB,
+    configuration,
+    oracle,
+    random_model,
+    reference_logits,
+    saved,
+    tokens,
+    torch_logprobs,
+)
 
 import policy
 from policy import families
@@ -75,7 +85,9 @@ def test_packed_documents_equal_the_documents_alone(model, padding_first):
 
 def test_a_batch_of_one_equals_its_row_in_a_batch(model):
     rows = tokens(3, 30, seed=2)
-    np.testing.assert_allclose(np.asarray(model.logits(rows[1:2]))[0], np.asarray(model.logits(rows))[1], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(
+        np.asarray(model.logits(rows[1:2]))[0], np.asarray(model.logits(rows))[1], atol=1e-5, rtol=0
+    )
 
 
 def test_positions_given_are_used(model):
@@ -118,7 +130,9 @@ def gradients(model, row, segments):
 def assert_same_gradients(found, expected, tolerance):
     for path, want in expected.items():
         scale = np.abs(want).max() + 1e-6
-        np.testing.assert_allclose(np.asarray(found[path]) / scale, np.asarray(want) / scale, atol=tolerance, rtol=0, err_msg=path)
+        np.testing.assert_allclose(
+            np.asarray(found[path]) / scale, np.asarray(want) / scale, atol=tolerance, rtol=0, err_msg=path
+        )
 
 
 WAYS = [
@@ -174,7 +188,10 @@ def test_left_padding_and_log_probabilities_equal_those_of_transformers(kind, tm
     for temperature in (1.0, 0.7):
         wanted = torch_logprobs(torch.tensor(expected), row, temperature)
         scored = (mask[:, :-1] != 0) & (mask[:, 1:] != 0)
-        for found in (ours.logprobs(row, segments=mask, temperature=temperature), training_pass(ours, row, mask, temperature)):
+        for found in (
+            ours.logprobs(row, segments=mask, temperature=temperature),
+            training_pass(ours, row, mask, temperature),
+        ):
             for a, want in zip(map(np.asarray, found), wanted, strict=True):
                 np.testing.assert_allclose(a[:, 1:][scored], want.numpy()[scored], atol=tolerance, rtol=0)
                 assert not a[:, 1:][~scored].any() and not a[:, 0].any()

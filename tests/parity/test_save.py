@@ -19,7 +19,8 @@ from oracles import (
 )
 
 import policy
-from policy import families, hub
+from policy import families
+from policy.huggingface import hub
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -52,7 +53,9 @@ def test_a_model_of_transformers_comes_back_bit_for_bit(kind, tmp_path):
 
 
 def test_bfloat16_weights_come_back_as_bfloat16(tmp_path):
-    ours = random_model(families.read(configuration("DeepseekV3")), runtime=policy.config.Runtime("bfloat16", "bfloat16"))
+    ours = random_model(
+        families.read(configuration("DeepseekV3")), runtime=policy.config.Runtime("bfloat16", "bfloat16")
+    )
     policy.save(ours, tmp_path)
     theirs = reload("DeepseekV3", tmp_path)
     assert theirs.lm_head.weight.dtype == torch.bfloat16

@@ -11,7 +11,9 @@ import rl.algorithms
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is the oracle: pip install 'duet-rl[test]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("trl") is None, reason="TRL is the oracle: pip install 'duet-rl[test]'"
+    ),
 ]
 GROUP, EOS, LIMIT = 4, 2, 16
 SIZES = {
@@ -77,10 +79,22 @@ CASES = {
     ),
     "top entropy": ("grpo", {"top_entropy": 0.4}, "GRPO", {"loss_type": "dapo", "top_entropy_quantile": 0.4}, {}),
     "entropy bonus": ("grpo", {"entropy_coef": 0.1}, "GRPO", {"loss_type": "dapo", "entropy_coef": 0.1}, {}),
-    "off policy": ("grpo", {"off_policy_delta": 0.02}, "GRPO", {"loss_type": "dapo", "off_policy_mask_threshold": 0.02}, {}),
+    "off policy": (
+        "grpo",
+        {"off_policy_delta": 0.02},
+        "GRPO",
+        {"loss_type": "dapo", "off_policy_mask_threshold": 0.02},
+        {},
+    ),
     "rloo": ("rloo", {}, "RLOO", {"beta": 0.0}, {}),
     "rloo in the rewards": ("rloo", {"kl_reward_coef": 0.05}, "RLOO", {"beta": 0.05}, {"rewards": GAPS}),
-    "rloo normalised": ("rloo", {"normalize_advantages": True}, "RLOO", {"beta": 0.0, "normalize_advantages": True}, {}),
+    "rloo normalised": (
+        "rloo",
+        {"normalize_advantages": True},
+        "RLOO",
+        {"beta": 0.0, "normalize_advantages": True},
+        {},
+    ),
 }
 for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
     for name in ("grpo", "vespo"):
@@ -188,7 +202,9 @@ def ours(case, directories, given, out):
             extra = {"token_kl": (here - reference).reshape(P, GROUP, -1), "mask": mask.reshape(P, GROUP, -1)}
     elif algorithm.needs_token_kl:
         extra = {"mask": mask.reshape(P, GROUP, -1)}
-    advantages = algorithm.advantages(rewards if "weights" in extra else rewards[..., 0], mask.sum(1).reshape(P, GROUP), **extra)
+    advantages = algorithm.advantages(
+        rewards if "weights" in extra else rewards[..., 0], mask.sum(1).reshape(P, GROUP), **extra
+    )
     if getattr(algorithm, "mask_truncated", False):
         mask = mask * np.array([[c[-1] == EOS] for c in given.completions])
     inputs = {
@@ -212,7 +228,11 @@ def ours(case, directories, given, out):
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(model.params)
     policy.save(policy.Model(model.graph, gradient), out)
-    return advantages.reshape(-1), float(value), {name: p.detach().numpy() for name, p in reload("Llama", out).named_parameters()}
+    return (
+        advantages.reshape(-1),
+        float(value),
+        {name: p.detach().numpy() for name, p in reload("Llama", out).named_parameters()},
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -226,9 +246,13 @@ def test_a_step_is_that_of_trl(case, directories, tmp_path):
         from policy.modes import sit
 
         model, (tokens, segments, mask) = policy.load(directories[0]), given.rows
-        here = np.asarray(jax.jit(lambda p: model.graph.logprobs(p, tokens, sit(tokens, segments=segments), 1.0)[0])(model.params))
+        here = np.asarray(
+            jax.jit(lambda p: model.graph.logprobs(p, tokens, sit(tokens, segments=segments), 1.0)[0])(model.params)
+        )
         sampled = here + noise(given, 0.1, seed=8)
-        given = dataclasses.replace(given, sampler_logp=[row[m != 0].tolist() for row, m in zip(sampled, mask, strict=True)])
+        given = dataclasses.replace(
+            given, sampler_logp=[row[m != 0].tolist() for row, m in zip(sampled, mask, strict=True)]
+        )
     advantages, loss, gradients = theirs(case, directories, given)
     found, value, slopes = ours(case, directories, given, tmp_path / "gradients")
     np.testing.assert_allclose(found, advantages, atol=1e-5)

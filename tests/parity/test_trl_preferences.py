@@ -11,11 +11,13 @@ from oracles import oracle, reload, saved
 import policy
 import rl.algorithms
 from rl.algorithms._pairs import LOSSES
-from rl.batch import pack, together
+from rl.training.batch import pack, together
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is the oracle: pip install 'duet-rl[test]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("trl") is None, reason="TRL is the oracle: pip install 'duet-rl[test]'"
+    ),
 ]
 SIZES = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "pad_token_id": 0}
 BETA, SMOOTHING = 0.3, 0.1
@@ -93,7 +95,9 @@ def test_each_loss_and_its_slopes_are_those_of_trl(name, dpo, monkeypatch):
     algorithm = rl.algorithms.get("dpo", nll_coef=0.2, **options)
     batch = together(pairs, 32)
     laid = {k: place(batch, a) for k, a in (("logp", logp), ("ref_logp", ref))}
-    whole = algorithm.with_totals(rl.algorithms.PolicyInputs(mask=batch.mask, segments=batch.segments, ref_logp=laid["ref_logp"]))
+    whole = algorithm.with_totals(
+        rl.algorithms.PolicyInputs(mask=batch.mask, segments=batch.segments, ref_logp=laid["ref_logp"])
+    )
     value, slope = jax.value_and_grad(lambda x: algorithm.loss(dataclasses.replace(whole, logp=x))[0])(laid["logp"])
     np.testing.assert_allclose(value, loss.item(), atol=1e-5)
     expected = place(batch, np.pad(given.grad.numpy(), ((0, 0), (1, 0))))
@@ -175,8 +179,8 @@ def test_scores_are_those_of_transformers_whatever_side_is_padded(scorer):
     import torch
 
     from policy.config import Runtime
-    from policy.sharding import layout
-    from rl.rewardmodel import Judge
+    from policy.mesh.sharding import layout
+    from rl.training.reward_model import Judge
 
     sequences = [ids for pair in rows() for ids, _ in pair]
     width = max(map(len, sequences))
@@ -196,14 +200,16 @@ def test_an_update_of_a_reward_model_has_the_gradients_of_trl(scorer, tmp_path):
     import torch
     import trl_trainers
 
-    from policy import classification
     from policy.config import Runtime
+    from policy.huggingface import classification
+    from policy.mesh.sharding import layout
     from policy.modes import sit
-    from policy.sharding import layout
-    from rl.critic import VALUE_HEAD, Critic
+    from rl.training.critic import VALUE_HEAD, Critic
 
     margin = np.array([0.5, 0.0, -1.0, 2.0], np.float32)
-    trainer = trl_trainers.pair_trainer("Reward", classifier(scorer), directory=tmp_path / "trl", center_rewards_coefficient=0.05)
+    trainer = trl_trainers.pair_trainer(
+        "Reward", classifier(scorer), directory=tmp_path / "trl", center_rewards_coefficient=0.05
+    )
     inputs = theirs_of(rows()) | {"margin": torch.tensor(margin)}
     del inputs["completion_mask"]
     loss = trainer.compute_loss(trainer.model, inputs)

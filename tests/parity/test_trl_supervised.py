@@ -8,12 +8,14 @@ from oracles import oracle, reload, saved
 
 import policy
 import rl.algorithms
-from rl.batch import pack
-from rl.packing import packing
-from rollout import chat
-from rollout.tokenizer import byte_level
+from rl.training.batch import pack
+from rl.training.packing import packing
+from rollout.text import chat
+from rollout.text.tokenizer import byte_level
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is the oracle: pip install 'duet-rl[test]'")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="TRL is the oracle: pip install 'duet-rl[test]'"
+)
 SIZES = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24, "pad_token_id": 0}
 PLAIN = [
     {"prompt": "1+1=", "completion": "2"},
@@ -27,7 +29,10 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 TALKS = [["1+1?", "2", "And +1?", "3 <eos>"], ["<eos>?", "no"], ["x", "y"]]
-TALK = [{"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(talk)]} for talk in TALKS]
+TALK = [
+    {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(talk)]}
+    for talk in TALKS
+]
 
 
 def trainer(directory, rows, **settings):
@@ -68,7 +73,8 @@ def test_tokens_loss_and_gradients(case, tmp_path):
     rows, settings, options, learnt = CASES[case]
     theirs, inputs, tokenizer = trainer(saved(oracle("Llama", seed=0, **SIZES), tmp_path), rows, **settings)
     encoded = [
-        chat.encode_example(tokenizer, row.get("prompt", ""), row.get("completion"), row.get("messages"), learnt) for row in rows
+        chat.encode_example(tokenizer, row.get("prompt", ""), row.get("completion"), row.get("messages"), learnt)
+        for row in rows
     ]
     labels = inputs["labels"].numpy()
     for (ids, mask), label in zip(encoded, labels, strict=True):
@@ -93,7 +99,9 @@ def test_tokens_loss_and_gradients(case, tmp_path):
     slopes = dict(reload("Llama", tmp_path / "slopes").named_parameters())
     for name, weight in theirs.model.named_parameters():
         expected = weight.grad.numpy()
-        np.testing.assert_allclose(slopes[name].detach().numpy(), expected, atol=1e-4 * np.abs(expected).max(), err_msg=name)
+        np.testing.assert_allclose(
+            slopes[name].detach().numpy(), expected, atol=1e-4 * np.abs(expected).max(), err_msg=name
+        )
 
 
 def test_rows_are_packed_by_best_fit():
@@ -101,7 +109,9 @@ def test_rows_are_packed_by_best_fit():
     from trl import pack_dataset
 
     lengths = np.random.default_rng(0).integers(1, 33, 60)
-    theirs = pack_dataset(Dataset.from_dict({"input_ids": [[1] * int(n) for n in lengths]}), seq_length=32)["seq_lengths"]
+    theirs = pack_dataset(Dataset.from_dict({"input_ids": [[1] * int(n) for n in lengths]}), seq_length=32)[
+        "seq_lengths"
+    ]
     segments = (np.arange(32) < lengths[:, None]).astype(np.int32)
     ours = packing(segments, [len(lengths)])
     # Which of two rows with equal room is taken is not said, so how full they are is compared.

@@ -106,7 +106,10 @@ GENERATED = {
 }
 GENERATED_WIDE = {
     "deepseek-v2-groups": ("DeepseekV2", {"topk_method": "group_limited_greedy"}),
-    "deepseek-v3-full_query-no_shared": ("DeepseekV3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 0}),
+    "deepseek-v3-full_query-no_shared": (
+        "DeepseekV3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 0},
+    ),
     "deepseek-v3-all_moe-deep": ("DeepseekV3", {"first_k_dense_replace": 0, "num_hidden_layers": 5}),
 }
 WIDE |= {

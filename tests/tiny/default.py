@@ -18,7 +18,9 @@ def oracle_class():
                     layer.mlp = Ungated(layer.mlp)
             if length := getattr(config, "trainable_position_size", 0):
                 self.model.embed_positions = torch.nn.Embedding(length, config.hidden_size)
-                self.model.embed_tokens.register_forward_hook(lambda module, inputs, out: out + self.tables(out.shape[1]))
+                self.model.embed_tokens.register_forward_hook(
+                    lambda module, inputs, out: out + self.tables(out.shape[1])
+                )
 
         def tables(self, length):
             E = self.config.hidden_size
@@ -53,7 +55,10 @@ VARIANTS = {
         "ParallelRMS",
         {"trainable_position_size": 80, "use_untrainable_positional_embedding": True, "mlp_activations": ["relu"]},
     ),
-    "default-biases-tied-gelu": ("ParallelRMS", {"use_qkv_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu"}),
+    "default-biases-tied-gelu": (
+        "ParallelRMS",
+        {"use_qkv_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu"},
+    ),
     "default-mqa-partial-one_layer": (
         "ParallelRMS",
         {

@@ -4,7 +4,13 @@ KINDS = {"Gemma": Kind("gemma", BASE | {"num_key_value_heads": 1, "head_dim": 12
 VARIANTS = {
     "gemma-mha-biases-linear": (
         "Gemma",
-        {"num_key_value_heads": 4, "head_dim": 8, "attention_bias": True, "rope_parameters": LINEAR, "num_hidden_layers": 1},
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "attention_bias": True,
+            "rope_parameters": LINEAR,
+            "num_hidden_layers": 1,
+        },
     ),
     "gemma-untied-groups-relu": (
         "Gemma",

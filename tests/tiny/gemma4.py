@@ -53,7 +53,8 @@ WIDE = {
         "Gemma4",
         _SHORT
         | {
-            "rope_parameters": _ROPE | {"full_attention": _ROPE["full_attention"] | {"partial_rotary_factor": 0.6, "factor": 3.0}},
+            "rope_parameters": _ROPE
+            | {"full_attention": _ROPE["full_attention"] | {"partial_rotary_factor": 0.6, "factor": 3.0}},
             "global_head_dim": 20,
         },
     ),

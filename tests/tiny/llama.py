@@ -21,7 +21,9 @@ WIDE = {
     "llama-seven_layers-relu": ("Llama", {"num_hidden_layers": 7, "hidden_act": "relu"}),
     "llama-gelu_new": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
 }
-GENERATED = {"llama-mqa-tied": ("Llama", {"num_hidden_layers": 2, "num_key_value_heads": 1, "tie_word_embeddings": True})}
+GENERATED = {
+    "llama-mqa-tied": ("Llama", {"num_hidden_layers": 2, "num_key_value_heads": 1, "tie_word_embeddings": True})
+}
 GENERATED_WIDE = {
     "llama": ("Llama", KINDS["Llama"].standard),
     "llama-mha-mlp_bias": ("Llama", {"num_key_value_heads": 4, "mlp_bias": True, "hidden_act": "gelu"}),

@@ -13,7 +13,10 @@ KINDS = {
     )
 }
 VARIANTS = {
-    "llama4-scout": ("Llama4", {"head_dim": 10, "rope_parameters": LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 1.0}}),
+    "llama4-scout": (
+        "Llama4",
+        {"head_dim": 10, "rope_parameters": LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 1.0}},
+    ),
     "llama4-maverick": (
         "Llama4",
         {"use_qk_norm": False, "interleave_moe_layer_step": 2, "num_key_value_heads": 1, "num_hidden_layers": 6},
@@ -45,7 +48,10 @@ WIDE = {
             "rms_norm_eps": 1e-2,
         },
     ),
-    "llama4-interval": ("Llama4", {"no_rope_layer_interval": 3, "num_hidden_layers": 7, "interleave_moe_layer_step": 3}),
+    "llama4-interval": (
+        "Llama4",
+        {"no_rope_layer_interval": 3, "num_hidden_layers": 7, "interleave_moe_layer_step": 3},
+    ),
 }
 GENERATED = {"llama4": ("Llama4", KINDS["Llama4"].standard | KINDS["Llama4"].short)}
 GENERATED_WIDE = {

@@ -4,7 +4,10 @@ _WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 KINDS = {"Qwen3": Kind("qwen3", BASE | {"head_dim": 10}, {"tie_word_embeddings": True})}
 VARIANTS = {
-    "qwen3-sliding-biases": ("Qwen3", _WINDOW | {"num_hidden_layers": 4, "max_window_layers": 1, "attention_bias": True}),
+    "qwen3-sliding-biases": (
+        "Qwen3",
+        _WINDOW | {"num_hidden_layers": 4, "max_window_layers": 1, "attention_bias": True},
+    ),
     "qwen3-layer_types-yarn": (
         "Qwen3",
         _WINDOW

@@ -22,5 +22,7 @@ WIDE = {
     "qwen3_moe-all_experts": ("Qwen3Moe", {"num_experts_per_tok": 8}),
 }
 GENERATED = {"qwen3_moe": ("Qwen3Moe", {"num_hidden_layers": 2, "norm_topk_prob": True, "mlp_only_layers": [0]})}
-GENERATED_WIDE = {"qwen3_moe-window-tied": ("Qwen3Moe", _WINDOW | {"tie_word_embeddings": True, "norm_topk_prob": True})}
+GENERATED_WIDE = {
+    "qwen3_moe-window-tied": ("Qwen3Moe", _WINDOW | {"tie_word_embeddings": True, "norm_topk_prob": True})
+}
 PUBLISHED = {"qwen3-30b-a3b": 30_532_122_624}

@@ -12,7 +12,12 @@ HYBRID = BASE | {
     "linear_num_value_heads": 4,
     "linear_conv_kernel_dim": 4,
 }
-SPARSE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+SPARSE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
 ROTARY = {"rope_parameters": BASE["rope_parameters"] | {"partial_rotary_factor": 0.25}}
 SHORT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _LOOSE = {"logits": 1e-4, "generator": 5e-5}
@@ -42,6 +47,9 @@ VARIANTS = {
 }
 WIDE = {
     "qwen3_next-dense-interval": ("Qwen3Next", {"decoder_sparse_step": 5, "full_attention_interval": 2}),
-    "qwen3_next-wide_values": ("Qwen3Next", {"linear_value_head_dim": 24, "linear_num_key_heads": 4, "num_key_value_heads": 4}),
+    "qwen3_next-wide_values": (
+        "Qwen3Next",
+        {"linear_value_head_dim": 24, "linear_num_key_heads": 4, "num_key_value_heads": 4},
+    ),
 }
 PUBLISHED = {"qwen3-next-80b": 79_674_391_296}

@@ -10,7 +10,9 @@ def _swapped(name, sizes):
         def __init__(self, config):
             super().__init__()
             widths = [getattr(config, size) for size in sizes]
-            self.mats = torch.nn.ModuleList(torch.nn.Linear(a, b, bias=False) for a, b in zip(widths[:-1], widths[1:], strict=True))
+            self.mats = torch.nn.ModuleList(
+                torch.nn.Linear(a, b, bias=False) for a, b in zip(widths[:-1], widths[1:], strict=True)
+            )
 
         def forward(self, hidden_states, **kwargs):
             for mat in self.mats:
@@ -36,7 +38,9 @@ def simple_mlp():
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers")
 KINDS = {
     "Simple": Kind("llama", BASE, config="LlamaConfig", model="SimpleLM", oracle_class=simple, required=_REQUIRED),
-    "SimpleMlp": Kind("llama", BASE, config="LlamaConfig", model="SimpleMlpLM", oracle_class=simple_mlp, required=_REQUIRED),
+    "SimpleMlp": Kind(
+        "llama", BASE, config="LlamaConfig", model="SimpleMlpLM", oracle_class=simple_mlp, required=_REQUIRED
+    ),
 }
 VARIANTS = {
     "simple-tied-one_layer": ("Simple", {"tie_word_embeddings": True, "num_hidden_layers": 1, "rms_norm_eps": 1e-2}),

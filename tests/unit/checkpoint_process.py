@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rl.checkpoint import Checkpoints
+from rl.run.checkpoint import Checkpoints
 
 
 def values(number: int) -> dict[str, np.ndarray]:
@@ -103,7 +103,9 @@ def sharded(directory: str) -> None:
     for tree, wanted in ((restored, template), (checkpoints.restore(moved)[1], moved)):
         for name in before:
             assert tree[name].sharding == wanted[name].sharding, name
-            assert all(np.asarray(s.data).tobytes() == before[name][s.index].tobytes() for s in tree[name].addressable_shards)
+            assert all(
+                np.asarray(s.data).tobytes() == before[name][s.index].tobytes() for s in tree[name].addressable_shards
+            )
     # What was restored can be donated like any other array.
     again = jax.tree.map(np.asarray, step(step(restored)))
     assert all(again[name].tobytes() == before[name].tobytes() for name in before)

@@ -110,7 +110,9 @@ def test_loss_with_kl(options, expected):
     close(metrics["policy_loss"], -0.038800 if "aggregation" in options else -0.393441)
 
 
-@pytest.mark.parametrize(("kl", "expected"), [("k1", 0.005), ("k2", 0.012125), ("k3", 0.012077), ("unbiased", 0.011698)])
+@pytest.mark.parametrize(
+    ("kl", "expected"), [("k1", 0.005), ("k2", 0.012125), ("k3", 0.012077), ("unbiased", 0.011698)]
+)
 def test_kl_is_logged_even_where_it_is_no_part_of_the_loss(kl, expected):
     loss, metrics = grpo_loss(inputs(with_ref=True), kl=kl)
     close(metrics["kl/ref"], expected)
@@ -236,7 +238,9 @@ def test_entropy_bonus_and_its_gradient():
     entropy = np.where(inputs().mask, 0.5, np.nan).astype(np.float32)
     entropy[0, 0] = 1.5
     algorithm = rl.algorithms.get("grpo", entropy_coef=0.1)
-    (loss, metrics), gradient = jax.value_and_grad(lambda entropy: algorithm.loss(inputs(entropy=entropy)), has_aux=True)(entropy)
+    (loss, metrics), gradient = jax.value_and_grad(
+        lambda entropy: algorithm.loss(inputs(entropy=entropy)), has_aux=True
+    )(entropy)
     close(metrics["entropy"], 0.6)
     close(loss, -0.393441 - 0.06)
     close(gradient, -0.1 * inputs().mask / 10)
@@ -266,9 +270,9 @@ def test_huge_log_ratios_are_clamped_counted_and_finite():
     logp = LOGP.copy()
     logp[1, 0], logp[0, 0] = 500.0, -np.inf
     algorithm = rl.algorithms.get("grpo", kl_coef=0.1)
-    (loss, metrics), gradient = jax.value_and_grad(lambda logp: algorithm.loss(inputs(with_ref=True, logp=logp)), has_aux=True)(
-        logp
-    )
+    (loss, metrics), gradient = jax.value_and_grad(
+        lambda logp: algorithm.loss(inputs(with_ref=True, logp=logp)), has_aux=True
+    )(logp)
     assert np.isfinite(loss)
     assert np.isfinite(gradient).all()
     assert metrics["clip_ratio/log_ratio_clamped"] == 2

@@ -43,7 +43,11 @@ def test_all_faults_are_reported_at_once_each_with_its_option():
         ("grpo", {"correction_max": 2.0}, "do nothing without correction"),
         ("grpo", {"correction": "token_mask", "correction_min": 4.0}, "correction_min .* below correction_max"),
         ("grpo", {"correction_normalize": True}, "correction_normalize needs a correction"),
-        ("vespo", {"correction": "token_mask", "correction_normalize": True}, "correction_normalize needs a correction"),
+        (
+            "vespo",
+            {"correction": "token_mask", "correction_normalize": True},
+            "correction_normalize needs a correction",
+        ),
         ("rloo", {"kl_target": 0.1}, "kl_target moves kl_reward_coef"),
         ("ppo", {"bootstrap_truncated": True, "mask_truncated": True}, "bootstrap_truncated does nothing"),
         ("grpo", {"top_entropy": 1.5}, "less than or equal to 1"),

@@ -8,8 +8,8 @@ import pytest
 
 import rl.algorithms
 from rl.algorithms._pairs import LOSSES
-from rl.batch import together
-from rl.packing import packing
+from rl.training.batch import together
+from rl.training.packing import packing
 
 BETA, SMOOTHING = 0.3, 0.1
 # Tokens before, and in, the chosen and the rejected answer of each pair.
@@ -20,12 +20,18 @@ def data():
     """(Batch of five pairs, logp, entropy); what stands outside of the answers is no number."""
     rows = [[([7] * (p + n), [0] * p + [1] * n) for p, n in pair] for pair in LENGTHS]
     batch, rng = together(rows, 32), np.random.default_rng(1)
-    logp, ref, entropy = (np.where(batch.mask, rng.normal(-2, 1, batch.mask.shape), np.nan).astype(np.float32) for _ in range(3))
+    logp, ref, entropy = (
+        np.where(batch.mask, rng.normal(-2, 1, batch.mask.shape), np.nan).astype(np.float32) for _ in range(3)
+    )
     return batch.replace(ref_logp=ref), logp, entropy
 
 
 def options(name):
-    return {"loss_type": name, "beta": BETA, "label_smoothing": SMOOTHING if name in ("sigmoid", "robust", "exo_pair") else 0.0}
+    return {
+        "loss_type": name,
+        "beta": BETA,
+        "label_smoothing": SMOOTHING if name in ("sigmoid", "robust", "exo_pair") else 0.0,
+    }
 
 
 def prepared(name, batch, entropy, **more):
@@ -33,9 +39,9 @@ def prepared(name, batch, entropy, **more):
     algorithm = rl.algorithms.get("dpo", **options(name), **more)
     given = {key: getattr(batch, key) for key in ("mask", "ref_logp", "segments", "prompt")}
     inputs = algorithm.with_totals(rl.algorithms.PolicyInputs(entropy=entropy, **given))
-    return inputs, lambda part, logp: jax.value_and_grad(lambda x: algorithm.loss(dataclasses.replace(part, logp=x)), has_aux=True)(
-        logp
-    )
+    return inputs, lambda part, logp: jax.value_and_grad(
+        lambda x: algorithm.loss(dataclasses.replace(part, logp=x)), has_aux=True
+    )(logp)
 
 
 def written(name, w, l, nw, nl):  # noqa: E741
@@ -160,6 +166,8 @@ def test_a_reward_model_ranks_the_scores_of_last_tokens_by_their_margin():
         "score_min": both.min(),
         "score_max": both.max(),
     }.items():
-        np.testing.assert_allclose([metrics[f"reward_model/{key}"], packed[f"reward_model/{key}"]], value, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(
+            [metrics[f"reward_model/{key}"], packed[f"reward_model/{key}"]], value, rtol=1e-6, atol=1e-6
+        )
     with pytest.raises(ValueError, match="scores"):
         algorithm.loss(rl.algorithms.PolicyInputs(mask=np.ones((1, 2)), segments=np.array([[1, 2]])))

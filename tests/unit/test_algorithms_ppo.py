@@ -7,7 +7,7 @@ from algorithms_fixture import LOGP, MASK, OLD, REF, close, inputs, padded
 
 import rl.algorithms
 from rl.algorithms import ppo
-from rl.steps import values_at_the_end
+from rl.stages.rollout import values_at_the_end
 
 ROWS = slice(0, 2)
 VALUES = padded([[0.2, 0.3, 0.5, 0.6], [0.1, 0]])
@@ -221,7 +221,13 @@ def test_the_kl_coefficient_moves_towards_its_target(name):
     algorithm = rl.algorithms.get(name, kl_reward_coef=0.1, kl_target=0.5, kl_horizon=100, entropy_target=1.0)
     controls = algorithm.controls
     assert controls.keys() == {"entropy_coef", "entropy_bonus_applied", "kl/coef"}
-    for kl, completions, factor in ((0.55, 10, 1.01), (5.0, 50, 1.1), (-3.0, 50, 0.9), (0.5, 50, 1.0), (5.0, 1000, 1.2)):
+    for kl, completions, factor in (
+        (0.55, 10, 1.01),
+        (5.0, 50, 1.1),
+        (-3.0, 50, 0.9),
+        (0.5, 50, 1.0),
+        (5.0, 1000, 1.2),
+    ):
         moved = algorithm.controlled_by_step(controls, {"kl/reward": kl}, completions)
         assert moved == controls | {"kl/coef": pytest.approx(0.1 * factor)}
     assert algorithm.at(moved) == rl.algorithms.get(

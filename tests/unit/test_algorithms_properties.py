@@ -18,22 +18,44 @@ PER_TOKEN = ("logp", "old_logp", "sampler_logp", "ref_logp", "entropy", "advanta
 # Together every aggregation, correction and rejection.
 OPTIONS = [
     {"aggregation": "token", "kl_coef": 0.1, "entropy_coef": 0.05, "rejection": "token_k2", "rejection_max": 0.02},
-    {"aggregation": "sequence", "kl_coef": 0.1, "kl": "unbiased", "rejection": "sequence_max_ratio", "rejection_max": 1.3},
-    {"aggregation": "sequence_sum", "correction": "token_truncate", "correction_max": 1.1, "correction_normalize": True},
+    {
+        "aggregation": "sequence",
+        "kl_coef": 0.1,
+        "kl": "unbiased",
+        "rejection": "sequence_max_ratio",
+        "rejection_max": 1.3,
+    },
+    {
+        "aggregation": "sequence_sum",
+        "correction": "token_truncate",
+        "correction_max": 1.1,
+        "correction_normalize": True,
+    },
     {"aggregation": "constant", "correction": "sequence_mask", "rejection": "sequence_mean_k3", "rejection_max": 0.03},
     {"aggregation": "prompt", "correction": "geometric_mask", "correction_min": 0.9, "correction_normalize": True},
     {"aggregation": "prompt", "kl_coef": 0.2, "kl": "k2", "count_empty_sequences": False},
     {"aggregation": "token", "top_entropy": 0.4, "correction": "sequence_truncate", "off_policy_delta": 0.1},
     {"aggregation": "sequence", "count_empty_sequences": False, "correction": "token_mask", "correction_max": 1.1},
     {"aggregation": "token", "rejection": "token_k3", "rejection_max": 0.02, "rejection_changes_denominator": True},
-    {"aggregation": "sequence", "rejection": "sequence_sum_k2", "rejection_max": 0.1, "rejection_changes_denominator": True},
+    {
+        "aggregation": "sequence",
+        "rejection": "sequence_sum_k2",
+        "rejection_max": 0.1,
+        "rejection_changes_denominator": True,
+    },
     {"aggregation": "prompt", "rejection": "sequence_sum_k3", "rejection_max": 0.1},
     {"aggregation": "constant", "rejection": "sequence_mean_k2", "rejection_max": 0.03},
     {"aggregation": "sequence_sum", "rejection": "sequence_max_k2", "rejection_max": 0.1},
     {"aggregation": "token", "correction": "token_mask", "rejection": "sequence_max_k3", "rejection_max": 0.1}
     | {"rejection_changes_denominator": True, "correction_normalize": True},
 ]
-OF_CLIPPED = [{"delta": 1.5}, {"ratio": "sequence_token"}, {"dual_clip": 2.0}, {"ratio": "sequence"}, {"ratio": "sequence_sum"}]
+OF_CLIPPED = [
+    {"delta": 1.5},
+    {"ratio": "sequence_token"},
+    {"dual_clip": 2.0},
+    {"ratio": "sequence"},
+    {"ratio": "sequence_sum"},
+]
 SEEDS = st.integers(0, 2**31)
 
 
@@ -46,7 +68,12 @@ def cases():
         algorithm = rl.algorithms.get(name)
         if name != "sft":
             options = OPTIONS[3] if algorithm.corrects_itself else next(some)  # such a correction takes no mean
-            found.append((name, options | {"old_logp": "trainer"} | (next(of_clipped) if hasattr(algorithm, "dual_clip") else {})))
+            found.append(
+                (
+                    name,
+                    options | {"old_logp": "trainer"} | (next(of_clipped) if hasattr(algorithm, "dual_clip") else {}),
+                )
+            )
     return found
 
 
@@ -84,7 +111,9 @@ def packed(batch, garbage):
     segments = np.broadcast_to(np.repeat([1, 2], WIDTH), (ROWS // 2, 2 * WIDTH))
     tokens = {name: lay_out(getattr(batch, name), garbage) for name in PER_TOKEN}
     prompt = lay_out(np.repeat(batch.prompt, WIDTH), -1)
-    return dataclasses.replace(batch, mask=lay_out(batch.mask, 0), segments=lay_out(segments, 0), prompt=prompt, **tokens)
+    return dataclasses.replace(
+        batch, mask=lay_out(batch.mask, 0), segments=lay_out(segments, 0), prompt=prompt, **tokens
+    )
 
 
 def run(algorithm, batch):

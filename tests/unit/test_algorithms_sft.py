@@ -12,7 +12,9 @@ CHOSEN = LOGP[MASK != 0]
 
 def loss_and_gradient(**options):
     algorithm = rl.algorithms.get("sft", **options)
-    return jax.value_and_grad(lambda logp: algorithm.loss(rl.algorithms.PolicyInputs(logp=logp, mask=MASK)), has_aux=True)(LOGP)
+    return jax.value_and_grad(
+        lambda logp: algorithm.loss(rl.algorithms.PolicyInputs(logp=logp, mask=MASK)), has_aux=True
+    )(LOGP)
 
 
 def test_nll_is_the_mean_over_tokens_and_its_gradient_is_even():

@@ -54,7 +54,9 @@ def test_rloo_with_a_penalty_in_the_rewards():
 def test_a_group_of_equal_rewards_stays_at_zero_among_normalised_ones():
     rewards = np.random.default_rng(0).random((7, 5))
     rewards[3] = 0.3
-    plain, normalised = (rl.algorithms.get("rloo", normalize_advantages=each).advantages(rewards) for each in (False, True))
+    plain, normalised = (
+        rl.algorithms.get("rloo", normalize_advantages=each).advantages(rewards) for each in (False, True)
+    )
     assert not normalised[3].any()
     np.testing.assert_allclose(normalised, (plain - plain.mean()) / (plain.std(ddof=1) + 1e-4), atol=1e-12)
 
@@ -85,7 +87,9 @@ def test_dppo():
     loss, metrics = rl.algorithms.get("dppo").loss(arrays)
     close(loss, -0.119260)
     close(metrics["dppo/masked_ratio"], 0.2)
-    gradient = jax.grad(lambda logp: rl.algorithms.get("dppo", penalty=0.0).loss(inputs(True, True, logp=logp))[0])(LOGP)
+    gradient = jax.grad(lambda logp: rl.algorithms.get("dppo", penalty=0.0).loss(inputs(True, True, logp=logp))[0])(
+        LOGP
+    )
     assert (np.asarray(gradient) == 0).tolist()[0] == [True, False, False, False]
 
 
@@ -149,10 +153,22 @@ def test_remax_compares_with_the_greedy_completion():
     [
         ({"rejection": "token_k2", "rejection_max": 0.5}, [[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 0]]),
         ({"rejection": "token_k3", "rejection_max": 0.9}, [[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 0]]),
-        ({"rejection": "sequence_mean_k2", "rejection_max": 0.1}, [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]),
-        ({"rejection": "sequence_sum_k2", "rejection_max": 1e-3}, [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]),
-        ({"rejection": "sequence_max_k3", "rejection_max": 1.3e-3}, [[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]),
-        ({"rejection": "sequence_max_ratio", "rejection_max": 1.055}, [[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]),
+        (
+            {"rejection": "sequence_mean_k2", "rejection_max": 0.1},
+            [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
+        ),
+        (
+            {"rejection": "sequence_sum_k2", "rejection_max": 1e-3},
+            [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
+        ),
+        (
+            {"rejection": "sequence_max_k3", "rejection_max": 1.3e-3},
+            [[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
+        ),
+        (
+            {"rejection": "sequence_max_ratio", "rejection_max": 1.055},
+            [[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
+        ),
     ],
 )
 def test_rejection(options, kept):
@@ -175,7 +191,9 @@ def test_old_log_probabilities_of_the_sampler():
 
 def test_adaptive_entropy_bonus():
     """TRL's: off before the first entropy is known; then on while it is at most the target, with a weight that has grown."""
-    algorithm = rl.algorithms.get("grpo", entropy_coef=0.1, entropy_target=0.2, entropy_step=0.03, entropy_coef_max=0.15)
+    algorithm = rl.algorithms.get(
+        "grpo", entropy_coef=0.1, entropy_target=0.2, entropy_step=0.03, entropy_coef_max=0.15
+    )
     arrays = inputs(entropy=np.where(MASK, 0.5, np.nan).astype(np.float32))
     plain, controls = rl.algorithms.get("grpo").loss(arrays)[0], algorithm.controls
     for entropy, coef, applied in [(0.1, 0.13, True), (0.2, 0.15, True), (0.3, 0.12, False), (0.1, 0.15, True)]:

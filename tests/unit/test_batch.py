@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rl.batch import pack, padded_length, spread
+from rl.training.batch import pack, padded_length, spread
 
 
 def rows(*lengths):

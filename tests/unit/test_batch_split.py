@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from oracles import configuration
 
-from policy import batch_split, families
+from policy import families
 from policy.config import Runtime
+from policy.execution import batch_split
 from policy.modes import sit
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -110,8 +110,8 @@ def test_bytes_and_operations_of_remat_policies(script):
 
     from policy import families
     from policy.config import Runtime
+    from policy.mesh.sharding import layout
     from policy.model import Graph
-    from policy.sharding import layout
 
     remat = script("remat")
     graph = Graph(families.read(script("models").MODELS["1m"]), Runtime(), layout({"fsdp": 1}))
@@ -131,8 +131,8 @@ def test_bytes_and_operations_of_remat_policies(script):
 def test_the_models_have_the_sizes_that_they_are_named_for(script, name, weights):
     from policy import families
     from policy.config import Runtime
+    from policy.mesh.sharding import layout
     from policy.model import Graph
-    from policy.sharding import layout
 
     graph = Graph(families.read(script("models").MODELS[name]), Runtime(), layout({"fsdp": 1}))
     assert graph.parameters == pytest.approx(weights, rel=2e-3)
@@ -140,7 +140,20 @@ def test_the_models_have_the_sizes_that_they_are_named_for(script, name, weights
 
 @pytest.mark.slow
 def test_the_benchmark_of_latent_attention_computes_the_same_twice(script, capsys):
-    small = ["--heads", "4", "--index-heads", "4", "--slots", "2", "--lengths", "16", "--sparse-lengths", "64", "--topk", "8"]
+    small = [
+        "--heads",
+        "4",
+        "--index-heads",
+        "4",
+        "--slots",
+        "2",
+        "--lengths",
+        "16",
+        "--sparse-lengths",
+        "64",
+        "--topk",
+        "8",
+    ]
     found = script("latent_attention").main(["--repeats", "1", *small])
     printed = capsys.readouterr().out
     assert "cache 576 and 1,280 numbers a token" in printed and [row.peer for row in found] == ["expanded", "masked"]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from oracles import configuration
 
-from policy import cache as caches
 from policy import families
-from policy.cache import LayerCache, Step, extend
+from policy.cache import cache as caches
+from policy.cache.cache import LayerCache, extend
+from policy.cache.step import Step
 
 S, K, C, D = 3, 2, 8, 4
 
@@ -54,7 +55,9 @@ def test_padding_is_not_written_even_where_its_position_is_in_use():
 
 def test_a_layer_of_a_stack_touches_only_its_own_entries():
     new = values(1)
-    visible, cache = jax.jit(extend)(a_layer(repeats=3, index=jnp.int32(1), value=9.0), a_step([[2]] * S), k=jnp.asarray(new))
+    visible, cache = jax.jit(extend)(
+        a_layer(repeats=3, index=jnp.int32(1), value=9.0), a_step([[2]] * S), k=jnp.asarray(new)
+    )
     found = np.asarray(cache.arrays["k"])
     np.testing.assert_array_equal(found[[0, 2]], 9.0)
     np.testing.assert_array_equal(found[1, :, :, 2], new[:, :, 0])

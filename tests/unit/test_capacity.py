@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from policy.cache import Step
+from policy.cache.step import Step
 from policy.config import DecoderConfig, Moe, Norm, Router, Runtime
-from policy.layers.capacity import capacity, within_capacity
-from policy.layers.moe import MixtureOfExperts
+from policy.experts.capacity import capacity, within_capacity
+from policy.experts.moe import MixtureOfExperts
 
 E, F, X, K = 6, 5, 4, 2
 

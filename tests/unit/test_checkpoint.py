@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from rl.checkpoint import CheckpointError, Checkpoints
+from rl.run.checkpoint import CheckpointError, Checkpoints
 
 
 def bits(tree):
@@ -39,7 +39,9 @@ def test_a_state_comes_back_with_its_structure_dtypes_and_host(tmp_path):
     number, restored, restored_host = Checkpoints(tmp_path / "checkpoints", keep=2).restore(template(saved))
     assert (number, restored_host) == (3, host)
     assert jax.tree.structure(restored) == jax.tree.structure(saved)
-    assert [(x.dtype, x.shape) for x in jax.tree.leaves(restored)] == [(x.dtype, x.shape) for x in jax.tree.leaves(saved)]
+    assert [(x.dtype, x.shape) for x in jax.tree.leaves(restored)] == [
+        (x.dtype, x.shape) for x in jax.tree.leaves(saved)
+    ]
     assert bits(restored) == bits(saved)
 
 
@@ -62,9 +64,9 @@ def test_every_bit_pattern_survives(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(1, arrays, {}, wait=True)
     restored = checkpoints.restore(template(arrays))[1]
-    assert {name: np.asarray(x).tobytes() == np.asarray(arrays[name]).tobytes() for name, x in restored.items()} == dict.fromkeys(
-        arrays, True
-    )
+    assert {
+        name: np.asarray(x).tobytes() == np.asarray(arrays[name]).tobytes() for name, x in restored.items()
+    } == dict.fromkeys(arrays, True)
 
 
 def test_the_directory_is_made_by_the_first_save_and_nothing_is_found_before(tmp_path):
@@ -185,14 +187,14 @@ def test_an_error_that_is_not_the_storages_reaches_the_caller(tmp_path, monkeypa
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="a bug"):
-        patched.setattr("rl.checkpoint.seal", broken)
+        patched.setattr("rl.run.checkpoint.seal", broken)
         checkpoints.save(2, state(2), {}, wait=True)
     assert [p.name for p in tmp_path.iterdir()] == ["0000000001"]
     checkpoints.save(3, state(3), {}, wait=True)
     assert checkpoints.host()[0] == 3
 
 
-@pytest.mark.parametrize("place", ["rl.checkpoint.seal", "pathlib.Path.mkdir", "pathlib.Path.write_text"])
+@pytest.mark.parametrize("place", ["rl.run.checkpoint.seal", "pathlib.Path.mkdir", "pathlib.Path.write_text"])
 def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(tmp_path, monkeypatch, caplog, place):
     checkpoints = Checkpoints(tmp_path / "c", keep=1)
 
@@ -228,7 +230,7 @@ def test_what_a_late_writer_of_a_failed_save_leaves_is_removed_and_not_taken_for
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("rl.checkpoint.seal", full)
+        patched.setattr("rl.run.checkpoint.seal", full)
         checkpoints.save(2, state(2), {}, wait=True)
     temporary[0].mkdir()
     killed = tmp_path / "0000000002.tmp-9"

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl.checkpoint import CheckpointError, Checkpoints
-from rl.manifest import examine
+from rl.run.checkpoint import CheckpointError, Checkpoints
+from rl.run.manifest import examine
 
 PROCESS = Path(__file__).with_name("checkpoint_process.py")
 
@@ -148,10 +148,10 @@ class _Killed(BaseException):
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        ("rl.checkpoint.seal", 3),  # the arrays are there, no manifest
-        ("rl.checkpoint.Checkpoints._publish", 3),  # complete under its temporary name
-        ("rl.checkpoint.sync_directory", 4),  # renamed
-        ("rl.checkpoint.Checkpoints._rotate", 4),
+        ("rl.run.checkpoint.seal", 3),  # the arrays are there, no manifest
+        ("rl.run.checkpoint.Checkpoints._publish", 3),  # complete under its temporary name
+        ("rl.run.checkpoint.sync_directory", 4),  # renamed
+        ("rl.run.checkpoint.Checkpoints._rotate", 4),
         ("shutil.rmtree", 4),  # an old one is half removed
     ],
 )
@@ -212,7 +212,9 @@ def test_a_limit_on_file_size_keeps_the_last_good_checkpoint(tmp_path):
     lines = [line for line in done.stdout.splitlines() if line.startswith("duet.checkpoint")]
     assert len(lines) == 4, done.stdout
     assert "absl ERROR" not in done.stdout
-    assert all("duet.checkpoint ERROR checkpoint 2 was NOT saved" in line and "File too large" in line for line in lines)
+    assert all(
+        "duet.checkpoint ERROR checkpoint 2 was NOT saved" in line and "File too large" in line for line in lines
+    )
 
 
 @pytest.mark.parametrize("tries", [2, pytest.param(10, marks=pytest.mark.slow)])

@@ -5,23 +5,25 @@ from pathlib import Path
 
 import pytest
 
-from rl import cli
+from rl.commands import cli
 from rl.errors import ConfigError, DataError, Interrupted
 
-ROOT = Path(cli.__file__).parent.parent
+ROOT = Path(cli.__file__).parents[2]
 HEAVY = ("jax", "pydantic", "transformers", "datasets", "numpy", "yaml", "rich", "wandb", "tokamax")
 
 
 def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=60
+    )
 
 
 @pytest.mark.parametrize("command", ["train_main(['--help'])", "main(['--help'])", "main(['train', '--help'])"])
 def test_help_imports_nothing_heavy(command):
     code = f"""
 import sys
-from rl import cli
+from rl.commands import cli
 try:
     cli.{command}
 except SystemExit as end:
@@ -86,7 +88,7 @@ def test_checking_a_configuration_imports_no_jax(tmp_path):
     code = f"""
 import os, sys
 os.chdir({str(tmp_path)!r})
-from rl import cli
+from rl.commands import cli
 code = cli.train_main(["--check", "run.yml"])
 print("code", code, "loaded", [name for name in ("jax", "transformers", "datasets") if name in sys.modules])
 """
@@ -112,7 +114,7 @@ def test_forced_devices_have_threads_for_two_collectives(monkeypatch):
 def test_a_reward_is_tried_on_its_examples_without_jax():
     code = """
 import sys
-from rl import cli
+from rl.commands import cli
 code = cli.main(["reward", "test", sys.argv[1]])
 print("code", code, "loaded", [name for name in ("jax", "transformers", "pydantic") if name in sys.modules])
 """

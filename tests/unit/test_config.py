@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from policy import sources
-from rl import configfile
-from rl.configfile import load
+from policy.huggingface import sources
+from rl.config import files, packaged
+from rl.config.load import load
 from rl.errors import ConfigError
 
 GOOD = """\
@@ -35,7 +35,9 @@ def folder(tmp_path, monkeypatch):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    (tmp_path / "reward.py").write_text("def score(prompts, completions, **columns):\n    return [0.0] * len(prompts)\n")
+    (tmp_path / "reward.py").write_text(
+        "def score(prompts, completions, **columns):\n    return [0.0] * len(prompts)\n"
+    )
     (tmp_path / "run.yml").write_text(GOOD.replace("MODEL", "model").replace("REWARD", "reward.py"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -121,7 +123,13 @@ BAD = [
         "stages.0.router.ragged_buffer_factor",
         ["all_to_all", "the scheme is auto"],
     ),
-    ("{source: MODEL}", "{source: MODEL, quantization: int4}", 1, "model.quantization", ["valid: ", "fp8_full", "int8"]),
+    (
+        "{source: MODEL}",
+        "{source: MODEL, quantization: int4}",
+        1,
+        "model.quantization",
+        ["valid: ", "fp8_full", "int8"],
+    ),
     ("max_length: 64", "generator: {weights: int16}", 5, "generator.weights", ["valid: ", "int4"]),
     ("max_length: 64", "generator: {kv_cache: bf16}", 5, "generator.kv_cache", ["valid: ", "int8"]),
     ("max_length: 64", "generator: {exact: true, kv_cache: int8}", 5, "generator.kv_cache", ["exact: true"]),
@@ -134,9 +142,27 @@ BAD = [
     ),
     ("max_length: 64", "mesh: {data: -1}", 5, "mesh", ["only one axis"]),
     ("model}", "model, remat: minimum}", 1, "model.remat", ["minimum", "nearest: minimal"]),
-    ("model}", "model, remat_tensors: {mlpwo: device}}", 1, "model.remat_tensors", ["full says itself", "remat: custom"]),
-    ("model}", "model, remat: custom, remat_tensors: {mlpw: device}}", 1, "model.remat_tensors.mlpw", ["nearest: mlpwo"]),
-    ("model}", "model, remat: custom, remat_tensors: {mlpwo: disk}}", 1, "model.remat_tensors.mlpwo", ["disk", "offload"]),
+    (
+        "model}",
+        "model, remat_tensors: {mlpwo: device}}",
+        1,
+        "model.remat_tensors",
+        ["full says itself", "remat: custom"],
+    ),
+    (
+        "model}",
+        "model, remat: custom, remat_tensors: {mlpw: device}}",
+        1,
+        "model.remat_tensors.mlpw",
+        ["nearest: mlpwo"],
+    ),
+    (
+        "model}",
+        "model, remat: custom, remat_tensors: {mlpwo: disk}}",
+        1,
+        "model.remat_tensors.mlpwo",
+        ["disk", "offload"],
+    ),
     ("model}", "model, remat: none, host_parameters: true}", 1, "model.remat", ["host_parameters saves nothing"]),
     ("model}", "model, scan: false, host_parameters: true}\nplatform: tpu", 1, "model.scan", ["TPUs", "scan: true"]),
     ("model}", "model, num_vocab_tiling: 0}", 1, "model.num_vocab_tiling", ["0"]),
@@ -228,7 +254,9 @@ def test_a_bad_override_is_reported_with_its_number(folder, override, part):
 
 
 def test_overrides_change_lists_by_index_and_extend_shorthands(folder):
-    config = load(["run.yml"], ["stages.1.algorithm.epsilon=0.3", "model.dtype=bfloat16", "rewards.functions.0.weight=2"])
+    config = load(
+        ["run.yml"], ["stages.1.algorithm.epsilon=0.3", "model.dtype=bfloat16", "rewards.functions.0.weight=2"]
+    )
     assert config.stages[1].algorithm.name == "grpo"
     assert config.stages[1].algorithm.model_extra["epsilon"] == 0.3
     assert (config.model.source, config.model.dtype) == ("model", "bfloat16")
@@ -257,9 +285,13 @@ def test_if_given_is_laid_over_sections_that_are_there_and_makes_no_new_ones(fol
     write("small.yml", "if_given:\n  rewards: {workers: 1}\n  evaluation: {problems: 3}\n")
     assert load(["run.yml"]).evaluation is None
     config = load(["run.yml", "small.yml"])
-    assert config.rewards.workers == 1 and config.rewards.functions and config.evaluation is None and config.if_given == {}
+    assert (
+        config.rewards.workers == 1 and config.rewards.functions and config.evaluation is None and config.if_given == {}
+    )
     write("watched.yml", "evaluation: {data: {task: arithmetic}, problems: 50}\n")
-    assert load(["run.yml", "watched.yml", "small.yml"], ["stages.0.sampling.max_new_tokens=4"]).evaluation.problems == 3
+    assert (
+        load(["run.yml", "watched.yml", "small.yml"], ["stages.0.sampling.max_new_tokens=4"]).evaluation.problems == 3
+    )
     write("wrong.yml", "if_given:\n  rewards: {workerz: 1}\n")
     assert message("run.yml", "wrong.yml").startswith("wrong.yml:2: rewards.workerz: unknown key")
 
@@ -279,13 +311,13 @@ def test_the_resolved_configuration_loads_to_the_same_run(folder):
     ]
     config = load(["run.yml"], tricky)
     Path("runs").mkdir()
-    write("runs/config.yml", configfile.resolved_yaml(config.model_copy(update={"run": config.run})))
+    write("runs/config.yml", files.resolved_yaml(config.model_copy(update={"run": config.run})))
     again = load(["runs/config.yml"])
     assert again == config
     assert again.run.wandb.name == "1e5" and again.stages[0].optimizer.learning_rate == 1.2345678901234567e-9
-    assert yaml.safe_load(configfile.resolved_yaml(config))["run"]["wandb"] == config.run.wandb.model_dump()
-    assert "epsilon:" in configfile.resolved_yaml(config)
-    shown = yaml.safe_load(configfile.changed_yaml(config))
+    assert yaml.safe_load(files.resolved_yaml(config))["run"]["wandb"] == config.run.wandb.model_dump()
+    assert "epsilon:" in files.resolved_yaml(config)
+    shown = yaml.safe_load(files.changed_yaml(config))
     assert "weight_decay" not in shown["stages"][0]["optimizer"]
     assert shown["stages"][1]["algorithm"] == {"name": "grpo", "epsilon": 0.3}
 
@@ -293,14 +325,14 @@ def test_the_resolved_configuration_loads_to_the_same_run(folder):
 def test_a_run_directory_stands_for_its_configuration_and_stays_its_own_place(folder):
     config = load(["run.yml"], ["run.dir=elsewhere"])
     Path("runs/a").mkdir(parents=True)
-    write("runs/a/config.yml", configfile.resolved_yaml(config))
+    write("runs/a/config.yml", files.resolved_yaml(config))
     for again in (load(["runs/a"]), load([], ["resume=runs/a"]), load(["runs/a"], ["seed=1"])):
         assert again.run.dir == "runs/a" and again.stages == config.stages
     assert again.seed == 1
 
 
 def test_packaged_configurations_are_found_from_anywhere(folder, monkeypatch):
-    monkeypatch.setattr(configfile, "PACKAGED", folder / "pkg")
+    monkeypatch.setattr(packaged, "PACKAGED", folder / "pkg")
     (folder / "pkg" / "models").mkdir(parents=True)
     write("pkg/models/small.yml", "x: 1\n")
     write("pkg/quick.yml", Path("run.yml").read_text().replace("{source: model}", "small"))
@@ -313,8 +345,8 @@ def test_packaged_configurations_are_found_from_anywhere(folder, monkeypatch):
 
 
 def run_check(*arguments: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(Path(configfile.__file__).parent.parent)}
-    command = [sys.executable, "-m", "rl.cli", "--check", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(Path(files.__file__).parents[2])}
+    command = [sys.executable, "-m", "rl.commands.cli", "--check", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
 
@@ -336,7 +368,9 @@ def test_a_reward_that_does_not_load_is_reported_at_its_line_as_one_problem(fold
 
 
 def test_pages_must_hold_a_completion_and_rings_need_a_window(folder):
-    assert "at least" in message("run.yml", overrides=["generator.cache=paged", "generator.page_size=8", "generator.pages=2"])
+    assert "at least" in message(
+        "run.yml", overrides=["generator.cache=paged", "generator.page_size=8", "generator.pages=2"]
+    )
     for key in ("pages=9", "page_size=8"):
         assert "add `cache: paged`" in message("run.yml", overrides=[f"generator.{key}"])
     Path("model/config.json").write_text(sources.preset("tiny-deepseek").hf)
@@ -349,7 +383,9 @@ def test_drafts_and_their_training_need_modules_that_predict(folder):
     stored = json.loads(sources.preset("tiny-deepseek").hf)
     Path("model/config.json").write_text(json.dumps(stored))
     found = message("run.yml", overrides=["generator.speculative=1", "stages.0.mtp={}"])
-    assert "generator.speculative" in found and "stages.0.mtp" in found and "multi_token_prediction: {depth: 1}" in found
+    assert (
+        "generator.speculative" in found and "stages.0.mtp" in found and "multi_token_prediction: {depth: 1}" in found
+    )
     config = load(["run.yml"], ["generator.speculative=1", "stages.0.mtp={}", "model.multi_token_prediction={}"])
     assert config.model.sections == {"multi_token_prediction": {"depth": 1, "input": "post_norm", "final_norm": True}}
     Path("model/config.json").write_text(json.dumps(stored | {"duet": {"multi_token_prediction": {"depth": 1}}}))

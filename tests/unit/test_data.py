@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from rl import data
-from rl.config import DataOptions
-from rl.data import load, order
+from rl.config.run import DataOptions
+from rl.data import datasets
+from rl.data.datasets import load, order
 from rl.errors import ConfigError, DataError
 
 
@@ -130,7 +130,7 @@ def test_each_epoch_is_another_permutation_and_depends_on_the_seed_alone():
     epochs = [[order(5, 7, 7 * epoch + i) for i in range(7)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    data._permutation.cache_clear()
+    datasets._permutation.cache_clear()
     assert [order(5, 7, 7 + i) for i in range(7)] == epochs[1]
     assert [order(6, 7, i) for i in range(7)] != epochs[0]
     # Pinned: a resumed run must find the order of the run it continues.
@@ -142,9 +142,9 @@ PINNED = [0, 1, 4, 2, 6, 3, 5]
 
 def test_prompts_that_do_not_fit_are_named():
     dataset = load(options(path=jsonl("d.jsonl", ROWS)))
-    data.check_lengths(dataset, lambda e: len(e.prompt), 8, "raise max_length")
+    datasets.check_lengths(dataset, lambda e: len(e.prompt), 8, "raise max_length")
     with pytest.raises(DataError, match=r"d.jsonl:2: 8 tokens, but only 7 fit; raise max_length"):
-        data.check_lengths(dataset, lambda e: len(e.prompt), 7, "raise max_length")
+        datasets.check_lengths(dataset, lambda e: len(e.prompt), 7, "raise max_length")
 
 
 def test_tasks_take_the_held_out_split_for_evaluation():
@@ -200,5 +200,9 @@ def test_a_pair_without_a_preference_is_named():
         "must be the assistant's",
     )
     assert all(text in line for text, line in zip(texts, said, strict=True))
-    assert "no column `rejected`" in error(DataError, path=jsonl("c.jsonl", [{"prompt": "a", "chosen": "b"}]), pairs=True)
-    assert "no column `prompt`" in error(DataError, path=jsonl("d.jsonl", [{"chosen": "ab", "rejected": "ac"}]), pairs=True)
+    assert "no column `rejected`" in error(
+        DataError, path=jsonl("c.jsonl", [{"prompt": "a", "chosen": "b"}]), pairs=True
+    )
+    assert "no column `prompt`" in error(
+        DataError, path=jsonl("d.jsonl", [{"chosen": "ab", "rejected": "ac"}]), pairs=True
+    )

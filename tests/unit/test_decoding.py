@@ -9,13 +9,14 @@ import pytest
 from oracles import configuration, random_model
 
 import policy
-from policy import cache as caches
-from policy import families, head, modes
+from policy import families, modes
+from policy.cache import cache as caches
 from policy.config import Runtime
-from policy.decoding import Repeats, laid_out
-from policy.layers import projection
-from policy.layers.linear import linear
-from policy.layers.projection import Projection, lay_out
+from policy.execution.decoding import Repeats, laid_out
+from policy.heads import head
+from policy.ops import projection
+from policy.ops.linear import linear
+from policy.ops.projection import Projection, lay_out
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from policy import cache as caches
 from policy import modes
-from policy.cache import LayerCache, Step
+from policy.cache import cache as caches
+from policy.cache.cache import LayerCache
+from policy.cache.step import Step
 from policy.config import DecoderConfig, GatedDeltaNet, LayerSpec, Norm, Runtime, Stack
 from policy.intermediates import Aux
 from policy.layers.delta_net import DeltaNet, unit_lower_inverse
@@ -199,7 +200,9 @@ def test_slots_that_are_not_active_keep_window_and_state_to_the_bit(T):
     rng = np.random.default_rng(0)
     arrays = {name: rng.normal(size=a.shape).astype(np.float32) for name, a in an_empty_cache(3).arrays.items()}
     segments = np.array([[0], [1], [0]]).repeat(T, axis=1)
-    _, after = a_layer()[0](random_weights(), inputs(3, T), Step(segments * np.arange(T), segments), LayerCache(arrays, 1))
+    _, after = a_layer()[0](
+        random_weights(), inputs(3, T), Step(segments * np.arange(T), segments), LayerCache(arrays, 1)
+    )
     for name, before in arrays.items():
         found = np.asarray(after.arrays[name])
         np.testing.assert_array_equal(found[0], before[0])
@@ -267,7 +270,9 @@ def test_the_cache_holds_a_state_in_float32_and_a_window_and_nothing_for_each_to
 
 def test_bfloat16_rounds_the_inputs_and_not_the_state():
     weights, x = random_weights(), inputs(2, 70)
-    out, cache = a_layer()[0](weights, x.astype(jnp.bfloat16), a_step(np.ones((2, 70), int)), an_empty_cache(2, "bfloat16"))
+    out, cache = a_layer()[0](
+        weights, x.astype(jnp.bfloat16), a_step(np.ones((2, 70), int)), an_empty_cache(2, "bfloat16")
+    )
     assert out.dtype == jnp.bfloat16
     assert {name: str(a.dtype) for name, a in cache.arrays.items()} == {"state": "float32", "conv": "bfloat16"}
     error = np.asarray(out, np.float64) - np.stack([recurrence(weights, row) for row in x])

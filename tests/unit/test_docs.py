@@ -15,12 +15,16 @@ import yaml
 import rewards
 import rewards.registry
 import rl.algorithms
-from rl import configfile, data, reference
-from rl.tasks import arithmetic
+from rl.config import reference
+from rl.config.load import load
+from rl.data import datasets
+from rl.data.tasks import arithmetic
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"(?:^<!-- (?P<key>file|needs): (?P<value>\S+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+FENCE = re.compile(
+    r"(?:^<!-- (?P<key>file|needs): (?P<value>\S+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
 # Sections of a run; a snippet that leaves one out is checked with these.
 BASE = {
     "model": "tiny-deepseek",
@@ -95,15 +99,17 @@ def test_configurations_load_and_their_data_too(document, tmp_path):
         file.write_text(snippet.text)
         rest = tmp_path / f"{number}-rest.yml"
         rest.write_text(yaml.safe_dump({k: v for k, v in BASE.items() if k not in yaml.safe_load(snippet.text)}))
-        config = configfile.load([file, rest])
+        config = load([file, rest])
         for stage in config.stages:
             if stage.data is not None:
-                data.load(stage.data, pairs=rl.algorithms.get(stage.algorithm.name).needs_pairs)
+                datasets.load(stage.data, pairs=rl.algorithms.get(stage.algorithm.name).needs_pairs)
         if config.data.path is None or Path(config.data.path).exists():
             wanted = {
-                key for f in config.rewards.functions for key in rewards.registry.parameters(rewards.load(f.name), "").required
+                key
+                for f in config.rewards.functions
+                for key in rewards.registry.parameters(rewards.load(f.name), "").required
             }
-            given = data.load(config.data).columns | set(rewards.registry.GIVEN)
+            given = datasets.load(config.data).columns | set(rewards.registry.GIVEN)
             assert wanted - {key for f in config.rewards.functions for key in f.options} <= given
 
 
@@ -122,9 +128,11 @@ def test_commands_work(document, tmp_path):
             if not bare or bare in NOT_RUN:
                 continue
             program, *arguments = shlex.split(bare)
-            assert (program, *arguments[:1]) in {("rl-train", "--check"), ("rl", "reward")}, f"list it in NOT_RUN: {bare}"
+            assert (program, *arguments[:1]) in {("rl-train", "--check"), ("rl", "reward")}, (
+                f"list it in NOT_RUN: {bare}"
+            )
             main = "train_main" if program == "rl-train" else "main"
-            command("-c", f"import sys; from rl import cli; sys.exit(cli.{main}(sys.argv[1:]))", *arguments)
+            command("-c", f"import sys; from rl.commands import cli; sys.exit(cli.{main}(sys.argv[1:]))", *arguments)
 
 
 def test_lines_that_are_not_run_stand_somewhere():
@@ -134,7 +142,7 @@ def test_lines_that_are_not_run_stand_somewhere():
 
 def test_the_reference_of_the_configuration_is_what_the_schema_says():
     assert (ROOT / "docs" / "configuration.md").read_text() == reference.markdown(), (
-        "python -m rl.reference > docs/configuration.md"
+        "python -m rl.config.reference > docs/configuration.md"
     )
 
 
@@ -145,7 +153,9 @@ def test_every_key_of_the_configuration_is_described():
 
 
 def test_every_built_in_reward_stands_in_the_document_with_its_options():
-    table = {row.split("`")[1]: row for row in (ROOT / "docs/rewards.md").read_text().splitlines() if row.startswith("| `")}
+    table = {
+        row.split("`")[1]: row for row in (ROOT / "docs/rewards.md").read_text().splitlines() if row.startswith("| `")
+    }
     builtins = [path.stem for path in (ROOT / "rewards").glob("*.py") if path.stem in rewards.known()]
     assert len(builtins) >= 7
     for name in builtins:

@@ -12,8 +12,8 @@ from oracles import configuration, random_model
 
 from policy import families
 from policy.config import Runtime
-from policy.layers.dropout import Dropout, drop, row_seeds
 from policy.modes import sit
+from policy.ops.dropout import Dropout, drop, row_seeds
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -31,10 +31,16 @@ def test_rows_layers_places_updates_and_seeds_have_bits_of_their_own():
     start = Dropout(row_seeds(3, 5, 2), rate=0.5)
     first = np.asarray(drop(x, start))
     assert (first[0] != first[1]).any()
-    others = (drop(x, start.at(0)), drop(x, start, 1), *(drop(x, Dropout(row_seeds(*s, 2), rate=0.5)) for s in ((3, 6), (4, 5))))
+    others = (
+        drop(x, start.at(0)),
+        drop(x, start, 1),
+        *(drop(x, Dropout(row_seeds(*s, 2), rate=0.5)) for s in ((3, 6), (4, 5))),
+    )
     for other in others:
         assert (np.asarray(other) != first).mean() > 0.3
-    np.testing.assert_array_equal(first, drop(x, Dropout(row_seeds(3, 5, 7)[:2], rate=0.5)))  # whatever comes after a row
+    np.testing.assert_array_equal(
+        first, drop(x, Dropout(row_seeds(3, 5, 7)[:2], rate=0.5))
+    )  # whatever comes after a row
 
 
 def logp(model, dropout, **runtime):

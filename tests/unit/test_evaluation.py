@@ -7,14 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rl.config import EvaluationOptions
-from rl.data import Example
-from rl.evaluation import Evaluation, pass_at_k
-from rl.rollouts import Problem
+from rl.config.run import EvaluationOptions
+from rl.data.datasets import Example
+from rl.stages.evaluation import Evaluation, pass_at_k
+from rl.stages.rollouts import Problem
 from rollout import Completion, SamplingParams
 
 
-@pytest.mark.parametrize(("samples", "correct", "k"), [(4, 1, 2), (6, 3, 2), (5, 0, 3), (5, 5, 1), (5, 4, 2), (8, 2, 8)])
+@pytest.mark.parametrize(
+    ("samples", "correct", "k"), [(4, 1, 2), (6, 3, 2), (5, 0, 3), (5, 5, 1), (5, 4, 2), (8, 2, 8)]
+)
 def test_pass_at_k_is_the_share_of_choices_of_k_that_hold_a_correct_one(samples, correct, k):
     choices = list(itertools.combinations(range(samples), k))
     assert pass_at_k(samples, correct, k) == pytest.approx(np.mean([min(choice) < correct for choice in choices]))
@@ -57,7 +59,12 @@ def evaluate(greedy, sampled=None, **options):
 def test_a_completion_without_a_score_is_not_correct():
     found, asked = evaluate([1.0, 0.0, math.nan, 2.0])
     assert found["eval/greedy_accuracy"] == 0.5 and found["eval/reward_mean"] == 1.0
-    assert asked[0][0].temperature == 0 and asked[0][0].stop == ("!",) and asked[0][0].max_new_tokens == 9 and len(asked) == 1
+    assert (
+        asked[0][0].temperature == 0
+        and asked[0][0].stop == ("!",)
+        and asked[0][0].max_new_tokens == 9
+        and len(asked) == 1
+    )
     assert not any(key.startswith("eval/pass@") for key in found)
     found, _ = evaluate([math.nan, math.nan])
     assert found["eval/greedy_accuracy"] == 0.0 and math.isnan(found["eval/reward_mean"])

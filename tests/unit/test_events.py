@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl import mirrors
-from rl.config import RunConfig
-from rl.events import EVENTS, SAMPLES, EventLog, Events, read
+from rl.config.run import RunConfig
+from rl.reporting import trackers
+from rl.reporting.events import EVENTS, SAMPLES, EventLog, Events, read
 
 STAGES = ["sft", "grpo"]
 
@@ -146,7 +146,7 @@ def test_a_failing_mirror_warns_once_and_the_record_goes_on(tmp_path, monkeypatc
         def step(self, *arguments):
             raise OSError("disk full")
 
-    monkeypatch.setattr(mirrors, "TensorBoard", Broken)
+    monkeypatch.setattr(trackers, "TensorBoard", Broken)
     events = Events(config(tensorboard=True), tmp_path)
     events.start_stage("sft", 2)
     with pytest.warns(UserWarning, match="TensorBoard failed.*disk full"):
@@ -176,7 +176,12 @@ def test_wandb_offline_needs_no_account_and_writes_to_the_run(tmp_path, monkeypa
 
 def test_repeated_stages_get_numbers():
     stages = [{"algorithm": name, "steps": 1} for name in ("sft", "grpo", "sft", "sft")]
-    assert RunConfig.model_validate({"model": "tiny", "stages": stages}).stage_names == ["sft", "grpo", "sft-2", "sft-3"]
+    assert RunConfig.model_validate({"model": "tiny", "stages": stages}).stage_names == [
+        "sft",
+        "grpo",
+        "sft-2",
+        "sft-3",
+    ]
 
 
 def test_lines_wait_for_room_on_a_full_disk_and_lose_nothing(tmp_path, monkeypatch, caplog):

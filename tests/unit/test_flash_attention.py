@@ -5,19 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy.cache import Visible
+from policy.attention import flash_attention
+from policy.attention.dot_product_attention import Mask, attend
+from policy.cache.cache import Visible
 from policy.config import Runtime
-from policy.layers import flash_attention
-from policy.layers.dot_product_attention import Mask, attend
+from policy.mesh.sharding import Layout, layout
 from policy.modes import sit
-from policy.sharding import Layout, layout
 
 T = 300  # not whole blocks
 
 
 def packed(rows):
     """int32[len(rows), T]: documents of these lengths one after the other, then padding."""
-    return np.asarray([np.repeat(np.append(np.arange(1, len(row) + 1), 0), [*row, T - sum(row)]) for row in rows], np.int32)
+    return np.asarray(
+        [np.repeat(np.append(np.arange(1, len(row) + 1), 0), [*row, T - sum(row)]) for row in rows], np.int32
+    )
 
 
 CASES = {
@@ -29,7 +31,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in ("window", "latent"))) for c in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in ("window", "latent"))) for c in CASES]
+)
 def test_the_kernel_is_the_portable_form(case, monkeypatch):
     """Packed documents, a row of one, and padding; scores of unequal sizes, so that a wrong mask is seen."""
     monkeypatch.setattr(flash_attention, "BLOCK", 256)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rl import configfile
-from rl.config import RunConfig
+from rl.config.load import load
+from rl.config.run import RunConfig
 from rl.errors import ConfigError, ResourceError
-from rl.events import EVENTS
-from rl.folder import RunFolder, StopWish
+from rl.reporting.events import EVENTS
+from rl.run.folder import RunFolder, StopWish
 
 
 def config(directory, **keys) -> RunConfig:
@@ -37,8 +37,8 @@ def begun(directory, **keys) -> RunConfig:
 def test_the_configuration_is_written_and_reads_back_as_the_same(tmp_path):
     made = config(tmp_path / "run")
     with RunFolder(made) as folder:
-        assert configfile.load([folder.path]) == made
-    with RunFolder(configfile.load([tmp_path / "run"])):
+        assert load([folder.path]) == made
+    with RunFolder(load([tmp_path / "run"])):
         pass
 
 
@@ -49,7 +49,10 @@ def test_a_run_is_not_continued_with_other_numbers(tmp_path):
         pass
     assert f"rl-train {tmp_path}" in str(error.value) and (tmp_path / "config.yml").read_bytes() == before
     longer = [{"algorithm": "sft", "steps": 2}, {"algorithm": "grpo", "steps": 4}]
-    with pytest.raises(ConfigError, match=r"stages\.1\.steps: 3 there, 4 here"), RunFolder(config(tmp_path, stages=longer)):
+    with (
+        pytest.raises(ConfigError, match=r"stages\.1\.steps: 3 there, 4 here"),
+        RunFolder(config(tmp_path, stages=longer)),
+    ):
         pass
     with pytest.raises(ConfigError, match=r"stages\.1\.algorithm"), RunFolder(config(tmp_path, stages=longer[:1])):
         pass
@@ -59,14 +62,14 @@ def test_a_run_may_be_continued_with_another_way_of_keeping_it(tmp_path):
     begun(tmp_path)
     with RunFolder(config(tmp_path, run={"dir": str(tmp_path), "checkpoint_every": 7, "tensorboard": True})):
         pass
-    assert configfile.load([tmp_path]).run.checkpoint_every == 7
+    assert load([tmp_path]).run.checkpoint_every == 7
 
 
 def test_a_run_that_never_began_gives_way_to_another_configuration(tmp_path):
     for seed in (1, 2):
         with RunFolder(config(tmp_path, seed=seed)):
             (tmp_path / EVENTS).touch()
-    assert configfile.load([tmp_path]).seed == 2
+    assert load([tmp_path]).seed == 2
 
 
 def test_a_directory_is_used_by_one_process_at_a_time(tmp_path):
@@ -98,7 +101,10 @@ def test_a_run_is_finished_when_its_weights_are_written_completely(tmp_path):
         assert not folder.finished and not list(tmp_path.glob("export*"))
         (tmp_path / "export.tmp").mkdir()  # of a process that was killed
         (tmp_path / "export.tmp" / "old").write_text("")
-        assert folder.export(lambda directory: (directory.mkdir(), (directory / "new").write_text(""))) == tmp_path / "export"
+        assert (
+            folder.export(lambda directory: (directory.mkdir(), (directory / "new").write_text("")))
+            == tmp_path / "export"
+        )
         assert folder.finished and os.listdir(tmp_path / "export") == ["new"]
 
 

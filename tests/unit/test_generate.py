@@ -13,12 +13,12 @@ from oracles import KINDS, VOCAB, configuration, random_model
 import rollout.generator
 from policy import families
 from policy.modes import VALUE_HEAD, sit
-from rl.critic import Critic
+from rl.training.critic import Critic
 from rollout import Generator, GeneratorOptions, SamplingParams
-from rollout.programs import LateCompilation
-from rollout.sampling import uniforms
-from rollout.scheduler import Request
-from rollout.tokenizer import byte_level, characters
+from rollout.engine.programs import LateCompilation
+from rollout.engine.sampling import uniforms
+from rollout.engine.scheduler import Request
+from rollout.text.tokenizer import byte_level, characters
 
 OPTIONS = GeneratorOptions(tokens_per_dispatch=4)
 ALPHABET = "".join(chr(0x4E00 + i) for i in range(VOCAB - 8 - 26)) + "abcdefghijklmnopqrstuvwxyz"
@@ -54,7 +54,9 @@ def tokens_of(out):
 
 # Two of the eight in the default run.
 GROUPS = [
-    pytest.param(*case, marks=[pytest.mark.slow] * (case not in {("Llama", 3, "paged"), ("Qwen3Next", 1, "contiguous")}))
+    pytest.param(
+        *case, marks=[pytest.mark.slow] * (case not in {("Llama", 3, "paged"), ("Qwen3Next", 1, "contiguous")})
+    )
     for case in itertools.product(("Llama", "Qwen3Next"), (1, 3), ("contiguous", "paged"))
 ]
 
@@ -100,7 +102,9 @@ def test_a_token_follows_from_seed_prompt_id_sample_position_and_the_forward_pas
         cumulative = np.cumsum(np.exp(logits - logits.max(-1, keepdims=True)), axis=-1)
         positions = np.arange(len(prompt), row.shape[1], dtype=np.int32)
         u = np.asarray(uniforms(np.uint32(1), np.full_like(positions, 41), np.full_like(positions, sample), positions))
-        expected = [int(np.searchsorted(c / c[-1], number, side="right")) for c, number in zip(cumulative, u, strict=True)]
+        expected = [
+            int(np.searchsorted(c / c[-1], number, side="right")) for c, number in zip(cumulative, u, strict=True)
+        ]
         assert completion.tokens == expected
 
 
@@ -265,7 +269,10 @@ def test_strings_are_encoded_without_an_end_of_sequence(model):
 
 
 def test_completions_are_streamed_as_they_end_and_a_stream_may_be_left(generator):
-    prompts, params = [[1, 2, 3], [4, 5], [6]], SamplingParams(n=3, max_new_tokens=12, stop_token_ids=tuple(range(0, VOCAB, 9)))
+    prompts, params = (
+        [[1, 2, 3], [4, 5], [6]],
+        SamplingParams(n=3, max_new_tokens=12, stop_token_ids=tuple(range(0, VOCAB, 9))),
+    )
     expected = tokens_of(generator.generate(prompts, params))
     seen = list(generator.stream(prompts, params))
     assert sorted((p, n) for p, n, _ in seen) == [(p, n) for p in range(3) for n in range(3)]
@@ -350,7 +357,9 @@ def test_a_program_that_is_compiled_late_is_named(model, strict, caplog):
     generator.compile_ahead(10, [SamplingParams()], strict=strict)
     late = SamplingParams(max_new_tokens=4, stop_token_ids=tuple(range(5)))
     if strict:
-        with pytest.raises(LateCompilation, match="program decode for 1 x 8 was not compiled ahead; strict_shapes forbids"):
+        with pytest.raises(
+            LateCompilation, match="program decode for 1 x 8 was not compiled ahead; strict_shapes forbids"
+        ):
             generator.generate([[1, 2]], late)
     else:
         generator.generate([[1, 2]], late)

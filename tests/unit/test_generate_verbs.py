@@ -6,10 +6,10 @@ import json
 import pytest
 
 import policy
-from policy import sources
-from rl import cli
+from policy.huggingface import sources
+from rl.commands import cli
 from rollout import Generator, SamplingParams
-from rollout.tokenizer import load_tokenizer
+from rollout.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -32,16 +32,36 @@ def rl(*arguments: str) -> int:
 def test_prompts_are_completed_as_the_generator_does(directory, tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\nand two\n")
-    arguments = ("--prompts", file, "--samples", 2, "--max-new-tokens", 5, "--seed", 3, "--slots", 1)  # blocks of two prompts
+    arguments = (
+        "--prompts",
+        file,
+        "--samples",
+        2,
+        "--max-new-tokens",
+        5,
+        "--seed",
+        3,
+        "--slots",
+        1,
+    )  # blocks of two prompts
     assert rl("generate", directory, *arguments) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     tokenizer = load_tokenizer(directory)
     generator = Generator(policy.load(directory), max_length=64, slots=2, seed=3, tokenizer=tokenizer)
     stops = (tokenizer.eos_token_id,)
     made = generator.generate(["one", "and two"], SamplingParams(n=2, max_new_tokens=5, stop_token_ids=stops))
-    assert [(line["prompt"], line["sample"]) for line in found] == [("one", 0), ("one", 1), ("and two", 0), ("and two", 1)]
+    assert [(line["prompt"], line["sample"]) for line in found] == [
+        ("one", 0),
+        ("one", 1),
+        ("and two", 0),
+        ("and two", 1),
+    ]
     for line, completion in zip(found, [c for group in made for c in group], strict=True):
-        assert (line["tokens"], line["completion"], line["finish"]) == (completion.tokens, completion.text, completion.finish)
+        assert (line["tokens"], line["completion"], line["finish"]) == (
+            completion.tokens,
+            completion.text,
+            completion.finish,
+        )
         assert line["logprobs"] == pytest.approx(completion.logprobs, abs=1e-5)
 
 
@@ -79,7 +99,9 @@ def test_a_chat_remembers_what_was_said_until_it_is_reset(directory, capsys, mon
         ('{"prompt": "a"}', ("--output", "no/such/folder/x"), 2, "--output no/such/folder/x"),
     ],
 )
-def test_what_cannot_be_read_or_drawn_is_said_with_its_exit_code(directory, tmp_path, capsys, content, arguments, code, said):
+def test_what_cannot_be_read_or_drawn_is_said_with_its_exit_code(
+    directory, tmp_path, capsys, content, arguments, code, said
+):
     file = tmp_path / "prompts.jsonl"
     file.write_text(content)
     assert rl("generate", directory, "--prompts", file, *arguments) == code

@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy.cache import LayerCache, Step, Visible
+from policy.attention import flash_attention, gpu_attention, paged_attention
+from policy.attention.dot_product_attention import Mask, attend
+from policy.cache.cache import LayerCache, Visible
+from policy.cache.pages import Pool
+from policy.cache.step import Step
 from policy.config import Attention, Runtime
-from policy.layers import flash_attention, gpu_attention, paged_attention
-from policy.layers.dot_product_attention import Mask, attend
+from policy.mesh.sharding import Layout, layout
 from policy.modes import sit
-from policy.pages import Pool
-from policy.sharding import Layout, layout
 
 T = 150  # not whole blocks
 
@@ -117,5 +118,11 @@ def test_programs_for_a_gpu_have_the_kernel_of_pages(monkeypatch):
 
     assert has_kernel() and has_kernel(softcap=3.0) and has_kernel(page=64)
     assert not any(
-        (has_kernel(jnp.float32), has_kernel(page=24), has_kernel(window=8), has_kernel(chunk=8), has_kernel(sinks=True))
+        (
+            has_kernel(jnp.float32),
+            has_kernel(page=24),
+            has_kernel(window=8),
+            has_kernel(chunk=8),
+            has_kernel(sinks=True),
+        )
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from policy.layers import grouped_kernel
+from policy.experts import grouped_kernel
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,9 @@ def test_products_and_gradients_are_those_of_ragged_dot(M, sizes):
     """Rows that no group has, of which the last of a block are, are anything: no gradient may know them."""
     E, F, G = 256, 384, len(sizes)
     rng = np.random.default_rng(0)
-    rows, weights, cotangent = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((M, E), (G, E, F), (M, F)))
+    rows, weights, cotangent = (
+        jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((M, E), (G, E, F), (M, F))
+    )
     sizes, used = jnp.asarray(sizes, jnp.int32), (np.arange(M) < sum(sizes))[:, None]
     given = jnp.where(used, rows, jnp.nan)
 
@@ -38,7 +40,9 @@ def test_rows_that_differ_by_device_computed_again_for_the_gradient():
     programs anew that know nothing of how the first was traced."""
     E = F = 128
     sizes, rng = jnp.asarray([33, 0, 50], jnp.int32), np.random.default_rng(0)
-    rows, weights, cotangent = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((100, E), (3, E, F), (100, F)))
+    rows, weights, cotangent = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((100, E), (3, E, F), (100, F))
+    )
     mesh, cut, seen = jax.sharding.Mesh(jax.devices()[:1], ("x",)), PartitionSpec("x"), (np.arange(100) < 83)[:, None]
 
     def over(product):

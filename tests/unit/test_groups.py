@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from rewards import Scores
 from rl.errors import ModelError
-from rl.groups import DynamicSampling, Group, Known
-from rl.rollouts import Rollouts
-from rl.steps import Progress
+from rl.run.state import Progress
+from rl.stages.dynamic_sampling import DynamicSampling, Group, Known
+from rl.stages.rollouts import Rollouts
 from rollout import Completion
 
 
@@ -27,8 +27,12 @@ def source(batches, problems=100):
         right = np.asarray(next(given), float)
         rewards = np.stack([right, np.broadcast_to(np.arange(right.shape[1]), right.shape)], axis=-1)
         taken = [next(rows) for _ in right]
-        completions = [[Completion([row, i], [-0.5, -0.25], "stop", f"{row}.{i}") for i in range(right.shape[1])] for row in taken]
-        scores = Scores(rewards.reshape(-1, 2), right.reshape(-1), Runner.names, [], {"rewards/right/mean": float(right.mean())})
+        completions = [
+            [Completion([row, i], [-0.5, -0.25], "stop", f"{row}.{i}") for i in range(right.shape[1])] for row in taken
+        ]
+        scores = Scores(
+            rewards.reshape(-1, 2), right.reshape(-1), Runner.names, [], {"rewards/right/mean": float(right.mean())}
+        )
         counts = {"useful": 1, "rows": 2}
         return Rollouts(
             [f"p{r}" for r in taken], [10 + r for r in taken], completions, Known(scores), counts, 0.5, [3] * len(taken)

@@ -14,11 +14,12 @@ from learners import batch, begin, host, stage
 from oracles import configuration, random_model
 
 import policy
-from policy import families, memory
+from policy import families
 from policy.config import Runtime
+from policy.mesh import host_memory
+from policy.mesh.sharding import layout
 from policy.model import Graph, Model
-from policy.sharding import layout
-from rl.checkpoint import Checkpoints
+from rl.run.checkpoint import Checkpoints
 from rollout import Generator, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -62,7 +63,9 @@ def assert_same_updates(kind, sizes, algorithm, **runtime):
     for name, expected in found[False][0].items():
         np.testing.assert_allclose(found[True][0][name], expected, atol=2e-6, rtol=2e-6, err_msg=name)
     assert set(found[False][1].values()) == {"device"}
-    assert {name for name, where in found[True][1].items() if where == "device"} == set(little(found[True][0], found[True][1]))
+    assert {name for name, where in found[True][1].items() if where == "device"} == set(
+        little(found[True][0], found[True][1])
+    )
 
 
 @pytest.mark.slow
@@ -78,7 +81,7 @@ def test_moments_alone_in_host_memory_and_an_update_that_is_not_finite():
     assert set(kinds(state.policy.params).values()) == {"device"}
     moments = kinds(state.policy.optimizer)
     assert sorted(k for k in moments if moments[k] == "device") == sorted(little(host(state.policy.optimizer), moments))
-    assert memory.HOST in moments.values()
+    assert host_memory.HOST in moments.values()
     state, metrics = trainer.update(state, data)
     assert int(state.policy.optimizer[-1].count) == int(state.policy.optimizer[0].count) == 1
     before = host(state)
@@ -135,7 +138,7 @@ def test_generating_loading_saving_and_checkpoints(tmp_path):
 def test_random_weights_are_the_same():
     config = model_of().config
     one, other = (policy.create(config, seed=3, runtime=Runtime(host_parameters=host)) for host in (False, True))
-    assert set(kinds(other.params).values()) == {memory.HOST, "device"}
+    assert set(kinds(other.params).values()) == {host_memory.HOST, "device"}
     assert learners.same_bits(host(one.params), host(other.params))
 
 
@@ -153,14 +156,16 @@ def test_without_host_memory_the_model_is_refused():
     class Sharding:
         mesh = Mesh
 
-    with pytest.raises(memory.NoHostMemory, match="abacus devices have no pinned_host memory.*host_parameters"):
-        memory.in_host_memory(Sharding)
+    with pytest.raises(host_memory.NoHostMemory, match="abacus devices have no pinned_host memory.*host_parameters"):
+        host_memory.in_host_memory(Sharding)
 
 
 @pytest.mark.slow
 def test_two_devices_hold_their_parts_in_host_memory():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=600, check=False)
+    done = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -56,11 +56,11 @@ def test_imports_follow_the_arrows(package):
     ("package", "source", "wrong"),
     [
         ("policy", "import rewards", {"rewards"}),
-        ("policy", "def f():\n    from rollout.engine import Generator", {"rollout"}),
-        ("policy", "from policy import hub\nimport jax", set()),
+        ("policy", "def f():\n    from rollout.engine.engine import Generator", {"rollout"}),
+        ("policy", "from policy.huggingface import hub\nimport jax", set()),
         ("rewards", "import jax.numpy as jnp", {"jax"}),
-        ("rewards", "from importlib import import_module\nimport_module('policy.hub')", {"policy"}),
-        ("rollout", "from rewards import reward\nimport policy\nimport rl.loop", {"rl"}),
+        ("rewards", "from importlib import import_module\nimport_module('policy.huggingface.hub')", {"policy"}),
+        ("rollout", "from rewards import reward\nimport policy\nimport rl.run.loop", {"rl"}),
         ("rl", "import policy, rollout, rewards, tests", {"tests"}),
     ],
 )
@@ -82,7 +82,14 @@ HEAVY = ("jax", "jaxlib", "flax", "torch", "transformers", "datasets", "tokamax"
 
 
 @pytest.mark.parametrize(
-    "modules", ["policy, policy.families, policy.hf, policy.config", "rl.config", "rewards", "rl.algorithms", "rollout"]
+    "modules",
+    [
+        "policy, policy.families, policy.huggingface.hf, policy.config",
+        "rl.config.run",
+        "rewards",
+        "rl.algorithms",
+        "rollout",
+    ],
 )
 def test_light_modules_import_no_heavy_library(modules):
     code = f"import {modules}; import sys; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"

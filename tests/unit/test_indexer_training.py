@@ -15,12 +15,12 @@ import pytest
 from learners import batch, begin, host, stage
 
 from policy import modes
-from policy.cache import AXES, LayerCache, Visible, take
+from policy.attention.indexer import IndexedMask
+from policy.cache.cache import AXES, LayerCache, Visible, take
 from policy.config import Indexer
-from policy.layers.indexer import IndexedMask
-from policy.sharding import layout
-from rl.config import RunConfig
-from rl.configcheck import problems
+from policy.mesh.sharding import layout
+from rl.config.checks import problems
+from rl.config.run import RunConfig
 from rollout import Generator, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -36,7 +36,10 @@ def updated(options, data, model=None, updates=1):
     for _ in range(updates):
         state, metrics = trainer.update(state, data)
     moments = {
-        entry.key for path, _ in jax.tree.leaves_with_path(state.policy.optimizer) for entry in path if hasattr(entry, "key")
+        entry.key
+        for path, _ in jax.tree.leaves_with_path(state.policy.optimizer)
+        for entry in path
+        if hasattr(entry, "key")
     }
     return before, host(state.policy.params), jax.device_get(metrics), moments
 
@@ -62,7 +65,10 @@ def test_without_training_the_indexer_stays_bit_by_bit():
 
 def test_the_dense_warm_up_moves_indexers_only_and_computes_no_head(monkeypatch):
     monkeypatch.setattr(modes, "train", None)  # the only way to the head
-    data, options = batch(seed=3), stage(optimizer=DECAY, router=ROUTER, indexer={"training": "dense_warmup", "coef": 0.5})
+    data, options = (
+        batch(seed=3),
+        stage(optimizer=DECAY, router=ROUTER, indexer={"training": "dense_warmup", "coef": 0.5}),
+    )
     before, after, metrics, moments = updated(options, data, updates=2)
     indexer = {path for path in learners.indexed().params if ".indexer." in path}
     assert moved(before, after) == indexer == moments & learners.indexed().params.keys()
@@ -137,12 +143,20 @@ def exchanges() -> list[str]:
     B, C, topk, mesh = 4, 16, 3, layout({"fsdp": 2})
     step = modes.sit(jnp.zeros((B, C)))
     mask = IndexedMask(
-        step, Visible({"index": jnp.zeros((B, 1, C, 2))}, step.positions, step.segments), (), Indexer(1, 2, topk, None), mesh
+        step,
+        Visible({"index": jnp.zeros((B, 1, C, 2))}, step.positions, step.segments),
+        (),
+        Indexer(1, 2, topk, None),
+        mesh,
     )
 
     def run(scores, latents):
         chosen, counts = mask.best(scores > 0, scores)
-        return take(LayerCache({"latent": latents}, 1), "latent", chosen, jnp.float32), counts, mask.kept(scores > 0, scores)
+        return (
+            take(LayerCache({"latent": latents}, 1), "latent", chosen, jnp.float32),
+            counts,
+            mask.kept(scores > 0, scores),
+        )
 
     scores = jax.ShapeDtypeStruct((B, 2, C), jnp.float32, sharding=mesh.sharding(("batch", None, None), (B, 2, C)))
     shape = (3, B, 1, C, 5)
@@ -175,7 +189,9 @@ def test_what_cannot_be_trained_is_refused():
     [(path, said)] = problems(config(algorithm="grpo", **warm))
     assert path == ("stages", 0, "indexer", "training") and "use sft" in said
     [(path, said)] = problems(config("tiny-deepseek", **warm))
-    assert path == ("stages", 0, "indexer", "training") and said.startswith("dense_warmup, but this model has no indexer")
+    assert path == ("stages", 0, "indexer", "training") and said.startswith(
+        "dense_warmup, but this model has no indexer"
+    )
     short = config(**sparse).model_copy(update={"max_length": 6})
     [(path, said)] = problems(short)
     assert path == ("stages", 0, "indexer", "training") and "select 6; raise max_length" in said

@@ -6,36 +6,41 @@ import jax
 import pytest
 
 import policy
-from policy import interactions, sources
+from policy import compatibility
 from policy.config import Runtime
-from policy.sharding import layout
-from rl import configcheck
-from rl.config import RunConfig
+from policy.huggingface import sources
+from policy.mesh.sharding import layout
+from rl.config import checks
+from rl.config.run import RunConfig
 
 ENGRAM = {"layers": [1], "vocab_bases": [11, 13], "heads": 1, "head_dim": 8}
 # For each feature: keys under `model`, keys of a stage, and the same as fields of Runtime.
 ON = {
-    interactions.SPLIT: ({"batch_split": True}, {}, {"batch_split": True}),
-    interactions.EXCHANGE: ({"expert_parallel": "all_to_all"}, {}, {"expert_parallel": "all_to_all"}),
-    interactions.GRADIENTS: ({"expert_gradients": "float8_e5m2"}, {}, {"expert_gradients": "float8_e5m2"}),
-    interactions.HYPER: ({"hyper_connections": {}}, {}, {}),
-    interactions.ENGRAM: ({"engram": ENGRAM}, {}, {}),
-    interactions.INDEXER: ({"source": "tiny-deepseek-v32"}, {}, {}),
-    interactions.RING: ({"context_parallel": "ring"}, {}, {"context_parallel": "ring"}),
-    interactions.ULYSSES: ({"context_parallel": "ulysses"}, {}, {"context_parallel": "ulysses"}),
-    interactions.BALANCE: ({"context_load_balance": True}, {}, {"context_load_balance": True}),
-    interactions.RECURRENT: ({"source": "qwen3-next-80b"}, {}, {}),
-    interactions.CAPACITY: ({}, {"router": {"capacity_factor": 1.25}}, {"capacity_factor": 1.25}),
-    interactions.WARMUP: (
+    compatibility.SPLIT: ({"batch_split": True}, {}, {"batch_split": True}),
+    compatibility.EXCHANGE: ({"expert_parallel": "all_to_all"}, {}, {"expert_parallel": "all_to_all"}),
+    compatibility.GRADIENTS: ({"expert_gradients": "float8_e5m2"}, {}, {"expert_gradients": "float8_e5m2"}),
+    compatibility.HYPER: ({"hyper_connections": {}}, {}, {}),
+    compatibility.ENGRAM: ({"engram": ENGRAM}, {}, {}),
+    compatibility.INDEXER: ({"source": "tiny-deepseek-v32"}, {}, {}),
+    compatibility.RING: ({"context_parallel": "ring"}, {}, {"context_parallel": "ring"}),
+    compatibility.ULYSSES: ({"context_parallel": "ulysses"}, {}, {"context_parallel": "ulysses"}),
+    compatibility.BALANCE: ({"context_load_balance": True}, {}, {"context_load_balance": True}),
+    compatibility.RECURRENT: ({"source": "qwen3-next-80b"}, {}, {}),
+    compatibility.CAPACITY: ({}, {"router": {"capacity_factor": 1.25}}, {"capacity_factor": 1.25}),
+    compatibility.WARMUP: (
         {"source": "tiny-deepseek-v32"},
         {"indexer": {"training": "dense_warmup"}},
         {"indexer": "dense_warmup"},
     ),
-    interactions.MODULES: ({"multi_token_prediction": {}}, {"mtp": {}}, {"mtp": "joint"}),
-    interactions.EXPLICIT: ({}, {}, {"layout": replace(layout({"fsdp": 1}, devices=jax.devices()[:1]), explicit=True)}),
-    interactions.FEW_BITS: ({"quantization": "int8"}, {}, {"quantization": "int8"}),
-    interactions.WEIGHTS_AWAY: ({"host_parameters": True}, {}, {"host_parameters": True}),
-    interactions.KEPT_AWAY: ({"remat": "qkv_proj_offloaded"}, {}, {"remat": "qkv_proj_offloaded"}),
+    compatibility.MODULES: ({"multi_token_prediction": {}}, {"mtp": {}}, {"mtp": "joint"}),
+    compatibility.EXPLICIT: (
+        {},
+        {},
+        {"layout": replace(layout({"fsdp": 1}, devices=jax.devices()[:1]), explicit=True)},
+    ),
+    compatibility.FEW_BITS: ({"quantization": "int8"}, {}, {"quantization": "int8"}),
+    compatibility.WEIGHTS_AWAY: ({"host_parameters": True}, {}, {"host_parameters": True}),
+    compatibility.KEPT_AWAY: ({"remat": "qkv_proj_offloaded"}, {}, {"remat": "qkv_proj_offloaded"}),
 }
 
 
@@ -45,7 +50,7 @@ def run(*features: str) -> RunConfig:
         model |= ON[feature][0]
         stage |= ON[feature][1]
     tokenizer = {"source": "characters", "alphabet": "0123456789+="}
-    mesh = {"shard_mode": "explicit"} if interactions.EXPLICIT in features else {}
+    mesh = {"shard_mode": "explicit"} if compatibility.EXPLICIT in features else {}
     keys = {"model": model, "data": {"task": "arithmetic"}, "stages": [stage], "tokenizer": tokenizer, "max_length": 16}
     return RunConfig.model_validate(keys | {"mesh": mesh, "rewards": {"functions": ["exact_answer"]}})
 
@@ -58,19 +63,19 @@ def runtime(*features: str) -> Runtime:
 
 
 def test_every_feature_of_the_table_can_be_switched_on_alone():
-    assert {name for pair in interactions.APART for name in pair} == set(ON)
+    assert {name for pair in compatibility.APART for name in pair} == set(ON)
     for feature in ON:
         config = run(feature)
         decoder = sources.preset(config.model.source, config.model.changes)
-        assert feature in interactions.features(decoder, runtime(feature))
-        assert configcheck.problems(config) == []
+        assert feature in compatibility.features(decoder, runtime(feature))
+        assert checks.problems(config) == []
 
 
-@pytest.mark.parametrize("pair", interactions.APART, ids=" + ".join)
+@pytest.mark.parametrize("pair", compatibility.APART, ids=" + ".join)
 def test_a_pair_is_refused_with_both_names_and_the_reason(pair):
     config = run(*pair)
-    said = [text for _, text in configcheck.problems(config)]
-    assert said == [f"{pair[0]} does not go with {pair[1]}: {interactions.APART[pair]}"]
+    said = [text for _, text in checks.problems(config)]
+    assert said == [f"{pair[0]} does not go with {pair[1]}: {compatibility.APART[pair]}"]
     decoder = sources.preset(config.model.source, config.model.changes)
-    with pytest.raises(interactions.Conflict, match=pair[0]):
+    with pytest.raises(compatibility.Conflict, match=pair[0]):
         policy.create(decoder, runtime=runtime(*pair), mesh=runtime(*pair).layout)

@@ -12,10 +12,10 @@ from oracles import KINDS, configuration, random_model, short, tokens
 
 from policy import families
 from policy.config import Runtime
+from policy.mesh.sharding import layout
 from policy.model import Graph
 from policy.modes import sit
-from policy.sharding import layout
-from rl.internals import PARTS, part
+from rl.training.diagnostics import PARTS, part
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -32,15 +32,21 @@ def test_intermediate_values_have_the_same_types_scanned_and_unrolled(kind):
     """For every family, what is recorded or not: the same tree, shapes and dtypes; one entry for each layer of each pattern."""
     rows = jnp.zeros((2, 8), jnp.int32)
     for record in ((), RECORD):
-        graphs = [graph_of(kind, scan=scan, remat=remat, record=record) for scan, remat in ((True, "full"), (False, "none"))]
+        graphs = [
+            graph_of(kind, scan=scan, remat=remat, record=record) for scan, remat in ((True, "full"), (False, "none"))
+        ]
         scanned, unrolled = (
             jax.eval_shape(lambda params, graph=graph: graph.logprobs(params, rows, sit(rows), 1.0)[2], graph.shapes)
             for graph in graphs
         )
         assert jax.tree.structure(scanned) == jax.tree.structure(unrolled)
-        assert [(a.shape, a.dtype) for a in jax.tree.leaves(scanned)] == [(a.shape, a.dtype) for a in jax.tree.leaves(unrolled)]
+        assert [(a.shape, a.dtype) for a in jax.tree.leaves(scanned)] == [
+            (a.shape, a.dtype) for a in jax.tree.leaves(unrolled)
+        ]
         stacks = dict(enumerate(graphs[0].config.stacks))
-        assert set(scanned.layers) == {f"stacks.{s}.layers.{i}" for s, stack in stacks.items() for i in range(len(stack.pattern))}
+        assert set(scanned.layers) == {
+            f"stacks.{s}.layers.{i}" for s, stack in stacks.items() for i in range(len(stack.pattern))
+        }
         for path, layer in scanned.layers.items():
             repeats = stacks[int(path.split(".")[1])].repeats
             assert (layer.activations is not None) == (layer.hidden is not None) == bool(record)

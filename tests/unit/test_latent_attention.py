@@ -6,7 +6,9 @@ import stepwise
 from oracles import configuration, random_model, tokens
 from tiny import YARN
 
-from policy import cache, families, sources
+from policy import families
+from policy.cache import cache
+from policy.huggingface import sources
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -29,7 +31,10 @@ SHAPES = {
             "v_head_dim": 11,
         },
     ),
-    "values_wider_than_keys": ("DeepseekV2", FULL_QUERY | {"qk_nope_head_dim": 2, "v_head_dim": 21, "num_attention_heads": 1}),
+    "values_wider_than_keys": (
+        "DeepseekV2",
+        FULL_QUERY | {"qk_nope_head_dim": 2, "v_head_dim": 21, "num_attention_heads": 1},
+    ),
     "indexed": ("DeepseekV32", {"index_topk": 5, "index_n_heads": 32, "attention_bias": True}),
 }
 QUICK = ("odd", "indexed")
@@ -42,7 +47,9 @@ def model_of(name):
     return random_model(families.read(configuration(kind, **ONE | keys)), seed=2)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in SHAPES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in SHAPES]
+)
 def test_absorbed_equals_expanded(name):
     model, rows = model_of(name), tokens(ROWS, LENGTH, seed=1)
     real = np.arange(LENGTH) < LENGTHS[:, None]
@@ -70,5 +77,7 @@ def test_the_cache_holds_576_numbers_a_token_of_a_layer_of_deepseek_v3():
     config = sources.preset("deepseek-v3")
     mixer = config.layers[0].mixer
     assert cache.bytes_per_token(config, "bfloat16") == len(config.layers) * 2 * 576
-    assert mixer.heads * (mixer.nope_dim + mixer.rope.dim + mixer.v_dim) == 40_960  # what expanded keys and values would take
+    assert (
+        mixer.heads * (mixer.nope_dim + mixer.rope.dim + mixer.v_dim) == 40_960
+    )  # what expanded keys and values would take
     assert cache.bytes_per_token(sources.preset("deepseek-v3.2"), "bfloat16") == len(config.layers) * 2 * (576 + 128)

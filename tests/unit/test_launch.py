@@ -2,11 +2,17 @@
 
 import pytest
 
-from rl import processes
+from rl.cluster import launch as launching
+from rl.cluster.launch import Launch, launch
 from rl.errors import ConfigError
-from rl.processes import Launch, launch
 
-SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "node[3-4]", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NODELIST": "node[3-4]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
 OPEN_MPI = {
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -51,7 +57,7 @@ def test_clusters_are_found(environment, address, rest, monkeypatch):
     """On one machine the coordinator is where no other can reach it."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = processes._detected()
+    found = launching._detected()
     if address is None:
         assert found is None
         return

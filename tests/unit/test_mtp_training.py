@@ -11,7 +11,7 @@ from oracles import configuration, random_model
 
 from policy import families
 from policy.modes import sit
-from rl.auxiliary import auxiliary_loss, totals
+from rl.training.auxiliary_losses import auxiliary_loss, totals
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -46,9 +46,13 @@ def test_the_loss_is_the_mean_over_modules_of_the_means_over_trained_tokens():
     rng, options = np.random.default_rng(0), learners.stage(mtp={"coef": 0.25})
     batch = learners.batch(rows=3, length=10)
     segments = np.array([[1] * 4 + [2] * 6, [1] * 2 + [2] * 3 + [0] * 5, [0] * 10], np.int32)
-    batch = batch.replace(segments=segments, mask=((segments > 0) & (rng.random(segments.shape) < 0.8)).astype(np.float32))
+    batch = batch.replace(
+        segments=segments, mask=((segments > 0) & (rng.random(segments.shape) < 0.8)).astype(np.float32)
+    )
     graph, params = model(depth=DEPTH).graph.at(mtp="joint"), model(depth=DEPTH).params
-    aux = jax.jit(lambda p: graph.logprobs(p, batch.tokens, sit(jnp.asarray(batch.tokens), None, segments), 1.0)[2])(params)
+    aux = jax.jit(lambda p: graph.logprobs(p, batch.tokens, sit(jnp.asarray(batch.tokens), None, segments), 1.0)[2])(
+        params
+    )
     losses, agreement = [], []
     for d in range(1, DEPTH + 1):
         terms = [
@@ -129,7 +133,11 @@ def test_states_before_the_final_norm_and_modules_without_a_norm_of_their_own():
         section = {"duet": {"multi_token_prediction": {"depth": 1} | sections[name]}}
         made = random_model(families.read(configuration("Llama", **learners.SIZES, **section)), runtime=learners.QUICK)
         params = {path: model().params[path] for path in made.params}
-        params |= {path: jnp.full_like(params[path], weight) for path in ("norm.weight", "mtp.post_norm.weight") if path in params}
+        params |= {
+            path: jnp.full_like(params[path], weight)
+            for path in ("norm.weight", "mtp.post_norm.weight")
+            if path in params
+        }
         graph = made.graph.at(mtp="joint")
         return jax.jit(lambda p: graph.logprobs(p, rows, sit(jnp.asarray(rows)), 1.0)[2].predictions.logp)(params)
 

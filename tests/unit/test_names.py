@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from policy import names
-from policy.names import Stored
+from policy.huggingface import names
+from policy.huggingface.names import Stored
 
 E, H, K, D, X, F, W = 6, 4, 2, 3, 5, 8, 4
 # A Qwen3-Next delta net: KH key heads of KD, each with R value heads of VD.
@@ -76,7 +76,11 @@ CASES = {
         lambda a: [a[..., ::2], a[..., 1::2]],
     ),
     "gpt-oss bias": (Stored("a", "x f*", ("gate", "up")), numbers(X, 2 * F), lambda a: [a[:, ::2], a[:, 1::2]]),
-    "qwen3-next qkvz": (Stored("a", "(h d+) e -> e h d", ("q", "k", "v", "z")), numbers(KH * 2 * (KD + R * VD), E), qkvz),
+    "qwen3-next qkvz": (
+        Stored("a", "(h d+) e -> e h d", ("q", "k", "v", "z")),
+        numbers(KH * 2 * (KD + R * VD), E),
+        qkvz,
+    ),
     "qwen3-next ba": (
         Stored("a", "(h d+) e -> e h d", ("b", "a")),
         numbers(2 * KH * R, E),
@@ -133,13 +137,17 @@ def test_no_more_is_asked_for_than_the_smallest_block(name, index, rows):
     assert form.block([part.shape for part in meaning(stored)], 0, index).index == rows
 
 
-@pytest.mark.parametrize("layout", ["(h d e -> e h d", "h d -> h", "h h", "H -> H", "h -> d", "h->h", "(h d) ->h d", "->"])
+@pytest.mark.parametrize(
+    "layout", ["(h d e -> e h d", "h d -> h", "h h", "H -> H", "h -> d", "h->h", "(h d) ->h d", "->"]
+)
 def test_a_layout_that_says_nothing_is_refused(layout):
     with pytest.raises(ValueError, match="expected stored axes"):
         Stored("a", layout)
 
 
-@pytest.mark.parametrize(("layout", "parts"), [("f e -> e f", QKV), ("f+ e -> e f", ()), ("f+ e+ -> e f", QKV), ("", QKV)])
+@pytest.mark.parametrize(
+    ("layout", "parts"), [("f e -> e f", QKV), ("f+ e -> e f", ()), ("f+ e+ -> e f", QKV), ("", QKV)]
+)
 def test_parts_and_marks_belong_together(layout, parts):
     with pytest.raises(ValueError, match="must mark one axis"):
         Stored("a", layout, parts)

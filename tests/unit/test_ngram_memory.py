@@ -13,19 +13,27 @@ from learners import batch, host, stage
 from oracles import configuration, random_model, tokens
 
 import policy
-from policy import cache as caches
 from policy import families
-from policy.cache import Step
+from policy.cache import cache as caches
+from policy.cache.step import Step
 from policy.config import Runtime
-from policy.hf import UnsupportedModel
+from policy.huggingface.hf import UnsupportedModel
 from policy.layers.engram import set_classes
 from policy.model import Graph
 from policy.modes import sit
-from rollout.classes import token_classes
-from rollout.tokenizer import load_tokenizer
+from rollout.text.classes import token_classes
+from rollout.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-SECTION = {"layers": [1], "vocab_bases": [50, 70], "max_ngram": 3, "heads": 2, "head_dim": 4, "kernel_size": 3, "pad_id": 3}
+SECTION = {
+    "layers": [1],
+    "vocab_bases": [50, 70],
+    "max_ngram": 3,
+    "heads": 2,
+    "head_dim": 4,
+    "kernel_size": 3,
+    "pad_id": 3,
+}
 CLASSES = (np.random.default_rng(0).permutation(160) % 90).astype(np.int32)
 
 
@@ -65,7 +73,11 @@ def test_documents_alone_packed_and_padded_are_the_same(model):
     rows, segments = np.zeros((6, width), int), np.zeros((6, width), int)
     for number, document in enumerate(documents, 1):
         at, n = sum(lengths[: number - 1]), len(document)
-        for row, start, segment in ((0, at, number), (1, width - sum(lengths) + at, number), (2 + number, width - n, 1)):
+        for row, start, segment in (
+            (0, at, number),
+            (1, width - sum(lengths) + at, number),
+            (2 + number, width - n, 1),
+        ):
             rows[row, start : start + n], segments[row, start : start + n] = document, segment
     rows[2], segments[2] = tokens(1, width), 1
     logits = np.asarray(model.logits(rows, segments=segments))
@@ -74,7 +86,9 @@ def test_documents_alone_packed_and_padded_are_the_same(model):
         alone[0, : len(document)], there[0, : len(document)] = document, 1
         expected = np.asarray(model.logits(alone, segments=there))[0, : len(document)]
         for row, segment in ((0, number), (1, number), (2 + number, 1)):
-            np.testing.assert_allclose(logits[row][segments[row] == segment], expected, atol=2e-5, rtol=0, err_msg=f"row {row}")
+            np.testing.assert_allclose(
+                logits[row][segments[row] == segment], expected, atol=2e-5, rtol=0, err_msg=f"row {row}"
+            )
 
 
 @functools.cache
@@ -155,9 +169,9 @@ def test_scanned_stacks_around_a_memory_equal_unrolled_ones():
     expected = None
     for runtime in (Runtime(), Runtime(scan=False, remat="none")):
         graph = Graph(model.config, runtime, model.graph.layout)
-        loss, grads = jax.jit(jax.value_and_grad(lambda p, g=graph: g.logprobs(p, rows, sit(rows), 1.0)[0].sum(), allow_int=True))(
-            model.params
-        )
+        loss, grads = jax.jit(
+            jax.value_and_grad(lambda p, g=graph: g.logprobs(p, rows, sit(rows), 1.0)[0].sum(), allow_int=True)
+        )(model.params)
         grads = {path: np.asarray(grad) for path, grad in grads.items() if "classes" not in path}
         if expected:
             for path, grad in grads.items():
@@ -176,13 +190,17 @@ def test_saving_and_loading_keeps_every_number_in_any_dtype(tmp_path):
     assert back.config.stacks == model.config.stacks and back.params.keys() == model.params.keys()
     for path, array in model.params.items():
         assert back.params[path].dtype == array.dtype
-        np.testing.assert_array_equal(np.asarray(back.params[path], np.float32), np.asarray(array, np.float32), err_msg=path)
+        np.testing.assert_array_equal(
+            np.asarray(back.params[path], np.float32), np.asarray(array, np.float32), err_msg=path
+        )
 
 
 def test_one_update_moves_the_rows_that_were_looked_up_and_no_others():
     sizes = learners.SIZES | {"num_hidden_layers": 1}
     section = SECTION | {"layers": [0], "vocab_bases": [300, 300]}
-    model = random_model(families.read(configuration("Llama", **sizes, duet={"engram": section})), runtime=learners.QUICK)
+    model = random_model(
+        families.read(configuration("Llama", **sizes, duet={"engram": section})), runtime=learners.QUICK
+    )
     data, table = batch(4), "stacks.0.layers.0.memory.table"
     trainer, state = learners.begin(model, stage(optimizer={"weight_decay": 0.0, "eps": 1e-8}), fresh=True)
     before = host(state.policy.params)[f"['{table}']"]
@@ -201,7 +219,9 @@ def test_one_update_moves_the_rows_that_were_looked_up_and_no_others():
 def looked_up(spec, document):
     from policy.layers.engram import table_rows
 
-    shifted = [np.pad(document, (j, 0), constant_values=spec.pad_id)[: len(document)] for j in range(len(spec.multipliers))]
+    shifted = [
+        np.pad(document, (j, 0), constant_values=spec.pad_id)[: len(document)] for j in range(len(spec.multipliers))
+    ]
     return np.asarray(table_rows(spec, [jnp.asarray(each[None], jnp.int32) for each in shifted])).ravel()
 
 
@@ -211,12 +231,16 @@ CLIPPED = {"clip_norm": 0.1, "weight_decay": 0.1}
 @pytest.mark.slow
 def test_a_table_in_host_memory_gives_the_same_numbers_and_learns_the_same(tmp_path):
     sizes = learners.SIZES | {"num_hidden_layers": 2}
-    config = families.read(configuration("Llama", **sizes, duet={"engram": SECTION | {"layers": [1], "outer_norm": True}}))
+    config = families.read(
+        configuration("Llama", **sizes, duet={"engram": SECTION | {"layers": [1], "outer_norm": True}})
+    )
     data, table, found = batch(4), "stacks.1.layers.0.memory.table", {}
     for memory in ("device", "host"):
         model = random_model(config, runtime=Runtime(table_memory=memory))
         places = {path: array.sharding.memory_kind for path, array in model.params.items()}
-        assert [path for path, place in places.items() if place == "pinned_host"] == ([table] if memory == "host" else [])
+        assert [path for path, place in places.items() if place == "pinned_host"] == (
+            [table] if memory == "host" else []
+        )
         logp = np.asarray(model.logprobs(data.tokens, segments=data.segments)[0])
         policy.save(model, tmp_path)
         again = policy.load(tmp_path, runtime=Runtime(table_memory=memory))
@@ -252,7 +276,9 @@ def test_an_update_makes_no_array_as_large_as_a_table_in_host_memory():
 
     visit(trainer.policy.program.jitted.trace(state.policy, data, trainer._totals(data), micro_rows=2).jaxpr.jaxpr)
     assert all("<host>" in aval for _, aval in made)
-    assert len([name for name, _ in made if name not in ("squeeze", "device_put")]) == 3, made  # those stay where they are
+    assert len([name for name, _ in made if name not in ("squeeze", "device_put")]) == 3, (
+        made
+    )  # those stay where they are
 
 
 def is_jaxpr(value):

@@ -14,14 +14,20 @@ from learners import batch, begin, host, same_bits, stage
 
 import rl.algorithms
 from policy import modes
-from rl.batch import together
-from rl.packing import COUNTS, packing, row_counts
+from rl.training.batch import together
+from rl.training.packing import COUNTS, packing, row_counts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "constant", "prompt")
 RATIOS = ("token", "sequence", "sequence_token")
-ANSWERS = [((2, 4), (2, 1)), ((1, 2), (1, 5)), ((3, 1), (3, 2)), ((1, 1), (1, 1)), ((2, 3), (2, 6))]  # of prompts and answers
+ANSWERS = [
+    ((2, 4), (2, 1)),
+    ((1, 2), (1, 5)),
+    ((3, 1), (3, 2)),
+    ((1, 1), (1, 1)),
+    ((2, 3), (2, 6)),
+]  # of prompts and answers
 UNSCORED = np.arange(12) == 5
 
 
@@ -104,13 +110,22 @@ def inputs_of(data, logp, place=None):
 
 # Each of both in the default run, every pair in the slow one.
 QUICK = set(zip(AGGREGATIONS, RATIOS * 2, strict=False))
-PAIRS = [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in itertools.product(AGGREGATIONS, RATIOS)]
+PAIRS = [
+    pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow)
+    for pair in itertools.product(AGGREGATIONS, RATIOS)
+]
 
 
 @pytest.mark.parametrize(("aggregation", "ratio"), PAIRS)
 def test_losses_and_their_gradients_are_those_of_separate_rows(aggregation, ratio):
     correction = {"token": "geometric_mask", "sequence": "sequence_truncate"}.get(ratio)
-    options = {"kl_coef": 0.1, "entropy_coef": 0.1, "top_entropy": 0.6, "off_policy_delta": 0.1, "correction": correction}
+    options = {
+        "kl_coef": 0.1,
+        "entropy_coef": 0.1,
+        "top_entropy": 0.6,
+        "off_policy_delta": 0.1,
+        "correction": correction,
+    }
     algorithm = rl.algorithms.get("grpo", aggregation=aggregation, ratio=ratio, **options)
     data = uneven()
     data.mask[2] = 0  # a completion without a token

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.pages import Copy, PageTable
+from rollout.engine.pages import Copy, PageTable
 
 SIZE = 4
 
@@ -17,7 +17,9 @@ def counted(table: PageTable, chains) -> None:
     assert dict(used) == {page: n for page, n in table._users.items() if n}
     everywhere = [*table._free, *table._idle, *used]
     assert sorted(everywhere) == sorted(table._users)
-    assert all(table._known[table._keys[page]] == page for page in table._keys) and len(table._known) == len(table._keys)
+    assert all(table._known[table._keys[page]] == page for page in table._keys) and len(table._known) == len(
+        table._keys
+    )
 
 
 def tokens_of(key) -> tuple:

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from policy.axes import AXES, DEFAULT_RULES, STATIONARY_RULES
-from policy.cache import LayerCache, Step
+from policy.attention import paged_attention
+from policy.cache.cache import LayerCache
+from policy.cache.pages import Pool
+from policy.cache.step import Step
 from policy.config import Attention, Runtime
-from policy.layers import paged_attention
-from policy.pages import Pool
-from policy.sharding import Layout, layout
+from policy.mesh.axes import AXES, DEFAULT_RULES, STATIONARY_RULES
+from policy.mesh.sharding import Layout, layout
 
 
 def by_numpy(q_BHL, pool_NPL, table_BM, lengths_B, rank):

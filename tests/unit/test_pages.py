@@ -12,13 +12,15 @@ import tiny
 from jax.experimental.pallas import tpu as pltpu
 from oracles import KINDS, configuration, random_model, tokens
 
-from policy import cache as caches
-from policy import families, pages
-from policy.cache import LayerCache, Step, extend
-from policy.layers import paged_attention
-from policy.pages import Pages, Pool
-from policy.rings import Ring, WithRings
-from policy.sharding import Layout
+from policy import families
+from policy.attention import paged_attention
+from policy.cache import cache as caches
+from policy.cache import pages
+from policy.cache.cache import LayerCache, extend
+from policy.cache.pages import Pages, Pool
+from policy.cache.sliding_window import Ring, WithRings
+from policy.cache.step import Step
+from policy.mesh.sharding import Layout
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -139,12 +141,16 @@ def test_scattered_and_shared_pages_are_the_whole_forward_pass(name, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), [pytest.param(name, (4, 16, 1)[i % 3], id=name) for i, name in enumerate(MODELS)])
+@pytest.mark.parametrize(
+    ("name", "size"), [pytest.param(name, (4, 16, 1)[i % 3], id=name) for i, name in enumerate(MODELS)]
+)
 def test_every_family_and_page_sizes_in_turns(name, size):
     check(name, size, scan=size == 4)
 
 
-@pytest.mark.parametrize("name", ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-window", "gpt_oss"))])
+@pytest.mark.parametrize(
+    "name", ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-window", "gpt_oss"))]
+)
 def test_layers_with_a_window_may_keep_rings_beside_pages(name):
     cache = Paged(model_of(name), 4, room=4).cache
     assert any(isinstance(leaf, Ring) for leaf in jax.tree.leaves(cache, is_leaf=lambda leaf: isinstance(leaf, Ring)))
@@ -157,7 +163,11 @@ def test_a_scanned_stack_has_its_pages_in_one_pool():
 
 @pytest.mark.parametrize(
     ("name", "quantization"),
-    [*(("deepseek-v3-groups-yarn", q) for q in (None, "int8", "int4", "fp8")), ("wide-latents", None), ("wide-latents", "int8")],
+    [
+        *(("deepseek-v3-groups-yarn", q) for q in (None, "int8", "int4", "fp8")),
+        ("wide-latents", None),
+        ("wide-latents", "int8"),
+    ],
 )
 def test_a_pool_holds_what_a_contiguous_cache_holds(name, quantization):
     """Written and read in two calls, one over a page boundary, and gathered at chosen positions."""
@@ -167,7 +177,10 @@ def test_a_pool_holds_what_a_contiguous_cache_holds(name, quantization):
     contiguous = LayerCache(caches.create(model.config, 2, 12, **kind)[-1][0][0], 0)
     paged = LayerCache(caches.create(model.config, 2, Pages(7, 4), **kind)[-1][0][0], 0, table)
     dim = jax.tree.leaves(contiguous.arrays["latent"])[0].shape[-1]
-    for positions, segments in [([[0, 1, 2], [0, 1, 2]], [[1, 1, 1], [1, 1, 0]]), ([[3, 4, 5], [2, 3, 4]], [[1, 1, 1], [1, 1, 1]])]:
+    for positions, segments in [
+        ([[0, 1, 2], [0, 1, 2]], [[1, 1, 1], [1, 1, 0]]),
+        ([[3, 4, 5], [2, 3, 4]], [[1, 1, 1], [1, 1, 1]]),
+    ]:
         step = Step(jnp.asarray(positions), jnp.asarray(segments))
         new = jnp.asarray(rng.normal(size=(2, 1, 3, dim)), jnp.float32)
         seen, contiguous = extend(contiguous, step, latent=new)
@@ -205,7 +218,9 @@ def test_bytes_of_pages_and_slots_are_those_of_the_arrays():
 def test_the_kernel_for_latents_finds_what_the_whole_forward_pass_finds(monkeypatch):
     """Interpreted; what a mesh of CPU devices takes for a TPU is all that decides."""
     calls, kernel = [], paged_attention.latent_kernel
-    monkeypatch.setattr(paged_attention, "latent_kernel", lambda *args, **how: calls.append(args) or kernel(*args, **how))
+    monkeypatch.setattr(
+        paged_attention, "latent_kernel", lambda *args, **how: calls.append(args) or kernel(*args, **how)
+    )
     rows_and_hidden("latents-of-128")
     monkeypatch.setattr(Layout, "platform", "tpu")
     with pltpu.force_tpu_interpret_mode():

@@ -6,19 +6,28 @@ import os
 import pytest
 import yaml
 
-from rl import configfile
+from rl.config import files
+from rl.config.load import load
 from rl.errors import ConfigError
 from rl.plan import changes, search, slices, suggest
 from rl.plan.children import Attempt, Costs, Target
 from rl.plan.compiled import Report
 
-GIVEN = ["model=tiny-deepseek", "tokenizer=bytes", "data.task=arithmetic", "rewards.functions=[exact_answer]", "max_length=64"]
-STAGES = "stages=[{algorithm: grpo, steps: 1, prompts_per_step: 8, samples_per_prompt: 4, sampling: {max_new_tokens: 16}}]"
+GIVEN = [
+    "model=tiny-deepseek",
+    "tokenizer=bytes",
+    "data.task=arithmetic",
+    "rewards.functions=[exact_answer]",
+    "max_length=64",
+]
+STAGES = (
+    "stages=[{algorithm: grpo, steps: 1, prompts_per_step: 8, samples_per_prompt: 4, sampling: {max_new_tokens: 16}}]"
+)
 
 
 def config(tmp_path, *more):
     (tmp_path / "run.yml").write_text("seed: 0\n")
-    return configfile.load([tmp_path / "run.yml"], [*GIVEN, STAGES, *more])
+    return load([tmp_path / "run.yml"], [*GIVEN, STAGES, *more])
 
 
 def target(memory, count=8):
@@ -118,10 +127,12 @@ def test_changes_are_overrides_that_the_configuration_takes(tmp_path):
     for change in every:
         changed = change.of(made)
         if changes.possible(changed):
-            (tmp_path / "made.yml").write_text(configfile.resolved_yaml(made))
-            overrides = [text.replace("'", "") for text in str(change).split(" ") if "remat_tensors" not in text and "=" in text]
+            (tmp_path / "made.yml").write_text(files.resolved_yaml(made))
+            overrides = [
+                text.replace("'", "") for text in str(change).split(" ") if "remat_tensors" not in text and "=" in text
+            ]
             if "custom" not in str(change):
-                assert configfile.load([tmp_path / "made.yml"], overrides) == changed, change
+                assert load([tmp_path / "made.yml"], overrides) == changed, change
     assert not changes.possible(changes.Change({"max_length": 16}).of(made)), "completions have 16 tokens"
     named = {key for change in every if change.results for key in change.settings}
     assert named == {"max_length", "model.param_dtype"}
@@ -138,8 +149,8 @@ def test_search_takes_the_quickest_that_fits_and_nothing_larger_than_what_did_no
     assert sizes == sorted(sizes)
     (tmp_path / "best.yml").write_text(search.as_yaml(good[0][0].change))
     assert yaml.safe_load((tmp_path / "best.yml").read_text())["stages"].keys() == {0}
-    (tmp_path / "made.yml").write_text(configfile.resolved_yaml(made))
-    assert configfile.load([tmp_path / "made.yml", tmp_path / "best.yml"]) == good[0][0].config
+    (tmp_path / "made.yml").write_text(files.resolved_yaml(made))
+    assert load([tmp_path / "made.yml", tmp_path / "best.yml"]) == good[0][0].config
     assert search.search(made, target(50.0), 6).tried == [], "arguments alone are too large"
     with pytest.raises(ConfigError, match="--memory"):
         search.search(made, target(None), 6)
@@ -169,7 +180,12 @@ def test_meshes_of_several_slices_divide_the_devices_of_one(tmp_path):
 
 
 def test_a_topology_says_how_many_slices_there_are():
-    for name, chips, number in [("v5p:2x2x2", 8, 1), ("tpu7x:2x2x1", 4, 1), ("2xv6e:4x4", 16, 2), ("12xtpu7x:2x2x1", 4, 12)]:
+    for name, chips, number in [
+        ("v5p:2x2x2", 8, 1),
+        ("tpu7x:2x2x1", 4, 1),
+        ("2xv6e:4x4", 16, 2),
+        ("12xtpu7x:2x2x1", 4, 12),
+    ]:
         found = slices.Topology.read(name)
         assert (found.platform, found.count, found.slices) == ("tpu", chips, number)
     for name in ("0xv5e:2x2", "xv5e:2x2", "2xcpu:4", "2x2xv5e:2x2", "v5e:2", "2xgpu"):
@@ -186,9 +202,9 @@ def test_a_copy_of_weights_that_is_dropped_lies_beside_rollouts_only(tmp_path):
     """Nothing is compiled: bytes follow from shapes."""
     import jax
 
-    from rl import build
     from rl.plan.estimate import Estimator
     from rl.plan.programs import programs
+    from rl.run import build
 
     def listed(*more):
         made = config(tmp_path, *more)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from policy.layers.expert_parallel import USUALLY_LAST
+from policy.experts.expert_parallel import USUALLY_LAST
 from rl.plan.compiled import counts
 from rl.plan.hlo import BETWEEN, Program
 from rl.plan.programs import Planned
@@ -54,7 +54,9 @@ def test_a_loop_whose_counter_goes_on_by_more_than_one(step, trips):
     """Also of a compiler that does not write down how often a loop runs."""
 
     def loop(x, weights):
-        return jax.lax.while_loop(lambda state: state[0] < 8, lambda state: (state[0] + step, state[1] @ weights), (0, x))[1]
+        return jax.lax.while_loop(
+            lambda state: state[0] < 8, lambda state: (state[0] + step, state[1] @ weights), (0, x)
+        )[1]
 
     text = compiled(loop, (M, E), (E, E)).as_text()
     unsaid = re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", text)
@@ -75,7 +77,9 @@ def test_convolutions_count_pairs_that_lie_on_numbers():
     """As XLA counts them: not what lies on padding."""
 
     def convolve(x, kernel):
-        return jax.lax.conv_general_dilated(x, kernel, (2,), "SAME", rhs_dilation=(2,), dimension_numbers=("NWC", "WIO", "NWC"))
+        return jax.lax.conv_general_dilated(
+            x, kernel, (2,), "SAME", rhs_dilation=(2,), dimension_numbers=("NWC", "WIO", "NWC")
+        )
 
     done = compiled(convolve, (2, 17, 8), (3, 8, 16))
     assert Program(done.as_text()).operations() == pytest.approx(done.cost_analysis()["flops"], rel=0.02)

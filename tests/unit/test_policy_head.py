@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from oracles import configuration, random_model, tokens
 
-from policy import families, head
+from policy import families
+from policy.heads import head
+from policy.mesh.sharding import layout
 from policy.modes import sit
-from policy.sharding import layout
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -66,7 +67,10 @@ def test_any_number_of_tiles_gives_the_same(tiles, softcap):
     def loss(function):
         def of(hidden, weight):
             logp, entropy = function(hidden, weight, targets, 0.7, softcap, head.Tiling(tiles))
-            return jnp.sum(a * jnp.square(logp.sum(-1) + b)) + jnp.sum(jnp.exp(logp)) + jnp.max(entropy), (logp, entropy)
+            return jnp.sum(a * jnp.square(logp.sum(-1) + b)) + jnp.sum(jnp.exp(logp)) + jnp.max(entropy), (
+                logp,
+                entropy,
+            )
 
         return jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(hidden, weight)
 
@@ -95,7 +99,9 @@ def test_likeliest_tokens(tiles):
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
     """Against plain differentiation through all logits of the whole model: the tied table gets both gradients."""
-    config = families.read(configuration("Gemma2", num_hidden_layers=1, tie_word_embeddings=tied, final_logit_softcapping=2.0))
+    config = families.read(
+        configuration("Gemma2", num_hidden_layers=1, tie_word_embeddings=tied, final_logit_softcapping=2.0)
+    )
     model = random_model(config)
     rows, weight = jnp.asarray(tokens(2, 9)), jnp.asarray(np.random.default_rng(0).normal(size=(2, 8)), jnp.float32)
 
@@ -122,7 +128,9 @@ def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
 
 def test_devices_exchange_weights_and_no_logits():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -132,7 +140,10 @@ def on_four_devices(V, softcap, **degrees):
     mesh, rng = layout(degrees), np.random.default_rng(0)
     hidden, weight = rng.normal(size=(4, 16, 8)).astype(np.float32), rng.normal(size=(V, 8)).astype(np.float32)
     targets, factor = jnp.asarray(rng.integers(0, V, (64, 2))), rng.normal(size=64).astype(np.float32)
-    places = [mesh.sharding(axes, a.shape) for axes, a in ((("batch", None, None), hidden), (("vocab", "embed_vocab"), weight))]
+    places = [
+        mesh.sharding(axes, a.shape)
+        for axes, a in ((("batch", None, None), hidden), (("vocab", "embed_vocab"), weight))
+    ]
 
     def loss(hidden, weight, mesh=None):
         logp, entropy = head.logprobs(hidden.reshape(-1, 8), weight, targets, 0.7, softcap, head.Tiling(3, mesh))

@@ -8,9 +8,10 @@ from oracles import configuration, edit_config, random_model, tokens
 from safetensors.numpy import load_file, save_file
 
 import policy
-from policy import families, hub, names
-from policy.hf import UnsupportedModel
-from policy.hub import ModelFileError
+from policy import families
+from policy.huggingface import hub, names
+from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.hub import ModelFileError
 
 
 @pytest.fixture
@@ -208,7 +209,12 @@ def test_the_text_model_inside_a_multimodal_one_is_read(directory, prefix):
 
     edit_weights(directory, change)
     inner = json.loads((directory / "config.json").read_text())
-    outer = {"architectures": inner.pop("architectures"), "model_type": "wrapper", "vision_config": {}, "text_config": inner}
+    outer = {
+        "architectures": inner.pop("architectures"),
+        "model_type": "wrapper",
+        "vision_config": {},
+        "text_config": inner,
+    }
     (directory / "config.json").write_text(json.dumps(outer))
     loaded = policy.load(directory)
     same_weights(plain, loaded)
@@ -238,7 +244,9 @@ def test_a_wrapper_reads_as_the_text_model_of_its_family(monkeypatch):
     config = families.read(outer | {"tie_word_embeddings": True})
     assert config.tied_head and config.family == "llama"
     text = json.loads(config.hf)
-    assert text["architectures"] == ["LlamaForCausalLM"] and text["model_type"] == "llama" and text["tie_word_embeddings"]
+    assert (
+        text["architectures"] == ["LlamaForCausalLM"] and text["model_type"] == "llama" and text["tie_word_embeddings"]
+    )
     assert families.read(text) == config
     inner["tie_word_embeddings"] = False
     assert not families.read(outer | {"tie_word_embeddings": True}).tied_head
@@ -260,7 +268,10 @@ GPT2_LIKE = (
     | names.joined("mixer.", ("q_proj", "k_proj", "v_proj"), "attn.c_attn.weight", "e (h d)+ -> e h d")
     | names.joined("mixer.", ("q_bias", "k_bias", "v_bias"), "attn.c_attn.bias", "(h d)+ -> h d")
     | names.joined("feed_forward.", ("gate_proj", "up_proj"), "mlp.gate_up.weight", "e f* -> e f")
-    | {"Attention.o_proj": names.Stored("attn.c_proj.weight", "(h d) e -> h d e"), "mixer.o_proj": names.Stored("wrong")}
+    | {
+        "Attention.o_proj": names.Stored("attn.c_proj.weight", "(h d) e -> h d e"),
+        "mixer.o_proj": names.Stored("wrong"),
+    }
 )
 
 
@@ -282,7 +293,11 @@ def test_a_family_stores_several_weights_in_one_tensor_and_has_a_top_of_its_own(
     assert {name for name in state if ".h." not in name} == {"wte.weight", "ln_f.weight", "lm_head.weight"}
     layer = {name.removeprefix("transformer.h.2."): array for name, array in state.items() if ".h.2." in name}
     assert layer["attn.c_attn.weight"].shape == (32, 32 + 16 + 16) and layer["attn.c_attn.bias"].shape == (64,)
-    ours = {path.removeprefix("stacks.0.layers.0."): array[2] for path, array in gpt2_like.params.items() if "stacks" in path}
+    ours = {
+        path.removeprefix("stacks.0.layers.0."): array[2]
+        for path, array in gpt2_like.params.items()
+        if "stacks" in path
+    }
     np.testing.assert_array_equal(layer["attn.c_attn.weight"][:, 32:48].reshape(32, 2, 8), ours["mixer.k_proj"])
     np.testing.assert_array_equal(layer["mlp.gate_up.weight"][:, 1::2], ours["feed_forward.up_proj"])
     np.testing.assert_array_equal(layer["attn.c_proj.weight"].reshape(4, 8, 32), ours["mixer.o_proj"])
@@ -294,7 +309,9 @@ def test_a_family_stores_several_weights_in_one_tensor_and_has_a_top_of_its_own(
 def test_layers_are_written_one_after_the_other(gpt2_like, tmp_path, monkeypatch):
     """Only one layer's weights are on the host at a time."""
     seen = []
-    monkeypatch.setattr(hub, "_on_host", lambda array, number, real=hub._on_host: seen.append(number) or real(array, number))
+    monkeypatch.setattr(
+        hub, "_on_host", lambda array, number, real=hub._on_host: seen.append(number) or real(array, number)
+    )
     policy.save(gpt2_like, tmp_path)
     numbers = [n for n in seen if n is not None]
     assert numbers == sorted(numbers) and set(numbers) == {0, 1, 2}
@@ -307,7 +324,9 @@ def test_a_weight_that_no_table_names_is_an_error_of_the_family(monkeypatch, tmp
 
 
 def test_a_multimodal_configuration_of_no_family_is_named(directory):
-    edit_config(directory, lambda config: config.update({"architectures": ["OddVision"], "text_config": {"model_type": "odd"}}))
+    edit_config(
+        directory, lambda config: config.update({"architectures": ["OddVision"], "text_config": {"model_type": "odd"}})
+    )
     edit_config(directory, lambda config: config.pop("model_type"))
     refused(directory, "OddVision", error=UnsupportedModel)
 
@@ -319,11 +338,19 @@ MODULES = {"multi_token_prediction": {"depth": 2}}
 def test_modules_that_a_directory_knows_nothing_of_start_fresh_and_are_saved(tmp_path):
     policy.save(random_model(families.read(configuration("Llama"))), tmp_path / "in")
     plain, model = policy.load(tmp_path / "in"), policy.load(tmp_path / "in", sections=MODULES, seed=3)
-    assert model.fresh == {path for path in model.params if path.startswith("mtp.")} == model.params.keys() - plain.params.keys()
+    assert (
+        model.fresh
+        == {path for path in model.params if path.startswith("mtp.")}
+        == model.params.keys() - plain.params.keys()
+    )
     created = policy.create(model.config, 3)
-    same_weights(created, policy.Model(model.graph, created.params | {path: model.params[path] for path in model.fresh}))
+    same_weights(
+        created, policy.Model(model.graph, created.params | {path: model.params[path] for path in model.fresh})
+    )
     same_weights(plain, policy.Model(plain.graph, {path: model.params[path] for path in plain.params}))
-    assert (np.asarray(model.params["mtp.enorm.weight"]) == 1).all() and np.asarray(model.params["mtp.eh_proj"]).std() > 0.01
+    assert (np.asarray(model.params["mtp.enorm.weight"]) == 1).all() and np.asarray(
+        model.params["mtp.eh_proj"]
+    ).std() > 0.01
     policy.save(model, tmp_path / "out")
     for sections in (None, MODULES):
         back = policy.load(tmp_path / "out", sections=sections, seed=4)

@@ -14,11 +14,12 @@ import pytest
 from oracles import configuration, random_model
 
 import policy
-from policy import families, hub
+from policy import families
 from policy.config import Runtime
+from policy.huggingface import hub
+from policy.huggingface.tensorfiles import TensorFiles
+from policy.mesh.sharding import layout
 from policy.model import Graph
-from policy.sharding import layout
-from policy.tensorfiles import TensorFiles
 
 MESHES = {"fsdp8": {"fsdp": 8}, "fsdp2_tensor2_expert2": {"fsdp": 2, "tensor": 2, "expert": 2}, "data8": {"data": 8}}
 
@@ -92,8 +93,12 @@ def run(task: str, directory, devices: int) -> dict:
 def test_the_host_holds_the_weights_once(tmp_path):
     """One copy of the largest stack, 101 of 331 MB, would already raise the peak to 1.26 times the weights."""
     keys = {"hidden_size": 512, "intermediate_size": 3072, "num_hidden_layers": 16, "vocab_size": 4096, "head_dim": 32}
-    graph = Graph(families.read(configuration("Llama", **keys)), Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]))
-    params = {path: np.broadcast_to(np.float32(i), graph.shapes[path].shape) for i, path in enumerate(sorted(graph.paths))}
+    graph = Graph(
+        families.read(configuration("Llama", **keys)), Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1])
+    )
+    params = {
+        path: np.broadcast_to(np.float32(i), graph.shapes[path].shape) for i, path in enumerate(sorted(graph.paths))
+    }
     hub.write(tmp_path, graph, params)
     found = run("memory", tmp_path, devices=1)
     assert found["wrong"] == []

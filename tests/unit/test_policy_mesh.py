@@ -17,14 +17,14 @@ from oracles import STANDARD, configuration, random_model, tokens
 
 import policy
 from policy import families
-from policy.axes import AXES, DEFAULT_RULES, STATIONARY_RULES
+from policy.attention import context_parallel
 from policy.config import Runtime
-from policy.layers import context_parallel
+from policy.mesh.axes import AXES, DEFAULT_RULES, STATIONARY_RULES
+from policy.mesh.sharding import Layout, layout
 from policy.model import Graph
-from policy.sharding import Layout, layout
-from rl import build
-from rl.config import RunConfig
+from rl.config.run import RunConfig
 from rl.errors import ConfigError
+from rl.run import build
 
 MESHES = {
     "fsdp8": {"fsdp": 8},
@@ -85,7 +85,8 @@ def run(*arguments: str) -> dict:
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, __file__, *arguments],
-        env=os.environ | {"XLA_FLAGS": flags, "PJRT_NPROC": "64", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        env=os.environ
+        | {"XLA_FLAGS": flags, "PJRT_NPROC": "64", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,
         text=True,
         timeout=600,
@@ -127,7 +128,9 @@ class EightDevices:
 
 def spec(axes, shape, degrees=None):
     mesh = EightDevices()
-    mesh.shape = dict.fromkeys(("data", "fsdp", "tensor", "expert", "context"), 1) | (degrees or {"fsdp": 4, "tensor": 2})
+    mesh.shape = dict.fromkeys(("data", "fsdp", "tensor", "expert", "context"), 1) | (
+        degrees or {"fsdp": 4, "tensor": 2}
+    )
     return Layout(mesh, tuple(DEFAULT_RULES.items())).spec(axes, shape)
 
 
@@ -233,7 +236,9 @@ def test_the_mode_of_a_run_reaches_the_mesh_of_several_devices():
 def moment_spec(axes, shape, degrees):
     mesh = EightDevices()
     mesh.shape = dict.fromkeys(("data", "fsdp", "tensor", "expert", "context"), 1) | degrees
-    return Layout(jax.sharding.AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape)), RULES, True).moment_spec(axes, shape)
+    return Layout(jax.sharding.AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape)), RULES, True).moment_spec(
+        axes, shape
+    )
 
 
 RULES = tuple(DEFAULT_RULES.items())
@@ -243,16 +248,26 @@ def test_moments_are_cut_over_data_where_their_weights_are_whole():
     degrees = {"data": 2, "fsdp": 2, "tensor": 2}
     assert moment_spec(("embed", "mlp"), (32, 48), {"data": 8}) == P(("data",), None)
     assert moment_spec(("layers", "embed", "mlp"), (2, 32, 48), degrees) == P(None, ("fsdp", "data"), ("tensor",))
-    assert moment_spec(("layers", "embed", "q_heads", "kv"), (2, 32, 4, 6), degrees) == P(None, ("fsdp",), ("tensor",), ("data",))
+    assert moment_spec(("layers", "embed", "q_heads", "kv"), (2, 32, 4, 6), degrees) == P(
+        None, ("fsdp",), ("tensor",), ("data",)
+    )
     assert moment_spec(("norm",), (3,), {"data": 8}) == P(None)
 
 
 def test_weights_that_stay_whole_are_listed():
     """Of 30 x 47 numbers none is cut; norms are within the tolerance."""
-    sizes = {"hidden_size": 30, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 6, "intermediate_size": 47}
+    sizes = {
+        "hidden_size": 30,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "head_dim": 6,
+        "intermediate_size": 47,
+    }
     mesh = Layout(jax.sharding.AbstractMesh((1, 4, 2, 1, 1), AXES), RULES)
     graph = Graph(families.read(configuration("Llama", **sizes)), Runtime(), mesh)
-    with pytest.raises(ConfigError, match=r"of the weights would be whole .*stacks.0.layers.0.feed_forward.down_proj \(4230\)"):
+    with pytest.raises(
+        ConfigError, match=r"of the weights would be whole .*stacks.0.layers.0.feed_forward.down_proj \(4230\)"
+    ):
         build.check_cut(graph, 0.02)
     assert build.check_cut(graph, 1.0) is graph
     even = Graph(families.read(configuration("Llama", hidden_size=64, intermediate_size=128)), Runtime(), mesh)

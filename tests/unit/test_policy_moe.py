@@ -10,8 +10,10 @@ import pytest
 from flax import nnx
 
 from policy.config import ClampedSwiglu, DecoderConfig, Moe, Norm, Router, Runtime
-from policy.layers import experts, grouped, moe, quantization
-from policy.layers.experts import AXES
+from policy.experts import experts, grouped, moe
+from policy.experts.experts import AXES
+from policy.experts.router import bias_update, routing_statistics
+from policy.ops import quantization
 
 N, k, G, E, F = 11, 2, 5, 6, 7
 CHOICES = {
@@ -130,7 +132,9 @@ def test_through_every_expert_is_the_same_as_through_the_chosen_ones(name, keys,
     weights = {key: jnp.asarray(rng.normal(size=shape), jnp.float32) for key, shape in shapes.items()}
     if rule:
         weights |= {
-            key: quantization.quantize(weights[key], jnp.int8, (1,)) for key in AXES if key in weights and "bias" not in key
+            key: quantization.quantize(weights[key], jnp.int8, (1,))
+            for key in AXES
+            if key in weights and "bias" not in key
         }
     x, cotangent = (jnp.asarray(rng.normal(size=(N, E)), jnp.float32) for _ in range(2))
     share = jnp.asarray(rng.uniform(0.1, 1.0, choices.shape), jnp.float32)
@@ -163,7 +167,9 @@ def router(seed=0, **keys):
 
 
 def test_a_sigmoid_router_chooses_with_the_bias_and_weighs_without():
-    layer = router(score="sigmoid", correction_bias=True, groups=4, topk_groups=2, group_score="top2", renormalize=True, scale=2.5)
+    layer = router(
+        score="sigmoid", correction_bias=True, groups=4, topk_groups=2, group_score="top2", renormalize=True, scale=2.5
+    )
     x = np.random.default_rng(3).normal(size=(40, E)).astype(np.float32)
     experts, weights, scores = (np.asarray(a) for a in layer(jnp.asarray(x)))
     s = 1 / (1 + np.exp(-x.astype(np.float64) @ np.asarray(layer.weight[...], np.float64)))
@@ -194,7 +200,7 @@ def test_routing_statistics_leave_padding_out():
     experts = rng.permuted(np.tile(np.arange(X), (B, T, 1)), axis=2)[..., :2]
     scores = rng.random((B, T, X)).astype(np.float32)
     segments = np.array([[1] * 6, [1, 1, 2, 2, 0, 0], [0] * 6])
-    found = moe.routing_statistics(jnp.asarray(experts), jnp.asarray(scores), jnp.asarray(segments))
+    found = routing_statistics(jnp.asarray(experts), jnp.asarray(scores), jnp.asarray(segments))
     counts, balance = np.zeros(X), 0.0
     for b, segment in [(0, 1), (1, 1), (1, 2)]:
         tokens = [t for t in range(T) if segments[b, t] == segment]
@@ -213,7 +219,7 @@ def test_balance_is_one_for_even_use_and_its_gradient_reaches_the_scores():
     @jax.jit
     @jax.value_and_grad
     def balance(scores, experts):
-        return moe.routing_statistics(experts, scores, jnp.ones((1, 4), int)).balance
+        return routing_statistics(experts, scores, jnp.ones((1, 4), int)).balance
 
     np.testing.assert_allclose(balance(even, experts)[0], 1.0, rtol=1e-6)
     uneven = jnp.asarray([[[0.7, 0.1, 0.1, 0.1]] * 4])
@@ -225,5 +231,5 @@ def test_balance_is_one_for_even_use_and_its_gradient_reaches_the_scores():
 def test_the_bias_moves_towards_even_use():
     bias = jnp.asarray([[0.0, 0.1, -0.2, 0.3], [0.0, 0.0, 0.0, 0.0]])
     counts = jnp.asarray([[9.0, 5.0, 1.0, 5.0], [4.0, 4.0, 4.0, 4.0]])
-    found = moe.bias_update(bias, counts, 0.01)
+    found = bias_update(bias, counts, 0.01)
     np.testing.assert_allclose(found, [[-0.01, 0.1, -0.19, 0.3], [0.0] * 4], atol=1e-7)

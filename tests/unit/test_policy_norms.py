@@ -8,7 +8,7 @@ from oracles import configuration
 
 from policy import families
 from policy.config import LayerNorm
-from policy.layers.norms import norm
+from policy.ops.norms import norm
 
 
 def layer(reductions):

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import pytest
 
-import rollout.pool
-from policy import pages
-from policy.sharding import layout
-from rollout.pool import choose_pool, memory_left
+import rollout.engine.pool
+from policy.cache import pages
+from policy.mesh.sharding import layout
+from rollout.engine.pool import choose_pool, memory_left
 
 SHAPE = (4, 3, 1)  # 4 slots of at most 3 pages
 BYTES = 2 * 3 * 8 * 5 * 4  # of one page: 2 heads, 3 layers, 8 tokens of 5 float32
@@ -21,7 +21,7 @@ def empty(number: pages.Pages):
     [(None, None, 13), (10**12, None, 13), (2 * 9 * BYTES, None, 9), (0, None, 4), (0, 6, 6), (10**12, 99, 99)],
 )
 def test_pages_are_as_many_as_wished_for_needed_or_possible(monkeypatch, left, wish, number):
-    monkeypatch.setattr(rollout.pool, "memory_left", lambda device: left)
+    monkeypatch.setattr(rollout.engine.pool, "memory_left", lambda device: left)
     found = choose_pool(empty, layout({}), SHAPE, (wish, 8))
     assert found.pages == (number, 8) and found.wanted == 13 and found.bytes == number * BYTES
     assert ("all that full slots need" in str(found)) == (number >= 13)

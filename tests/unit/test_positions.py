@@ -6,7 +6,7 @@ from oracles import configuration, random_model, tokens
 
 import policy
 from policy import families
-from rl.cli import train_main
+from rl.commands.cli import train_main
 from rollout import Generator
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rl import configfile
+from rl.config import files, packaged
+from rl.config.load import load
 from rl.errors import ConfigError
 
 BASE = """
@@ -18,16 +19,16 @@ stages: [{algorithm: {preset: PRESET}, steps: 3, prompts_per_step: 16, sampling:
 def loaded(tmp_path, preset, *overrides):
     file = tmp_path / "run.yml"
     file.write_text(BASE.replace("PRESET", preset))
-    return configfile.load([file], overrides)
+    return load([file], overrides)
 
 
-@pytest.mark.parametrize("name", configfile.presets())
+@pytest.mark.parametrize("name", packaged.presets())
 def test_every_preset_is_a_stage_that_is_saved_in_full(name, tmp_path):
     config = loaded(tmp_path, name)
     saved = tmp_path / "saved.yml"
-    saved.write_text(configfile.resolved_yaml(config))
+    saved.write_text(files.resolved_yaml(config))
     assert "preset" not in saved.read_text()
-    assert configfile.load([saved]) == config
+    assert load([saved]) == config
 
 
 def test_a_preset_holds_the_papers_settings_and_what_a_stage_says_wins(tmp_path):
@@ -45,7 +46,8 @@ def test_a_preset_can_come_from_the_command_line(tmp_path):
 
 def test_an_unknown_preset_is_named_with_its_place_and_the_nearest(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"run.yml:7: stages.0.algorithm.preset: no preset 'depseek_r1' \(nearest: deepseek_r1; valid: "
+        ConfigError,
+        match=r"run.yml:7: stages.0.algorithm.preset: no preset 'depseek_r1' \(nearest: deepseek_r1; valid: ",
     ):
         loaded(tmp_path, "depseek_r1")
 

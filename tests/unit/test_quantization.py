@@ -11,9 +11,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
 
 from policy.config import Runtime
-from policy.layers import quantization
-from policy.layers.grouped import plan, product
-from policy.layers.linear import linear, ragged_linear
+from policy.experts.grouped import plan, product
+from policy.ops import quantization
+from policy.ops.linear import linear, ragged_linear
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -42,7 +42,9 @@ def letters(equation, x):
 
 def quantized_product(xs, ws, outs, x, w):
     """The product of two (numbers, letters) by numpy: whole numbers, the largest of a scale at 127, then the scales."""
-    return np.einsum(f"{xs},{ws}->{outs}", x[0], w[0]).astype(np.float32) * align(x[1], xs, outs) * align(w[1], ws, outs)
+    return (
+        np.einsum(f"{xs},{ws}->{outs}", x[0], w[0]).astype(np.float32) * align(x[1], xs, outs) * align(w[1], ws, outs)
+    )
 
 
 def rounded_int8(array, own, outs):
@@ -122,7 +124,10 @@ def test_the_rules_are_those_of_the_provider_of_qwix(rule):
 @pytest.mark.parametrize(("rule", "choices"), [("int8", [0, 3, 3, 1, 0, 3, 3]), ("fp8_full", [4, 0])])
 def test_ragged_and_blocked_products_of_experts_agree(rule, choices):
     """Groups without rows, and groups that fill no block; each expert has scales of its own."""
-    x, w = drawn((len(choices), 16)), drawn((5, 16, 6), seed=1) * np.array([1e-3, 1, 10, 1, 100], np.float32)[:, None, None]
+    x, w = (
+        drawn((len(choices), 16)),
+        drawn((5, 16, 6), seed=1) * np.array([1e-3, 1, 10, 1, 100], np.float32)[:, None, None],
+    )
     choices, g, found = jnp.asarray(choices)[:, None], drawn((len(choices), 6), seed=2), []
     for block in (None, 2):
 

@@ -10,9 +10,10 @@ from oracles import configuration, edit_config, random_model
 from safetensors.numpy import load_file, save_file
 
 import policy
-from policy import families, hub, names
-from policy.hub import ModelFileError
-from policy.quantized import Fp8, Mxfp4, QuantizationError, scheme
+from policy import families
+from policy.huggingface import hub, names
+from policy.huggingface.hub import ModelFileError
+from policy.huggingface.quantized import Fp8, Mxfp4, QuantizationError, scheme
 
 RNG = np.random.default_rng(0)
 
@@ -60,7 +61,13 @@ def assert_every_slice(tensor, expected):
 
 @pytest.mark.parametrize(
     ("shape", "block"),
-    [((256, 384), (128, 128)), ((200, 300), (128, 128)), ((3, 20, 30), (8, 16)), ((5, 6), (128, 128)), ((9, 8), (2, 3))],
+    [
+        ((256, 384), (128, 128)),
+        ((200, 300), (128, 128)),
+        ((3, 20, 30), (8, 16)),
+        ((5, 6), (128, 128)),
+        ((9, 8), (2, 3)),
+    ],
 )
 def test_fp8_is_the_value_times_the_scale_of_its_block(shape, block):
     values, scales = fp8_pair(shape, block)
@@ -143,7 +150,9 @@ def assert_same(one, other):
         np.testing.assert_array_equal(np.asarray(other.params[path]), np.asarray(array), err_msg=path)
 
 
-def test_a_model_of_fp8_weights_loads_as_the_dequantised_one_and_is_saved_without_them(fp8_model, tmp_path, monkeypatch):
+def test_a_model_of_fp8_weights_loads_as_the_dequantised_one_and_is_saved_without_them(
+    fp8_model, tmp_path, monkeypatch
+):
     directory, _, dense = fp8_model
     monkeypatch.setattr(hub, "PIECE", 100)
     model = policy.load(directory)
@@ -171,7 +180,10 @@ def test_faults_of_fp8_files_are_named(fp8_model):
         lambda state: state.update({f"{name}_scale_inv": np.ones((2, 2), np.float32)}),
         f"{name}_scale_inv has shape [2, 2], expected [2, 1]",
     )
-    refused(lambda state: state.update({"model.odd_scale_inv": np.ones(2, np.float32)}), "unexpected tensors model.odd_scale_inv")
+    refused(
+        lambda state: state.update({"model.odd_scale_inv": np.ones(2, np.float32)}),
+        "unexpected tensors model.odd_scale_inv",
+    )
     refused(lambda state: state.update({name: state[name][:31]}), f"{name}")
     edit_config(directory, lambda config: config.pop("quantization_config"))
     refused(lambda state: None, "is F8_E4M3", "quantization_config")
@@ -180,9 +192,9 @@ def test_faults_of_fp8_files_are_named(fp8_model):
 @pytest.mark.parametrize("piece", [10, hub.PIECE])
 def test_a_model_of_mxfp4_experts_loads_as_the_dequantised_one(tmp_path, monkeypatch, piece):
     monkeypatch.setattr(hub, "PIECE", piece)
-    fused = names.joined("feed_forward.", ("expert_gate_proj", "expert_up_proj"), "mlp.experts.gate_up_proj", "x e f* -> x e f") | {
-        "feed_forward.expert_down_proj": names.Stored("mlp.experts.down_proj")
-    }
+    fused = names.joined(
+        "feed_forward.", ("expert_gate_proj", "expert_up_proj"), "mlp.experts.gate_up_proj", "x e f* -> x e f"
+    ) | {"feed_forward.expert_down_proj": names.Stored("mlp.experts.down_proj")}
     family = families.get("qwen3_moe")
     monkeypatch.setattr(family, "NAMES", family.NAMES | fused)
     policy.save(random_model(families.read(configuration("Qwen3Moe", moe_intermediate_size=64))), tmp_path)

@@ -10,13 +10,15 @@ import pytest
 import qwix
 from oracles import configuration, random_model, short
 
-from policy import cache as caches
-from policy import families, sources
-from policy.cache import LayerCache, Step, extend
+from policy import families
+from policy.cache import cache as caches
+from policy.cache.cache import LayerCache, extend
+from policy.cache.step import Step
 from policy.config import Runtime
+from policy.huggingface import sources
 from policy.model import Graph
 from rollout import Generator, GeneratorOptions, SamplingParams
-from rollout.weights import RolloutWeights
+from rollout.engine.weights import RolloutWeights
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 LARGEST = {"int8": 127.0, "int4": 7.5, "fp8": 448.0}
@@ -32,7 +34,8 @@ def small(kind, **keys):
 def fresh(params, seed=1):
     rng = np.random.default_rng(seed)
     return {
-        path: jax.device_put(np.asarray(a) + rng.normal(size=a.shape).astype(a.dtype), a.sharding) for path, a in params.items()
+        path: jax.device_put(np.asarray(a) + rng.normal(size=a.shape).astype(a.dtype), a.sharding)
+        for path, a in params.items()
     }
 
 
@@ -59,16 +62,19 @@ def test_weights_are_rounded_with_a_scale_for_each_output_channel(kind):
 def test_routers_norms_gates_indexers_and_heads_are_never_quantised(kind):
     graph = Graph(small(kind), Runtime(), _mesh())
     others = set(graph.paths) - set(graph.inputs)
-    assert not [path for path in graph.inputs if any(part in path.split(".")[-1] or f".{part}." in path for part in NEVER[:6])]
-    assert all(any(part in path for part in (*NEVER, "sinks", "A_log", "scalar", "scale", "embed_positions")) for path in others), (
-        others
-    )
+    assert not [
+        path for path in graph.inputs if any(part in path.split(".")[-1] or f".{part}." in path for part in NEVER[:6])
+    ]
+    assert all(
+        any(part in path for part in (*NEVER, "sinks", "A_log", "scalar", "scale", "embed_positions"))
+        for path in others
+    ), others
     for path, inputs in graph.inputs.items():
         assert 0 not in inputs and graph.axes[path][0] == "layers"
 
 
 def _mesh():
-    from policy.sharding import layout
+    from policy.mesh.sharding import layout
 
     return layout({"fsdp": 1}, devices=jax.devices()[:1])
 
@@ -84,7 +90,9 @@ def test_a_view_is_made_again_in_its_own_buffers_when_the_weights_change_and_onl
     changed = fresh(model.params)
     second = weights.of(changed)
     assert first[path].qvalue.is_deleted() and first[path].scale.is_deleted()
-    assert [a.unsafe_buffer_pointer() for p in model.graph.inputs for a in (second[p].qvalue, second[p].scale)] == places
+    assert [
+        a.unsafe_buffer_pointer() for p in model.graph.inputs for a in (second[p].qvalue, second[p].scale)
+    ] == places
     for p in model.graph.inputs:
         expected = np.asarray(changed[p])
         np.testing.assert_allclose(qwix.dequantize(second[p]), expected, atol=0.006 * np.abs(expected).max())
@@ -110,7 +118,11 @@ S, K, C, D = 3, 2, 8, 6
 def test_entries_come_back_rounded_and_only_those_written_change(kind, tiles):
     rng = np.random.default_rng(0)
     qtype = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3fn"}[kind]
-    arrays = {"k": jnp.ones((1, S, K, C, D), qtype), "k.scale": jnp.full((1, S, K, C, tiles), 9.0), "other": jnp.ones((1, 1))}
+    arrays = {
+        "k": jnp.ones((1, S, K, C, D), qtype),
+        "k.scale": jnp.full((1, S, K, C, tiles), 9.0),
+        "other": jnp.ones((1, 1)),
+    }
     new = rng.normal(size=(S, K, 2, D)).astype(np.float32) * 10.0 ** rng.integers(-3, 3, (S, K, 2, 1))
     new[0, :, 0] = 0.0
     positions = jnp.asarray([[0, 1], [5, 6], [7, 8]])
@@ -132,13 +144,24 @@ def test_bytes_of_a_token_count_the_scales_and_states_and_index_keys_stay_as_the
     config = families.read(configuration(family))
     for kind in ("int8", "int4", "fp8"):
         cache = caches.create(config, S, C, "bfloat16", scan=True, quantization=kind)
-        flat = [(name, a) for part in jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, dict)) for name, a in part.items()]
+        flat = [
+            (name, a)
+            for part in jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, dict))
+            for name, a in part.items()
+        ]
         by_token = [(n, a) for n, a in flat if n not in ("conv", "state")]
         bits = sum(a.size * (4 if a.dtype == jnp.int4 else 8 * a.dtype.itemsize) for _, a in by_token)
         assert bits == 8 * S * C * caches.bytes_per_token(config, "bfloat16", kind)
         kept = {name: str(a.dtype) for name, a in flat}
         stored = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3fn"}[kind]
-        expected = {"k": stored, "v": stored, "latent": stored, "index": "bfloat16", "conv": "bfloat16", "state": "float32"}
+        expected = {
+            "k": stored,
+            "v": stored,
+            "latent": stored,
+            "index": "bfloat16",
+            "conv": "bfloat16",
+            "state": "float32",
+        }
         expected |= {f"{name}.scale": "float32" for name in ("k", "v", "latent")}
         assert kept == {name: expected[name] for name in kept}
 
@@ -180,7 +203,9 @@ TURNS = zip(itertools.cycle(FAMILIES), itertools.chain(BOUNDS, BOUNDS), strict=F
 RARE = [case for family, pair in TURNS if (case := (family, *pair)) not in COMMON]
 
 
-@pytest.mark.parametrize(("family", "weights", "cache"), COMMON + [pytest.param(*case, marks=pytest.mark.slow) for case in RARE])
+@pytest.mark.parametrize(
+    ("family", "weights", "cache"), COMMON + [pytest.param(*case, marks=pytest.mark.slow) for case in RARE]
+)
 def test_a_quantised_generator_stays_near_the_trainer(family, weights, cache):
     found = differences(random_model(small(family)), GeneratorOptions(weights=weights, kv_cache=cache))
     mean, largest = BOUNDS[weights, cache]

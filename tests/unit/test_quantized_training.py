@@ -11,8 +11,8 @@ from oracles import random_model, short
 
 from policy import families, modes
 from policy.config import Runtime
-from policy.layers.quantization import RULES
 from policy.model import Graph
+from policy.ops.quantization import RULES
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

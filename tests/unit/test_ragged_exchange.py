@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policy.layers.ragged_exchange import groups_on_arrival, trips
+from policy.experts.ragged_exchange import groups_on_arrival, trips
 
 
 @pytest.mark.parametrize("room", [1000, 11, 4])
@@ -27,5 +27,9 @@ def test_rows_arrive_by_sender_and_group_and_the_last_stay_behind_when_the_room_
         groups = np.asarray(groups_on_arrival(arriving[:, j], length))
         np.testing.assert_array_equal(groups, [row[2] % G for row in after[j]] + [G, G])
     assert (room == 1000) == (int(trip.sizes.sum()) == counts.sum())
-    for forth, back in ((trip.source, trip.back.target), (trip.target, trip.back.source), (trip.sizes, trip.back.sizes)):
+    for forth, back in (
+        (trip.source, trip.back.target),
+        (trip.target, trip.back.source),
+        (trip.sizes, trip.back.sizes),
+    ):
         np.testing.assert_array_equal(forth, back.T)

@@ -13,9 +13,9 @@ from oracles import configuration, random_model, tokens
 
 from policy import families, remat
 from policy.config import Runtime
-from policy.layers.dropout import Dropout, row_seeds
 from policy.model import Graph
 from policy.modes import sit
+from policy.ops.dropout import Dropout, row_seeds
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -152,7 +152,9 @@ def assert_equal(found, expected, what):
     largest = max(float(jnp.abs(each).max()) for each in expected.values())
     for path, want in expected.items():
         scale = max(1e-3 * largest, float(jnp.abs(want).max()))
-        np.testing.assert_allclose(np.asarray(found[path]) / scale, np.asarray(want) / scale, atol=1e-5, err_msg=f"{path}, {what}")
+        np.testing.assert_allclose(
+            np.asarray(found[path]) / scale, np.asarray(want) / scale, atol=1e-5, err_msg=f"{path}, {what}"
+        )
 
 
 FAST = [("minimal_offloaded", True), ("minimal_with_context", False), ("custom", True)]

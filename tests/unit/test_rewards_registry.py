@@ -102,7 +102,9 @@ def test_a_class_with_a_call_is_a_reward(folder):
 
 
 def test_two_rewards_of_one_name_are_refused(folder):
-    (folder / "own.py").write_text("from rewards import reward\n@reward\ndef exact_answer(completions):\n    return [1.0]\n")
+    (folder / "own.py").write_text(
+        "from rewards import reward\n@reward\ndef exact_answer(completions):\n    return [1.0]\n"
+    )
     with pytest.raises(RewardError, match=r"'exact_answer' of .*own.py is taken by .*exact_answer.py"):
         load("own.py:exact_answer")
 
@@ -194,7 +196,7 @@ def test_right_options_and_columns_are_accepted(folder):
 def test_importing_rewards_is_light():
     """Workers and the command line import it: no numpy in workers, nothing heavy anywhere."""
     code = (
-        "import sys, rewards, rewards.registry, rewards.worker\n"
+        "import sys, rewards, rewards.registry, rewards.workers.worker\n"
         "assert 'numpy' not in sys.modules\n"
         "import rewards.check, rewards.runner\n"
         "from rewards import *\n"

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rewards import RewardError, RewardFailed, Runner, RunnerOptions, Share, pool
+from rewards import RewardError, RewardFailed, Runner, RunnerOptions, Share
+from rewards.workers import pool
 
 BAD = Path(__file__).with_name("bad_rewards.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,7 +190,9 @@ def ended_once(completions):
 
 def test_a_reward_that_uses_jax_leaves_the_accelerators_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    path = written(tmp_path, "import os\ndef f(completions):\n    return [float(os.environ['JAX_PLATFORMS'] == 'cpu')]\n")
+    path = written(
+        tmp_path, "import os\ndef f(completions):\n    return [float(os.environ['JAX_PLATFORMS'] == 'cpu')]\n"
+    )
     with Runner(options(f"{path}:f")) as runner:
         assert runner.score(["p"], ["a"], {}).total[0] == 1.0
 
@@ -329,7 +332,10 @@ def seen(prompts, completions, completion_lengths, label, log):
         handle.add(1, "bb", completion_lengths=11)
         np.testing.assert_array_equal(handle.result().total, [1, 2, 3, 4])
     calls = [json.loads(line) for line in log.read_text().splitlines()]
-    assert calls == [[["q", "q"], ["ccc", "dddd"], [12, 13], ["y", "y"]], [["p", "p"], ["a", "bb"], [10, 11], ["x", "x"]]]
+    assert calls == [
+        [["q", "q"], ["ccc", "dddd"], [12, 13], ["y", "y"]],
+        [["p", "p"], ["a", "bb"], [10, 11], ["x", "x"]],
+    ]
     assert handle.result().metrics["time/reward_calls"] > 0
 
 

@@ -8,8 +8,9 @@ import tiny
 from oracles import KINDS, configuration, random_model, tokens
 
 from policy import families
-from policy.cache import LayerCache, Step, extend
-from policy.rings import Ring, WithRings
+from policy.cache.cache import LayerCache, extend
+from policy.cache.sliding_window import Ring, WithRings
+from policy.cache.step import Step
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -25,7 +26,12 @@ def called(cache, positions, segments=None):
     step = Step(jnp.asarray(positions), jnp.asarray(segments))
     new = jnp.asarray(100.0 * np.arange(len(positions))[:, None] + positions)[:, None, :, None]
     visible, cache = extend(cache, step, k=new)
-    return np.asarray(visible.arrays["k"])[:, 0, :, 0], np.asarray(visible.positions), np.asarray(visible.segments), cache
+    return (
+        np.asarray(visible.arrays["k"])[:, 0, :, 0],
+        np.asarray(visible.positions),
+        np.asarray(visible.segments),
+        cache,
+    )
 
 
 def in_sight(found, row, query):

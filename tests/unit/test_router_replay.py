@@ -13,16 +13,17 @@ import pytest
 from learners import batch, begin, host, stage
 from oracles import configuration, random_model, short
 
-from policy import cache as caches
 from policy import families, modes
+from policy.cache import cache as caches
+from policy.cache.step import UNKNOWN
 from policy.config import Runtime
-from policy.layers.moe import bias_update
-from policy.layers.replay import UNKNOWN
-from rl import configcheck, events
-from rl.batch import pack
-from rl.config import RunConfig
-from rl.packing import packing
-from rl.rollouts import Problem, Rollouts, routes_of
+from policy.experts.router import bias_update
+from rl.config import checks
+from rl.config.run import RunConfig
+from rl.reporting import events
+from rl.stages.rollouts import Problem, Rollouts, routes_of
+from rl.training.batch import pack
+from rl.training.packing import packing
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -99,7 +100,9 @@ def assert_those_of_the_forward_pass(model, completions):
     for path, routes in found.items():
         assert routes.dtype == np.int8 and (routes[~fed] == UNKNOWN).all()
         same = np.sort(routes[fed], axis=-1) == np.sort(expected[path][fed], axis=-1)
-        assert same.mean() > 0.99, f"{path}: {1 - same.mean():.3f} of the choices differ; rounding decides near ties only"
+        assert same.mean() > 0.99, (
+            f"{path}: {1 - same.mean():.3f} of the choices differ; rounding decides near ties only"
+        )
 
 
 @functools.cache
@@ -107,7 +110,9 @@ def family(kind):
     return random_model(families.read(short(kind)), seed=2)
 
 
-@pytest.mark.parametrize("kind", ["one layer", *(pytest.param(kind, marks=SLOW) for kind in ("Qwen3Next", "Gemma4Moe"))])
+@pytest.mark.parametrize(
+    "kind", ["one layer", *(pytest.param(kind, marks=SLOW) for kind in ("Qwen3Next", "Gemma4Moe"))]
+)
 def test_recorded_routes_are_those_of_the_whole_forward_pass(kind):
     """Prompts in chunks, shared, copied from one another, more requests than slots; completions of different lengths. Also beside
     states of fixed size, and beside dense feed-forwards with rings of a window."""
@@ -130,7 +135,11 @@ def test_pages_keep_routes_as_rows_do(kind):
 
 @SLOW
 def test_only_drafts_that_are_accepted_leave_routes():
-    sizes = learners.SIZES | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "duet": {"multi_token_prediction": {"depth": 1}}}
+    sizes = learners.SIZES | {
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "duet": {"multi_token_prediction": {"depth": 1}},
+    }
     model = random_model(families.read(configuration("DeepseekV3", **sizes)), seed=2)
     _, found = recorded(model, speculative=2, cache="paged", page_size=4)
     assert_those_of_the_forward_pass(model, found)
@@ -163,7 +172,11 @@ def test_the_smallest_numbers_that_hold_all_experts_are_kept(experts, bits):
     model = learners.experts()
     spec = model.config.layers[0]
     router = replace(spec.feed_forward.router, experts=experts)
-    stacks = (replace(model.config.stacks[0], pattern=(replace(spec, feed_forward=replace(spec.feed_forward, router=router)),)),)
+    stacks = (
+        replace(
+            model.config.stacks[0], pattern=(replace(spec, feed_forward=replace(spec.feed_forward, router=router)),)
+        ),
+    )
     config = replace(model.config, stacks=stacks)
     cache = caches.create(config, 2, 4, "float32", scan=True, routes=True)
     assert cache[0][0][0][caches.ROUTES].dtype == f"int{bits}"
@@ -269,7 +282,11 @@ def test_metrics_and_biases_count_the_choices_that_are_computed():
 
 @SLOW
 def test_prediction_modules_choose_themselves():
-    sizes = learners.SIZES | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "duet": {"multi_token_prediction": {"depth": 1}}}
+    sizes = learners.SIZES | {
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "duet": {"multi_token_prediction": {"depth": 1}},
+    }
     model, data = random_model(families.read(configuration("DeepseekV3", **sizes)), runtime=learners.QUICK), batch()
     data = data.replace(routes=own_routes(model, data.tokens, data.segments))
     assert set(data.routes) == {"stacks.1.layers.0"}
@@ -318,7 +335,7 @@ def test_a_run_that_has_nothing_to_replay_is_refused(source, algorithm, exact, s
             "stages": [{"algorithm": algorithm, "steps": 1, "router_replay": True, "sampling": {"max_new_tokens": 2}}],
         }
     )
-    ((path, text),) = configcheck.problems(run)
+    ((path, text),) = checks.problems(run)
     assert path == ("stages", 0, "router_replay") and said in text
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollout.sampling import Draws, SamplingParams, choose, draw, keep, uniforms
+from rollout.engine.sampling import Draws, SamplingParams, choose, draw, keep, uniforms
 
 DRAWS = 40_000
 # (top_k, top_p, min_p): each alone, all pairs, all three, and the ones that keep everything.
@@ -37,7 +37,9 @@ def draw_jit(logits, uniforms, filters):
 
 
 def as_arrays(filters):
-    return tuple(np.asarray(value, kind) for value, kind in zip(filters, (np.int32, np.float32, np.float32), strict=True))
+    return tuple(
+        np.asarray(value, kind) for value, kind in zip(filters, (np.int32, np.float32, np.float32), strict=True)
+    )
 
 
 def softmax(logits):
@@ -144,7 +146,11 @@ def test_draws_at_different_positions_samples_and_prompts_are_independent():
     ids = jnp.arange(DRAWS, dtype=jnp.int32)
     zero, seed = jnp.zeros_like(ids), jnp.uint32(3)
     streams = [uniforms(seed, ids, zero, zero), uniforms(seed, zero, ids, zero), uniforms(seed, zero, zero, ids)]
-    streams += [uniforms(jnp.uint32(4), ids, zero, zero), uniforms(seed, ids, zero + 1, zero), uniforms(seed, ids, zero, zero + 1)]
+    streams += [
+        uniforms(jnp.uint32(4), ids, zero, zero),
+        uniforms(seed, ids, zero + 1, zero),
+        uniforms(seed, ids, zero, zero + 1),
+    ]
     for u in np.asarray(streams):
         assert chi_square(np.histogram(u, 20, (0, 1))[0], np.full(20, 0.05)) > 1e-4
     correlation = np.corrcoef(np.asarray(streams)) - np.eye(len(streams))
@@ -199,7 +205,12 @@ def test_logits_that_are_not_numbers_draw_a_token_of_the_vocabulary():
 
 def test_every_row_is_drawn_as_its_own_parameters_say():
     """Rows of one batch with and without filters, warm and greedy, draw what each draws alone."""
-    every = [SamplingParams(temperature=0), SamplingParams(temperature=0.7), SamplingParams(top_k=2), SamplingParams(top_p=0.5)]
+    every = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.7),
+        SamplingParams(top_k=2),
+        SamplingParams(top_p=0.5),
+    ]
     every += [SamplingParams(temperature=1.5, min_p=0.4), SamplingParams(temperature=0, top_k=1)]
     N = len(every)
     logits = np.random.default_rng(0).normal(0, 1, (N, 30)).astype(np.float32)
@@ -213,7 +224,9 @@ def test_every_row_is_drawn_as_its_own_parameters_say():
         if not params.temperature:
             assert tokens[i] == logits[i].argmax()
     assert sorted(np.argsort(-logits[2])[:2]).count(tokens[2]) == 1
-    again = jax.jit(choose)(np.repeat(logits, 3, 0), tuple(np.repeat(n, 3) for n in numbers), Draws.of(every, 9).repeat(3))
+    again = jax.jit(choose)(
+        np.repeat(logits, 3, 0), tuple(np.repeat(n, 3) for n in numbers), Draws.of(every, 9).repeat(3)
+    )
     assert np.asarray(again[0]).tolist() == np.repeat(tokens, 3).tolist()
 
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rollout.scheduler
-from rollout.engine import Engine
-from rollout.pages import PagedRows, PageTable
-from rollout.programs import Made
-from rollout.sampling import SamplingParams
-from rollout.scheduler import Queue, Request, Rows
+import rollout.engine.scheduler
+from rollout.engine.engine import Engine
+from rollout.engine.pages import PagedRows, PageTable
+from rollout.engine.programs import Made
+from rollout.engine.sampling import SamplingParams
+from rollout.engine.scheduler import Queue, Request, Rows
 
 CHUNK, STOP = 4, 0
 
@@ -104,7 +104,9 @@ class Simulation:
         while steps < limits[0] and len(going := [n for n, row in enumerate(slots) if row and row.active]) > limits[1]:
             for n in going:
                 row = slots[n]
-                assert self.read(cache[n], len(row.seen) - 1) == row.seen[:-1], "a row holds the tokens of another request"
+                assert self.read(cache[n], len(row.seen) - 1) == row.seen[:-1], (
+                    "a row holds the tokens of another request"
+                )
                 new = next_token(row.seen)
                 cache[n], tokens[steps, n] = row.seen, new
                 slots[n] = Row((*row.seen, new), row.left - 1, row.stops, row.left > 1 and new not in row.stops)
@@ -134,7 +136,9 @@ class PagedSimulation(Simulation):
 
     def rows(self):
         each = self.number // self.parts
-        return PagedRows(self.slots, [PageTable(each, self.size, n * each) for n in range(self.parts)], rewinds=self.rewinds)
+        return PagedRows(
+            self.slots, [PageTable(each, self.size, n * each) for n in range(self.parts)], rewinds=self.rewinds
+        )
 
     def empty(self):
         return {}, ((),) * self.slots
@@ -154,7 +158,9 @@ class PagedSimulation(Simulation):
         return page, i % self.size
 
     def prefill(self, params, cache, rows, tokens, starts, lengths, tables, *, fresh):
-        for slot, given_tokens, start, length, table in zip(rows, tokens.tolist(), starts, lengths, tables, strict=True):
+        for slot, given_tokens, start, length, table in zip(
+            rows, tokens.tolist(), starts, lengths, tables, strict=True
+        ):
             if slot < self.slots:
                 if fresh:
                     cache = self.written(cache, slot, None)
@@ -175,7 +181,9 @@ class PagedSimulation(Simulation):
         assert len({copy.target for copy in copies}) == len(copies)
         before = dict(cache[0])
         for copy in copies:
-            cache[0].update({(copy.target, i): before[copy.source, i] for i in range(self.size) if (copy.source, i) in before})
+            cache[0].update(
+                {(copy.target, i): before[copy.source, i] for i in range(self.size) if (copy.source, i) in before}
+            )
         return cache
 
     def enter(self, cache, rows):
@@ -195,12 +203,16 @@ class PagedSimulation(Simulation):
         for row, slot in enumerate(rows.tolist()):
             part = row * self.parts // len(rows)
             assert slot >= self.slots or slot * self.parts // self.slots == part, "a row in another part than its slot"
-            assert all(p == 0 or p * self.parts // self.number == slot * self.parts // self.slots for p in tables[row].tolist())
+            assert all(
+                p == 0 or p * self.parts // self.number == slot * self.parts // self.slots for p in tables[row].tolist()
+            )
         return slots[0], rows, tables
 
     def decode(self, params, cache, slots, limits):
         rows, numbers, tables = slots
-        views = [self.held(cache, n, t, len(r.seen) - 1) if r and r.active else () for r, n, t in zip(*slots, strict=True)]
+        views = [
+            self.held(cache, n, t, len(r.seen) - 1) if r and r.active else () for r, n, t in zip(*slots, strict=True)
+        ]
         after, rows, made = super().decode(params, tuple(views), rows, limits)
         for row, slot, table, held, view in zip(rows, numbers, tables, after, views, strict=True):
             for i in range(len(view), len(held)) if row else ():
@@ -232,10 +244,19 @@ def turn(engine, queue):
 
 @pytest.fixture(autouse=True)
 def short_prefixes_are_worth_a_copy(monkeypatch):
-    monkeypatch.setattr(rollout.scheduler, "WORTH_A_COPY", 3)
+    monkeypatch.setattr(rollout.engine.scheduler, "WORTH_A_COPY", 3)
 
 
-PROMPTS = [(1,), (2, 2), (1, 2, 3, 4, 1, 2), (1, 2, 3, 4, 1, 2, 3), (1, 2, 3, 4, 4), (1, 2, 3) * 5, (3, 1) * 9, (1, 2, 3, 4) * 4]
+PROMPTS = [
+    (1,),
+    (2, 2),
+    (1, 2, 3, 4, 1, 2),
+    (1, 2, 3, 4, 1, 2, 3),
+    (1, 2, 3, 4, 4),
+    (1, 2, 3) * 5,
+    (3, 1) * 9,
+    (1, 2, 3, 4) * 4,
+]
 ARRIVAL = st.tuples(st.just("arrive"), st.integers(0, len(PROMPTS) - 1), st.integers(1, 9), st.integers(1, 4))
 OTHER = st.tuples(st.sampled_from(["turn", "turn", "turn", "cancel", "continue", "weights"]), st.integers(0, 10_000))
 
@@ -458,7 +479,14 @@ def test_the_longest_goes_first_and_groups_stay_together():
     queue = Queue()
     for index, most in enumerate((3, 9, 5)):
         queue.add(Request((1,), SamplingParams(max_new_tokens=most), index=index, sample=k) for k in range(2))
-    assert [(r.index, r.sample) for r in (queue.pop() for _ in range(6))] == [(1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1)]
+    assert [(r.index, r.sample) for r in (queue.pop() for _ in range(6))] == [
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+        (0, 0),
+        (0, 1),
+    ]
 
 
 def test_a_row_is_given_back_once():
@@ -469,14 +497,18 @@ def test_a_row_is_given_back_once():
         rows.give(row, ())
 
 
-@given(tokens=st.lists(st.integers(0, 2), max_size=12), others=st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=5))
+@given(
+    tokens=st.lists(st.integers(0, 2), max_size=12),
+    others=st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=5),
+)
 def test_the_row_that_holds_the_most_is_found(tokens, others):
     rows = Rows(6, rewinds=True)
     for row, *_, other in [(*rows.take(tuple(other)), other) for other in others]:
         rows.give(row, tuple(other))
     row, same = rows.find(tuple(tokens))
     common = [
-        next((i for i, (a, b) in enumerate(zip(o, tokens, strict=False)) if a != b), min(len(o), len(tokens))) for o in others
+        next((i for i, (a, b) in enumerate(zip(o, tokens, strict=False)) if a != b), min(len(o), len(tokens)))
+        for o in others
     ]
     best = max(common, default=0)
     assert same == (best if best >= min(3, max(1, len(tokens))) else 0)

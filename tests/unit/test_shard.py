@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from policy import processes
-from rl import data
-from rl.config import DataOptions
+from policy.mesh import processes
+from rl.cluster.launch import agreed
+from rl.config.run import DataOptions
+from rl.data import datasets
+from rl.data.shard import Shard
 from rl.errors import DataError
-from rl.processes import agreed
-from rl.shard import Shard
 
 
 def test_each_process_keeps_and_checks_every_nth_row_and_tells_the_others(tmp_path, monkeypatch):
@@ -17,15 +17,15 @@ def test_each_process_keeps_and_checks_every_nth_row_and_tells_the_others(tmp_pa
     file.write_text("".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(5)) + "not json\n")
     options = DataOptions(path=str(file))
     with pytest.raises(DataError, match="rows.jsonl:6: not valid JSON"):
-        data.load(options, part=(1, 2))
+        datasets.load(options, part=(1, 2))
     # A row that another process holds is that process's to refuse, and one of theirs is an error of all.
-    assert [example.prompt for example in data.load(options, part=(0, 2))] == ["p0", "p2", "p4"]
+    assert [example.prompt for example in datasets.load(options, part=(0, 2))] == ["p0", "p2", "p4"]
     with monkeypatch.context() as other:
         other.setattr(processes, "gathered", lambda own: [own, DataError("row 6")])
         with pytest.raises(DataError, match="row 6"):
             agreed(lambda: "fine here")
 
-    parts = [data.load(options.model_copy(update={"limit": 5}), part=(i, 2)) for i in range(2)]
+    parts = [datasets.load(options.model_copy(update={"limit": 5}), part=(i, 2)) for i in range(2)]
     assert [part.total for part in parts] == [5, 5]
     shards = [Shard([example.prompt for example in part], part.total) for part in parts]
     told: list[dict] = []

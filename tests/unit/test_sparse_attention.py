@@ -11,12 +11,13 @@ from flax import nnx
 from oracles import configuration, random_model, tokens
 
 from policy import families
-from policy.cache import LayerCache, Step, Visible
+from policy.attention import sparse_attention
+from policy.attention.indexer import IndexedMask, KeyIndexer
+from policy.attention.sparse_attention import attend_selected
+from policy.cache.cache import LayerCache, Visible
+from policy.cache.step import Step
 from policy.config import Indexer, Rope, Runtime
-from policy.layers import sparse_attention
-from policy.layers.indexer import IndexedMask, KeyIndexer
-from policy.layers.rope import rotation
-from policy.layers.sparse_attention import attend_selected
+from policy.ops.rope import rotation
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -45,7 +46,9 @@ def ours(topk, runtime, **how):
     step = Step(jnp.asarray(positions, jnp.int32), jnp.asarray(segments, jnp.int32))
 
     def run(q, k, v, index_q, index_w, index_k):
-        mask = IndexedMask(step, Visible({"index": index_k[:, None]}, step.positions, step.segments), (index_q, index_w), spec)
+        mask = IndexedMask(
+            step, Visible({"index": index_k[:, None]}, step.positions, step.segments), (index_q, index_w), spec
+        )
         return attend_selected(q, k, v, mask, None, runtime)
 
     return run, [jnp.asarray(a, jnp.float32) for a in (*arrays, *index)]
@@ -123,7 +126,10 @@ def test_gradients_of_the_divergence_are_finite_differences_of_the_formula(stage
 def test_of_equal_scores_the_earlier_keys_are_selected_and_invisible_ones_do_not_count():
     step = Step(jnp.arange(6)[None], jnp.array([[1, 1, 1, 1, 1, 0]]))
     mask = IndexedMask(
-        step, Visible({"index": jnp.zeros((1, 1, 6, 2))}, step.positions, step.segments), (), Indexer(1, 2, 3, Rope(2, 1e4))
+        step,
+        Visible({"index": jnp.zeros((1, 1, 6, 2))}, step.positions, step.segments),
+        (),
+        Indexer(1, 2, 3, Rope(2, 1e4)),
     )
     visible = mask.visible(step.positions, step.segments)
     scores = jnp.array([1.0, 0, 0, 0, 2.0, 9.0]) * jnp.ones((1, 6, 1))
@@ -138,7 +144,9 @@ def test_of_equal_scores_the_earlier_keys_are_selected_and_invisible_ones_do_not
 def test_gathered_latents_give_what_the_masked_cache_gives(queries, monkeypatch):
     """With ties, and with queries that see fewer keys than are selected, or are padding."""
     rng, R, B, C, H, D, V, topk = np.random.default_rng(0), 3, 4, 29, 3, 7, 5, 6
-    array = {name: jnp.asarray(rng.normal(size=(R, B, 1, C, d)), jnp.float32) for name, d in (("latent", D), ("index", 4))}
+    array = {
+        name: jnp.asarray(rng.normal(size=(R, B, 1, C, d)), jnp.float32) for name, d in (("latent", D), ("index", 4))
+    }
     cache = LayerCache(array, jnp.int32(1))
     at = np.array([[0], [3], [25], [12]]) + np.arange(queries)
     step = Step(jnp.asarray(at), jnp.asarray((at != 12).astype(np.int32)))
@@ -148,7 +156,9 @@ def test_gathered_latents_give_what_the_masked_cache_gives(queries, monkeypatch)
     def run(cache):
         seen = {name: array[cache.index] for name, array in cache.arrays.items()}
         everywhere = jnp.broadcast_to(jnp.arange(C), (B, C))
-        mask = IndexedMask(step, Visible(seen, everywhere, jnp.ones_like(everywhere)), queries, Indexer(2, 4, topk, Rope(2, 1e4)))
+        mask = IndexedMask(
+            step, Visible(seen, everywhere, jnp.ones_like(everywhere)), queries, Indexer(2, 4, topk, Rope(2, 1e4))
+        )
         return attend_selected(q, seen["latent"], seen["latent"][..., :V], mask, cache, Runtime())[0]
 
     gathered = jax.jit(lambda cache: run(cache))(cache)

@@ -9,14 +9,14 @@ import pytest
 from oracles import configuration, random_model, short, tokens
 
 import policy
-from policy import cache as caches
 from policy import families, modes
+from policy.cache import cache as caches
 from policy.config import HyperConnections, Runtime
-from policy.hf import UnsupportedModel
-from policy.layers.dropout import Dropout, row_seeds
+from policy.huggingface.hf import UnsupportedModel
+from policy.mesh.sharding import layout
 from policy.model import Graph
 from policy.modes import sit
-from policy.sharding import layout
+from policy.ops.dropout import Dropout, row_seeds
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 # Norms on one side and on both, a parallel block, layer norms with biases, no residual at all, hybrids, experts; and the options.
@@ -46,7 +46,9 @@ def model_of(kind):
 
 def every(*quick):
     """All kinds, those that are not `quick` marked as slow."""
-    return pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in quick else pytest.mark.slow) for k in KINDS])
+    return pytest.mark.parametrize(
+        "kind", [pytest.param(k, marks=() if k in quick else pytest.mark.slow) for k in KINDS]
+    )
 
 
 def gradients(model, **runtime):

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rewards.pool import Call
-from rl.config import ProfileOptions
-from rl.timeline import CHECKPOINTS, FILE, PROFILES, Timeline
+from rewards.workers.pool import Call
+from rl.config.run import ProfileOptions
+from rl.reporting.timeline import CHECKPOINTS, FILE, PROFILES, Timeline
 
 
 def events(directory, kind="X") -> list[dict]:

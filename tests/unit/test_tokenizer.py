@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from rollout.chat import ChatError, encode_example, render_conversation, render_prompt
-from rollout.tokenizer import SPECIALS, load_tokenizer, stop_ids
+from rollout.text.chat import ChatError, encode_example, render_conversation, render_prompt
+from rollout.text.tokenizer import SPECIALS, load_tokenizer, stop_ids
 
 ALPHABET = "0123456789+-*= \n"
 TALK = [

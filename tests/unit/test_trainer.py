@@ -15,13 +15,13 @@ import pytest
 from learners import batch, begin, host, same_bits, stage
 
 import policy
-from policy.layers.moe import bias_update
+from policy.experts.router import bias_update
 from policy.model import Model
 from policy.modes import sit
-from rl.batch import pack
-from rl.config import OptimizerOptions
-from rl.optimizerstep import stored_as
-from rl.updater import schedule
+from rl.config.run import OptimizerOptions
+from rl.training.batch import pack
+from rl.training.optimizer import stored_as
+from rl.training.updater import schedule
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -61,7 +61,9 @@ def assert_cut_changes_nothing(model, data, algorithm, cuts, **keys):
         assert metrics[0].keys() == found[0].keys()
         for one, other in zip(metrics, found, strict=True):
             for key in one.keys() - {"perf/packed_share"}:
-                np.testing.assert_allclose(one[key], other[key], rtol=2e-6, atol=1e-6, err_msg=f"{key}, micro_batch {rows}")
+                np.testing.assert_allclose(
+                    one[key], other[key], rtol=2e-6, atol=1e-6, err_msg=f"{key}, micro_batch {rows}"
+                )
         for key in whole:
             np.testing.assert_allclose(arrays[key], whole[key], atol=1e-6, err_msg=f"{key}, micro_batch {rows}")
     return whole, found
@@ -73,7 +75,13 @@ def test_supervised_updates_are_the_same_for_any_micro_batch():
 
 
 def test_policy_gradient_updates_are_the_same_for_any_micro_batch():
-    options = {"name": "grpo", "aggregation": "prompt", "kl_coef": 0.1, "top_entropy": 0.5, "correction": "token_truncate"}
+    options = {
+        "name": "grpo",
+        "aggregation": "prompt",
+        "kl_coef": 0.1,
+        "top_entropy": 0.5,
+        "correction": "token_truncate",
+    }
     assert_cut_changes_nothing(learners.dense(), batch(), options, cuts=[3], updates_per_step=2, prompts_per_step=2)
 
 
@@ -231,7 +239,11 @@ def test_weight_decay_acts_on_matrices_only():
         key, matrix = f"['{path}']", len([axis for axis in axes if axis != "layers"]) > 1
         expected = plain[key] - np.float32(1e-2 * 0.5 * matrix) * before[key]
         np.testing.assert_allclose(decayed[key], expected, rtol=1e-6, atol=1e-7, err_msg=path)
-    assert decayed["['norm.weight']"].tobytes() == plain["['norm.weight']"].tobytes() != before["['norm.weight']"].tobytes()
+    assert (
+        decayed["['norm.weight']"].tobytes()
+        == plain["['norm.weight']"].tobytes()
+        != before["['norm.weight']"].tobytes()
+    )
 
 
 def test_small_steps_of_weights_in_bfloat16_add_up():
@@ -289,7 +301,9 @@ def test_gradients_are_clipped_as_optax_clips_them():
     def first_gradient(clip):
         trainer, state = begin(model, stage(optimizer={"clip_norm": clip}))
         state, metrics = trainer.update(state, data)
-        return jax.tree.map(lambda m: m / np.float32(0.1), state.policy.optimizer[0].mu), float(metrics["optim/grad_norm"])
+        return jax.tree.map(lambda m: m / np.float32(0.1), state.policy.optimizer[0].mu), float(
+            metrics["optim/grad_norm"]
+        )
 
     raw, norm = first_gradient(1e3)
     assert norm == pytest.approx(float(optax.tree.norm(raw)), rel=1e-5)  # below the limit nothing is changed
@@ -360,7 +374,9 @@ def test_a_value_head_on_the_policys_states_learns_from_them_and_leaves_them_alo
     algorithm = {"name": "ppo", "critic_trunk": "policy", "value_clip": None, "value_init_std": 1.0}
     trainer, state = begin(model, stage(algorithm, critic={"learning_rate": 0.01}, micro_batch=3))
     assert state.critic.params.keys() == {"value_head"}
-    jax.tree.map(lambda s, a: (s.shape, s.sharding) == (a.shape, a.sharding) or pytest.fail(f"{s}"), trainer.abstract(), state)
+    jax.tree.map(
+        lambda s, a: (s.shape, s.sharding) == (a.shape, a.sharding) or pytest.fail(f"{s}"), trainer.abstract(), state
+    )
     head, policy_before = np.array(state.critic.params["value_head"]), host(state.policy)
 
     last = np.asarray(model.hidden_states(data.tokens, segments=data.segments)[-1])
@@ -430,7 +446,9 @@ def test_the_kl_to_the_reference_starts_at_zero():
     kept = host(state.reference)
     kl = []
     for _ in range(2):
-        state, metrics = trainer.update(state, data.replace(ref_logp=reference, old_logp=None, sampler_logp=None, entropy=None))
+        state, metrics = trainer.update(
+            state, data.replace(ref_logp=reference, old_logp=None, sampler_logp=None, entropy=None)
+        )
         kl.append(float(metrics["kl/ref"]))
     assert abs(kl[0]) < 1e-9 and kl[1] > 1e-6, kl
     assert same_bits(host(state.reference), kept)
@@ -457,7 +475,7 @@ ON_EIGHT_DEVICES = """
 import json, sys
 import jax, numpy as np
 import learners
-from policy.sharding import layout
+from policy.mesh.sharding import layout
 devices = jax.devices()
 assert len(devices) == 8
 data = learners.batch()
@@ -492,5 +510,7 @@ def test_updates_on_eight_devices_are_those_on_one():
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "PYTHONPATH": os.pathsep.join([str(tests), os.environ["PYTHONPATH"]]),
     }
-    done = subprocess.run([sys.executable, "-c", ON_EIGHT_DEVICES], capture_output=True, text=True, env=environment, timeout=500)
+    done = subprocess.run(
+        [sys.executable, "-c", ON_EIGHT_DEVICES], capture_output=True, text=True, env=environment, timeout=500
+    )
     assert done.stdout.startswith("equal"), done.stderr[-3000:]

@@ -6,25 +6,36 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policy import wire
-from rewards.pool import Failure
-from rl.checkpoint import CheckpointError
-from rl.data import Example
+from policy.mesh import serialization
+from rewards.workers.pool import Failure
+from rl.data.datasets import Example
+from rl.data.prepare import Pair
 from rl.errors import DataError, ResourceError
-from rl.prepare import Pair
-from rl.rollouts import Problem
+from rl.run.checkpoint import CheckpointError
+from rl.stages.rollouts import Problem
 
 
 def again(value):
-    return wire.read(wire.write(value))
+    return serialization.read(serialization.write(value))
 
 
 def test_values_come_back_as_they_were():
-    example = Example([{"role": "user", "content": "é\n"}], columns={"answer": 3, "list": [1.5, None, True]}, where="a:1")
+    example = Example(
+        [{"role": "user", "content": "é\n"}], columns={"answer": 3, "list": [1.5, None, True]}, where="a:1"
+    )
     value = {
         3: (Problem(example, [1, 2]), Pair(([1], [0]), ([2], [1]), 0.25)),
         "path": Path("/a/b"),
-        ("a", 1): [0.1, -math.inf, {}, {"path": "no path"}, {"dict": []}, Failure("raised", "x"), np.float64(0.1), np.int32(7)],
+        ("a", 1): [
+            0.1,
+            -math.inf,
+            {},
+            {"path": "no path"},
+            {"dict": []},
+            Failure("raised", "x"),
+            np.float64(0.1),
+            np.int32(7),
+        ],
     }
     assert again(value) == value
     assert type(again(np.float64(0.5))) is float and math.isnan(again(math.nan))
@@ -45,4 +56,4 @@ def test_errors_keep_their_class_or_the_nearest_one_that_is_known():
 @pytest.mark.parametrize("value", [object(), {1: print}, [{1, 2}], b"bytes", 1j])
 def test_nothing_else_travels(value):
     with pytest.raises(TypeError, match="cannot be told to the other processes"):
-        wire.write(value)
+        serialization.write(value)

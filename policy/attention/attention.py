@@ -1,0 +1,126 @@
+"""Grouped-query attention. B rows, T queries, C visible keys, H query heads, K key-value heads, G = H / K, D head dimension."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from policy.attention import flash_attention, paged_attention
+from policy.attention.context_parallel import Keys, Limits, applies, attend_cut
+from policy.attention.dot_product_attention import Mask, attend
+from policy.cache.cache import LayerCache, extend, layout_of
+from policy.cache.step import Step
+from policy.config import Attention, DecoderConfig, QueryTemperature, Runtime
+from policy.intermediates import LayerAux
+from policy.mesh.sharding import decoded, from_cache, to_cache
+from policy.ops.linear import linear
+from policy.ops.norms import RMSNorm
+from policy.ops.parameter import normal, weight, zeros
+from policy.ops.rope import rotate
+
+
+class GroupedQueryAttention(nnx.Module):
+    """Query head h reads key-value head h // G. Weights: q_proj [E, H, D] ([E, H, 2D] with a gate: per head query, then gate),
+    k_proj and v_proj [E, K, D], o_proj [H, D, E]."""
+
+    def __init__(self, spec: Attention, config: DecoderConfig, rngs: nnx.Rngs):
+        self.spec = spec
+        E, H, K, D = config.hidden_size, spec.heads, spec.kv_heads, spec.head_dim
+        init = normal(config.initializer_range)
+        for name, heads, dim, axis in (
+            ("q", H, D * (1 + spec.gate), "q_heads"),
+            ("k", K, D, "kv_heads"),
+            ("v", K, D, "kv_heads"),
+        ):
+            if name == "v" and spec.values_are_keys:
+                continue
+            setattr(self, f"{name}_proj", weight(rngs, (E, heads, dim), ("embed", axis, "kv"), init, inputs=(0,)))
+            if spec.bias:
+                setattr(self, f"{name}_bias", weight(rngs, (heads, dim), (axis, "kv"), zeros))
+        self.o_proj = weight(rngs, (H, D, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
+        if spec.out_bias:
+            self.o_bias = weight(rngs, (E,), ("norm",), zeros)
+        if spec.qk_norm:
+            together = spec.qk_norm_over == "all_heads"
+            self.q_norm = RMSNorm(H * D if together else D, spec.qk_norm, rngs)
+            self.k_norm = RMSNorm(K * D if together else D, spec.qk_norm, rngs)
+        if spec.v_norm:
+            self.v_norm = RMSNorm(D, spec.v_norm, rngs)
+        if spec.sinks:
+            self.sinks = weight(rngs, (H,), ("q_heads",), init)
+
+    def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
+        """Returns (x_BTE, cache, LayerAux)."""
+        spec = self.spec
+        q, k = self._project(x_BTE, "q", step, runtime), self._project(x_BTE, "k", step, runtime)
+        v = k if spec.values_are_keys else self._project(x_BTE, "v", step, runtime)
+        q, gate = jnp.split(q, 2, axis=-1) if spec.gate else (q, None)
+        q, k = self._place(q, k, step)
+        if spec.v_norm:
+            v = self.v_norm(v)
+        if spec.temperature:
+            q = (q * temperature(spec.temperature, step.positions)).astype(q.dtype)
+        q, k, v = (checkpoint_name(a, name) for a, name in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
+        q, k, v = (to_cache(a, layout_of(cache, runtime.layout)) for a in (q, k, v))
+        back = min((tokens for tokens in (spec.window, spec.chunk) if tokens), default=None)
+        visible, cache = extend(cache, step, back=back, k=k, v=v)
+        keys, values = visible.arrays["k"], visible.arrays["v"]
+        mask = Mask(step, visible, spec.window, spec.chunk)
+        sinks = self.sinks[...] if spec.sinks else None
+        out = paged_attention.decode(q * spec.scale, cache, step, spec, runtime)
+        if applies(cache, step, runtime):
+            limits = Limits(spec.window, spec.chunk, spec.softcap)
+            out = attend_cut(q * spec.scale, Keys((k, v)), step, runtime, limits, sinks)
+        elif out is None and spec.chunk is None:
+            limits = {"window": spec.window, "softcap": spec.softcap, "sinks_H": sinks}
+            out = flash_attention.attend(q * spec.scale, k, v, step, runtime, **limits)
+        if out is None:
+            out = attend(q * spec.scale, keys, values, mask, runtime.attention_chunk, spec.softcap, sinks)
+        out = checkpoint_name(from_cache(out, runtime.layout), "context")
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
+        out = checkpoint_name(out, "attention_out")
+        out = linear("bhtd,hde->bte", out, self.o_proj[...], runtime)
+        if spec.out_bias:
+            out = out + self.o_bias[...].astype(x_BTE.dtype)
+        return checkpoint_name(out, "out_proj"), cache, LayerAux()
+
+    def _project(self, x_BTE: jax.Array, name: str, step: Step, runtime: Runtime) -> jax.Array:
+        out = linear("bte,ehd->bhtd", x_BTE, getattr(self, f"{name}_proj")[...], runtime)
+        out = decoded(out, step, runtime.layout, "q_heads" if name == "q" else "kv_heads")
+        if self.spec.bias:
+            out = out + getattr(self, f"{name}_bias")[...].astype(x_BTE.dtype)[None, :, None]
+        return out
+
+    def _place(self, q_BHTD: jax.Array, k_BKTD: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
+        """Queries and keys normed and rotated, in the order that `qk_norm_over` says."""
+        spec = self.spec
+
+        def norm(q, k):
+            if spec.qk_norm_over == "all_heads":
+                return _over_all_heads(self.q_norm, q), _over_all_heads(self.k_norm, k)
+            return self.q_norm(q), self.k_norm(k)
+
+        q, k = q_BHTD, k_BKTD
+        if spec.qk_norm and spec.qk_norm_over != "rotated_head":
+            q, k = norm(q, k)
+        if spec.rope:
+            table = step.rotations[str(spec.rope)]
+            q, k = rotate(q, spec.rope, table), rotate(k, spec.rope, table)
+        if spec.qk_norm and spec.qk_norm_over == "rotated_head":
+            q, k = norm(q, k)
+        return q, k
+
+
+def _over_all_heads(norm: RMSNorm, x_BHTD: jax.Array) -> jax.Array:
+    B, H, T, D = x_BHTD.shape
+    flat = norm(jnp.swapaxes(x_BHTD, 1, 2).reshape(B, T, H * D))
+    return jnp.swapaxes(flat.reshape(B, T, H, D), 1, 2)
+
+
+def temperature(spec: QueryTemperature, positions_BT: jax.Array) -> jax.Array:
+    """float32[B, 1, T, 1]: what queries at these positions are multiplied by (arXiv 2501.19399)."""
+    steps = jnp.floor((positions_BT.astype(jnp.float32) + 1.0) / spec.floor)
+    return (1.0 + spec.scale * jnp.log1p(steps))[:, None, :, None]

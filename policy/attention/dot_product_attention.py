@@ -1,0 +1,127 @@
+"""The portable form of attention, and who may look at whom. B rows, T queries, C visible keys, H query heads, K key-value heads,
+G = H / K, D head dimension."""
+
+from __future__ import annotations
+
+import copy
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from policy.cache.cache import Visible
+from policy.cache.step import Step
+from policy.mesh.explicit import over_devices, spec_of, stated
+
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+class Mask:
+    """Who may look at whom: same document, not padding, not the future, at most `window` tokens back (itself counted), and in the
+    same `chunk` of positions."""
+
+    def __init__(self, step: Step, visible: Visible, window: int | None = None, chunk: int | None = None):
+        self.queries = (step.positions, step.segments)
+        self.keys = (visible.positions, visible.segments)
+        self.window, self.chunk = window, chunk
+
+    def between(self, queries: tuple, keys: tuple) -> Mask:
+        """The same rule for these."""
+        other = copy.copy(self)
+        other.queries, other.keys = queries, keys
+        return other
+
+    def of(self, positions_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
+        """bool[B, T, C] for these queries; takes what `queries` holds, cut along T."""
+        k_positions, k_segments = (a[:, None, :] for a in self.keys)
+        positions, segments = positions_BT[..., None], segments_BT[..., None]
+        back = positions - k_positions
+        allowed = (back >= 0) & (segments == k_segments) & (segments != 0)
+        if self.window:
+            allowed &= back < self.window
+        if self.chunk:
+            allowed &= positions // self.chunk == k_positions // self.chunk
+        return allowed
+
+
+def attend(
+    q_BHTD: jax.Array,
+    k_BKCD: jax.Array,
+    v_BKCD: jax.Array,
+    mask: Mask,
+    chunk: int,
+    softcap: float | None = None,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array:
+    """softmax(q k^T) v with the scale already in q; softmax in float32. Returns [B, H, T, Dv].
+
+    `softcap` c bounds the scores by c tanh(s / c), before the mask; `sinks` are one more score of each head, without a value.
+    More than `chunk` queries are taken in chunks whose scores are computed again in the backward pass, so that memory grows
+    with T, not with T^2.
+    """
+    if stated():
+        return _by_device(q_BHTD, k_BKCD, v_BKCD, mask, chunk, softcap, sinks_H)
+    B, H, T, D = q_BHTD.shape
+    K = k_BKCD.shape[1]
+    q = q_BHTD.reshape(B, K, H // K, T, D)
+    sinks = None if sinks_H is None else sinks_H.reshape(K, H // K, 1, 1)
+
+    def some(q_BKGtD, *queries):
+        if T == 1:
+            # Keys on the left are read where they are; on the right XLA transposes them for every token on CPU.
+            scores = jnp.einsum("bkcd,bkgtd->bkcgt", k_BKCD, q_BKGtD, preferred_element_type=jnp.float32)
+            scores = jnp.moveaxis(scores, 2, -1)
+        else:
+            scores = jnp.einsum("bkgtd,bkcd->bkgtc", q_BKGtD, k_BKCD, preferred_element_type=jnp.float32)
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        scores = jnp.where(mask.of(*queries)[:, None, None], scores, MASKED)
+        weights = _softmax(scores, sinks).astype(v_BKCD.dtype)
+        return jnp.einsum("bkgtc,bkcd->bkgtd", weights, v_BKCD)
+
+    if chunk >= T:
+        out = some(q, *mask.queries)
+    else:
+        parts = (in_chunks(a, chunk, axis) for a, axis in ((q, 3), *((a, 1) for a in mask.queries)))
+        out = jax.lax.map(jax.checkpoint(lambda xs: some(*xs)), tuple(parts))
+        out = of_chunks(out, 3)[:, :, :, :T]
+    return out.reshape(B, H, T, v_BKCD.shape[-1])
+
+
+def _by_device(q_BHTD, k_BKCD, v_BKCD, mask: Mask, chunk: int, softcap, sinks_H) -> jax.Array:
+    """`attend` on every device with its own rows and heads."""
+    H, K, heads = q_BHTD.shape[1], k_BKCD.shape[1], spec_of(q_BHTD)[1]
+    if 1 < K < H and spec_of(k_BKCD)[1] != heads:
+        # The mesh cuts query heads only: every device needs the keys of its own.
+        k_BKCD, v_BKCD = (jnp.repeat(a, H // K, axis=1) for a in (k_BKCD, v_BKCD))
+    rows = PartitionSpec(spec_of(q_BHTD)[0])
+    keys = PartitionSpec(*rows, heads if k_BKCD.shape[1] > 1 else None)
+
+    def local(q, k, v, queries, keys, sinks):
+        return attend(q, k, v, mask.between(queries, keys), chunk, softcap, sinks)
+
+    places = spec_of(q_BHTD), keys, keys, rows, rows, PartitionSpec(heads)
+    run = over_devices(local, None, places, spec_of(q_BHTD), check_vma=False)
+    return run(q_BHTD, k_BKCD, v_BKCD, mask.queries, mask.keys, sinks_H)
+
+
+def in_chunks(a: jax.Array, chunk: int, axis: int) -> jax.Array:
+    """`axis` padded to whole chunks and cut into them; the chunks come first."""
+    a = jnp.pad(a, [(0, -a.shape[axis] % chunk if i == axis else 0) for i in range(a.ndim)])
+    return jnp.moveaxis(a.reshape(*a.shape[:axis], -1, chunk, *a.shape[axis + 1 :]), axis, 0)
+
+
+def of_chunks(a: jax.Array, axis: int) -> jax.Array:
+    """The inverse of `in_chunks`, with the padding still there."""
+    a = jnp.moveaxis(a, 0, axis)
+    return a.reshape(*a.shape[:axis], -1, *a.shape[axis + 2 :])
+
+
+def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Over the last axis; `sinks` take their share of the sum."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sinks = sinks.astype(jnp.float32)
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
+    e = jnp.exp(scores - top)
+    return e / (jnp.sum(e, axis=-1, keepdims=True) + jnp.exp(sinks - top))

@@ -1,0 +1,153 @@
+"""Attention of whole sequences by a kernel that keeps no scores: on TPU jax's splash attention, on GPU the one of
+policy/attention/gpu_attention.py. Where neither can serve, `attend` returns None, and the portable form
+(policy/attention/dot_product_attention.py) is used: it is the kernels' oracle.
+
+It is for calls that look at their own tokens only (`Step.whole`): training, scoring, and the first tokens of a prompt.
+
+B rows, T tokens, H query heads, K key-value heads, D dimension of queries and keys, V that of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+from policy.attention import gpu_attention
+from policy.cache.step import Step
+from policy.config import Runtime
+from policy.mesh.explicit import over_devices
+from policy.mesh.sharding import Layout
+
+LANES = 128
+# Queries and keys of a block.
+BLOCK = 512
+# Fewer tokens have no scores worth a kernel.
+FEWEST = 128
+
+
+def served(step: Step, dtype, runtime: Runtime, platform: str = "tpu") -> bool:
+    """Whether the kernel of a platform is there for a call over its own tokens, if their heads are cut alike."""
+    # Float32 means products at the highest precision, which the kernels do not have.
+    here = runtime.layout is not None and runtime.layout.platform == platform and dtype == jnp.bfloat16
+    return here and step.whole and step.segments.shape[1] >= FEWEST
+
+
+def attend(
+    q_BHTD: jax.Array,
+    k_BKTD: jax.Array,
+    v_BKTV: jax.Array,
+    step: Step,
+    runtime: Runtime,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array | None:
+    """softmax(q k^T) v, [B, H, T, V], the scale already in q; `window`, `softcap` and `sinks` as in the portable form. The output
+    and, on TPU, the logarithm of the sum of each softmax have the name "context" for rematerialisation. None: no kernel for
+    this."""
+    layout, plain = runtime.layout, window is None and softcap is None and sinks_H is None
+    if served(step, q_BHTD.dtype, runtime):
+        kernel = partial(splash_attention, window=window, softcap=softcap)
+    elif (
+        plain and served(step, q_BHTD.dtype, runtime, "gpu") and gpu_attention.whole(q_BHTD.shape[-1], v_BKTV.shape[-1])
+    ):
+        kernel = gpu_attention.flash_attention
+    else:
+        return None
+    if layout.mesh.size == 1:
+        return kernel(q_BHTD, k_BKTD, v_BKTV, step.segments, sinks_H)
+    return _on_mesh(kernel, layout, q_BHTD, k_BKTD, v_BKTV, step.segments, sinks_H)
+
+
+def _on_mesh(kernel, layout: Layout, q_BHTD, k_BKTD, v_BKTV, segments_BT, sinks_H) -> jax.Array | None:
+    """Every device on its own rows and heads. None where the mesh cuts query heads otherwise than key-value heads."""
+    rows, heads, kv_heads = (
+        ("cache_batch", *["cache_heads"] * 2) if layout.rows_move else ("batch", "heads", "kv_heads")
+    )
+    q_spec = layout.spec((rows, heads, None, None), q_BHTD.shape)
+    k_spec = layout.spec((rows, kv_heads, None, None), k_BKTD.shape)
+    if q_spec != k_spec:
+        return None
+    specs = (q_spec, k_spec, k_spec, layout.spec((rows, None), segments_BT.shape))
+    arguments = (q_BHTD, k_BKTD, v_BKTV, segments_BT)
+    if sinks_H is None:
+        kernel = partial(kernel, sinks_H=None)
+    else:
+        arguments, specs = (*arguments, sinks_H), (*specs, jax.sharding.PartitionSpec(q_spec[1]))
+    return over_devices(kernel, layout.mesh, specs, q_spec, check_vma=False)(*arguments)
+
+
+def splash_attention(
+    q_BHTD, k_BKTD, v_BKTV, segments_BT, sinks_H, *, window=None, softcap=None, interpret=False
+) -> jax.Array:
+    """The kernel on one device. T is padded to whole blocks, of segment 0."""
+    H, T = q_BHTD.shape[1:3]
+    filling = -T % LANES
+    q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, filling), (0, 0))) for a in (q_BHTD, k_BKTD, v_BKTV))
+    segments = jnp.pad(segments_BT, ((0, 0), (0, filling)))
+    run = _kernel(H, np.arange(T + filling, dtype=np.int32), 1, (window, softcap), interpret)
+    return _by_rows(run, q, (k, v), (segments, segments), sinks_H)[:, :, :T]
+
+
+def _kernel(H: int, places_T: np.ndarray, devices: int, limits: tuple, interpret: bool = False):
+    """The kernel for H heads and the queries at these places of a row, an equal part of them on each of several devices, and keys
+    in order. `limits`: (window, softcap)."""
+    (window, softcap), T = limits, len(places_T)
+    mask = masks.CausalMask((T, T)) if window is None else masks.LocalMask((T, T), (window - 1, 0), 0)
+    mask.q_sequence = places_T
+    block = next(size for size in (BLOCK, BLOCK // 2, LANES) if T // devices % size == 0)
+    return splash.make_splash_mha(
+        mask=masks.MultiHeadMask([mask] * H),
+        block_sizes=splash.BlockSizes(block, block, block, block, block, block, block, block),
+        head_shards=1,
+        q_seq_shards=devices,
+        attn_logits_soft_cap=softcap,
+        residual_checkpoint_name="context",
+        interpret=interpret,
+    )
+
+
+def _by_rows(run, q_BHTD, keys: tuple, segments: tuple, sinks_H) -> jax.Array:
+    """`run`, a kernel, on every row: keys (k, v), segments of (queries, keys)."""
+    sinks = None if sinks_H is None else sinks_H.astype(jnp.float32)
+    return jax.vmap(lambda q, k, v, *rows: run(q, k, v, splash.SegmentIds(*rows), sinks))(q_BHTD, *keys, *segments)
+
+
+@dataclass(frozen=True)
+class CutQueries:
+    """The kernel where the queries of a row are cut over the mesh axis `axis`, and every device has all keys, in order.
+    `places` [T]: the places in their row of the queries, those of the first device first; `limits`: (window, softcap)."""
+
+    axis: str
+    devices: int
+    places: tuple[int, ...]
+    limits: tuple
+
+    @classmethod
+    def of(cls, step: Step, dtype, runtime: Runtime, axis: str, limits: tuple, places=None) -> CutQueries | None:
+        """None: no kernel for this. Tokens of a device have to fill its blocks."""
+        T, devices = step.segments.shape[1], runtime.layout.mesh.shape[axis]
+        if T % (devices * LANES) or not served(replace(step, whole=step.whole or step.balanced), dtype, runtime):
+            return None
+        return cls(axis, devices, tuple(range(T)) if places is None else tuple(places.tolist()), limits)
+
+    def made(self, H: int, layout: Layout):
+        """(the kernel of H heads of a device, its places on the mesh): an argument of the function that `shard_map` runs."""
+        made = _kernel(H, np.asarray(self.places, np.int32), self.devices, self.limits)
+        return made, made.manual_sharding_spec(
+            jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec(None, self.axis))
+        )
+
+    def attend(self, kernel, q_bhtD, keys: tuple, segments: tuple, sinks_h) -> jax.Array:
+        """`segments` of the queries of a device and of all keys. Keys come in the order of the queries of all devices."""
+        order = np.argsort(np.asarray(self.places))
+        if self.places != tuple(range(len(order))):
+            keys, segments = tuple(a[:, :, order] for a in keys), (segments[0], segments[1][:, order])
+        return _by_rows(kernel, q_bhtD, keys, segments, sinks_h)

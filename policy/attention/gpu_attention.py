@@ -1,0 +1,69 @@
+"""Attention kernels for NVIDIA GPUs: jax's own, written in Pallas and compiled by Triton, loaded where they are used.
+policy/attention/flash_attention.py and policy/attention/paged_attention.py choose them, and the portable form is their oracle.
+
+B rows, T tokens, H query heads, K key-value heads, G = H / K, D head dimension, N pages, P tokens of a page, M pages of a row.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+# Queries and keys of a block, forwards and backwards.
+FORWARD, BACKWARD = 128, 32
+# Triton multiplies blocks of 16 x 16 at least. With a head of more numbers a block of 128 queries and its keys do not fit a
+# multiprocessor of 100 KiB.
+SMALLEST, LARGEST_HEAD = 16, 128
+# Keys that a decoding kernel works on at a time, and programs at most that share the pages of a row.
+BLOCK_KEYS, SPLITS = 128, 16
+
+
+def whole(keys: int, values: int) -> bool:
+    """Whether `flash_attention` serves heads with keys and values of these dimensions."""
+    return keys == values and SMALLEST <= keys <= LARGEST_HEAD
+
+
+def flash_attention(q_BHTD, k_BKTD, v_BKTD, segments_BT, sinks_H: None = None, *, interpret: bool = False) -> jax.Array:
+    """softmax(q k^T) v of causal attention within segments, the scale already in q: [B, H, T, D]. T is padded to whole blocks, of
+    segment 0. Query heads that share keys read the same ones. There is no kernel with sinks."""
+    from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
+
+    B, H, T, D = q_BHTD.shape
+    K, filling = k_BKTD.shape[1], -T % FORWARD
+
+    def by_token(a):
+        return jnp.swapaxes(jnp.pad(a, ((0, 0), (0, 0), (0, filling), (0, 0))), 1, 2)
+
+    blocks = BlockSizes(FORWARD, FORWARD, BACKWARD, BACKWARD, BACKWARD, BACKWARD)
+    segments = jnp.pad(segments_BT, ((0, 0), (0, filling)))
+    k, v = by_token(k_BKTD), by_token(v_BKTD)
+
+    def of_group(q_BTKD):
+        return mha(q_BTKD, k, v, segments, 1.0, True, blocks, interpret=interpret)
+
+    q = by_token(q_BHTD).reshape(B, T + filling, K, H // K, D)
+    out = jax.vmap(of_group, in_axes=3, out_axes=3)(q).reshape(B, T + filling, H, D)
+    return jnp.swapaxes(out, 1, 2)[:, :, :T]
+
+
+def paged(head_dim: int, page_size: int) -> bool:
+    """Whether `attend_pages` serves heads and pages of these sizes."""
+    return all(size >= SMALLEST and size & (size - 1) == 0 for size in (head_dim, page_size))
+
+
+def attend_pages(
+    q_BHD, k_KNPD, v_KNPD, table_BM, lengths_B, *, softcap: float | None = None, interpret: bool = False
+) -> jax.Array:
+    """[B, H, D]: softmax(q k^T) v over the first lengths[b] >= 1 entries of the pages table[b], the scale already in q."""
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    M, block = table_BM.shape[1], max(1, BLOCK_KEYS // k_KNPD.shape[2])
+    splits = min(SPLITS, -(-M // block))
+    table = jnp.pad(table_BM, ((0, 0), (0, -M % (splits * block))))
+    how = {
+        "pages_per_compute_block": block,
+        "k_splits": splits,
+        "attn_logits_soft_cap": softcap,
+        "interpret": interpret,
+    }
+    return paged_attention(q_BHD, k_KNPD, v_KNPD, table, lengths_B, **how)

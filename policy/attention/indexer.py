@@ -1,0 +1,115 @@
+"""The index selector of sparse latent attention (arXiv 2512.02556): which keys a query may see. B rows, T queries, C visible keys,
+H index heads, D index dimension, r rank of the query latent, k selected keys."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from policy.attention.dot_product_attention import Mask
+from policy.cache.cache import Visible
+from policy.cache.step import Step
+from policy.config import DecoderConfig, Indexer
+from policy.mesh.sharding import Layout, constrain
+from policy.ops.norms import MeanNorm
+from policy.ops.parameter import normal, weight
+from policy.ops.rope import rotate
+
+
+class KeyIndexer(nnx.Module):
+    """Scores every key for every query: sum_h w_h relu(q_h . k / sqrt(D)). Its inputs are detached, so what it learns from does
+    not reach the rest of the decoder."""
+
+    def __init__(self, spec: Indexer, q_lora_rank: int, config: DecoderConfig, rngs: nnx.Rngs):
+        self.spec = spec
+        E, H, D = config.hidden_size, spec.heads, spec.head_dim
+        init = normal(config.initializer_range)
+        self.wq_b = weight(rngs, (q_lora_rank, H, D), ("q_lora", "q_heads", "kv"), init)
+        self.wk = weight(rngs, (E, D), ("embed", "kv"), init)
+        self.k_norm = MeanNorm(D, spec.norm, rngs)
+        self.weights_proj = weight(rngs, (E, H), ("embed", "q_heads"), init)
+
+    def __call__(
+        self, x_BTE: jax.Array, q_latent_BTr: jax.Array, step: Step
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        """((queries [B, T, H, D], their weights float32[B, T, H]), keys [B, 1, T, D]). The weights are computed in float32 whatever
+        the dtype: at lower precision near ties fall otherwise."""
+        spec, dtype = self.spec, x_BTE.dtype
+        x, q_latent = jax.lax.stop_gradient((x_BTE, q_latent_BTr))
+        table = step.rotations[str(spec.rope)]
+        q = rotate(jnp.einsum("btr,rhd->bhtd", q_latent, self.wq_b[...].astype(dtype)), spec.rope, table)
+        k = rotate(self.k_norm(x @ self.wk[...].astype(dtype))[:, None], spec.rope, table)
+        w = jnp.dot(x.astype(jnp.float32), self.weights_proj[...].astype(jnp.float32), precision="highest")
+        return (jnp.swapaxes(q, 1, 2), w * spec.heads**-0.5), k
+
+
+class IndexedMask(Mask):
+    """A mask that leaves, of the keys a query may look at, the `topk` with the largest index scores; of equal scores the earlier
+    key. With no more than `topk` keys it leaves all, and nothing is scored."""
+
+    def __init__(
+        self,
+        step: Step,
+        visible: Visible,
+        queries: tuple[jax.Array, jax.Array],
+        spec: Indexer,
+        layout: Layout | None = None,
+    ):
+        super().__init__(step, visible)
+        self.layout = layout
+        if layout is not None and layout.rows_move:
+            queries = tuple(constrain(a, ("cache_batch", *[None] * (a.ndim - 1)), layout) for a in queries)
+        self.queries = (*self.queries, *queries)
+        self.index_keys, self.topk = visible.arrays["index"][:, 0], spec.topk
+
+    @property
+    def selects(self) -> bool:
+        """Whether there are more keys than a query may see."""
+        return self.index_keys.shape[1] > self.topk
+
+    def visible(self, positions_BT: jax.Array, segments_BT: jax.Array, *_) -> jax.Array:
+        """bool[B, T, C]: the keys that these queries could look at without an indexer."""
+        return super().of(positions_BT, segments_BT)
+
+    def scores(self, q_BTHD: jax.Array, w_BTH: jax.Array) -> jax.Array:
+        """float32[B, T, C], of every key, visible or not."""
+        dots = jnp.einsum("bthd,bcd->bthc", q_BTHD, self.index_keys, preferred_element_type=jnp.float32)
+        return jnp.einsum("bthc,bth->btc", jax.nn.relu(dots * q_BTHD.shape[-1] ** -0.5), w_BTH, precision="highest")
+
+    def best(self, visible_BTC: jax.Array, scores_BTC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(indices int32[B, T, k] into the visible keys, which of them count): the invisible ones come last and do not count."""
+        return self._by_rows(self._best, visible_BTC, scores_BTC)
+
+    def _best(self, visible_BTC, scores_BTC):
+        _, chosen = jax.lax.top_k(jnp.where(visible_BTC, scores_BTC, -jnp.inf), min(self.topk, scores_BTC.shape[-1]))
+        return chosen, jnp.take_along_axis(visible_BTC, chosen, axis=-1)
+
+    def kept(self, visible_BTC: jax.Array, scores_BTC: jax.Array) -> jax.Array:
+        """bool[B, T, C]: the same choice as a mask."""
+        return self._by_rows(self._kept, visible_BTC, scores_BTC) if self.selects else visible_BTC
+
+    def _kept(self, visible_BTC, scores_BTC):
+        chosen, counts = self._best(visible_BTC, scores_BTC)
+        B, T, _ = chosen.shape
+        none = jnp.zeros(visible_BTC.shape, jnp.bool_)
+        return none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], chosen].set(counts, unique_indices=True)
+
+    def _by_rows(self, select, visible_BTC, scores_BTC):
+        """`select` of each device's own queries: left to the partitioner, top_k and the scatter gather all rows on every device."""
+        scores = jax.lax.stop_gradient(scores_BTC)
+        if self.layout is None or self.layout.mesh.size == 1:
+            return select(visible_BTC, scores)
+        rows = self.layout.spec(("cache_batch" if self.layout.rows_move else "batch", "length", None), scores.shape)
+        return jax.shard_map(select, mesh=self.layout.mesh, in_specs=rows, out_specs=rows, check_vma=False)(
+            visible_BTC, scores
+        )
+
+    def choose(self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array):
+        """`best` of these queries; takes what `queries` holds, cut along T."""
+        return self.best(self.visible(positions_BT, segments_BT), self.scores(q_BTHD, w_BTH))
+
+    def of(self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array) -> jax.Array:
+        """bool[B, T, C]."""
+        visible = self.visible(positions_BT, segments_BT)
+        return self.kept(visible, self.scores(q_BTHD, w_BTH)) if self.selects else visible

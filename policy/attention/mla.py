@@ -1,0 +1,178 @@
+"""Multi-head latent attention (arXiv 2405.04434, section 2.1). E hidden, H heads, r and c ranks of the query and key-value
+latents, N / R / V dimensions of the part without rotation, the rotated part and the values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from policy.attention import flash_attention
+from policy.attention.context_parallel import Keys, applies, attend_cut
+from policy.attention.dot_product_attention import Mask, attend
+from policy.attention.indexer import IndexedMask, KeyIndexer
+from policy.attention.paged_attention import decode_latent
+from policy.attention.sequence_shards import whole
+from policy.attention.sparse_attention import attend_selected
+from policy.cache.cache import LayerCache, Visible, extend, layout_of
+from policy.cache.step import Step
+from policy.config import DecoderConfig, LatentAttention, Runtime
+from policy.intermediates import LayerAux
+from policy.mesh.explicit import alike, inferred, spec_of, stated
+from policy.mesh.sharding import decoded, from_cache, to_cache
+from policy.ops.linear import linear, rounded
+from policy.ops.norms import RMSNorm
+from policy.ops.parameter import apart, normal, weight, zeros
+from policy.ops.rope import rotate
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """Keys and values of every head, [B, H, T, N + R] and [B, H, T, V], from (latents [B, 1, T, c], rotated keys [B, 1, T, R]) and
+    the weight [c, H, N + V]."""
+
+    nope_dim: int
+    runtime: Runtime
+
+    def __call__(self, parts: tuple[jax.Array, jax.Array], weights: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        latent_B1Tc, k_rope_B1TR = parts
+        expanded = linear("btc,chd->bhtd", latent_B1Tc[:, 0], weights[0], self.runtime)
+        k_nope, values = jnp.split(expanded, [self.nope_dim], axis=-1)
+        k_rope = alike(jnp.broadcast_to(k_rope_B1TR, (*k_nope.shape[:3], k_rope_B1TR.shape[-1])), k_nope)
+        keys = jnp.concatenate([k_nope, k_rope], axis=-1)
+        return checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
+
+
+class MultiHeadLatentAttention(nnx.Module):
+    """Keys and values are linear in a normalised latent of c numbers; one rotated key of R numbers is shared by all heads.
+
+    Without a cache keys and values are expanded. With one, only (latent, rotated key) is kept, c + R numbers a token, and the
+    expansion is absorbed into the query and the output: the same function, with one key-value head of c + R. Where a call looks at
+    its own tokens only and a kernel serves it, they are expanded as well: N + R + V products a pair of tokens, not 2 c + R.
+    """
+
+    def __init__(self, spec: LatentAttention, config: DecoderConfig, rngs: nnx.Rngs):
+        self.spec = spec
+        E, H, c, r = config.hidden_size, spec.heads, spec.kv_lora_rank, spec.q_lora_rank
+        N, R, V = spec.nope_dim, spec.rope.dim, spec.v_dim
+        init = normal(config.initializer_range)
+        if r is None:
+            self.q_proj = weight(rngs, (E, H, N + R), ("embed", "q_heads", "kv"), init, inputs=(0,))
+        else:
+            self.q_a_proj = weight(rngs, (E, r), ("embed", "q_lora_up_proj"), init, inputs=(0,))
+            self.q_a_layernorm = RMSNorm(r, spec.norm, rngs)
+            self.q_b_proj = weight(rngs, (r, H, N + R), ("q_lora", "q_heads", "kv"), init, inputs=(0,))
+        self.kv_a_proj = weight(rngs, (E, c + R), ("embed", "kv_lora_up_proj"), init, inputs=(0,))
+        self.kv_a_layernorm = RMSNorm(c, spec.norm, rngs)
+        self.kv_b_proj = weight(rngs, (c, H, N + V), ("kv_lora", "kv_heads", "kv_head_dim"), init, inputs=(0,))
+        self.o_proj = weight(rngs, (H, V, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
+        if spec.bias:
+            if r is not None:
+                self.q_a_bias = weight(rngs, (r,), ("norm",), zeros)
+            self.kv_a_bias = weight(rngs, (c + R,), ("norm",), zeros)
+            self.o_bias = weight(rngs, (E,), ("norm",), zeros)
+        if spec.indexer:
+            self.indexer = KeyIndexer(spec.indexer, r, config, rngs)
+
+    def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
+        """Returns (x_BTE, cache, LayerAux)."""
+        if self.spec.indexer and stated():
+            return self._inferred(x_BTE, step, runtime)
+        spec = self.spec
+        table = step.rotations[str(spec.rope)]
+        q_latent = self._query_latent(x_BTE, step, runtime)
+        queries = decoded(self._queries(x_BTE, q_latent, runtime), step, runtime.layout, "q_heads")
+        q_nope, q_rope = jnp.split(queries, [spec.nope_dim], axis=-1)
+        q_rope = rotate(q_rope, spec.rope, table)
+        kv_a = decoded(linear("bte,er->btr", x_BTE, self.kv_a_proj[...], runtime), step, runtime.layout)
+        kv_a = checkpoint_name(self._biased(kv_a, "kv_a"), "kv_wa_proj")
+        latent, k_rope = jnp.split(kv_a, [spec.kv_lora_rank], axis=-1)
+        latent = checkpoint_name(self.kv_a_layernorm(latent), "mla_kv")
+        k_rope = rotate(k_rope[:, None], spec.rope, table)
+        index_queries, index_keys = self.indexer(x_BTE, q_latent, step) if spec.indexer else (None, None)
+        layout = layout_of(cache, runtime.layout)
+        index_keys = None if index_keys is None else to_cache(index_keys, layout)
+        new = {} if index_keys is None else {"index": index_keys}
+        expanded = cache is None or (not new and flash_attention.served(step, x_BTE.dtype, runtime))
+        visible = None
+        if cache is not None:
+            kept = jnp.concatenate([rounded(latent, (-1,), latent.dtype, runtime)[:, None], k_rope], axis=-1)
+            visible, cache = extend(cache, step, latent=to_cache(kept, layout), **new)
+        if expanded:
+            q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
+            out, found = self._expanded(q, (latent, k_rope), (index_queries, index_keys), step, cache, runtime)
+            out = checkpoint_name(checkpoint_name(out, "context"), "attention_out")
+        else:
+            w_k, w_v = jnp.split(rounded(self.kv_b_proj[...], (0,), x_BTE.dtype, runtime), [spec.nope_dim], axis=-1)
+            keys = visible.arrays["latent"]
+            q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
+            q = to_cache(q, layout)
+            values = keys[..., : spec.kv_lora_rank]
+            out, found = decode_latent(q * spec.scale, cache, step, spec, runtime), LayerAux()
+            if out is None:
+                out, found = self._attend(
+                    q, keys, values, self._mask(step, visible, index_queries, runtime), cache, runtime
+                )
+            out = jnp.einsum("bhtc,chd->bhtd", from_cache(out, runtime.layout), w_v)
+        out = from_cache(out, runtime.layout)
+        out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
+        return checkpoint_name(out, "out_proj"), cache, found
+
+    def _inferred(self, x_BTE: jax.Array, step: Step, runtime: Runtime):
+        """The same without a cache, within which the partitioner decides: a choice of keys has no sharding of its own."""
+        weights, module = apart(self)
+
+        def run(weights, x_BTE, step):
+            out, _, found = module(weights)(x_BTE, step, None, runtime)
+            return out, found
+
+        out, found = inferred(run, (spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step)
+        return out, None, found
+
+    def _expanded(self, q_BHTD, kept: tuple, index: tuple, step: Step, cache: LayerCache | None, runtime: Runtime):
+        """(attention [B, H, T, V], LayerAux) over this call's own tokens. `kept`: their latents [B, T, c] and rotated keys."""
+        expand, weights = Expansion(self.spec.nope_dim, runtime), (self.kv_b_proj[...],)
+        cut, (queries, keys) = applies(cache, step, runtime), index
+        parts, new = (kept[0][:, None], kept[1]), {} if keys is None else {"index": keys}
+        if cut and not new:
+            return attend_cut(q_BHTD * self.spec.scale, Keys(parts, weights, expand), step, runtime), LayerAux()
+        if cut:  # an indexer chooses among all keys of a row
+            parts, new = jax.tree.map(lambda a: whole(a[:, 0], runtime)[:, None], (parts, new))
+        k, v = expand(parts, weights)
+        out = None if new else flash_attention.attend(q_BHTD * self.spec.scale, k, v, step, runtime)
+        if out is not None:
+            return out, LayerAux()
+        visible, _ = extend(None, step, k=k, v=v, **new)
+        return self._attend(q_BHTD, k, v, self._mask(step, visible, queries, runtime), None, runtime)
+
+    def _attend(
+        self, q_BHTD, keys, values, mask: Mask, cache: LayerCache | None, runtime: Runtime
+    ) -> tuple[jax.Array, LayerAux]:
+        q = q_BHTD * self.spec.scale
+        if isinstance(mask, IndexedMask):
+            return attend_selected(q, keys, values, mask, cache, runtime)
+        return attend(q, keys, values, mask, runtime.attention_chunk), LayerAux()
+
+    def _mask(self, step: Step, visible: Visible, index_queries: tuple | None, runtime: Runtime) -> Mask:
+        if index_queries is None:
+            return Mask(step, visible)
+        return IndexedMask(step, visible, index_queries, self.spec.indexer, runtime.layout)
+
+    def _query_latent(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
+        if self.spec.q_lora_rank is None:
+            return None
+        latent = decoded(linear("bte,er->btr", x_BTE, self.q_a_proj[...], runtime), step, runtime.layout)
+        latent = checkpoint_name(self._biased(latent, "q_a"), "query_wa_proj")
+        return checkpoint_name(self.q_a_layernorm(latent), "mla_q")
+
+    def _queries(self, x_BTE: jax.Array, latent_BTr: jax.Array | None, runtime: Runtime) -> jax.Array:
+        if latent_BTr is None:
+            return linear("bte,ehd->bhtd", x_BTE, self.q_proj[...], runtime)
+        return linear("btr,rhd->bhtd", latent_BTr, self.q_b_proj[...], runtime)
+
+    def _biased(self, x_BTE: jax.Array, name: str) -> jax.Array:
+        return x_BTE + getattr(self, f"{name}_bias")[...].astype(x_BTE.dtype) if self.spec.bias else x_BTE

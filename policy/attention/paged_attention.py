@@ -1,0 +1,203 @@
+"""Attention of one new token a row over a paged cache, by kernels that read the pages where they lie. Where none of them can serve,
+`decode` and `decode_latent` return None, and the portable form over gathered pages (policy/attention/dot_product_attention.py) is
+used: it is the oracle of the kernels.
+
+The platform is that of the devices of the program, which may be compiled where there is none of them.
+
+B rows, H query heads, K key-value heads, D head dimension, R repeats of a stack, N pages, P tokens of a page, M pages of a row,
+L latent dimension.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+from jax.sharding import PartitionSpec
+
+from policy.attention import gpu_attention
+from policy.cache import pages
+from policy.cache.cache import LayerCache
+from policy.cache.step import Step
+from policy.config import Attention, LatentAttention, Runtime
+from policy.mesh.sharding import Layout
+
+# Tokens that a kernel works on at a time: 512 keys and values of 128 numbers in bfloat16 are 256 KiB of VMEM, twice for the next.
+BLOCK_TOKENS = 512
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+# Names of the kernels in compiled programs, and the entries of the cache that they read.
+KERNELS = {"paged_attention": ("k", "v"), "latent_paged_attention": ("latent",)}
+
+
+def decode(
+    q_BHTD: jax.Array, cache: LayerCache | None, step: Step, spec: Attention, runtime: Runtime
+) -> jax.Array | None:
+    """softmax(q k^T) v over the cache, the scale already in q: [B, H, 1, D]. None: no kernel for this."""
+    plain = spec.window is None and spec.chunk is None and not spec.sinks
+    # The kernels round what they read to bfloat16.
+    if not (plain and _served(q_BHTD, cache, "k", step, runtime) and cache.arrays["k"].array.dtype == jnp.bfloat16):
+        return None
+    if runtime.layout.platform == "gpu":
+        kernel = partial(gpu_attention.attend_pages, softcap=spec.softcap)
+    elif spec.head_dim % pages.LANES == 0:
+        kernel = partial(_keys_and_values, softcap=spec.softcap)
+    else:
+        return None
+    return _over_pages(kernel, q_BHTD, cache, ("k", "v"), step, runtime.layout)
+
+
+def _keys_and_values(q_BHD, k_KNPD, v_KNPD, table_BM, lengths_B, softcap: float | None) -> jax.Array:
+    block = _pages_of_block(k_KNPD.shape[2], table_BM.shape[1])
+    table_BM = jnp.pad(table_BM, ((0, 0), (0, -table_BM.shape[1] % block)))
+    how = {"pages_per_compute_block": block, "attn_logits_soft_cap": softcap}
+    return paged_attention(q_BHD, k_KNPD, v_KNPD, lengths_B, table_BM, **how)
+
+
+def decode_latent(
+    q_BHTL: jax.Array, cache: LayerCache, step: Step, spec: LatentAttention, runtime: Runtime
+) -> jax.Array | None:
+    """The same over "latent" entries, keys of all heads whose first `kv_lora_rank` numbers are the values:
+    [B, H, 1, kv_lora_rank]. An indexer's choice of keys is left to the portable form."""
+    rank = spec.kv_lora_rank
+    if spec.indexer is not None or rank % pages.LANES or not _served(q_BHTL, cache, "latent", step, runtime):
+        return None
+    filling = pages.filled(q_BHTL.shape[-1]) - q_BHTL.shape[-1]
+    q_BHTL = jnp.pad(q_BHTL, [(0, 0)] * 3 + [(0, filling)])
+    return _over_pages(partial(latent_kernel, rank=rank), q_BHTL, cache, ("latent",), step, runtime.layout)
+
+
+def _served(q: jax.Array, cache: LayerCache | None, name: str, step: Step, runtime: Runtime) -> bool:
+    if cache is None or cache.table is None or step.positions.shape[1] != 1 or runtime.layout is None:
+        return False
+    pool, platform = cache.arrays[name].array, runtime.layout.platform
+    floats = f"{name}.scale" not in cache.arrays and pool.dtype in (jnp.float32, jnp.bfloat16)
+    if platform == "tpu":
+        here = pool.shape[3] % (32 // pool.dtype.itemsize) == 0  # rows of a tile in memory: a page must be whole tiles
+    else:
+        here = platform == "gpu" and name == "k" and gpu_attention.paged(q.shape[-1], pool.shape[3])
+    return here and floats and _together(q.shape, pool.shape, runtime.layout)
+
+
+def _together(queries: tuple[int, ...], pool: tuple[int, ...], layout: Layout) -> bool:
+    """Whether queries of this shape are cut over the devices as the pool is: by rows as its pages, and by heads as its heads, of
+    which a single one serves all."""
+    rows, heads, *_ = layout.spec((*_places(layout), None, None), queries)
+    kv_heads, _, here, *_ = layout.spec(pages.AXES, pool)
+    return rows == here and (pool[0] == 1 or heads == kv_heads)
+
+
+def _places(layout: Layout) -> tuple[str, str]:
+    """Logical axes of the rows and heads of queries."""
+    return ("cache_batch", "cache_heads") if layout.rows_move else ("batch", "heads")
+
+
+def _pages_of_block(size: int, width: int) -> int:
+    return max(1, min(BLOCK_TOKENS // size, width))
+
+
+def _over_pages(
+    kernel, q_BHTD: jax.Array, cache: LayerCache, names: tuple[str, ...], step: Step, layout: Layout
+) -> jax.Array:
+    """`kernel(q [B, H, D], pools [K, R N, P, D], table, lengths)` run by every device on its own rows, heads and pages."""
+    pools = [cache.arrays[name].array for name in names]
+    # A row that is not active looks at one entry, as a kernel must; what it finds is not used.
+    lengths = jnp.where(step.segments[:, 0] != 0, step.positions[:, 0] + 1, 1).astype(jnp.int32)
+
+    def local(q, layer, table, lengths, *pools):
+        K, R, N, P, D = pools[0].shape
+        flat = (pool.reshape(pool.shape[0], R * N, P, pool.shape[-1]) for pool in pools)
+        return kernel(q[:, :, 0], *flat, table % N + layer * N, lengths)[:, :, None]
+
+    arguments = (q_BHTD, jnp.int32(cache.index), cache.table, lengths, *pools)
+    if layout.mesh.size == 1:
+        return local(*arguments)
+    q_spec = layout.spec((*_places(layout), None, None), q_BHTD.shape)
+    rows, pool_spec = PartitionSpec(q_spec[0]), layout.spec(pages.AXES, pools[0].shape)
+    specs = (q_spec, PartitionSpec(), rows, rows, *[pool_spec] * len(pools))
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=q_spec, check_vma=False)(*arguments)
+
+
+def latent_kernel(q_BHL, pool_1NPL, table_BM, lengths_B, *, rank: int, interpret: bool = False) -> jax.Array:
+    """[B, H, rank]: softmax(q k^T) k[:, :rank] over the first lengths[b] >= 1 entries of the pages table[b].
+
+    One program a row goes through its pages in blocks, with the softmax of what came before in (maximum, sum, output); the next
+    block, which may be the first of the next row, is on its way meanwhile. A page that holds entries is read once for all heads."""
+    B, H, L = q_BHL.shape
+    _, _, P, _ = pool_1NPL.shape
+    block = _pages_of_block(P, table_BM.shape[1])
+    table = jnp.pad(table_BM, ((0, 0), (0, -table_BM.shape[1] % block)))
+    return pl.pallas_call(
+        partial(_latent_kernel, rank=rank, width=table.shape[1]),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B,),
+            in_specs=[pl.BlockSpec((None, H, L), lambda b, *_: (b, 0, 0)), pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=pl.BlockSpec((None, H, rank), lambda b, *_: (b, 0, 0)),
+            scratch_shapes=[
+                pltpu.VMEM((2, block, P, L), pool_1NPL.dtype),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        out_shape=jax.ShapeDtypeStruct((B, H, rank), q_BHL.dtype),
+        interpret=interpret,
+        name="latent_paged_attention",
+    )(lengths_B, table.reshape(-1), q_BHL, pool_1NPL)
+
+
+def _latent_kernel(lengths, table, q, pool, out, buffer, turn, arrived, *, rank: int, width: int):
+    """`turn` is which half of `buffer` the next block to work on is in, from row to row."""
+    b, (_, block, P, L) = pl.program_id(0), buffer.shape
+    tokens = block * P
+
+    def each_page(row, i, half, do):
+        """`do` with the copy of each page of a block that holds entries of the row."""
+        for j in range(block):
+            number = i * block + j
+
+            @pl.when(number * P < lengths[row])
+            def _(j=j, number=number):
+                page = pool.at[0, table[row * width + number]]
+                do(pltpu.make_async_copy(page, buffer.at[half, j], arrived.at[half]))
+
+    def start(row, i, half):
+        each_page(row, i, half, lambda copy: copy.start())
+
+    @pl.when(b == 0)
+    def _():
+        turn[0] = 0
+        buffer[...] = jnp.zeros_like(buffer)  # entries with weight 0 must be numbers
+        start(0, 0, 0)
+
+    blocks, first = pl.cdiv(lengths[b], tokens), turn[0]
+
+    def work(i, carry):
+        top, total, sum_HV = carry
+        half, last = (first + i) % 2, i + 1 == blocks
+
+        @pl.when(jnp.logical_not(last) | (b + 1 < pl.num_programs(0)))
+        def _():
+            start(jnp.where(last, b + 1, b), jnp.where(last, 0, i + 1), 1 - half)
+
+        each_page(b, i, half, lambda copy: copy.wait())
+        keys = buffer[half].reshape(tokens, L)
+        scores = jax.lax.dot_general(q[...], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        column = i * tokens + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        scores = jnp.where(column < lengths[b], scores, MASKED)
+        higher = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
+        shrink, weights = jnp.exp(top - higher), jnp.exp(scores - higher)
+        seen = jnp.dot(weights.astype(keys.dtype), keys[:, :rank], preferred_element_type=jnp.float32)
+        return higher, shrink * total + jnp.sum(weights, axis=1, keepdims=True), shrink * sum_HV + seen
+
+    H = q.shape[0]
+    nothing = jnp.full((H, 1), MASKED, jnp.float32), jnp.zeros((H, 1), jnp.float32), jnp.zeros((H, rank), jnp.float32)
+    _, total, sum_HV = jax.lax.fori_loop(0, blocks, work, nothing)
+    turn[0] = (first + blocks) % 2
+    out[...] = (sum_HV / total).astype(out.dtype)

@@ -1,0 +1,89 @@
+"""Which features of a decoder, and of how it is computed, do not go together. Free of jax, so that a run's file is refused before
+anything starts.
+
+A feature is named by the key of a run's YAML file that switches it on, or by what the model has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policy.config import DecoderConfig, GatedDeltaNet, LatentAttention, Runtime
+
+SPLIT, EXCHANGE = "model.batch_split", "model.expert_parallel: all_to_all"
+GRADIENTS = "model.expert_gradients"
+HYPER, ENGRAM, INDEXER = "model.hyper_connections", "model.engram", "an indexer of keys"
+RING, ULYSSES, BALANCE = "model.context_parallel: ring", "model.context_parallel: ulysses", "model.context_load_balance"
+RECURRENT, CAPACITY = "a gated delta net", "stages.N.router.capacity_factor"
+WARMUP, MODULES = "stages.N.indexer.training: dense_warmup", "stages.N.mtp"
+EXPLICIT, FEW_BITS = "mesh.shard_mode: explicit", "model.quantization"
+WEIGHTS_AWAY, KEPT_AWAY = "model.host_parameters", "a policy of model.remat that offloads"
+
+# Unordered pairs that are refused, and why.
+APART: dict[tuple[str, str], str] = {
+    (SPLIT, EXCHANGE): "the schedule interleaves the collectives of the schemes gather and hidden",
+    (GRADIENTS, EXCHANGE): "they are those of the sums that the schemes gather and hidden hand back",
+    (SPLIT, HYPER): "the schedule carries one state for each token between layers, not several streams",
+    (SPLIT, ENGRAM): "the schedule begins with the mixer, and has no place for a memory before it",
+    (SPLIT, INDEXER): "the schedule does not hand on what an indexer learns from",
+    (RING, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
+    (ULYSSES, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
+    (ULYSSES, BALANCE): "every device has whole sequences of some heads, so the loads are even without it",
+    (BALANCE, INDEXER): "of keys with equal scores an indexer takes the earlier ones in the row",
+    (BALANCE, RECURRENT): "its state goes through the tokens one after the other",
+    (BALANCE, ENGRAM): "its n-grams and its convolution are of neighbours",
+    (BALANCE, CAPACITY): "an expert takes the first tokens of a row that choose it",
+    (WARMUP, MODULES): "a dense warm-up computes no head, and trains nothing but indexers",
+    (EXPLICIT, SPLIT): "the schedule says itself what moves when, on a mesh with Auto axes",
+    (EXPLICIT, ENGRAM): "its look-ups state no shardings, and its table may lie in host memory; use auto",
+    (EXPLICIT, FEW_BITS): "qwix hands no sharding of the result to its products; use auto",
+    (
+        EXPLICIT,
+        WEIGHTS_AWAY,
+    ): "types of arrays in host memory differ from those that shardings are stated for; use auto",
+    (EXPLICIT, KEPT_AWAY): "types of arrays in host memory differ from those that shardings are stated for; use auto",
+}
+
+
+class Conflict(ValueError):
+    """Two features that do not go together; the message names both and says why."""
+
+
+def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False) -> frozenset[str]:
+    """Names of those of APART that are on. `explicit`: shardings are to be stated, whatever the layout of `runtime` says."""
+    on = {
+        SPLIT: runtime.batch_split,
+        EXCHANGE: runtime.expert_parallel == "all_to_all",
+        GRADIENTS: runtime.expert_gradients is not None,
+        HYPER: config.hyper_connections is not None,
+        ENGRAM: any(spec.memory is not None for spec in config.layers),
+        INDEXER: any(
+            isinstance(spec.mixer, LatentAttention) and spec.mixer.indexer is not None for spec in config.layers
+        ),
+        RING: runtime.context_parallel == "ring",
+        ULYSSES: runtime.context_parallel == "ulysses",
+        BALANCE: runtime.context_load_balance,
+        RECURRENT: any(isinstance(spec.mixer, GatedDeltaNet) for spec in config.layers),
+        CAPACITY: runtime.capacity_factor is not None,
+        WARMUP: runtime.indexer == "dense_warmup",
+        MODULES: runtime.mtp is not None,
+        EXPLICIT: explicit or (runtime.layout is not None and runtime.layout.explicit),
+        FEW_BITS: runtime.quantization is not None,
+        WEIGHTS_AWAY: runtime.host_parameters,
+        KEPT_AWAY: runtime.remat.endswith("_offloaded") or "offload" in dict(runtime.remat_tensors).values(),
+    }
+    return frozenset(name for name, is_on in on.items() if is_on)
+
+
+def conflicts(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False) -> Iterator[str]:
+    """What is wrong with these features together, one text for each pair that is refused."""
+    on = features(config, runtime, explicit=explicit)
+    for (one, other), reason in APART.items():
+        if {one, other} <= on:
+            yield f"{one} does not go with {other}: {reason}"
+
+
+def check(config: DecoderConfig, runtime: Runtime) -> None:
+    """Raises Conflict for the first pair that is refused."""
+    for text in conflicts(config, runtime):
+        raise Conflict(text)

@@ -1,0 +1,234 @@
+"""The batch-split schedule: two micro-batches in one layer, so that the collectives of one run under the products of the other.
+
+Row b of a device belongs to micro-batch b mod 2. Of every layer with a mixture of experts the order is
+
+    mix 0 | mix 1 | gate and up 0 | down 0 | gate and up 1 | down 1
+            |       |                        |
+            |       gather 1 (ends by down 0)
+            gather 0 (ends by gate and up 0) scatter 0 (ends by down 1)
+
+where gather brings the tokens of other devices (all-gather over the mesh axis `expert`) and scatter takes the results back
+(reduce-scatter). Barriers keep that order and nothing else is tied. The gradient of a barrier is a barrier: backwards the order is
+down 1, gate and up 1, down 0, gate and up 0; the gather that scatter 0 turns into lies beside gate and up 1, and the scatter that
+gather 1 turns into beside gate and up 0. The weights go through the barriers too, so that their gradients, products like the
+others, are taken where they stand and not in another layer. So each half has a gather and a scatter with products of the other
+beside them: gather 1 and scatter 0 forwards, gather 0 and scatter 1 backwards.
+
+The numbers are those of the plain layer, up to the order in which gradients of weights are summed.
+B rows, T tokens, E hidden, N tokens of a device, p devices along the axis `expert`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from policy.cache.step import Step
+from policy.config import DecoderConfig, LayerSpec, Moe, Runtime
+from policy.experts import expert_parallel, experts
+from policy.experts.expert_parallel import Cut
+from policy.experts.experts import Routed, Weights
+from policy.intermediates import LayerAux, Routing, observe
+from policy.layers.residual import Residual
+from policy.mesh.sharding import constrain
+
+PARTS = 2
+
+
+def check(config: DecoderConfig, runtime: Runtime) -> None:
+    """Raises ValueError where the schedule is asked for and cannot be had."""
+    if not runtime.batch_split:
+        return
+    if not any(_fits(spec) for spec in config.layers):
+        raise ValueError(
+            "batch_split is a schedule of layers with a mixture of experts; this decoder has none that it can split"
+        )
+
+
+def compiler_options(runtime: Runtime) -> dict[str, str] | None:
+    """What XLA has to be told for the schedule to pay on a TPU: left to itself it runs these collectives at once, with nothing
+    beside them. On the sparse cores they have a start and an end, and products in between. There is room for one at a time, so
+    those below a MiB (choices, small weights) stay where they are. Times the scheduler expects of the others are raised, else it
+    sees little reason to put products under them."""
+    if not runtime.batch_split or runtime.layout.platform != "tpu":
+        return None
+    offloaded = ("all_gather", "reduce_scatter", "2d_all_gather")
+    options = {f"enable_sparse_core_collective_offload_{kind}": "true" for kind in offloaded}
+    for kind in ("all_gather", "reduce_scatter"):
+        options |= {
+            f"sparse_core_{kind}_offload_min_size_in_bytes": str(2**20),
+            f"sparse_core_{kind}_latency_multiplier": "8",
+        }
+    return {f"xla_tpu_{name}": value for name, value in options.items()}
+
+
+def applies(layers, shape_BTE: tuple[int, int, int], runtime: Runtime) -> bool:
+    """Whether a stack runs in this schedule: every layer of its pattern is a mixer and a mixture of experts, and every device has
+    an even number of rows. What does not fit runs plainly, with the same result."""
+    if not runtime.batch_split or not all(_fits(layer.spec) and _plain(layer) for layer in layers):
+        return False
+    B, T, E = shape_BTE
+    spec = layers[0].spec.feed_forward
+    return (
+        B % PARTS == 0 and Cut(spec, runtime, (B // PARTS, T, E)).token_axes == Cut(spec, runtime, (B, T, E)).token_axes
+    )
+
+
+def _fits(spec: LayerSpec) -> bool:
+    indexed = getattr(spec.mixer, "indexer", None) is not None
+    return isinstance(spec.feed_forward, Moe) and spec.mixer is not None and not indexed and not spec.scalar
+
+
+def _plain(layer) -> bool:
+    return type(layer.mixer_residual) is type(layer.feed_forward_residual) is Residual
+
+
+def split(x_BTE: jax.Array, runtime: Runtime) -> tuple[jax.Array, ...]:
+    """The rows of each micro-batch; no row leaves its device."""
+    return tuple(constrain(_part(x_BTE, i), ("batch", "length", None), runtime.layout) for i in range(PARTS))
+
+
+def merge(parts: tuple[jax.Array, ...]) -> jax.Array:
+    """The inverse of `split`."""
+    stacked = jnp.stack(parts, axis=1)
+    return stacked.reshape(-1, *stacked.shape[2:])
+
+
+def _part(array_B: jax.Array, i: int) -> jax.Array:
+    return array_B.reshape(-1, PARTS, *array_B.shape[1:])[:, i]
+
+
+def _step(step: Step, i: int) -> Step:
+    """The rows of micro-batch `i`: everything but the number of the layer has one entry for each row."""
+    rows = step.segments.shape[0]
+    return jax.tree.map(lambda a: _part(a, i) if jnp.ndim(a) and a.shape[0] == rows else a, step)
+
+
+def run(layer, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime):
+    """One layer on both micro-batches: ((x, x), None, LayerAux of both together)."""
+    (x0, x1), steps = parts, [_step(step, i) for i in range(PARTS)]
+    first, second = (
+        partial(jax.named_scope, "micro_0"),
+        partial(jax.named_scope, "micro_1"),
+    )  # tells them apart in a profile
+    stages = Stages(Cut(layer.feed_forward.spec, runtime, x0.shape))
+    weights = stages.hold(layer.feed_forward.weights(x0.dtype, runtime))
+
+    with first():
+        half0, read0, shared0 = _mix(layer, x0, steps[0], runtime)
+    x1, read0, shared0 = _together(x1, read0, shared0)
+    with first():
+        chosen0, routing0 = _choose(layer, read0, steps[0], runtime)
+        tokens0 = stages.collect(chosen0)
+    with second():
+        half1, read1, shared1 = _mix(layer, x1, steps[1], runtime)
+    tokens0, read1, shared1, weights = _together(tokens0, read1, shared1, weights)
+    with second():
+        chosen1, routing1 = _choose(layer, read1, steps[1], runtime)
+        tokens1 = stages.collect(chosen1)
+    with first():
+        inner0 = stages.gate_and_up(weights, stages.sort(tokens0))
+    inner0, tokens1 = _together(inner0, tokens1)
+    with first():
+        sums0 = stages.unroute(stages.down(weights, inner0))
+    sums0, tokens1, weights = _together(sums0, tokens1, weights)
+    with first():
+        out0 = stages.hand_back(sums0)
+    with second():
+        inner1 = stages.gate_and_up(weights, stages.sort(tokens1))
+    out0, inner1 = _together(out0, inner1)
+    with second():
+        out1 = stages.hand_back(stages.unroute(stages.down(weights, inner1)))
+
+    x0 = _leave(layer, half0, out0, shared0, steps[0])
+    x1 = _leave(layer, half1, out1, shared1, steps[1])
+    aux = LayerAux(routing=jax.tree.map(jnp.add, routing0, routing1))
+    if runtime.record:
+        aux = aux.also(observe(merge((x0, x1)), step.segments, runtime.record))
+    return (x0, x1), None, aux
+
+
+def _mix(layer, x: jax.Array, step: Step, runtime: Runtime):
+    """((x after the mixer, what `leave` needs besides), what the experts read, what the shared ones add)."""
+    x, normed, mix, _, _ = layer.mix(x, step, None, runtime)
+    read, mix = layer.enter(x, normed, mix)
+    return (x, mix), read, layer.feed_forward.beside(read, step, runtime)
+
+
+def _choose(layer, read: jax.Array, step: Step, runtime: Runtime) -> tuple[tuple[jax.Array, ...], Routing]:
+    experts, weights, routing = layer.feed_forward.choose(read, step, runtime)
+    return (read, experts, weights), routing
+
+
+def _leave(layer, half, out: jax.Array, shared: jax.Array | None, step: Step) -> jax.Array:
+    x, mix = half
+    return layer.leave(x, out if shared is None else out + shared, step, mix)
+
+
+def _together(*values):
+    """All of them, none before the others are ready."""
+    return jax.lax.optimization_barrier(values)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The schemes gather and hidden in stages. What a stage leaves on a device stays there for the next: seen from outside, the
+    pieces of all devices one after the other along axis 0."""
+
+    cut: Cut
+
+    def hold(self, weights: Weights) -> Weights:
+        """The weights ready for use, gathered once for all micro-batches."""
+        places = self.cut.places(weights)
+        return self._on_devices(partial(expert_parallel.held, places=places, cut=self.cut), (places,), self._here)(
+            weights
+        )
+
+    def collect(self, tokens: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Hidden states, choices and their weights, [B, T, ...] each, with those of the other devices: [p N, ...] each."""
+
+        def collect(*tokens):
+            return expert_parallel.collect(tuple(expert_parallel.flat(a, self.cut) for a in tokens), self.cut)
+
+        return self._on_devices(collect, (self.cut.tokens,) * len(tokens), self._here)(*tokens)
+
+    def sort(self, tokens: tuple[jax.Array, ...]) -> Routed:
+        """A row for every choice."""
+        return self._on_devices(partial(expert_parallel.sort, cut=self.cut), (self._here,) * len(tokens), self._here)(
+            *tokens
+        )
+
+    def gate_and_up(self, weights: Weights, routed: Routed) -> Routed:
+        """The first two products of the experts."""
+        stage = partial(experts.gate_and_up, spec=self.cut.spec, runtime=self.cut.runtime)
+        return self._on_devices(stage, (self._here, self._here), self._here)(weights, routed)
+
+    def down(self, weights: Weights, inner: Routed) -> Routed:
+        """The third one."""
+        stage = partial(experts.down, runtime=self.cut.runtime)
+        return self._on_devices(stage, (self._here, self._here), self._here)(weights, inner)
+
+    def unroute(self, routed: Routed) -> jax.Array:
+        """Sums over the choices of each token: [p N, E]."""
+        return self._on_devices(experts.unroute, (self._here,), self._here)(routed)
+
+    def hand_back(self, sums: jax.Array) -> jax.Array:
+        """Sums over devices, back with the owners of the tokens: [B, T, E]."""
+
+        def hand_back(sums):
+            return expert_parallel.hand_back(sums, self.cut).reshape(*self.cut.local_shape[:2], -1)
+
+        return self._on_devices(hand_back, (self._here,), self.cut.tokens)(sums)
+
+    @property
+    def _here(self) -> PartitionSpec:
+        return PartitionSpec(tuple(sorted(self.cut.live)))
+
+    def _on_devices(self, stage, places_in, places_out):
+        if self.cut.layout.mesh.size == 1:
+            return stage
+        return jax.shard_map(stage, mesh=self.cut.layout.mesh, in_specs=places_in, out_specs=places_out)

@@ -1,0 +1,45 @@
+"""Experts that take at most so many tokens of each row of the batch (arXiv 2006.16668, section 2.2).
+
+B rows, T tokens, k choices per token, X experts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from policy.config import Router, Runtime
+
+
+def limited(
+    experts_BTK: jax.Array, segments_BT: jax.Array, router: Router, runtime: Runtime
+) -> tuple[jax.Array, jax.Array]:
+    """(choices, number dropped float32) where the runtime drops: padding is given no expert, and an expert no more than its
+    capacity, if there is one."""
+    chosen = jnp.where(segments_BT[..., None] != 0, experts_BTK, router.experts)
+    if runtime.capacity_factor is None:
+        return chosen, jnp.float32(0.0)
+    kept = within_capacity(chosen, router.experts, runtime.capacity_factor)
+    return kept, jnp.sum(kept != chosen, dtype=jnp.float32)
+
+
+def capacity(tokens: int, experts_per_token: int, experts: int, factor: float) -> int:
+    """Choices that one expert takes from one row of `tokens` tokens: `factor` times its share if all are used evenly."""
+    return int(max(math.ceil(tokens * experts_per_token / experts) * factor, factor))
+
+
+def within_capacity(experts_BTK: jax.Array, experts: int, factor: float) -> jax.Array:
+    """The choices int[B, T, k], with `experts` (no expert) in place of those that come too late in their row: earlier tokens go
+    first, and of one token the earlier choice."""
+    B, T, k = experts_BTK.shape
+    chosen_BM = experts_BTK.reshape(B, T * k)
+    order = jnp.argsort(chosen_BM, axis=1, stable=True)
+    grouped = jnp.take_along_axis(chosen_BM, order, axis=1)
+    index = jnp.broadcast_to(jnp.arange(T * k), (B, T * k))
+    starts = jnp.pad(grouped[:, 1:] != grouped[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    place_in_order = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+    place_BM = jnp.zeros_like(index).at[jnp.arange(B)[:, None], order].set(place_in_order, unique_indices=True)
+    kept = place_BM < capacity(T, k, experts, factor)
+    return jnp.where(kept, chosen_BM, experts).reshape(B, T, k)

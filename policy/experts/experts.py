@@ -1,0 +1,133 @@
+"""The routed experts of one device: rows sorted by expert, three grouped products, and back to the tokens; or, where tokens are
+few, all of them through every expert.
+
+N tokens, k experts per token, G experts that the device holds, M rows, E hidden, F expert width. The steps are apart so that a
+schedule can put the collectives of one part of a batch between the products of another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import qwix
+from jax.ad_checkpoint import checkpoint_name
+
+from policy.config import Moe, Runtime
+from policy.experts.grouped import Plan, by_row, combine, dispatch, plan, product
+from policy.layers.mlp import ACTIVATIONS
+from policy.ops.linear import Weight, linear
+
+# Logical axes of the weights of experts, by name. Biases [G, F] and [G, E] are small: stored, their last axis is whole.
+AXES = {
+    "gate": ("exp", "embed_moe", "mlp_moe"),
+    "up": ("exp", "embed_moe", "mlp_moe"),
+    "down": ("exp", "mlp_moe", "embed_moe"),
+    "gate_bias": ("exp", "mlp_moe"),
+    "up_bias": ("exp", "mlp_moe"),
+    "down_bias": ("exp", None),
+}
+
+Weights = dict[str, Weight]
+
+# Up to so many tokens go through every expert on TPU: these products are bound by reading the weights (a v5p has time for 166 rows
+# meanwhile, a v6e for 560), and a grouped one of one layer of stacked weights starts with a copy of them.
+EVERY_TOKENS = 256
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Routed:
+    """Rows [M, E] (inside an expert [M, F]) sorted by expert, where they came from, and the weight float32[N, k] of each choice
+    in the sum."""
+
+    rows: jax.Array
+    plan: Plan
+    weights: jax.Array
+
+
+def route(x_NE: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, spec: Moe, *, groups: int, **how) -> Routed:
+    """A row for every choice of one of the experts 0 .. groups - 1. `how` is `block`, `partial` and `room` of `grouped.plan`."""
+    routes = plan(experts_NK, groups, **how)
+    rows = dispatch(x_NE, routes)
+    if spec.weigh == "input":
+        rows = rows * by_row(weights_NK.astype(rows.dtype), routes)[:, None]
+        weights_NK = jnp.ones_like(weights_NK)
+    return Routed(rows, routes, weights_NK)
+
+
+def compute(weights: Weights, routed: Routed, spec: Moe, runtime: Runtime) -> Routed:
+    """Every row through its expert: down(act(gate(x)) * up(x)), or ClampedSwiglu in place of act and product."""
+    return down(weights, gate_and_up(weights, routed, spec, runtime), runtime)
+
+
+def gate_and_up(weights: Weights, routed: Routed, spec: Moe, runtime: Runtime) -> Routed:
+    """The first two products, with rows [M, F] of what the third one reads."""
+    gate = checkpoint_name(_linear(weights, "gate", routed, runtime), "mlpwi_0")
+    up = checkpoint_name(_linear(weights, "up", routed, runtime), "mlpwi_1")
+    return replace(routed, rows=_inner(gate, up, spec))
+
+
+def _inner(gate: jax.Array, up: jax.Array, spec: Moe) -> jax.Array:
+    if spec.clamp is None:
+        return ACTIVATIONS[spec.activation](gate) * up
+    gate, up = jnp.minimum(gate, spec.clamp.limit), jnp.clip(up, -spec.clamp.limit, spec.clamp.limit)
+    return (up + 1.0) * gate * jax.nn.sigmoid(spec.clamp.alpha * gate)
+
+
+def down(weights: Weights, inner: Routed, runtime: Runtime) -> Routed:
+    """The third product: rows [M, E]."""
+    return replace(inner, rows=checkpoint_name(_linear(weights, "down", inner, runtime), "mlpwo"))
+
+
+def _linear(weights: Weights, name: str, routed: Routed, runtime: Runtime) -> jax.Array:
+    return product(routed.rows, weights[name], routed.plan, runtime, weights.get(f"{name}_bias"))
+
+
+def unroute(routed: Routed) -> jax.Array:
+    """The weighted sum over the choices of each token that have a row: [N, E]."""
+    return combine(routed.rows, routed.weights, routed.plan)
+
+
+def few(tokens: int, platform: str) -> bool:
+    """Whether so many tokens go `through_every` expert."""
+    return platform == "tpu" and tokens <= EVERY_TOKENS
+
+
+def through_every(
+    tokens: tuple[jax.Array, ...], weights: Weights, groups: int, spec: Moe, runtime: Runtime
+) -> jax.Array:
+    """What the steps above make of (x [N, E], choices int[N, k], their weights float32[N, k]), [N, E], with no rows of choices: all
+    tokens go through all experts, and an expert that a token has not chosen has weight 0 in its sum. Reads every weight once, and
+    keeps nothing of size [G, N, E]: experts of which a device has a slice of the width may be many."""
+    x_NE, experts_NK, weights_NK = tokens
+    weight_GN1 = _by_expert(weights_NK, experts_NK, groups)
+    gate, up = (linear("ne,gef->gnf", x_NE, weights[name], runtime) for name in ("gate", "up"))
+    if spec.weigh == "input":  # which these products are linear in
+        gate, up = gate * weight_GN1.astype(gate.dtype), up * weight_GN1.astype(up.dtype)
+        weight_GN1 = _by_expert(jnp.ones_like(weights_NK), experts_NK, groups)
+    if "gate_bias" in weights:
+        gate, up = (a + weights[f"{name}_bias"].astype(a.dtype)[:, None] for name, a in (("gate", gate), ("up", up)))
+    inner_GNF = _inner(checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1"), spec)
+    inner_GNF = jnp.where(weight_GN1 != 0, inner_GNF * weight_GN1, 0.0).astype(inner_GNF.dtype)
+    if runtime.quantization is None and not isinstance(weights["down"], qwix.QArray):
+        out_NE = linear("gnf,gfe->ne", inner_GNF, weights["down"], runtime)
+    else:  # scales of numbers differ between experts
+        out_NE = linear("gnf,gfe->gne", inner_GNF, weights["down"], runtime).sum(axis=0)
+    if "down_bias" in weights:
+        out_NE = out_NE + jnp.einsum("gn,ge->ne", weight_GN1[..., 0], weights["down_bias"].astype(jnp.float32)).astype(
+            out_NE.dtype
+        )
+    return checkpoint_name(out_NE, "mlpwo")
+
+
+def _by_expert(weights_NK: jax.Array, experts_NK: jax.Array, groups: int) -> jax.Array:
+    """float32[G, N, 1]: the weight of each expert 0 .. groups - 1 for each token."""
+    token = jnp.arange(len(weights_NK))[:, None]
+    wide = (
+        jnp.zeros((groups, len(weights_NK)), jnp.float32)
+        .at[experts_NK, token]
+        .add(weights_NK.astype(jnp.float32), mode="drop")
+    )
+    return wide[..., None]

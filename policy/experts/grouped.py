@@ -1,0 +1,148 @@
+"""Products of rows with the weights of the group that each row belongs to: the arithmetic of a mixture of experts.
+
+N tokens, k choices each, G groups (experts), M rows of the sorted layout, E hidden, F width. The rows of a group lie next to
+each other. On TPU and GPU the product is `jax.lax.ragged_dot`, or where XLA has no kernel for that, one of
+policy/experts/grouped_kernel.py. XLA on CPU computes it for every group on every row, so there the groups are padded to whole blocks
+of rows and each block is multiplied with its group's weights.
+
+A choice may name a group that is not among the G (of another device, or none at all): a number from G on. It has no row, adds
+nothing, and what stands in the rows that are left over reaches neither a result nor a gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from policy.config import Runtime
+from policy.ops.linear import Weight, linear, ragged_linear
+
+# How the rows of a group lie: from a multiple of so many rows on, or one group right after the other.
+Block = int | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Plan:
+    """Where every choice of every token goes. `token` int[M]: the token of a row (N for padding rows); `row` int[N, k]: the row
+    of a choice (past the end where it has none); `sizes` int[G]: choices of each group; `block_group` int[blocks]: group of each
+    block, None without blocks; `partial`: some choices may have no row."""
+
+    token: jax.Array
+    row: jax.Array
+    sizes: jax.Array
+    block_group: jax.Array | None
+    partial: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def used(self) -> jax.Array:
+        """bool[M, 1]: rows that belong to a choice, in a layout without blocks."""
+        return (jnp.arange(self.token.shape[0]) < self.sizes.sum())[:, None]
+
+
+def plan(choices_NK: jax.Array, groups: int, *, block: Block, partial: bool = False, room: int | None = None) -> Plan:
+    """Sorts the choices by group, stably; with `block`, each group starts at a multiple of `block` rows. `partial` has to be set
+    where choices may name other groups than 0 .. groups - 1. `room`: no more choices than that name one of the groups, which the
+    caller has to know; None: perhaps all of them."""
+    N, k = choices_NK.shape
+    M = N * k if room is None else min(room, N * k)
+    flat = choices_NK.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.bincount(flat, length=groups)
+    if block is None:
+        row = jnp.zeros_like(order).at[order].set(jnp.arange(N * k), unique_indices=True)
+        token = order[:M] // k
+        if partial:
+            token = jnp.where(jnp.arange(M) < sizes.sum(), token, N)
+            row = jnp.where(flat < groups, row, row + N * k)
+        return Plan(token, row.reshape(N, k), sizes, None, partial)
+    blocks_of = -(-sizes // block)
+    block_end = jnp.cumsum(blocks_of)
+    first_row = (block_end - blocks_of) * block
+    sorted_group = flat[order]
+    place = first_row[sorted_group] + jnp.arange(N * k) - (jnp.cumsum(sizes) - sizes)[sorted_group]
+    blocks = (M + groups * (block - 1)) // block
+    if partial:
+        place = jnp.where(sorted_group < groups, place, blocks * block + jnp.arange(N * k))
+    token = jnp.full(blocks * block, N, order.dtype).at[place].set(order // k, unique_indices=True, mode="drop")
+    row = jnp.zeros_like(order).at[order].set(place, unique_indices=True)
+    block_group = jnp.minimum(jnp.searchsorted(block_end, jnp.arange(blocks), side="right"), groups - 1)
+    return Plan(token, row.reshape(N, k), sizes, block_group, partial)
+
+
+def groups_of(plan: Plan) -> jax.Array:
+    """int[M]: the group of each row."""
+    M = plan.token.shape[0]
+    if plan.block_group is None:
+        return jnp.repeat(jnp.arange(plan.sizes.shape[0]), plan.sizes, total_repeat_length=M)
+    return jnp.repeat(plan.block_group, M // plan.block_group.shape[0])
+
+
+def block_rows(tokens: int, choices: int, groups: int, platform: str) -> Block:
+    """Rows per block on a platform: None where ragged_dot is a kernel; on CPU a power of two near the mean group size, at most 64
+    (64 rows reach 91 GFLOP/s on one core, 8 rows 46)."""
+    if platform != "cpu":
+        return None
+    return min(64, 1 << max(0, (tokens * choices // groups).bit_length() - 1))
+
+
+def _of_choices(rows_ME: jax.Array, plan: Plan) -> jax.Array:
+    """The row of every choice: [N, k, E]; 0 for choices without one."""
+    return jnp.take(rows_ME, plan.row, axis=0, mode="fill", fill_value=0) if plan.partial else rows_ME[plan.row]
+
+
+@jax.custom_vjp
+def dispatch(x_NE: jax.Array, plan: Plan) -> jax.Array:
+    """The rows [M, E] of the sorted layout; padding rows are 0. Its gradient is a gather too: each token sums its k rows."""
+    return jnp.take(x_NE, plan.token, axis=0, mode="fill", fill_value=0)
+
+
+def _dispatch_backward(plan: Plan, g_ME: jax.Array):
+    return jnp.sum(_of_choices(g_ME, plan), axis=1), None
+
+
+dispatch.defvjp(lambda x, plan: (dispatch(x, plan), plan), _dispatch_backward)
+
+
+def by_row(values_NK: jax.Array, plan: Plan) -> jax.Array:
+    """The value of the choice that a row belongs to: [M]; 0 for the other rows."""
+    return jnp.zeros(plan.token.shape[0], values_NK.dtype).at[plan.row].set(values_NK, unique_indices=True, mode="drop")
+
+
+@jax.custom_vjp
+def combine(rows_ME: jax.Array, weights_NK: jax.Array, plan: Plan) -> jax.Array:
+    """sum_k weights[n, k] * rows[row[n, k]], in float32, as rows' dtype: [N, E]."""
+    chosen = _of_choices(rows_ME, plan).astype(jnp.float32)
+    return jnp.einsum("nke,nk->ne", chosen, weights_NK.astype(jnp.float32)).astype(rows_ME.dtype)
+
+
+def _combine_backward(saved, g_NE: jax.Array):
+    rows, weights, plan = saved
+    g32 = g_NE.astype(jnp.float32)
+    g_weights = jnp.einsum("nke,ne->nk", _of_choices(rows, plan).astype(jnp.float32), g32).astype(weights.dtype)
+    g_rows = (
+        jnp.take(g32, plan.token, axis=0, mode="fill", fill_value=0)
+        * by_row(weights.astype(jnp.float32), plan)[:, None]
+    )
+    return g_rows.astype(rows.dtype), g_weights, None
+
+
+combine.defvjp(lambda rows, weights, plan: (combine(rows, weights, plan), (rows, weights, plan)), _combine_backward)
+
+
+def product(
+    rows_ME: jax.Array, weights_GEF: Weight, plan: Plan, runtime: Runtime, bias_GF: jax.Array | None = None
+) -> jax.Array:
+    """rows[m] @ weights[group of m] + bias[group of m], in rows' dtype: [M, F]."""
+    if plan.block_group is not None:
+        blocks = rows_ME.reshape(plan.block_group.shape[0], -1, rows_ME.shape[-1])
+        out = linear("bre,bef->brf", blocks, weights_GEF.astype(rows_ME.dtype)[plan.block_group], runtime)
+        out = out.reshape(rows_ME.shape[0], -1)
+    else:
+        out = ragged_linear(rows_ME, weights_GEF, plan.sizes.astype(jnp.int32), runtime)
+    if bias_GF is not None:
+        out = out + bias_GF.astype(out.dtype)[groups_of(plan)]
+    # Kernels leave rows past the last group as they find them. `where` makes these 0 here and in the gradient.
+    return jnp.where(plan.used, out, 0) if plan.partial and plan.block_group is None else out

@@ -1,0 +1,90 @@
+"""Mixture of experts. N tokens, k experts per token, X experts, E hidden, F expert width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import qwix
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from policy.cache.step import Step
+from policy.config import DecoderConfig, Moe, Runtime
+from policy.experts.expert_parallel import mixture
+from policy.experts.experts import AXES, Weights
+from policy.experts.router import TopKRouter, chosen
+from policy.intermediates import LayerAux, Routing
+from policy.layers.mlp import FeedForward
+from policy.mesh.explicit import inferred, spec_of, stated
+from policy.ops.linear import Weight, einsum, rounded
+from policy.ops.parameter import apart, normal, weight, zeros
+
+
+class MixtureOfExperts(nnx.Module):
+    """sum over the chosen experts of weight * down(act(gate(x)) * up(x)), plus the shared experts."""
+
+    def __init__(self, spec: Moe, config: DecoderConfig, rngs: nnx.Rngs):
+        self.spec = spec
+        X, E, F = spec.router.experts, config.hidden_size, spec.width
+        init = normal(config.initializer_range)
+        self.router = TopKRouter(spec.router, config, rngs)
+        for name, shape in (("gate", (X, E, F)), ("up", (X, E, F)), ("down", (X, F, E))):
+            setattr(self, f"expert_{name}_proj", weight(rngs, shape, AXES[name], init, inputs=(1,)))
+            if spec.bias:
+                setattr(self, f"expert_{name}_bias", weight(rngs, (X, shape[-1]), ("exp", None), zeros))
+        if spec.shared:
+            self.shared = FeedForward(spec.shared, config, rngs)
+        if spec.shared_gate:
+            self.shared_gate = weight(rngs, (E, 1), ("embed", None), init)
+
+    def __call__(
+        self, x_BTE: jax.Array, step: Step, runtime: Runtime, router_input: jax.Array | None = None
+    ) -> tuple[jax.Array, LayerAux]:
+        """(x_BTE, what the router did). The router scores `router_input`, by default x."""
+        experts, weights, routing = self.choose(x_BTE if router_input is None else router_input, step, runtime)
+        out, lost = mixture(x_BTE, experts, weights, self.weights(x_BTE.dtype, runtime), self.spec, runtime)
+        if lost is not None:
+            routing = replace(routing, dropped=routing.dropped + lost)
+        shared = self.beside(x_BTE, step, runtime)
+        found = LayerAux(routing=routing, routes=experts if "routes" in runtime.record else None)
+        return out if shared is None else out + shared, found
+
+    def choose(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
+        """(experts int[B, T, k], their weights float32[B, T, k], see `routing_statistics`)."""
+        if not stated():
+            return chosen(self.router, x_BTE, step, runtime)
+        weights, router = apart(self.router)
+
+        def run(weights, x_BTE, step):
+            return chosen(router(weights), x_BTE, step, runtime)
+
+        return inferred(run, (spec_of(x_BTE), spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step)
+
+    def beside(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
+        """What the shared experts add, if there are any."""
+        if not self.spec.shared:
+            return None
+        # The tokens of rows that are cut along their length have no place in one dimension with the rows.
+        x = x_BTE if stated() else x_BTE.reshape(-1, x_BTE.shape[-1])
+        shared, _ = self.shared(x, step, runtime)
+        if self.spec.shared_gate:
+            shared = shared * jax.nn.sigmoid(
+                einsum("...e,ex->...x", x, self.shared_gate[...].astype(x.dtype), runtime.layout)
+            )
+        return shared.reshape(x_BTE.shape)
+
+    def weights(self, dtype, runtime: Runtime) -> Weights:
+        """Those of the routed experts, by the names of `AXES`."""
+        names = {name: f"expert_{name}_proj" for name in ("gate", "up", "down")}
+        if self.spec.bias:
+            names |= {f"{name}_bias": f"expert_{name}_bias" for name in ("gate", "up", "down")}
+        return {name: _ready(getattr(self, path)[...], dtype, runtime) for name, path in names.items()}
+
+
+def _ready(weight: Weight, dtype, runtime: Runtime) -> Weight:
+    """As products take it: floats in `dtype`; quantised as it is, but on several devices, between which scales are not passed."""
+    if isinstance(weight, qwix.QArray):
+        alone = runtime.layout is None or runtime.layout.mesh.size == 1
+        return weight if alone else rounded(weight, (1,), dtype, runtime)
+    return weight.astype(dtype)

@@ -1,0 +1,149 @@
+"""Routers: the experts that each token goes to, their weights, and how the choice is balanced and replayed.
+
+B rows, T tokens, N tokens of all rows, X experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from policy.cache.step import UNKNOWN, Step
+from policy.config import DecoderConfig, Router, Runtime
+from policy.experts.capacity import limited
+from policy.intermediates import Replayed, Routing
+from policy.ops.norms import norm
+from policy.ops.parameter import RouterBias, normal, ones, weight, zeros
+
+
+class TopKRouter(nnx.Module):
+    """Chooses experts by float32 scores. `weight` [E, X]; `correction_bias` [X] shifts the choice only and learns by
+    `bias_update`."""
+
+    def __init__(self, spec: Router, config: DecoderConfig, rngs: nnx.Rngs):
+        self.spec = spec
+        shape = (config.hidden_size, spec.experts)
+        self.weight = weight(rngs, shape, ("embed", None), normal(config.initializer_range))
+        if spec.bias:
+            self.bias = weight(rngs, (spec.experts,), (None,), zeros)
+        if spec.correction_bias:
+            self.correction_bias = RouterBias(jnp.zeros(spec.experts, jnp.float32), out_sharding=(None,))
+        if spec.input_norm:
+            self.input_norm = norm(config.hidden_size, spec.input_norm, rngs)
+        if spec.expert_scale:
+            self.expert_scale = weight(rngs, (spec.experts,), (None,), ones)
+
+    def __call__(self, x_NE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(experts int[N, k], weights float32[N, k], scores float32[N, X])."""
+        spec = self.spec
+        scores, choice = self._scores(x_NE)
+        if spec.groups > 1:
+            choice = jnp.where(self._eligible(choice), choice, -jnp.inf)
+        _, experts = jax.lax.top_k(choice, spec.experts_per_token)
+        return experts, self.weigh(scores, experts), scores
+
+    def weigh(self, scores: jax.Array, experts: jax.Array) -> jax.Array:
+        """float32[..., k]: the weights of these experts, int[..., k], by the scores of all, float32[..., X]."""
+        spec = self.spec
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if spec.renormalize:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (1e-20 if spec.score == "sigmoid" else 0.0))
+        weights = weights * spec.scale
+        return weights * self.expert_scale[...][experts] if spec.expert_scale else weights
+
+    def _scores(self, x_NE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(scores, what the choice goes by), float32[N, X]."""
+        spec = self.spec
+        x = x_NE.astype(jnp.float32)
+        if spec.input_norm:
+            x = self.input_norm(x) * x.shape[-1] ** -0.5
+        logits = jnp.dot(x, self.weight[...].astype(jnp.float32), precision="highest")
+        if spec.bias:
+            logits = logits + self.bias[...].astype(jnp.float32)
+        scores = jax.nn.sigmoid(logits) if spec.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        # By logits: scores of a saturated sigmoid or softmax are equal in float32 where their logits differ.
+        choice = scores if spec.correction_bias or spec.groups > 1 else logits
+        if spec.correction_bias:
+            choice = choice + self.correction_bias[...]
+        return scores, jax.lax.stop_gradient(choice)
+
+    def _eligible(self, choice_NX: jax.Array) -> jax.Array:
+        """bool[N, X]: experts whose group is among the best `topk_groups`."""
+        spec = self.spec
+        grouped = choice_NX.reshape(-1, spec.groups, spec.experts // spec.groups)
+        best = jax.lax.top_k(grouped, 2)[0].sum(-1) if spec.group_score == "top2" else grouped.max(-1)
+        _, kept = jax.lax.top_k(best, spec.topk_groups)
+        mask = jax.nn.one_hot(kept, spec.groups, dtype=jnp.bool_).any(axis=1)
+        return jnp.repeat(mask, spec.experts // spec.groups, axis=-1)
+
+
+def chosen(router: TopKRouter, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
+    """What `router` chooses for these tokens: see `MixtureOfExperts.choose`."""
+    B, T, E = x_BTE.shape
+    experts, weights, scores = (a.reshape(B, T, -1) for a in router(x_BTE.reshape(-1, E)))
+    experts, weights, replayed = replay(router, (experts, weights, scores), step)
+    routing = replace(routing_statistics(experts, scores, step.segments), replayed=replayed)
+    if runtime.drops:
+        experts, dropped = limited(experts, step.segments, router.spec, runtime)
+        routing = replace(routing, dropped=dropped)
+    return experts, weights, routing
+
+
+def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_BT: jax.Array) -> Routing:
+    """`counts` float32[X]: choices of each expert, padding left out. `balance`: the sequence-wise balance term of
+    arXiv 2412.19437 (eq. 17-20), summed over sequences: sum_e f_e P_e with f_e = X / (k T) * choices of e, and P_e the mean share
+    of e in the scores. 1 for a sequence of T tokens that uses its experts evenly; padding adds 0. `share` float32[X]: the sum over
+    tokens of each expert's share in the scores, for the balance term of a whole batch."""
+    B, T, k = experts_BTK.shape
+    X = scores_BTX.shape[-1]
+    valid = (segments_BT != 0).astype(jnp.float32)
+    chosen = jax.nn.one_hot(experts_BTK, X, dtype=jnp.float32).sum(axis=2) * valid[..., None]
+    share = scores_BTX / (scores_BTX.sum(axis=-1, keepdims=True) + 1e-20) * valid[..., None]
+    # By sequence, numbered within its row; S = T + 1 of them have room.
+    tokens, chosen_BSX, share_BSX = (_by_segment(a, segments_BT) for a in (valid[..., None], chosen, share))
+    tokens = jnp.maximum(tokens, 1.0)
+    frequency = chosen_BSX * (X / k) / tokens
+    return Routing(
+        counts=chosen.sum(axis=(0, 1)),
+        share=share.sum(axis=(0, 1)),
+        balance=jnp.sum(jax.lax.stop_gradient(frequency) * share_BSX / tokens),
+    )
+
+
+def _by_segment(values_BTX: jax.Array, segments_BT: jax.Array) -> jax.Array:
+    """[B, T + 1, X]: sums over the tokens of each segment of a row, which are numbered up to T."""
+    places = segments_BT.shape[1] + 1
+    return jax.vmap(lambda values, ids: jax.ops.segment_sum(values, ids, num_segments=places))(values_BTX, segments_BT)
+
+
+def bias_update(bias_X: jax.Array, counts_X: jax.Array, rate: float) -> jax.Array:
+    """The selection bias after a step (arXiv 2408.15664): up by `rate` for experts chosen less than the mean, down for others.
+
+    `counts` are those of the whole optimiser batch; the last axis is the experts.
+    """
+    return bias_X + rate * jnp.sign(counts_X.mean(axis=-1, keepdims=True) - counts_X)
+
+
+def replay(
+    router: TopKRouter, chosen: tuple[jax.Array, ...], step: Step
+) -> tuple[jax.Array, jax.Array, Replayed | None]:
+    """(the experts that compute each token, int[B, T, k]: those of `step.routes` where they are known, else the router's own; their
+    weights float32[B, T, k]; how many were given, and how many of these the router would not have chosen, in whatever order).
+    `chosen` is what the router returned, [B, T, ...] each; it stays as it is without routes.
+
+    Router replay (arXiv 2510.11370): a generator and a trainer that round differently choose different experts where two scores are
+    close. Replaying the generator's choice makes the trainer compute what was sampled from. Only the choice is replayed: the weights
+    come from the router's own scores, so that the gradient reaches the router.
+    """
+    own, weights, scores = chosen
+    if step.routes is None:
+        return own, weights, None
+    given = step.routes.astype(own.dtype)
+    known = given != UNKNOWN
+    counted = (known & (step.segments != 0)[..., None]).astype(jnp.float32)
+    agrees = jnp.any(given[..., :, None] == own[..., None, :], axis=-1)
+    experts = jnp.where(known, given, own)
+    return experts, router.weigh(scores, experts), Replayed(counted.sum(), jnp.sum(counted * ~agrees))

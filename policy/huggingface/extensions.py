@@ -1,0 +1,118 @@
+"""Parts of a decoder that no Hugging Face configuration describes. They stand in its config.json under the key `duet`, which
+transformers passes over, one section each, and can be added to any family.
+
+A section's keys are the fields of a dataclass: `hyper_connections` of that field of DecoderConfig, `engram` of the one in
+policy/huggingface/ngrams.py. Free of jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from policy.config import DecoderConfig, HyperConnections, MultiTokenPrediction
+from policy.huggingface import ngrams
+from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.names import Stored, Table
+
+KEY = "duet"
+
+
+def _mapping(module: str, stored: str) -> Table:
+    """Of a mapping of hyper-connections: one matrix, as transformers stores those of DeepSeek-V4."""
+    return {
+        f"{module}.weight": Stored(f"{stored}fn", "k (g e) -> g e k"),
+        f"{module}.bias": Stored(f"{stored}base"),
+        f"{module}.scale": Stored(f"{stored}scale"),
+        f"{module}.norm": Stored(f"{stored}norm", "(g e) -> g e"),
+    }
+
+
+# How the weights of these parts are stored: inside layers by the end of their path, outside by the whole path.
+NAMES: Table = {
+    **_mapping("mixer_residual.mapping", "attn_hc."),
+    **_mapping("feed_forward_residual.mapping", "ffn_hc."),
+    **_mapping("streams.head", "model.hc_head.hc_"),
+    # As the released demo of Engram calls them.
+    "memory.table": Stored("engram.multi_head_embedding.embedding.weight"),
+    "memory.key_proj": Stored("engram.key_projs.{e}.weight", "o i -> i o"),
+    "memory.key_bias": Stored("engram.key_projs.{e}.bias"),
+    "memory.value_proj": Stored("engram.value_proj.weight", "o i -> i o"),
+    "memory.value_bias": Stored("engram.value_proj.bias"),
+    "memory.key_norm": Stored("engram.norm1.{e}.weight"),
+    "memory.query_norm": Stored("engram.norm2.{e}.weight"),
+    "memory.conv_norm": Stored("engram.short_conv.norms.{e}.weight"),
+    "memory.conv": Stored("engram.short_conv.conv.weight", "(g e) 1 w -> w g e"),
+    "memory.outer_norm.weight": Stored("engram.outer_norm.weight"),
+    "memory.classes": Stored("engram.classes"),
+    # Prediction module d is stored as layer number num_hidden_layers + d - 1, under the names of DeepSeek-V3's files.
+    "eh_proj": Stored("eh_proj.weight", "o i -> i o"),
+    **{f"{norm}.{part}": Stored(f"{norm}.{part}") for norm in ("enorm", "hnorm") for part in ("weight", "bias")},
+    **{f"post_norm.{part}": Stored(f"shared_head.norm.{part}") for part in ("weight", "bias")},
+}
+
+
+# Keys of Hugging Face configurations that say how many prediction modules lie beside the weights: DeepSeek's files, transformers'
+# own name for it, Qwen3.5's files.
+_COUNTS_OF_MODULES = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+
+
+def announces_modules(hf: dict) -> bool:
+    """Whether the weights beside the configuration `hf` of a text model are to have prediction modules."""
+    return "multi_token_prediction" in hf.get(KEY, {}) or any(hf.get(key) for key in _COUNTS_OF_MODULES)
+
+
+def extend(config: DecoderConfig, hf: dict) -> DecoderConfig:
+    """`config` with the parts that `hf` has under KEY. Raises UnsupportedModel for a section or key that is unknown."""
+    sections = hf.get(KEY, {})
+    if unknown := set(sections) - set(PARTS):
+        raise UnsupportedModel(f"{KEY}: unknown sections {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
+    for name, part in PARTS.items():
+        if name in sections:
+            config = part(config, sections[name])
+    return config
+
+
+def _hyper_connections(config: DecoderConfig, section: dict) -> DecoderConfig:
+    return replace(config, hyper_connections=_read("hyper_connections", section, HyperConnections))
+
+
+def _engram(config: DecoderConfig, section: dict) -> DecoderConfig:
+    listed = {key: tuple(section[key]) for key in ("layers", "vocab_bases") if key in section}
+    memory = _read("engram", section | listed, ngrams.EngramSection)
+    try:
+        return ngrams.extended(config, memory)
+    except ValueError as error:
+        raise UnsupportedModel(f"{KEY}.engram: {error}") from None
+
+
+def _multi_token_prediction(config: DecoderConfig, section: dict) -> DecoderConfig:
+    """The layer of the prediction modules is the decoder's last one, without a memory."""
+    layer = replace(config.layers[-1], memory=None)
+    return replace(
+        config, multi_token_prediction=_read("multi_token_prediction", section, MultiTokenPrediction, layer=layer)
+    )
+
+
+def _read(name: str, section: dict, kind: type, **rest):
+    """The section `name` as the dataclass `kind`, whose fields `rest` no section sets."""
+    known = {field.name for field in fields(kind)} - set(rest)
+    if unknown := set(section) - known:
+        raise UnsupportedModel(
+            f"{KEY}.{name}: unknown keys {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}"
+        )
+    for key, hint in get_type_hints(kind).items():
+        if get_origin(hint) is Literal and section.get(key, get_args(hint)[0]) not in get_args(hint):
+            raise UnsupportedModel(f"{KEY}.{name}.{key}: {section[key]!r} is none of {', '.join(get_args(hint))}")
+    try:
+        return kind(**section, **rest)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedModel(f"{KEY}.{name}: {error}") from None
+
+
+PARTS: dict[str, Callable[[DecoderConfig, dict], DecoderConfig]] = {
+    "hyper_connections": _hyper_connections,
+    "engram": _engram,
+    "multi_token_prediction": _multi_token_prediction,
+}

@@ -1,0 +1,215 @@
+"""Parts of a Hugging Face configuration that many families share, read into ours. Free of jax."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from policy.config import (
+    Attention,
+    DecoderConfig,
+    GatedDeltaNet,
+    LayerSpec,
+    LinearScaling,
+    Llama3Scaling,
+    Norm,
+    ProportionalScaling,
+    Rope,
+    Stack,
+    YarnScaling,
+)
+
+# `hidden_act` of a configuration -> the name of policy.config.Mlp.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+class UnsupportedModel(ValueError):
+    """A configuration that asks for something the decoder does not compute."""
+
+
+def first(hf: dict, *keys: str, default=None):
+    """The value of the first key that is there and not null."""
+    return next((hf[key] for key in keys if hf.get(key) is not None), default)
+
+
+def activation(hf: dict, key: str = "hidden_act") -> str:
+    """The name in policy.config.Mlp of the activation that the configuration names under `key`."""
+    if hf[key] not in ACTIVATIONS:
+        raise UnsupportedModel(f"{key} {hf[key]!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[hf[key]]
+
+
+def head_dim(hf: dict) -> int:
+    """`head_dim`, by default the hidden size over the heads."""
+    return first(hf, "head_dim", default=hf["hidden_size"] // hf["num_attention_heads"])
+
+
+def attention(hf: dict, **features) -> Attention:
+    """The attention that the common keys describe: scores over the root of the head dimension, by default as many key-value
+    heads as heads and no biases. `features` are other fields of Attention, or other values of these."""
+    heads, dim, bias = hf["num_attention_heads"], head_dim(hf), bool(hf.get("attention_bias", False))
+    common = {
+        "heads": heads,
+        "kv_heads": first(hf, "num_key_value_heads", default=heads),
+        "head_dim": dim,
+        "scale": dim**-0.5,
+        "bias": bias,
+        "out_bias": bias,
+    }
+    return Attention(**common | features)
+
+
+def layer_types(hf: dict, known: tuple[str, ...], derived: list[str]) -> list[str]:
+    """The kind of each layer: `layer_types` of the configuration, one of `known` for each layer, or else `derived`."""
+    kinds, layers = first(hf, "layer_types", default=derived), hf["num_hidden_layers"]
+    if len(kinds) != layers or (unknown := set(kinds) - set(known)):
+        wrong = f"{len(kinds)} entries for {layers} layers" if len(kinds) != layers else ", ".join(sorted(unknown))
+        raise UnsupportedModel(f"layer_types: {wrong}; known: {', '.join(known)}, one for each layer")
+    return list(kinds)
+
+
+def sparse_layers(hf: dict, experts: int) -> list[bool]:
+    """Whether each layer has experts: every `decoder_sparse_step`-th, but those in `mlp_only_layers`."""
+    step, dense = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
+    return [experts > 0 and i not in dense and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
+
+
+def rope_parameters(hf: dict, layer_type: str | None = None) -> dict:
+    """The rotary settings (of one layer type, where each has its own) as one dict with `rope_type`, `rope_theta`,
+    `partial_rotary_factor` and `original_max_position_embeddings`: transformers 5 writes `rope_parameters`, older files
+    `rope_theta` and `rope_scaling`, which wins where both are there, as in transformers.
+    """
+    settings = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    nested = [key for key, value in settings.items() if isinstance(value, dict)]
+    if nested and layer_type is None:
+        raise UnsupportedModel(f"rope_parameters.{nested[0]}: this family has one rotary embedding for all layers")
+    if nested:
+        settings = dict(settings.get(layer_type) or {})
+    settings["rope_type"] = first(settings, "rope_type", "type", default="default")
+    settings["rope_theta"] = first(settings, "rope_theta", default=first(hf, "rope_theta", default=10000.0))
+    partial = first(settings, "partial_rotary_factor", default=first(hf, "partial_rotary_factor", default=1.0))
+    settings["partial_rotary_factor"] = float(partial)
+    original = first(hf, "original_max_position_embeddings", default=settings.get("original_max_position_embeddings"))
+    settings["original_max_position_embeddings"] = hf["max_position_embeddings"] if original is None else original
+    if settings["rope_type"] == "yarn" and settings["factor"] is None:
+        settings["factor"] = hf["max_position_embeddings"] / settings["original_max_position_embeddings"]
+    return settings
+
+
+def rope(hf: dict, dim: int, *, layer_type: str | None = None, interleaved: bool = False) -> Rope:
+    """The rotary embedding of heads of `dim` dimensions that this configuration asks for; `layer_type` for families whose
+    configuration has settings for each. Raises UnsupportedModel where only a part of a head would rotate."""
+    settings = rope_parameters(hf, layer_type)
+    if settings["rope_type"] != "proportional" and settings["partial_rotary_factor"] != 1.0:
+        raise UnsupportedModel("partial_rotary_factor is not supported by this family: all of a head rotates")
+    return rope_of(settings, dim, interleaved=interleaved)
+
+
+def rope_of(s: dict, dim: int, *, interleaved: bool = False) -> Rope:
+    """The same from settings as `rope_parameters` gives them; `partial_rotary_factor` of a head rotates."""
+    partial = s["partial_rotary_factor"]
+    match s["rope_type"]:
+        case "default":
+            scaling = None
+        case "linear":
+            scaling = LinearScaling(float(s["factor"]))
+        case "llama3":
+            scaling = Llama3Scaling(
+                factor=float(s["factor"]),
+                low_freq_factor=float(s["low_freq_factor"]),
+                high_freq_factor=float(s["high_freq_factor"]),
+                original_max_position=int(s["original_max_position_embeddings"]),
+            )
+        case "yarn":
+            scaling = YarnScaling(
+                factor=float(s["factor"]),
+                original_max_position=int(s["original_max_position_embeddings"]),
+                beta_fast=float(first(s, "beta_fast", default=32)),
+                beta_slow=float(first(s, "beta_slow", default=1)),
+                truncate=bool(first(s, "truncate", default=True)),
+                attention_factor=yarn_attention_factor(s),
+            )
+        case "proportional":
+            scaling, partial = ProportionalScaling(partial, float(first(s, "factor", default=1.0))), 1.0
+        case other:
+            raise UnsupportedModel(
+                f"rope_type {other!r} is not supported; known: default, linear, llama3, yarn, proportional"
+            )
+    return Rope(dim=int(dim * partial), theta=float(s["rope_theta"]), scaling=scaling, interleaved=interleaved)
+
+
+def hybrid_mixers(hf: dict) -> list[Attention | GatedDeltaNet]:
+    """The mixer of each layer of a hybrid of gated delta nets (keys `linear_*`) and gated attention: every
+    `full_attention_interval`-th layer attends, or as `layer_types` says."""
+    gated = attention(
+        hf,
+        rope=rope_of(rope_parameters(hf), hf["head_dim"]),
+        qk_norm=Norm(hf["rms_norm_eps"], "zero_centred"),
+        gate=True,
+    )
+    linear = GatedDeltaNet(
+        key_heads=hf["linear_num_key_heads"],
+        value_heads=hf["linear_num_value_heads"],
+        key_dim=hf["linear_key_head_dim"],
+        value_dim=hf["linear_value_head_dim"],
+        conv_width=hf["linear_conv_kernel_dim"],
+        norm=Norm(eps=hf["rms_norm_eps"]),
+    )
+    kinds, interval = {"linear_attention": linear, "full_attention": gated}, hf["full_attention_interval"]
+    derived = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(hf["num_hidden_layers"])]
+    return [kinds[kind] for kind in layer_types(hf, tuple(kinds), derived)]
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def yarn_attention_factor(s: dict) -> float:
+    """What multiplies cos and sin: the explicit value; else the ratio of the two mscales; else the one of mscale 1."""
+    if s.get("attention_factor") is not None:
+        return float(s["attention_factor"])
+    factor = float(s["factor"])
+    if s.get("mscale") and s.get("mscale_all_dim"):
+        return yarn_mscale(factor, s["mscale"]) / yarn_mscale(factor, s["mscale_all_dim"])
+    return yarn_mscale(factor)
+
+
+def stacks(layers: list[LayerSpec]) -> tuple[Stack, ...]:
+    """The fewest repeating patterns that spell these layers: at each place the pattern (of at most 8 layers) that
+    covers most."""
+    found, start = [], 0
+    while start < len(layers):
+        best = (1, 1)
+        for period in range(1, 9):
+            pattern, repeats = layers[start : start + period], 1
+            while layers[start + repeats * period : start + (repeats + 1) * period] == pattern:
+                repeats += 1
+            if repeats > 1 and period * repeats > best[0] * best[1]:
+                best = (period, repeats)
+        period, repeats = best
+        found.append(Stack(tuple(layers[start : start + period]), repeats))
+        start += period * repeats
+    return tuple(found)
+
+
+def decoder(family: str, stored: dict, hf: dict, layers: list[LayerSpec], **parts) -> DecoderConfig:
+    """A decoder of these layers. `stored` is the configuration as it was written, `hf` the same with the defaults of its class;
+    `parts` are fields of DecoderConfig, by default a plain norm with `rms_norm_eps`."""
+    return DecoderConfig(
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        stacks=stacks(layers),
+        family=family,
+        hf=json.dumps(stored, sort_keys=True),
+        tied_head=bool(hf["tie_word_embeddings"]),
+        initializer_range=hf["initializer_range"],
+        **({} if "norm" in parts else {"norm": Norm(eps=hf["rms_norm_eps"])}),
+        **parts,
+    )

@@ -1,0 +1,43 @@
+"""One module of multi-token prediction (arXiv 2412.19437, section 2.2): a layer that reads a hidden state and the next token."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+
+from policy.cache.cache import LayerCache
+from policy.cache.step import Step
+from policy.config import DecoderConfig, MultiTokenPrediction, Runtime
+from policy.layers.hyper_connections import streams
+from policy.layers.layer import Layer
+from policy.ops.norms import norm
+from policy.ops.parameter import normal, weight
+
+# Where the modules stand in the tree of weights, and their layer in Aux.layers.
+NAME = "mtp"
+
+
+LAYER = f"{NAME}.layer"
+
+
+class PredictionModule(nnx.Module):
+    """One depth. Weights: enorm, hnorm, post_norm [E]; eh_proj [2E, E], the half of the embedding first; those of the layer. With
+    hyper-connections the streams begin and end here: what the decoder hands over is one state for each token."""
+
+    def __init__(self, spec: MultiTokenPrediction, config: DecoderConfig, rngs: nnx.Rngs):
+        E = config.hidden_size
+        self.enorm = norm(E, config.norm, rngs)
+        self.hnorm = norm(E, config.norm, rngs)
+        self.eh_proj = weight(rngs, (2 * E, E), ("embed", None), normal(config.initializer_range))
+        self.streams = streams(config, rngs)
+        self.layer = Layer(spec.layer, config, rngs)
+        if spec.final_norm:
+            self.post_norm = norm(E, config.norm, rngs)
+
+    def __call__(self, hidden_BTE, embedded_BTE, step: Step, cache: LayerCache | None, runtime: Runtime):
+        """(states before the norm, cache, LayerAux)."""
+        x = jnp.concatenate([self.enorm(embedded_BTE), self.hnorm(hidden_BTE)], axis=-1)
+        x = x @ self.eh_proj[...].astype(x.dtype)
+        x = x if self.streams is None else self.streams.expand(x)
+        x, cache, aux = self.layer(x, step, cache, runtime)
+        return x if self.streams is None else self.streams.reduce(x), cache, aux

@@ -1,0 +1,60 @@
+"""The names of axes: those of the mesh, and those of weights and activations that are laid over them. Free of jax."""
+
+from __future__ import annotations
+
+AXES = ("data", "fsdp", "tensor", "expert", "context")
+
+# Axes of other frameworks that exist here with one device only, and what to use in their place.
+UNUSED: dict[str, str] = {
+    "diloco": "copies of a run that drift apart are not there; use data",
+    "stage": "layers are not cut into pipeline stages; use fsdp",
+    "fsdp_transpose": "weights are cut along one dimension; use fsdp",
+    "context_usp_ulysses": "one way of attention at a time; use context, with model.context_parallel",
+    "context_autoregressive": "caches are cut by slots and heads; use data or tensor",
+    "tensor_sequence": "use tensor, and context for sequences",
+    "autoregressive": "rollouts use the axes of training; use data or tensor",
+}
+
+# Logical axis of a weight or activation -> mesh axes, first ones first; an axis already used or that does not divide is
+# dropped.
+DEFAULT_RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp", "expert"),
+    "length": ("context",),
+    "embed": ("fsdp", "context", "expert"),
+    "embed_vocab": ("fsdp", "context", "expert"),
+    "embed_moe": ("fsdp", "context"),
+    "q_lora": ("fsdp", "context", "expert"),
+    "kv_lora": ("fsdp", "context", "expert"),
+    "mlp": ("tensor",),
+    "mlp_moe": ("tensor",),
+    "heads": ("tensor",),
+    "q_heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "vocab": ("tensor",),
+    "exp": ("expert",),
+    "engram_dim": ("tensor",),
+    "engram_row": ("fsdp", "context", "expert", "tensor"),
+    "cache_batch": ("data", "fsdp", "expert"),
+    "cache_heads": ("tensor",),
+}
+
+# Instead, where every device holds a slice of the width of all experts (`expert_parallel: hidden`).
+HIDDEN_SPLIT_RULES: dict[str, tuple[str, ...]] = {"exp": ("fsdp", "context"), "mlp_moe": ("expert", "tensor")}
+
+# Laid over the others while rollouts decode, under `generator.rules: stationary`: every product is taken with the part of a weight
+# that a device has, so that rows of activations travel between devices and no weight does. Cut are outputs, of the second of two
+# products inputs; `tensor` first, as in training, so that what changes places stays among the devices that share it. Rows are whole
+# along the axes that cut products; those of a cache are not, and queries go to them: among devices that have the rows anyway, as
+# the axes of a batch come first.
+_WIDTH = ("tensor", "fsdp", "context")
+STATIONARY_RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "expert"),
+    "cache_batch": ("data", "expert", "fsdp"),
+    **dict.fromkeys(("embed", "embed_vocab", "embed_moe", "q_lora", "kv_lora"), ()),
+    **dict.fromkeys(
+        ("mlp", "mlp_moe", "heads", "q_heads", "kv_heads", "q_lora_up_proj", "kv_lora_up_proj", "vocab"), _WIDTH
+    ),
+}
+
+# Logical axes that are whole unless a rule says otherwise.
+WHOLE = ("norm", "kv", "kv_head_dim", "q_lora_up_proj", "kv_lora_up_proj")

@@ -1,0 +1,401 @@
+"""What a configuration says that its schema cannot judge: names, paths, and numbers that must fit each other.
+
+Quick and free of jax: it runs before anything is built, and for `rl-train --check`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from policy import compatibility, remat
+from policy.config import DecoderConfig
+from policy.huggingface import sources
+from rl.config import mesh
+from rl.config.run import DataOptions, EvaluationOptions, ModelOptions, RewardSettings, RunConfig, StageOptions
+
+_FILE_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_BUILT_IN_TOKENIZERS = ("bytes", "characters")
+
+
+def problems(config: RunConfig) -> list[tuple[tuple, str]]:
+    """Everything wrong as (path of keys, what and how to mend it)."""
+    return list(_problems(config))
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path that does not exist can be the name of a dataset on the Hugging Face hub.
+
+    `data/trian` beside a folder `data` is a misspelt path.
+    """
+    if "/" in path and Path(path).parent.is_dir():
+        return False
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path)) and not path.endswith(_FILE_ENDINGS)
+
+
+def supervised(stage: StageOptions) -> bool:
+    """Whether a stage learns from data alone: it samples nothing and needs no rewards."""
+    return not _algorithm(stage).needs_rollouts
+
+
+def _algorithm(stage: StageOptions):
+    import rl.algorithms
+
+    return rl.algorithms.get(stage.algorithm.name, **stage.algorithm.model_extra)
+
+
+def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    directory = Path(config.run.dir)
+    if directory.exists() and not directory.is_dir():
+        yield ("run", "dir"), f"{directory} exists and is not a directory"
+    yield from _model(config)
+    yield from _features(config)
+    yield from _quantization(config)
+    yield from _pages(config)
+    yield from _tokenizer(config)
+    yield from mesh.problems(config.mesh)
+    yield from mesh.rule_problems(config.generator.rules or {}, ("generator", "rules"))
+    if config.data:
+        yield from _data(("data",), config.data)
+    if config.rewards:
+        yield from _rewards(("rewards",), config.rewards)
+    if config.evaluation:
+        yield from _evaluation(config, config.evaluation)
+    for number, stage in enumerate(config.stages):
+        yield from _stage(("stages", number), stage, config)
+        yield from _reward_models(config, number)
+
+
+def decoder_of(model: ModelOptions) -> DecoderConfig | None:
+    """What is trained; None where it cannot be read, which is said elsewhere."""
+    try:
+        if Path(model.source).is_dir():
+            return sources.read_config(model.source, model.sections)
+        return sources.preset(model.source, model.changes)
+    except ValueError:
+        return None
+
+
+def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    """What model, stages and generator want of each other."""
+    if (decoder := decoder_of(config.model)) is None:
+        return
+    explicit = config.mesh.shard_mode == "explicit"
+    said = set(compatibility.conflicts(decoder, config.model.runtime, explicit=explicit))
+    yield from ((("model",), text) for text in sorted(said))
+    if config.generator.speculative and decoder.multi_token_prediction is None:
+        yield ("generator", "speculative"), _NO_MODULES
+    if config.generator.rings and not any(
+        getattr(spec.mixer, k, None) for spec in decoder.layers for k in ("window", "chunk")
+    ):
+        yield ("generator", "rings"), "no layer of this model looks back a window only; leave it out"
+    indexers = [indexer for spec in decoder.layers if (indexer := getattr(spec.mixer, "indexer", None)) is not None]
+    for number, stage in enumerate(config.stages):
+        path, training = ("stages", number), stage.indexer.training
+        for text in compatibility.conflicts(decoder, replace(config.model.runtime, **stage.runtime), explicit=explicit):
+            if text not in said:
+                yield path, text
+        if stage.mtp and decoder.multi_token_prediction is None:
+            yield (*path, "mtp"), _NO_MODULES
+        if stage.router_replay and not any(spec.moe for spec in decoder.layers):
+            yield (*path, "router_replay"), "this model has no experts, so there are no routes to replay; leave it out"
+        if training != "off" and not indexers:
+            yield (
+                (*path, "indexer", "training"),
+                f"{training}, but this model has no indexer (DeepSeek-V3.2 has); leave it off",
+            )
+        elif training == "sparse" and (topk := min(each.topk for each in indexers)) >= config.max_length:
+            yield (
+                (*path, "indexer", "training"),
+                f"sparse, but with max_length {config.max_length} every query sees all keys: the indexers select {topk}; "
+                "raise max_length, lower model.overrides.index_topk, or use dense_warmup",
+            )
+
+
+_NO_MODULES = (
+    "the model has no modules that predict further tokens; add `multi_token_prediction: {depth: 1}` under `model`"
+)
+
+
+def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    from rl.config.packaged import model_presets
+    from rl.config.suggest import nearest
+
+    yield from _memory(config.model, config.platform)
+    path, source = ("model", "source"), config.model.source
+    directory = Path(source)
+    if source in model_presets():
+        return
+    if not directory.exists():
+        hint = nearest(source, list(model_presets()))
+        yield path, f"no directory {source}, and no model of that name in configs/models/{hint}"
+    elif not (directory / "config.json").is_file():
+        yield path, f"{source} holds no config.json, so it is no Hugging Face model directory"
+    elif config.model.overrides and any(directory.glob("*.safetensors")):
+        yield (
+            ("model", "overrides"),
+            f"{source} holds weights; overrides change the shape of a model that starts from random weights only",
+        )
+    else:
+        for name in set(config.model.sections) - {"multi_token_prediction"}:  # its weights may lie there unread
+            yield (
+                ("model", name),
+                f"{source} is a model directory, whose config.json says what parts it has; leave this out",
+            )
+
+
+def _memory(model: ModelOptions, platform: str) -> Iterator[tuple[tuple, str]]:
+    from rl.config.suggest import nearest
+
+    if model.host_parameters and model.remat == "none":
+        yield (
+            ("model", "remat"),
+            "none keeps every layer's weights on the device until the backward pass, so host_parameters saves nothing; "
+            "set full, or another policy",
+        )
+    if model.host_parameters and not model.scan and platform == "tpu":
+        yield (
+            ("model", "scan"),
+            "TPUs cannot add up gradients of unrolled layers in host memory; host_parameters needs scan: true",
+        )
+    if model.remat == "custom":
+        for name in model.remat_tensors:
+            if name not in remat.TENSORS:
+                yield ("model", "remat_tensors", name), f"no tensor {name}{nearest(name, list(remat.TENSORS))}"
+    elif model.remat_tensors:
+        yield (
+            ("model", "remat_tensors"),
+            f"{model.remat} says itself what is kept; set `remat: custom`, or leave this out",
+        )
+
+
+def _quantization(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    """With a training rule the generator multiplies what it stores by activations of that rule's type; exact completions are not
+    those of quantised numbers."""
+    rule, weights = config.model.quantization, config.generator.weights
+    if config.generator.exact:
+        for name in ("weights", "kv_cache"):
+            if kind := getattr(config.generator, name):
+                yield (
+                    ("generator", name),
+                    f"{kind}, but exact: true gives the tokens of the trained weights; leave one of them out",
+                )
+    if rule and weights and not rule.startswith(weights):
+        yield (
+            ("generator", "weights"),
+            f"{weights} weights cannot be multiplied by the {rule} activations of model.quantization; leave it out, or use the "
+            "same numbers",
+        )
+
+
+def _pages(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    options = config.generator
+    if options.cache == "contiguous":
+        for key in ("page_size", "pages"):
+            if getattr(options, key) != type(options).model_fields[key].default:
+                yield ("generator", key), "a contiguous cache has no pages; add `cache: paged`, or leave this out"
+        return
+    least = 1 + -(-(config.max_length + options.speculative) // options.page_size)
+    if options.pages is not None and options.pages < least:
+        yield (
+            ("generator", "pages"),
+            f"{options.pages} pages of {options.page_size} tokens hold no completion of max_length {config.max_length}; at least "
+            f"{least} are needed, one of which stays empty",
+        )
+
+
+def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    from rl.config.suggest import nearest
+
+    if config.tokenizer is None:
+        directory = Path(config.model.source)
+        if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+            yield ("tokenizer",), f"{directory} holds no tokenizer; name a directory that does, or `bytes`"
+        return
+    source, alphabet = config.tokenizer.source, config.tokenizer.alphabet
+    if source == "characters" and not alphabet:
+        yield ("tokenizer", "alphabet"), "`characters` needs an alphabet: the characters that exist, as one text"
+    if source != "characters" and alphabet is not None:
+        yield ("tokenizer", "alphabet"), f"only `characters` takes an alphabet, the tokenizer is {source}"
+    if alphabet is not None and len(set(alphabet)) < len(alphabet):
+        yield ("tokenizer", "alphabet"), "a character occurs twice"
+    if source not in _BUILT_IN_TOKENIZERS:
+        directory = Path(source)
+        if not directory.exists():
+            yield ("tokenizer", "source"), f"no directory {source}{nearest(source, _BUILT_IN_TOKENIZERS)}"
+        elif not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+            yield ("tokenizer", "source"), f"{source} holds none of {', '.join(_TOKENIZER_FILES)}"
+    template = config.tokenizer.chat_template
+    if template is not None and not Path(template).is_file():
+        yield ("tokenizer", "chat_template"), f"no such file: {template}"
+
+
+def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
+    if data.task is not None:
+        import rl.data.tasks
+
+        try:
+            rl.data.tasks.check(data.task, data.options)
+        except ValueError as error:
+            options = [key for key in data.options if f"`{key}`" in str(error)]
+            yield (*path, *(("options", *options[:1]) if options else ("task",))), str(error)
+        for key in ("subset", "prompt_template"):
+            if getattr(data, key) is not None:
+                yield (*path, key), f"a task takes no {key}; its own options stand under `options`"
+    else:
+        from rl.config.packaged import packaged
+
+        if data.options:
+            yield (*path, "options"), "only a task takes options"
+        if not Path(data.path).exists() and not packaged(data.path) and not is_hub_name(data.path):
+            yield (*path, "path"), f"no such file or directory: {data.path} (from {Path.cwd()})"
+
+
+def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str]]:
+    from rewards.registry import JUDGED, RewardError, check
+
+    for number, reward in enumerate(settings.functions):
+        try:
+            check(reward.name, reward.options)
+        except RewardError as error:
+            text = str(error)
+            option = [("options", key) for key in reward.options if f"option {key!r}" in text]
+            yield (*path, "functions", number, *(option[0] if option else ("name",))), text
+    names = [
+        (reward.name, reward.options.get("source") if reward.name == JUDGED else None) for reward in settings.functions
+    ]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            yield (*path, "functions", number, "name"), f"{name[0]} is listed twice"
+
+
+def _reward_models(config: RunConfig, number: int) -> Iterator[tuple[tuple, str]]:
+    """The sources of reward models that the rewards of a stage ask: earlier stages of the run, or directories."""
+    from rewards.registry import JUDGED
+
+    stage, names = config.stages[number], config.stage_names
+    settings, path = (stage.rewards, ("stages", number, "rewards")) if stage.rewards else (config.rewards, ("rewards",))
+    if not settings or _algorithm(stage).needs_scores or (supervised(stage) and not config.evaluation):
+        return
+    for place, reward in enumerate(settings.functions):
+        source = reward.options.get("source")
+        if reward.name != JUDGED or not isinstance(source, str | None):  # another type is refused with the options
+            continue
+        trained = [name for name, each in zip(names, config.stages, strict=True) if _algorithm(each).needs_scores]
+        here = (*path, "functions", place, "options", "source")
+        if source is None:
+            yield here[:-1], "reward_model needs `source`: a stage of the run that trains one, or a directory"
+            continue
+        if source in trained:
+            if names.index(source) >= number:
+                text = (
+                    f"{names[number]} comes before stage {source}; name it under `rewards` of the stages that follow it"
+                )
+                yield here, text
+            continue
+        stages = f", and no stage of that name trains a reward model ({', '.join(trained) or 'none does'})"
+        if not (Path(source) / "config.json").is_file():
+            yield here, f"no directory {source} with a config.json{stages}"
+            continue
+        try:
+            decoder = sources.classifier(source)
+        except ValueError as error:
+            yield here, str(error)
+            continue
+        if decoder.max_positions is not None and config.max_length > decoder.max_positions:
+            yield (
+                here,
+                f"max_length {config.max_length} is more than the {decoder.max_positions} positions of this reward model",
+            )
+
+
+def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tuple[tuple, str]]:
+    yield from _data(("evaluation", "data"), evaluation.data)
+    yield from _held_out_alike(config, evaluation.data)
+    if config.rewards is None and not all(stage.rewards for stage in config.stages):
+        yield ("evaluation",), "needs rewards to tell correct completions; add `rewards`"
+    if evaluation.samples == 0 and "k" in evaluation.model_fields_set and evaluation.k != [1]:
+        yield ("evaluation", "samples"), "pass@k needs sampled completions, at least as many as the largest k"
+    for k in evaluation.k:
+        if k < 1 or (evaluation.samples and k > evaluation.samples):
+            yield ("evaluation", "k"), f"each k lies between 1 and samples ({evaluation.samples}), got {k}"
+
+
+def _held_out_alike(config: RunConfig, held_out: DataOptions) -> Iterator[tuple[tuple, str]]:
+    """A problem is held out by its hash and `eval_share`: with another share, training would see evaluation's."""
+    for data in [config.data, *(stage.data for stage in config.stages)]:
+        if data and data.task == held_out.task is not None:
+            shares = [one.options.get("eval_share") for one in (data, held_out)]
+            if shares[0] != shares[1]:
+                path = ("evaluation", "data", "options", "eval_share")
+                yield path, f"{shares[1]} here and {shares[0]} in training (None: the default); they must be the same"
+
+
+def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    name = stage.algorithm.name
+    if stage.data:
+        yield from _data((*path, "data"), stage.data)
+    if stage.rewards:
+        yield from _rewards((*path, "rewards"), stage.rewards)
+    if not (stage.data or config.data):
+        yield (*path, "data"), f"{name} needs data, here or for the whole run (`data`)"
+    rows = stage.prompts_per_step // stage.updates_per_step
+    if stage.indexer.training == "dense_warmup" and name != "sft":
+        yield (
+            (*path, "indexer", "training"),
+            f"a dense_warmup learns from texts alone, what {name} does is for nothing; use sft",
+        )
+    if _algorithm(stage).needs_scores:
+        given = {
+            "mtp": stage.mtp is not None,
+            "internal_metrics": stage.internal_metrics,
+            "indexer": stage.indexer.training != "off",
+        }
+        for key in filter(given.get, given):
+            yield (*path, key), f"this is of updates of the policy, which {name} leaves as it is; leave it out"
+    if stage.router_replay and config.generator.exact:
+        yield (
+            (*path, "router_replay"),
+            "exact: true gives the log-probabilities of the model's own routes, and replay those of the generator's; leave one out",
+        )
+    if stage.router_replay and supervised(stage):
+        yield (
+            (*path, "router_replay"),
+            f"{name} learns from data that no generator routed; leave it out, or set it in stages that sample",
+        )
+    if not supervised(stage):
+        rows *= stage.samples_per_prompt
+        if not (stage.rewards or config.rewards):
+            yield (*path, "rewards"), f"{name} needs rewards, here or for the whole run (`rewards`)"
+        if stage.algorithm.model_extra.get("dynamic_batches") and stage.samples_per_prompt == 1:
+            yield (
+                (*path, "samples_per_prompt"),
+                f"a group of one has no difference, so {name} (dynamic_batches) would drop them all",
+            )
+        if stage.sampling.temperature == 0:
+            yield (*path, "sampling", "temperature"), "0 is greedy: nothing to learn from equal completions"
+    if name != "sft":
+        for key in ("capacity_factor", "ragged_buffer_factor"):
+            if getattr(stage.router, key) is not None:
+                yield (
+                    (*path, "router", key),
+                    f"{name} compares the policy with a model that drops nothing (the generator's, or the reference), but with "
+                    f"{key} it would give tokens other probabilities. Leave {key} out, or use it in sft stages only",
+                )
+    if (
+        not supervised(stage) or (config.evaluation and not _algorithm(stage).needs_scores)
+    ) and stage.sampling.max_new_tokens >= config.max_length:
+        yield (
+            (*path, "sampling", "max_new_tokens"),
+            f"{stage.sampling.max_new_tokens} leaves no room for a prompt in max_length ({config.max_length})",
+        )
+    if stage.router.ragged_buffer_factor is not None and config.model.expert_parallel != "all_to_all":
+        yield (
+            (*path, "router", "ragged_buffer_factor"),
+            f"only `model.expert_parallel: all_to_all` has this buffer, the scheme is {config.model.expert_parallel}",
+        )
+    if stage.micro_batch and stage.micro_batch > rows:
+        yield (*path, "micro_batch"), f"{stage.micro_batch} rows, but one update has {rows}; leave it out or lower it"

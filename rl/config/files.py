@@ -1,0 +1,282 @@
+"""Configuration files and overrides in, a checked `RunConfig` out; everything wrong is reported at once.
+
+Layers are laid over each other from left to right: the files in the order given, then the overrides `a.b=value`,
+whose values are YAML. Mappings merge, everything else replaces; a list is changed by index (`stages.1.steps=3`).
+`every_stage` of a layer is laid over each stage there is at that point, and `if_given` over those sections that there
+are. Relative paths inside a file start at the
+working directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+import rl.algorithms
+from rl.config import yaml_tree
+from rl.config.packaged import packaged, presets, run_names
+from rl.config.run import AlgorithmOptions, RunConfig
+from rl.config.schema import accepted_types
+from rl.config.suggest import nearest
+from rl.config.yaml_tree import Item
+from rl.errors import ConfigError
+
+RESOLVED = "config.yml"
+"""Name of the resolved configuration inside a run's directory."""
+
+
+Problem = tuple[tuple, str]
+"""Path of keys and indices, and what is wrong there."""
+
+
+def resolved_yaml(config: RunConfig) -> str:
+    """The whole configuration, defaults included, as YAML that loads to an equal `RunConfig`."""
+    return yaml_tree.dump(config.model_dump())
+
+
+def changed_yaml(config: RunConfig) -> str:
+    """The part of the configuration that differs from the defaults, for people."""
+    changed = config.model_dump(exclude_defaults=True)
+    for stage, shown in zip(config.stages, changed["stages"], strict=True):
+        defaults = dataclasses.asdict(rl.algorithms.get(stage.algorithm.name))
+        options = {key: value for key, value in stage.algorithm.model_extra.items() if value != defaults[key]}
+        shown["algorithm"] = {"name": stage.algorithm.name} | options
+    return yaml_tree.dump(changed)
+
+
+# Layers
+
+
+def _merged(paths: list[str | Path], overrides: list[str]) -> Item:
+    layers, run_dir, problems = [], None, []
+    resumes = [text.partition("=")[2].strip() for text in overrides if text.partition("=")[0].strip() == "resume"]
+    for path in [*resumes, *paths]:
+        try:
+            if Path(path).is_dir() or path in resumes:
+                if run_dir is not None and Path(run_dir) != Path(path):
+                    raise ConfigError(f"{path}: {run_dir} is continued already; one run at a time")
+                run_dir = str(path)
+            layers.append(_read(path, is_run=path in resumes))
+        except ConfigError as error:
+            problems.append(str(error))
+    if not layers and not problems:
+        problems.append(
+            "no configuration: name a YAML file (rl-train configs/quickstart.yml) or the directory of a run"
+        )
+    for number, text in enumerate(overrides, start=1):
+        try:
+            if text.partition("=")[0].strip() != "resume":
+                layers.append(_override(text, f"override {number}"))
+        except ConfigError as error:
+            problems.append(str(error))
+    if run_dir is not None:
+        layers.append(Item({"run": Item({"dir": Item(run_dir, run_dir, run_dir)}, run_dir, run_dir)}, run_dir))
+    tree = None
+    for layer in layers:
+        try:
+            tree = _with_if_given(_with_every_stage(layer if tree is None else yaml_tree.merge(tree, layer, shorthand)))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return _with_presets(tree)
+
+
+def _read(path: str | Path, is_run: bool = False) -> Item:
+    file = Path(path)
+    if file.is_dir() or is_run:
+        if not file.is_dir():
+            raise ConfigError(f"{path}: no such directory, so no run to continue")
+        file = file / RESOLVED
+        if not file.is_file():
+            raise ConfigError(f"{path}: a directory without {RESOLVED}, so no run to continue; name a YAML file")
+    if not file.exists():
+        file = packaged(file) or file
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{nearest(Path(path).name, run_names())}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    tree = yaml_tree.parse(text, lambda line: f"{file}:{line}")
+    if tree.value is None:
+        raise ConfigError(f"{path}: the file is empty")
+    if not isinstance(tree.value, dict):
+        kind = "a list" if isinstance(tree.value, list) else "a single value"
+        raise ConfigError(f"{tree.where}: the file holds {kind}; a configuration is a mapping of keys to values")
+    return tree
+
+
+def _override(text: str, place: str) -> Item:
+    key, equals, value = text.partition("=")
+    key, place = key.strip(), f"{place}: {text.strip()}"
+    parts = key.split(".")
+    if not equals or not all(part.strip() == part and part for part in parts):
+        raise ConfigError(f"{place}: an override is key.path=value, e.g. stages.1.steps=3")
+    if not value.strip():
+        raise ConfigError(f"{place}: no value after `=`; write {key}=null for none or {key}=\"''\" for an empty text")
+    where = place.split(": ")[0]
+    item = yaml_tree.parse(value, lambda line: where)
+    for part in reversed(parts):
+        item = Item({part: Item(item.value, where, where)}, where)
+    return item
+
+
+def _with_every_stage(tree: Item) -> Item:
+    over = tree.value.get("every_stage")
+    if over is None or over.value in (None, {}):
+        return tree
+    stages = tree.value.get("stages")
+    if not isinstance(over.value, dict):
+        raise ConfigError(f"{over.place}: every_stage: must be a mapping of the keys of a stage")
+    if stages is None or not isinstance(stages.value, list):
+        raise ConfigError(f"{over.place}: every_stage: there are no stages to lay it over; name this file after theirs")
+    merged = [yaml_tree.merge(s, over, shorthand, ("stages", i)) for i, s in enumerate(stages.value)]
+    rest = {key: item for key, item in tree.value.items() if key != "every_stage"}
+    return Item(rest | {"stages": Item(merged, stages.where, stages.key_where)}, tree.where)
+
+
+def _with_presets(tree: Item) -> Item:
+    """Stages whose algorithm names a preset, laid over that file of configs/presets/."""
+    stages = tree.value.get("stages")
+    if stages is None or not isinstance(stages.value, list):
+        return tree
+    merged = [_over_preset(stage, ("stages", i)) for i, stage in enumerate(stages.value)]
+    return Item(tree.value | {"stages": Item(merged, stages.where, stages.key_where)}, tree.where)
+
+
+def _over_preset(stage: Item, path: tuple) -> Item:
+    algorithm = stage.value.get("algorithm") if isinstance(stage.value, dict) else None
+    if algorithm is None or not isinstance(algorithm.value, dict) or "preset" not in algorithm.value:
+        return stage
+    wanted, known = algorithm.value["preset"], presets()
+    if wanted.value not in known:
+        dotted = ".".join(map(str, path))
+        raise ConfigError(
+            f"{wanted.place}: {dotted}.algorithm.preset: no preset {wanted.value!r}{nearest(wanted.value, known)}"
+        )
+    base = yaml_tree.parse(
+        known[wanted.value].read_text(encoding="utf-8"), lambda line: f"configs/presets/{wanted.value}.yml:{line}"
+    )
+    own = Item(
+        {key: item for key, item in algorithm.value.items() if key != "preset"}, algorithm.where, algorithm.key_where
+    )
+    return yaml_tree.merge(base, Item(stage.value | {"algorithm": own}, stage.where, stage.key_where), shorthand, path)
+
+
+def _with_if_given(tree: Item) -> Item:
+    over = tree.value.get("if_given")
+    if over is None or over.value in (None, {}):
+        return tree
+    if not isinstance(over.value, dict):
+        raise ConfigError(f"{over.place}: if_given: must be a mapping of sections of a run")
+    given = {key: item for key, item in over.value.items() if key in tree.value and tree.value[key].value is not None}
+    rest = Item({key: item for key, item in tree.value.items() if key != "if_given"}, tree.where)
+    return yaml_tree.merge(rest, Item(given, over.where), shorthand) if given else rest
+
+
+def shorthand(path: tuple) -> str | None:
+    """The key for which a plain text at `path` stands (`model` -> source), or None."""
+    model = _model_at(path)
+    return model.shorthand if model else None
+
+
+def _model_at(path: tuple) -> type[BaseModel] | None:
+    """The schema's model at a path of keys and indices, or None where there is none."""
+    annotation: Any = RunConfig
+    for part in path:
+        models = [kind for kind in accepted_types(annotation) if _is_model(kind)]
+        if models and str(part) in models[0].model_fields:
+            annotation = models[0].model_fields[str(part)].annotation
+        elif not models and str(part).isdecimal() and typing.get_origin(annotation) is list:
+            annotation = typing.get_args(annotation)[0]
+        else:
+            return None
+    return next((kind for kind in accepted_types(annotation) if _is_model(kind)), None)
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+# Problems
+
+
+def validate(tree: Item) -> tuple[RunConfig | None, list[Problem]]:
+    """The configuration, and what the schema has against the tree.
+
+    What the schema refuses is left out and the rest tried again, so that names and paths are checked in the same go;
+    the configuration is None where that fails, for instance because a required key is wrong.
+    """
+    values = yaml_tree.plain(tree)
+    try:
+        return RunConfig.model_validate(values), []
+    except ValidationError as error:
+        # A misspelt key is also a missing one: the misspelling first.
+        found = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
+    problems = [problem for one in found for problem in _problems(one)]
+    if not all(_left_out(values, path) for path, _ in problems):
+        return None, problems
+    try:
+        return RunConfig.model_validate(values), problems
+    except ValidationError:
+        return None, problems
+
+
+def _left_out(values: Any, path: tuple) -> bool:
+    """Takes the key at `path` out of `values`; False if it is not a key there."""
+    for part in path[:-1]:
+        values = values[part] if isinstance(values, (dict, list)) else None
+    if not isinstance(values, dict) or not path or path[-1] not in values:
+        return False
+    del values[path[-1]]
+    return True
+
+
+def _problems(error: dict) -> list[Problem]:
+    path, kind = tuple(error["loc"]), error["type"]
+    if kind == "extra_forbidden":
+        model = _model_at(path[:-1])
+        return [(path, f"unknown key{nearest(path[-1], list(model.model_fields) if model else [])}")]
+    if kind == "missing":
+        return [(path, "this key is required")]
+    if kind == "literal_error":
+        choices = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        return [(path, f"must not be {error['input']!r}{nearest(error['input'], choices)}")]
+    if kind == "value_error":
+        said = error["ctx"]["error"]
+        if isinstance(said, ValidationError):
+            return [(path + found, text) for one in said.errors() for found, text in _problems(one)]
+        return [((*path, "name") if _model_at(path) is AlgorithmOptions else path, str(said))]
+    if kind == "unknown_option":
+        return [(path, error["msg"])]
+    given = error["input"]
+    shown = repr(given) if given is None or isinstance(given, (str, int, float, bool)) else f"a {type(given).__name__}"
+    return [(path, f"{_MESSAGES.get(kind) or error['msg'].replace('Input should', 'must')}, got {shown}")]
+
+
+_MESSAGES = {
+    "model_type": "must be a mapping of keys to values",
+    "dict_type": "must be a mapping of keys to values",
+    "list_type": "must be a list",
+    "string_type": "must be a text (quote it if it looks like a number)",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+}
+
+
+def _report(tree: Item, problems: list[Problem]) -> str:
+    lines: dict[tuple, str] = {}
+    for path, text in problems:
+        place = yaml_tree.locate(tree, path)
+        dotted = ".".join(map(str, path))
+        # One line of `every_stage` is wrong in every stage: say it once.
+        key = (place, text, path[2:] if path[:1] == ("stages",) else path)
+        lines.setdefault(key, f"{place}: {dotted}: {text}".replace("\n", "\n    "))
+    return "\n".join(lines.values())

@@ -1,0 +1,95 @@
+"""The section `mesh` of a run's YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from policy.mesh.axes import AXES, DEFAULT_RULES, UNUSED, WHOLE
+from rl.config.schema import Strict
+
+
+class SliceOptions(Strict):
+    """How many times as large each axis is over several slices, which a slow network joins; -1 takes as many as there are. Put
+    there what talks little: `data`, or `fsdp` where weights do not fit otherwise."""
+
+    data: int = Field(1, description="copies of the weights, one or more in each slice")
+    fsdp: int = Field(1, description="parts of weights, gradients and moments")
+    tensor: int = Field(1, description="parts of heads and feed-forward layers")
+    expert: int = Field(1, description="parts into which the experts are spread")
+    context: int = Field(1, description="parts of sequences")
+
+
+class MeshOptions(Strict):
+    """Number of devices along each axis; -1 takes what is left. See docs/meshes.md. The axes diloco, stage, fsdp_transpose,
+    context_usp_ulysses, context_autoregressive, tensor_sequence and autoregressive of other frameworks may stand here with 1
+    device."""
+
+    data: int = Field(1, description="copies of the weights, each for a part of the batch")
+    fsdp: int = Field(
+        -1, description="parts into which weights, gradients and moments are cut; they split the batch too"
+    )
+    tensor: int = Field(1, description="parts into which heads and feed-forward layers are cut")
+    expert: int = Field(1, description="parts into which the experts are spread")
+    context: int = Field(1, description="parts into which sequences are cut")
+    dcn: SliceOptions | None = Field(
+        None, description="the same over slices, times those above; null: one slice, and TPUs in several are refused"
+    )
+    rules: dict[str, list[str]] = Field({}, description="logical axis: mesh axes, laid over the default rules")
+    shard_optimizer_over_data: bool = Field(
+        False,
+        description="moments and sums of gradients are cut over `data` as well, where weights are copies (ZeRO stage 1)",
+    )
+    shard_mode: Literal["auto", "explicit"] = Field(
+        "auto",
+        description="auto: shardings are hints, and the partitioner decides; explicit: those of the decoder are types in training "
+        "and scoring, where an operation that leaves its sharding open is an error (docs/meshes.md)",
+    )
+    sharding_tolerance: float = Field(
+        0.02,
+        ge=0.0,
+        le=1.0,
+        description="share of the weights that a mesh which cuts weights may leave whole; more is an error",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unused(cls, values):
+        """Axes that are not there, with one device."""
+        if not isinstance(values, dict):
+            return values
+        for name in values.keys() & UNUSED.keys():
+            if values[name] != 1:
+                raise ValueError(f"{name}: only 1 device is possible, got {values[name]}: {UNUSED[name]}")
+        return {name: value for name, value in values.items() if name not in UNUSED}
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+def problems(mesh: MeshOptions) -> Iterator[tuple[tuple, str]]:
+    """(path of the key, what is wrong)."""
+    for where, section in ((("mesh",), mesh), (("mesh", "dcn"), mesh.dcn)):
+        sizes = {} if section is None else {axis: getattr(section, axis) for axis in AXES}
+        for axis, size in sizes.items():
+            if size < 1 and size != -1:
+                yield (*where, axis), f"must be at least 1, or -1 for what is left, got {size}"
+        if sum(size == -1 for size in sizes.values()) > 1:
+            yield where, "only one axis can be -1" + (" (fsdp is, unless it is set)" if section is mesh else "")
+    yield from rule_problems(mesh.rules, ("mesh", "rules"))
+
+
+def rule_problems(rules: dict[str, list[str]], path: tuple) -> Iterator[tuple[tuple, str]]:
+    """The same of rules that stand at `path`."""
+    from rl.config.suggest import nearest
+
+    for logical, names in rules.items():
+        if logical not in DEFAULT_RULES and logical not in WHOLE:
+            known = [*DEFAULT_RULES, *WHOLE]
+            yield (*path, logical), f"no logical axis {logical}{nearest(logical, known)}"
+        for name in names:
+            if name not in AXES and name not in UNUSED:
+                yield (*path, logical), f"no mesh axis {name}{nearest(name, AXES)}"

@@ -1,0 +1,156 @@
+"""docs/configuration.md, written from the schema: `python -m rl.config.reference > docs/configuration.md`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+import rl.algorithms
+from rl.config.run import AlgorithmOptions, RunConfig
+from rl.config.schema import Strict, accepted_types
+
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Written by `python -m rl.config.reference` from the schema; edit the descriptions in rl/config/run.py and rl/algorithms/. -->
+
+A run is described by YAML files and overrides, laid over each other from left to right:
+
+```bash
+rl-train --check configs/quickstart.yml seed=1 stages.1.steps=3
+```
+
+`--check` checks keys, values, names and paths, prints what differs from the defaults, and stops; data are read when the run
+starts. Mappings merge; any other value replaces the one before. A list is changed by index (`stages.1.steps=3`); `every_stage`
+is laid over all stages, `if_given` over sections that exist. Unknown keys are refused with file, line and the nearest valid
+key, and all errors are said at once. `1e-5` is a number. An empty section is its defaults. Relative paths start at the working
+directory. The resolved file is saved as `config.yml` in the run's folder, and running it again is the same run.
+
+Where a section has a *short form*, a plain text stands for that one key: `model: tiny-deepseek` is
+`model: {source: tiny-deepseek}`.
+"""
+
+
+def markdown() -> str:
+    """The whole document."""
+    parts = [_INTRODUCTION]
+    for model, paths in _sections().items():
+        parts.append(_section(model, paths))
+        if model is AlgorithmOptions:
+            parts += [_algorithm(name) for name in rl.algorithms.known()]
+    return "\n".join(parts)
+
+
+# The algorithm whose table the others refer to.
+SHARED = "grpo"
+
+
+def _sections() -> dict[type[BaseModel], list[str]]:
+    """Every model of the schema with the places where it stands, in the order in which they first occur."""
+    found: dict[type[BaseModel], list[str]] = {}
+
+    def visit(model: type[BaseModel], path: str) -> None:
+        found.setdefault(model, []).append(path)
+        for name, field in model.model_fields.items():
+            for inner, is_list in _models(field.annotation):
+                visit(inner, ".".join(filter(None, (path, name, "N" if is_list else ""))))
+
+    visit(RunConfig, "")
+    return found
+
+
+def _models(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
+    """The models in an annotation, and whether they are the entries of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, False
+    for argument in typing.get_args(annotation):
+        yield from ((model, typing.get_origin(annotation) is list) for model, _ in _models(argument))
+
+
+def _section(model: type[BaseModel], paths: list[str]) -> str:
+    title = ", ".join(f"`{path}`" for path in paths if path) or "Top level"
+    lines = [f"## {title}", ""]
+    if model.__doc__ and model not in (RunConfig, AlgorithmOptions) and model.__doc__ != Strict.__doc__:
+        lines += [inspect.cleandoc(model.__doc__), ""]
+    if model is AlgorithmOptions:
+        lines += ["The name of an algorithm, and the options of that algorithm, which follow.", ""]
+    if getattr(model, "shorthand", None):
+        lines += [f"Short form: `{model.shorthand}`.", ""]
+    return "\n".join([*lines, *_table(model.model_fields), ""])
+
+
+def _algorithm(name: str) -> str:
+    """All options of the first of the kind, SHARED; of the others those that differ from its."""
+    fields, shared = (type(rl.algorithms.get(each)).__pydantic_fields__ for each in (name, SHARED))
+    lines = [f"### Options of `{name}`", ""]
+    common = [option for option in fields if option in shared and _same(fields[option], shared[option])]
+    if name == SHARED or not common:
+        return "\n".join([*lines, *_table(fields), ""])
+    absent = [f"`{option}`" for option in shared if option not in fields]
+    lines += [f"Those of `{SHARED}`{' except ' + ', '.join(absent) if absent else ''}, and:", ""]
+    different = {option: field for option, field in fields.items() if option not in common}
+    return "\n".join([*lines, *_table(different), ""])
+
+
+def _same(one: FieldInfo, other: FieldInfo) -> bool:
+    return (one.default, one.description) == (other.default, other.description)
+
+
+def _table(fields: dict[str, FieldInfo]) -> list[str]:
+    rows = [("key", "value", "default", "")]
+    rows += [(f"`{name}`", _value(field), _default(field), field.description or "") for name, field in fields.items()]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return [lines[0], "|---|---|---|---|", *lines[1:]]
+
+
+def _value(field: FieldInfo) -> str:
+    """What may stand there, in words, with its bounds."""
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    bounds = [
+        f"{sign} {getattr(one, key):g}" for one in field.metadata for key, sign in signs.items() if hasattr(one, key)
+    ]
+    return ", ".join([_kind(field.annotation), *bounds])
+
+
+def _kind(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(sorted((_kind(one) for one in arguments), key=lambda kind: kind == "null"))
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin is list:
+        return f"list of {_kind(arguments[0])}"
+    if any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in accepted_types(annotation)):
+        return "section"
+    names = {
+        int: "whole number",
+        float: "number",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+        dict: "mapping",
+    }
+    return names.get(origin or annotation, "any value")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default if field.default is not PydanticUndefined else field.default_factory()
+    if isinstance(value, BaseModel):
+        return "its defaults"
+    if isinstance(value, float):
+        return f"`{value:g}`"
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,187 @@
+"""YAML read into trees that remember where every key and value was written, and the merging of such trees.
+
+Numbers, booleans and null are those of YAML 1.2's core schema: `1e-5` is a number (YAML 1.1, and so PyYAML, reads a
+text), and `on`, `off`, `yes` and `no` are texts. Keys are always texts. Nothing is constructed but plain values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from rl.errors import ConfigError
+
+_RESOLVERS = (
+    ("tag:yaml.org,2002:null", r"(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", r"(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("tag:yaml.org,2002:int", r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
+    (
+        "tag:yaml.org,2002:float",
+        r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        list("-+.0123456789"),
+    ),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that YAML 1.1 or 1.2 would read as something else."""
+
+    yaml_implicit_resolvers: dict = {}
+
+
+for _tag, _pattern, _first in _RESOLVERS:
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), _first)
+    _Dumper.add_implicit_resolver(_tag, re.compile(_pattern), _first)
+for _first_character, _pairs in yaml.SafeDumper.yaml_implicit_resolvers.items():
+    _Dumper.yaml_implicit_resolvers.setdefault(_first_character, []).extend(_pairs)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A value and where it was written ("file:line", "override 2"); a mapping or list holds Items."""
+
+    value: Any
+    where: str
+    key_where: str | None = None
+    """Where the key of the value was written; None in lists and at the root."""
+
+    @property
+    def place(self) -> str:
+        return self.key_where or self.where
+
+
+def parse(text: str, place: Callable[[int], str]) -> Item:
+    """The tree of one YAML document. `place(line)` names a line (from 1) in messages.
+
+    Raises ConfigError for text that is not YAML, for a key written twice, and for tags beyond plain values.
+    """
+    try:
+        node = _Loader(text).get_single_node()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        said = " ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{place(line)}: not valid YAML (column {column}): {said}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{place(1)}: not valid YAML: {error}") from None
+    problems: list[str] = []
+    tree = Item(None, place(1)) if node is None else _item(node, place, problems, ())
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tree
+
+
+def _item(node, place, problems: list[str], parents: tuple, key_where: str | None = None) -> Item:
+    where = place(node.start_mark.line + 1)
+    if node in parents:
+        problems.append(f"{where}: an alias (*) stands inside what it stands for")
+        return Item(None, where, key_where)
+    parents = (*parents, node)
+    if isinstance(node, yaml.MappingNode):
+        return Item(_mapping(node, place, problems, parents), where, key_where)
+    if isinstance(node, yaml.SequenceNode):
+        return Item([_item(child, place, problems, parents) for child in node.value], where, key_where)
+    return Item(_scalar(node, where, problems), where, key_where)
+
+
+def _mapping(node, place, problems: list[str], parents: tuple) -> dict[str, Item]:
+    mapping: dict[str, Item] = {}
+    for key, child in node.value:
+        where = place(key.start_mark.line + 1)
+        if not isinstance(key, yaml.ScalarNode):
+            problems.append(f"{where}: a key must be plain text")
+        elif key.value in mapping:
+            problems.append(f"{where}: key `{key.value}` is written twice, first at {mapping[key.value].place}")
+        else:
+            mapping[key.value] = _item(child, place, problems, parents, where)
+    return mapping
+
+
+def _scalar(node, where: str, problems: list[str]) -> Any:
+    kind, text = node.tag.removeprefix("tag:yaml.org,2002:"), node.value
+    try:
+        if kind == "str":
+            return text
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return {"true": True, "false": False}[text.lower()]
+        if kind == "int":
+            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        if kind == "float":
+            return (
+                float(text.replace(".inf", "inf").replace(".nan", "nan").lower()) if text[-1] in "fFnN" else float(text)
+            )
+    except (ValueError, KeyError):
+        problems.append(f"{where}: `{text}` is not a value of the type {kind}")
+        return None
+    problems.append(f"{where}: the tag {node.tag} is not supported; write plain values")
+    return None
+
+
+def dump(value: Any) -> str:
+    """YAML text that `parse` reads back to an equal value."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def plain(item: Item) -> Any:
+    """The values alone."""
+    if isinstance(item.value, dict):
+        return {key: plain(child) for key, child in item.value.items()}
+    if isinstance(item.value, list):
+        return [plain(child) for child in item.value]
+    return item.value
+
+
+def locate(tree: Item, path: tuple) -> str:
+    """Where the value at `path` was written, or its nearest ancestor that was."""
+    for part in path:
+        value = tree.value
+        if isinstance(value, dict) and str(part) in value:
+            tree = value[str(part)]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            tree = value[part]
+        else:
+            break
+    return tree.place
+
+
+def merge(base: Item, over: Item, shorthand: Callable[[tuple], str | None], path: tuple = ()) -> Item:
+    """`over` laid over `base`: mappings merge key by key, anything else replaces.
+
+    A mapping laid over a list changes its entries by index (`stages: {1: {steps: 3}}`). `shorthand(path)` names the key
+    for which a plain text at `path` stands, so that `model: tiny` and `model: {dtype: bfloat16}` merge.
+    """
+    key = shorthand(path)
+    if key and (isinstance(base.value, dict) or isinstance(over.value, dict)):
+        base, over = (
+            Item({key: Item(side.value, side.where, side.key_where)}, side.where, side.key_where)
+            if isinstance(side.value, str)
+            else side
+            for side in (base, over)
+        )
+    if not isinstance(over.value, dict):
+        return over
+    if isinstance(base.value, dict):
+        merged = dict(base.value)
+        for name, child in over.value.items():
+            merged[name] = merge(merged[name], child, shorthand, (*path, name)) if name in merged else child
+        return Item(merged, base.where, base.key_where)
+    if isinstance(base.value, list):
+        entries = list(base.value)
+        for name, child in over.value.items():
+            if not (name.isdecimal() and int(name) < len(entries)):
+                have = f"its entries are 0 to {len(entries) - 1}" if entries else "it is empty"
+                dotted = ".".join(map(str, path))
+                raise ConfigError(f"{child.place}: {dotted}.{name}: `{dotted}` is a list, and {have}")
+            entries[int(name)] = merge(entries[int(name)], child, shorthand, (*path, int(name)))
+        return Item(entries, base.where, base.key_where)
+    return over

@@ -1,0 +1,79 @@
+"""Problems generated in code. Every file in this folder without a leading underscore is a task of that name; any other
+name is looked for in reasoning-gym (extra `tasks`).
+
+A task file defines the frozen dataclass `Options`, whose fields are the keys of `data.options`, and
+
+    problems(options, split) -> list[Problem]     deterministic; no problem occurs in both splits
+
+The split of a problem follows from a hash of its text (`is_held_out`), never from a seed, so that a problem that
+evaluation uses can occur in no prompt and no demonstration of training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import pkgutil
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt, a demonstration of the answer (None if the task has none), and the columns for the rewards."""
+
+    prompt: str
+    completion: str | None
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+def names() -> list[str]:
+    """Names of the tasks of this folder, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def check(name: str, options: dict[str, Any]) -> None:
+    """Raises ValueError for an unknown task or a bad option (in backticks), without generating problems."""
+    if name in names():
+        _options(name, options)
+    else:
+        importlib.import_module("rl.data.tasks._reasoning_gym").check(name, options)
+
+
+def problems(name: str, options: dict[str, Any], split: Split) -> list[Problem]:
+    """The problems of a task's split, always the same ones in the same order. Raises ValueError as `check` does."""
+    if split not in typing.get_args(Split):
+        raise ValueError(f"a task has the splits {' and '.join(typing.get_args(Split))}, not {split!r}")
+    if name in names():
+        return importlib.import_module(f"rl.data.tasks.{name}").problems(_options(name, options), split)
+    return importlib.import_module("rl.data.tasks._reasoning_gym").problems(name, options, split)
+
+
+def hash_share(text: str) -> float:
+    """A number in [0, 1) that depends on the text alone, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """Whether the problem that `text` identifies belongs to evaluation."""
+    return hash_share(text) < share
+
+
+def nearest(name: str, valid: list[str]) -> str:
+    """Hint for an unknown name."""
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"{f'nearest: {close[0]}; ' if close else ''}valid: {', '.join(valid)}"
+
+
+def _options(name: str, options: dict[str, Any]):
+    kind = importlib.import_module(f"rl.data.tasks.{name}").Options
+    valid = [one.name for one in dataclasses.fields(kind)]
+    unknown = [key for key in options if key not in valid]
+    if unknown:
+        raise ValueError("; ".join(f"task {name} has no option `{key}` ({nearest(key, valid)})" for key in unknown))
+    return kind(**options)

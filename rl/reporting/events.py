@@ -1,0 +1,193 @@
+"""The record of a run: append-only JSON lines, and the mirrors that show them elsewhere.
+
+events.jsonl holds one object a step, `{"stage", "step", "metrics": {...}}`; samples.jsonl one a completion. Both are
+strict JSON: a number that is not finite is written as null. Every line is one write, so that a killed process leaves
+at most one torn line, the last, which `truncate_after` removes when the run goes on. On a full disk lines wait in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from policy.mesh import processes
+from rl.config.run import RunConfig
+from rl.reporting.trackers import Mirror, mirrors
+
+EVENTS = "events.jsonl"
+SAMPLES = "samples.jsonl"
+_LOG = logging.getLogger("duet.events")
+
+
+class EventLog:
+    """Appends to the two files of a run's directory, which is made if it does not exist."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._files = {name: self._open(name) for name in (EVENTS, SAMPLES)}
+        self._waiting = dict.fromkeys(self._files, b"")
+
+    def step(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """One line of events.jsonl. Metrics are numbers, or arrays of one number."""
+        self._write(EVENTS, [{"stage": stage, "step": step, "metrics": dict(metrics)}])
+
+    def samples(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """One line of samples.jsonl for each completion, all of them in one write."""
+        self._write(SAMPLES, records)
+
+    def truncate_after(self, stages: Sequence[str], stage: str, step: int) -> None:
+        """Drops the lines that a checkpoint taken after `step` of `stage` does not know, and torn last lines.
+
+        `stages` are the names of the run's stages in order. Each file is replaced in one step, so a kill in between
+        leaves the old file or the new one. Raises ValueError for a damaged line that is not the last.
+        """
+        last = (stages.index(stage), step)
+        for name, file in self._files.items():
+            os.close(file)
+            _rewrite(self.directory / name, lambda row: (stages.index(row["stage"]), row["step"]) <= last)
+            self._files[name] = self._open(name)
+
+    def sync(self) -> bool:
+        """Returns when what was written is on the disk; False if the disk does not take it. Called before a checkpoint: one that
+        knows of lines that are not there could not be continued from."""
+        try:
+            for name, file in self._files.items():
+                self._flush(name)
+                os.fsync(file)
+        except OSError as error:
+            _LOG.error("events and samples cannot be written to %s (%s); make room there", self.directory, error)
+            return False
+        return True
+
+    def close(self) -> None:
+        if any(self._waiting.values()):
+            self.sync()
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _open(self, name: str) -> int:
+        return os.open(self.directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def _write(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
+        waited = bool(self._waiting[name])
+        self._waiting[name] += "".join(_line(record) for record in records).encode()
+        try:
+            self._flush(name)
+        except OSError as error:
+            if not waited:
+                _LOG.error(
+                    "%s cannot be written: %s. Its lines are kept in memory; make room", self.directory / name, error
+                )
+
+    def _flush(self, name: str) -> None:
+        while self._waiting[name]:
+            self._waiting[name] = self._waiting[name][os.write(self._files[name], self._waiting[name]) :]
+
+
+class Events:
+    """The event log and its mirrors, as the loop uses them. Of several processes only the first writes."""
+
+    def __init__(self, config: RunConfig, directory: str | Path):
+        first = processes.first()
+        self.log = EventLog(directory) if first else None
+        self._mirrors: list[Mirror] = mirrors(config, Path(directory)) if first else []
+
+    def start_stage(self, name: str, steps: int, first_step: int = 0) -> None:
+        """Says that a stage of `steps` steps begins, or goes on after `first_step` of them."""
+        for mirror in self._mirrors:
+            mirror.start_stage(name, steps, first_step)
+
+    def step(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Records the metrics of one step."""
+        if self.log is None:
+            return
+        numbers = {key: number(value) for key, value in metrics.items()}
+        self.log.step(stage, step, numbers)
+        for mirror in self._mirrors:
+            mirror.step(stage, step, numbers)
+
+    def samples(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Records completions: stage, step, prompt_id, sample, prompt, completion, tokens, finish, rewards, ..."""
+        if self.log is not None:
+            self.log.samples(records)
+
+    def note(self, text: str) -> None:
+        """Shows a line to whoever watches; it is no part of the record."""
+        for mirror in self._mirrors:
+            mirror.note(text)
+
+    def truncate_after(self, stages: Sequence[str], stage: str, step: int) -> None:
+        """As `EventLog.truncate_after`."""
+        if self.log is not None:
+            self.log.truncate_after(stages, stage, step)
+
+    def sync(self) -> bool:
+        """As `EventLog.sync`; the same on all processes."""
+        return processes.from_first(self.log is not None and self.log.sync())
+
+    def close(self) -> None:
+        for mirror in self._mirrors:
+            mirror.close()
+        if self.log is not None:
+            self.log.close()
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """The complete lines of an event or sample file; a torn last one is left out. ValueError for other damage."""
+    return [json.loads(line) for line in _complete_lines(Path(path))]
+
+
+def number(value: Any) -> float | int | None:
+    """A metric as a plain number; None stays None. Takes numpy and jax scalars."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return value.item()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """Plain values for strict JSON: arrays become lists, numbers that are not finite null."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(child) for child in value]
+    if isinstance(value, str):
+        # Half of a surrogate pair, which a byte-level model can write, has no UTF-8.
+        return value.encode("utf-8", "replace").decode()
+    if hasattr(value, "tolist"):
+        return _finite(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _complete_lines(path: Path) -> list[bytes]:
+    """The lines of a file, without a last one that was cut off. Raises ValueError for damage before the last line."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for index, line in enumerate(lines):
+        try:
+            whole = line.endswith(b"\n") and isinstance(json.loads(line), dict)
+        except ValueError:
+            whole = False
+        if not whole:
+            if index < len(lines) - 1:
+                raise ValueError(f"{path}:{index + 1}: damaged line; mend or delete it to go on")
+            return lines[:index]
+    return lines
+
+
+def _rewrite(path: Path, keep) -> None:
+    lines = [line for line in _complete_lines(path) if keep(json.loads(line))]
+    temporary = path.with_suffix(".jsonl.new")
+    with temporary.open("wb") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

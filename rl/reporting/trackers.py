@@ -1,0 +1,257 @@
+"""Where the events of a run are shown besides events.jsonl: the console, TensorBoard, Weights & Biases.
+
+A mirror that fails says so once and is left out from then on; it never stops a run.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl.config.run import RunConfig
+
+Metrics = Mapping[str, "float | int | None"]
+
+_SHOWN = (
+    "reward/mean",
+    "eval/greedy_accuracy",
+    "kl/ref",
+    "entropy",
+    "completion/mean_length",
+    "reward/frac_zero_std",
+    "sampler/logp_diff_max",
+    "rewards/accuracies",
+    "reward_model/accuracy",
+    "value/loss",
+    "optim/grad_norm",
+    "loss",
+)
+"""Metrics of a line on the console, in this order. A loss is last: under GRPO its value is near 0 by construction."""
+
+
+class Mirror(Protocol):
+    """What a mirror is told."""
+
+    def start_stage(self, name: str, steps: int, first_step: int) -> None: ...
+
+    def step(self, stage: str, step: int, metrics: Metrics) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage stands in its run: its steps, and the number that its step 0 (the evaluation before its first update)
+    has when the steps of all stages are counted through."""
+
+    steps: int
+    before: int
+
+
+def places(config: RunConfig) -> dict[str, Place]:
+    """The place of every stage by its name; the same for a run that is continued."""
+    found, before = {}, 0
+    for name, stage in zip(config.stage_names, config.stages, strict=True):
+        found[name] = Place(stage.steps, before)
+        before += stage.steps + 1
+    return found
+
+
+def mirrors(config: RunConfig, directory: Path) -> list[Mirror]:
+    """The mirrors that a configuration asks for; the console always."""
+    stages = places(config)
+    console = LiveConsole if sys.stdout.isatty() else PlainConsole
+    wanted = [_Guarded("the console", lambda: console(stages, config.run.log_every))]
+    if config.run.tensorboard:
+        wanted.append(_Guarded("TensorBoard", lambda: TensorBoard(stages, directory / "tensorboard")))
+    if config.run.wandb is not None:
+        wanted.append(_Guarded("wandb", lambda: Wandb(stages, config, directory)))
+    return wanted
+
+
+class _Guarded:
+    """A mirror that is dropped, with one warning, as soon as it fails."""
+
+    def __init__(self, name: str, make):
+        self._name = name
+        self._mirror: Mirror | None = None
+        self._try(lambda: setattr(self, "_mirror", make()))
+
+    def start_stage(self, name: str, steps: int, first_step: int) -> None:
+        self._try(lambda: self._mirror.start_stage(name, steps, first_step))
+
+    def step(self, stage: str, step: int, metrics: Metrics) -> None:
+        self._try(lambda: self._mirror.step(stage, step, metrics))
+
+    def note(self, text: str) -> None:
+        self._try(lambda: self._mirror.note(text))
+
+    def close(self) -> None:
+        self._try(lambda: self._mirror.close())
+
+    def _try(self, act) -> None:
+        if self._name is None:
+            return
+        try:
+            act()
+        except Exception as error:  # whatever a third party's logger, its disk or its network raises
+            warnings.warn(f"{self._name} failed and is left out from here on: {error!r}", stacklevel=2)
+            self._name = None
+
+
+def line(stage: str, step: int, steps: int, metrics: Metrics) -> str:
+    """`grpo 12/250  reward/mean 0.412  kl/ref 0.001  0.4s`."""
+    parts = [f"{stage} {step}/{steps}"]
+    parts += [f"{name} {_short(metrics[name])}" for name in _SHOWN if metrics.get(name) is not None]
+    parts += [f"{name} {_short(value)}" for name, value in metrics.items() if name.startswith("eval/pass@")]
+    if metrics.get("time/step") is not None:
+        parts.append(f"{metrics['time/step']:.1f}s")
+    return "  ".join(parts)
+
+
+class PlainConsole:
+    """One line every `log_every` steps, and for each step that evaluated and the last."""
+
+    def __init__(self, stages: Mapping[str, Place], log_every: int):
+        self._stages = stages
+        self._every = log_every
+
+    def start_stage(self, name: str, steps: int, first_step: int) -> None:
+        self.note(f"stage {name}: {steps} steps" + (f", going on after {first_step}" if first_step else ""))
+
+    def step(self, stage: str, step: int, metrics: Metrics) -> None:
+        steps = self._stages[stage].steps
+        if step % self._every == 0 or step == steps or _evaluated(metrics):
+            print(line(stage, step, steps, metrics), flush=True)
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class LiveConsole:
+    """A progress bar for a terminal; steps that evaluated, and notes, scroll above it."""
+
+    def __init__(self, stages: Mapping[str, Place], log_every: int):
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._stages = stages
+        self._every = log_every
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[shown]}", markup=False),
+        )
+        self._tasks: dict[str, Any] = {}
+
+    def start_stage(self, name: str, steps: int, first_step: int) -> None:
+        self._progress.update(self._task(name), completed=first_step)
+
+    def step(self, stage: str, step: int, metrics: Metrics) -> None:
+        task, steps = self._task(stage), self._stages[stage].steps
+        text = line(stage, step, steps, metrics)
+        if _evaluated(metrics):
+            self.note(text)
+        if step % self._every == 0 or step == steps:
+            self._progress.update(task, completed=step, shown=text.partition("  ")[2])
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+    def _task(self, stage: str):
+        if stage not in self._tasks:
+            for task in self._tasks.values():
+                self._progress.stop_task(task)
+            self._progress.start()
+            self._tasks[stage] = self._progress.add_task(stage, total=self._stages[stage].steps, shown="")
+        return self._tasks[stage]
+
+
+class TensorBoard:
+    """Scalars at the running number of the step over all stages."""
+
+    def __init__(self, stages: Mapping[str, Place], directory: Path):
+        from tensorboardX import SummaryWriter
+
+        self._stages = stages
+        # tensorboardX names its file by the second: a run continued at once would overwrite what it had written.
+        self._writer = SummaryWriter(str(directory), filename_suffix=f".{secrets.token_hex(4)}")
+
+    def start_stage(self, name: str, steps: int, first_step: int) -> None:
+        pass
+
+    def step(self, stage: str, step: int, metrics: Metrics) -> None:
+        for name, value in _numbers(metrics).items():
+            self._writer.add_scalar(name, value, self._stages[stage].before + step)
+        self._writer.flush()
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A Weights & Biases run; `mode: offline` writes to the run's directory and needs no account. A run that is continued
+    goes on under the id it had."""
+
+    def __init__(self, stages: Mapping[str, Place], config: RunConfig, directory: Path):
+        import wandb
+
+        self._stages = stages
+        file = directory / "wandb-id"
+        if not file.exists():
+            file.write_text(secrets.token_hex(4))
+        options = config.run.wandb
+        self._run = wandb.init(
+            id=file.read_text(),
+            resume="allow",
+            project=options.project,
+            name=options.name or directory.name,
+            mode=options.mode,
+            dir=str(directory),
+            config=config.model_dump(),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def start_stage(self, name: str, steps: int, first_step: int) -> None:
+        pass
+
+    def step(self, stage: str, step: int, metrics: Metrics) -> None:
+        self._run.log({"stage": stage, **_numbers(metrics)}, step=self._stages[stage].before + step)
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _evaluated(metrics: Metrics) -> bool:
+    return any(name.startswith("eval/") for name in metrics)
+
+
+def _numbers(metrics: Metrics) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+
+
+def _short(value: float | int) -> str:
+    if isinstance(value, int) or not math.isfinite(value):
+        return str(value)
+    return f"{value:.3f}" if value == 0 or 0.001 <= abs(value) < 1000 else f"{value:.2e}"

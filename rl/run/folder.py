@@ -1,0 +1,163 @@
+"""The directory of a run: one process at a time, one configuration from its first event on; and the wish to stop."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from policy.mesh import processes
+from rl.cluster.launch import on_first
+from rl.config import files
+from rl.config.load import load
+from rl.config.run import RunConfig
+from rl.errors import ConfigError, ResourceError
+from rl.reporting.events import EVENTS
+
+# Keys that may differ when a run is continued: they change what is shown and kept, not what is computed.
+_FREE = ("run", "profile")
+
+
+class RunFolder:
+    """Holds the lock of a run's directory while it is entered, and writes config.yml, or checks that it is the same run. Of several
+    processes, which all see the directory, the first does so for all.
+
+    A run that stopped before its first event (a model that cannot be read) leaves nothing to protect: another configuration
+    takes its place."""
+
+    def __init__(self, config: RunConfig):
+        self.path = Path(config.run.dir)
+        self._config = config
+        self._lock: int | None = None
+
+    def __enter__(self) -> RunFolder:
+        on_first(self._take)
+        return self
+
+    def _take(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        except OSError as error:
+            raise ResourceError(f"run.dir: cannot write to {self.path}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.__exit__()
+            raise ResourceError(f"{self.path} is in use by another process; choose another run.dir") from None
+        try:
+            self._claim()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run in this directory has done all that it is to do."""
+        return on_first(self._exported.is_dir)
+
+    def export(self, write: Callable[[Path], None]) -> Path:
+        """Has `write(directory)` write the final weights. `export/` appears in one step, so a run that has it is finished."""
+        return self._in_one_step(self._exported, write)
+
+    def export_reward_model(self, stage: str, write: Callable[[Path], None]) -> None:
+        """The same of the reward model that `stage` has trained, unless it is there."""
+        if not on_first((directory := reward_model_of(self._config, stage)).is_dir):
+            self._in_one_step(directory, write)
+
+    def _in_one_step(self, directory: Path, write: Callable[[Path], None]) -> Path:
+        """Every process has to call `write`, and returns when the directory is there."""
+        unfinished = directory.with_name(f"{directory.name}.tmp")
+        if processes.first():
+            self._write(directory, unfinished, write)
+        else:
+            write(unfinished)
+        processes.from_first(None)  # it is there
+        return directory
+
+    def _write(self, directory: Path, unfinished: Path, write: Callable[[Path], None]) -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            directory.parent.mkdir(exist_ok=True)
+            write(unfinished)
+            unfinished.rename(directory)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise ResourceError(
+                f"{directory}: the final weights cannot be written: {error}. Make room, then `rl-train {self.path}`"
+            ) from None
+
+    @property
+    def _exported(self) -> Path:
+        return self.path / "export"
+
+    def _claim(self) -> None:
+        file, events = self.path / "config.yml", self.path / EVENTS
+        if file.exists() and events.exists() and events.stat().st_size:
+            theirs, ours = (_numbers(c) for c in (load([file]), self._config))
+            if different := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
+                shown = "; ".join(f"{key}: {theirs.get(key)} there, {ours.get(key)} here" for key in different[:5])
+                raise ConfigError(
+                    f"{self.path} holds a run with another configuration ({shown}). Continue that one with "
+                    f"`rl-train {self.path}`, or choose another run.dir"
+                )
+        temporary = file.with_suffix(".yml.tmp")
+        temporary.write_text(files.resolved_yaml(self._config))
+        temporary.replace(file)
+
+
+def reward_model_of(config: RunConfig, stage: str) -> Path:
+    """Where the reward model lies that the stage of this name trains."""
+    return Path(config.run.dir) / "reward_models" / stage
+
+
+def _numbers(config: RunConfig) -> dict[str, object]:
+    """Every value that makes the run what it is, by dotted key."""
+    flat: dict[str, object] = {}
+
+    def walk(value, path):
+        if isinstance(value, dict) and value:
+            for key, child in value.items():
+                walk(child, f"{path}.{key}" if path else key)
+        elif isinstance(value, list) and any(isinstance(child, dict) for child in value):
+            for number, child in enumerate(value):
+                walk(child, f"{path}.{number}")
+        else:
+            flat[path] = value
+
+    walk(config.model_dump(mode="json", exclude=set(_FREE)), "")
+    return flat
+
+
+class StopWish:
+    """While entered, SIGTERM and the first Ctrl-C only set `wanted`, for the loop to stop after its step; the second Ctrl-C
+    stops at once."""
+
+    def __init__(self):
+        self.wanted: str | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopWish:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._heard) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _heard(self, number, _frame) -> None:
+        if self.wanted and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.wanted = signal.Signals(number).name

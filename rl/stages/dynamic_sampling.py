@@ -1,0 +1,148 @@
+"""Which groups a step learns from, where those whose rewards are all equal are dropped and others sampled in their place (dynamic
+sampling, DAPO, arXiv:2503.14476, section 3.2).
+
+P prompts of a step, G completions of each, F reward functions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rewards import Runner, Scores
+from rl.stages.rollouts import Problem, Rollouts
+from rollout import Completion
+
+# What a checkpoint holds of a completion.
+_KEPT = ("finish", "text", "steps")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of one prompt with their scores. `row`: of the prompt in the stage's data; `version`: of the weights that
+    wrote them."""
+
+    row: int
+    prompt_id: int
+    version: int
+    completions: list[Completion]
+    rewards: np.ndarray  # float64[G, F]
+    total: np.ndarray  # float64[G]
+
+    def differs(self, column: int | None) -> bool:
+        """Whether its scores, of one reward function or in sum, are not all the same."""
+        scores = self.total if column is None else self.rewards[:, column]
+        found = scores[np.isfinite(scores)]
+        return bool(found.size and np.ptp(found) > 0)
+
+    def plain(self) -> dict:
+        """All of it as JSON can hold it."""
+        completions = [
+            {"tokens": [int(token) for token in one.tokens], "logprobs": [float(logp) for logp in one.logprobs]}
+            | {name: getattr(one, name) for name in _KEPT}
+            for one in self.completions
+        ]
+        numbers = {"rewards": self.rewards.tolist(), "total": self.total.tolist()}
+        return {
+            "row": self.row,
+            "prompt_id": self.prompt_id,
+            "version": self.version,
+            "completions": completions,
+        } | numbers
+
+    @classmethod
+    def read(cls, plain: dict) -> Group:
+        completions = [Completion(**one) for one in plain["completions"]]
+        return cls(
+            **plain
+            | {"completions": completions, "rewards": np.asarray(plain["rewards"]), "total": np.asarray(plain["total"])}
+        )
+
+
+@dataclass(frozen=True)
+class Known:
+    """Scores that are there already, in the place of a handle."""
+
+    scores: Scores
+
+    def result(self) -> Scores:
+        return self.scores
+
+
+class DynamicSampling:
+    """Fills steps with groups whose rewards differ. `most`: calls of `sample` a step; `reward`: the function that has to differ,
+    None: the weighted sum; `problems(rows)`: those of rows of the data."""
+
+    def __init__(
+        self, most: int, reward: str | None, problems: Callable[[list[int]], Sequence[Problem]], runner: Runner
+    ):
+        self._most, self._problems, self._names = most, problems, runner.names
+        self._column = None if reward is None else runner.names.index(reward)
+
+    def fill(
+        self, wanted: int, carried: list[Group], sample: Callable[[], tuple[Rollouts, list[int]]]
+    ) -> tuple[Rollouts, list[Group], dict[str, float]]:
+        """(rollouts of `wanted` groups, those left over for the next step, metrics).
+
+        `carried` are taken first; then `sample()` gives further rollouts, and the rows of their prompts in the data. Where that is
+        not enough, groups without a difference fill the step: they have no advantage.
+        """
+        kept, dropped, taken = list(carried), [], []
+        while len(kept) < wanted and len(taken) < self._most:
+            rollouts, rows = sample()
+            scores = rollouts.scores.result()
+            taken.append((rollouts, scores))
+            for group in _split(rollouts, scores, rows):
+                (kept if group.differs(self._column) else dropped).append(group)
+        groups = kept[:wanted] + dropped[: max(0, wanted - len(kept))]
+        totals = np.concatenate([scores.total for _, scores in taken]) if taken else np.zeros(0)
+        tried = sum(len(rollouts.problems) for rollouts, _ in taken)
+        metrics = {
+            "dynamic/batches": float(len(taken)),
+            "dynamic/kept_share": 1.0 - len(dropped) / tried if tried else 1.0,
+            "dynamic/carried": float(len(carried)),
+            "dynamic/without_difference": float(max(0, wanted - len(kept))),
+        }
+        if np.isfinite(totals).any():
+            metrics["dynamic/reward_mean"] = float(np.nanmean(totals))
+        return self._together(groups, taken), kept[wanted:], metrics
+
+    def _together(self, groups: Sequence[Group], taken: Sequence[tuple[Rollouts, Scores]]) -> Rollouts:
+        """Rollouts of these groups; counts, time and metrics of the rewards are those of the calls that were made for them."""
+        names = sorted({name for _, scores in taken for name in scores.metrics})
+        metrics = {name: float(np.mean([s.metrics[name] for _, s in taken if name in s.metrics])) for name in names}
+        rewards, total = (np.concatenate([getattr(group, name) for group in groups]) for name in ("rewards", "total"))
+        counts = Counter()
+        for rollouts, _ in taken:
+            counts.update(rollouts.counts)
+        return Rollouts(
+            problems=self._problems([group.row for group in groups]),
+            prompt_ids=[group.prompt_id for group in groups],
+            completions=[group.completions for group in groups],
+            scores=Known(Scores(rewards, total, self._names, [], metrics)),
+            counts=counts,
+            seconds=sum(rollouts.seconds for rollouts, _ in taken),
+            judging=sum(rollouts.judging for rollouts, _ in taken),
+            versions=[group.version for group in groups],
+        )
+
+
+def _split(rollouts: Rollouts, scores: Scores, rows: Sequence[int]) -> list[Group]:
+    G = len(rollouts.completions[0])
+    found = []
+    for p, (row, prompt_id) in enumerate(zip(rows, rollouts.prompt_ids, strict=True)):
+        own = slice(p * G, (p + 1) * G)
+        found.append(
+            Group(
+                row,
+                int(prompt_id),
+                rollouts.versions[p],
+                rollouts.completions[p],
+                scores.rewards[own],
+                scores.total[own],
+            )
+        )
+    return found

@@ -1,0 +1,209 @@
+"""From problems to scored completions: what the generator wrote, and what the rewards say of it.
+
+P prompts, G completions of each, F reward functions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from policy.cache.step import UNKNOWN
+from rewards import Runner, Scores
+from rewards.runner import Handle
+from rl.config.run import SamplingOptions
+from rl.data.datasets import Example
+from rl.training.batch import Batch, pack, spread
+from rl.training.flops import Operations
+from rollout import Completion, Generator, SamplingParams
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An example with its prompt as token ids."""
+
+    example: Example
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The completions of one step, [P][G], the scores that are on their way, and the number of updates that the weights had seen
+    which wrote each group. Of all that was sampled for it: what was counted (`Generator.counts`, and `tokens` of completions), and
+    how many `seconds` decoding took and, thereafter, reward models (`judging`)."""
+
+    problems: Sequence[Problem]
+    prompt_ids: Sequence[int]
+    completions: list[list[Completion]]
+    scores: Handle
+    counts: Mapping[str, int]
+    seconds: float
+    versions: Sequence[int]
+    judging: float = 0.0
+
+    @property
+    def flat(self) -> list[tuple[int, Completion]]:
+        """(number of the prompt, completion) of each sample, groups together."""
+        return [(p, completion) for p, group in enumerate(self.completions) for completion in group]
+
+    def operations(self, of: Operations) -> float:
+        """Of computing these prompts and completions; what dynamic sampling drew besides counts without its attention."""
+        lengths = [len(self.problems[p].ids) + len(completion.tokens) for p, completion in self.flat]
+        return of.forward(lengths, weighed=self.counts["prefill"] + self.counts["useful"])
+
+    def batch(self, limit: int, *, replay: bool = False, values: bool = False) -> Batch:
+        """One row for each completion after its prompt; the mask is on the completion, its stop token included. `replay`: with the
+        experts that the generator sent each token to. `values`: with those that it found, if it was asked for any."""
+        rows = [
+            (self.problems[p].ids + c.tokens, [0] * len(self.problems[p].ids) + [1] * len(c.tokens))
+            for p, c in self.flat
+        ]
+        batch, found = pack(rows, limit), [c.values for _, c in self.flat]
+        return batch.replace(
+            prompt=np.asarray([p for p, _ in self.flat], np.int32),
+            sampler_logp=spread([c.logprobs for _, c in self.flat], batch.mask),
+            version=np.asarray([self.versions[p] for p, _ in self.flat], np.int32)[:, None] * (batch.mask != 0),
+            old_values=spread(found, batch.mask) if values and None not in found else None,
+            routes=routes_of([c for _, c in self.flat], batch.tokens.shape[1]) if replay else None,
+        )
+
+
+def routes_of(completions: Sequence[Completion], length: int) -> dict[str, np.ndarray]:
+    """Batch.routes of these completions after their prompts, in rows of `length` tokens."""
+    first = completions[0].routes
+    found = {path: np.full((len(completions), length, *a.shape[1:]), UNKNOWN, a.dtype) for path, a in first.items()}
+    for row, completion in enumerate(completions):
+        for path, experts in completion.routes.items():
+            found[path][row, : len(experts)] = experts
+    return found
+
+
+def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes) -> SamplingParams:
+    """Those of the configuration, with the tokenizer's own ends of a completion added."""
+    settings = {
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "stop": tuple(options.stop),
+        "stop_token_ids": tuple(sorted({*options.stop_token_ids, *stop_ids})),
+    }
+    return SamplingParams(**(settings | changes))
+
+
+def collect(
+    generator: Generator,
+    runner: Runner,
+    problems: Sequence[Problem],
+    params: SamplingParams,
+    prompt_ids: Sequence[int],
+    version: int = 0,
+) -> Rollouts:
+    """Completes the prompts, by weights of this `version`. A group is scored, in the processes of the rewards, as soon as it is
+    there; others are decoded. With reward models all are scored once the last is there: they need the devices too."""
+    began, G = time.perf_counter(), params.n
+    examples = [problem.example for problem in problems for _ in range(G)]
+    names = sorted({name for example in examples for name in example.columns})
+    columns: dict[str, Any] = {name: [example.columns.get(name) for example in examples] for name in names}
+    columns |= {"completion_lengths": [0] * len(examples), "truncated": [False] * len(examples)}
+    columns["reward_model_scores"] = [{}] * len(examples)
+    columns["max_new_tokens"] = params.max_new_tokens
+    handle = runner.open(
+        [example.prompt for example in examples], columns, [p for p in range(len(problems)) for _ in range(G)]
+    )
+    generator.forget()
+    before = generator.counts
+    completions: list[list[Completion]] = [[None] * G for _ in problems]
+
+    def score(p: int, sample: int, **judged) -> None:
+        completion = completions[p][sample]
+        text = _as_written(problems[p].example.prompt, completion.text)
+        known = {"completion_lengths": len(completion.tokens), "truncated": completion.finish == "length"}
+        handle.add(p * G + sample, text, **known, **judged)
+
+    for p, sample, completion in generator.stream([problem.ids for problem in problems], params, ids=prompt_ids):
+        completions[p][sample] = completion
+        if not runner.judges:
+            score(p, sample)
+    counts = {name: count - before[name] for name, count in generator.counts.items()}
+    counts["tokens"] = sum(len(completion.tokens) for group in completions for completion in group)
+    seconds = time.perf_counter() - began
+    judging = 0.0
+    if runner.judges:
+        rows = [problems[p].ids + completion.tokens for p, group in enumerate(completions) for completion in group]
+        judged = {source: judge(rows) for source, judge in runner.judges.items()}
+        judging = time.perf_counter() - began - seconds
+        for i in range(len(rows)):
+            score(*divmod(i, G), reward_model_scores={source: scores[i] for source, scores in judged.items()})
+    return Rollouts(problems, prompt_ids, completions, handle, counts, seconds, [version] * len(problems), judging)
+
+
+def _as_written(prompt, text: str):
+    """A completion in the form of its prompt: text after text, a message of the assistant after messages."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def records(rollouts: Rollouts, scores: Scores, advantages, stage: str, step: int) -> list[dict]:
+    """A line of samples.jsonl for each completion; `advantages` float[P * G]: of a completion, or the mean of its tokens."""
+    lines = []
+    sample_of = {}
+    for i, (p, completion) in enumerate(rollouts.flat):
+        sample_of[p] = sample_of.get(p, -1) + 1
+        lines.append(
+            {
+                "stage": stage,
+                "step": step,
+                "prompt_id": int(rollouts.prompt_ids[p]),
+                "sample": sample_of[p],
+                "prompt": rollouts.problems[p].example.prompt,
+                "completion": completion.text,
+                "tokens": completion.tokens,
+                "finish": completion.finish,
+                "rewards": dict(zip(scores.names, scores.rewards[i].tolist(), strict=True)),
+                "reward": float(scores.total[i]),
+                "advantage": float(advantages[i]),
+            }
+        )
+    return lines
+
+
+def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:
+    """Rewards and lengths of a step, by the names of docs/metrics.md, and what drafts gained where there were any. NaN where
+    nothing was scored."""
+    G = len(rollouts.completions[0])
+    totals = scores.total.reshape(-1, G)
+    scored = totals[np.isfinite(totals)]
+    lengths = np.asarray([len(c.tokens) for _, c in rollouts.flat])
+    ended = np.asarray([c.finish == "stop" for _, c in rollouts.flat])
+    flat_groups = [np.ptp(group[np.isfinite(group)]) == 0 if np.isfinite(group).any() else True for group in totals]
+    found = {
+        "reward/mean": float(scored.mean()) if scored.size else float("nan"),
+        "reward/std": float(scored.std(ddof=1)) if scored.size > 1 else 0.0,
+        "reward/frac_zero_std": float(np.mean(flat_groups)),
+        "completion/mean_length": float(lengths.mean()),
+        "completion/min_length": float(lengths.min()),
+        "completion/max_length": float(lengths.max()),
+        "completion/truncated_ratio": float(1 - ended.mean()),
+        "time/sample": rollouts.seconds,
+        "generator/useful_rows": rollouts.counts["useful"] / max(1, rollouts.counts["rows"]),
+        "generator/prompt_tokens_read": float(rollouts.counts["prefill"]),
+        "generator/preempted": float(rollouts.counts["preempted"]),
+    }
+    if "checked" in rollouts.counts:
+        found["generator/replaced_share"] = rollouts.counts["replaced"] / max(1, rollouts.counts["checked"])
+    if rollouts.judging:
+        found["time/reward_models"] = rollouts.judging
+    if drafted:
+        steps = sum(c.steps for _, c in rollouts.flat)
+        found["speculative/accepted_per_step"] = float(lengths.sum() / steps - 1)
+    if ended.any():
+        found |= {
+            f"completion/{name}_terminated_length": float(getattr(lengths[ended], name)())
+            for name in ("mean", "min", "max")
+        }
+    return found | scores.metrics

@@ -1,0 +1,286 @@
+"""The compiled programs of a stage. The trainer knows no algorithm: it makes the arrays that one asks for, and steps its loss.
+
+N rows, T tokens, M micro-batches of R rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policy import modes
+from policy.attention import sequence_shards
+from policy.cache.step import Step
+from policy.execution import batch_split
+from policy.execution.compiled_cache import Executables
+from policy.mesh import processes
+from policy.mesh.host_memory import fetch
+from policy.mesh.sharding import Layout, constrain, settle
+from policy.model import Graph
+from policy.ops.dropout import Dropout
+from rl.algorithms import PolicyInputs
+from rl.config.run import StageOptions
+from rl.training.batch import Batch
+from rl.training.critic import VALUE_HEAD, Critic
+from rl.training.flops import Operations, lengths
+from rl.training.packing import Packing, packing, row_counts
+from rl.training.updater import HEAD_GRADIENT, Learner, Updater
+
+# Tokens of a micro-batch on CPU.
+CPU_TOKENS = 768
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RunState:
+    """Every array of a stage. `reference` are weights that stay as they were at its start; absent parts are None."""
+
+    policy: Learner
+    reference: dict[str, jax.Array] | None
+    critic: Learner | None
+
+
+def ways(layout: Layout) -> int:
+    """Parts into which a mesh cuts the rows of a batch."""
+    mesh = layout.mesh.shape
+    return mesh["data"] * mesh["fsdp"] * mesh["expert"]
+
+
+def by_rows(tree, layout: Layout):
+    """Arrays [N, ...] of the host, of which each of several processes brings its own rows to its devices. Those of one process stay
+    as they are."""
+    if processes.count() == 1:
+        return tree
+    return jax.tree.map(
+        lambda a: processes.placed(a, layout.sharding(("batch", *[None] * (a.ndim - 1)), a.shape)), tree
+    )
+
+
+def by_micro_batch(program, batch: Batch, place: Packing, R: int, layout: Layout) -> tuple[np.ndarray, ...]:
+    """What `program(tokens, segments, routes)` gives for R packed rows at a time, each array [N, T] on the host."""
+    packed = place.pack(batch.tokens), place.segments, place.routes(batch)
+    parts = []
+    for i in range(0, place.used, R):
+        parts.append(settle(program(*by_rows(jax.tree.map(lambda a, i=i: a[i : i + R], packed), layout)), layout))
+    return tuple(
+        place.unpack(np.concatenate([processes.on_host(p) for p in each])) for each in zip(*parts, strict=True)
+    )
+
+
+class Trainer:
+    """The compiled programs of one stage: updates of policy and critic, log-probabilities and values of a batch."""
+
+    def __init__(self, graph: Graph, stage: StageOptions, algorithm, seed: int = 0):
+        """`seed` is that of the run; dropout needs it."""
+        self.graph, self.stage, self.algorithm = graph, stage, algorithm
+        self.operations, self.done = Operations(graph), 0.0
+        self.temperature = np.float32((stage.sampling.temperature if algorithm.needs_rollouts else 0.0) or 1.0)
+        # Only updates may drop choices of experts: the generator and what is compared with it never do.
+        self._learning = graph.at(**stage.runtime)
+        loss = self._parts_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
+        self.critic = head = None
+        if algorithm.needs_critic:
+            self._critic = Critic(graph, shared=algorithm.critic_trunk == "policy")
+            self.critic = Updater(self._critic, self._critic_loss, stage.critic, stage, seed)
+            head = self.critic if self._critic.shared else None
+        self.policy = Updater(self._learning, loss, stage.optimizer, stage, seed, head)
+
+    @property
+    def executables(self) -> dict[str, Executables]:
+        """The programs of a step by the names that a plan gives them."""
+        found = {"update": self.policy.program, "log-probabilities": self._logprobs}
+        return found | ({"update of the critic": self.critic.program, "values": self._values} if self.critic else {})
+
+    def scores_first(self, *, exact: bool) -> bool:
+        """Whether log-probabilities of the policy are computed before the updates of a step; `exact`: those of the generator are
+        the model's own."""
+        needed = self.algorithm.needs_old_logp(self.stage.updates_per_step)
+        return needed and (self.algorithm.needs_entropy or not exact)
+
+    @property
+    def values_while_sampling(self) -> bool:
+        """Whether the generator can find the critic's values: of completions that the weights of this step have all made."""
+        return self.critic is not None and self._critic.shared and not self.algorithm.dynamic_batches
+
+    def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
+        """The state at the beginning of the stage. Takes `params` over; reference and critic are copies of them."""
+        reference = critic = None
+        if self.algorithm.needs_reference:
+            reference = jax.jit(lambda a: jax.tree.map(jnp.copy, fetch(a)), out_shardings=self.graph.shardings)(params)
+        if self.critic:
+            critic = self.critic.start(self._critic.init(params, self.algorithm.value_init_std, seed))
+        return settle(RunState(self.policy.start(params), reference, critic), self.graph.layout)
+
+    def renew_reference(self, state: RunState, mix: float) -> RunState:
+        """The state with a reference model of `mix` parts of the policy and 1 - `mix` of what it was."""
+        reference = settle(self._renewed(state.reference, state.policy.params, np.float32(mix)), self.graph.layout)
+        return RunState(state.policy, reference, state.critic)
+
+    @cached_property
+    def _renewed(self):
+        def mixed(reference, params, mix):
+            return jax.tree.map(lambda r, p: (mix * p + (1 - mix) * r).astype(r.dtype), reference, fetch(params))
+
+        return jax.jit(mixed, donate_argnums=0, out_shardings=self.graph.shardings)
+
+    def abstract(self) -> RunState:
+        """Shapes and places of the state, for a checkpoint to be read into."""
+        shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
+        places = RunState(
+            self.policy.shardings,
+            self.graph.shardings if shapes.reference is not None else None,
+            self.critic.shardings if self.critic else None,
+        )
+        return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
+
+    def layout(self, segments_NT: np.ndarray) -> tuple[Packing, int]:
+        """(how these sequences are packed, packed rows of one gradient computation)."""
+        counts, R = self.row_counts(*segments_NT.shape)
+        place = packing(segments_NT, counts, sequence_shards.multiple(self._learning.runtime))
+        return place, R or place.shape[0]
+
+    def row_counts(self, N: int, T: int) -> tuple[list[int], int | None]:
+        """(numbers of packed rows that N sequences in rows of T may come in, rows of one gradient computation; None: all)."""
+        multiple = ways(self.graph.layout) * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
+        micro = self.stage.micro_batch or self._micro_batch(N, T)
+        if micro is None:
+            return row_counts(N, multiple), None
+        R = -(-min(micro, N) // multiple) * multiple
+        return [-(-N // R) * R], R
+
+    def _micro_batch(self, N: int, T: int) -> int | None:
+        """Rows of a micro-batch where the stage says nothing; None: all. On CPU what a layer leaves for the backward pass then
+        stays in the caches: 64 rows of 96 tokens took 1.4 times as long at once as 8 at a time, for 1M and 25M weights. Balancing
+        experts over the whole batch would cost a forward pass more."""
+        on_cpu = self.graph.layout.platform == "cpu"
+        return -(-N // -(-N * T // CPU_TOKENS)) if on_cpu and self.stage.router.balance == "sequence" else None
+
+    def update(
+        self, state: RunState, batch: Batch, *, critic_only: bool = False, controls: dict[str, float] | None = None
+    ) -> tuple[RunState, dict]:
+        """One optimiser update of the policy, and of the critic if there is one, from the sequences of `batch`, one a row;
+        `controls` for `PolicyInputs`.
+
+        Raises ValueError where the stage replays routes and the batch has none.
+        """
+        if self.stage.router_replay and batch.routes is None:
+            raise ValueError("router_replay: this batch has no routes; take it from Rollouts.batch(..., replay=True)")
+        # A value head learns in the update of the policy, from the states that this one computes in any case.
+        apart = state.critic is not None and (critic_only or not self._critic.shared)
+        if not critic_only:
+            self._did(self.operations, batch, passes=3)
+        if apart:
+            self._did(self._critic.operations, batch, passes=1 if self._critic.shared else 3)
+        place, R = self.layout(batch.segments)
+        batch = by_rows(place.batch(batch), self.graph.layout)
+        policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": place.share(R)}
+        inputs = self._totals(
+            batch, {name: np.float32(value) for name, value in controls.items()} if controls else None
+        )
+        if apart:
+            critic, _, found = self.critic(critic, batch, inputs, R, self._critic.beside(policy.params))
+            del found["loss"]  # value/loss, and the balance term that value/moe/balance holds
+            metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in found.items()}
+        if not critic_only:
+            policy, head, found = self.policy(policy, batch, inputs, R, head=None if apart else critic)
+            critic = critic if apart else head
+            metrics |= found
+        return RunState(policy, state.reference, critic), metrics
+
+    @cached_property
+    def _totals(self):
+        """PolicyInputs of a whole batch with its totals; what a loss needs of it besides the policy's own numbers."""
+
+        def totals(batch: Batch, controls: dict[str, jax.Array] | None = None) -> PolicyInputs:
+            inputs = PolicyInputs(
+                mask=batch.mask,
+                old_logp=batch.old_logp,
+                sampler_logp=batch.sampler_logp,
+                ref_logp=batch.ref_logp,
+                entropy=batch.entropy,
+                advantages=batch.advantages,
+                margin=batch.margin,
+                segments=batch.segments,
+                prompt=batch.prompt,
+                correct=batch.correct,
+                controls=controls,
+                max_length=self.stage.sampling.max_new_tokens,
+            )
+            return self.algorithm.with_totals(inputs)
+
+        return jax.jit(totals)
+
+    def _did(self, operations: Operations, batch: Batch, passes: int) -> None:
+        """Adds passes over `batch` to the operations that this trainer has done: one forward, two more for a gradient."""
+        self.done += passes * operations.forward(lengths(batch.segments))
+
+    def _step(self, micro: Batch) -> Step:
+        step = replace(modes.sit(micro.tokens, segments=micro.segments), routes=micro.routes)
+        return step if micro.dropout is None else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
+
+    def _parts_loss(self, params, micro: Batch, inputs: PolicyInputs):
+        """Nothing but what the layers bring along: no head is computed."""
+        return jnp.float32(0.0), {}, self._learning.aux(params, micro.tokens, self._step(micro))
+
+    def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):
+        logp, entropy, aux = self._learning.logprobs(params, micro.tokens, self._step(micro), self.temperature)
+        loss, metrics = self.algorithm.loss(replace(inputs, logp=logp, entropy=entropy))
+        if VALUE_HEAD in params:
+            metrics |= self._head(params[VALUE_HEAD], aux.states, micro, inputs)
+        return loss, metrics, aux
+
+    def _head(self, head_E, states_BTE, micro: Batch, inputs: PolicyInputs) -> dict[str, jax.Array]:
+        """Metrics of a value head on these states, with the gradient of its loss."""
+
+        def loss(head_E):
+            values = self._critic.values_of(states_BTE, head_E, micro.segments)
+            return self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
+
+        slope, metrics = jax.grad(loss, has_aux=True)(jax.lax.stop_gradient(head_E))
+        return metrics | {HEAD_GRADIENT: slope}
+
+    def _critic_loss(self, params, micro: Batch, inputs: PolicyInputs):
+        step = replace(
+            modes.sit(micro.tokens, segments=micro.segments), routes=micro.routes if self._critic.shared else None
+        )
+        values, _, aux = self._critic.values(params, micro.tokens, step)
+        loss, metrics = self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
+        return loss, metrics, aux
+
+    def logprobs(self, params, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """(logp, entropy), float32[N, T] on the host, by the training graph under `params`, micro-batch by micro-batch. Where the
+        batch has routes its tokens go there."""
+        self._did(self.operations, batch, passes=1)
+        return self._by_micro_batch(self._logprobs, params, batch)
+
+    def values(self, state: RunState, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """The critic's values of the states before and after each token, float32[N, T] on the host."""
+        self._did(self._critic.operations, batch, passes=1)
+        params = self._critic.beside(state.policy.params) | state.critic.params
+        # A critic with a trunk of its own is another model: its routers choose themselves.
+        return self._by_micro_batch(self._values, params, batch if self._critic.shared else batch.replace(routes=None))
+
+    def _by_micro_batch(self, program, params, batch: Batch) -> tuple[np.ndarray, ...]:
+        place, R = self.layout(batch.segments)
+        return by_micro_batch(partial(program, params), batch, place, R, self.graph.layout)
+
+    @cached_property
+    def _logprobs(self):
+        def run(params, tokens, segments, routes):
+            tokens = constrain(tokens, ("batch", None), self.graph.layout)
+            step = replace(modes.sit(tokens, segments=segments), routes=routes)
+            return self.graph.logprobs(params, tokens, step, self.temperature)[:2]
+
+        return Executables(jax.jit(run), self.graph.layout.platform)
+
+    @cached_property
+    def _values(self):
+        def run(params, tokens, segments, routes):
+            tokens = constrain(tokens, ("batch", None), self.graph.layout)
+            return self._critic.values(params, tokens, replace(modes.sit(tokens, segments=segments), routes=routes))[:2]
+
+        return Executables(jax.jit(run), self.graph.layout.platform)

@@ -1,0 +1,338 @@
+"""One optimiser update of some weights as a compiled program.
+
+N rows, T tokens, M micro-batches of R rows, X experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+import rl.algorithms
+from policy.execution import batch_split, row_tables
+from policy.execution.compiled_cache import Executables
+from policy.mesh.host_memory import belongs_there, fetch, in_host_memory, to_device
+from policy.mesh.sharding import constrain, settle
+from policy.model import Graph
+from policy.ops.dropout import row_seeds
+from rl.config.run import OptimizerOptions, StageOptions
+from rl.training.auxiliary_losses import auxiliary_loss, load_metrics, moved_biases, totals
+from rl.training.batch import Batch
+from rl.training.critic import VALUE_HEAD, Critic
+from rl.training.diagnostics import activation_metrics, gradient_norms
+from rl.training.host_memory import by_place, joined
+from rl.training.optimizer import at_once, by_layer, start, stored_as
+from rl.training.optimizer import norm as norm_of
+from rl.training.trainable import MODULES, learned
+
+# Metric of a micro-batch that holds the gradient of a value head.
+HEAD_GRADIENT = "value/gradient"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Learner:
+    """Weights that learn, and the state of their optimizer. Donated to every update, which writes the new ones in place."""
+
+    params: dict[str, jax.Array]
+    optimizer: Any
+
+
+def schedule(options: OptimizerOptions, updates: int) -> optax.Schedule:
+    """The learning rate by update: linear warm-up, then constant, or linear or cosine down to `final_fraction` of it."""
+    peak, warm = options.learning_rate, options.warmup_steps
+    rest = max(1, updates - warm)
+    after = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, peak * options.final_fraction, rest),
+        "cosine": optax.cosine_decay_schedule(peak, rest, options.final_fraction),
+    }[options.schedule]
+    return (
+        optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), after], [warm]) if warm else after
+    )
+
+
+def optimizer(
+    options: OptimizerOptions, rate: optax.Schedule, axes: dict, param_dtype: str
+) -> optax.GradientTransformation:
+    """AdamW for weights in `param_dtype`. Weight decay acts on matrices only: not on norms, biases and anything else of one
+    dimension."""
+    decayed = {path: len([a for a in names if a != "layers"]) > 1 for path, names in axes.items()}
+    adamw = optax.adamw(
+        rate,
+        b1=options.beta1,
+        b2=options.beta2,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        mask=lambda params: {path: decayed[path] for path in params},
+    )
+    if param_dtype == options.state_dtype == "float32":
+        return adamw
+    return stored_as(adamw, options.state_dtype, master=param_dtype != "float32" and options.state_dtype == "float32")
+
+
+class Updater:
+    """One optimiser update of some weights as a compiled program: gradients summed over micro-batches, clipping, AdamW, and the
+    rule that moves the selection biases of routers. An update that is not finite, or whose gradient is exactly 0, leaves everything
+    as it was."""
+
+    def __init__(
+        self,
+        owner: Graph | Critic,
+        loss,
+        options: OptimizerOptions,
+        stage: StageOptions,
+        seed: int,
+        head: Updater | None = None,
+    ):
+        """`loss(params, micro, totals) -> (scalar, metrics, Aux)`: micro-batches are summed. `head`: of a value head on the states
+        that `loss` computes, which may learn in the same program; `loss` finds it among `params` then, and leaves its gradient in
+        the metric HEAD_GRADIENT, its loss in value/loss."""
+        self.owner, self._loss, self._options, self._stage, self.head = owner, loss, options, stage, head
+        self._learned = learned(owner.axes, owner.runtime)
+        self._seed = seed if stage.dropout else None
+        self._internals = stage.internal_metrics and isinstance(owner, Graph)
+        self._graph = owner if isinstance(owner, Graph) else owner.trunk
+        self.layout = self._graph.layout
+        self.rate = schedule(options, stage.steps * stage.updates_per_step)
+        self._transform = optimizer(options, self.rate, owner.axes, owner.runtime.param_dtype)
+
+    def _split(self, params: dict) -> tuple[dict, dict]:
+        """(weights with a gradient, the others)."""
+        moves = self._learned - self.owner.untrained
+        return {k: v for k, v in params.items() if k in moves}, {k: v for k, v in params.items() if k not in moves}
+
+    def start(self, params: dict[str, jax.Array]) -> Learner:
+        return Learner(params, settle(self._start(self._split(params)[0]), self.layout))
+
+    @property
+    def _in_host_memory(self) -> bool:
+        return bool(self.owner.hosted - self.owner.tables) or self._options.host_memory
+
+    def _start(self, weights: dict[str, jax.Array]):
+        if self._in_host_memory:
+            return start(self._transform, weights, self.shardings.optimizer)
+        return jax.jit(self._transform.init, out_shardings=self.shardings.optimizer)(weights)
+
+    @cached_property
+    def shardings(self) -> Learner:
+        """Where each array of the learner lives: moments are cut as their weights are, or further (`Layout.moment_spec`), counters
+        are everywhere. Moments of a table in host memory are there too."""
+        weights = self.owner.shardings
+
+        def place(path, _):
+            keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+            if not keys:
+                return self.layout.replicated
+            weight = keys[-1]
+            moment = self._moments.get(weight, NamedSharding(self.layout.mesh, weights[weight].spec))
+            moves = self._options.host_memory and belongs_there(self.owner.axes[weight])
+            return in_host_memory(moment) if moves or weight in self.owner.tables else moment
+
+        trained = {k: jax.ShapeDtypeStruct((1,), jnp.float32) for k in self._split(weights)[0]}
+        return Learner(weights, jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._transform.init, trained)))
+
+    @cached_property
+    def _moments(self) -> dict[str, NamedSharding]:
+        """Where moments live that are cut further than their weights, by path."""
+        if not self.layout.moments_over_data:
+            return {}
+        specs = {
+            path: self.layout.moment_spec(self.owner.axes[path], shape) for path, shape in self.owner.sizes.items()
+        }
+        return {
+            path: NamedSharding(self.layout.mesh, spec) for path, spec in specs.items() if path not in self.owner.tables
+        }
+
+    def _spread(self, arrays: dict) -> dict:
+        """Weights or gradients cut as their moments are, where those are cut further: gradients are then added up over the devices
+        in the place of their moment only, and every device steps its part of the weights, which are gathered at the end."""
+        places = self._moments
+        return {
+            path: jax.lax.with_sharding_constraint(a, places[path]) if path in places else a
+            for path, a in arrays.items()
+        }
+
+    @cached_property
+    def program(self) -> Executables:
+        update = jax.jit(
+            self._update,
+            donate_argnums=(0, 4),
+            out_shardings=(self.shardings, self.head and self.head.shardings, None),
+            static_argnames="micro_rows",
+            compiler_options=batch_split.compiler_options(self._graph.runtime),
+        )
+        return Executables(update, self.layout.platform)
+
+    def __call__(
+        self, learner: Learner, batch: Batch, inputs, micro_rows: int, beside=None, head: Learner | None = None
+    ):
+        """(learner, head, metrics) after one update, the metrics on the device. `batch` holds a multiple of `micro_rows` rows.
+        `beside`: weights by path that the loss takes besides the learner's, and that stay. `head`: learns too; None: stays."""
+        return settle(self.program(learner, batch, inputs, beside or {}, head, micro_rows=micro_rows), self.layout)
+
+    def _update(
+        self, learner: Learner, batch: Batch, inputs, beside=None, head: Learner | None = None, *, micro_rows: int
+    ):
+        trained, still = self._split(learner.params)
+        if self._seed is not None:
+            batch = batch.replace(dropout=row_seeds(self._seed, _updates(learner), batch.tokens.shape[0]))
+        others = still | (beside or {}) | (head.params if head else {})
+        grads, loss, metrics, routing = self._gradients(trained, others, batch, inputs, micro_rows)
+        if head is not None:
+            slope = {VALUE_HEAD: metrics.pop(HEAD_GRADIENT)}
+            head, found = self.head.apply(head, slope, metrics["value/loss"], {})
+            metrics |= {f"value/{name}": value for name, value in found.items() if name != "loss"}
+        learner, found = self.apply(learner, grads, loss, routing)
+        return learner, head, metrics | found
+
+    def apply(self, learner: Learner, grads: dict, loss: jax.Array, routing: dict) -> tuple[Learner, dict]:
+        """The learner after a step by these gradients, and what is known of it. Inside a jitted function."""
+        trained, still = self._split(learner.params)
+        squares = to_device(joined(by_place(_squares, self.owner.tables, grads)))
+        inside = gradient_norms(squares) if self._internals else {}
+        factors, norm, norms = self._clipping(squares)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        # Moments of earlier updates do not move weights that nothing was learnt about: of rewards that are all equal.
+        good = finite & (sum(squares.values()) > 0)
+        arguments = grads, factors, learner.optimizer, trained, good
+        weights, states, changes = zip(*by_place(self._stepped, self.owner.tables, *arguments), strict=True)
+        constants = {path: array for path, array in still.items() if path in self._learned}
+        moved = moved_biases(constants, routing, self._stage.router.bias_rate)
+        kept = still | jax.tree.map(lambda a, b: jnp.where(good, a, b), moved, constants)
+        metrics = {
+            "loss": loss,
+            "optim/lr": self.rate(_updates(learner)),
+            "optim/grad_norm": norm,
+            "optim/update_norm": norm_of(to_device(changes)),
+            "optim/skipped": 1.0 - finite,
+        }
+        return Learner(joined(weights) | kept, joined(states)), metrics | inside | norms | load_metrics(routing)
+
+    def _clipping(self, squares: dict[str, jax.Array]) -> tuple[dict, jax.Array, dict]:
+        """(what each gradient is multiplied by, their norm before, metrics), from the sums of squares of the gradients by path.
+        Prediction modules that are trained apart from the policy are clipped by themselves, so that they do not shorten its
+        steps."""
+        limit, mtp, found = self._options.clip_norm, self._stage.mtp, {}
+        modules = [path for path in squares if path.startswith(MODULES)]
+        apart = modules if mtp and mtp.detach else []
+        norm = _length([square for path, square in squares.items() if path not in apart])
+        norms = dict.fromkeys(squares, norm)
+        if modules:
+            found["mtp/grad_norm"] = _length([squares[path] for path in modules])
+            norms |= dict.fromkeys(apart, found["mtp/grad_norm"])
+        factors = {
+            path: 1.0 if limit is None else jnp.minimum(1.0, limit / (each + 1e-6)) for path, each in norms.items()
+        }
+        return factors, norm, found
+
+    def _stepped(self, grads, factors, state, weights, good):
+        """(weights, state of the optimizer, norm of the change) after a step. Tables in host memory are stepped there."""
+        step = by_layer if self._in_host_memory and not weights.keys() <= self.owner.tables else at_once
+        grads = jax.tree.map(jnp.multiply, row_tables.summed(grads), factors)
+        return step(self._transform, grads, state, self._spread(weights) if step is at_once else weights, good)
+
+    def _gradients(self, trained, still, batch: Batch, inputs, R: int):
+        """Sums over the micro-batches, in float32: (gradients, loss, metrics, what the routers did by path of the layer)."""
+        M = batch.tokens.shape[0] // R
+        N = M * R
+
+        def cut(a):
+            """[N, ...] -> [M, R, ...], the rows of a micro-batch spread over the mesh; totals are repeated."""
+            if not (jnp.ndim(a) and a.shape[0] == N):
+                return jnp.broadcast_to(a, (M, *jnp.shape(a)))
+            return constrain(a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout)
+
+        micros, whole = jax.tree.map(cut, (batch, inputs)), totals(batch)
+        if self._stage.router.balance == "batch" and M > 1:
+            # A forward pass of its own, without the head: how often an expert is chosen in the batch has to be known before the
+            # first micro-batch's gradient.
+            def count(_, xs):
+                return None, {
+                    path: each.counts for path, each in self._loss(trained | still, *xs)[2].found("routing").items()
+                }
+
+            whole = replace(whole, counts=jax.tree.map(lambda a: a.sum(axis=0), jax.lax.scan(count, None, micros)[1]))
+
+        def objective(weights, micro, inputs):
+            loss, metrics, aux = self._loss(weights | still, micro, inputs)
+            besides, found = auxiliary_loss(self._stage, aux, micro, whole)
+            return loss + besides, (
+                metrics | found,
+                aux.found("routing"),
+                aux.found("activations") if self._internals else {},
+            )
+
+        matrices = {path: weight for path, weight in trained.items() if path not in self.owner.tables}
+        read = self._graph.as_multiplied(matrices)
+
+        def one(total, xs):
+            rows, looked_up = {}, {}
+            if self.owner.tables:
+                rows, looked_up = row_tables.read_rows(self._graph, trained | still, xs[0].tokens, xs[0].segments)
+            (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(read | looked_up, *xs)
+            slopes = row_tables.gradients(self._graph, rows, {path: grads.pop(path) for path in looked_up})
+            return _added(total, self._spread(fetch(grads))), (slopes, (loss, *rest))
+
+        # Slopes of tables in host memory lie there, where only a scan can stack them.
+        over = jax.lax.scan if self._graph.tables else partial(_over, count=_filled(micros[0].segments))
+        grads, (slopes, found) = over(one, self._spread(_zeros(matrices)), micros)
+        loss, metrics, routing, inside = found
+        metrics = rl.algorithms.reduce_metrics(metrics)
+        if self._internals:
+            metrics |= activation_metrics(inside, batch.segments.reshape(M, R, -1), self.owner.config)
+        return grads | slopes, loss.sum(), metrics, jax.tree.map(lambda a: a.sum(axis=0), routing)
+
+
+def _updates(learner: Learner) -> jax.Array:
+    """How many updates there were: AdamW's last part counts those of its schedule."""
+    return learner.optimizer[-1].count
+
+
+def _filled(segments_MRT: jax.Array) -> jax.Array | int:
+    """How many micro-batches are not padding only, at least 1; padding comes last."""
+    M = len(segments_MRT)
+    return 1 if M == 1 else jnp.maximum(jnp.sum(jnp.any(segments_MRT != 0, axis=(1, 2))), 1)
+
+
+def _over(function, carry, xs, count):
+    """`jax.lax.scan` over the first `count` of the M entries of `xs`, a number known on the device only, so that packed rows
+    of any number take one program. Outputs of the others are what a sum, a maximum or a minimum does not notice."""
+    M = len(jax.tree.leaves(xs)[0])
+    function = jax.jit(function, inline=True)  # traced once, for its shapes and for the loop
+
+    def entry(i):
+        return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, keepdims=False), xs)
+
+    def blank(path, leaf):
+        name = str(getattr(path[-1], "key", "")) if path else ""
+        return jnp.full((M, *leaf.shape), rl.algorithms.unnoticed(name), leaf.dtype)
+
+    def body(i, state):
+        carry, out = function(state[0], entry(i))
+        return carry, jax.tree.map(lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, i, 0), state[1], out)
+
+    out = jax.tree_util.tree_map_with_path(blank, jax.eval_shape(function, carry, entry(0))[1])
+    return jax.lax.fori_loop(0, count, body, (carry, out))
+
+
+def _squares(grads: dict) -> dict[str, jax.Array]:
+    return {path: jnp.sum(jnp.square(g)) for path, g in row_tables.summed(grads).items()}
+
+
+def _length(squares) -> jax.Array:
+    return jnp.sqrt(sum(squares))
+
+
+def _added(total: dict, grads: dict) -> dict:
+    return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
+
+
+def _zeros(weights: dict) -> dict:
+    return {path: jnp.zeros(w.shape, jnp.float32) for path, w in weights.items()}

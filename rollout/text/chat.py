@@ -1,0 +1,137 @@
+"""Prompts and conversations to token ids.
+
+What belongs to whom is told by position in the text, never by comparing ids: a padding token may equal the end of
+sequence, and a template's marker may occur in a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Messages = Sequence[dict[str, Any]]
+
+
+class ChatError(ValueError):
+    """A conversation that the tokenizer's chat template cannot render as training needs it."""
+
+
+def render_prompt(tokenizer, prompt: str | Messages, add_generation_prompt: bool = True) -> list[int]:
+    """Token ids of a prompt.
+
+    Plain text gets the special tokens that the tokenizer itself puts in front (a beginning of sequence, or none) and no
+    end of sequence. Messages go through the chat template, which brings its own.
+
+    Raises ChatError for messages without a chat template, and for two beginnings of sequence.
+    """
+    if isinstance(prompt, str):
+        ids = list(tokenizer.encode(prompt))
+        bare = tokenizer.encode(prompt, add_special_tokens=False)
+        if len(ids) > len(bare) and ids[-1:] == [tokenizer.eos_token_id]:
+            ids.pop()
+    else:
+        ids = list(tokenizer.encode(_text(tokenizer, prompt, add_generation_prompt), add_special_tokens=False))
+    _check_one_beginning(tokenizer, ids)
+    return ids
+
+
+def render_conversation(tokenizer, messages: Messages, first: int = 0) -> tuple[list[int], list[int]]:
+    """Ids of a conversation, and a mask that is 1 on what the assistant writes, its end of turn included.
+
+    first: only turns of the assistant from this message on count.
+
+    Raises ChatError if the template drops or rewrites what the mask would have to cover.
+    """
+    text = _text(tokenizer, messages, False)
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= first]
+    if not turns:
+        raise ChatError("the conversation has no turn of the assistant")
+    spans = [_span(tokenizer, messages, number, text) for number in turns]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = list(encoded["input_ids"])
+    _check_one_beginning(tokenizer, ids)
+    # A token belongs to the assistant if its first character does; tokens of one character's bytes share its offset.
+    mask = [int(any(a <= start < b for a, b in spans)) for start, _ in encoded["offset_mapping"]]
+    return ids, mask
+
+
+def encode_example(
+    tokenizer,
+    prompt: str | Messages,
+    completion: str | None = None,
+    messages: Messages | None = None,
+    learnt: str = "assistant",
+) -> tuple[list[int], list[int]]:
+    """A demonstration as (ids, mask); the mask is 1 on the tokens to learn, among them the end of sequence.
+
+    Plain text: prompt, completion, end of sequence, with the prompt tokenized exactly as `render_prompt` does when
+    sampling. `messages`: a conversation with all turns of the assistant, or with `learnt` "last_turn" its last one, which ends it.
+    A prompt of messages with a completion: only that completion. `learnt` "all": every token but the first, which follows nothing.
+    """
+    if messages is not None:
+        ids, mask = render_conversation(tokenizer, messages, first=len(messages) - 1 if learnt == "last_turn" else 0)
+    elif completion is None:
+        raise ValueError("a demonstration needs a completion or messages")
+    else:
+        ids, mask = encode_answer(tokenizer, prompt, completion)
+    return ids, [0] + [1] * (len(ids) - 1) if learnt == "all" else mask
+
+
+def encode_answer(tokenizer, prompt: str | Messages, answer: str | Messages) -> tuple[list[int], list[int]]:
+    """(ids, mask) of a prompt and an answer to it, the mask on the answer alone: on what the assistant writes of it, where they
+    are messages."""
+    if not isinstance(prompt, str):
+        answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        return render_conversation(tokenizer, [*prompt, *answer], first=len(prompt))
+    prompt_ids = render_prompt(tokenizer, prompt)
+    answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+    return prompt_ids + answer_ids, [0] * len(prompt_ids) + [1] * len(answer_ids)
+
+
+def _text(tokenizer, messages: Messages, add_generation_prompt: bool) -> str:
+    if not tokenizer.chat_template:
+        raise ChatError("the tokenizer has no chat template; set tokenizer.chat_template, or use plain prompts")
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except TemplateError as error:
+        raise ChatError(f"the chat template refuses the conversation: {error}") from None
+
+
+def _span(tokenizer, messages: Messages, turn: int, text: str) -> tuple[int, int]:
+    """First and past-the-end character of a turn in the rendered conversation."""
+    before = _text(tokenizer, messages[:turn], True) if turn else ""
+    if not text.startswith(before):
+        raise ChatError(
+            f"the chat template rewrites what precedes message {turn}, so it cannot be told which tokens are the "
+            "assistant's; use a template that only appends"
+        )
+    start = len(before)
+    through = _text(tokenizer, messages[: turn + 1], False)
+    content = messages[turn]["content"].strip()
+    if text.startswith(through):
+        end = len(through)
+    else:
+        # Some templates drop the reasoning of earlier turns, so the turn is looked up by what is left of it.
+        place, last = text.find(content, start), through.rfind(content)
+        if place < 0 or last < 0:
+            raise ChatError(f"the chat template drops the content of message {turn}")
+        closing = through[last + len(content) :]
+        end = place + len(content)
+        end += len(closing) if text.startswith(closing, end) else 0
+    # White space behind the end of a turn is never sampled: generation has stopped by then.
+    end = len(text[:end].rstrip())
+    if end <= start:
+        raise ChatError(f"the chat template writes nothing for message {turn}")
+    return start, end
+
+
+def _check_one_beginning(tokenizer, ids: list[int]) -> None:
+    beginning = tokenizer.bos_token_id
+    if beginning is not None and len(ids) > 1 and ids[0] == ids[1] == beginning:
+        raise ChatError(
+            "two beginnings of sequence: the chat template or the prompt writes one that the tokenizer adds as well"
+        )
