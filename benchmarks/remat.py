@@ -82,7 +82,7 @@ def loss(graph, tokens):
     """The mean negative log-probability as a function of the weights."""
     from policy import modes
 
-    step = modes.sit(tokens)
+    step = modes.make_step(tokens)
     return lambda params: -graph.logprobs(params, tokens, step, 1.0)[0].mean()
 
 

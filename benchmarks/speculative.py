@@ -121,9 +121,11 @@ def acceptance(model, prompts, made, temperature: float) -> tuple[float, float]:
     def both(params):
         """p and q of the tokens from the third on, [B, T - 2, V]."""
         decoder, runtime = model.graph.decoder(params), model.graph.runtime
-        hidden, _, aux = decoder(tokens, modes.sit(jnp.asarray(tokens)), None, runtime)
+        hidden, _, aux = decoder(tokens, modes.make_step(jnp.asarray(tokens)), None, runtime)
         ahead = jnp.asarray(tokens[:, 1:])
-        normed = predict(decoder, 1, aux.mtp_input[:, :-1], replace(modes.sit(ahead), tokens=ahead), None, runtime)[1]
+        normed = predict(
+            decoder, 1, aux.mtp_input[:, :-1], replace(modes.make_step(ahead), tokens=ahead), None, runtime
+        )[1]
         return tuple(
             jax.nn.softmax(head.logits(h, decoder.head_weight) / temperature) for h in (hidden[:, 1:-1], normed[:, :-1])
         )

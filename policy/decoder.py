@@ -25,7 +25,7 @@ from policy.intermediates import Aux
 from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
 from policy.layers.prediction_module import PredictionModule
-from policy.mesh.explicit import stated, typed
+from policy.mesh.explicit import in_explicit_mode, with_explicit_axes
 from policy.mesh.host_memory import fetch_layer
 from policy.mesh.sharding import Layout as ShardingLayout
 from policy.mesh.sharding import axes_of, constrain, decoded, own_rows
@@ -123,7 +123,7 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
     gradient of its size in float32: 2 GiB on each device for llama3.1-8b, where the exchange moves 16 MiB for 2,048 tokens of a
     device."""
     layout = runtime.layout
-    if stated():
+    if in_explicit_mode():
         return _rows_of(table_VE, ("vocab", "embed_vocab"), tokens_BT, layout).astype(runtime.dtype)
     if layout is None or layout.mesh.size == 1:
         return table_VE[tokens_BT].astype(runtime.dtype)
@@ -142,7 +142,7 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
 def _rows_of(table, axes: tuple[str | None, str], index_BT: jax.Array, layout: ShardingLayout) -> jax.Array:
     """table[index]; where shardings are stated, devices read their parts of the rows of all tokens that they share the table for,
     and these are exchanged."""
-    if not stated():
+    if not in_explicit_mode():
         return table[index_BT]
     width = layout.spec(axes, table.shape)[1]
     spec = _shared(index_BT, width, layout)
@@ -209,16 +209,16 @@ class Decoder(nnx.Module):
 
         stored = [layout.spec(v.get_metadata("out_sharding"), a.shape) for v, a in zip(variables, arrays, strict=True)]
         places = stored, place(tokens_BT), jax.tree.map(place, step)
-        hidden, aux = typed(run, layout.mesh, places)(arrays, tokens_BT, step)
+        hidden, aux = with_explicit_axes(run, layout.mesh, places)(arrays, tokens_BT, step)
         return hidden, None, aux
 
     def _forward(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
-        step = self.seat(tokens_BT, step)
+        step = self.make_step(tokens_BT, step)
         layout = runtime.layout
         if (
             layout is not None
             and layout.platform == "cpu"
-            and not stated()
+            and not in_explicit_mode()
             and (cache is None or tokens_BT.shape[1] == 1)
         ):
             step = replace(step, rotations={name: made_once(table) for name, table in step.rotations.items()})
@@ -238,7 +238,7 @@ class Decoder(nnx.Module):
         aux = Aux(layers, None if spec is None else normed if spec.input == "post_norm" else x)
         return normed, None if cache is None else tuple(caches), aux
 
-    def seat(self, tokens_BT: jax.Array, step: Step) -> Step:
+    def make_step(self, tokens_BT: jax.Array, step: Step) -> Step:
         """`step` with these tokens, and with the tables of all rotary embeddings at its positions."""
         return replace(
             step, tokens=tokens_BT, rotations={str(rope): rotation(rope, step.positions) for rope in self.config.ropes}

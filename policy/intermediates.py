@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from policy.mesh.explicit import inferred
+from policy.mesh.explicit import auto_axes
 
 
 def _pytree(cls):
@@ -113,7 +113,7 @@ class Aux:
 
 def observe(x_BTE: jax.Array, segments_BT: jax.Array, record: tuple[str, ...]) -> LayerAux:
     """Of the output of a layer, what `Runtime.record` asks for."""
-    activations = inferred(_activations, PartitionSpec(), x_BTE, segments_BT) if "activations" in record else None
+    activations = auto_axes(_activations, PartitionSpec(), x_BTE, segments_BT) if "activations" in record else None
     return LayerAux(activations=activations, hidden=x_BTE if "hidden" in record else None)
 
 

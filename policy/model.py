@@ -75,7 +75,7 @@ class Graph:
         compatibility.check(self.config, other.runtime)
         return other
 
-    def generating(self, rules: Mapping[str, Sequence[str]] | None = None) -> Graph:
+    def for_inference(self, rules: Mapping[str, Sequence[str]] | None = None) -> Graph:
         """The same graph where devices along the mesh axis `context` have rows of their own: a call of a few tokens has nothing to
         cut along its sequences. `rules` are laid over those of the mesh. Raises ValueError for one that names no mesh axis."""
         layout = self.layout if self.layout.mesh.shape[AXIS] == 1 else self.layout.rows_over(AXIS)
@@ -213,7 +213,7 @@ class Model:
         for name, array in (("positions", positions), ("segments", segments)):
             if array is not None and jnp.shape(array) != tokens.shape:
                 raise ValueError(f"{name} must have the shape of tokens, {tokens.shape}, got {jnp.shape(array)}")
-        step = modes.sit(tokens, positions, segments)
+        step = modes.make_step(tokens, positions, segments)
         return tokens, step
 
     @cached_property

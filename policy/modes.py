@@ -16,7 +16,7 @@ from policy.heads.multi_token_prediction import predictions
 from policy.mesh.sharding import constrain
 
 
-def sit(tokens_BT, positions=None, segments=None) -> Step:
+def make_step(tokens_BT, positions=None, segments=None) -> Step:
     """Where tokens sit when little is said: one full segment a row, and positions that count from 0 inside each segment, which is
     one run of tokens."""
     whole = positions is None

@@ -156,7 +156,7 @@ class Runner:
 
     @property
     def sources(self) -> list[str]:
-        """The reward models that `judges` must hold before completions are scored."""
+        """The reward models that `reward_model_scorers` must hold before completions are scored."""
         return sorted({options["source"] for name, _, options in self.options.functions if name == registry.JUDGED})
 
     def __enter__(self) -> Runner:

@@ -163,13 +163,13 @@ class Generator:
         count += self.engine.programs.compile_ahead(params, longest, widths, strict=strict)
         return count + (self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0)
 
-    def lay_out(self) -> None:
+    def reshard_for_rollout(self) -> None:
         """Copies the weights now to where `options.rules` put them, if they do and it is not done; else the next call does it."""
         if self.weights and self.weights.moves:
             jax.block_until_ready(self._params)
 
-    def drop_layout(self) -> None:
-        """Gives up what `lay_out` copied; it is made again when it is needed."""
+    def release(self) -> None:
+        """Gives up what `reshard_for_rollout` copied; it is made again when it is needed."""
         if self.weights and self.weights.moves:
             self.weights.drop()
 

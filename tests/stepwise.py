@@ -22,7 +22,7 @@ def forward(model, tokens_BT, segments_BT=None, **runtime):
         return hidden, aux
 
     tokens = jnp.asarray(tokens_BT)
-    hidden, aux = jax.jit(run)(model.params, tokens, modes.sit(tokens, segments=segments_BT))
+    hidden, aux = jax.jit(run)(model.params, tokens, modes.make_step(tokens, segments=segments_BT))
     return np.asarray(hidden), aux
 
 

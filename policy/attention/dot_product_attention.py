@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from policy.cache.cache import Visible
 from policy.cache.step import Step
-from policy.mesh.explicit import over_devices, spec_of, stated
+from policy.mesh.explicit import in_explicit_mode, over_devices, spec_of
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
@@ -59,7 +59,7 @@ def attend(
     More than `chunk` queries are taken in chunks whose scores are computed again in the backward pass, so that memory grows
     with T, not with T^2.
     """
-    if stated():
+    if in_explicit_mode():
         return _by_device(q_BHTD, k_BKCD, v_BKCD, mask, chunk, softcap, sinks_H)
     B, H, T, D = q_BHTD.shape
     K = k_BKCD.shape[1]

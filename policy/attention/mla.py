@@ -22,7 +22,7 @@ from policy.cache.cache import LayerCache, Visible, extend, layout_of
 from policy.cache.step import Step
 from policy.config import DecoderConfig, LatentAttention, Runtime
 from policy.intermediates import LayerAux
-from policy.mesh.explicit import alike, inferred, spec_of, stated
+from policy.mesh.explicit import auto_axes, in_explicit_mode, reshard_like, spec_of
 from policy.mesh.sharding import decoded, from_cache, to_cache
 from policy.ops.linear import linear, rounded
 from policy.ops.norms import RMSNorm
@@ -42,7 +42,7 @@ class Expansion:
         latent_B1Tc, k_rope_B1TR = parts
         expanded = linear("btc,chd->bhtd", latent_B1Tc[:, 0], weights[0], self.runtime)
         k_nope, values = jnp.split(expanded, [self.nope_dim], axis=-1)
-        k_rope = alike(jnp.broadcast_to(k_rope_B1TR, (*k_nope.shape[:3], k_rope_B1TR.shape[-1])), k_nope)
+        k_rope = reshard_like(jnp.broadcast_to(k_rope_B1TR, (*k_nope.shape[:3], k_rope_B1TR.shape[-1])), k_nope)
         keys = jnp.concatenate([k_nope, k_rope], axis=-1)
         return checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
 
@@ -80,7 +80,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
-        if self.spec.indexer and stated():
+        if self.spec.indexer and in_explicit_mode():
             return self._inferred(x_BTE, step, runtime)
         spec = self.spec
         table = step.rotations[str(spec.rope)]
@@ -130,7 +130,7 @@ class MultiHeadLatentAttention(nnx.Module):
             out, _, found = module(weights)(x_BTE, step, None, runtime)
             return out, found
 
-        out, found = inferred(run, (spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step)
+        out, found = auto_axes(run, (spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step)
         return out, None, found
 
     def _expanded(self, q_BHTD, kept: tuple, index: tuple, step: Step, cache: LayerCache | None, runtime: Runtime):

@@ -365,7 +365,7 @@ class Drafts(NamedTuple):
     hidden: jax.Array
 
 
-def rewinds(spec: LayerSpec, config: DecoderConfig) -> bool:
+def supports_truncation(spec: LayerSpec, config: DecoderConfig) -> bool:
     """Whether a layer may be fed the same positions again: it keeps entries by position only, no state of fixed size."""
     return all(entry.length is None for entry in _entries(spec, config).values())
 

@@ -38,7 +38,7 @@ class Memory:
         return cls(arguments, temporaries, outputs, aliased, min(known or everything, everything))
 
 
-class Executables:
+class CompiledCache:
     """A jitted function that compiles as jit does, once for each kind of arguments, and keeps what it compiled: jit alone would
     have to compile again to say what memory that takes.
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import qwix
 
 from policy.model import Graph
-from policy.ops.projection import Projection, lay_out
+from policy.ops.projection import Projection, make_projections
 
 # Weights of one module that read the same input: one product in place of two or three.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj"))
@@ -76,7 +76,7 @@ def _plain(graph: Graph, params: dict[str, jax.Array], path: str) -> bool:
 def _joined(graph: Graph, params: dict[str, jax.Array], paths: list[str], rows: int) -> dict[str, Repeats]:
     inputs = len(graph.inputs[paths[0]])
     R = params[paths[0]].shape[0]
-    each = [lay_out([params[path][r] for path in paths], inputs, rows) for r in range(R)]
+    each = [make_projections([params[path][r] for path in paths], inputs, rows) for r in range(R)]
     return {path: Repeats(made[i] for made in each) for i, path in enumerate(paths)}
 
 

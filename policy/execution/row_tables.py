@@ -47,7 +47,7 @@ def read_rows(
 ) -> tuple[dict, dict]:
     """(rows, found) by the path of each table in host memory: int32[R, B, T, H], which rows of it these tokens look up, and
     [R, B, T, H, D] on the device, what it holds there. Found stands in the place of the table in a forward pass over the tokens."""
-    step, rows, found = replace(modes.sit(tokens_BT, segments=segments_BT), tokens=tokens_BT), {}, {}
+    step, rows, found = replace(modes.make_step(tokens_BT, segments=segments_BT), tokens=tokens_BT), {}, {}
     for path in graph.tables:
         layer, repeats = path.removesuffix(".memory.table"), range(graph.shapes[path].shape[0])
         spec, classes = graph.config.layers[graph.config.numbers(layer)[0]].memory, params[f"{layer}.memory.classes"]

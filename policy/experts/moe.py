@@ -16,7 +16,7 @@ from policy.experts.experts import AXES, Weights
 from policy.experts.router import TopKRouter, chosen
 from policy.intermediates import LayerAux, Routing
 from policy.layers.mlp import FeedForward
-from policy.mesh.explicit import inferred, spec_of, stated
+from policy.mesh.explicit import auto_axes, in_explicit_mode, spec_of
 from policy.ops.linear import Weight, einsum, rounded
 from policy.ops.parameter import apart, normal, weight, zeros
 
@@ -52,21 +52,21 @@ class MixtureOfExperts(nnx.Module):
 
     def choose(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
         """(experts int[B, T, k], their weights float32[B, T, k], see `routing_statistics`)."""
-        if not stated():
+        if not in_explicit_mode():
             return chosen(self.router, x_BTE, step, runtime)
         weights, router = apart(self.router)
 
         def run(weights, x_BTE, step):
             return chosen(router(weights), x_BTE, step, runtime)
 
-        return inferred(run, (spec_of(x_BTE), spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step)
+        return auto_axes(run, (spec_of(x_BTE), spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step)
 
     def beside(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
         """What the shared experts add, if there are any."""
         if not self.spec.shared:
             return None
         # The tokens of rows that are cut along their length have no place in one dimension with the rows.
-        x = x_BTE if stated() else x_BTE.reshape(-1, x_BTE.shape[-1])
+        x = x_BTE if in_explicit_mode() else x_BTE.reshape(-1, x_BTE.shape[-1])
         shared, _ = self.shared(x, step, runtime)
         if self.spec.shared_gate:
             shared = shared * jax.nn.sigmoid(

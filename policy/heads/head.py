@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from policy.heads import vocab_tiles
 from policy.heads.vocab_tiles import Tiles
-from policy.mesh.explicit import over_devices, stated, typed
+from policy.mesh.explicit import in_explicit_mode, over_devices, with_explicit_axes
 from policy.mesh.sharding import Layout
 from policy.ops.projection import Projection
 
@@ -51,7 +51,7 @@ class Tiling:
         """Tiles of the vocabulary in place of chunks of rows, where the devices that share the rows share E too, or, with
         shardings stated, any part of the weight."""
         cut = (None, None) if self.layout is None else self.layout.spec(("vocab", "embed_vocab"), weight_VE.shape)
-        if cut[1] is None and not (stated() and cut[0]):
+        if cut[1] is None and not (in_explicit_mode() and cut[0]):
             return None
         V = weight_VE.shape[0]
         rows = self.layout.sharding(("batch",), (M,)).shard_shape((M,))[0]
@@ -64,10 +64,10 @@ class Tiling:
         between them, M V numbers twice a step in place of one weight V E.
         """
         axes = None if self.layout is None else self.layout.spec(("batch",), (M,))[0]
-        if not axes and not stated():
+        if not axes and not in_explicit_mode():
             return function
         rows, whole = PartitionSpec(axes), PartitionSpec()
-        if stated():
+        if in_explicit_mode():
             places = tuple(rows if has else whole for has in row_inputs)
             return over_devices(function, self.layout.mesh, places, rows, check_vma=False)
         manual = {axes} if isinstance(axes, str) else set(axes)
@@ -103,11 +103,11 @@ def logprobs(
         return logp.reshape(-1, targets.shape[1])[:M], entropy.reshape(-1)[:M]
 
     M, temperature = hidden_ME.shape[0], jnp.asarray(temperature, jnp.float32)
-    if tiling.layout is not None and tiling.layout.explicit and not stated():
+    if tiling.layout is not None and tiling.layout.explicit and not in_explicit_mode():
         rows = tiling.layout.spec(("batch",), (M,))
         places = rows, tiling.layout.spec(("vocab", "embed_vocab"), weight_VE.shape), rows, PartitionSpec()
         run = partial(logprobs, softcap=softcap, tiling=tiling)
-        return typed(run, tiling.layout.mesh, places)(hidden_ME, weight_VE, targets, temperature)
+        return with_explicit_axes(run, tiling.layout.mesh, places)(hidden_ME, weight_VE, targets, temperature)
     if (tiles := tiling.of_vocabulary(M, weight_VE, softcap)) is not None:
         logp, entropy = vocab_tiles.logprobs(hidden_ME, weight_VE, targets.reshape(M, -1), temperature, tiles)
     else:

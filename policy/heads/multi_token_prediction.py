@@ -39,7 +39,7 @@ def predict(decoder: Decoder, d: int, hidden_BTE: jax.Array, step: Step, cache: 
     spec = decoder.config.multi_token_prediction
     graph, weights = nnx.split(decoder.mtp)
     module = nnx.merge(graph, jax.tree.map(lambda a: a[d - 1], weights))
-    step = decoder.seat(step.tokens, step)
+    step = decoder.make_step(step.tokens, step)
     if step.dropout is not None:
         step = step.at(len(decoder.config.layers) + d - 1)
     x, cache, aux = module(hidden_BTE, decoder.embed(step, runtime), step, cache, runtime)

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy import modes
-from policy.execution.compiled_cache import Executables
-from policy.mesh.sharding import constrain, settle
+from policy.execution.compiled_cache import CompiledCache
+from policy.mesh.sharding import block_on_cpu_mesh, constrain
 
 SHORTEST = 128
 # Of a program, as far as a row has no more: on CPU a product of 512 rows is as fast for each of them as one of more.
@@ -63,10 +63,10 @@ class Scorer:
         self.graph, self._limit = graph, graph.config.max_positions
         self.states, self.scores = map(self.program, (self._states_program, self._scores_program))
 
-    def program(self, function: Callable) -> Executables:
+    def program(self, function: Callable) -> CompiledCache:
         """One whose results every device has."""
         layout = self.graph.layout
-        return Executables(jax.jit(function, out_shardings=layout.replicated), layout.platform)
+        return CompiledCache(jax.jit(function, out_shardings=layout.replicated), layout.platform)
 
     def lengths(self, longest: int) -> list[int]:
         """Those that documents of up to `longest` tokens go through. A model with a last position has no longer one."""
@@ -88,13 +88,15 @@ class Scorer:
     def hidden(self, params, tokens_RL: np.ndarray, lengths_R: np.ndarray) -> jax.Array:
         """[R, T, E]: at token t the state that it is predicted from, which is that of the token before. Row r holds a document
         of lengths[r] tokens."""
-        return settle(self.states(params, tokens_RL, lengths_R), self.graph.layout)
+        return block_on_cpu_mesh(self.states(params, tokens_RL, lengths_R), self.graph.layout)
 
     def score(
         self, params, hidden_RTE: jax.Array, tokens_RT: np.ndarray, temperature: float
     ) -> tuple[np.ndarray, np.ndarray]:
         """(logp, entropy), float32[R, T] on the host. What they say of the first token of a document is of no meaning."""
-        found = settle(self.scores(params, hidden_RTE, tokens_RT, np.float32(temperature)), self.graph.layout)
+        found = block_on_cpu_mesh(
+            self.scores(params, hidden_RTE, tokens_RT, np.float32(temperature)), self.graph.layout
+        )
         return tuple(np.asarray(each) for each in found)
 
     def tiles(
@@ -134,7 +136,7 @@ class Scorer:
         tokens, segments = (constrain(a, ("batch", None), layout) for a in (tokens_RL, segments))
         with self.graph.precision():
             hidden, _, _ = self.graph.decoder(params)(
-                tokens, modes.sit(tokens, segments=segments), None, self.graph.runtime
+                tokens, modes.make_step(tokens, segments=segments), None, self.graph.runtime
             )
         return modes.before(hidden)[:, self.first(L) :]
 

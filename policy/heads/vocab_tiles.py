@@ -15,7 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from policy.mesh.explicit import stated
+from policy.mesh.explicit import in_explicit_mode
 from policy.mesh.sharding import Layout, constrain, declare
 
 
@@ -71,7 +71,7 @@ class Tiles:
     def summed(self, equation: str, g_MN: jax.Array, other: jax.Array, axes: tuple) -> jax.Array:
         """float32 einsum(equation, g, other), over a dimension that devices share; the result has these logical axes."""
         how = {}
-        if stated():
+        if in_explicit_mode():
             sizes = dict(zip(equation[:2], g_MN.shape, strict=True)) | dict(
                 zip(equation[3:5], other.shape, strict=True)
             )

@@ -19,7 +19,7 @@ from policy.cache.cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, GatedDeltaNet, Runtime
 from policy.intermediates import LayerAux
-from policy.mesh.explicit import alike, over_devices, spec_of, stated
+from policy.mesh.explicit import in_explicit_mode, over_devices, reshard_like, spec_of
 from policy.mesh.sharding import from_cache, to_cache
 from policy.ops.linear import linear
 from policy.ops.norms import RMSNorm
@@ -60,7 +60,7 @@ class DeltaNet(nnx.Module):
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux). Padding gives 0 and leaves the cache as it is. Without a cache every document of a row
         starts from an empty state; with one, the first document of a row goes on from what the cache holds."""
-        if stated():
+        if in_explicit_mode():
             return self._over_devices(x_BTE, step, runtime), cache, LayerAux()
         real, documents = step.segments != 0, number_documents(step.segments)
         x = jnp.where(real[..., None], whole(x_BTE, runtime), 0)
@@ -107,7 +107,7 @@ class DeltaNet(nnx.Module):
         out = over_devices(local, layout.mesh, places, rows, check_vma=False)(
             weights, x_BTE, Step(step.positions, step.segments)
         )
-        return alike(out, x_BTE)
+        return reshard_like(out, x_BTE)
 
     def _project(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:
         return linear("bte,ekd->bktd", x_BTE, getattr(self, f"{name}_proj")[...], runtime)

@@ -124,7 +124,7 @@ def set_classes(params: dict[str, jax.Array], classes: np.ndarray) -> dict[str, 
     """`params` of a decoder, in which every memory takes tokens by `classes` int32[V] (rollout/text/classes.py)."""
 
     def put(array):
-        return processes.placed(np.broadcast_to(classes.astype(np.int32), array.shape), array.sharding)
+        return processes.device_put_global(np.broadcast_to(classes.astype(np.int32), array.shape), array.sharding)
 
     return {path: put(array) if path.endswith(".memory.classes") else array for path, array in params.items()}
 

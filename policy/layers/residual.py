@@ -7,7 +7,7 @@ from flax import nnx
 
 from policy.config import DecoderConfig, LayerSpec
 from policy.layers.hyper_connections import HyperConnection
-from policy.mesh.explicit import alike
+from policy.mesh.explicit import reshard_like
 
 
 class Residual(nnx.Module):
@@ -21,7 +21,7 @@ class Residual(nnx.Module):
         return x_BTE, None
 
     def write(self, x_BTE: jax.Array, out_BTE: jax.Array, mix: None) -> jax.Array:
-        out_BTE = alike(out_BTE, x_BTE)
+        out_BTE = reshard_like(out_BTE, x_BTE)
         return x_BTE + out_BTE if self.adds else out_BTE
 
     def beside(self, x_BTE: jax.Array, out_BTE: jax.Array, mix: None) -> jax.Array:

@@ -52,7 +52,7 @@ def _same(array):
     return array
 
 
-def placed(tree, sharding: Sharding):
+def device_put_global(tree, sharding: Sharding):
     """Arrays that every host has, as `sharding` says; each process brings the shards of its own devices there. (`jax.device_put`
     would first compare the arrays of all processes, at every call.)"""
     if sharding.is_fully_addressable:
@@ -65,7 +65,7 @@ def placed(tree, sharding: Sharding):
     return jax.tree.map(place, tree)
 
 
-def gathered(value: Any) -> list:
+def all_gather_object(value: Any) -> list:
     """The values of all processes, by the number of the process; of kinds that policy/mesh/serialization.py carries."""
     if count() == 1:
         return [value]
@@ -84,6 +84,6 @@ def _stacked(own: np.ndarray) -> np.ndarray:
     return _everywhere(jax.make_array_from_callback((count(), *own.shape), place, lambda _: own[None]))
 
 
-def from_first(value: Any) -> Any:
+def broadcast(value: Any) -> Any:
     """The value of process 0."""
-    return gathered(value if first() else None)[0]
+    return all_gather_object(value if first() else None)[0]

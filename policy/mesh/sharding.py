@@ -14,7 +14,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from policy.mesh.axes import AXES, DEFAULT_RULES, HIDDEN_SPLIT_RULES, UNUSED
-from policy.mesh.explicit import stated
+from policy.mesh.explicit import in_explicit_mode
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...], layout: Layout | None)
     result where shardings are stated."""
     if layout is None or layout.mesh.size == 1:
         return x
-    if stated():
+    if in_explicit_mode():
         return jax.reshard(x, layout.spec(axes, x.shape))
     return jax.lax.with_sharding_constraint(x, layout.sharding(axes, x.shape))
 
@@ -264,10 +264,10 @@ def own_rows(table_VE: jax.Array, tokens_BT: jax.Array, layout: Layout) -> jax.A
 
 def declare(x: jax.Array, axes: tuple[str | None, ...], layout: Layout) -> jax.Array:
     """x as `constrain` lays it out where shardings are stated, else as it is: for what has no sharding of its own, as zeros."""
-    return constrain(x, axes, layout) if stated() else x
+    return constrain(x, axes, layout) if in_explicit_mode() else x
 
 
-def settle(result, layout: Layout):
+def block_on_cpu_mesh(result, layout: Layout):
     """`result`, waited for where programs must not overlap: on CPU with several devices overlapping collectives deadlock."""
     if layout.mesh.size > 1 and layout.platform == "cpu":
         jax.block_until_ready(result)

@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from policy.mesh.explicit import inferred, spec_of, stated
+from policy.mesh.explicit import auto_axes, in_explicit_mode, spec_of
 
 
 @jax.tree_util.register_dataclass
@@ -37,8 +37,8 @@ def drop(x_BTE: jax.Array, dropout: Dropout | None, place: int = 0) -> jax.Array
     """x with elements dropped; `place` counts the dropouts of one layer."""
     if dropout is None or dropout.rate == 0.0:
         return x_BTE
-    if stated():
-        return inferred(partial(drop, place=place), spec_of(x_BTE), x_BTE, dropout)
+    if in_explicit_mode():
+        return auto_axes(partial(drop, place=place), spec_of(x_BTE), x_BTE, dropout)
 
     def keep(seed):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), dropout.layer + 1), place)

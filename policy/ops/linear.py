@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from policy.config import Runtime
 from policy.experts import grouped_kernel
-from policy.mesh.explicit import spec_of, stated
+from policy.mesh.explicit import in_explicit_mode, spec_of
 from policy.mesh.sharding import Layout
 from policy.ops import quantization
 from policy.ops.projection import Projection
@@ -55,7 +55,7 @@ def einsum(equation: str, x: jax.Array, weight: jax.Array, layout: Layout | None
     """einsum(equation, x, weight), of activations and a weight that stays as it is. Where shardings are stated, the weight is
     gathered over the axes that cut it for storage only (without a layout: over all that do not cut x), and dimensions of the
     result are cut as they are in x, or in the weight."""
-    if not stated():
+    if not in_explicit_mode():
         return jnp.einsum(equation, x, weight, precision=precision)
     equation = _spelled(equation, x)
     (letters, named), outs = equation.split("->")[0].split(","), equation.split("->")[1]

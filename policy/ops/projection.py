@@ -51,7 +51,7 @@ def _apart(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x)
 
 
-def lay_out(weights: list[jax.Array], inputs: int, rows: int) -> list[Projection]:
+def make_projections(weights: list[jax.Array], inputs: int, rows: int) -> list[Projection]:
     """Weights [*inputs, *outputs] as float32 that all read the same input, their first `inputs` dimensions, for products of `rows`
     rows. Joined they save the start of an operation, 1-3 us each, and cost a second copy: small ones are."""
     flat = [w.reshape(math.prod(w.shape[:inputs]), -1).astype(jnp.float32) for w in weights]

@@ -129,12 +129,12 @@ def _tried(act: Callable[[], Any]) -> tuple[Any, DuetError | None]:
         return None, error
 
 
-def agreed(act: Callable[[], Any]) -> Any:
+def raise_on_all(act: Callable[[], Any]) -> Any:
     """What `act()` gives on each process; if it raises one of rl.errors on one, all raise that."""
     from policy.mesh import processes
 
     found, error = _tried(act)
-    for one in processes.gathered(error):
+    for one in processes.all_gather_object(error):
         if one is not None:
             raise one
     return found
@@ -144,7 +144,7 @@ def on_first(act: Callable[[], Any]) -> Any:
     """What `act()` gives on process 0, which alone does it; if it raises one of rl.errors, all do."""
     from policy.mesh import processes
 
-    found, error = processes.from_first(_tried(act if processes.first() else lambda: None))
+    found, error = processes.broadcast(_tried(act if processes.first() else lambda: None))
     if error is not None:
         raise error
     return found

@@ -73,12 +73,12 @@ class Watch:
             with socket.create_server((host if local else "", 0), backlog=self.count) as server:
                 server.settimeout(START)
                 token = secrets.token_hex(16)
-                processes.from_first((server.getsockname()[1], token))
+                processes.broadcast((server.getsockname()[1], token))
                 self._peers: list[_Peer] = []
                 while len(self._peers) < self.count - 1:
                     self._peers += self._met(server.accept()[0], token)
         else:
-            port, token = processes.from_first(None)
+            port, token = processes.broadcast(None)
             self._peers = self._met(socket.create_connection((host, port), timeout=START), token)
         # Where process 0 is gone jax aborts within 0.1 s, before a thread of Python could say why. With this handler the thread of
         # jax sleeps first, for as many seconds as the number of the signal is, 6.

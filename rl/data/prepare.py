@@ -11,7 +11,7 @@ from policy.huggingface import sources
 from policy.mesh import processes, serialization
 from rewards import RewardError, Runner, RunnerOptions, Share, registry
 from rewards.workers.pool import Call, Failure
-from rl.cluster.launch import agreed
+from rl.cluster.launch import raise_on_all
 from rl.config.run import DataOptions, EvaluationOptions, RewardSettings, RunConfig, StageOptions
 from rl.data import datasets
 from rl.data.shard import Shard
@@ -71,7 +71,7 @@ def prepare(config: RunConfig) -> Prepared:
 
     Raises ConfigError for a tokenizer or reward that cannot be used, DataError for data that is malformed, empty or too long.
     """
-    return agreed(lambda: _prepared(config))
+    return raise_on_all(lambda: _prepared(config))
 
 
 def _prepared(config: RunConfig) -> Prepared:
@@ -133,7 +133,7 @@ def _runner(settings: RewardSettings) -> Runner:
     functions = tuple((f.name, f.weight, f.options) for f in settings.functions)
     try:
         options = RunnerOptions(functions, settings.workers, settings.timeout_s, settings.on_error)
-        return Runner(options, Share(processes.index(), processes.count(), processes.gathered))
+        return Runner(options, Share(processes.index(), processes.count(), processes.all_gather_object))
     except RewardError as error:
         raise ConfigError(f"rewards: {error}") from None
 

@@ -20,5 +20,5 @@ class Shard:
         """The rows of these numbers, which all processes ask for at once: who holds one tells the others."""
         index, count = processes.index(), processes.count()
         mine = {number: self.own[number // count] for number in numbers if number % count == index}
-        found = {number: row for part in processes.gathered(mine) for number, row in part.items()}
+        found = {number: row for part in processes.all_gather_object(mine) for number, row in part.items()}
         return [found[number] for number in numbers]

@@ -47,14 +47,14 @@ class Cost:
 
 class Weights:
     """Of a graph, by device: numbers that lie there (`local`), of the largest array too (`largest`), numbers of all that its
-    products take (`gathered`), of the largest layer too (`layer`), and how many numbers products make of one token: in all layers,
+    products take (`all_gather_object`), of the largest layer too (`layer`), and how many numbers products make of one token: in all layers,
     in the largest, and for attention. `parts`: into how many parts the mesh cuts tokens; along its other axes it cuts products."""
 
     def __init__(self, graph: Graph):
         mesh, self.graph, rules = graph.layout.mesh.shape, graph, dict(graph.layout.rules)
         rows = {*rules["batch"], *rules["length"]}
         self.parts, self.operations = math.prod(mesh[axis] for axis in rows), Operations(graph)
-        self.local = self.largest = self.gathered = self.outputs = self.qkv = 0.0
+        self.local = self.largest = self.all_gather_object = self.outputs = self.qkv = 0.0
         layers, outputs = {}, {}
         for path, shape in graph.shapes.items():
             axes, sizes = graph.axes[path], shape.shape
@@ -66,7 +66,7 @@ class Weights:
             numbers, repeats = math.prod(sizes), sizes[0] if axes[0] == "layers" else 1
             self.local += numbers / math.prod(parts)
             self.largest = max(self.largest, numbers / math.prod(parts))
-            self.gathered += numbers / cut
+            self.all_gather_object += numbers / cut
             layer = ".".join(path.split(".")[:4])
             if axes[0] == "layers":
                 layers[layer] = layers.get(layer, 0.0) + numbers / cut / repeats
@@ -172,11 +172,11 @@ class Estimator:
         passes = 3.0 + again if update else 1.0
         work = passes * weights.operations.forward([length] * (numbers // length)) / mesh.size
         moved = (
-            passes * item * (weights.gathered + 4 * tokens * weights.outputs)
+            passes * item * (weights.all_gather_object + 4 * tokens * weights.outputs)
             + update * 24 * weights.local / planned.turns
         )
-        exchanged = (2 + (again > 0) if update else 1) * item * (weights.gathered - weights.local)
-        exchanged += update * 4 * (weights.gathered - weights.local)
+        exchanged = (2 + (again > 0) if update else 1) * item * (weights.all_gather_object - weights.local)
+        exchanged += update * 4 * (weights.all_gather_object - weights.local)
         t, x = mesh.size / weights.parts, mesh.shape["expert"]
         exchanged += (
             passes * layers * tokens * E * item * (4 * (1 - 1 / t) + (x - 1) * any(spec.moe for spec in config.layers))

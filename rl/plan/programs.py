@@ -105,7 +105,7 @@ class Stage:
         self.state = trainer.abstract()
         self.samples = needs_rollouts(trainer.stage)
         asked = self.samples or (config.evaluation and not trainer.algorithm.needs_scores)
-        found = build.planned_judges(config, trainer.stage, trainer.graph) if asked else {}
+        found = build.planned_reward_model_scorers(config, trainer.stage, trainer.graph) if asked else {}
         self.judges = {judged(source): judge for source, judge in found.items()}
         self.bytes = on_a_device(self.state) + sum(on_a_device(judge.abstract) for judge in found.values())
 

@@ -129,7 +129,7 @@ class Events:
 
     def sync(self) -> bool:
         """As `EventLog.sync`; the same on all processes."""
-        return processes.from_first(self.log is not None and self.log.sync())
+        return processes.broadcast(self.log is not None and self.log.sync())
 
     def close(self) -> None:
         for mirror in self._mirrors:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from policy.execution.compiled_cache import Executables
+from policy.execution.compiled_cache import CompiledCache
 from rollout import Generator
 
 FILE = "programs.json"
@@ -22,7 +22,7 @@ def judged(source: str) -> str:
     return f"scores of {source}"
 
 
-class Executed:
+class ProgramMemoryLog:
     """Writes the file whenever a program has been compiled that it does not hold. A run that goes on adds to what it finds."""
 
     def __init__(self, directory: Path):
@@ -30,7 +30,7 @@ class Executed:
         if self._file.exists():
             self._entries = {_key(each): each for each in json.loads(self._file.read_text())["programs"]}
 
-    def look(self, stage: str, programs: Mapping[str, Executables], generator: Generator) -> dict | None:
+    def look(self, stage: str, programs: Mapping[str, CompiledCache], generator: Generator) -> dict | None:
         """At what has been compiled by now, of the stage and of the generator. The largest of those that are new to the file; None:
         there is none."""
         checks = generator.verifier.executables if generator.verifier else {}

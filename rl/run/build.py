@@ -23,7 +23,7 @@ from rl.config.run import ModelOptions, RunConfig, StageOptions
 from rl.data.prepare import Prepared, Stage, read_tokenizer
 from rl.errors import ConfigError, ModelError, ResourceError
 from rl.run.folder import reward_model_of
-from rl.training.reward_model import Judge
+from rl.training.reward_model import RewardModelScorer
 from rollout import GeneratorOptions
 from rollout.engine import speculative
 from rollout.text.classes import token_classes
@@ -56,19 +56,19 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model
     return made
 
 
-def judges(config: RunConfig, stage: Stage, mesh: Layout) -> dict[str, Judge]:
+def reward_model_scorers(config: RunConfig, stage: Stage, mesh: Layout) -> dict[str, RewardModelScorer]:
     """The reward models that the rewards of a stage ask, by the name they ask for. Raises ModelError where one cannot be read."""
     found = {}
     for source in stage.runner.sources:
         directory = reward_model_of(config, source) if source in config.stage_names else Path(source)
         try:
-            found[source] = Judge.read(directory, _judging(config), mesh, config.max_length)
+            found[source] = RewardModelScorer.read(directory, _judging(config), mesh, config.max_length)
         except (ModelFileError, UnsupportedModel) as error:
             raise ModelError(f"reward model {source}: {error}") from None
     return found
 
 
-def planned_judges(config: RunConfig, stage: StageOptions, graph: Graph) -> dict[str, Judge]:
+def planned_reward_model_scorers(config: RunConfig, stage: StageOptions, graph: Graph) -> dict[str, RewardModelScorer]:
     """The same without weights, where a stage before may still have to train one on a copy of the policy, whose graph is given."""
     settings, found = stage.rewards or config.rewards, {}
     for source in sorted(
@@ -79,7 +79,7 @@ def planned_judges(config: RunConfig, stage: StageOptions, graph: Graph) -> dict
             decoder = sources.trunk(graph.config) if trained else sources.classifier(source)
         except (ModelFileError, UnsupportedModel) as error:
             raise ModelError(f"reward model {source}: {error}") from None
-        found[source] = Judge(Graph(decoder, _judging(config), graph.layout), None, config.max_length)
+        found[source] = RewardModelScorer(Graph(decoder, _judging(config), graph.layout), None, config.max_length)
     return found
 
 

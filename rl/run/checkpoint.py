@@ -103,7 +103,7 @@ class Checkpoints:
         temporary = self.directory / f"{number:010d}.tmp-{len(self._attempts) + 1}"
         self._attempts.add(temporary.name)
         try:
-            if (error := processes.from_first(self._made(temporary) if processes.first() else None)) is not None:
+            if (error := processes.broadcast(self._made(temporary) if processes.first() else None)) is not None:
                 raise error
             self._begin(temporary / ARRAYS, named)
         except Exception as error:
@@ -290,7 +290,7 @@ class Checkpoints:
         restored = dict(self._checkpointer().restore(path, args=args))
         for name, x in wanted.items():
             if not x.size:
-                restored[name] = processes.placed(np.zeros(x.shape, x.dtype), x.sharding)
+                restored[name] = processes.device_put_global(np.zeros(x.shape, x.dtype), x.sharding)
         return restored
 
     def _complete(self) -> list[tuple[int, Path]]:

@@ -83,7 +83,7 @@ class RunFolder:
             self._write(directory, unfinished, write)
         else:
             write(unfinished)
-        processes.from_first(None)  # it is there
+        processes.broadcast(None)  # it is there
         return directory
 
     def _write(self, directory: Path, unfinished: Path, write: Callable[[Path], None]) -> None:

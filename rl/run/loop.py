@@ -17,14 +17,14 @@ from functools import partial
 from pathlib import Path
 
 import policy
-from policy.execution.compiled_cache import Executables
+from policy.execution.compiled_cache import CompiledCache
 from policy.mesh import processes
 from rewards import RewardError, RewardFailed
 from rl.config.run import RunConfig, UntilOptions
 from rl.data.prepare import Prepared, Stage, prepare
 from rl.errors import ConfigError, DataError, Interrupted, ResourceError, RewardStop
 from rl.reporting.events import Events
-from rl.reporting.program_memory import FILE, Executed, judged
+from rl.reporting.program_memory import FILE, ProgramMemoryLog, judged
 from rl.reporting.timeline import CHECKPOINTS, Timeline
 from rl.run import build
 from rl.run.checkpoint import Checkpoints
@@ -33,7 +33,7 @@ from rl.run.state import Progress, Run
 from rl.stages import rollout, rollouts, supervised
 from rl.stages.evaluation import Evaluation
 from rl.training.flops import rates
-from rl.training.reward_model import Judge, RewardModelTrainer
+from rl.training.reward_model import RewardModelScorer, RewardModelTrainer
 from rl.training.trainer import RunState, Trainer
 from rollout import Generator, SamplingParams
 
@@ -147,7 +147,7 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
     if run.prepared.evaluation and not stage.algorithm.needs_scores:  # which leaves the policy as it is
         evaluation = Evaluation(run.prepared.evaluation, run.prepared.held_out, stage.runner)
     params = rollouts.sampling_params(options.sampling, run.prepared.stop_ids)
-    after, executed = saved["step"] if saved else 0, Executed(folder.path)
+    after, executed = saved["step"] if saved else 0, ProgramMemoryLog(folder.path)
     run.events.start_stage(stage.name, options.steps, after)
     with run.timeline.span("starting the stage" if saved is None else "reading a checkpoint", stage=stage.name):
         if saved is None:
@@ -189,19 +189,19 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
             folder.export_reward_model(stage.name, partial(trainer.export, state, run.prepared.tokenizer))
 
 
-def _connect(run: Run, stage: Stage) -> dict[str, Executables]:
+def _connect(run: Run, stage: Stage) -> dict[str, CompiledCache]:
     """Gives the rewards of a stage the reward models that they ask, whose programs are returned by name, and lets the timeline hear
     of their calls."""
     stage.runner.heard = run.timeline.calls
     if not stage.runner.sources:
         return {}
     with run.timeline.span("loading reward models", stage=stage.name):
-        judges = build.judges(run.config, stage, run.model.graph.layout)
+        judges = build.reward_model_scorers(run.config, stage, run.model.graph.layout)
     stage.runner.judges = {source: partial(_judged, run, source, judge) for source, judge in judges.items()}
     return {judged(source): judge.program for source, judge in judges.items()}
 
 
-def _judged(run: Run, source: str, judge: Judge, sequences: list[list[int]]) -> list[float]:
+def _judged(run: Run, source: str, judge: RewardModelScorer, sequences: list[list[int]]) -> list[float]:
     """What a reward model says of them."""
     with run.timeline.span("reward model", source=source, completions=len(sequences)):
         return judge(sequences)
@@ -213,7 +213,7 @@ def _evaluated(run: Run, evaluation: Evaluation, params: SamplingParams, **at) -
         return evaluation.run(run.generator, params) | laid
 
 
-def _note_programs(run: Run, executed: Executed, stage: str, programs: Mapping[str, Executables]) -> None:
+def _note_programs(run: Run, executed: ProgramMemoryLog, stage: str, programs: Mapping[str, CompiledCache]) -> None:
     if not processes.first():
         return
     try:
@@ -245,7 +245,7 @@ def _compile_ahead(run: Run) -> None:
     """Compiles the generator's programs for all prompts and parameters of the run, once."""
     prepared, generator = run.prepared, run.generator
     problems = [p for stage in prepared.stages if stage.problems for p in stage.problems.own] + list(prepared.held_out)
-    longest = max(processes.gathered(max((len(p.ids) for p in problems), default=0)))
+    longest = max(processes.all_gather_object(max((len(p.ids) for p in problems), default=0)))
     if not longest or generator.compiled_ahead:
         return
     try:
@@ -266,13 +266,15 @@ def _reached(until: UntilOptions | None, metrics: dict) -> bool:
     value = metrics.get(until.metric) if until else None
     if value is None:
         return False
-    return processes.from_first(bool(value >= until.at_least if until.at_most is None else value <= until.at_most))
+    return processes.broadcast(bool(value >= until.at_least if until.at_most is None else value <= until.at_most))
 
 
 def _save_and_stop(run: Run, stage: Stage, state: RunState, step: int, ended: bool) -> None:
     """Writes a checkpoint where one is due, and stops the run if that is wanted."""
     options, stages = run.config.run, run.prepared.stages
-    wanted = next(filter(None, processes.gathered(run.stop.wanted)), None)  # a signal to one process is one to all
+    wanted = next(
+        filter(None, processes.all_gather_object(run.stop.wanted)), None
+    )  # a signal to one process is one to all
     if ended or wanted or (options.checkpoint_every and step % options.checkpoint_every == 0):
         number = sum(s.options.steps + 1 for s in stages[: stage.index]) + step
         if run.events.sync():

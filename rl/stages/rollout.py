@@ -85,11 +85,11 @@ def laid_out(run: Run) -> Iterator[dict[str, float]]:
         yield {}
         return
     with run.timeline.span("laying out weights") as span:
-        run.generator.lay_out()
+        run.generator.reshard_for_rollout()
     try:
         yield {"time/sync": span.seconds}
     finally:
-        run.generator.drop_layout()
+        run.generator.release()
 
 
 def _groups(run: Run, stage: Stage) -> tuple[Rollouts, dict]:

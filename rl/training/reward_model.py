@@ -15,18 +15,18 @@ import jax.numpy as jnp
 
 from policy import modes
 from policy.config import Runtime
-from policy.execution.compiled_cache import Executables
+from policy.execution.compiled_cache import CompiledCache
 from policy.huggingface import classification, sources
 from policy.mesh import processes
-from policy.mesh.sharding import Layout, constrain, settle
+from policy.mesh.sharding import Layout, block_on_cpu_mesh, constrain
 from policy.model import Graph
 from rl.algorithms import PolicyInputs
 from rl.config.run import StageOptions
 from rl.training.batch import Batch, pack
 from rl.training.critic import VALUE_HEAD, Critic
 from rl.training.packing import packing
-from rl.training.trainer import CPU_TOKENS, RunState, Trainer, by_micro_batch, by_rows, ways
-from rl.training.updater import Learner, Updater
+from rl.training.trainer import CPU_TOKENS, RunState, Trainer, by_micro_batch, by_rows, num_row_shards
+from rl.training.updater import OptimizerStep, ParamState
 
 # Tokens that are scored at a time on one device, where it is no CPU.
 SCORED_TOKENS = 16384
@@ -38,16 +38,16 @@ class RewardModelTrainer(Trainer):
     def __init__(self, graph: Graph, stage: StageOptions, algorithm, seed: int = 0):
         super().__init__(graph, stage, algorithm, seed)
         self._critic = Critic(graph)
-        self.critic = Updater(self._critic, self._score_loss, stage.optimizer, stage, seed)
+        self.critic = OptimizerStep(self._critic, self._score_loss, stage.optimizer, stage, seed)
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
         """The state at the beginning of the stage: `params`, and a copy of them with a fresh head."""
         learner = self.critic.start(self._critic.init(params, self.algorithm.score_init_std, seed))
-        return settle(RunState(Learner(params, None), None, learner), self.graph.layout)
+        return block_on_cpu_mesh(RunState(ParamState(params, None), None, learner), self.graph.layout)
 
     def abstract(self) -> RunState:
         shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
-        places = RunState(Learner(self.graph.shardings, None), None, self.critic.shardings)
+        places = RunState(ParamState(self.graph.shardings, None), None, self.critic.shardings)
         return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
 
     def update(
@@ -75,7 +75,7 @@ class RewardModelTrainer(Trainer):
             tokenizer.save_pretrained(directory)
 
 
-class Judge:
+class RewardModelScorer:
     """A reward model on the devices of the run, which scores sequences of token ids."""
 
     def __init__(self, graph: Graph, params: dict[str, jax.Array] | None, limit: int):
@@ -83,13 +83,13 @@ class Judge:
         sequence, tokens."""
         self.graph, self._params, self._limit = graph, params, limit
         self._critic, self._layout = Critic(graph), graph.layout
-        self.program = Executables(jax.jit(self._scores), self._layout.platform)
+        self.program = CompiledCache(jax.jit(self._scores), self._layout.platform)
 
     @classmethod
-    def read(cls, directory, runtime: Runtime, mesh: Layout, limit: int) -> Judge:
+    def read(cls, directory, runtime: Runtime, mesh: Layout, limit: int) -> RewardModelScorer:
         """That of a directory. Raises what `policy.huggingface.classification.read` raises."""
         graph, params, score = classification.read(directory, runtime, mesh)
-        return cls(graph, params | {VALUE_HEAD: processes.placed(score, graph.layout.replicated)}, limit)
+        return cls(graph, params | {VALUE_HEAD: processes.device_put_global(score, graph.layout.replicated)}, limit)
 
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -101,7 +101,7 @@ class Judge:
     def rows(self, T: int) -> int:
         """Rows of T tokens that are scored at a time: as many as are quick."""
         tokens = CPU_TOKENS if self._layout.platform == "cpu" else SCORED_TOKENS
-        return ways(self._layout) * max(1, tokens // T)
+        return num_row_shards(self._layout) * max(1, tokens // T)
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """The score at the last token of each sequence. They are packed."""
@@ -114,4 +114,4 @@ class Judge:
 
     def _scores(self, params, tokens, segments, _):
         tokens = constrain(tokens, ("batch", None), self._layout)
-        return self._critic.scores(params, tokens, modes.sit(tokens, segments=segments))[:1]
+        return self._critic.scores(params, tokens, modes.make_step(tokens, segments=segments))[:1]

@@ -16,10 +16,10 @@ from policy import modes
 from policy.attention import sequence_shards
 from policy.cache.step import Step
 from policy.execution import batch_split
-from policy.execution.compiled_cache import Executables
+from policy.execution.compiled_cache import CompiledCache
 from policy.mesh import processes
 from policy.mesh.host_memory import fetch
-from policy.mesh.sharding import Layout, constrain, settle
+from policy.mesh.sharding import Layout, block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.ops.dropout import Dropout
 from rl.algorithms import PolicyInputs
@@ -28,7 +28,7 @@ from rl.training.batch import Batch
 from rl.training.critic import VALUE_HEAD, Critic
 from rl.training.flops import Operations, lengths
 from rl.training.packing import Packing, packing, row_counts
-from rl.training.updater import HEAD_GRADIENT, Learner, Updater
+from rl.training.updater import HEAD_GRADIENT, OptimizerStep, ParamState
 
 # Tokens of a micro-batch on CPU.
 CPU_TOKENS = 768
@@ -39,12 +39,12 @@ CPU_TOKENS = 768
 class RunState:
     """Every array of a stage. `reference` are weights that stay as they were at its start; absent parts are None."""
 
-    policy: Learner
+    policy: ParamState
     reference: dict[str, jax.Array] | None
-    critic: Learner | None
+    critic: ParamState | None
 
 
-def ways(layout: Layout) -> int:
+def num_row_shards(layout: Layout) -> int:
     """Parts into which a mesh cuts the rows of a batch."""
     mesh = layout.mesh.shape
     return mesh["data"] * mesh["fsdp"] * mesh["expert"]
@@ -56,7 +56,7 @@ def by_rows(tree, layout: Layout):
     if processes.count() == 1:
         return tree
     return jax.tree.map(
-        lambda a: processes.placed(a, layout.sharding(("batch", *[None] * (a.ndim - 1)), a.shape)), tree
+        lambda a: processes.device_put_global(a, layout.sharding(("batch", *[None] * (a.ndim - 1)), a.shape)), tree
     )
 
 
@@ -65,7 +65,9 @@ def by_micro_batch(program, batch: Batch, place: Packing, R: int, layout: Layout
     packed = place.pack(batch.tokens), place.segments, place.routes(batch)
     parts = []
     for i in range(0, place.used, R):
-        parts.append(settle(program(*by_rows(jax.tree.map(lambda a, i=i: a[i : i + R], packed), layout)), layout))
+        parts.append(
+            block_on_cpu_mesh(program(*by_rows(jax.tree.map(lambda a, i=i: a[i : i + R], packed), layout)), layout)
+        )
     return tuple(
         place.unpack(np.concatenate([processes.on_host(p) for p in each])) for each in zip(*parts, strict=True)
     )
@@ -85,12 +87,12 @@ class Trainer:
         self.critic = head = None
         if algorithm.needs_critic:
             self._critic = Critic(graph, shared=algorithm.critic_trunk == "policy")
-            self.critic = Updater(self._critic, self._critic_loss, stage.critic, stage, seed)
+            self.critic = OptimizerStep(self._critic, self._critic_loss, stage.critic, stage, seed)
             head = self.critic if self._critic.shared else None
-        self.policy = Updater(self._learning, loss, stage.optimizer, stage, seed, head)
+        self.policy = OptimizerStep(self._learning, loss, stage.optimizer, stage, seed, head)
 
     @property
-    def executables(self) -> dict[str, Executables]:
+    def executables(self) -> dict[str, CompiledCache]:
         """The programs of a step by the names that a plan gives them."""
         found = {"update": self.policy.program, "log-probabilities": self._logprobs}
         return found | ({"update of the critic": self.critic.program, "values": self._values} if self.critic else {})
@@ -113,11 +115,13 @@ class Trainer:
             reference = jax.jit(lambda a: jax.tree.map(jnp.copy, fetch(a)), out_shardings=self.graph.shardings)(params)
         if self.critic:
             critic = self.critic.start(self._critic.init(params, self.algorithm.value_init_std, seed))
-        return settle(RunState(self.policy.start(params), reference, critic), self.graph.layout)
+        return block_on_cpu_mesh(RunState(self.policy.start(params), reference, critic), self.graph.layout)
 
     def renew_reference(self, state: RunState, mix: float) -> RunState:
         """The state with a reference model of `mix` parts of the policy and 1 - `mix` of what it was."""
-        reference = settle(self._renewed(state.reference, state.policy.params, np.float32(mix)), self.graph.layout)
+        reference = block_on_cpu_mesh(
+            self._renewed(state.reference, state.policy.params, np.float32(mix)), self.graph.layout
+        )
         return RunState(state.policy, reference, state.critic)
 
     @cached_property
@@ -145,7 +149,7 @@ class Trainer:
 
     def row_counts(self, N: int, T: int) -> tuple[list[int], int | None]:
         """(numbers of packed rows that N sequences in rows of T may come in, rows of one gradient computation; None: all)."""
-        multiple = ways(self.graph.layout) * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
+        multiple = num_row_shards(self.graph.layout) * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
         micro = self.stage.micro_batch or self._micro_batch(N, T)
         if micro is None:
             return row_counts(N, multiple), None
@@ -219,7 +223,7 @@ class Trainer:
         self.done += passes * operations.forward(lengths(batch.segments))
 
     def _step(self, micro: Batch) -> Step:
-        step = replace(modes.sit(micro.tokens, segments=micro.segments), routes=micro.routes)
+        step = replace(modes.make_step(micro.tokens, segments=micro.segments), routes=micro.routes)
         return step if micro.dropout is None else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
 
     def _parts_loss(self, params, micro: Batch, inputs: PolicyInputs):
@@ -245,7 +249,7 @@ class Trainer:
 
     def _critic_loss(self, params, micro: Batch, inputs: PolicyInputs):
         step = replace(
-            modes.sit(micro.tokens, segments=micro.segments), routes=micro.routes if self._critic.shared else None
+            modes.make_step(micro.tokens, segments=micro.segments), routes=micro.routes if self._critic.shared else None
         )
         values, _, aux = self._critic.values(params, micro.tokens, step)
         loss, metrics = self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
@@ -272,15 +276,17 @@ class Trainer:
     def _logprobs(self):
         def run(params, tokens, segments, routes):
             tokens = constrain(tokens, ("batch", None), self.graph.layout)
-            step = replace(modes.sit(tokens, segments=segments), routes=routes)
+            step = replace(modes.make_step(tokens, segments=segments), routes=routes)
             return self.graph.logprobs(params, tokens, step, self.temperature)[:2]
 
-        return Executables(jax.jit(run), self.graph.layout.platform)
+        return CompiledCache(jax.jit(run), self.graph.layout.platform)
 
     @cached_property
     def _values(self):
         def run(params, tokens, segments, routes):
             tokens = constrain(tokens, ("batch", None), self.graph.layout)
-            return self._critic.values(params, tokens, replace(modes.sit(tokens, segments=segments), routes=routes))[:2]
+            return self._critic.values(
+                params, tokens, replace(modes.make_step(tokens, segments=segments), routes=routes)
+            )[:2]
 
-        return Executables(jax.jit(run), self.graph.layout.platform)
+        return CompiledCache(jax.jit(run), self.graph.layout.platform)

@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding
 
 import rl.algorithms
 from policy.execution import batch_split, row_tables
-from policy.execution.compiled_cache import Executables
+from policy.execution.compiled_cache import CompiledCache
 from policy.mesh.host_memory import belongs_there, fetch, in_host_memory, to_device
-from policy.mesh.sharding import constrain, settle
+from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.ops.dropout import row_seeds
 from rl.config.run import OptimizerOptions, StageOptions
@@ -37,7 +37,7 @@ HEAD_GRADIENT = "value/gradient"
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Learner:
+class ParamState:
     """Weights that learn, and the state of their optimizer. Donated to every update, which writes the new ones in place."""
 
     params: dict[str, jax.Array]
@@ -77,7 +77,7 @@ def optimizer(
     return stored_as(adamw, options.state_dtype, master=param_dtype != "float32" and options.state_dtype == "float32")
 
 
-class Updater:
+class OptimizerStep:
     """One optimiser update of some weights as a compiled program: gradients summed over micro-batches, clipping, AdamW, and the
     rule that moves the selection biases of routers. An update that is not finite, or whose gradient is exactly 0, leaves everything
     as it was."""
@@ -89,7 +89,7 @@ class Updater:
         options: OptimizerOptions,
         stage: StageOptions,
         seed: int,
-        head: Updater | None = None,
+        head: OptimizerStep | None = None,
     ):
         """`loss(params, micro, totals) -> (scalar, metrics, Aux)`: micro-batches are summed. `head`: of a value head on the states
         that `loss` computes, which may learn in the same program; `loss` finds it among `params` then, and leaves its gradient in
@@ -108,8 +108,8 @@ class Updater:
         moves = self._learned - self.owner.untrained
         return {k: v for k, v in params.items() if k in moves}, {k: v for k, v in params.items() if k not in moves}
 
-    def start(self, params: dict[str, jax.Array]) -> Learner:
-        return Learner(params, settle(self._start(self._split(params)[0]), self.layout))
+    def start(self, params: dict[str, jax.Array]) -> ParamState:
+        return ParamState(params, block_on_cpu_mesh(self._start(self._split(params)[0]), self.layout))
 
     @property
     def _in_host_memory(self) -> bool:
@@ -121,7 +121,7 @@ class Updater:
         return jax.jit(self._transform.init, out_shardings=self.shardings.optimizer)(weights)
 
     @cached_property
-    def shardings(self) -> Learner:
+    def shardings(self) -> ParamState:
         """Where each array of the learner lives: moments are cut as their weights are, or further (`Layout.moment_spec`), counters
         are everywhere. Moments of a table in host memory are there too."""
         weights = self.owner.shardings
@@ -136,7 +136,9 @@ class Updater:
             return in_host_memory(moment) if moves or weight in self.owner.tables else moment
 
         trained = {k: jax.ShapeDtypeStruct((1,), jnp.float32) for k in self._split(weights)[0]}
-        return Learner(weights, jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._transform.init, trained)))
+        return ParamState(
+            weights, jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._transform.init, trained))
+        )
 
     @cached_property
     def _moments(self) -> dict[str, NamedSharding]:
@@ -160,7 +162,7 @@ class Updater:
         }
 
     @cached_property
-    def program(self) -> Executables:
+    def program(self) -> CompiledCache:
         update = jax.jit(
             self._update,
             donate_argnums=(0, 4),
@@ -168,17 +170,19 @@ class Updater:
             static_argnames="micro_rows",
             compiler_options=batch_split.compiler_options(self._graph.runtime),
         )
-        return Executables(update, self.layout.platform)
+        return CompiledCache(update, self.layout.platform)
 
     def __call__(
-        self, learner: Learner, batch: Batch, inputs, micro_rows: int, beside=None, head: Learner | None = None
+        self, learner: ParamState, batch: Batch, inputs, micro_rows: int, beside=None, head: ParamState | None = None
     ):
         """(learner, head, metrics) after one update, the metrics on the device. `batch` holds a multiple of `micro_rows` rows.
         `beside`: weights by path that the loss takes besides the learner's, and that stay. `head`: learns too; None: stays."""
-        return settle(self.program(learner, batch, inputs, beside or {}, head, micro_rows=micro_rows), self.layout)
+        return block_on_cpu_mesh(
+            self.program(learner, batch, inputs, beside or {}, head, micro_rows=micro_rows), self.layout
+        )
 
     def _update(
-        self, learner: Learner, batch: Batch, inputs, beside=None, head: Learner | None = None, *, micro_rows: int
+        self, learner: ParamState, batch: Batch, inputs, beside=None, head: ParamState | None = None, *, micro_rows: int
     ):
         trained, still = self._split(learner.params)
         if self._seed is not None:
@@ -192,7 +196,7 @@ class Updater:
         learner, found = self.apply(learner, grads, loss, routing)
         return learner, head, metrics | found
 
-    def apply(self, learner: Learner, grads: dict, loss: jax.Array, routing: dict) -> tuple[Learner, dict]:
+    def apply(self, learner: ParamState, grads: dict, loss: jax.Array, routing: dict) -> tuple[ParamState, dict]:
         """The learner after a step by these gradients, and what is known of it. Inside a jitted function."""
         trained, still = self._split(learner.params)
         squares = to_device(joined(by_place(_squares, self.owner.tables, grads)))
@@ -213,7 +217,7 @@ class Updater:
             "optim/update_norm": norm_of(to_device(changes)),
             "optim/skipped": 1.0 - finite,
         }
-        return Learner(joined(weights) | kept, joined(states)), metrics | inside | norms | load_metrics(routing)
+        return ParamState(joined(weights) | kept, joined(states)), metrics | inside | norms | load_metrics(routing)
 
     def _clipping(self, squares: dict[str, jax.Array]) -> tuple[dict, jax.Array, dict]:
         """(what each gradient is multiplied by, their norm before, metrics), from the sums of squares of the gradients by path.
@@ -290,7 +294,7 @@ class Updater:
         return grads | slopes, loss.sum(), metrics, jax.tree.map(lambda a: a.sum(axis=0), routing)
 
 
-def _updates(learner: Learner) -> jax.Array:
+def _updates(learner: ParamState) -> jax.Array:
     """How many updates there were: AdamW's last part counts those of its schedule."""
     return learner.optimizer[-1].count
 

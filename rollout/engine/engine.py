@@ -64,7 +64,7 @@ class Engine:
         one of the strings; None if none does. Without it there can be no stop strings."""
         self.programs, self._weights, self._seed = programs, weights, seed
         self._stop_string, self._budget = stop_string, prefill_budget
-        self._rewinds = programs.rewinds
+        self._rewinds = programs.supports_truncation
         self.counts = {"steps": 0, "rows": 0, "useful": 0, "prefill": 0, "dispatches": 0, "preempted": 0}
         self._made_by: list[weakref.ref] = []
         self.reset()

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy.execution.compiled_cache import Executables
+from policy.execution.compiled_cache import CompiledCache
 from policy.heads import head
 from policy.heads.scoring import Scorer
-from policy.mesh.sharding import settle
+from policy.mesh.sharding import block_on_cpu_mesh
 from rollout.engine.programs import IDLE
 from rollout.engine.sampling import Draws, SamplingParams, choose
 from rollout.engine.scheduler import Request
@@ -67,7 +67,7 @@ class Verifier:
         self._draw = scorer.program(self._draw_program)
 
     @property
-    def executables(self) -> dict[str, Executables]:
+    def executables(self) -> dict[str, CompiledCache]:
         """Its programs by the names of CHECKS."""
         return dict(zip(CHECKS, (self.scorer.states, self.scorer.scores, self._draw), strict=True))
 
@@ -174,7 +174,7 @@ class Verifier:
     def _drawn(self, params, hidden_RTE: jax.Array, requests: list[Request | None], L: int) -> np.ndarray:
         """int32[R, T] on the host: the token that each row's request draws at every place."""
         found = self._draw(params, hidden_RTE, *self._drawing(requests, L))
-        return np.asarray(settle(found, self.scorer.graph.layout))
+        return np.asarray(block_on_cpu_mesh(found, self.scorer.graph.layout))
 
     def _drawing(self, requests: list[Request | None], L: int) -> tuple:
         """How each row's request draws, and the first place at which it does."""

@@ -159,13 +159,13 @@ class PageTable:
 class PagedRows:
     """What the slots of a paged cache hold, and which of them are free: the calls of `rollout.engine.scheduler.Rows`.
 
-    `tables`: one for each part into which a mesh cuts the slots; those of a part have their pages in its table. `rewinds`: whether
+    `tables`: one for each part into which a mesh cuts the slots; those of a part have their pages in its table. `supports_truncation`: whether
     pages are all that a sequence has. If not, states of fixed size go with them, and only what holds exactly the wanted tokens can
     be begun with. `ample`: whether there are pages for every slot at full length.
     """
 
     def __init__(self, slots: int, tables: Sequence[PageTable], *, rewinds: bool, ample: bool = False):
-        self.rewinds, self.parts, self._ample = rewinds, len(tables), ample
+        self.supports_truncation, self.parts, self._ample = rewinds, len(tables), ample
         self._tables, self._free = tables, dict.fromkeys(range(slots))
         self._held: list[tuple[int, ...]] = [()] * slots
         self._chains = [Chain() for _ in range(slots)]
@@ -220,7 +220,7 @@ class PagedRows:
         begun = self._begun.get(tokens, -1) if tokens else -1
         if begun >= 0 and begun not in self._free and self.part(begun) == part and self._held[begun] == tokens:
             return begun, len(tokens), []
-        pages = self._tables[part].find(tokens) if self.rewinds else []
+        pages = self._tables[part].find(tokens) if self.supports_truncation else []
         known = len(pages) * self._tables[part].size
         running = (slot for slot in range(len(self._held)) if slot not in self._free and self.part(slot) == part)
         same, slot = max(((self._same(slot, tokens), -slot) for slot in running), default=(0, 0))
@@ -228,7 +228,7 @@ class PagedRows:
 
     def _same(self, slot: int, tokens: tuple[int, ...]) -> int:
         same = common(self._held[slot], tokens)
-        return same if self.rewinds or same == len(tokens) == len(self._held[slot]) else 0
+        return same if self.supports_truncation or same == len(tokens) == len(self._held[slot]) else 0
 
     def room(self, wanted: Iterable[tuple[int, int, int]]) -> bool:
         """Whether each (slot, start, end) can have pages for its tokens start .. end - 1."""
@@ -246,12 +246,12 @@ class PagedRows:
 
     def filled(self, slot: int, tokens: tuple[int, ...]) -> None:
         """The slot has the entries of these tokens."""
-        if self.rewinds:
+        if self.supports_truncation:
             self.table(slot).remember(self._chains[slot], tokens)
 
     def moves(self, slot: int) -> None:
         """The slot goes on from what it was taken for."""
-        if not self.rewinds:
+        if not self.supports_truncation:
             self._held[slot] = ()
 
     def drop(self, slot: int) -> None:

@@ -57,7 +57,7 @@ def choose_pool(
     each = _bytes_on_a_device(jax.eval_shape(lambda: empty(Pages(parts, size))), layout)
     number = wish or wanted
     if wish is None and left is None:
-        known = processes.gathered(memory_left(layout.mesh.local_devices[0]))
+        known = processes.all_gather_object(memory_left(layout.mesh.local_devices[0]))
         left = min((each - beside for each in known if each is not None), default=None)  # one number for all processes
     if wish is None and left is not None:
         number = max(least, min(wanted, parts * int(SHARE * left / max(1, each))))

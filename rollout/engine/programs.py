@@ -30,7 +30,7 @@ from policy.cache.step import Step
 from policy.execution.compiled_cache import Memory
 from policy.execution.decoding import laid_out
 from policy.mesh import processes
-from policy.mesh.sharding import settle
+from policy.mesh.sharding import block_on_cpu_mesh
 from rollout.engine.pages import Copy, PagedRows, PageTable
 from rollout.engine.pool import PoolSize, choose_pool
 from rollout.engine.sampling import Draws, SamplingParams, choose
@@ -99,7 +99,7 @@ class Programs:
 
     def __init__(self, graph, options: GeneratorOptions, slots: int, max_length: int, left: float | None = None):
         """`left`: bytes of each device that a paged cache may share; None: what the devices say."""
-        graph = graph.generating(options.rules)
+        graph = graph.for_inference(options.rules)
         self._left, self.beside, self.value_head = left, 0, None
         self.records = options.record_routes
         if self.records:
@@ -127,10 +127,10 @@ class Programs:
     # What the engine calls.
 
     @property
-    def rewinds(self) -> bool:
+    def supports_truncation(self) -> bool:
         """Whether a row can be used up to any of its tokens: it keeps entries by position only, and all of them."""
         return not self._options.rings and all(
-            caches.rewinds(spec, self.graph.config) for spec in self.graph.config.layers
+            caches.supports_truncation(spec, self.graph.config) for spec in self.graph.config.layers
         )
 
     @property
@@ -145,13 +145,13 @@ class Programs:
     @property
     def copies_rows(self) -> bool:
         """Whether a slot that begins as another needs more than its pages."""
-        return not (self.paged and self.rewinds)
+        return not (self.paged and self.supports_truncation)
 
     @property
     def shelves(self) -> bool:
         """Whether a slot that goes on leaves nothing to the next sample of its prompt: its states have moved on, or its last page
         is not known by what it holds."""
-        return self.paged or not self.rewinds
+        return self.paged or not self.supports_truncation
 
     @property
     def table_width(self) -> int | None:
@@ -171,10 +171,10 @@ class Programs:
     def rows(self) -> Rows | PagedRows:
         """What the engine knows of the slots of an empty cache."""
         if not self.paged:
-            return Rows(self.slots, rewinds=self.rewinds)
+            return Rows(self.slots, rewinds=self.supports_truncation)
         number, parts = self.pool.pages.number, self._ways
         tables = [PageTable(number // parts, self.pool.pages.size, n * number // parts) for n in range(parts)]
-        return PagedRows(self.slots, tables, rewinds=self.rewinds, ample=number >= self.pool.wanted)
+        return PagedRows(self.slots, tables, rewinds=self.supports_truncation, ample=number >= self.pool.wanted)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -256,7 +256,7 @@ class Programs:
             if self.sealed:
                 self._late(key)
             compiled = self._compile(key, arguments, self.lower(name, arguments))
-        return settle(compiled(*arguments), self.graph.layout)
+        return block_on_cpu_mesh(compiled(*arguments), self.graph.layout)
 
     def _compile(self, key: tuple, arguments: tuple, lowered: jax.stages.Lowered):
         compiled = lowered.compile()
@@ -324,7 +324,7 @@ class Programs:
                 yield ("prefill", *shape), given
                 if lengths[-1] == C and longest - 1 > min(WORTH_A_COPY, self.chunk):
                     yield ("extend", *shape), given
-        for s in sorted({*(self.sizes[:-1] if self.copies_views else ()), *(() if self.rewinds else (1,))}):
+        for s in sorted({*(self.sizes[:-1] if self.copies_views else ()), *(() if self.supports_truncation else (1,))}):
             yield ("enter", s), (cache, _int((s,)))
             yield ("leave", s), (cache, self._rows_alone(cache, s), _int((s,)))
         if self.copies_rows:
@@ -425,7 +425,7 @@ class Programs:
     def slots_of(self, requests: Sequence, size: int, width: int, seed: int) -> Slots:
         """The Slots of `size` rows, row i for request i; None and rows past the requests are idle. `width` is that of the stops."""
         slots, layout = self._on_host(requests, size, width, seed), self.graph.layout
-        return slots if layout.mesh.size == 1 else processes.placed(slots, layout.replicated)
+        return slots if layout.mesh.size == 1 else processes.device_put_global(slots, layout.replicated)
 
     def _on_host(self, requests: Sequence, size: int, width: int, seed: int) -> Slots:
         columns, drawn = np.zeros((6, size), np.int32), [IDLE] * size
@@ -445,7 +445,7 @@ class Programs:
         """The rows over a paged cache."""
         layout = self.graph.layout
         if layout.mesh.size > 1:
-            rows, pages_sM = processes.placed((rows, pages_sM), layout.replicated)
+            rows, pages_sM = processes.device_put_global((rows, pages_sM), layout.replicated)
         return replace(slots, rows=rows, pages=pages_sM)
 
     def _decode_program(self, params, cache, slots: Slots, limits):

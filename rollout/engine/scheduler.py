@@ -120,14 +120,14 @@ class Rows:
     """What the rows of a contiguous cache hold, and which of them are free.
 
     A row keeps its entries when its request ends, until another takes it, so that a prompt can begin with what is there: the
-    samples of one prompt, the turns of a conversation, prompts with one system message. `rewinds`: whether a row can be used up to
+    samples of one prompt, the turns of a conversation, prompts with one system message. `supports_truncation`: whether a row can be used up to
     any of its tokens, and not only as far as it is filled, as states of fixed size can.
     """
 
     parts = 1
 
     def __init__(self, slots: int, *, rewinds: bool):
-        self.rewinds = rewinds
+        self.supports_truncation = rewinds
         self._free = dict.fromkeys(range(slots))  # those that were given up first stand first
         self._old: set[int] = set()  # rows in use when everything was forgotten
         self._held: list[tuple[int, ...]] = [()] * slots
@@ -152,7 +152,7 @@ class Rows:
     def _same(self, row: int, tokens: tuple[int, ...]) -> int:
         held = self._held[row]
         same = common(held, tokens)
-        return same if self.rewinds or same == len(held) else 0
+        return same if self.supports_truncation or same == len(held) else 0
 
     def take(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
         """(row, source, same): a free row that will hold these tokens, and the row whose first `same` entries it begins with. A row
@@ -175,7 +175,7 @@ class Rows:
 
     def moves(self, row: int) -> None:
         """The row goes on from what it was taken for."""
-        if not self.rewinds:
+        if not self.supports_truncation:
             self._held[row] = ()
 
     def give(self, row: int, tokens: tuple[int, ...]) -> None:

@@ -42,7 +42,7 @@ def check(config: DecoderConfig) -> None:
         raise ValueError(
             "speculative: this model has no prediction modules to draft with; see model.multi_token_prediction"
         )
-    if not caches.rewinds(part.layer, config):
+    if not caches.supports_truncation(part.layer, config):
         kind = type(part.layer.mixer).__name__
         raise ValueError(
             f"speculative: the layer of the prediction modules keeps a state of fixed size ({kind}): it cannot draft"

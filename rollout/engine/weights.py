@@ -13,7 +13,7 @@ import qwix
 from policy.config import StoredType
 from policy.execution.compiled_cache import Memory
 from policy.mesh.host_memory import fetch, on_a_device
-from policy.mesh.sharding import Layout, settle
+from policy.mesh.sharding import Layout, block_on_cpu_mesh
 from policy.model import Graph
 from policy.ops.quantization import TYPES, quantize
 
@@ -33,7 +33,7 @@ class RolloutWeights:
     def __init__(self, graph: Graph, kind: StoredType | None, rules: Mapping[str, Sequence[str]] | None = None):
         """Raises ValueError for a rule that names no mesh axis."""
         self.graph, self.moves = graph, rules is not None
-        self.layout, self._qtype = graph.generating(rules).layout, TYPES[kind] if kind else None
+        self.layout, self._qtype = graph.for_inference(rules).layout, TYPES[kind] if kind else None
         self.paths = tuple(path for path in graph.paths if (kind and path in graph.inputs) or self._elsewhere(path))
         self._program = jax.jit(self._make, donate_argnums=1, keep_unused=True)
         self._first, self.memory = None, None
@@ -53,7 +53,7 @@ class RolloutWeights:
             old = self._copies
             self.drop()
             program = self._first if self._first is not None and old is None else self._program
-            self._copies = settle(program(given, old), self.graph.layout)
+            self._copies = block_on_cpu_mesh(program(given, old), self.graph.layout)
             self._sources = {path: weakref.ref(array) for path, array in given.items()}
         return params | (self._copies or {})
 

@@ -32,7 +32,7 @@ from policy.config import Runtime  # noqa: E402
 from policy.execution import batch_split  # noqa: E402
 from policy.mesh.sharding import layout  # noqa: E402
 from policy.model import Graph  # noqa: E402
-from policy.modes import sit  # noqa: E402
+from policy.modes import make_step  # noqa: E402
 
 ROWS, LENGTH, DEVICES = 8, 768, 4
 SIZES = {
@@ -61,7 +61,7 @@ def compiled(split: bool, rule: str | None) -> str:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(axes, shape))
 
     def loss(trained, still, tokens, segments):
-        hidden, *_ = graph.decoder(trained | still)(tokens, sit(tokens, segments=segments), None, graph.runtime)
+        hidden, *_ = graph.decoder(trained | still)(tokens, make_step(tokens, segments=segments), None, graph.runtime)
         return jnp.sum(jnp.square(hidden.astype(jnp.float32)))
 
     params = {path: placed(s.shape, s.dtype, *graph.axes[path]) for path, s in graph.shapes.items()}

@@ -77,7 +77,7 @@ def main(family: str, topology: str, degrees: dict) -> dict:
     rows = placed((ROWS, LENGTH), jnp.int32, "batch", None)
 
     def loss(params, tokens, segments):
-        return jnp.sum(graph.logprobs(params, tokens, modes.sit(tokens, segments=segments), 1.0)[0])
+        return jnp.sum(graph.logprobs(params, tokens, modes.make_step(tokens, segments=segments), 1.0)[0])
 
     def prefill(params, tokens, lengths):
         positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)

@@ -23,7 +23,7 @@ from policy.experts import expert_parallel, experts
 from policy.experts.moe import MixtureOfExperts
 from policy.mesh.sharding import layout
 from policy.model import Model
-from policy.modes import sit
+from policy.modes import make_step
 from rollout import Generator, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -66,7 +66,7 @@ def mixture(name: str, skew: float):
 
 
 def rows(B: int, T: int, alike: int = 0):
-    """(x, cotangent, segments with two packed texts and padding); in the first `alike` rows all tokens are the same."""
+    """(x, cotangent, segments with two packed texts and padding); in the first `reshard_like` rows all tokens are the same."""
     rng = np.random.default_rng(2)
     x, cotangent = rng.normal(size=(2, B, T, E)).astype(np.float32)
     x[:alike] = x[0, 0]
@@ -144,7 +144,7 @@ def derived(degrees: str, how: str):
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
     def loss(params, tokens, segments):
-        logp, entropy, aux = model.graph.logprobs(params, tokens, sit(tokens, segments=segments), 0.9)
+        logp, entropy, aux = model.graph.logprobs(params, tokens, make_step(tokens, segments=segments), 0.9)
         balance = sum(routing.balance.sum() for routing in aux.found("routing").values())
         counts = jnp.stack([routing.counts.sum(0) for routing in aux.found("routing").values()])
         return jnp.sum(cotangent * logp + entropy) + balance, (logp, counts)

@@ -114,14 +114,14 @@ def elastic(state, folder) -> dict:
 def laid_out(model, plain: list) -> dict:
     """Completions of a generator that lays weights out for decoding, beside those of one that reads them where they are trained."""
     generator = Generator(model, max_length=32, slots=4, options=GeneratorOptions(rules=STATIONARY_RULES))
-    generator.lay_out()
+    generator.reshard_for_rollout()
     copies = generator.weights._copies
     moved = completed(generator)
     kept = all(array is model.params[path] for path, array in generator._params.items() if path not in copies)
     share = sum(a.nbytes for path, a in model.params.items() if path in copies) / sum(
         a.nbytes for a in model.params.values()
     )
-    generator.drop_layout()
+    generator.release()
     return {
         "equal": [c.tokens for c in plain] == [c.tokens for c in moved],
         "logprobs": max(
@@ -137,7 +137,7 @@ def quantised(model) -> dict:
     """Weights in few bits that are laid out too, beside those where the trained ones lie: one program makes them."""
     plain, moved = (RolloutWeights(model.graph, "int8", rules).of(model.params) for rules in (None, STATIONARY_RULES))
     same = [learners.same_bits(learners.host(plain[path]), learners.host(moved[path])) for path in model.params]
-    graph = model.graph.generating(STATIONARY_RULES)
+    graph = model.graph.for_inference(STATIONARY_RULES)
     values = {path: moved[path].qvalue if path in graph.inputs else moved[path] for path in model.params}
     placed = [values[path].sharding.is_equivalent_to(graph.sharding(path), values[path].ndim) for path in model.params]
     return {"same": all(same), "placed": all(placed)}

@@ -27,7 +27,7 @@ from policy.cache.step import Step
 from policy.config import Runtime
 from policy.mesh.axes import STATIONARY_RULES
 from policy.mesh.sharding import layout
-from policy.modes import sit
+from policy.modes import make_step
 from rl.plan.hlo import Program
 from rollout import Generator, GeneratorOptions, SamplingParams
 
@@ -78,7 +78,7 @@ def attention(degrees: dict, scheme: str, options: dict) -> dict:
     shapes = [(B, H, T, D), (B, K, T, D), (B, K, T, V), (H,), (B, H, T, V)]
     q, k, v, sinks, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
     limits = Limits(**{name: options[name] for name in Limits._fields if name in options})
-    step = sit(jnp.zeros((B, T), jnp.int32), None, packed(B, T))
+    step = make_step(jnp.zeros((B, T), jnp.int32), None, packed(B, T))
     keep = (np.asarray(step.segments) != 0)[:, None, :, None]
 
     def whole(q, k, v, sinks):
@@ -137,7 +137,7 @@ def scored(graph, params, rows, segments):
     cotangent = np.random.default_rng(0).normal(size=(2, *rows.shape))
 
     def loss(params):
-        logp, entropy, aux = graph.logprobs(params, rows, sit(rows, segments=segments), 0.9)
+        logp, entropy, aux = graph.logprobs(params, rows, make_step(rows, segments=segments), 0.9)
         balance = sum(routing.balance.sum() for routing in aux.found("routing").values())
         return jnp.sum(cotangent[0] * logp + cotangent[1] * entropy) + balance, jnp.stack([logp, entropy])
 
@@ -181,7 +181,7 @@ def sent(kind: str, degrees: dict) -> dict:
     rows, width, size, found = 16, 2, 4, []
     for layers in (2, 4):
         config = MODELS[kind]() | {"num_hidden_layers": layers, "first_k_dense_replace": layers}
-        graph = random_model(families.read(config), mesh=on_mesh(degrees)).graph.generating(STATIONARY_RULES)
+        graph = random_model(families.read(config), mesh=on_mesh(degrees)).graph.for_inference(STATIONARY_RULES)
 
         def step(params, cache, ids, table, graph=graph):
             logits, cache = modes.autoregressive(graph.decoder(params), ids, ids, ids, cache, graph.runtime, table)

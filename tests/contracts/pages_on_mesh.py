@@ -18,7 +18,7 @@ from policy.attention import paged_attention
 from policy.cache import cache as caches
 from policy.cache.pages import Pages
 from policy.cache.step import Step
-from policy.mesh.sharding import Layout, layout, settle
+from policy.mesh.sharding import Layout, block_on_cpu_mesh, layout
 
 B, T, PROMPT, CHUNK, SIZE, NUMBER = 4, 26, 22, 11, 8, 20
 # The second half of the rows has its pages in the second half of the pool.
@@ -47,14 +47,14 @@ def computed(kind: str, mesh):
             hidden, cache, _ = graph.decoder(params)(text, step, cache, graph.runtime)
         return hidden, caches.constrained(cache, graph.layout)
 
-    cache, hidden = settle(jax.jit(empty)(), graph.layout), np.full((B, T, config.hidden_size), np.nan)
+    cache, hidden = block_on_cpu_mesh(jax.jit(empty)(), graph.layout), np.full((B, T, config.hidden_size), np.nan)
     calls = [(PROMPTS, start, start + CHUNK) for start in range(0, PROMPT, CHUNK)]
     calls += [(np.arange(B), *at) for at in ((PROMPT, PROMPT + 2), (PROMPT + 2, T - 1))]
     calls += [(np.array([row]), T - 1, T) for row in range(B)]
     for rows, start, end in calls:
         positions = jnp.broadcast_to(jnp.arange(start, end), (len(rows), end - start))
         step = Step(positions, jnp.ones_like(positions), pages=jnp.asarray(TABLE[rows]), anywhere=start < PROMPT)
-        found, cache = settle(run(model.params, text[rows, start:end], step, cache), graph.layout)
+        found, cache = block_on_cpu_mesh(run(model.params, text[rows, start:end], step, cache), graph.layout)
         hidden[rows, start:end] = found
     pool = jax.tree.leaves(cache)[0]
     return hidden, len({str(index) for index in pool.sharding.devices_indices_map(pool.shape).values()})

@@ -16,7 +16,7 @@ from policy.config import Runtime
 from policy.execution import row_tables
 from policy.mesh.host_memory import on_host
 from policy.mesh.sharding import layout
-from policy.modes import sit
+from policy.modes import make_step
 
 MESHES = {
     "fsdp4": ({"fsdp": 4}, "device"),
@@ -37,7 +37,7 @@ def computed(mesh, memory):
     weights = {path: array for path, array in model.params.items() if path not in graph.untrained | graph.tables}
 
     def loss(weights):
-        logp = graph.logprobs(model.params | weights, rows, sit(rows, None, segments), 1.0)[0]
+        logp = graph.logprobs(model.params | weights, rows, make_step(rows, None, segments), 1.0)[0]
         return logp.sum(), logp
 
     def gradient(params):

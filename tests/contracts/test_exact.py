@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from oracles import KINDS, VOCAB, random_model, short
 
+import rollout.engine.engine
 import rollout.engine.programs
 import rollout.engine.sampling
 from policy import families

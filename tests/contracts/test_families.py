@@ -30,7 +30,7 @@ from policy.huggingface import sources
 from policy.huggingface.hf import UnsupportedModel
 from policy.mesh.sharding import layout
 from policy.model import Graph
-from policy.modes import sit
+from policy.modes import make_step
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -198,7 +198,7 @@ def test_prefill_and_decoding_equal_the_full_forward(model, kind):
 
     @jax.jit
     def prefill(params, tokens_BT, first, kv):
-        step = sit(tokens_BT)
+        step = make_step(tokens_BT)
         with graph.precision():
             return modes.prefill(
                 graph.decoder(params), tokens_BT, Step(first + step.positions, step.segments), kv, runtime
@@ -236,7 +236,7 @@ def test_router_statistics_count_the_choices(model):
         pytest.skip("no mixture of experts")
     row = jnp.asarray(tokens(2, 10))
     segments = jnp.ones_like(row).at[1, 6:].set(0)
-    aux = jax.jit(lambda p: model.graph.logprobs(p, row, sit(row, None, segments), 1.0)[2])(model.params)
+    aux = jax.jit(lambda p: model.graph.logprobs(p, row, make_step(row, None, segments), 1.0)[2])(model.params)
     counts = [np.asarray(found.counts) for found in aux.found("routing").values()]
     assert sum(len(each) for each in counts) == len(sparse)
     for each in counts:

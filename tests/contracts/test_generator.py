@@ -72,7 +72,7 @@ def margins(model, tokens, segments):
 
     from policy.attention.indexer import IndexedMask
     from policy.experts.router import TopKRouter
-    from policy.modes import sit
+    from policy.modes import make_step
 
     real, best, found = TopKRouter.__call__, IndexedMask._best, []
 
@@ -100,7 +100,7 @@ def margins(model, tokens, segments):
     def run(params, tokens, segments):
         runtime = dataclasses.replace(model.graph.runtime, scan=False, remat="none")
         with model.graph.precision():
-            model.graph.decoder(params)(tokens, sit(tokens, None, segments), None, runtime)
+            model.graph.decoder(params)(tokens, make_step(tokens, None, segments), None, runtime)
         return jnp.min(jnp.stack(found), axis=0)
 
     TopKRouter.__call__, IndexedMask._best = watched, watched_keys

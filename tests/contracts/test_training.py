@@ -11,7 +11,7 @@ from oracles import KINDS, random_model, short
 
 from policy import families
 from policy.config import Runtime
-from policy.modes import sit
+from policy.modes import make_step
 
 # Weights without a gradient, by the end of their path: moved by a rule of their own; choosing keys has no derivative; constants.
 WITHOUT_GRADIENT = (
@@ -60,7 +60,7 @@ def test_gradients_of_scanned_layers_are_those_of_unrolled_ones(kind):
         graph = type(model.graph)(model.config, runtime, model.graph.layout)
 
         def loss(params):
-            logp, entropy, _ = graph.logprobs(params, data.tokens, sit(data.tokens, segments=data.segments), 0.9)
+            logp, entropy, _ = graph.logprobs(params, data.tokens, make_step(data.tokens, segments=data.segments), 0.9)
             return jnp.sum(weight * logp + entropy)
 
         return jax.jit(jax.grad(loss))(model.params)

@@ -19,7 +19,7 @@ from rl.data.prepare import prepare
 from rl.errors import DataError
 from rl.reporting import events
 from rl.run import build
-from rl.training.reward_model import Judge
+from rl.training.reward_model import RewardModelScorer
 from rollout.text.tokenizer import load_tokenizer
 
 RUN = """
@@ -99,10 +99,10 @@ def test_a_reward_model_is_planned_as_the_stage_leaves_it(finished):
     file, run = finished / "run.yml", finished / "run"
     config = load([file], [f"run.dir={run}"])
     graph = build.graph(config, build.on_mesh(config, jax.devices()[:1]))
-    (planned,) = build.planned_judges(config, config.stages[2], graph).values()
-    read = Judge.read(run / "reward_models" / "reward_model", Runtime(), graph.layout, 24)
+    (planned,) = build.planned_reward_model_scorers(config, config.stages[2], graph).values()
+    read = RewardModelScorer.read(run / "reward_models" / "reward_model", Runtime(), graph.layout, 24)
     assert planned.graph.config.layers == read.graph.config.layers and planned.abstract == read.abstract
-    assert build.planned_judges(config, config.stages[0], graph) == {}
+    assert build.planned_reward_model_scorers(config, config.stages[0], graph) == {}
 
 
 def test_a_run_that_is_cut_off_in_it_goes_on_to_the_same_bits(finished, tmp_path):
@@ -170,5 +170,7 @@ def test_a_run_that_ends_with_a_reward_model_exports_it(finished, tmp_path):
     changes = ["evaluation=null", "stages=[{algorithm: reward_model, steps: 0, prompts_per_step: 3, data: PAIRS}]"]
     changes[1] = changes[1].replace("PAIRS", str(finished / "pairs.jsonl"))
     assert cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}", *changes]) == 0
-    judge = Judge.read(tmp_path / "run" / "export", Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]), 16)
+    judge = RewardModelScorer.read(
+        tmp_path / "run" / "export", Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]), 16
+    )
     assert np.isfinite(judge([[9, 10, 2], [9]])).all()

@@ -10,7 +10,7 @@ from policy.config import Runtime
 from policy.huggingface import classification, sources
 from policy.mesh.sharding import layout
 from policy.model import Graph
-from rl.training.reward_model import Judge
+from rl.training.reward_model import RewardModelScorer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 
@@ -27,7 +27,7 @@ def test_transformers_gives_the_scores_of_what_we_write(kind, tmp_path):
     head = rng.normal(size=config.hidden_size).astype(np.float32)
     classification.write(tmp_path, graph, {path: weights[path] for path in graph.paths}, head, pad_id=0)
     sequences = [rng.integers(1, 159, length).tolist() for length in (5, 9, 3)]
-    found = Judge.read(tmp_path, Runtime(), mesh, 16)(sequences)
+    found = RewardModelScorer.read(tmp_path, Runtime(), mesh, 16)(sequences)
     model, info = AutoModelForSequenceClassification.from_pretrained(
         tmp_path, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
     )

@@ -15,7 +15,7 @@ from policy import families
 from policy.config import Runtime
 from policy.huggingface.ngrams import is_prime
 from policy.layers.engram import NgramMemory, table_rows
-from policy.modes import sit
+from policy.modes import make_step
 
 torch = pytest.importorskip("torch", reason="the oracle is written in torch: pip install 'duet-rl[test]'")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -154,7 +154,7 @@ def test_what_is_added_and_its_gradients_are_those_of_the_demo(streams, changes,
     def run(x, w):
         def ours(x, w):
             variables = {name: nnx.Param(array) for name, array in (w | {"classes": jnp.asarray(classes)}).items()}
-            step = replace(sit(tokens), tokens=jnp.asarray(tokens))
+            step = replace(make_step(tokens), tokens=jnp.asarray(tokens))
             given = x if streams else x[:, :, 0]
             return nnx.merge(graph, nnx.State(variables))(given, step, None, Runtime())[0].reshape(x.shape)
 

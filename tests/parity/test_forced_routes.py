@@ -68,13 +68,13 @@ def random_routes(config, rng) -> dict[str, np.ndarray]:
 def test_given_routes_give_what_transformers_gives_with_the_same(kind, keys, tmp_path):
     import jax
 
-    from policy.modes import sit
+    from policy.modes import make_step
 
     theirs = oracle(kind, **keys)
     ours, row = policy.load(saved(theirs, tmp_path / "model")), tokens(B, T, seed=4)
     routes = random_routes(ours.config, np.random.default_rng(1))
     numbered = {n: a[:, :, r] for path, a in routes.items() for r, n in enumerate(ours.config.numbers(path))}
-    step = replace(sit(row), routes=routes)
+    step = replace(make_step(row), routes=routes)
 
     def loss(params):
         logp, entropy, _ = ours.graph.logprobs(params, row, step, 0.7)

@@ -25,10 +25,10 @@ def their_gradients(model, row):
 def our_gradients(kind, model, row, directory):
     import jax
 
-    from policy.modes import sit
+    from policy.modes import make_step
 
     def loss(params):
-        logp, entropy, _ = model.graph.logprobs(params, row, sit(row), 0.7)
+        logp, entropy, _ = model.graph.logprobs(params, row, make_step(row), 0.7)
         return (WEIGHTS[0] * logp[:, 1:] + WEIGHTS[1] * entropy[:, 1:]).sum()
 
     policy.save(policy.Model(model.graph, jax.jit(jax.grad(loss))(model.params)), directory)

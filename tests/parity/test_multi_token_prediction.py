@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 import policy
 from policy import families
 from policy.huggingface import hub
-from policy.modes import sit
+from policy.modes import make_step
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -75,7 +75,7 @@ def ours(model, rows, segments=None, **runtime):
     segments = np.ones_like(rows) if segments is None else segments
     pad = ((0, ROWS - rows.shape[0]), (0, WIDTH - rows.shape[1]))
     rows_BT, segments_BT = np.pad(rows, pad).astype(np.int32), np.pad(segments, pad)
-    found = program(model.graph, **runtime)(model.params, rows_BT, sit(rows_BT, None, segments_BT))
+    found = program(model.graph, **runtime)(model.params, rows_BT, make_step(rows_BT, None, segments_BT))
     assert not np.asarray(found.logp)[:, segments_BT == 0].any()
     return tuple(np.asarray(a)[:, : rows.shape[0], : rows.shape[1]] for a in (found.logp, found.agrees))
 

@@ -22,7 +22,7 @@ from oracles import (
 import policy
 from policy import families
 from policy.config import Runtime
-from policy.modes import sit
+from policy.modes import make_step
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -47,7 +47,7 @@ def with_runtime(model, **changes):
 
 def training_pass(model, row, segments, temperature):
     """(logp, entropy) as an update computes them, of the rows as they are; `model.logprobs` takes them apart."""
-    step = sit(row, segments=segments)
+    step = make_step(row, segments=segments)
     return jax.jit(model.graph.logprobs)(model.params, row, step, np.float32(temperature))[:2]
 
 
@@ -121,7 +121,7 @@ def gradients(model, row, segments):
     a, b = (jnp.asarray(rng.normal(size=row.shape), jnp.float32) for _ in range(2))
 
     def loss(params):
-        logp, entropy, _ = model.graph.logprobs(params, row, sit(row, None, segments), 0.7)
+        logp, entropy, _ = model.graph.logprobs(params, row, make_step(row, None, segments), 0.7)
         return jnp.sum(a * logp + b * entropy)
 
     return jax.jit(jax.grad(loss))(model.params)

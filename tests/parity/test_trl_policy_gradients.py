@@ -179,12 +179,12 @@ def theirs(case, directories, given):
 def ours(case, directories, given, out):
     import jax
 
-    from policy.modes import sit
+    from policy.modes import make_step
 
     name, options, kind, _, more = CASES[case]
     algorithm, model = rl.algorithms.get(name, **options), policy.load(directories[0])
     tokens, segments, mask = given.rows
-    step = sit(tokens, segments=segments)
+    step = make_step(tokens, segments=segments)
 
     def logprobs(params, model=model):
         return model.graph.logprobs(params, tokens, step, 1.0)[:2]
@@ -243,11 +243,13 @@ def test_a_step_is_that_of_trl(case, directories, tmp_path):
 
         import jax
 
-        from policy.modes import sit
+        from policy.modes import make_step
 
         model, (tokens, segments, mask) = policy.load(directories[0]), given.rows
         here = np.asarray(
-            jax.jit(lambda p: model.graph.logprobs(p, tokens, sit(tokens, segments=segments), 1.0)[0])(model.params)
+            jax.jit(lambda p: model.graph.logprobs(p, tokens, make_step(tokens, segments=segments), 1.0)[0])(
+                model.params
+            )
         )
         sampled = here + noise(given, 0.1, seed=8)
         given = dataclasses.replace(

@@ -118,14 +118,14 @@ def place(batch, apart):
 def test_an_update_of_dpo_has_the_gradients_of_trl(directories, dpo, tmp_path):
     import jax
 
-    from policy.modes import sit
+    from policy.modes import make_step
 
     dpo.loss_types, dpo.loss_weights = ["sigmoid", "sft"], [1.0, 0.2]
     loss = dpo._compute_loss(dpo.model, theirs_of(rows()), False)
     loss.backward()
     model, reference = (policy.load(directory) for directory in directories)
     algorithm, batch = rl.algorithms.get("dpo", beta=BETA, nll_coef=0.2), together(rows(), 32)
-    step = sit(batch.tokens, segments=batch.segments)
+    step = make_step(batch.tokens, segments=batch.segments)
 
     def logprobs(params):
         return model.graph.logprobs(params, batch.tokens, step, 1.0)[0]
@@ -180,13 +180,13 @@ def test_scores_are_those_of_transformers_whatever_side_is_padded(scorer):
 
     from policy.config import Runtime
     from policy.mesh.sharding import layout
-    from rl.training.reward_model import Judge
+    from rl.training.reward_model import RewardModelScorer
 
     sequences = [ids for pair in rows() for ids, _ in pair]
     width = max(map(len, sequences))
     right = torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences])
     left = torch.tensor([[0] * (width - len(ids)) + ids for ids in sequences])
-    found = Judge.read(scorer, Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]), 16)(sequences)
+    found = RewardModelScorer.read(scorer, Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]), 16)(sequences)
     model = classifier(scorer)
     with torch.no_grad():
         for ids in (right, left):
@@ -203,7 +203,7 @@ def test_an_update_of_a_reward_model_has_the_gradients_of_trl(scorer, tmp_path):
     from policy.config import Runtime
     from policy.huggingface import classification
     from policy.mesh.sharding import layout
-    from policy.modes import sit
+    from policy.modes import make_step
     from rl.training.critic import VALUE_HEAD, Critic
 
     margin = np.array([0.5, 0.0, -1.0, 2.0], np.float32)
@@ -217,7 +217,7 @@ def test_an_update_of_a_reward_model_has_the_gradients_of_trl(scorer, tmp_path):
     graph, params, score = classification.read(scorer, Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]))
     critic, algorithm = Critic(graph), rl.algorithms.get("reward_model", center_coef=0.05)
     batch = together(rows(), 32)
-    step = sit(batch.tokens, segments=batch.segments)
+    step = make_step(batch.tokens, segments=batch.segments)
     given = {"segments": batch.segments, "margin": np.broadcast_to(margin[:, None], batch.mask.shape)}
     whole = algorithm.with_totals(rl.algorithms.PolicyInputs(mask=batch.mask, **given))
 

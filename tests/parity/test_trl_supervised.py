@@ -68,7 +68,7 @@ CASES = {
 def test_tokens_loss_and_gradients(case, tmp_path):
     import jax
 
-    from policy.modes import sit
+    from policy.modes import make_step
 
     rows, settings, options, learnt = CASES[case]
     theirs, inputs, tokenizer = trainer(saved(oracle("Llama", seed=0, **SIZES), tmp_path), rows, **settings)
@@ -87,7 +87,7 @@ def test_tokens_loss_and_gradients(case, tmp_path):
     batch = packing(batch.segments, [len(rows)]).batch(batch)
     assert batch.segments.max() > 1, "several documents in a row"
     model, algorithm = policy.load(tmp_path), rl.algorithms.get("sft", **options)
-    step = sit(batch.tokens, segments=batch.segments)
+    step = make_step(batch.tokens, segments=batch.segments)
 
     def ours(params):
         logp = model.graph.logprobs(params, batch.tokens, step, 1.0)[0]

@@ -12,7 +12,7 @@ from oracles import configuration
 from policy import families
 from policy.config import Runtime
 from policy.execution import batch_split
-from policy.modes import sit
+from policy.modes import make_step
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -24,7 +24,9 @@ def value_and_gradient(model, data, **changes):
     @jax.jit
     def run(params):
         def loss(params):
-            logp, entropy, aux = graph.logprobs(params, data.tokens, sit(data.tokens, segments=data.segments), 0.9)
+            logp, entropy, aux = graph.logprobs(
+                params, data.tokens, make_step(data.tokens, segments=data.segments), 0.9
+            )
             (routing,) = aux.found("routing").values()
             return jnp.sum(logp * data.sampler_logp + entropy) + routing.balance.sum(), (logp, routing.counts)
 
@@ -54,7 +56,7 @@ def test_what_is_recorded_of_a_layer_is_that_of_all_rows():
 
     def recorded(**changes):
         graph = model.graph.at(record=("hidden", "activations"), **changes)
-        _, _, aux = graph.logprobs(model.params, data.tokens, sit(data.tokens, segments=data.segments), 0.9)
+        _, _, aux = graph.logprobs(model.params, data.tokens, make_step(data.tokens, segments=data.segments), 0.9)
         return [aux.found(name) for name in ("hidden", "activations")]
 
     plain, split = recorded(), recorded(batch_split=True)

@@ -16,7 +16,7 @@ from policy.execution.decoding import Repeats, laid_out
 from policy.heads import head
 from policy.ops import projection
 from policy.ops.linear import linear
-from policy.ops.projection import Projection, lay_out
+from policy.ops.projection import Projection, make_projections
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -35,7 +35,7 @@ def numbers(*shape: int) -> jax.Array:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_products_with_weights_laid_out_are_those_with_the_weights(size, rows):
     x, q, k = numbers(rows, 1, 6), numbers(6, 4, 5), numbers(6, 2, 5)
-    laid = lay_out([q, k], 1, rows)
+    laid = make_projections([q, k], 1, rows)
     assert all(a.transposed == (size == "large" and rows > 1) for a in laid)
     assert (laid[0].matrix is laid[1].matrix) == (size == "small")
     for weight, each in zip((q, k), laid, strict=True):
@@ -45,9 +45,9 @@ def test_products_with_weights_laid_out_are_those_with_the_weights(size, rows):
 
 def test_a_product_over_two_dimensions_and_over_leading_ones_that_only_x_has(size):
     x, out, up = numbers(2, 4, 3, 5), numbers(4, 5, 6), numbers(5, 7)
-    found = linear("bhtd,hde->bte", x, lay_out([out], 2, 6)[0], Runtime())
+    found = linear("bhtd,hde->bte", x, make_projections([out], 2, 6)[0], Runtime())
     np.testing.assert_allclose(found, np.einsum("bhtd,hde->bte", x, out), rtol=1e-5, atol=1e-5)
-    found = linear("...e,ei->...i", x, lay_out([up], 1, 24)[0], Runtime())
+    found = linear("...e,ei->...i", x, make_projections([up], 1, 24)[0], Runtime())
     np.testing.assert_allclose(found, np.einsum("abce,ei->abci", x, up), rtol=1e-5, atol=1e-5)
 
 

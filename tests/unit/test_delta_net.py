@@ -64,7 +64,7 @@ def segments_of(*lengths):
 
 
 def a_step(segments_BT):
-    return modes.sit(segments_BT, segments=segments_BT)
+    return modes.make_step(segments_BT, segments=segments_BT)
 
 
 def loop(body, carry, xs):

@@ -12,7 +12,7 @@ from oracles import configuration, random_model
 
 from policy import families
 from policy.config import Runtime
-from policy.modes import sit
+from policy.modes import make_step
 from policy.ops.dropout import Dropout, drop, row_seeds
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -46,7 +46,7 @@ def test_rows_layers_places_updates_and_seeds_have_bits_of_their_own():
 def logp(model, dropout, **runtime):
     graph = type(model.graph)(model.config, Runtime(**runtime), model.graph.layout)
     data = batch(4)
-    step = dataclasses.replace(sit(data.tokens, segments=data.segments), dropout=dropout)
+    step = dataclasses.replace(make_step(data.tokens, segments=data.segments), dropout=dropout)
     return np.asarray(jax.jit(lambda p: graph.logprobs(p, data.tokens, step, 1.0)[0])(model.params))
 
 

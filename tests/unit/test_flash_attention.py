@@ -10,7 +10,7 @@ from policy.attention.dot_product_attention import Mask, attend
 from policy.cache.cache import Visible
 from policy.config import Runtime
 from policy.mesh.sharding import Layout, layout
-from policy.modes import sit
+from policy.modes import make_step
 
 T = 300  # not whole blocks
 
@@ -44,7 +44,7 @@ def test_the_kernel_is_the_portable_form(case, monkeypatch):
         for i, (heads, dim) in enumerate([(H, D), (K, D), (K, V), (H, V)])
     )
     sinks = jax.random.normal(jax.random.key(9), (H,)) if options.pop("sinks", False) else None
-    step, seen = sit(segments, segments=segments), (segments != 0)[:, None, :, None]
+    step, seen = make_step(segments, segments=segments), (segments != 0)[:, None, :, None]
 
     def kernel(q, k, v, sinks):
         return flash_attention.splash_attention(q, k, v, jnp.asarray(segments), sinks, interpret=True, **options)
@@ -67,10 +67,10 @@ def test_calls_without_a_kernel(monkeypatch):
     """Float32, tokens with positions of their own, short calls and a mesh that cuts heads unevenly get the portable form."""
     monkeypatch.setattr(Layout, "platform", "tpu")
     tokens = jnp.zeros((2, 256), jnp.int32)
-    runtime, step = Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1])), sit(tokens)
+    runtime, step = Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1])), make_step(tokens)
     assert flash_attention.served(step, jnp.bfloat16, runtime)
     assert not flash_attention.served(step, jnp.float32, runtime)
-    assert not flash_attention.served(sit(tokens, positions=step.positions), jnp.bfloat16, runtime)
-    assert not flash_attention.served(sit(tokens[:, :64]), jnp.bfloat16, runtime)
+    assert not flash_attention.served(make_step(tokens, positions=step.positions), jnp.bfloat16, runtime)
+    assert not flash_attention.served(make_step(tokens[:, :64]), jnp.bfloat16, runtime)
     monkeypatch.setattr(Layout, "platform", "cpu")
     assert not flash_attention.served(step, jnp.bfloat16, runtime)

@@ -12,7 +12,7 @@ from oracles import KINDS, VOCAB, configuration, random_model
 
 import rollout.generator
 from policy import families
-from policy.modes import VALUE_HEAD, sit
+from policy.modes import VALUE_HEAD, make_step
 from rl.training.critic import Critic
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.engine.programs import LateCompilation
@@ -447,7 +447,7 @@ def test_values_are_those_of_the_critic(model, options):
         for prompt, group in zip(prompts, found, strict=True):
             for completion in group:
                 text = jnp.asarray([prompt + completion.tokens])
-                before, _, _ = critic.values(model.params | {VALUE_HEAD: head}, text, sit(text))
+                before, _, _ = critic.values(model.params | {VALUE_HEAD: head}, text, make_step(text))
                 np.testing.assert_allclose(completion.values, before[0, len(prompt) :], atol=2e-5)
     assert not options or generator.counts["preempted"]
 

@@ -12,7 +12,7 @@ from policy.cache.pages import Pool
 from policy.cache.step import Step
 from policy.config import Attention, Runtime
 from policy.mesh.sharding import Layout, layout
-from policy.modes import sit
+from policy.modes import make_step
 
 T = 150  # not whole blocks
 
@@ -29,7 +29,7 @@ def test_whole_sequences_are_attended_as_by_the_portable_form(heads, kv_heads, d
         2 * jax.random.normal(jax.random.key(i), (2, number, T, dim)) / dim**0.25
         for i, number in enumerate([heads, kv_heads, kv_heads, heads])
     )
-    step, seen = sit(segments, segments=segments), (segments != 0)[:, None, :, None]
+    step, seen = make_step(segments, segments=segments), (segments != 0)[:, None, :, None]
 
     def kernel(q, k, v):
         return gpu_attention.flash_attention(q, k, v, jnp.asarray(segments), interpret=True)
@@ -78,7 +78,10 @@ def test_programs_for_a_gpu_have_the_kernel_of_whole_sequences(monkeypatch):
     """One forwards, and for the gradient one more forwards, one of the sums it needs, and one backwards. What the kernel does not
     serve has none."""
     monkeypatch.setattr(Layout, "platform", "gpu")
-    runtime, step = Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1])), sit(jnp.zeros((2, 256), jnp.int32))
+    runtime, step = (
+        Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1])),
+        make_step(jnp.zeros((2, 256), jnp.int32)),
+    )
 
     def run(q, k, **limits):
         out = flash_attention.attend(q, k, k, step, runtime, **limits)

@@ -95,7 +95,7 @@ def test_only_a_slice_of_a_stack_is_fetched():
     model, data = model_of(host_parameters=True), batch(rows=2, length=8)
 
     def loss(params):
-        logp, entropy, _ = model.graph.logprobs(params, data.tokens, policy.modes.sit(data.tokens), 1.0)
+        logp, entropy, _ = model.graph.logprobs(params, data.tokens, policy.modes.make_step(data.tokens), 1.0)
         return (logp + entropy).sum()
 
     stacked = {a.shape for path, a in model.params.items() if path.startswith("stacks.") and a.ndim > 2}

@@ -51,7 +51,9 @@ def moved(before, after):
 def divergence(model, data, indexer):
     """Its mean over the tokens that are not padding, by a forward pass."""
     graph = model.graph.at(indexer=indexer)
-    aux = jax.jit(graph.aux)(model.params, data.tokens, modes.sit(jnp.asarray(data.tokens), segments=data.segments))
+    aux = jax.jit(graph.aux)(
+        model.params, data.tokens, modes.make_step(jnp.asarray(data.tokens), segments=data.segments)
+    )
     [found] = aux.found("indexing").values()
     return float(found.divergence[0]) / (data.segments != 0).sum()
 
@@ -141,7 +143,7 @@ def on_two_devices(meshes) -> list:
 def exchanges() -> list[str]:
     """The collectives of a program that selects keys and gathers latents of rows that two devices share."""
     B, C, topk, mesh = 4, 16, 3, layout({"fsdp": 2})
-    step = modes.sit(jnp.zeros((B, C)))
+    step = modes.make_step(jnp.zeros((B, C)))
     mask = IndexedMask(
         step,
         Visible({"index": jnp.zeros((B, 1, C, 2))}, step.positions, step.segments),

@@ -14,7 +14,7 @@ from policy import families
 from policy.config import Runtime
 from policy.mesh.sharding import layout
 from policy.model import Graph
-from policy.modes import sit
+from policy.modes import make_step
 from rl.training.diagnostics import PARTS, part
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -36,7 +36,9 @@ def test_intermediate_values_have_the_same_types_scanned_and_unrolled(kind):
             graph_of(kind, scan=scan, remat=remat, record=record) for scan, remat in ((True, "full"), (False, "none"))
         ]
         scanned, unrolled = (
-            jax.eval_shape(lambda params, graph=graph: graph.logprobs(params, rows, sit(rows), 1.0)[2], graph.shapes)
+            jax.eval_shape(
+                lambda params, graph=graph: graph.logprobs(params, rows, make_step(rows), 1.0)[2], graph.shapes
+            )
             for graph in graphs
         )
         assert jax.tree.structure(scanned) == jax.tree.structure(unrolled)
@@ -66,7 +68,7 @@ def test_activations_are_those_of_the_hidden_states_without_padding():
     found = []
     for how in ({}, {"scan": False, "remat": "none"}):
         graph = Graph(model.config, Runtime(record=RECORD, **how), model.graph.layout)
-        run = jax.jit(lambda p, graph=graph: graph.logprobs(p, rows, sit(rows, None, segments), 1.0)[2])
+        run = jax.jit(lambda p, graph=graph: graph.logprobs(p, rows, make_step(rows, None, segments), 1.0)[2])
         found.append(run(model.params))
     for path, layer in found[0].layers.items():
         for r, hidden in enumerate(np.asarray(layer.hidden, np.float64)):
@@ -87,7 +89,9 @@ def test_a_stage_logs_them_layer_by_layer_for_any_micro_batch():
     model, data = learners.experts(), batch()
     segments = np.asarray(data.segments)
     graph = model.graph.at(record=RECORD)
-    aux = jax.jit(lambda p: graph.logprobs(p, data.tokens, sit(data.tokens, None, segments), 1.0)[2])(model.params)
+    aux = jax.jit(lambda p: graph.logprobs(p, data.tokens, make_step(data.tokens, None, segments), 1.0)[2])(
+        model.params
+    )
     values = np.asarray(aux.layers["stacks.0.layers.0"].hidden[0], np.float64)[segments != 0]
     for micro_batch in (None, 3):
         trainer, state = begin(model, stage(internal_metrics=True, micro_batch=micro_batch))

@@ -10,7 +10,7 @@ import pytest
 from oracles import configuration, random_model
 
 from policy import families
-from policy.modes import sit
+from policy.modes import make_step
 from rl.training.auxiliary_losses import auxiliary_loss, totals
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -50,9 +50,9 @@ def test_the_loss_is_the_mean_over_modules_of_the_means_over_trained_tokens():
         segments=segments, mask=((segments > 0) & (rng.random(segments.shape) < 0.8)).astype(np.float32)
     )
     graph, params = model(depth=DEPTH).graph.at(mtp="joint"), model(depth=DEPTH).params
-    aux = jax.jit(lambda p: graph.logprobs(p, batch.tokens, sit(jnp.asarray(batch.tokens), None, segments), 1.0)[2])(
-        params
-    )
+    aux = jax.jit(
+        lambda p: graph.logprobs(p, batch.tokens, make_step(jnp.asarray(batch.tokens), None, segments), 1.0)[2]
+    )(params)
     losses, agreement = [], []
     for d in range(1, DEPTH + 1):
         terms = [
@@ -139,7 +139,7 @@ def test_states_before_the_final_norm_and_modules_without_a_norm_of_their_own():
             if path in params
         }
         graph = made.graph.at(mtp="joint")
-        return jax.jit(lambda p: graph.logprobs(p, rows, sit(jnp.asarray(rows)), 1.0)[2].predictions.logp)(params)
+        return jax.jit(lambda p: graph.logprobs(p, rows, make_step(jnp.asarray(rows)), 1.0)[2].predictions.logp)(params)
 
     np.testing.assert_allclose(logps("pre_norm", 1.0), logps("post_norm", 1.0), atol=1e-4)
     uneven = np.linspace(0.5, 2.0, learners.SIZES["hidden_size"])

@@ -20,7 +20,7 @@ from policy.config import Runtime
 from policy.huggingface.hf import UnsupportedModel
 from policy.layers.engram import set_classes
 from policy.model import Graph
-from policy.modes import sit
+from policy.modes import make_step
 from rollout.text.classes import token_classes
 from rollout.text.tokenizer import load_tokenizer
 
@@ -170,7 +170,7 @@ def test_scanned_stacks_around_a_memory_equal_unrolled_ones():
     for runtime in (Runtime(), Runtime(scan=False, remat="none")):
         graph = Graph(model.config, runtime, model.graph.layout)
         loss, grads = jax.jit(
-            jax.value_and_grad(lambda p, g=graph: g.logprobs(p, rows, sit(rows), 1.0)[0].sum(), allow_int=True)
+            jax.value_and_grad(lambda p, g=graph: g.logprobs(p, rows, make_step(rows), 1.0)[0].sum(), allow_int=True)
         )(model.params)
         grads = {path: np.asarray(grad) for path, grad in grads.items() if "classes" not in path}
         if expected:

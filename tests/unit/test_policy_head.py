@@ -15,7 +15,7 @@ from oracles import configuration, random_model, tokens
 from policy import families
 from policy.heads import head
 from policy.mesh.sharding import layout
-from policy.modes import sit
+from policy.modes import make_step
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -109,14 +109,14 @@ def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
         graph = model.graph.at(vocab_tiles=tiles)
 
         def loss(params):
-            logp, entropy, _ = graph.logprobs(params, rows, sit(rows), 0.7)
+            logp, entropy, _ = graph.logprobs(params, rows, make_step(rows), 0.7)
             return jnp.sum(weight * logp[:, 1:] + jnp.sin(entropy[:, 1:]))
 
         return jax.jit(jax.grad(loss))(model.params)
 
     def reference(params):
         decoder = model.graph.decoder(params)
-        hidden = decoder(rows, sit(rows), None, model.graph.runtime)[0][:, :-1].reshape(16, -1)
+        hidden = decoder(rows, make_step(rows), None, model.graph.runtime)[0][:, :-1].reshape(16, -1)
         logp, entropy = plain(hidden, decoder.head_weight, rows[:, 1:].reshape(-1), 0.7, 2.0)
         return jnp.sum(weight.reshape(-1) * logp + jnp.sin(entropy))
 

@@ -22,7 +22,7 @@ def logp_gradients(model, **runtime):
     graph = Graph(model.config, Runtime(**runtime), model.graph.layout)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.config.vocab_size, (2, 12))
-    step = modes.sit(tokens, segments=np.asarray([[1] * 5 + [2] * 7, [1] * 9 + [0] * 3]))
+    step = modes.make_step(tokens, segments=np.asarray([[1] * 5 + [2] * 7, [1] * 9 + [0] * 3]))
     weight = rng.normal(size=tokens.shape)
     still = {path: model.params[path] for path in graph.untrained}
 

@@ -14,7 +14,7 @@ from oracles import configuration, random_model, tokens
 from policy import families, remat
 from policy.config import Runtime
 from policy.model import Graph
-from policy.modes import sit
+from policy.modes import make_step
 from policy.ops.dropout import Dropout, row_seeds
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -65,7 +65,7 @@ def residuals(model, capsys, **runtime) -> list[tuple[str, bool, str | None]]:
     row = jnp.asarray(tokens(2, 12))
 
     def hidden(params):
-        return graph.decoder(params)(row, sit(row), None, graph.runtime)[0].sum()
+        return graph.decoder(params)(row, make_step(row), None, graph.runtime)[0].sum()
 
     capsys.readouterr()
     print_saved_residuals(hidden, model.params)
@@ -137,7 +137,7 @@ def gradients(model, dropout=None, **runtime):
     rng = np.random.default_rng(1)
     row, segments = jnp.asarray(tokens(2, 14)), jnp.asarray([[1] * 5 + [2] * 9, [1] * 11 + [0] * 3])
     weight = jnp.asarray(rng.normal(size=row.shape), jnp.float32)
-    step = sit(row, None, segments)
+    step = make_step(row, None, segments)
     if dropout:
         step = dataclasses.replace(step, dropout=Dropout(row_seeds(0, 0, 2), rate=dropout))
 

@@ -49,7 +49,7 @@ def forward(model):
 
 def own_routes(model, tokens, segments=None) -> dict[str, np.ndarray]:
     """Batch.routes of these rows: what the whole forward pass chooses."""
-    aux = forward(model)(model.params, jnp.asarray(tokens), modes.sit(jnp.asarray(tokens), segments=segments))
+    aux = forward(model)(model.params, jnp.asarray(tokens), modes.make_step(jnp.asarray(tokens), segments=segments))
     return {path: np.moveaxis(np.asarray(a), 0, 2).astype(np.int8) for path, a in aux.found("routes").items()}
 
 
@@ -235,7 +235,7 @@ def test_log_probabilities_of_a_batch_are_those_of_its_rows_with_their_routes():
     assert {path: a.shape[2:] for path, a in routes.items()} == {"stacks.1.layers.0": (2, 2)}
     trainer, _ = begin(model, stage(GRPO, router_replay=True, micro_batch=2))
     logp, entropy = trainer.logprobs(model.params, data.replace(routes=routes))
-    step = replace(modes.sit(data.tokens, segments=data.segments), routes=routes)
+    step = replace(modes.make_step(data.tokens, segments=data.segments), routes=routes)
     expected = jax.jit(model.graph.logprobs)(model.params, data.tokens, step, 1.0)
     np.testing.assert_allclose(logp, expected[0], atol=2e-6)
     np.testing.assert_allclose(entropy, expected[1], atol=2e-6)
@@ -250,7 +250,7 @@ def test_log_probabilities_of_a_batch_are_those_of_its_rows_with_their_routes():
 def test_the_batch_split_schedule_changes_nothing_of_given_routes():
     data = batch()
     routes = random_routes(groups(), data, known=0.8)
-    step = replace(modes.sit(data.tokens, segments=data.segments), routes=routes)
+    step = replace(modes.make_step(data.tokens, segments=data.segments), routes=routes)
     found = []
     for changes in ({}, {"batch_split": True}):
         logp, _, aux = jax.jit(groups().graph.at(**changes).logprobs)(groups().params, data.tokens, step, 1.0)

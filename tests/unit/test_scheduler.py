@@ -32,7 +32,7 @@ def written(request: Request) -> list[int]:
 
 
 class Simulation:
-    """The programs over a cache that is a tuple of rows, each the tokens that it holds. `rewinds` False: a row can only be used
+    """The programs over a cache that is a tuple of rows, each the tokens that it holds. `supports_truncation` False: a row can only be used
     as far as it is filled, as with states of fixed size."""
 
     ahead, dispatch, chunk, drafts, records = 0, 3, CHUNK, 0, True
@@ -42,15 +42,15 @@ class Simulation:
 
     @property
     def shelves(self):
-        return not self.copies_views or not self.rewinds
+        return not self.copies_views or not self.supports_truncation
 
     def __init__(self, slots: int, rewinds: bool):
-        self.slots, self.rewinds = slots, rewinds
+        self.slots, self.supports_truncation = slots, rewinds
         self.sizes = (*(1 << n for n in range(slots.bit_length()) if 1 << n < slots), slots)
         self.prefilled, self.dispatches = 0, []
 
     def rows(self):
-        return Rows(self.slots, rewinds=self.rewinds)
+        return Rows(self.slots, rewinds=self.supports_truncation)
 
     def empty(self):
         return ((),) * self.slots
@@ -70,7 +70,9 @@ class Simulation:
         return tuple(cache)
 
     def read(self, held, count):
-        assert len(held) >= count if self.rewinds else len(held) == count, f"{held} is used as {count} entries"
+        assert len(held) >= count if self.supports_truncation else len(held) == count, (
+            f"{held} is used as {count} entries"
+        )
         return held[:count]
 
     def copy(self, cache, pairs):
@@ -137,7 +139,9 @@ class PagedSimulation(Simulation):
     def rows(self):
         each = self.number // self.parts
         return PagedRows(
-            self.slots, [PageTable(each, self.size, n * each) for n in range(self.parts)], rewinds=self.rewinds
+            self.slots,
+            [PageTable(each, self.size, n * each) for n in range(self.parts)],
+            rewinds=self.supports_truncation,
         )
 
     def empty(self):
@@ -146,10 +150,10 @@ class PagedSimulation(Simulation):
     def held(self, cache, slot, table, count):
         """The first `count` entries of a row."""
         places, states = cache
-        assert self.rewinds or len(states[slot]) == count
+        assert self.supports_truncation or len(states[slot]) == count
         found = places[self.place(table, count - 1)] if count else ()
         assert all(places[self.place(table, i)] == found[: i + 1] for i in range(count)) and len(found) == count
-        assert self.rewinds or states[slot] == found
+        assert self.supports_truncation or states[slot] == found
         return found
 
     def place(self, table, i):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from policy.mesh import processes
-from rl.cluster.launch import agreed
+from rl.cluster.launch import raise_on_all
 from rl.config.run import DataOptions
 from rl.data import datasets
 from rl.data.shard import Shard
@@ -21,20 +21,20 @@ def test_each_process_keeps_and_checks_every_nth_row_and_tells_the_others(tmp_pa
     # A row that another process holds is that process's to refuse, and one of theirs is an error of all.
     assert [example.prompt for example in datasets.load(options, part=(0, 2))] == ["p0", "p2", "p4"]
     with monkeypatch.context() as other:
-        other.setattr(processes, "gathered", lambda own: [own, DataError("row 6")])
+        other.setattr(processes, "all_gather_object", lambda own: [own, DataError("row 6")])
         with pytest.raises(DataError, match="row 6"):
-            agreed(lambda: "fine here")
+            raise_on_all(lambda: "fine here")
 
     parts = [datasets.load(options.model_copy(update={"limit": 5}), part=(i, 2)) for i in range(2)]
     assert [part.total for part in parts] == [5, 5]
     shards = [Shard([example.prompt for example in part], part.total) for part in parts]
     told: list[dict] = []
 
-    def take(index: int, gathered) -> list[str]:
+    def take(index: int, all_gather_object) -> list[str]:
         with monkeypatch.context() as one:
             one.setattr(processes, "index", lambda: index)
             one.setattr(processes, "count", lambda: 2)
-            one.setattr(processes, "gathered", gathered)
+            one.setattr(processes, "all_gather_object", all_gather_object)
             return shards[index].take([3, 0, 4, 3])
 
     for index in range(2):

@@ -204,7 +204,7 @@ def margins(model, rows):
     def run(params):
         graph = model.graph.at(scan=False, remat="none")
         with graph.precision():
-            graph.decoder(params)(jnp.asarray(rows), stepwise.modes.sit(jnp.asarray(rows)), None, graph.runtime)
+            graph.decoder(params)(jnp.asarray(rows), stepwise.modes.make_step(jnp.asarray(rows)), None, graph.runtime)
         return jnp.stack(found)
 
     IndexedMask._best = watched
@@ -243,7 +243,7 @@ def gradients(model, rows, of, segments=None, **runtime):
     graph = model.graph.at(**runtime)
 
     def loss(params):
-        step = stepwise.modes.sit(jnp.asarray(rows), segments=segments)
+        step = stepwise.modes.make_step(jnp.asarray(rows), segments=segments)
         logp, _, aux = graph.logprobs(params, jnp.asarray(rows), step, 1.0)
         return logp.sum() if of == "logp" else sum(each.divergence.sum() for each in aux.found("indexing").values())
 
@@ -289,7 +289,7 @@ def test_the_divergence_of_a_packed_row_is_that_of_its_documents(stage):
 
 def test_index_weights_and_scores_are_float32_in_a_bfloat16_model():
     rope, spec = Rope(2, 1e4), Indexer(5, 4, 3, Rope(2, 1e4))
-    config, rng, step = model_of(3).config, np.random.default_rng(0), stepwise.modes.sit(np.zeros((2, 6)))
+    config, rng, step = model_of(3).config, np.random.default_rng(0), stepwise.modes.make_step(np.zeros((2, 6)))
     with nnx.use_eager_sharding(False):
         module = KeyIndexer(spec, 7, config, nnx.Rngs(0))
     x, q_latent = (jnp.asarray(rng.normal(size=(2, 6, n)), jnp.bfloat16) for n in (config.hidden_size, 7))

@@ -15,7 +15,7 @@ from policy.config import HyperConnections, Runtime
 from policy.huggingface.hf import UnsupportedModel
 from policy.mesh.sharding import layout
 from policy.model import Graph
-from policy.modes import sit
+from policy.modes import make_step
 from policy.ops.dropout import Dropout, row_seeds
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -55,7 +55,7 @@ def gradients(model, **runtime):
     """(loss, gradients) of a small batch of two packed documents a row, with dropout."""
     graph = Graph(model.config, Runtime(**runtime), model.graph.layout)
     segments = np.array([[1] * 5 + [2] * 3, [1] * 6 + [0] * 2])
-    step = dataclasses.replace(sit(ROWS, None, segments), dropout=Dropout(row_seeds(0, 0, 2), rate=0.2))
+    step = dataclasses.replace(make_step(ROWS, None, segments), dropout=Dropout(row_seeds(0, 0, 2), rate=0.2))
     loss = lambda params: graph.logprobs(params, ROWS, step, 1.0)[0].sum()  # noqa: E731
     loss, grads = jax.jit(jax.value_and_grad(loss))(model.params)
     return float(loss), {path: np.asarray(grad) for path, grad in grads.items()}
@@ -106,7 +106,7 @@ def test_prefill_and_decoding_equal_the_full_forward(kind):
         kv = caches.create(graph.config, 2, 9, jnp.float32, scan=True)
         with graph.precision():
             decoder = graph.decoder(params)
-            kv = modes.prefill(decoder, ROWS[:, :6], sit(ROWS[:, :6]), kv, runtime)
+            kv = modes.prefill(decoder, ROWS[:, :6], make_step(ROWS[:, :6]), kv, runtime)
             found = []
             for t in (6, 7):
                 logits, kv = modes.autoregressive(decoder, ROWS[:, t], jnp.full(2, t), jnp.ones(2, bool), kv, runtime)
@@ -144,7 +144,7 @@ def test_recorded_hidden_states_are_those_of_the_streams():
     graph = Graph(config, Runtime(record=("hidden", "activations")), layout({"fsdp": 1}))
     params = random_model(config).params
     segments = np.array([[1] * 8, [1] * 5 + [0] * 3])
-    aux = jax.jit(lambda p: graph.logprobs(p, ROWS, sit(ROWS, None, segments), 1.0)[2])(params)
+    aux = jax.jit(lambda p: graph.logprobs(p, ROWS, make_step(ROWS, None, segments), 1.0)[2])(params)
     (hidden,), (activations,) = aux.found("hidden").values(), aux.found("activations").values()
     assert hidden.shape == (2, *ROWS.shape, 3, config.hidden_size)
     real = np.asarray(hidden)[:, segments != 0]

@@ -17,7 +17,7 @@ from learners import batch, begin, host, same_bits, stage
 import policy
 from policy.experts.router import bias_update
 from policy.model import Model
-from policy.modes import sit
+from policy.modes import make_step
 from rl.config.run import OptimizerOptions
 from rl.training.batch import pack
 from rl.training.optimizer import stored_as
@@ -280,7 +280,7 @@ def test_an_update_leaves_every_array_in_its_dtype(param_dtype, state_dtype):
 @pytest.mark.parametrize("model", [learners.dense, pytest.param(learners.experts, marks=pytest.mark.slow)])
 def test_weights_cast_before_a_pass_give_the_bits_of_those_cast_in_it(model):
     model, data = model(runtime=dataclasses.replace(learners.QUICK, dtype="bfloat16")), batch()
-    graph, step = model.graph, sit(jnp.asarray(data.tokens), segments=jnp.asarray(data.segments))
+    graph, step = model.graph, make_step(jnp.asarray(data.tokens), segments=jnp.asarray(data.segments))
     still = {path: model.params[path] for path in graph.untrained}
     trained = {path: array for path, array in model.params.items() if path not in still}
 
