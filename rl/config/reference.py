@@ -30,7 +30,7 @@ rl-train --check configs/quickstart.yml seed=1 stages.1.steps=3
 
 `--check` checks keys, values, names and paths, prints what differs from the defaults, and stops; data are read when the run
 starts. Mappings merge; any other value replaces the one before. A list is changed by index (`stages.1.steps=3`); `every_stage`
-is laid over all stages, `if_given` over sections that exist. Unknown keys are refused with file, line and the nearest valid
+is laid over all stages, `if_present` over sections that exist. Unknown keys are refused with file, line and the nearest valid
 key, and all errors are said at once. `1e-5` is a number. An empty section is its defaults. Relative paths start at the working
 directory. The resolved file is saved as `config.yml` in the run's folder, and running it again is the same run.
 

@@ -334,7 +334,7 @@ class DataOptions(Strict):
 
 class SamplingOptions(Strict):
     temperature: float = Field(
-        1.0, ge=0.0, description="logits are divided by it; 0 is greedy, from which nothing is learnt"
+        1.0, ge=0.0, description="logits are divided by it; 0 is greedy, from which nothing can be learned"
     )
     top_k: int = Field(0, ge=0, description="0: all")
     top_p: float = Field(
@@ -498,7 +498,7 @@ class StageOptions(Strict):
         ge=1,
         description="packed rows in one gradient computation (null: all, on CPU 768 tokens); changes speed and memory only",
     )
-    internal_metrics: bool = Field(
+    diagnostics: bool = Field(
         False, description="log activations of each layer and gradient norms of each kind of part"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="share of activations dropped in updates of the policy")
@@ -524,7 +524,7 @@ class StageOptions(Strict):
         return {
             "indexer": self.indexer.training,
             "mtp": None if self.mtp is None else "detached" if self.mtp.detach else "joint",
-            "record": ("activations",) if self.internal_metrics else (),
+            "record": ("activations",) if self.diagnostics else (),
             "capacity_factor": self.router.capacity_factor,
             "ragged_buffer_factor": self.router.ragged_buffer_factor,
         }
@@ -557,7 +557,7 @@ class RunConfig(Strict):
         min_length=1, description="one after the other, each from the weights of the one before"
     )
     every_stage: dict[str, Any] = Field({}, description="laid over each stage, e.g. to make any run small")
-    if_given: dict[str, Any] = Field(
+    if_present: dict[str, Any] = Field(
         {}, description="laid over those sections that the files before have, e.g. evaluation"
     )
 

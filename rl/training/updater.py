@@ -97,7 +97,7 @@ class OptimizerStep:
         self.owner, self._loss, self._options, self._stage, self.head = owner, loss, options, stage, head
         self._learned = learned(owner.axes, owner.runtime)
         self._seed = seed if stage.dropout else None
-        self._internals = stage.internal_metrics and isinstance(owner, Graph)
+        self._internals = stage.diagnostics and isinstance(owner, Graph)
         self._graph = owner if isinstance(owner, Graph) else owner.trunk
         self.layout = self._graph.layout
         self.rate = schedule(options, stage.steps * stage.updates_per_step)

@@ -89,7 +89,13 @@ BAD = [
     ("max_length: 64", "run: [1]", 5, "run", ["mapping"]),
     ("max_length: 64", "max_length: 64\nmax_length: 65", 6, "", ["`max_length` is written twice", "bad.yml:5"]),
     ("algorithm: grpo", "algorithm: grop", 11, "stages.1.algorithm", ["unknown algorithm", "grpo", "ppo", "sft"]),
-    ("algorithm: grpo", "algorithm: {name: grpo, epsilonn: 1}", 11, "stages.1.algorithm.epsilonn", ["'epsilon'"]),
+    (
+        "algorithm: grpo",
+        "algorithm: {name: grpo, epsilonn: 1}",
+        11,
+        "stages.1.algorithm.epsilonn",
+        ["nearest: epsilon;"],
+    ),
     ("algorithm: grpo", "algorithm: {name: grpo, epsilon: x}", 11, "stages.1.algorithm.epsilon", ["number", "'x'"]),
     ("algorithm: grpo", "algorithm: {name: grpo, scale: goup}", 11, "stages.1.algorithm.scale", ["nearest: group"]),
     ("task: arithmetic", "task: arithmetics", 3, "data.task", ["nearest: arithmetic"]),
@@ -282,17 +288,20 @@ def test_every_stage_is_laid_over_each_stage_and_overrides_win_over_it(folder):
 
 
 def test_if_given_is_laid_over_sections_that_are_there_and_makes_no_new_ones(folder):
-    write("small.yml", "if_given:\n  rewards: {workers: 1}\n  evaluation: {problems: 3}\n")
+    write("small.yml", "if_present:\n  rewards: {workers: 1}\n  evaluation: {problems: 3}\n")
     assert load(["run.yml"]).evaluation is None
     config = load(["run.yml", "small.yml"])
     assert (
-        config.rewards.workers == 1 and config.rewards.functions and config.evaluation is None and config.if_given == {}
+        config.rewards.workers == 1
+        and config.rewards.functions
+        and config.evaluation is None
+        and config.if_present == {}
     )
     write("watched.yml", "evaluation: {data: {task: arithmetic}, problems: 50}\n")
     assert (
         load(["run.yml", "watched.yml", "small.yml"], ["stages.0.sampling.max_new_tokens=4"]).evaluation.problems == 3
     )
-    write("wrong.yml", "if_given:\n  rewards: {workerz: 1}\n")
+    write("wrong.yml", "if_present:\n  rewards: {workerz: 1}\n")
     assert message("run.yml", "wrong.yml").startswith("wrong.yml:2: rewards.workerz: unknown key")
 
 
@@ -390,3 +399,15 @@ def test_drafts_and_their_training_need_modules_that_predict(folder):
     assert config.model.sections == {"multi_token_prediction": {"depth": 1, "input": "post_norm", "final_norm": True}}
     Path("model/config.json").write_text(json.dumps(stored | {"duet": {"multi_token_prediction": {"depth": 1}}}))
     assert load(["run.yml"], ["generator.speculative=1"]).stages[0].mtp is None
+
+
+@pytest.mark.parametrize(
+    ("override", "now"),
+    [
+        ("if_given={run: {log_every: 2}}", "if_present"),
+        ("stages.0.internal_metrics=true", "diagnostics"),
+        ("stages.0.algorithm={name: sft, learnt: all}", "train_on"),
+    ],
+)
+def test_a_key_of_an_earlier_version_is_refused_with_its_name_now(folder, override, now):
+    assert f"is called `{now}` now" in message("run.yml", overrides=[override])

@@ -550,7 +550,7 @@ def test_bad_options_are_refused():
             RunnerOptions(**{"functions": (("exact_answer", 1.0, {}),), **wrong})
     with pytest.raises(RewardError, match="weight nan"):
         Runner(options(("exact_answer", math.nan, {})))
-    with pytest.raises(RewardError, match="no option 'patern'; did you mean 'pattern'"):
+    with pytest.raises(RewardError, match="no option 'patern' .nearest: pattern;"):
         Runner(options(("exact_answer", 1.0, {"patern": "x"})))
 
 
