@@ -159,7 +159,7 @@ class Graph:
 
 class Model:
     """`params` is the one reference to the weights: the trainer rebinds it after each step, the generator reads it at each call.
-    `fresh` names those that began as random numbers beside others that were read."""
+    `fresh` names those that began, at least in part, as random numbers beside others that were read."""
 
     def __init__(self, graph: Graph, params: dict[str, jax.Array], fresh: frozenset[str] = frozenset()):
         self.graph, self.params, self.fresh = graph, params, fresh

@@ -119,7 +119,8 @@ _EXTENSIONS: tuple[str, ...] = ("hyper_connections", "engram", "multi_token_pred
 class MultiTokenPredictionOptions(Strict):
     """Modules beside the decoder that predict further tokens, each with a layer like the decoder's last. A directory holds
     their weights as DeepSeek-V3's layer 61 or as a run that had them wrote them; where its config.json announces none
-    (`num_nextn_predict_layers` absent or 0) and no file has a part of one, they start from random weights."""
+    (`num_nextn_predict_layers` absent or 0) and no file has a part of one, they start from random weights. `missing` is for
+    directories that announce modules without weights, and for a depth beyond the modules in the files."""
 
     depth: int = Field(
         1, ge=1, description="number of modules; module d predicts the token d places after the next one"
@@ -129,6 +130,10 @@ class MultiTokenPredictionOptions(Strict):
     )
     final_norm: bool = Field(
         True, description="each module has a norm of its own before the head; false: the decoder's"
+    )
+    missing: Literal["refuse", "fresh"] = Field(
+        "refuse",
+        description="modules that the files should hold and lack: refuse the directory, or start them from random weights",
     )
 
 
@@ -217,7 +222,8 @@ class ModelOptions(Strict):
     @property
     def sections(self) -> dict[str, dict]:
         """The sections of policy/huggingface/extensions.py that are set here."""
-        return {name: part.model_dump() for name in _EXTENSIONS if (part := getattr(self, name)) is not None}
+        parts = {name: part for name in _EXTENSIONS if (part := getattr(self, name)) is not None}
+        return {name: part.model_dump(exclude={"missing"}) for name, part in parts.items()}
 
     @property
     def changes(self) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> 
         if run.model.fresh:
             source, seed = run.config.model.source, run.config.seed
             run.events.note(
-                f"{source} has no modules that predict further tokens: they start from random weights, seed {seed}"
+                f"{source} lacks modules that predict further tokens: they start from random weights, seed {seed}"
             )
     else:
         host = saved[1]

@@ -397,6 +397,8 @@ def test_drafts_and_their_training_need_modules_that_predict(folder):
     )
     config = load(["run.yml"], ["generator.speculative=1", "stages.0.mtp={}", "model.multi_token_prediction={}"])
     assert config.model.sections == {"multi_token_prediction": {"depth": 1, "input": "post_norm", "final_norm": True}}
+    fresh = load(["run.yml"], ["model.multi_token_prediction={missing: fresh}"]).model
+    assert fresh.multi_token_prediction.missing == "fresh" and fresh.sections == config.model.sections
     Path("model/config.json").write_text(json.dumps(stored | {"duet": {"multi_token_prediction": {"depth": 1}}}))
     assert load(["run.yml"], ["generator.speculative=1"]).stages[0].mtp is None
 
