@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rl.commands.environment import choose_platform, use_program_cache
 from rl.commands.exits import run_guarded
+from rl.errors import DuetError, ResourceError, no_room
 
 if TYPE_CHECKING:
     from rl.cluster.watchdog import Watch
@@ -67,7 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _train(config: RunConfig) -> int:
     from rl.run import loop
 
-    return loop.run(config)
+    try:
+        return loop.run(config)
+    except Exception as error:
+        if isinstance(error, DuetError) or not no_room(error):
+            raise
+        raise ResourceError(f"{error}. Make room, then continue with `rl-train {config.run.dir}`") from None
 
 
 def _train_together(config: RunConfig, watch: Watch) -> int:

@@ -99,7 +99,8 @@ def _read(path: str | Path, is_run: bool = False) -> Item:
     if not file.exists():
         file = packaged(file) or file
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        with file.open(encoding="utf-8-sig") as opened:
+            text = opened.read(yaml_tree.MAX_CHARACTERS + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{nearest(Path(path).name, run_names())}") from None
     except (OSError, UnicodeDecodeError) as error:

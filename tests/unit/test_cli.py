@@ -153,3 +153,21 @@ def test_a_folder_that_the_environment_names_gets_no_limit(monkeypatch, tmp_path
     monkeypatch.setenv(KEPT[0], str(tmp_path))
     environment.use_program_cache("elsewhere")
     assert KEPT[1] not in os.environ and os.environ[KEPT[0]] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device", "x/y"), RuntimeError("os error: Disk quota exceeded")]
+)
+def test_a_full_disk_anywhere_in_a_run_is_exit_code_5(tmp_path, monkeypatch, capsys, error):
+    from rl.run import loop
+
+    def full(_):
+        raise error
+
+    monkeypatch.setattr(loop, "run", full)
+    assert cli.train_main([str(ROOT / "configs" / "quickstart.yml"), f"run.dir={tmp_path}"]) == 5
+    said = capsys.readouterr().err
+    assert said.startswith("not enough resources: ") and f"rl-train {tmp_path}" in said and "Traceback" not in said
+    error = KeyError("a bug")
+    with pytest.raises(KeyError):
+        cli.train_main([str(ROOT / "configs" / "quickstart.yml"), f"run.dir={tmp_path}"])

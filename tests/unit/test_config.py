@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,33 @@ FILES = [
 def test_a_file_that_is_no_configuration_is_refused(folder, text, part):
     said = message(write("bad.yml", text))
     assert said.startswith("bad.yml") and part in said
+
+
+def _nested_aliases(wide: int, deep: int) -> str:
+    """A list in a list `deep` times, `wide` entries each: the billion laughs for 9 and 9."""
+    inner = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * wide)}]" for i in range(1, deep)]
+    return "\n".join([f"a0: &a0 [{', '.join(['x'] * wide)}]", *inner, ""])
+
+
+BEYOND_BOUNDS = {
+    "nested aliases": (
+        _nested_aliases(wide=9, deep=9),
+        "more than 20,000 values, those that aliases (*) repeat included",
+    ),
+    "a chain of aliases": (_nested_aliases(wide=1, deep=2000), "nested more than 32 deep"),
+    "nested lists": ("a: " + "[" * 5000 + "]" * 5000, ":1: lists and mappings are nested more than 32 deep"),
+    "a long text": ("a: '" + "x" * 2**18 + "'\n", ":1: a configuration has at most 262,144 characters"),
+    "a long list": ("a: [" + "0," * 20_001 + "]\n", ":1: more than 20,000 values"),
+}
+
+
+@pytest.mark.parametrize("what", BEYOND_BOUNDS)
+def test_a_file_beyond_the_bounds_is_refused_at_once(folder, what):
+    text, part = BEYOND_BOUNDS[what]
+    began = time.process_time()
+    said = message(write("bad.yml", text))
+    assert said.startswith("bad.yml") and part in said and len(said) < 1000
+    assert time.process_time() - began < 20
 
 
 def test_files_that_cannot_be_read_are_named(folder):
