@@ -64,15 +64,15 @@ class Layer(nnx.Module):
             remembered, cache, aux = self.memory(x_BTE, step, cache, runtime)
             x_BTE = x_BTE + remembered
         x_BTE, normed, mix, cache, found = self.mix(x_BTE, step, cache, runtime)
-        x_BTE, aux = decoded(x_BTE, step, runtime.layout), aux.also(found)
+        x_BTE, aux = decoded(x_BTE, step, runtime.layout), aux.merge(found)
         if spec.feed_forward is not None:
             normed, mix = self.enter(x_BTE, normed, mix)
             fed, found = self.feed_forward(decoded(normed, step, runtime.layout), step, runtime)
-            x_BTE, aux = decoded(self.leave(x_BTE, fed, step, mix), step, runtime.layout), aux.also(found)
+            x_BTE, aux = decoded(self.leave(x_BTE, fed, step, mix), step, runtime.layout), aux.merge(found)
             cache = remember(cache, step, found.routes)
         if spec.scalar:
             x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
-        return x_BTE, cache, aux.also(observe(x_BTE, step.segments, runtime.record))
+        return x_BTE, cache, aux.merge(observe(x_BTE, step.segments, runtime.record))
 
     def mix(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """(x after the mixer, what the mixer read, how its output was joined, cache, LayerAux)."""
@@ -95,7 +95,7 @@ class Layer(nnx.Module):
         """x with the output of the feed-forward."""
         fed_BTE = drop(self._norm("post_feedforward_layernorm", fed_BTE), step.dropout, 1)
         if self.spec.parallel:
-            return self.mixer_residual.beside(x_BTE, fed_BTE, mix)
+            return self.mixer_residual.write_second(x_BTE, fed_BTE, mix)
         return self.feed_forward_residual.write(x_BTE, fed_BTE, mix)
 
     def _norm(self, name: str, x_BTE: jax.Array) -> jax.Array:
