@@ -56,7 +56,7 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False)
         EXCHANGE: runtime.expert_parallel == "all_to_all",
         GRADIENTS: runtime.expert_gradients is not None,
         HYPER: config.hyper_connections is not None,
-        ENGRAM: any(spec.memory is not None for spec in config.layers),
+        ENGRAM: any(spec.engram is not None for spec in config.layers),
         INDEXER: any(
             isinstance(spec.mixer, LatentAttention) and spec.mixer.indexer is not None for spec in config.layers
         ),

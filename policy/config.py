@@ -297,7 +297,7 @@ class LayerSpec:
     input_layernorm stands before the mixer and post_attention_layernorm on its output; pre_ and post_feedforward_layernorm do
     the same for the feed-forward. `parallel`: both parts read the same normed input, x += mixer(h) + feed_forward(h). Without
     `residual` a part's output replaces x. `scalar`: the result is multiplied by one stored number, which is not trained. What
-    `memory` finds is added to x before all that.
+    `engram` looks up is added to x before all that.
     """
 
     mixer: Attention | LatentAttention | GatedDeltaNet | None
@@ -306,7 +306,7 @@ class LayerSpec:
     parallel: bool = False
     residual: bool = True
     scalar: bool = False
-    memory: Engram | None = None
+    engram: Engram | None = None
 
     @property
     def moe(self) -> Moe | None:

@@ -25,7 +25,7 @@ from policy.experts.dense_and_experts import DenseBesideExperts
 from policy.experts.moe import MixtureOfExperts
 from policy.intermediates import LayerAux, observe
 from policy.layers.delta_net import DeltaNet
-from policy.layers.engram import NgramMemory
+from policy.layers.engram import NgramLookup
 from policy.layers.mlp import FeedForward, SquareMatrix
 from policy.layers.residual import residual
 from policy.mesh.sharding import decoded
@@ -54,14 +54,14 @@ class Layer(nnx.Module):
             self.feed_forward = FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, config, rngs)
         if spec.scalar:
             self.scalar = Constant(ones(rngs.params(), (1,)), out_sharding=(None,))
-        if spec.memory is not None:
-            self.memory = NgramMemory(spec.memory, config, rngs)
+        if spec.engram is not None:
+            self.lookup = NgramLookup(spec.engram, config, rngs)
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
         spec, aux = self.spec, LayerAux()
-        if spec.memory is not None:
-            remembered, cache, aux = self.memory(x_BTE, step, cache, runtime)
+        if spec.engram is not None:
+            remembered, cache, aux = self.lookup(x_BTE, step, cache, runtime)
             x_BTE = x_BTE + remembered
         x_BTE, normed, mix, cache, found = self.mix(x_BTE, step, cache, runtime)
         x_BTE, aux = decoded(x_BTE, step, runtime.layout), aux.merge(found)
