@@ -148,7 +148,7 @@ class Graph:
         return sum(math.prod(size) for size in self.sizes.values())
 
     @property
-    def whole(self) -> dict[str, int]:
+    def replicated(self) -> dict[str, int]:
         """Weights that every device holds whole, and how many numbers they have, by path; none where the mesh cuts no weights."""
         mesh = self.layout.mesh.shape
         if all(size == 1 for axis, size in mesh.items() if axis != "data"):
@@ -234,7 +234,7 @@ class Model:
             with graph.precision():
                 _, _, aux = graph.decoder(params)(tokens, step, None, graph.runtime)
             layers = {
-                n: a[r] for path, a in aux.found("hidden").items() for r, n in enumerate(self.config.numbers(path))
+                n: a[r] for path, a in aux.by_layer("hidden").items() for r, n in enumerate(self.config.numbers(path))
             }
             return jnp.stack([layers[n] for n in sorted(layers)])
 

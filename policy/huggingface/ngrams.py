@@ -62,7 +62,7 @@ def extended(config: DecoderConfig, section: EngramSection) -> DecoderConfig:
         )
     unused = _unused_primes()
     for number in section.layers:
-        memory = Engram(
+        engram = Engram(
             multipliers=multipliers(section, ids, number),
             primes=tuple(tuple(unused(base, section.heads)) for base in section.vocab_bases),
             head_dim=section.head_dim,
@@ -74,7 +74,7 @@ def extended(config: DecoderConfig, section: EngramSection) -> DecoderConfig:
             conv_norm=Norm(section.conv_norm_eps),
             outer_norm=Norm(section.norm_eps) if section.outer_norm else None,
         )
-        layers[number] = replace(layers[number], memory=memory)
+        layers[number] = replace(layers[number], engram=engram)
     return replace(config, stacks=stacks(layers))
 
 

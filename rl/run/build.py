@@ -135,7 +135,7 @@ def generator_options(config: RunConfig) -> GeneratorOptions:
 
 def check_cut(graph: Graph, tolerance: float) -> Graph:
     """The graph. Raises ConfigError where a mesh that cuts weights leaves more of them whole than it may."""
-    whole = graph.whole
+    whole = graph.replicated
     share = sum(whole.values()) / graph.parameters
     if share > tolerance:
         listed = ", ".join(f"{path} ({number})" for path, number in sorted(whole.items(), key=lambda each: -each[1]))

@@ -259,7 +259,7 @@ class OptimizerStep:
             # first micro-batch's gradient.
             def count(_, xs):
                 return None, {
-                    path: each.counts for path, each in self._loss(trained | still, *xs)[2].found("routing").items()
+                    path: each.counts for path, each in self._loss(trained | still, *xs)[2].by_layer("routing").items()
                 }
 
             whole = replace(whole, counts=jax.tree.map(lambda a: a.sum(axis=0), jax.lax.scan(count, None, micros)[1]))
@@ -269,8 +269,8 @@ class OptimizerStep:
             besides, found = auxiliary_loss(self._stage, aux, micro, whole)
             return loss + besides, (
                 metrics | found,
-                aux.found("routing"),
-                aux.found("activations") if self._internals else {},
+                aux.by_layer("routing"),
+                aux.by_layer("activations") if self._internals else {},
             )
 
         matrices = {path: weight for path, weight in trained.items() if path not in self.owner.tables}

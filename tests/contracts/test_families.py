@@ -237,7 +237,7 @@ def test_router_statistics_count_the_choices(model):
     row = jnp.asarray(tokens(2, 10))
     segments = jnp.ones_like(row).at[1, 6:].set(0)
     aux = jax.jit(lambda p: model.graph.logprobs(p, row, make_step(row, None, segments), 1.0)[2])(model.params)
-    counts = [np.asarray(found.counts) for found in aux.found("routing").values()]
+    counts = [np.asarray(found.counts) for found in aux.by_layer("routing").values()]
     assert sum(len(each) for each in counts) == len(sparse)
     for each in counts:
         assert (each.sum(-1) == 16 * sparse[0].experts_per_token).all()

@@ -54,7 +54,7 @@ def divergence(model, data, indexer):
     aux = jax.jit(graph.aux)(
         model.params, data.tokens, modes.make_step(jnp.asarray(data.tokens), segments=data.segments)
     )
-    [found] = aux.found("indexing").values()
+    [found] = aux.by_layer("indexing").values()
     return float(found.divergence[0]) / (data.segments != 0).sum()
 
 

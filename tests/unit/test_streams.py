@@ -145,7 +145,7 @@ def test_recorded_hidden_states_are_those_of_the_streams():
     params = random_model(config).params
     segments = np.array([[1] * 8, [1] * 5 + [0] * 3])
     aux = jax.jit(lambda p: graph.logprobs(p, ROWS, make_step(ROWS, None, segments), 1.0)[2])(params)
-    (hidden,), (activations,) = aux.found("hidden").values(), aux.found("activations").values()
+    (hidden,), (activations,) = aux.by_layer("hidden").values(), aux.by_layer("activations").values()
     assert hidden.shape == (2, *ROWS.shape, 3, config.hidden_size)
     real = np.asarray(hidden)[:, segments != 0]
     np.testing.assert_allclose(activations.mean, real.mean((1, 2, 3)), atol=1e-5)
