@@ -106,7 +106,7 @@ def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
     rows, weight = jnp.asarray(tokens(2, 9)), jnp.asarray(np.random.default_rng(0).normal(size=(2, 8)), jnp.float32)
 
     def gradient(tiles):
-        graph = model.graph.at(vocab_tiles=tiles)
+        graph = model.graph.at(num_vocab_tiling=tiles)
 
         def loss(params):
             logp, entropy, _ = graph.logprobs(params, rows, make_step(rows), 0.7)
