@@ -174,6 +174,11 @@ class GeneratorOptions(Strict):
         description="prompt tokens read in between two dispatches while others decode; null: what a dispatch of all slots makes",
     )
     tokens_per_dispatch: int = Field(128, ge=1, description="most decoding steps between two looks of the host")
+    batch_sizes: list[int] | None = Field(
+        None,
+        description="numbers of rows, besides all slots, that decoding is compiled for; null: powers of two. With fewer a run "
+        "starts sooner, with more a batch that drains decodes fewer idle rows",
+    )
     strict_shapes: bool = Field(False, description="a program that was not compiled before the first step is an error")
     speculative: int = Field(
         0,
@@ -197,6 +202,13 @@ class GeneratorOptions(Strict):
         description="completions that no other key of `generator` changes, with log-probabilities that are the model's bit for "
         "bit; every completion is scored in programs of fixed shapes, which compute about three tokens for each (docs/exact.md)",
     )
+
+    @field_validator("batch_sizes")
+    @classmethod
+    def _at_least_one_row(cls, sizes: list[int] | None) -> list[int] | None:
+        if any(size < 1 for size in sizes or ()):
+            raise ValueError("each number of rows is at least 1")
+        return sizes
 
     @field_validator("rules", mode="before")
     @classmethod

@@ -367,6 +367,18 @@ def test_all_programs_are_compiled_ahead(model, slots, monkeypatch):
     assert count == generator.compile_ahead(40, params, strict=True)
 
 
+@pytest.mark.parametrize(("batch_sizes", "expected"), [(None, [1, 2, 4, 6]), ([], [6]), ([3, 9, 6, 3], [3, 6])])
+def test_decoding_is_compiled_for_these_numbers_of_rows_and_completions_stay(model, generator, batch_sizes, expected):
+    options = dataclasses.replace(OPTIONS, batch_sizes=batch_sizes)
+    few = Generator(model, max_length=64, slots=6, seed=1, options=options)
+    params = SamplingParams(n=2, max_new_tokens=9)
+    few.compile_ahead(12, [params], strict=True)
+    assert sorted(size for name, size, *_ in (k for k in few.engine.programs.compiled if k[0] == "decode")) == expected
+    prompts = [[1] * n for n in (1, 5, 12, 3)]
+    made = [[sample.tokens for sample in each] for each in few.generate(prompts, params)]
+    assert made == [[sample.tokens for sample in each] for each in generator.generate(prompts, params)]
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_program_that_is_compiled_late_is_named(model, strict, caplog):
     generator = Generator(model, max_length=64, slots=2, seed=1, options=OPTIONS)
@@ -412,7 +424,9 @@ def test_a_prompt_that_just_fits_is_taken(generator):
     assert len(completion.tokens) == 8
 
 
-@pytest.mark.parametrize("options", [{"cache": "paper"}, {"prefill_chunk": 0}, {"tokens_per_dispatch": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"cache": "paper"}, {"prefill_chunk": 0}, {"tokens_per_dispatch": 0}, {"batch_sizes": [4, 0]}], ids=str
+)
 def test_bad_options_are_refused(options):
     with pytest.raises(ValueError, match="GeneratorOptions"):
         GeneratorOptions(**options)
