@@ -126,8 +126,11 @@ def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
         np.testing.assert_allclose(found, expected[path], atol=1e-5 * (1 + np.abs(expected[path]).max()), err_msg=path)
 
 
+@pytest.mark.slow
 def test_devices_exchange_weights_and_no_logits():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    environment = os.environ | {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    }
     done = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
