@@ -7,7 +7,7 @@ from flax import nnx
 
 from policy.attention.attention import GroupedQueryAttention
 from policy.attention.mla import MultiHeadLatentAttention
-from policy.cache.cache import LayerCache, remember
+from policy.cache.layer_cache import LayerCache, remember
 from policy.cache.step import Step
 from policy.config import (
     Attention,

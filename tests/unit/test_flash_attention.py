@@ -7,7 +7,7 @@ import pytest
 
 from policy.attention import flash_attention
 from policy.attention.dot_product_attention import Mask, attend
-from policy.cache.cache import Visible
+from policy.cache.layer_cache import Visible
 from policy.config import Runtime
 from policy.mesh.sharding import Layout, layout
 from policy.modes import make_step

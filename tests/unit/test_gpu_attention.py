@@ -7,7 +7,7 @@ import pytest
 
 from policy.attention import flash_attention, gpu_attention, paged_attention
 from policy.attention.dot_product_attention import Mask, attend
-from policy.cache.cache import LayerCache, Visible
+from policy.cache.layer_cache import LayerCache, Visible
 from policy.cache.pages import Pool
 from policy.cache.step import Step
 from policy.config import Attention, Runtime
