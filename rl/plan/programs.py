@@ -16,7 +16,7 @@ import numpy as np
 
 import rl.algorithms
 from policy.attention.paged_attention import KERNELS
-from policy.experts.expert_parallel import Cut
+from policy.experts.expert_shards import ExpertShards
 from policy.heads.scoring import Scorer
 from policy.mesh.host_memory import on_a_device
 from policy.mesh.sharding import Layout
@@ -93,7 +93,9 @@ def _filled(graph: Graph, planned: Planned) -> float:
     if moe is None or len(planned.shape) < 2:
         return 1.0
     length = 1 if planned.kind == GENERATOR["decode"] else planned.shape[1]
-    return Cut(moe, graph.runtime, (planned.shape[0] // planned.turns, length, graph.config.hidden_size)).usually.filled
+    return ExpertShards(
+        moe, graph.runtime, (planned.shape[0] // planned.turns, length, graph.config.hidden_size)
+    ).expected.filled
 
 
 class Stage:

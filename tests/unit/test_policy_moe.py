@@ -115,8 +115,8 @@ def test_a_block_is_a_power_of_two_up_to_64(tokens, groups):
 
 
 def test_few_tokens_go_through_every_expert_on_tpu():
-    assert [experts.few(tokens, "tpu") for tokens in (1, 256, 257)] == [True, True, False]
-    assert not experts.few(1, "cpu") and not experts.few(1, "gpu")
+    assert [experts.small_batch(tokens, "tpu") for tokens in (1, 256, 257)] == [True, True, False]
+    assert not experts.small_batch(1, "cpu") and not experts.small_batch(1, "gpu")
 
 
 @pytest.mark.parametrize("rule", [None, "int8"])
