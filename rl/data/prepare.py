@@ -34,7 +34,7 @@ class Pair:
 
 
 # What the processes of a run tell each other: rows of data, calls of rewards, and scores that failed.
-serialization.carried(datasets.Example, Problem, Pair, Call, Failure)
+serialization.register_type(datasets.Example, Problem, Pair, Call, Failure)
 
 
 @dataclass(frozen=True)
