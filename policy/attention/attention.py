@@ -11,9 +11,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from policy.attention import flash_attention, paged_attention
-from policy.attention.attention_plan import AttentionBounds, Keys
+from policy.attention.attention_plan import Keys
 from policy.attention.context_parallel import applies, attend_cut
-from policy.attention.dot_product_attention import Mask, attend
+from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
 from policy.cache.layer_cache import LayerCache, extend, layout_of
 from policy.cache.step import Step
 from policy.config import Attention, DecoderConfig, QueryTemperature, Runtime
@@ -77,13 +77,11 @@ class GroupedQueryAttention(nnx.Module):
         mask = Mask(step, visible, spec.window, spec.chunk)
         sinks = self.sinks[...] if spec.sinks else None
         out = paged_attention.decode(q * spec.scale, cache, step, spec, runtime)
+        bounds = AttentionBounds(spec.window, spec.chunk, spec.softcap)
         if applies(cache, step, runtime):
-            bounds = AttentionBounds(spec.window, spec.chunk, spec.softcap)
             out = attend_cut(q * spec.scale, Keys((k, v)), step, runtime, bounds, sinks)
-        elif out is None and spec.chunk is None:
-            out = flash_attention.attend(
-                q * spec.scale, k, v, step, runtime, window=spec.window, softcap=spec.softcap, sinks_H=sinks
-            )
+        elif out is None:
+            out = flash_attention.attend(q * spec.scale, k, v, step, runtime, bounds, sinks)
         if out is None:
             out = attend(q * spec.scale, keys, values, mask, runtime.attention_chunk, spec.softcap, sinks)
         out = checkpoint_name(from_cache(out, runtime.layout), "context")

@@ -12,21 +12,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
+from jax.typing import DTypeLike
 
-from policy.attention.dot_product_attention import Mask, attend
+from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
 from policy.attention.flash_attention import CutQueries
 from policy.attention.sequence_shards import AXIS, balanced_places
 from policy.cache.layer_cache import Visible
 from policy.cache.step import Step
 from policy.config import Runtime
-
-
-class AttentionBounds(NamedTuple):
-    """Bounds of attention besides segments and order; `Mask` and `attend` explain them."""
-
-    window: int | None = None
-    chunk: int | None = None
-    softcap: float | None = None
 
 
 class TokenPositions(NamedTuple):
@@ -72,13 +65,15 @@ class AttentionPlan:
     kernel: CutQueries | None
 
     @classmethod
-    def make_plan(cls, keys: Keys, step: Step, dtype, bounds: AttentionBounds, runtime: Runtime) -> AttentionPlan:
+    def make_plan(
+        cls, keys: Keys, step: Step, dtype: DTypeLike, bounds: AttentionBounds, runtime: Runtime
+    ) -> AttentionPlan:
         """Plans a call over the tokens of `step` with queries of `dtype`."""
         assert runtime.layout is not None
         p, kernel = runtime.layout.mesh.shape[AXIS], None
         if bounds.chunk is None:
             places = balanced_places(step.segments.shape[1], p) if step.balanced else None
-            kernel = CutQueries.of(step, dtype, runtime, AXIS, (bounds.window, bounds.softcap), places)
+            kernel = CutQueries.of(step, dtype, runtime, AXIS, bounds, places)
         return cls(p, bounds, runtime.attention_chunk, keys.make, step.contiguous, step.balanced, kernel)
 
     def mask(self, queries: TokenPositions, keys: TokenPositions) -> Mask:
@@ -86,7 +81,13 @@ class AttentionPlan:
         return Mask(Step(*queries), Visible({}, *keys), self.bounds.window, self.bounds.chunk)
 
     def attend(
-        self, q: jax.Array, queries: TokenPositions, k: jax.Array, v: jax.Array, keys: TokenPositions, sinks
+        self,
+        q: jax.Array,
+        queries: TokenPositions,
+        k: jax.Array,
+        v: jax.Array,
+        keys: TokenPositions,
+        sinks: jax.Array | None,
     ) -> jax.Array:
         """Computes attention of one device by the portable form."""
         return attend(q, k, v, self.mask(queries, keys), self.chunk, self.bounds.softcap, sinks)

@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from policy.attention.attention_plan import AttentionBounds, AttentionPlan, Keys, TokenPositions
+from policy.attention.attention_plan import AttentionPlan, Keys, TokenPositions
+from policy.attention.dot_product_attention import AttentionBounds
 from policy.attention.flash_attention import splash_attention
 from policy.attention.ring_attention import ring
 from policy.attention.sequence_shards import AXIS, cuts
@@ -135,8 +136,7 @@ def _ulysses(plan: AttentionPlan, q_bhtD, where: TokenPositions, parts, weights,
     k, v = plan.make(parts, tuple(own(w, 1) for w in weights))
     q, sinks = exchange(q_bhtD), None if sinks is None else own(sinks, 0)
     if plan.kernel and plan.contiguous:
-        bounds = {"window": plan.bounds.window, "softcap": plan.bounds.softcap}
-        out = splash_attention(q, k, v, everywhere.segments, sinks, **bounds)
+        out = splash_attention(q, k, v, everywhere.segments, sinks, plan.bounds)
     else:
         out = plan.attend(q, everywhere, k, v, everywhere, sinks)
     return jax.lax.all_to_all(out, AXIS, split_axis=2, concat_axis=1, tiled=True)

@@ -6,6 +6,7 @@ B rows, T queries, C visible keys, H query heads, K key-value heads, G = H / K, 
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,15 @@ from policy.cache.step import Step
 from policy.mesh.explicit import in_explicit_mode, over_devices, spec_of
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+class AttentionBounds(NamedTuple):
+    """Bounds of attention besides segments and order; `Mask` explains `window` and `chunk`, `attend` explains
+    `softcap`."""
+
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
 
 
 class Mask:

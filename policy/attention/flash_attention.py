@@ -12,8 +12,10 @@ B rows, T tokens, H query heads, K key-value heads, D dimension of queries and k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.typing import DTypeLike
 
 from policy.attention import gpu_attention
+from policy.attention.dot_product_attention import AttentionBounds
 from policy.cache.step import Step
 from policy.config import Runtime
 from policy.mesh.explicit import over_devices
@@ -49,21 +52,21 @@ def attend(
     v_BKTV: jax.Array,
     step: Step,
     runtime: Runtime,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
+    bounds: AttentionBounds = AttentionBounds(),
     sinks_H: jax.Array | None = None,
 ) -> jax.Array | None:
     """Computes softmax(q k^T) v, [B, H, T, V], with the scale already in q. Returns None where no kernel serves the
     call.
 
-    `window`, `softcap` and `sinks` are those of the portable form. The output and, on TPU, the logarithm of the sum of
+    `bounds` and `sinks` are those of the portable form. The output and, on TPU, the logarithm of the sum of
     each softmax have the name "context" for rematerialisation.
     """
-    layout, plain = runtime.layout, window is None and softcap is None and sinks_H is None
+    layout, plain = runtime.layout, bounds == AttentionBounds() and sinks_H is None
     dtype, dims = q_BHTD.dtype, (q_BHTD.shape[-1], v_BKTV.shape[-1])
+    if bounds.chunk is not None:
+        return None
     if served(step, dtype, runtime):
-        kernel = partial(splash_attention, window=window, softcap=softcap)
+        kernel = partial(splash_attention, bounds=bounds)
     elif plain and served(step, dtype, runtime, "gpu") and gpu_attention.supports_heads(*dims):
         kernel = gpu_attention.flash_attention
     else:
@@ -96,23 +99,29 @@ def _on_mesh(kernel, layout: Layout, q_BHTD, k_BKTD, v_BKTV, segments_BT, sinks_
 
 
 def splash_attention(
-    q_BHTD, k_BKTD, v_BKTV, segments_BT, sinks_H, *, window=None, softcap=None, interpret=False
+    q_BHTD: jax.Array,
+    k_BKTD: jax.Array,
+    v_BKTV: jax.Array,
+    segments_BT: jax.Array,
+    sinks_H: jax.Array | None,
+    bounds: AttentionBounds = AttentionBounds(),
+    interpret: bool = False,
 ) -> jax.Array:
     """Runs splash attention on one device: [B, H, T, V]. T is padded to full blocks, of segment 0."""
     H, T = q_BHTD.shape[1:3]
     filling = -T % LANES
     q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, filling), (0, 0))) for a in (q_BHTD, k_BKTD, v_BKTV))
     segments = jnp.pad(segments_BT, ((0, 0), (0, filling)))
-    run = _kernel(H, np.arange(T + filling, dtype=np.int32), 1, (window, softcap), interpret)
+    run = _kernel(H, np.arange(T + filling, dtype=np.int32), 1, bounds, interpret)
     return _by_rows(run, q, (k, v), (segments, segments), sinks_H)[:, :, :T]
 
 
-def _kernel(H: int, places_T: np.ndarray, devices: int, bounds: tuple, interpret: bool = False):
+def _kernel(H: int, places_T: np.ndarray, devices: int, bounds: AttentionBounds, interpret: bool = False):
     """Builds the kernel for H heads, keys in order, and the queries at these places of a row.
 
-    Each of the `devices` has an equal part of the queries. bounds: (window, softcap).
+    Each of the `devices` has an equal part of the queries.
     """
-    (window, softcap), T = bounds, len(places_T)
+    T, window = len(places_T), bounds.window
     mask = masks.CausalMask((T, T)) if window is None else masks.LocalMask((T, T), (window - 1, 0), 0)
     mask.q_sequence = places_T
     block = next(size for size in (BLOCK, BLOCK // 2, LANES) if T // devices % size == 0)
@@ -121,13 +130,13 @@ def _kernel(H: int, places_T: np.ndarray, devices: int, bounds: tuple, interpret
         block_sizes=splash.BlockSizes(block, block, block, block, block, block, block, block),
         head_shards=1,
         q_seq_shards=devices,
-        attn_logits_soft_cap=softcap,
+        attn_logits_soft_cap=bounds.softcap,
         residual_checkpoint_name="context",
         interpret=interpret,
     )
 
 
-def _by_rows(run, q_BHTD, keys: tuple, segments: tuple, sinks_H) -> jax.Array:
+def _by_rows(run: Callable, q_BHTD: jax.Array, keys: tuple, segments: tuple, sinks_H: jax.Array | None) -> jax.Array:
     """Runs a kernel on every row. keys: (k, v); segments: of (queries, keys)."""
     sinks = None if sinks_H is None else sinks_H.astype(jnp.float32)
     return jax.vmap(lambda q, k, v, *rows: run(q, k, v, splash.SegmentIds(*rows), sinks))(q_BHTD, *keys, *segments)
@@ -137,17 +146,23 @@ def _by_rows(run, q_BHTD, keys: tuple, segments: tuple, sinks_H) -> jax.Array:
 class CutQueries:
     """The kernel for queries that are cut over the mesh axis `axis`, while every device has all keys, in order.
 
-    places: [T], the place in its row of each query, the queries of the first device first. bounds: (window, softcap).
+    places: [T], the place in its row of each query, the queries of the first device first.
     """
 
     axis: str
     devices: int
     places: tuple[int, ...]
-    bounds: tuple
+    bounds: AttentionBounds
 
     @classmethod
     def of(
-        cls, step: Step, dtype: DTypeLike, runtime: Runtime, axis: str, bounds: tuple, places: np.ndarray | None = None
+        cls,
+        step: Step,
+        dtype: DTypeLike,
+        runtime: Runtime,
+        axis: str,
+        bounds: AttentionBounds,
+        places: np.ndarray | None = None,
     ) -> CutQueries | None:
         """Returns None where no kernel serves the call. The tokens of a device have to fill its blocks."""
         assert runtime.layout is not None
@@ -158,7 +173,7 @@ class CutQueries:
             return None
         return cls(axis, devices, tuple(range(T)) if places is None else tuple(places.tolist()), bounds)
 
-    def build(self, H: int, layout: Layout):
+    def build(self, H: int, layout: Layout) -> tuple[Any, Any]:
         """Builds (the kernel for H heads of a device, its sharding specs): an argument of the function that `shard_map`
         runs."""
         kernel = _kernel(H, np.asarray(self.places, np.int32), self.devices, self.bounds)
@@ -166,7 +181,9 @@ class CutQueries:
             jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec(None, self.axis))
         )
 
-    def attend(self, kernel, q_bhtD, keys: tuple, segments: tuple, sinks_h) -> jax.Array:
+    def attend(
+        self, kernel: Callable, q_bhtD: jax.Array, keys: tuple, segments: tuple, sinks_h: jax.Array | None
+    ) -> jax.Array:
         """Runs the kernel: [b, h, t, V]. Keys come in the order of the queries of all devices.
 
         segments: of the queries of this device, and of all keys.

@@ -118,7 +118,9 @@ class IndexedMask(Mask):
             visible_BTC, scores
         )
 
-    def choose(self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array):
+    def choose(
+        self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns `best` of some queries. The arguments are the arrays of `queries`, cut along T."""
         return self.best(self.visible(positions_BT, segments_BT), self.scores(q_BTHD, w_BTH))
 

@@ -145,7 +145,15 @@ def _over_pages(
     return jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=q_spec, check_vma=False)(*arguments)
 
 
-def latent_kernel(q_BHL, pool_1NPL, table_BM, lengths_B, *, rank: int, interpret: bool = False) -> jax.Array:
+def latent_kernel(
+    q_BHL: jax.Array,
+    pool_1NPL: jax.Array,
+    table_BM: jax.Array,
+    lengths_B: jax.Array,
+    *,
+    rank: int,
+    interpret: bool = False,
+) -> jax.Array:
     """Computes softmax(q k^T) k[:, :rank] over the first lengths[b] >= 1 entries of the pages table[b]: [B, H, rank].
 
     One program per row reads its pages in blocks and holds the softmax so far as (maximum, sum, output). It fetches the

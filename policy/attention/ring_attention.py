@@ -69,7 +69,13 @@ def _scores(plan: AttentionPlan, q_bKGtD: jax.Array, k_bKtD: jax.Array) -> jax.A
 
 
 def ring(
-    plan: AttentionPlan, q_bhtD: jax.Array, where: TokenPositions, parts: tuple, weights: tuple, sinks, _
+    plan: AttentionPlan,
+    q_bhtD: jax.Array,
+    where: TokenPositions,
+    parts: tuple,
+    weights: tuple,
+    sinks: jax.Array | None,
+    kernel: None,
 ) -> jax.Array:
     """Attends from the queries of this device to the keys of all devices: [b, h, t, V]. Runs inside `jax.shard_map`."""
     K = jax.eval_shape(plan.make, parts, weights)[0].shape[1]

@@ -22,9 +22,10 @@ B rows, T tokens, E hidden, N tokens of a device, p devices along the axis `expe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ def compiler_options(runtime: Runtime) -> dict[str, str] | None:
     return {f"xla_tpu_{name}": value for name, value in options.items()}
 
 
-def applies(layers, shape_BTE: tuple[int, int, int], runtime: Runtime) -> bool:
+def applies(layers: Sequence[Any], shape_BTE: tuple[int, int, int], runtime: Runtime) -> bool:
     """Tells whether a stack runs in this schedule. Other stacks run without it, with the same result.
 
     Every layer of the pattern must be a mixer and a mixture of experts, and every device must have an even number of
@@ -119,7 +120,7 @@ def _step(step: Step, i: int) -> Step:
 
 
 def run(
-    layer, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime
+    layer: Any, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime
 ) -> tuple[tuple[jax.Array, jax.Array], None, LayerAux]:
     """Runs one layer on both micro-batches: ((x, x), None, LayerAux summed over both)."""
     (x0, x1), steps = parts, [_step(step, i) for i in range(PARTS)]

@@ -64,7 +64,7 @@ def mixture(
             out = experts.through_every((x, chosen, scores), weights, groups, spec, runtime)
             return out.reshape(x_BTE.shape), None
         block = block_rows(len(x), experts_BTK.shape[-1], groups, platform)
-        routed = experts.route(x, chosen, scores, spec, groups=groups, block=block, partial=runtime.drops)
+        routed = experts.route((x, chosen, scores), spec, groups=groups, block=block, partial=runtime.drops)
         return experts.unroute(experts.compute(weights, routed, spec, runtime)).reshape(x_BTE.shape), None
     shards = ExpertShards(spec, runtime, x_BTE.shape)
     body: Callable = all_to_all if shards.exchanges else gather
@@ -188,16 +188,8 @@ def sort(x_NE: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, shards: 
     own = shards.own_experts
     incomplete = shards.runtime.drops or own < shards.spec.router.experts
     room = None if shards.worst_case else shards.room(x_NE.shape[0] // shards.met)
-    return experts.route(
-        x_NE,
-        _own(experts_NK, shards),
-        weights_NK,
-        shards.spec,
-        groups=own,
-        room=room,
-        block=shards.block,
-        partial=incomplete,
-    )
+    tokens = x_NE, _own(experts_NK, shards), weights_NK
+    return experts.route(tokens, shards.spec, groups=own, room=room, block=shards.block, partial=incomplete)
 
 
 def _own(experts_NK: jax.Array, shards: ExpertShards) -> jax.Array:
@@ -245,7 +237,8 @@ def all_to_all(
     N, k = experts_NK.shape
     spec, drops, own = shards.spec, shards.runtime.drops, shards.own_experts
     room = shards.room(N)
-    leaving = experts.route(x_NE, experts_NK, weights_NK, spec, groups=spec.router.experts, block=None, partial=drops)
+    tokens = x_NE, experts_NK, weights_NK
+    leaving = experts.route(tokens, spec, groups=spec.router.experts, block=None, partial=drops)
     trip, arriving = trips(jax.lax.all_gather(leaving.plan.sizes, AXIS), room)
     here, native = jax.lax.axis_index(AXIS), shards.layout.platform != "cpu"
     rows_RE = exchange(leaving.rows, trip, (N * k, room), AXIS, native)

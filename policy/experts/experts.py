@@ -53,9 +53,7 @@ class Routed:
 
 
 def route(
-    x_NE: jax.Array,
-    experts_NK: jax.Array,
-    weights_NK: jax.Array,
+    tokens: tuple[jax.Array, jax.Array, jax.Array],
     spec: Moe,
     *,
     groups: int,
@@ -65,8 +63,10 @@ def route(
 ) -> Routed:
     """Makes a row for every choice of one of the experts 0 .. groups - 1.
 
-    `grouped.plan` explains `block`, `partial` and `room`.
+    tokens: (x [N, E], choices int[N, k], their weights float32[N, k]). `grouped.plan` explains `block`, `partial` and
+    `room`.
     """
+    x_NE, experts_NK, weights_NK = tokens
     routes = plan(experts_NK, groups, block=block, partial=partial, room=room)
     rows = dispatch(x_NE, routes)
     if spec.weigh == "input":
@@ -116,7 +116,7 @@ def small_batch(tokens: int, platform: str) -> bool:
 
 
 def through_every(
-    tokens: tuple[jax.Array, ...], weights: Weights, groups: int, spec: Moe, runtime: Runtime
+    tokens: tuple[jax.Array, jax.Array, jax.Array], weights: Weights, groups: int, spec: Moe, runtime: Runtime
 ) -> jax.Array:
     """Sends all tokens through all experts: [N, E], the result of the steps above without rows of choices.
 

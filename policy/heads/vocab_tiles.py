@@ -97,7 +97,9 @@ class Tiles:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def logprobs(hidden_ME, weight_VE, targets_MK, temperature, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
+def logprobs(
+    hidden_ME: jax.Array, weight_VE: jax.Array, targets_MK: jax.Array, temperature: jax.Array, tiles: Tiles
+) -> tuple[jax.Array, jax.Array]:
     """Returns (logp [M, K] of the targets, entropy [M]), float32. Both are differentiable in hidden and weight."""
     return _scored(hidden_ME, weight_VE, targets_MK, temperature, tiles)[0]
 

@@ -18,9 +18,9 @@ from jax.extend.core import jaxprs_in_params
 
 from policy import families, modes
 from policy.attention import flash_attention
-from policy.attention.attention_plan import AttentionBounds, Keys
+from policy.attention.attention_plan import Keys
 from policy.attention.context_parallel import attend_cut
-from policy.attention.dot_product_attention import Mask, attend
+from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
 from policy.attention.sequence_shards import Order
 from policy.cache import cache as caches
 from policy.cache.pages import Pages

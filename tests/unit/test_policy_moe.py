@@ -140,7 +140,7 @@ def test_through_every_expert_is_the_same_as_through_the_chosen_ones(name, keys,
     share = jnp.asarray(rng.uniform(0.1, 1.0, choices.shape), jnp.float32)
 
     def chosen(x, share, weights):
-        routed = experts.route(x, choices, share, spec, groups=held, block=None, partial=True)
+        routed = experts.route((x, choices, share), spec, groups=held, block=None, partial=True)
         return experts.unroute(experts.compute(weights, routed, spec, runtime))
 
     def every(x, share, weights):
