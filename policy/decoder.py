@@ -17,7 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from policy.attention.sequence_shards import Order, along_length
-from policy.cache.cache import LayerCache
+from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
 from policy.execution import batch_split

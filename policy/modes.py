@@ -19,13 +19,13 @@ from policy.mesh.sharding import constrain
 def make_step(tokens_BT, positions=None, segments=None) -> Step:
     """Where tokens sit when little is said: one full segment a row, and positions that count from 0 inside each segment, which is
     one run of tokens."""
-    whole = positions is None
+    contiguous = positions is None
     segments = jnp.ones(tokens_BT.shape, jnp.int32) if segments is None else jnp.asarray(segments, jnp.int32)
     if positions is None:
         index = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         start = jnp.where(first_of_segment(segments), index, 0)
         positions = index - jax.lax.cummax(start, axis=1)
-    return Step(jnp.asarray(positions, jnp.int32), segments, whole=whole)
+    return Step(jnp.asarray(positions, jnp.int32), segments, contiguous=contiguous)
 
 
 # A linear value head on the final states, float32[E], where weights hold one.

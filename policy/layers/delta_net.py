@@ -14,8 +14,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from policy.attention.sequence_shards import whole
-from policy.cache.cache import LayerCache
+from policy.attention.sequence_shards import replicate_length
+from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, GatedDeltaNet, Runtime
 from policy.intermediates import LayerAux
@@ -63,7 +63,7 @@ class DeltaNet(nnx.Module):
         if in_explicit_mode():
             return self._over_devices(x_BTE, step, runtime), cache, LayerAux()
         real, documents = step.segments != 0, number_documents(step.segments)
-        x = jnp.where(real[..., None], whole(x_BTE, runtime), 0)
+        x = jnp.where(real[..., None], replicate_length(x_BTE, runtime), 0)
         q, k, v, inputs = self._convolved(x, documents, cache, runtime)
         beta, g = (to_cache(a, runtime.layout) for a in self._gates(x, real))
         B, K, G, T, V = v.shape

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from policy.cache.cache import LayerCache
+from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Engram, Runtime
 from policy.intermediates import LayerAux

@@ -7,7 +7,7 @@ from flax import nnx
 
 from policy.attention.attention import GroupedQueryAttention
 from policy.attention.mla import MultiHeadLatentAttention
-from policy.cache.cache import LayerCache, remember
+from policy.cache.layer_cache import LayerCache, remember
 from policy.cache.step import Step
 from policy.config import (
     Attention,
@@ -21,7 +21,7 @@ from policy.config import (
     Moe,
     Runtime,
 )
-from policy.experts.dense_and_experts import DenseBesideExperts
+from policy.experts.dense_and_experts import DensePlusExperts
 from policy.experts.moe import MixtureOfExperts
 from policy.intermediates import LayerAux, observe
 from policy.layers.delta_net import DeltaNet
@@ -34,7 +34,7 @@ from policy.ops.norms import norm
 from policy.ops.parameter import Constant, ones
 
 MIXERS = {Attention: GroupedQueryAttention, LatentAttention: MultiHeadLatentAttention, GatedDeltaNet: DeltaNet}
-FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DenseBesideExperts}
+FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DensePlusExperts}
 
 
 class Layer(nnx.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from policy.cache.cache import LayerCache
+from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, MultiTokenPrediction, Runtime
 from policy.layers.hyper_connections import streams

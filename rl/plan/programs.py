@@ -16,7 +16,7 @@ import numpy as np
 
 import rl.stages
 from policy.attention.paged_attention import KERNELS
-from policy.experts.expert_parallel import Cut
+from policy.experts.expert_shards import ExpertShards
 from policy.heads.scoring import Scorer
 from policy.mesh.host_memory import on_a_device
 from policy.mesh.sharding import Layout
@@ -110,7 +110,7 @@ def _occupancy(graph: Graph, planned: Planned) -> float:
         return 1.0
     length = 1 if planned.kind == GENERATOR["decode"] else planned.shape[1]
     rows = planned.shape[0] // planned.trip_count
-    return Cut(moe, graph.runtime, (rows, length, graph.config.hidden_size)).usually.filled
+    return ExpertShards(moe, graph.runtime, (rows, length, graph.config.hidden_size)).expected.filled
 
 
 @dataclass

@@ -25,10 +25,10 @@ import numpy as np
 from policy import modes
 from policy.cache import cache as caches
 from policy.cache.pages import Pages
-from policy.cache.sliding_window import WithRings
+from policy.cache.sliding_window import WithSlidingWindows
 from policy.cache.step import Step
 from policy.execution.compiled_cache import Memory, callable_form
-from policy.execution.decoding import laid_out
+from policy.execution.decoding import prepare_for_decoding
 from policy.mesh import processes
 from policy.mesh.sharding import block_on_cpu_mesh
 from rollout.engine.pages import Copy, PagedRows, PageTable
@@ -368,9 +368,9 @@ class Programs:
     def _whole(self, length: int | Pages):
         """An empty cache of all slots. Rings have room for the most tokens of a call, and for those that may be taken back."""
         room = max(self.chunk, 1 + self.drafts) + self.drafts
-        return self._empty(self.slots, WithRings(length, room) if self._options.rings else length)
+        return self._empty(self.slots, WithSlidingWindows(length, room) if self._options.rings else length)
 
-    def _empty(self, rows: int, length: int | Pages | WithRings):
+    def _empty(self, rows: int, length: int | Pages | WithSlidingWindows):
         dtype, kind = self.graph.runtime.dtype, self._options.kv_cache
         return caches.create(
             self.graph.config, rows, length, dtype, scan=self._scan, quantization=kind, routes=self.records
@@ -379,7 +379,7 @@ class Programs:
     def _prefill_program(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
         P, C = tokens_PC.shape[0], tokens_PC.shape[1] - self.ahead
         step = self._places(starts, lengths, C, pages_PM)
-        part = self._fill(params, self._empty(P, C), tokens_PC, replace(step, pages=None, whole=True), lengths)
+        part = self._fill(params, self._empty(P, C), tokens_PC, replace(step, pages=None, contiguous=True), lengths)
         return self._pinned(caches.insert(cache, part, rows, step))
 
     def _extend_program(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
@@ -457,7 +457,7 @@ class Programs:
     def _steps(self, params, cache, slots: Slots, limits):
         """(cache, Slots, Made) after decoding on a cache of s rows."""
         s, K, head = slots.token.shape[0], self.dispatch, params.get(modes.VALUE_HEAD)
-        params = params if self._scan else laid_out(self.graph, params, s)
+        params = params if self._scan else prepare_for_decoding(self.graph, params, s)
 
         idle = (
             np.int32(-1),

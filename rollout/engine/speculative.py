@@ -24,7 +24,8 @@ import jax.numpy as jnp
 
 from policy import modes
 from policy.cache import cache as caches
-from policy.cache.cache import Drafts, LayerCache
+from policy.cache.cache import Drafts
+from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig
 from policy.heads.multi_token_prediction import predict

@@ -12,7 +12,7 @@ from oracles import configuration, random_model, short
 
 from policy import families
 from policy.cache import cache as caches
-from policy.cache.cache import LayerCache, extend
+from policy.cache.layer_cache import LayerCache, extend
 from policy.cache.step import Step
 from policy.config import Runtime
 from policy.huggingface import sources

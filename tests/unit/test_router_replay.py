@@ -15,6 +15,7 @@ from oracles import configuration, random_model, short
 
 from policy import families, modes
 from policy.cache import cache as caches
+from policy.cache.entries import ROUTES
 from policy.cache.step import UNKNOWN
 from policy.config import Runtime
 from policy.experts.router import bias_update
@@ -156,7 +157,7 @@ def test_recording_changes_no_completion_and_without_it_nothing_is_kept():
     assert plain[0][0].routes is None
     caches_of = [jax.eval_shape(each.engine.programs._empty_program) for each in (made, other)]
     names = [{name for stack in cache for part in stack for layer in part for name in layer} for cache in caches_of]
-    assert names[0] - names[1] == {caches.ROUTES}
+    assert names[0] - names[1] == {ROUTES}
     sizes = [sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache)) for cache in caches_of]
     assert sizes[0] - sizes[1] == 2 * 64 * 2, "a byte for each of the 2 experts of a token"
     assert "routes" not in {key[0] for key in other.engine.programs.compiled}
@@ -179,7 +180,7 @@ def test_the_smallest_numbers_that_hold_all_experts_are_kept(experts, bits):
     )
     config = replace(model.config, stacks=stacks)
     cache = caches.create(config, 2, 4, "float32", scan=True, routes=True)
-    assert cache[0][0][0][caches.ROUTES].dtype == f"int{bits}"
+    assert cache[0][0][0][ROUTES].dtype == f"int{bits}"
 
 
 # What is replayed.
