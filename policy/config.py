@@ -103,7 +103,8 @@ class LayerSpec:
     @property
     def moe(self) -> Moe | None:
         """The mixture of experts of the feed-forward, if it has one."""
-        part = self.feed_forward.experts if isinstance(self.feed_forward, DenseAndExperts) else self.feed_forward
+        part = self.feed_forward
+        part = part.experts if isinstance(part, DenseAndExperts) else part
         return part if isinstance(part, Moe) else None
 
     @property

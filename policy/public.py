@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 
 from policy.config import DecoderConfig, Runtime
@@ -18,9 +20,11 @@ def create(
     runtime: Runtime | None = None,
     mesh: Layout | None = None,
 ) -> Model:
-    """A model with random weights. `config` is a DecoderConfig or the name of a file in configs/models/.
+    """Creates a model with random weights drawn from `seed`.
 
-    `runtime` (default: both dtypes are `dtype`) and `mesh` (default: one device) say how and where it is computed.
+    `config` is a DecoderConfig or the name of a file in configs/models/. `runtime` (default: both dtypes are `dtype`)
+    holds the options of the computation, `mesh` (default: one device) the devices and the rules for sharding. Raises
+    UnsupportedModel for an unknown name and compatibility.Conflict for incompatible features.
     """
     if isinstance(config, str):
         config = sources.preset(config)
@@ -29,7 +33,7 @@ def create(
 
 
 def load(
-    directory,
+    directory: str | os.PathLike,
     dtype: str = "float32",
     *,
     runtime: Runtime | None = None,
@@ -37,11 +41,13 @@ def load(
     sections: dict | None = None,
     seed: int = 0,
 ) -> Model:
-    """The model in a Hugging Face directory (config.json and safetensors).
+    """Loads the model of a Hugging Face directory (config.json and safetensors).
 
-    `sections` are parts of policy/huggingface/extensions.py, in the place of those of config.json: `{"multi_token_prediction": {"depth": 1}}`
-    loads the prediction module that files of DeepSeek-V3 hold as layer 61. Where neither config.json announces such modules nor a
-    file holds a part of one, they start fresh, as `create` makes them with `seed`.
+    `sections` replace the sections of config.json that policy/huggingface/extensions.py reads:
+    `{"multi_token_prediction": {"depth": 1}}` loads the prediction module that files of DeepSeek-V3 hold as layer 61.
+    If config.json announces no such modules and no file holds a part of one, they start fresh, as `create` draws them
+    with `seed`. `dtype`, `runtime` and `mesh` are as for `create`. Raises UnsupportedModel for a configuration that the
+    decoder does not compute and ModelFileError for files that are missing, damaged or do not match it.
     """
     from policy.huggingface import hub
 
@@ -52,7 +58,7 @@ def load(
     return Model(graph, params | (graph.init(seed, fresh) if fresh else {}), fresh)
 
 
-def save(model: Model, directory) -> None:
+def save(model: Model, directory: str | os.PathLike) -> None:
     """Writes a Hugging Face directory that transformers loads with no missing or unexpected keys."""
     from policy.huggingface import hub
 
