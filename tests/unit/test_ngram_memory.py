@@ -288,7 +288,7 @@ def is_jaxpr(value):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": [3]}, "layers: 3 is not there, the decoder has layers 0 to 2"),
+        ({"layers": [3]}, "layers: 3 does not exist, the decoder has layers 0 to 2"),
         ({"layers": []}, "at least one layer"),
         ({"layers": [1, 1]}, "each once"),
         ({"vocab_bases": [50]}, "each order from 2 to 3"),

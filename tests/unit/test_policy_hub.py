@@ -82,7 +82,7 @@ def test_directories_without_weights_or_configuration_are_named(directory, tmp_p
 def test_a_truncated_file_is_named(directory):
     path = directory / hub.SINGLE
     path.write_bytes(path.read_bytes()[:-100])
-    refused(directory, str(path), "not a whole safetensors file")
+    refused(directory, str(path), "not a complete safetensors file")
 
 
 def test_a_listed_shard_that_is_absent_is_named(tmp_path, monkeypatch):
