@@ -171,7 +171,8 @@ class Graph:
 
 class Model:
     """A decoder with weights. `params` is the one reference to them: the trainer rebinds it after each step, the
-    generator reads it at each call. `fresh` names the weights of a loaded model that started as random numbers."""
+    generator reads it at each call. `fresh` names the weights of a loaded model that started, at least in part, as
+    random numbers."""
 
     def __init__(self, graph: Graph, params: dict[str, jax.Array], fresh: frozenset[str] = frozenset()):
         self.graph, self.params, self.fresh = graph, params, fresh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 import jax
 
@@ -40,22 +41,23 @@ def load(
     mesh: Layout | None = None,
     sections: dict | None = None,
     seed: int = 0,
+    missing: Literal["refuse", "fresh"] = "refuse",
 ) -> Model:
     """Loads the model of a Hugging Face directory (config.json and safetensors).
 
     `sections` replace the sections of config.json that policy/huggingface/extensions.py reads:
     `{"multi_token_prediction": {"depth": 1}}` loads the prediction module that files of DeepSeek-V3 hold as layer 61.
     If config.json announces no such modules and no file holds a part of one, they start fresh, as `create` draws them
-    with `seed`. `dtype`, `runtime` and `mesh` are as for `create`. Raises UnsupportedModel for a configuration that the
-    decoder does not compute and ModelFileError for files that are missing, damaged or do not match it.
+    with `seed`. With `missing` "fresh" modules that are announced, or that follow those in the files, start fresh too.
+    `dtype`, `runtime` and `mesh` are as for `create`. Raises UnsupportedModel for a configuration that the decoder does
+    not compute and ModelFileError for files that are damaged, lack a tensor or hold an unexpected one.
     """
     from policy.huggingface import hub
 
     config = sources.read_config(directory, sections)
     graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
-    params = hub.read_weights(directory, graph)
-    fresh = frozenset(graph.paths) - params.keys()
-    return Model(graph, params | (graph.init(seed, fresh) if fresh else {}), fresh)
+    params, fresh = hub.read_weights(directory, graph, missing=missing, seed=seed)
+    return Model(graph, params, fresh)
 
 
 def save(model: Model, directory: str | os.PathLike) -> None:

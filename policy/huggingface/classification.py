@@ -24,7 +24,7 @@ SCORE = "score.weight"
 def read(directory: str | os.PathLike, runtime: Runtime, mesh: Layout) -> tuple[Graph, dict, np.ndarray]:
     """Reads (graph of the trunk, its weights, SCORE as float32[E]). Raises ModelFileError and UnsupportedModel."""
     graph = Graph(sources.classifier(directory), runtime, mesh)
-    params = hub.read_weights(directory, graph, ignore=(SCORE,))
+    params, _ = hub.read_weights(directory, graph, ignore=(SCORE,))
     shape = (1, graph.config.hidden_size)
     score = TensorFiles(directory, scheme=sources.scheme(directory)).read(SCORE, shape, (slice(None), slice(None)))
     return graph, params, np.asarray(score[0], np.float32)

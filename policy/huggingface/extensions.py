@@ -58,9 +58,12 @@ NAMES: Table = {
 _COUNTS_OF_MODULES = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
-def announces_modules(hf: dict) -> bool:
-    """Returns whether the configuration `hf` of a text model announces prediction modules among its weights."""
-    return "multi_token_prediction" in hf.get(KEY, {}) or any(hf.get(key) for key in _COUNTS_OF_MODULES)
+def announced_modules(hf: dict) -> str | None:
+    """Returns the key and value by which the configuration `hf` of a text model announces prediction modules, None if
+    it announces none."""
+    if "multi_token_prediction" in hf.get(KEY, {}):
+        return f"{KEY}.multi_token_prediction: {hf[KEY]['multi_token_prediction']}"
+    return next((f"{key}: {hf[key]}" for key in _COUNTS_OF_MODULES if hf.get(key)), None)
 
 
 def extend(config: DecoderConfig, hf: dict) -> DecoderConfig:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import numpy as np
@@ -34,6 +34,8 @@ PIECE = 2**24  # how many numbers are dequantised at once: 64 MB
 # The path of prediction modules in the tree of weights, and a file of their own: transformers warns about layers past
 # num_hidden_layers in the files that it reads, unless the family's PASSED_OVER matches them.
 MTP, MTP_FILE = "mtp", "multi_token_prediction.safetensors"
+# What to do if the files lack prediction modules that they should hold.
+Missing = Literal["refuse", "fresh"]
 # Prefixes of stored names -> prefixes in the tables, for text models inside multimodal ones. A family's PREFIXES are
 # tried first.
 PREFIXES = (
@@ -137,28 +139,61 @@ def _entry(config: DecoderConfig, table: names.Table, end: str, layer: LayerSpec
     return stored
 
 
-def read_weights(directory: str | os.PathLike, graph: Graph, ignore: tuple[str, ...] = ()) -> dict[str, jax.Array]:
+def read_weights(
+    directory: str | os.PathLike,
+    graph: Graph,
+    ignore: tuple[str, ...] = (),
+    missing: Missing = "refuse",
+    seed: int = 0,
+) -> tuple[dict[str, jax.Array], frozenset[str]]:
     """Reads the weights of `graph` from the safetensors of `directory`, each shard straight to its place on the mesh.
 
-    Prediction modules are left out if neither config.json nor a file mentions them; `ignore` names tensors that the
-    caller reads. The host holds the shards of one weight at a time, and the weights that live in host memory. Raises
-    ModelFileError for tensors that are missing, unexpected or of the wrong shape.
+    Returns them with the paths of the weights that start, at least in part, as the random numbers of `seed`: prediction
+    modules that the files lack and that `missing` lets start fresh. `ignore` names tensors that the caller reads. The
+    host holds the shards of one weight at a time, and the weights that live in host memory. Raises ModelFileError for
+    tensors that are missing, unexpected or of the wrong shape.
     """
     scheme = sources.scheme(directory)
     extra_files = [MTP_FILE] if graph.config.multi_token_prediction and (Path(directory) / MTP_FILE).exists() else []
     files = TensorFiles(directory, _renamed(families.get(graph.config.family)), scheme, extra_files)
-    has_modules = extensions.announces_modules(families.text_model(sources.read_hf(directory))) or any(
-        _extra_layer(graph.config, name) for name in files.unread
-    )
-    stored = (place for place in places(graph) if has_modules or not place.path.startswith(f"{MTP}."))
-    params = {place.path: _on_mesh(graph, place, files) for place in stored}
+    absent = _absent_modules(graph.config, files, missing)
+    fresh = frozenset(path for path in graph.paths if absent and path.startswith(f"{MTP}."))
+    start = graph.init(seed, fresh) if fresh else {}
+    params = {place.path: _on_mesh(graph, place, files, start.get(place.path), absent) for place in places(graph)}
     files.unread.difference_update(ignore)
     _refuse_unread(files, graph.config, scheme)
-    return params
+    return params, fresh
 
 
-def _on_mesh(graph: Graph, place: Place, files: TensorFiles) -> jax.Array:
-    """Reads a weight shard by shard; devices that hold the same shard share one read."""
+def _absent_modules(config: DecoderConfig, files: TensorFiles, missing: Missing) -> set[int]:
+    """Returns the layer numbers of the prediction modules that the files lack and that start fresh: all of them if
+    neither config.json nor a file mentions modules, otherwise only with `missing` "fresh". Raises ModelFileError."""
+    if (part := config.multi_token_prediction) is None:
+        return set()
+    layers = range(len(config.layers), len(config.layers) + part.depth)
+    stored = {number for name in files.unread if (number := _extra_layer(config, name)) is not None}
+    announced = extensions.announced_modules(families.text_model(sources.read_hf(files.directory)))
+    absent = set(layers) - stored
+    if not absent or missing == "fresh" or not (stored or announced):
+        return absent
+    prefix = getattr(families.get(config.family), "LAYER_PREFIX", names.LAYER_PREFIX)
+    held = [number for number in layers if number in stored]
+    where = ", ".join(prefix.format(n=number) + "*" for number in held)
+    says = f"config.json says {announced}" if announced else "config.json announces none"
+    raise ModelFileError(
+        f"{files.directory}: missing tensor {prefix.format(n=min(absent))}eh_proj.weight: multi_token_prediction has "
+        f"depth {part.depth}, and of its {part.depth} modules the files hold {len(held)}{where and f' ({where})'}; "
+        f"{says}. To start the missing ones from random weights, set "
+        f"`model.multi_token_prediction: {{depth: {part.depth}, missing: fresh}}`"
+    )
+
+
+def _on_mesh(graph: Graph, place: Place, files: TensorFiles, start: jax.Array | None, absent: set[int]) -> jax.Array:
+    """Reads a weight shard by shard; devices that hold the same shard share one read. Layers with numbers in `absent`
+    are taken from `start`."""
+    if start is not None and place.layers is not None and absent.issuperset(place.layers):
+        return start
+    initial = {} if start is None else {shard.device: shard.data for shard in start.addressable_shards}
     shape, dtype, sharding = graph.shapes[place.path].shape, graph.shapes[place.path].dtype, graph.sharding(place.path)
     devices: dict[tuple, list] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -167,11 +202,14 @@ def _on_mesh(graph: Graph, place: Place, files: TensorFiles) -> jax.Array:
     for bounds, holders in devices.items():
         index = tuple(slice(*each) for each in bounds)
         shard = _aligned([high - low for low, high in bounds], dtype)
+        if initial:
+            shard[...] = np.asarray(initial[holders[0]])
         if place.layers is None:
             place.read(files, None, index, shard)
         else:
             for i, layer in enumerate(place.layers[index[0]]):
-                place.read(files, layer, index[1:], shard[i, ...])
+                if layer not in absent:
+                    place.read(files, layer, index[1:], shard[i, ...])
         places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in holders]
         arrays += jax.block_until_ready([jax.device_put(shard, place) for place in places])
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
@@ -204,7 +242,7 @@ def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | N
         skip.append(re.escape(names.TOP["lm_head"].name))  # accepted, whatever the family calls its own top
 
     def skipped(name: str) -> bool:
-        past = getattr(family, "SKIP_EXTRA_LAYERS", False) and _extra_layer(config, name)
+        past = getattr(family, "SKIP_EXTRA_LAYERS", False) and _extra_layer(config, name) is not None
         return past or any(re.fullmatch(pattern, name) for pattern in skip)
 
     extra = sorted(files.own_name(name) for name in files.unread if not skipped(name) and not files.empty(name))
@@ -215,11 +253,11 @@ def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | N
         )
 
 
-def _extra_layer(config: DecoderConfig, name: str) -> bool:
-    """Returns whether a tensor belongs to a layer past the last one."""
+def _extra_layer(config: DecoderConfig, name: str) -> int | None:
+    """Returns the number of a tensor's layer if it is past the last one, else None."""
     prefix = getattr(families.get(config.family), "LAYER_PREFIX", names.LAYER_PREFIX)
     match = re.match(re.escape(prefix).replace(r"\{n\}", r"(\d+)"), name)
-    return match is not None and int(match[1]) >= len(config.layers)
+    return int(match[1]) if match is not None and int(match[1]) >= len(config.layers) else None
 
 
 @jax.jit
@@ -296,7 +334,7 @@ def _save_tensors(directory: Path, config: DecoderConfig, tensors: Iterator[tupl
     sizes, shard_of, extra_layers = [0], {}, {}
     passed_over = getattr(families.get(config.family), "PASSED_OVER", "$.")
     for name, array in tensors:
-        if _extra_layer(config, name) and not re.match(passed_over, name):
+        if _extra_layer(config, name) is not None and not re.match(passed_over, name):
             extra_layers[name] = array
             continue
         if sizes[-1] and sizes[-1] + array.nbytes > SHARD_BYTES:

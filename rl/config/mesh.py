@@ -84,7 +84,7 @@ def problems(mesh: MeshOptions) -> Iterator[tuple[tuple, str]]:
 
 def rule_problems(rules: dict[str, list[str]], path: tuple) -> Iterator[tuple[tuple, str]]:
     """The same of rules that stand at `path`."""
-    from rl.config.suggest import nearest
+    from rewards.suggest import nearest
 
     for logical, names in rules.items():
         if logical not in DEFAULT_RULES and logical not in WHOLE:

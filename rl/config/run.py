@@ -119,7 +119,8 @@ _EXTENSIONS: tuple[str, ...] = ("hyper_connections", "engram", "multi_token_pred
 class MultiTokenPredictionOptions(Strict):
     """Modules beside the decoder that predict further tokens, each with a layer like the decoder's last. A directory holds
     their weights as DeepSeek-V3's layer 61 or as a run that had them wrote them; where its config.json announces none
-    (`num_nextn_predict_layers` absent or 0) and no file has a part of one, they start from random weights."""
+    (`num_nextn_predict_layers` absent or 0) and no file has a part of one, they start from random weights. `missing` is for
+    directories that announce modules without weights, and for a depth beyond the modules in the files."""
 
     depth: int = Field(
         1, ge=1, description="number of modules; module d predicts the token d places after the next one"
@@ -129,6 +130,10 @@ class MultiTokenPredictionOptions(Strict):
     )
     final_norm: bool = Field(
         True, description="each module has a norm of its own before the head; false: the decoder's"
+    )
+    missing: Literal["refuse", "fresh"] = Field(
+        "refuse",
+        description="modules that the files should hold and lack: refuse the directory, or start them from random weights",
     )
 
 
@@ -217,7 +222,8 @@ class ModelOptions(Strict):
     @property
     def sections(self) -> dict[str, dict]:
         """The sections of policy/huggingface/extensions.py that are set here."""
-        return {name: part.model_dump() for name in _EXTENSIONS if (part := getattr(self, name)) is not None}
+        parts = {name: part for name in _EXTENSIONS if (part := getattr(self, name)) is not None}
+        return {name: part.model_dump(exclude={"missing"}) for name, part in parts.items()}
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -334,7 +340,7 @@ class DataOptions(Strict):
 
 class SamplingOptions(Strict):
     temperature: float = Field(
-        1.0, ge=0.0, description="logits are divided by it; 0 is greedy, from which nothing is learnt"
+        1.0, ge=0.0, description="logits are divided by it; 0 is greedy, from which nothing can be learned"
     )
     top_k: int = Field(0, ge=0, description="0: all")
     top_p: float = Field(
@@ -498,7 +504,7 @@ class StageOptions(Strict):
         ge=1,
         description="packed rows in one gradient computation (null: all, on CPU 768 tokens); changes speed and memory only",
     )
-    internal_metrics: bool = Field(
+    diagnostics: bool = Field(
         False, description="log activations of each layer and gradient norms of each kind of part"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="share of activations dropped in updates of the policy")
@@ -524,7 +530,7 @@ class StageOptions(Strict):
         return {
             "indexer": self.indexer.training,
             "mtp": None if self.mtp is None else "detached" if self.mtp.detach else "joint",
-            "record": ("activations",) if self.internal_metrics else (),
+            "record": ("activations",) if self.diagnostics else (),
             "capacity_factor": self.router.capacity_factor,
             "ragged_buffer_factor": self.router.ragged_buffer_factor,
         }
@@ -557,7 +563,7 @@ class RunConfig(Strict):
         min_length=1, description="one after the other, each from the weights of the one before"
     )
     every_stage: dict[str, Any] = Field({}, description="laid over each stage, e.g. to make any run small")
-    if_given: dict[str, Any] = Field(
+    if_present: dict[str, Any] = Field(
         {}, description="laid over those sections that the files before have, e.g. evaluation"
     )
 

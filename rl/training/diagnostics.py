@@ -1,4 +1,4 @@
-"""What a stage with `internal_metrics` logs of the inside of a model: activations of each layer, and gradients by kind of part."""
+"""What a stage with `diagnostics` logs of the inside of a model: activations of each layer, and gradients by kind of part."""
 
 from __future__ import annotations
 

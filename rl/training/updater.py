@@ -97,7 +97,7 @@ class OptimizerStep:
         self.owner, self._loss, self._options, self._stage, self.head = owner, loss, options, stage, head
         self._learned = learned(owner.axes, owner.runtime)
         self._seed = seed if stage.dropout else None
-        self._internals = stage.internal_metrics and isinstance(owner, Graph)
+        self._internals = stage.diagnostics and isinstance(owner, Graph)
         self._graph = owner if isinstance(owner, Graph) else owner.trunk
         self.layout = self._graph.layout
         self.rate = schedule(options, stage.steps * stage.updates_per_step)
@@ -186,7 +186,7 @@ class OptimizerStep:
     ):
         trained, still = self._split(learner.params)
         if self._seed is not None:
-            batch = batch.replace(dropout=row_seeds(self._seed, _updates(learner), batch.tokens.shape[0]))
+            batch = batch.replace(dropout=row_seeds(self._seed, updates_made(learner), batch.tokens.shape[0]))
         others = still | (beside or {}) | (head.params if head else {})
         grads, loss, metrics, routing = self._gradients(trained, others, batch, inputs, micro_rows)
         if head is not None:
@@ -212,7 +212,7 @@ class OptimizerStep:
         kept = still | jax.tree.map(lambda a, b: jnp.where(good, a, b), moved, constants)
         metrics = {
             "loss": loss,
-            "optim/lr": self.rate(_updates(learner)),
+            "optim/lr": self.rate(updates_made(learner)),
             "optim/grad_norm": norm,
             "optim/update_norm": norm_of(to_device(changes)),
             "optim/skipped": 1.0 - finite,
@@ -294,8 +294,8 @@ class OptimizerStep:
         return grads | slopes, loss.sum(), metrics, jax.tree.map(lambda a: a.sum(axis=0), routing)
 
 
-def _updates(learner: ParamState) -> jax.Array:
-    """How many updates there were: AdamW's last part counts those of its schedule."""
+def updates_made(learner: ParamState) -> jax.Array:
+    """The number of updates that were not skipped: AdamW's last part counts those of its schedule."""
     return learner.optimizer[-1].count
 
 

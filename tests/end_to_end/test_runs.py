@@ -6,6 +6,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import full_disk
 import jax
 import launch
 import numpy as np
@@ -271,6 +272,15 @@ def test_weights_that_find_no_room_are_written_by_the_next_start(tmp_path, capsy
     )
     assert not list((tmp_path / "run").glob("export*"))
     assert launch.train(*run) == 0 and launch.weights(tmp_path / "run")
+
+
+@pytest.mark.skipif(not full_disk.available(), reason="no process may mount a file system here")
+@pytest.mark.parametrize("shares", [(30,), pytest.param((0, 2, 5, 8, 12, 20, 40, 50, 60, 80), marks=pytest.mark.slow)])
+def test_a_run_on_a_full_disk_is_exit_code_5_and_goes_on_after_room_was_made(tmp_path, shares):
+    done = full_disk.run(Path(__file__).with_name("full_disk_runs.py"), tmp_path, *shares)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    codes = json.loads(done.stdout.splitlines()[-1])
+    assert 5 in codes.values(), codes
 
 
 def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_quickstart():

@@ -94,7 +94,7 @@ def test_a_stage_logs_them_layer_by_layer_for_any_micro_batch():
     )
     values = np.asarray(aux.layers["stacks.0.layers.0"].hidden[0], np.float64)[segments != 0]
     for micro_batch in (None, 3):
-        trainer, state = begin(model, stage(internal_metrics=True, micro_batch=micro_batch))
+        trainer, state = begin(model, stage(diagnostics=True, micro_batch=micro_batch))
         _, metrics = trainer.update(state, data)
         expected = {"mean": values.mean(), "std": values.std(), "zeros": 0.0}
         for name, value in expected.items():
