@@ -52,19 +52,19 @@ def load(
     `dtype`, `runtime` and `mesh` are as for `create`. Raises UnsupportedModel for a configuration that the decoder does
     not compute and ModelFileError for files that are damaged, lack a tensor or hold an unexpected one.
     """
-    from policy.huggingface import hub
+    from policy.huggingface import model_directory
 
     config = sources.read_config(directory, sections)
     graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
-    params, fresh = hub.read_weights(directory, graph, missing=missing, seed=seed)
+    params, fresh = model_directory.read_weights(directory, graph, missing=missing, seed=seed)
     return Model(graph, params, fresh)
 
 
 def save(model: Model, directory: str | os.PathLike) -> None:
     """Writes a Hugging Face directory that transformers loads with no missing or unexpected keys."""
-    from policy.huggingface import hub
+    from policy.huggingface import model_directory
 
-    hub.write(directory, model.graph, model.params)
+    model_directory.write(directory, model.graph, model.params)
 
 
 def _one_device() -> Layout:

@@ -26,7 +26,7 @@ from types import ModuleType
 
 from policy.config import DecoderConfig
 from policy.huggingface import extensions
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 
 
 def known() -> list[str]:

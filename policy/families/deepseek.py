@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, Indexer, LatentAttention, LayerSpec, Mlp, Moe, Router
 from policy.huggingface import names
-from policy.huggingface.hf import UnsupportedModel, activation, decoder, first, rope, rope_parameters, yarn_mscale
+from policy.huggingface.config_fields import (
+    UnsupportedModel,
+    activation,
+    decoder,
+    first,
+    rope,
+    rope_parameters,
+    yarn_mscale,
+)
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")

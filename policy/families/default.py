@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, LearnedPositions, Mlp, Norm, SinusoidPositions
 from policy.huggingface import names
-from policy.huggingface.hf import (
+from policy.huggingface.config_fields import (
     ACTIVATIONS,
     UnsupportedModel,
     activation,

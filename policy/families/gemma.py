@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Norm
 from policy.huggingface import names
-from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, head_dim, rope
+from policy.huggingface.config_fields import UnsupportedModel, activation, attention, decoder, head_dim, rope
 
 ARCHITECTURES = ("GemmaForCausalLM",)
 MODEL_TYPES = ("gemma",)

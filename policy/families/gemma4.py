@@ -15,7 +15,7 @@ from policy.config import (
     Router,
 )
 from policy.huggingface import names
-from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, first, layer_types, rope
+from policy.huggingface.config_fields import UnsupportedModel, activation, attention, decoder, first, layer_types, rope
 from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from policy.config import Attention, DecoderConfig, LayerNorm, LayerSpec, LearnedPositions, Mlp
 from policy.huggingface import names
-from policy.huggingface.hf import UnsupportedModel, activation, decoder, first
+from policy.huggingface.config_fields import UnsupportedModel, activation, decoder, first
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
 MODEL_TYPES = ("gpt2",)

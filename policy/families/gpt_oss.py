@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from policy.config import ClampedSwiglu, DecoderConfig, LayerSpec, Moe, Norm, Router
 from policy.huggingface import names
-from policy.huggingface.hf import attention, decoder, first, head_dim, layer_types, rope
+from policy.huggingface.config_fields import attention, decoder, first, head_dim, layer_types, rope
 from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("GptOssForCausalLM",)

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Moe, Norm, QueryTemperature, Router
 from policy.huggingface import names
-from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, first, head_dim, layer_types, rope
+from policy.huggingface.config_fields import (
+    UnsupportedModel,
+    activation,
+    attention,
+    decoder,
+    first,
+    head_dim,
+    layer_types,
+    rope,
+)
 from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Moe, Router
 from policy.huggingface import names
-from policy.huggingface.hf import activation, attention, decoder, first, head_dim, rope
+from policy.huggingface.config_fields import activation, attention, decoder, first, head_dim, rope
 from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("MixtralForCausalLM",)

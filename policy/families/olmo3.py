@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from policy.config import POST_NORM, DecoderConfig, LayerSpec, Mlp, Norm, Rope
 from policy.huggingface import names
-from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, head_dim, layer_types, rope
+from policy.huggingface.config_fields import (
+    UnsupportedModel,
+    activation,
+    attention,
+    decoder,
+    head_dim,
+    layer_types,
+    rope,
+)
 
 ARCHITECTURES = ("Olmo3ForCausalLM",)
 MODEL_TYPES = ("olmo3",)

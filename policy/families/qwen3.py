@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm
 from policy.huggingface import names
-from policy.huggingface.hf import activation, attention, decoder, layer_types, rope
+from policy.huggingface.config_fields import activation, attention, decoder, layer_types, rope
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 MODEL_TYPES = ("qwen3",)

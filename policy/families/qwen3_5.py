@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
 from policy.huggingface import names
-from policy.huggingface.hf import activation, decoder, first, hybrid_mixers
+from policy.huggingface.config_fields import activation, decoder, first, hybrid_mixers
 
 ARCHITECTURES = (
     "Qwen3_5ForCausalLM",

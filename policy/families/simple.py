@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Matrix
 from policy.huggingface import names
-from policy.huggingface.hf import decoder
+from policy.huggingface.config_fields import decoder
 
 ARCHITECTURES = ("SimpleLM",)
 MODEL_TYPES = ()  # its configurations are Llama's

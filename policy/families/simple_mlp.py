@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp
 from policy.huggingface import names
-from policy.huggingface.hf import decoder
+from policy.huggingface.config_fields import decoder
 
 ARCHITECTURES = ("SimpleMlpLM",)
 MODEL_TYPES = ()  # its configurations are Llama's

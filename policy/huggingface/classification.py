@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from policy.config import Runtime
-from policy.huggingface import hub, sources
+from policy.huggingface import model_directory, sources
 from policy.huggingface.tensorfiles import TensorFiles
 from policy.mesh import processes
 from policy.mesh.sharding import Layout
@@ -24,7 +24,7 @@ SCORE = "score.weight"
 def read(directory: str | os.PathLike, runtime: Runtime, mesh: Layout) -> tuple[Graph, dict, np.ndarray]:
     """Reads (graph of the trunk, its weights, SCORE as float32[E]). Raises ModelFileError and UnsupportedModel."""
     graph = Graph(sources.classifier(directory), runtime, mesh)
-    params, _ = hub.read_weights(directory, graph, ignore=(SCORE,))
+    params, _ = model_directory.read_weights(directory, graph, ignore=(SCORE,))
     shape = (1, graph.config.hidden_size)
     score = TensorFiles(directory, scheme=sources.scheme(directory)).read(SCORE, shape, (slice(None), slice(None)))
     return graph, params, np.asarray(score[0], np.float32)
@@ -38,4 +38,4 @@ def write(
     keys: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     keys |= {} if pad_id is None else {"pad_token_id": pad_id}
     score = processes.on_host(score_E).astype(graph.runtime.param_dtype)[None]
-    hub.write(directory, graph, params, tensors={SCORE: score}, keys=keys)
+    model_directory.write(directory, graph, params, tensors={SCORE: score}, keys=keys)

@@ -13,7 +13,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from policy.config import DecoderConfig, HyperConnections, MultiTokenPrediction
 from policy.huggingface import ngrams
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.names import Stored, Table
 
 KEY = "duet"

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from policy.config import DecoderConfig, Engram, Norm
-from policy.huggingface.hf import stacks
+from policy.huggingface.config_fields import stacks
 
 # Layers draw their multipliers from generators whose seeds differ by this prime (deepseek-ai/Engram,
 # engram_demo_v1.py).

@@ -12,7 +12,7 @@ import yaml
 from policy import families
 from policy.config import DecoderConfig
 from policy.huggingface import extensions, quantized
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.quantized import Scheme
 from policy.huggingface.tensorfiles import ModelFileError
 

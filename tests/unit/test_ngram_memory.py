@@ -17,7 +17,7 @@ from policy import families
 from policy.cache import cache as caches
 from policy.cache.step import Step
 from policy.config import Runtime
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 from policy.layers.engram import set_classes
 from policy.model import Graph
 from policy.modes import make_step
