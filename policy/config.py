@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from policy.options import option
 from policy.runtime import Quantization, Runtime, StoredType
 from policy.specs import (
     Activation,
@@ -137,13 +138,20 @@ class HyperConnections:
     of its own or without.
     """
 
-    streams: int = 4
-    variant: Literal["sinkhorn", "lite"] = "sinkhorn"
-    sinkhorn_iterations: int = 20
-    eps: float = 1e-6
-    reduce: Literal["sum", "head"] = "sum"
-    norm_weight: bool = False
-    norm_eps: float = 1e-6
+    streams: int = option(4, ge=1, description="residual vectors of each token")
+    variant: Literal["sinkhorn", "lite"] = option(
+        "sinkhorn",
+        description="how the streams are mixed: by Sinkhorn iterations, or (lite) an exact mixture of all permutations",
+    )
+    sinkhorn_iterations: int = option(20, ge=1, description="rounds of normalised columns and rows")
+    eps: float = option(
+        1e-6, gt=0.0, description="added to each sum of the Sinkhorn iterations and to the read weights"
+    )
+    reduce: Literal["sum", "head"] = option(
+        "sum", description="input of the final norm: the sum of the streams, or a sum weighted by a head"
+    )
+    norm_weight: bool = option(False, description="whether the norm before each mapping has a weight")
+    norm_eps: float = option(1e-6, gt=0.0, description="epsilon of the norm before each mapping")
 
     def __post_init__(self):
         if self.streams < 1 or self.sinkhorn_iterations < 1:
@@ -166,10 +174,14 @@ class MultiTokenPrediction:
     decoder's.
     """
 
-    depth: int
+    depth: int = option(ge=1, description="number of modules; module d predicts the token d places after the next one")
     layer: LayerSpec
-    input: Literal["post_norm", "pre_norm"] = "post_norm"
-    final_norm: bool = True
+    input: Literal["post_norm", "pre_norm"] = option(
+        "post_norm", description="states that the first module reads: after or before the final norm"
+    )
+    final_norm: bool = option(
+        True, description="each module has a norm of its own before the head; false: it uses the decoder's"
+    )
 
     def __post_init__(self):
         if self.depth < 1:

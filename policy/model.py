@@ -133,8 +133,11 @@ class Graph:
             leaves = dict(zip(self.paths, jax.tree.leaves(nnx.state(decoder)), strict=True))
             return {path: leaves[path].astype(self.shapes[path].dtype) for path in chosen}
 
+        places = {path: self.sharding(path) for path in chosen}
+        # The program runs once. On CPU this level compiles it in 0.4 of the time, to the same bits.
+        options = {"xla_backend_optimization_level": 1} if self.layout.platform == "cpu" else None
         with nnx.use_eager_sharding(False):
-            return jax.jit(create, out_shardings={path: self.sharding(path) for path in chosen})(jax.random.key(seed))
+            return jax.jit(create, out_shardings=places, compiler_options=options)(jax.random.key(seed))
 
     def logprobs(
         self, params: dict[str, jax.Array], tokens_BT: jax.Array, step: Step, temperature: ArrayLike

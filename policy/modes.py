@@ -71,8 +71,8 @@ def score(
     """Returns (logp, entropy), float32[B, T], of tokens that are predicted from `states`, the states one token
     earlier."""
     rows = Rows(runtime.layout, *tokens_BT.shape)
-    hidden, targets, tiling = rows.flat(states_BTE), rows.flat(tokens_BT), head.Tiling(runtime.vocab_tiles, rows.layout)
-    softcap = decoder.config.logit_softcap
+    hidden, targets = rows.flat(states_BTE), rows.flat(tokens_BT)
+    tiling, softcap = head.Tiling(runtime.num_vocab_tiling, rows.layout), decoder.config.logit_softcap
     logp, entropy = head.logprobs(hidden, decoder.head_weight, targets, temperature, softcap, tiling)
     return rows.back(logp), rows.back(entropy)
 

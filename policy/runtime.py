@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from policy.options import option
+
 if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
 
@@ -25,7 +27,7 @@ class Runtime:
     `scan` runs the repeats of a stack in a loop. More than `attention_chunk` queries are taken in chunks.
     `host_parameters`: trained weights live in host memory (policy/mesh/host_memory.py). `table_memory`: n-gram tables
     live in the memory of the device or of its host; with "host" only the rows that are looked up reach the device.
-    `vocab_tiles`: number of chunks of tokens whose logits are computed one after the other (policy/heads/head.py);
+    `num_vocab_tiling`: number of chunks of tokens whose logits are computed one after the other (policy/heads/head.py);
     None: chosen by size.
 
     Outputs. `record` names what each layer adds to the Aux. `indexer`: what an indexer of keys is trained on when there
@@ -43,27 +45,64 @@ class Runtime:
     (policy/attention/context_parallel.py, policy/attention/sequence_shards.py).
     """
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: str = "full"
-    remat_tensors: tuple[tuple[str, str], ...] = ()
-    scan: bool = True
+    dtype: Literal["float32", "bfloat16"] = option("float32", description="dtype of the matrix products")
+    param_dtype: Literal["float32", "bfloat16"] = option("float32", description="dtype in which weights are stored")
+    remat: str = option(
+        "full",
+        description="what the backward pass computes again: full saves only the input of each layer, none saves all; "
+        "docs/memory.md describes the others",
+    )
+    remat_tensors: tuple[tuple[str, str], ...] = option(
+        (),
+        description="with remat: custom, where each tensor of docs/memory.md is saved (offload: host memory), or remat",
+    )
+    scan: bool = option(True, description="scan over stacked layers in training (false: unrolled)")
     attention_chunk: int = 512
     record: tuple[Literal["hidden", "activations", "selection", "routes"], ...] = ()
     indexer: Literal["off", "dense_warmup", "sparse"] = "off"
     mtp: Literal["joint", "detached"] | None = None
     tentative: bool = False
-    table_memory: Literal["device", "host"] = "device"
-    host_parameters: bool = False
-    vocab_tiles: int | None = None
-    expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = "auto"
+    table_memory: Literal["device", "host"] = option(
+        "device",
+        description="where n-gram tables live; host: only the rows that are looked up are copied to the device",
+    )
+    host_parameters: bool = option(
+        False, description="weights live in host memory; one layer at a time is on the device"
+    )
+    num_vocab_tiling: int | None = option(
+        None,
+        ge=1,
+        description="chunks of tokens whose logits are computed one by one; null: as few as have at most "
+        "2^24 logits each",
+    )
+    expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = option(
+        "auto",
+        description="how tokens reach experts along the mesh axis `expert`, see docs/experts.md; auto: gather",
+    )
     capacity_factor: float | None = None
     ragged_buffer_factor: float | None = None
-    context_parallel: Literal["all_gather", "ring", "ulysses"] = "all_gather"
-    context_load_balance: bool = False
-    batch_split: bool = False
-    expert_gradients: Literal["float8_e5m2"] | None = None
-    quantization: Quantization | None = None
+    context_parallel: Literal["all_gather", "ring", "ulysses"] = option(
+        "all_gather", description="how attention works along the mesh axis `context`, see docs/meshes.md"
+    )
+    context_load_balance: bool = option(
+        False,
+        description="each device of the axis `context` takes an early and a late part of a sequence; for "
+        "all_gather and ring",
+    )
+    batch_split: bool = option(
+        False,
+        description="an update splits the rows of each device in two halves, so that in layers with experts the "
+        "collectives of one run during the products of the other; the rows of a micro-batch become even on each device",
+    )
+    expert_gradients: Literal["float8_e5m2"] | None = option(
+        None,
+        description="type in which gradients are sent back to the devices of the experts (gather and hidden); null: "
+        "`dtype`. It halves the bytes of bfloat16 gradients and rounds each number by up to an eighth",
+    )
+    quantization: Quantization | None = option(
+        None,
+        description="type in which layers multiply; fp8: e4m3, fp8_full: gradients in e5m2; weights keep param_dtype",
+    )
     layout: Layout | None = None
 
     @property

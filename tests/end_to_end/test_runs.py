@@ -164,6 +164,7 @@ def test_a_run_in_use_is_left_alone(unbroken, capsys):
     assert "in use by another process" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(unbroken, tmp_path):
     directory = tmp_path / "run"
     running = launch.process(*launch.arguments(directory))
@@ -372,6 +373,7 @@ def test_a_run_with_a_critic_that_warms_up(tmp_path):
     assert (launch.numbers(tmp_path / "run"), launch.samples(tmp_path / "run")) == before
 
 
+@pytest.mark.slow
 def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generator(tmp_path, monkeypatch):
     """No pass for values is made, but for one that the end of a completion which was cut off needs; the numbers are those of a run
     that makes it every step."""

@@ -120,7 +120,10 @@ def memory_of(kv):
     return {name: np.asarray(array[0]) for name, array in kv[1][0][0].items() if name.startswith("ngram")}
 
 
-@pytest.mark.parametrize("calls", [[5, 5, 1, 1, 1, 1], [1] * 14], ids=["chunks", "decoding"])
+@pytest.mark.parametrize(
+    "calls",
+    [pytest.param([5, 5, 1, 1, 1, 1], id="chunks"), pytest.param([1] * 14, id="decoding", marks=pytest.mark.slow)],
+)
 def test_with_history_in_the_cache_every_token_is_that_of_the_full_forward(model, calls):
     rows, lengths = tokens(3, 14), np.array([14, 8, 4])
     expected = np.asarray(model.logits(rows))

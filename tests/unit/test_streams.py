@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import configuration, random_model, short, tokens
+from oracles import by_kind, configuration, random_model, short, tokens
 
 import policy
 from policy import families, modes
@@ -45,10 +45,8 @@ def model_of(kind):
 
 
 def every(*quick):
-    """All kinds, those that are not `quick` marked as slow."""
-    return pytest.mark.parametrize(
-        "kind", [pytest.param(k, marks=() if k in quick else pytest.mark.slow) for k in KINDS]
-    )
+    """All kinds, of which those that are not `quick` are left out of the default run."""
+    return pytest.mark.parametrize("kind", by_kind(KINDS, always=quick))
 
 
 def gradients(model, **runtime):
