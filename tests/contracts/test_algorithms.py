@@ -28,6 +28,9 @@ def batch(name):
         prompt=np.zeros(ROWS, np.int32),
         segments=np.array([[1, 1, 2], [1, 2, 0], [1, 2, 2], [1, 1, 2]]) if algorithm.stage in PAIRED else None,
         scores=rng.normal(size=mask.shape).astype(np.float32) * mask if algorithm.stage == "reward_model" else None,
+        extra={"label": np.array([[1.0], [0.0], [1.0], [0.0]]) * mask, "kl": mask}
+        if algorithm.stage == "unpaired"
+        else None,
         max_length=WIDTH,
         **arrays,
     )
