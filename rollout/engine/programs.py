@@ -27,7 +27,7 @@ from policy.cache import cache as caches
 from policy.cache.pages import Pages
 from policy.cache.sliding_window import WithRings
 from policy.cache.step import Step
-from policy.execution.compiled_cache import Memory
+from policy.execution.compiled_cache import Memory, callable_form
 from policy.execution.decoding import laid_out
 from policy.mesh import processes
 from policy.mesh.sharding import block_on_cpu_mesh
@@ -261,11 +261,8 @@ class Programs:
     def _compile(self, key: tuple, arguments: tuple, lowered: jax.stages.Lowered):
         compiled = lowered.compile()
         self.memory[key] = Memory.of(compiled, self.graph.layout.platform)
-        if any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves(arguments)):
-            # jax 0.10 refuses arrays of 4 bits as arguments of what it has compiled so: their layouts differ.
-            compiled = self._jitted[key[0]]
         with self._lock:
-            return self._compiled.setdefault(key, compiled)
+            return self._compiled.setdefault(key, callable_form(compiled, self._jitted[key[0]], arguments))
 
     def _late(self, key: tuple) -> None:
         name, *shape = key
