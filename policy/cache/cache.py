@@ -229,6 +229,11 @@ def without_pools(cache):
     return _each(lambda array: array, lambda pool: None, cache)
 
 
+def with_arrays(cache, arrays):
+    """Returns `cache` with `arrays`, which `without_pools` made of it, in the place of its arrays by slot. Writes nothing."""
+    return _each(lambda before, after: after, lambda pool, _: pool, cache, arrays)
+
+
 def copy_pages(cache, source_n: jax.Array, to_n: jax.Array):
     """Pages source[i] written over pages to[i]: what a row does before it writes into a page that it shares. Numbers past the end,
     all different, are skipped."""

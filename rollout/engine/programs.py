@@ -398,10 +398,11 @@ class Programs:
 
     def _copy_program(self, cache, pairs, count):
         def one(i, arrays):
-            return jax.tree.map(lambda a: a.at[:, pairs[i, 1]].set(a[:, pairs[i, 0]]), arrays)
+            # By an array of one slot: a mesh that cuts the slots then sends that row. By a number it would gather all rows.
+            return caches.with_rows(arrays, caches.rows_of(arrays, pairs[i, :1]), pairs[i, 1:])
 
         arrays = jax.lax.fori_loop(0, count, one, caches.without_pools(cache))
-        return self._pinned(caches.with_rows(cache, arrays, jnp.arange(self.slots)))
+        return self._pinned(caches.with_arrays(cache, arrays))
 
     def _enter_program(self, cache, rows):
         return self._pinned(caches.without_pools(caches.rows_of(cache, rows)))

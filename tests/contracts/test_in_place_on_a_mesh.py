@@ -28,6 +28,13 @@ def test_prefill_and_decoding_read_the_buffers_that_the_update_wrote(found):
     assert 0 < read["written"] <= read["cache"], "weights are given up to no program"
 
 
+def test_a_copy_of_rows_sends_those_rows_and_writes_in_place(found):
+    """Room for two rows and what is sent of them, not for those of other devices."""
+    copied = found["copied"]
+    assert copied["same"] and copied["written"] == copied["cache"]
+    assert 0 < copied["needed"] < 3 * copied["row"] < copied["cache"], copied
+
+
 def test_a_checkpoint_comes_back_on_any_other_mesh(found):
     assert len(found["elastic"]) == 5 and all(found["elastic"].values()), found["elastic"]
 

@@ -5,6 +5,7 @@ import gc
 import itertools
 import weakref
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -195,6 +196,19 @@ def test_an_interrupted_call_leaves_the_generator_usable(model, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 generator.generate(prompts, params)
         assert generator.generate(prompts, params) == expected
+
+
+def test_a_copy_of_rows_writes_and_needs_room_for_nothing_else(generator):
+    """Of the rows it copies, one after the other: room for one at a time."""
+    programs, rng = generator.engine.programs, np.random.default_rng(0)
+    cache = jax.tree.map(lambda a: jax.device_put(rng.normal(size=a.shape).astype(a.dtype), a.sharding), programs.empty())
+    before = [np.array(array) for array in jax.tree.leaves(cache)]
+    copied = jax.tree.leaves(programs.copy(cache, [(0, 2), (2, 3)]))
+    for expected, array in zip(before, copied, strict=True):
+        expected[:, [2, 3]] = expected[:, [0]]
+        np.testing.assert_array_equal(array, expected)
+    memory, size = programs.memory["copy",], sum(array.nbytes for array in before)
+    assert memory.aliased == size and 0 < memory.temporaries < 2 * size / programs.slots
 
 
 # Stops.
