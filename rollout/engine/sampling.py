@@ -1,4 +1,4 @@
-"""How the next token is drawn. S slots, V vocabulary."""
+"""Sampling of the next token. S slots, V vocabulary."""
 
 from __future__ import annotations
 
@@ -9,40 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """What to draw: `n` completions of each prompt, of at most `max_new_tokens` tokens.
-
-    temperature 0 takes the most likely token (the lowest id among equals). top_k keeps the k most likely tokens (0: all), top_p
-    the fewest most likely ones whose probabilities reach it, min_p those at least min_p times as likely as the likeliest; in this
-    order. A completion ends with a token of `stop_token_ids`, or with the token that completes a string of `stop`.
-    """
-
-    n: int = 1
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids))
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        checks = {
-            "n must be at least 1": self.n >= 1,
-            "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
-            "temperature must be 0 or more": self.temperature >= 0,
-            "top_k must be 0 (all) or more": self.top_k >= 0,
-            "top_p must lie in (0, 1]": 0 < self.top_p <= 1,
-            "min_p must lie in [0, 1]": 0 <= self.min_p <= 1,
-            "stop must not hold an empty string": all(self.stop),
-        }
-        for message, holds in checks.items():
-            if not holds:
-                raise ValueError(f"SamplingParams: {message}")
+from rollout.types import SamplingParams
 
 
 def uniforms(seed: jax.Array, prompt_ids_S, samples_S, positions_S) -> jax.Array:

@@ -264,7 +264,7 @@ def test_a_scanned_cache_is_an_unrolled_one(name, monkeypatch):
     monkeypatch.setattr(rollout.engine.programs, "UNROLLED_LAYERS", 0)
     scanned = Generator(model_of(name), max_length=WIDTH, slots=6, seed=5)
     assert_same(scanned.generate(PROMPTS, GREEDY), unrolled)
-    assert len(scanned.engine._cache[-1]) == 1 < len(generator_of(name).engine._cache[-1])
+    assert len(scanned.engine.batch.full_cache()[-1]) == 1 < len(generator_of(name).engine.batch.full_cache()[-1])
 
 
 # One for each kind of mixer and cache.
