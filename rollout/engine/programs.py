@@ -87,7 +87,9 @@ class DecodeState:
             if recent:
                 last = (*request.prompt[-recent:], *request.tokens[-recent:])[-recent:]
                 tails[row, recent - len(last) :] = last
-        return cls(*columns, stops, Draws.of(sampling, seed), tails if recent else None)
+        names = ("token", "cached", "left", "prompt_id", "sample", "active")
+        numbers: dict[str, Any] = dict(zip(names, columns, strict=True))
+        return cls(**numbers, stops=stops, draws=Draws.of(sampling, seed), recent=tails if recent else None)
 
 
 class DecoderPrograms:

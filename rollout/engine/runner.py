@@ -72,7 +72,8 @@ class ModelRunner:
         layout = self.graph.layout
         parts = slots // layout.sharding(("cache_batch",), (slots,)).shard_shape((slots,))[0]
         self.geometry = CacheGeometry(slots, parts, traced.supports_truncation, table_width)
-        self.value_head, self.reserved_bytes, self.sealed, self._strict = None, 0, False, False
+        self.value_head: jax.Array | None = None
+        self.reserved_bytes, self.sealed, self._strict = 0, False, False
         jitted = {
             "empty": jax.jit(self._empty_cache),
             "prefill": jax.jit(traced.prefill, donate_argnums=1),

@@ -103,12 +103,14 @@ class SpeculativePrograms(DecoderPrograms):
         with self.graph.precision():
             decoder = self.graph.decoder(params)
             _, main, aux = decoder(tokens_PC[:, :C], step, main, runtime)
+            assert aux.mtp_input is not None, "the decoder of a model with prediction modules returns their input"
             read = aux.mtp_input
             for k in range(1, self.ahead + 1):
                 known = (step.positions <= lengths_P[:, None] - k).astype(jnp.int32)
                 shifted = replace(step, segments=step.segments * known, tokens=tokens_PC[:, k : k + C])
                 layer = LayerCache.of(drafts.layers[k - 1], 0, shifted, runtime.layout)
                 read, _, layer, _ = predict(decoder, k, read, shifted, layer, runtime)
+                assert layer is not None, "a module that has a cache returns it"
                 layers.append(layer.arrays)
             hidden = _slide(drafts.hidden[0, :, 0], aux.mtp_input, step.segments.sum(axis=1))
         return main, Drafts(tuple(layers), hidden[None, :, None])
@@ -164,6 +166,7 @@ class SpeculativePrograms(DecoderPrograms):
             step = Step(jnp.maximum(at, 0), (active & (at >= 0)).astype(jnp.int32), tokens=tokens, pages=state.pages)
             layer = LayerCache.of(layers[module - 1], 0, step, runtime.layout)
             read, normed, layer, _ = predict(decoder, module, read, step, layer, runtime)
+            assert layer is not None, "a module that has a cache returns it"
             layers[module - 1] = layer.arrays
             logits = modes.logits(decoder, normed[:, -1], runtime)
             new, _ = choose(logits, (state.prompt_id, state.sample, loop.cached + k), state.draws)

@@ -16,7 +16,7 @@ from rollout.engine.active_batch import ActiveBatch
 from rollout.engine.engine import Engine
 from rollout.engine.page_table import PagedRows, PageTable
 from rollout.engine.prefixes import Copies, PinStates, RestoreStates
-from rollout.engine.runner import StepOutput
+from rollout.engine.programs import StepOutput
 from rollout.engine.rows import CacheGeometry, Rows
 from rollout.engine.scheduler import Scheduler, SchedulerLimits
 from rollout.request import Queue, Request
