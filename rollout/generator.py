@@ -1,10 +1,10 @@
-"""The generator: prompts in, completions out. It computes with the policy's own weights, or with a copy that is quantised or
-resharded for decoding."""
+"""The generator: prompts in, completions out. It computes with the policy's own weights, or with a copy that is
+quantised or resharded for decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -20,15 +20,16 @@ from rollout.engine.runner import ModelRunner
 from rollout.engine.weights import RolloutWeights
 from rollout.request import Queue, Request
 from rollout.text.chat import render_prompt
+from rollout.text.tokenizer import first_stop
 from rollout.types import Completion, GeneratorOptions, SamplingParams
 
 
 class Generator:
     """Decodes up to `slots` completions at the same time over a cache of `max_length` tokens each.
 
-    A token's draw depends only on (seed, prompt id, sample index, position), so neither the other prompts of a call nor the
-    number of slots changes a completion. The generator reads the weights from `model.params` at every dispatch. Copies of them
-    (`weights`) are made again when they have changed (rollout/engine/weights.py).
+    A token's draw depends only on (seed, prompt id, sample index, position), so neither the other prompts of a call
+    nor the number of slots changes a completion. The generator reads the weights from `model.params` at every
+    dispatch. Copies of them (`weights`) are made again when they have changed (rollout/engine/weights.py).
 
     engine: runs the requests. verifier: checks their tokens, under GeneratorOptions.exact.
     """
@@ -63,13 +64,15 @@ class Generator:
             runner,
             lambda: self._params,
             seed,
-            stop_string=self._stop_string if tokenizer else None,
+            stop_string=partial(first_stop, tokenizer) if tokenizer else None,
             prefill_budget=budget,
         )
         if options.record_values:
             self.value_by(jnp.zeros(model.config.hidden_size, jnp.float32, device=model.graph.layout.replicated))
         self._queue = Queue()
-        self.verifier = Verifier(model.scorer, seed, stop_string=self._stop_string) if options.exact else None
+        self.verifier = (
+            Verifier(model.scorer, seed, stop_string=partial(first_stop, tokenizer)) if options.exact else None
+        )
 
     def generate(
         self,
@@ -79,13 +82,13 @@ class Generator:
     ) -> list[list[Completion]]:
         """Samples `params.n` completions of each prompt; returns them as [prompt][sample].
 
-        Prompts are lists of token ids, or strings with a tokenizer. `ids` are the prompt ids of the random draw, by default
-        range(len(prompts)), so that equal calls give equal tokens. A string is encoded as training encodes prompts: with the
-        special tokens that the tokenizer puts in front, without an end of sequence.
+        Prompts are lists of token ids, or strings with a tokenizer. `ids` are the prompt ids of the random draw, by
+        default range(len(prompts)), so that equal calls give equal tokens. A string is encoded as training encodes
+        prompts: with the special tokens that the tokenizer puts in front, without an end of sequence.
 
-        Raises ValueError, before anything is computed, for an empty prompt, for token ids outside the vocabulary, for a prompt
-        that with max_new_tokens is longer than max_length (naming the prompt), for strings without a tokenizer (prompts or stop
-        strings), and for ids that are not one for each prompt or outside 0..2^31 - 1.
+        Raises ValueError, before anything is computed, for an empty prompt, for token ids outside the vocabulary, for
+        a prompt that with max_new_tokens is longer than max_length (naming the prompt), for strings without a
+        tokenizer (prompts or stop strings), and for ids that are not one for each prompt or outside 0..2^31 - 1.
         """
         completions: dict[tuple[int, int], Completion] = {}
         for index, sample, completion in self.stream(prompts, params, ids):
@@ -98,8 +101,8 @@ class Generator:
         params: SamplingParams = SamplingParams(),
         ids: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, int, Completion]]:
-        """Yields (prompt, sample, completion) as soon as each completion has ended, while the others go on. Raises ValueError as
-        `generate` does, at once."""
+        """Yields (prompt, sample, completion) as soon as each completion has ended, while the others go on. Raises
+        ValueError as `generate` does, at once."""
         requests = self._requests(prompts, params, ids)
         return ((request.index, request.sample, self.completion(request)) for request in self._run(requests))
 
@@ -134,8 +137,8 @@ class Generator:
                 self.cancel(request)
 
     def submit(self, request: Request) -> Request:
-        """Adds a request to the queue. `step` runs it until its `finish` says how it ended. Raises ValueError if it cannot run: see
-        Engine.check."""
+        """Adds a request to the queue. `step` runs it until its `finish` says how it ended. Raises ValueError if it
+        cannot run: see Engine.check."""
         self.engine.check(request)
         self._queue.add([request])
         return request
@@ -148,12 +151,14 @@ class Generator:
             self.verifier.remove(request)
 
     def forget(self) -> None:
-        """Lets no prompt begin with the cache entries of an earlier one. Later calls do not depend on what ran before."""
+        """Lets no prompt begin with the cache entries of an earlier one. Later calls do not depend on what ran
+        before."""
         self.engine.forget()
 
     def compile_ahead(self, longest: int, params: Iterable[SamplingParams], *, strict: bool = False) -> int:
-        """Compiles every program that prompts of up to `longest` tokens and these parameters need, in parallel; returns their
-        number. Another program is then a warning when it is needed, or rollout.engine.runner.LateCompilation if `strict`."""
+        """Compiles every program that prompts of up to `longest` tokens and these parameters need, in parallel;
+        returns their number. Another program is then a warning when it is needed, or
+        rollout.engine.runner.LateCompilation if `strict`."""
         widths = sorted({stop_width(len(each.stop_token_ids)) for each in params})
         longest = self.max_length if self.options.rereads else longest
         weights, count = self.model.params, 0
@@ -166,8 +171,8 @@ class Generator:
         return count + (self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0)
 
     def reshard_for_rollout(self) -> None:
-        """Copies the weights to the shardings of `options.rules` now, if there are rules and the copy is not up to date. Without
-        this call the next dispatch copies them."""
+        """Copies the weights to the shardings of `options.rules` now, if there are rules and the copy is not up to
+        date. Without this call the next dispatch copies them."""
         if self.weights and self.weights.reshards:
             jax.block_until_ready(self._params)
 
@@ -182,10 +187,11 @@ class Generator:
         return self.engine.runner.sealed
 
     def step(self) -> list[Request]:
-        """Runs one turn: collects the output of the last dispatch, fills free slots from the queue, and starts the next dispatch.
-        Returns the requests that ended; the caller processes them while the device works.
+        """Runs one turn: collects the output of the last dispatch, fills free slots from the queue, and starts the
+        next dispatch. Returns the requests that ended; the caller processes them while the device works.
 
-        If it is interrupted or fails, all requests are given up: the cache may belong to a program that never returned."""
+        If it is interrupted or fails, all requests are given up: the cache may belong to a program that never
+        returned."""
         try:
             ended = [self.engine.release(slot) for slot in self.engine.collect()]
             while self._queue and self.engine.free_slots:
@@ -200,7 +206,8 @@ class Generator:
             raise
 
     def _verified(self, verifier: Verifier, ended: list[Request]) -> list[Request]:
-        """Returns the requests that are verified, of these and of earlier ones. Those with a wrong token return to the queue."""
+        """Returns the requests that are verified, of these and of earlier ones. Those with a wrong token return to
+        the queue."""
         verifier.add(ended)
         if not verifier.due(waiting=bool(self._queue)):
             return []
@@ -209,8 +216,8 @@ class Generator:
         return done
 
     def value_by(self, head_E: jax.Array) -> None:
-        """Records values by this head, float32[E], from now on. The generator keeps a copy, because an update may donate the
-        array."""
+        """Records values by this head, float32[E], from now on. The generator keeps a copy, because an update may
+        donate the array."""
         self.engine.runner.value_head = jnp.copy(head_E)
 
     @property
@@ -227,7 +234,9 @@ class Generator:
         """Returns the completion of a request that has ended. Raises ValueError if it has not."""
         if request.finish is None:
             raise ValueError("completion: the request has not ended")
-        text, steps, routes = self._text(request.tokens), sum(request.starts_step), request.routes
+        text, steps, routes = None, sum(request.starts_step), request.routes
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(request.tokens, skip_special_tokens=True)
         if routes is not None:
             routes = {path: np.asarray(array)[: request.needed].copy() for path, array in routes.items()}
         values = request.values if self.options.record_values else None
@@ -247,17 +256,3 @@ class Generator:
     def _params(self) -> dict:
         """The model's current weights, with copies where the options ask for them."""
         return self.weights.of(self.model.params) if self.weights else self.model.params
-
-    def _text(self, tokens: list[int]) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def _stop_string(self, tokens: list[int], before: int, stop: tuple[str, ...]) -> int | None:
-        """The number of tokens up to the one, after the first `before`, that completes a stop string; None if none does."""
-
-        def has_stop(end: int) -> bool:
-            text = self.tokenizer.decode(tokens[:end], skip_special_tokens=False)
-            return any(s in text for s in stop)
-
-        if not has_stop(len(tokens)):
-            return None
-        return next(end for end in range(before + 1, len(tokens) + 1) if has_stop(end))

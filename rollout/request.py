@@ -12,8 +12,8 @@ from rollout.types import SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """One completion to sample: sample number `sample` of prompt number `prompt_id` of a run. `index` is the caller's number of
-    the prompt.
+    """One completion to sample: sample number `sample` of prompt number `prompt_id` of a run. `index` is the caller's
+    number of the prompt.
 
     The engine appends to four lists until `finish` is "stop" or "length":
 
@@ -80,15 +80,16 @@ class Request:
             return f"holds a token id outside 0..{vocab_size - 1}"
         if len(self.prompt) + self.params.max_new_tokens > max_length:
             return (
-                f"has {len(self.prompt)} tokens; with max_new_tokens {self.params.max_new_tokens} it is longer than max_length "
-                f"{max_length}"
+                f"has {len(self.prompt)} tokens; with max_new_tokens {self.params.max_new_tokens} it is longer than "
+                f"max_length {max_length}"
             )
         return None
 
 
 class Queue:
-    """Requests that wait for a slot. Those with the largest max_new_tokens go first, because a long completion that starts last
-    keeps the others waiting; equal ones go in order of arrival, so the samples of a prompt stay together."""
+    """Requests that wait for a slot. Those with the largest max_new_tokens go first, because a long completion that
+    starts last keeps the others waiting; equal ones go in order of arrival, so the samples of a prompt stay
+    together."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Request]] = []

@@ -19,14 +19,16 @@ def option(default: Any, doc: str) -> Any:
 
 @dataclass(frozen=True)
 class GeneratorOptions:
-    """Options of a generator. The metadata of each field has a description under "doc"; the YAML schema is built from it.
+    """Options of a generator. The metadata of each field has a description under "doc"; the YAML schema is built from
+    it.
 
     Raises ValueError for values out of range and for options that exclude each other.
     """
 
     cache: Literal["contiguous", "paged"] = option(
         "contiguous",
-        "contiguous: max_length tokens for every slot; paged: pages of page_size tokens that slots allocate as they need them.",
+        "contiguous: max_length tokens for every slot; paged: pages of page_size tokens that slots allocate as they "
+        "need them.",
     )
     page_size: int = option(32, "Tokens of a page.")
     pages: int | None = option(
@@ -41,12 +43,13 @@ class GeneratorOptions:
     )
     prefill_budget: int | None = option(
         None,
-        "Prompt tokens prefilled between two dispatches while others decode (max_num_batched_tokens); null: as many as a "
-        "dispatch of all slots samples.",
+        "Prompt tokens prefilled between two dispatches while others decode (max_num_batched_tokens); null: as many as "
+        "a dispatch of all slots samples.",
     )
     speculative: int = option(
         0,
-        "Tokens that the model's prediction modules draft at each step; 0: no speculative decoding. Samples stay the same.",
+        "Tokens that the model's prediction modules draft at each step; 0: no speculative decoding. Samples stay the "
+        "same.",
     )
     weights: StoredType | None = option(
         None, "Type in which the weights of matrix products are stored for decoding; null: as they are trained."
@@ -56,13 +59,14 @@ class GeneratorOptions:
     )
     rules: Mapping[str, Sequence[str]] | None = option(
         None,
-        "Mesh axes by logical axis while the generator computes, on top of the rules of the mesh (docs/meshes.md); weights whose "
-        "sharding they change are copied when they have changed. null: the generator reads the model's own arrays.",
+        "Mesh axes by logical axis while the generator computes, on top of the rules of the mesh (docs/meshes.md); "
+        "weights whose sharding they change are copied when they have changed. null: the generator reads the model's "
+        "own arrays.",
     )
     exact: bool = option(
         False,
-        "Completions depend on the weights, the prompt and (seed, prompt id, sample) only, to the last bit, and log-probabilities "
-        "equal Model.logprobs: the scoring programs verify each completion (docs/exact.md).",
+        "Completions depend on the weights, the prompt and (seed, prompt id, sample) only, to the last bit, and "
+        "log-probabilities equal Model.logprobs: the scoring programs verify each completion (docs/exact.md).",
     )
     record_routes: bool = option(
         False, "Completions say which experts computed each of their tokens (models with a mixture of experts only)."
@@ -136,11 +140,13 @@ class SamplingParams:
 class Completion:
     """A sampled completion.
 
-    tokens: without the prompt, with the stop token. logprobs: log softmax(logits / temperature) of each token, before any filter.
+    tokens: without the prompt, with the stop token. logprobs: log softmax(logits / temperature) of each token, before
+    any filter.
     finish: "stop" or "length".
     text: with a tokenizer; else None.
     steps: decoder passes that produced it: fewer than tokens if drafts were accepted.
-    routes: under GeneratorOptions.record_routes, the experts of each token of prompt and completion but the last, which is never
+    routes: under GeneratorOptions.record_routes, the experts of each token of prompt and completion but the last,
+    which is never
     fed: int[tokens, R, k] by path of the layer, for the R repeats of its stack.
     values: under GeneratorOptions.record_values, the value of the state that each token was drawn from.
     """

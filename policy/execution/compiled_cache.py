@@ -18,7 +18,8 @@ Shape = tuple[int, ...]
 class Memory:
     """Memory of a program, in bytes per device.
 
-    aliased: the arguments that it writes in place. outputs: the results that are not aliased. peak: the most at one time.
+    aliased: the arguments that it writes in place. outputs: the results that are not aliased. peak: the most at one
+    time.
     """
 
     arguments: int
@@ -47,13 +48,14 @@ class Memory:
 
 
 class CompiledCache:
-    """The compiled programs of one jitted function, which say what memory they take. jit alone would compile a second time for that.
+    """The compiled programs of one jitted function, which say what memory they take. jit alone would compile a second
+    time for that.
 
-    A call compiles when jit would: once for each kind of arguments (shapes, dtypes and shardings of all arrays). A caller whose
-    programs differ in one known shape uses `run`, which looks at no array.
+    A call compiles when jit would: once for each kind of arguments (shapes, dtypes and shardings of all arrays). A
+    caller whose programs differ in one known shape uses `run`, which looks at no array.
 
-    memory: the memory of each program, by its shape. After a call: the shape of the first array of the second argument, which is
-    what is computed on, after the weights; or what `shape_of` makes of the arguments.
+    memory: the memory of each program, by its shape. After a call: the shape of the first array of the second
+    argument, which is what is computed on, after the weights; or what `shape_of` makes of the arguments.
     """
 
     def __init__(self, jitted, platform: str, *, shape_of: Callable[..., Shape] | None = None):
@@ -91,7 +93,8 @@ class CompiledCache:
         self._compile(_key(arguments, static), self._shape_of(*arguments), arguments, static)
 
     def run(self, shape: Shape, *arguments: Any) -> Any:
-        """Computes the function by the program of this shape; the first arguments of a shape decide for what it is compiled."""
+        """Computes the function by the program of this shape; the first arguments of a shape decide for what it is
+        compiled."""
         compiled = self._compiled.get(shape)
         if compiled is None:
             compiled = self._compile(shape, shape, arguments, {})
@@ -109,12 +112,12 @@ class CompiledCache:
             return self._compiled.setdefault(key, function)
 
 
-def callable_form(compiled: jax.stages.Compiled, jitted: Callable, arguments) -> Callable:
-    """Returns the function to call on `arguments` (arrays or shapes): `compiled`, or `jitted` if an argument has numbers of fewer
-    than 8 bits.
+def callable_form(compiled: jax.stages.Compiled, jitted: Callable, arguments: Any) -> Callable:
+    """Returns the function to call on `arguments` (arrays or shapes): `compiled`, or `jitted` if an argument has
+    numbers of fewer than 8 bits.
 
-    A compiled program of jax 0.10 refuses a committed array of such numbers: the array's layout does not state the bits of a
-    number, and the program's layout does. jit does not compare the two.
+    A compiled program of jax 0.10 refuses a committed array of such numbers: the array's layout does not state the
+    bits of a number, and the program's layout does. jit does not compare the two.
     """
     return jitted if any(map(_below_a_byte, jax.tree.leaves(arguments))) else compiled
 
@@ -134,7 +137,7 @@ def _key(arguments: tuple, static: dict[str, Any]) -> tuple:
 
 
 def _kind(leaf) -> tuple:
-    """The properties of an argument that a program depends on. It runs for every leaf at every call: reading attributes takes half
-    the time of `isinstance` and `jnp.shape`."""
+    """The properties of an argument that a program depends on. It runs for every leaf at every call: reading
+    attributes takes half the time of `isinstance` and `jnp.shape`."""
     place = leaf.sharding if getattr(leaf, "committed", False) else None
     return getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf)), getattr(leaf, "weak_type", False), place

@@ -1,7 +1,7 @@
 """The active batch: which slots decode together, and the cache that they decode on.
 
-The batch stays as it is from one decode to the next as long as its rows are the right ones, so that the state of its rows never
-leaves the device. This module handles caches and states as opaque values; it needs no device itself.
+The batch stays as it is from one decode to the next as long as its rows are the right ones, so that the state of its
+rows never leaves the device. This module handles caches and states as opaque values; it needs no device itself.
 
 S slots, s rows of a batch, M pages of a row.
 """
@@ -31,7 +31,7 @@ def stop_width(tokens: int) -> int:
 
 
 class ActiveBatch:
-    """Owns the cache of all slots and, while fewer decode, a gathered cache of those.
+    """Owns the cache of all slots and, while fewer decode, a cache of the batch alone.
 
     slots: the slot of each row of the batch; None: padding.
     requests: the request of each row.
@@ -43,18 +43,18 @@ class ActiveBatch:
         self.slots: tuple[int | None, ...] = ()
         self.requests: tuple[Request | None, ...] = ()
         self._cache: Any = None
-        self._gathered: Any = None  # the cache of the batch; None: it decodes on the cache of all slots
+        self._batch_cache: Any = None  # None: the batch decodes on the cache of all slots
         self._state: Any = None  # None: it must be built again
 
     # The cache of all slots.
 
     def full_cache(self) -> Any:
-        """The cache of all slots. A gathered batch is scattered back first, and then has to be gathered again."""
+        """The cache of all slots. The cache of the batch is scattered back first; the next decode gathers it again."""
         if self._cache is None:
             self._cache = self._runner.empty()
-        if self._gathered is not None:
-            self._cache = self._runner.scatter(self._cache, self._gathered, self.row_numbers(self.slots))
-            self.slots, self._gathered, self._state = (), None, None
+        if self._batch_cache is not None:
+            self._cache = self._runner.scatter(self._cache, self._batch_cache, self.row_numbers(self.slots))
+            self.slots, self._batch_cache, self._state = (), None, None
         return self._cache
 
     def replace_cache(self, cache: Any) -> None:
@@ -62,10 +62,10 @@ class ActiveBatch:
         self._cache = cache
 
     def routes(self, slot: int) -> dict[str, Any]:
-        """The experts of the entries of a slot, which are in the gathered cache if it has the slot."""
+        """The experts of the entries of a slot, which are in the cache of the batch if it has the slot."""
         cache, rows, row = self._cache, self._geometry.slots, slot
-        if self._gathered is not None and slot in self.slots:
-            cache, rows, row = self._gathered, len(self.slots), self.slots.index(slot)
+        if self._batch_cache is not None and slot in self.slots:
+            cache, rows, row = self._batch_cache, len(self.slots), self.slots.index(slot)
         tables = self.page_tables([slot])
         return self._runner.routes(cache, rows, row, None if tables is None else tables[0])
 
@@ -77,8 +77,8 @@ class ActiveBatch:
         return next(size for size in self._geometry.batch_sizes if size >= rows)
 
     def prepare(self, running: Mapping[int, Request], decoding: Sequence[int], *, changed: bool) -> bool:
-        """Makes the batch one of these slots of those that run. False if it can go on from the last decode: it has the right
-        number of rows, and there is no change (`changed`) that the device does not know of."""
+        """Makes the batch one of these slots of those that run. False if it can go on from the last decode: it has
+        the right number of rows, and there is no change (`changed`) that the device does not know of."""
         if self._state is not None and not changed and self.size_for(decoding) == len(self.slots):
             return False
         self._gather(decoding)
@@ -105,11 +105,11 @@ class ActiveBatch:
             rows += [None] * ((part + 1) * size // self._rows.parts - len(rows))
         self.slots = tuple(rows)
         if self._geometry.copies_batch:
-            self._gathered = self._runner.gather(cache, self.row_numbers(rows))
+            self._batch_cache = self._runner.gather(cache, self.row_numbers(rows))
 
     def min_active(self, decoding: int, *, waiting: bool) -> int:
-        """The number of active rows at which a decode of so many slots ends early: if requests wait for a slot, as soon as a share
-        of the rows is free for them; else as soon as a smaller batch will do."""
+        """The number of active rows at which a decode of so many slots ends early: if requests wait for a slot, as
+        soon as a share of the rows is free for them; else as soon as a smaller batch will do."""
         size = len(self.slots)
         if waiting:
             return decoding - 1 - size // REFILL_SHARE
@@ -117,16 +117,17 @@ class ActiveBatch:
         return smaller // self._rows.parts if smaller >= decoding else smaller  # the parts may not be filled evenly
 
     def decode(self, params: dict[str, Any], limits: tuple[int, int]) -> Any:
-        """Starts a decode and returns its StepOutput, whose arrays are on the device. limits: as in ModelRunner.decode."""
+        """Starts a decode and returns its StepOutput, whose arrays are on the device. limits: as in
+        ModelRunner.decode."""
         tables = self.page_tables(self.slots)
         if tables is not None:
             self._state = self._runner.with_pages(self._state, self.row_numbers(self.slots), tables)
-        cache = self._cache if self._gathered is None else self._gathered
+        cache = self._cache if self._batch_cache is None else self._batch_cache
         cache, self._state, output = self._runner.decode(params, cache, self._state, limits)
-        if self._gathered is None:
+        if self._batch_cache is None:
             self._cache = cache
         else:
-            self._gathered = cache
+            self._batch_cache = cache
         return output
 
     def row_numbers(self, slots: Sequence[int | None]) -> np.ndarray:

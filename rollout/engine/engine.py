@@ -1,9 +1,10 @@
 """The engine: runs what the scheduler decides on the model runner, and hands the tokens to their requests.
 
-A turn is `start`, then `collect`. `start` first prefills prompts, at most `prefill_budget` tokens of them while others decode, so
-that a long prompt never stalls the rest; then it starts a multi-step decode of all slots whose prompt is in the cache. A decode
-ends early on the device when enough slots have ended that waiting requests can use, or so many that a smaller batch will do.
-While it runs, the host processes the completions that have ended. `collect` waits for it.
+A turn is `start`, then `collect`. `start` first prefills prompts, at most `prefill_budget` tokens of them while
+others decode, so that a long prompt never stalls the rest; then it starts a multi-step decode of all slots whose
+prompt is in the cache. A decode ends early on the device when enough slots have ended that waiting requests can use,
+or so many that a smaller batch will do. While it runs, the host processes the completions that have ended. `collect`
+waits for it.
 
 S slots, s rows of a batch, P prompts of one prefill call, C tokens of it.
 """
@@ -54,8 +55,8 @@ class _ArrayIdentity:
 class Engine:
     """Runs requests in S slots over one cache.
 
-    counts: decoding steps, rows of all steps, useful rows (that produced a token), prefilled tokens, decodes ("dispatches"), and
-    preempted requests.
+    counts: decoding steps, rows of all steps, useful rows (that produced a token), prefilled tokens, decodes
+    ("dispatches"), and preempted requests.
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class Engine:
     ):
         """weights: returns the arrays to compute with; it is called at every dispatch, and nothing is kept.
         seed: the seed of the random draws.
-        stop_string: `stop_string(tokens, before, strings)` returns the number of tokens up to the one, after the first `before`,
-        that completes one of the strings; None if none does. Without it requests cannot have stop strings.
+        stop_string: `stop_string(tokens, before, strings)` returns the number of tokens up to the one, after the
+        first `before`, that completes one of the strings; None if none does. Without it requests cannot have stop
+        strings.
         prefill_budget: prompt tokens that a turn prefills while others decode."""
         self.runner, self._weights, self._seed = runner, weights, seed
         self._stop_string, self._budget = stop_string, prefill_budget
@@ -87,7 +89,8 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler. It and the batch are made at the first use: the number of pages depends on the memory left then."""
+        """The scheduler. It and the batch are made at the first use: the number of pages depends on the memory left
+        then."""
         if self._scheduler is None:
             rows = self.runner.rows()
             self._scheduler = Scheduler(rows, self.runner.limits, self.counts)
@@ -112,7 +115,8 @@ class Engine:
     # Requests.
 
     def insert(self, request: Request) -> int:
-        """Returns the slot that the request runs in from the next step on. Raises ValueError if none is free, or as `check`."""
+        """Returns the slot that the request runs in from the next step on. Raises ValueError if none is free, or as
+        `check`."""
         self.check(request)
         scheduler = self.scheduler
         if not scheduler.free_slots:
@@ -128,8 +132,8 @@ class Engine:
         return scheduler.admit(request)
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a prompt that is empty, too long with its completion, or not of this vocabulary, for stop strings
-        without a tokenizer, and for a request that has ended or runs already."""
+        """Raises ValueError for a prompt that is empty, too long with its completion, or not of this vocabulary, for
+        stop strings without a tokenizer, and for a request that has ended or runs already."""
         if problem := request.problem(self.runner.vocab_size, self.runner.max_length):
             raise ValueError(f"the prompt of a request {problem}")
         if request.params.stop and self._stop_string is None:
@@ -167,8 +171,8 @@ class Engine:
         return self.collect()
 
     def start(self, next_request: Request | None = None) -> None:
-        """Prefills prompts and starts a decode; the device works while the host goes on. next_request: the request that gets the
-        next free slot, if one waits. Raises ValueError if the last decode has not been collected."""
+        """Prefills prompts and starts a decode; the device works while the host goes on. next_request: the request
+        that gets the next free slot, if one waits. Raises ValueError if the last decode has not been collected."""
         if self._in_flight is not None:
             raise ValueError("start: the last dispatch has not been collected")
         self.scheduler.next_request = next_request
@@ -176,8 +180,8 @@ class Engine:
         self._start_decode()
 
     def collect(self) -> list[int]:
-        """Waits for the decode that was started and gives its tokens to their requests. Returns the slots whose requests ended;
-        the caller releases them."""
+        """Waits for the decode that was started and gives its tokens to their requests. Returns the slots whose
+        requests ended; the caller releases them."""
         step, self._in_flight = self._in_flight, None
         return [] if step is None else self._process_outputs(step)
 

@@ -1,12 +1,13 @@
 """Exact completions: drafts of the fast decoder, verified by the program that `Model.logprobs` runs.
 
-The decoder's numbers change in their last bits with the shape of a call: how many rows decode together, where a prompt was cut into
-chunks, how the cache is stored. About one token in ten thousand then differs, because its random number falls between the two
-versions of a cumulative sum, or two candidates change places. So a completion of the decoder is a draft. The scoring programs
-(policy/heads/scoring.py), whose bits depend on the tokens alone, run over it once. At every position the token is drawn again, from
-their logits and by the same random number that the decoder used. The first that differs replaces the drafted one, the tokens after
-it are discarded, and the request goes back to the queue. The final completion is a function of the weights, the prompt, and (seed,
-prompt id, sample) only; its log-probabilities equal `Model.logprobs`, bit for bit.
+The decoder's numbers change in their last bits with the shape of a call: how many rows decode together, where a
+prompt was cut into chunks, how the cache is stored. About one token in ten thousand then differs, because its random
+number falls between the two versions of a cumulative sum, or two candidates change places. So a completion of the
+decoder is a draft. The scoring programs (policy/heads/scoring.py), whose bits depend on the tokens alone, run over it
+once. At every position the token is drawn again, from their logits and by the same random number that the decoder
+used. The first that differs replaces the drafted one, the tokens after it are discarded, and the request goes back to
+the queue. The final completion is a function of the weights, the prompt, and (seed, prompt id, sample) only; its
+log-probabilities equal `Model.logprobs`, bit for bit.
 
 R rows, T tokens of each, E hidden, V vocabulary.
 """
@@ -40,7 +41,8 @@ MIN_DRAFTS = 8
 
 @dataclass(eq=False)
 class _Draft:
-    """A request that the engine has ended. same: whether its tokens were the ones drawn, as far as they have been compared."""
+    """A request that the engine has ended. same: whether its tokens were the ones drawn, as far as they have been
+    compared."""
 
     request: Request
     finish: str
@@ -118,8 +120,9 @@ class Verifier:
         return done, again
 
     def compile_ahead(self, params: dict, longest: int) -> int:
-        """Runs every program that texts of up to `longest` tokens need, on empty rows; returns their number. On one device the
-        lengths are compiled in parallel threads; on several, programs must start in the same order everywhere."""
+        """Runs every program that texts of up to `longest` tokens need, on empty rows; returns their number. On one
+        device the lengths are compiled in parallel threads; on several, programs must start in the same order
+        everywhere."""
         lengths, scorer = self.scorer.lengths(longest), self.scorer
 
         def run(L: int) -> None:

@@ -38,7 +38,8 @@ class PageBudget:
             if share >= 1
             else f"{share:.0%} of what full slots need, so requests may be preempted"
         )
-        return f"{self.pages.number:,} pages of {self.pages.size} tokens, {self.bytes / 2**20:,.1f} MiB on each device: {room}"
+        size = f"{self.bytes / 2**20:,.1f} MiB on each device"
+        return f"{self.pages.number:,} pages of {self.pages.size} tokens, {size}: {room}"
 
 
 def choose_page_budget(
@@ -51,9 +52,10 @@ def choose_page_budget(
 ) -> PageBudget:
     """Chooses the number of pages of the cache that `empty` makes.
 
-    shape: (slots, pages of the longest row, parts into which slots and pages are split; each part has one page that no row uses).
-    pages: (requested number, tokens of each). Without a number: as many as full slots need, or as SHARE of the memory that is left
-    has room for.
+    shape: (slots, pages of the longest row, parts into which slots and pages are split; each part has one page that
+    no row uses).
+    pages: (requested number, tokens of each). Without a number: as many as full slots need, or as SHARE of the memory
+    that is left has room for.
     memory_left: bytes per device; None: what the devices report, less `reserved_bytes`.
 
     Raises ValueError for fewer pages than one row of each part needs.

@@ -1,11 +1,12 @@
-"""The page allocator: which pages of the cache hold the tokens of which sequence. Pure Python: no arrays, no device, no clock.
+"""The page allocator: which pages of the cache hold the tokens of which sequence. Pure Python: no arrays, no device,
+no clock.
 
-A page has room for the entries of `size` tokens, in every layer. Sequences may share pages: the completions of a prompt share the
-pages of the prompt, and a prompt shares the pages of an earlier one that begins with the same tokens. A sequence never writes to
-a page that another one uses too; it writes to a copy.
+A page has room for the entries of `size` tokens, in every layer. Sequences may share pages: the completions of a
+prompt share the pages of the prompt, and a prompt shares the pages of an earlier one that begins with the same
+tokens. A sequence never writes to a page that another one uses too; it writes to a copy.
 
-A full page is indexed by its tokens and all tokens before them. It stays in the index when no sequence uses it any more, until
-its room is needed; the page that became idle first is reused first.
+A full page is indexed by its tokens and all tokens before them. It stays in the index when no sequence uses it any
+more, until its room is needed; the page that became idle first is reused first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Key = tuple["Key | None", tuple[int, ...]]
 
 @dataclass
 class Chain:
-    """The pages of a sequence in the order of its tokens. weights: the version of the weights that computed its first entries."""
+    """The pages of a sequence in the order of its tokens. weights: the version of the weights that computed its first
+    entries."""
 
     pages: list[int] = field(default_factory=list)
     weights: int = 0
@@ -38,8 +40,8 @@ class PageCopy:
 
 
 class PageTable:
-    """Allocates pages first + 1 .. first + pages - 1, with room for `size` tokens each. Page `first` is never allocated: table
-    entries without a page point to it.
+    """Allocates pages first + 1 .. first + pages - 1, with room for `size` tokens each. Page `first` is never
+    allocated: table entries without a page point to it.
 
     Raises ValueError for fewer than 2 pages and for pages without room."""
 
@@ -96,8 +98,8 @@ class PageTable:
         return self._copied(chain, start, end) + max(0, -(-end // self.size) - len(chain.pages))
 
     def reserve(self, chain: Chain, start: int, end: int) -> list[PageCopy] | None:
-        """Allocates pages for tokens start .. end - 1 of a sequence that has its tokens before `start`. Returns the page copies
-        that must run first. Returns None and changes nothing if there are not enough pages."""
+        """Allocates pages for tokens start .. end - 1 of a sequence that has its tokens before `start`. Returns the
+        page copies that must run first. Returns None and changes nothing if there are not enough pages."""
         if self.missing(chain, start, end) > self.available:
             return None
         copies = []
@@ -117,8 +119,8 @@ class PageTable:
         return self._users[chain.pages[first]] > 1 or chain.pages[first] in self._keys
 
     def remember(self, chain: Chain, tokens: Sequence[int]) -> None:
-        """Indexes the pages that these tokens fill; their entries must be in the cache. Of pages with equal tokens the first
-        stays in the index. Pages that older weights computed are not indexed."""
+        """Indexes the pages that these tokens fill; their entries must be in the cache. Of pages with equal tokens
+        the first stays in the index. Pages that older weights computed are not indexed."""
         if chain.weights != self._weights:
             return
         for page, key in zip(chain.pages, self._keys_of(tokens), strict=False):
@@ -163,9 +165,10 @@ class PageTable:
 class PagedRows:
     """What the slots of a paged cache hold, and which of them are free: the same calls as `rollout.engine.rows.Rows`.
 
-    tables: one allocator for each part into which a mesh splits the slots; slots of a part have their pages in its table.
-    supports_truncation: whether a sequence has nothing but pages. If not, states of fixed size belong to it, and a sequence can
-    only begin with another that holds exactly its tokens.
+    tables: one allocator for each part into which a mesh splits the slots; slots of a part have their pages in its
+    table.
+    supports_truncation: whether a sequence has nothing but pages. If not, states of fixed size belong to it, and a
+    sequence can only begin with another that holds exactly its tokens.
     ample: whether there are pages for every slot at full length.
     """
 
@@ -190,8 +193,8 @@ class PagedRows:
         return slot * self.parts // self._slots
 
     def allocate(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
-        """(slot, source, same): a free slot for these tokens, and the slot whose first `same` entries it begins with. The source
-        is the slot itself if indexed pages hold them."""
+        """(slot, source, same): a free slot for these tokens, and the slot whose first `same` entries it begins with.
+        The source is the slot itself if indexed pages hold them."""
         offers = [part for part in range(self.parts) if self._free[part]]
         part = max(offers, key=lambda part: (self._find(part, tokens)[1], len(self._free[part]), -part))
         slot = next(iter(self._free[part]))
@@ -228,7 +231,8 @@ class PagedRows:
         self._table_of[slot].close(before)
 
     def _find(self, part: int, tokens: tuple[int, ...]) -> tuple[int, int, list[int]]:
-        """(slot or -1, same, indexed pages): who has the most of the first of these tokens, a slot in use or the page index."""
+        """(slot or -1, same, indexed pages): who has the most of the first of these tokens, a slot in use or the page
+        index."""
         begun = self._begun.get(tokens, -1) if tokens else -1
         if begun >= 0 and begun not in self._free[part] and self.part(begun) == part and self._held[begun] == tokens:
             return begun, len(tokens), []
@@ -281,7 +285,8 @@ class PagedRows:
             self._begun = {held: n for n, held in enumerate(self._held) if held}
 
     def pin(self, slot: int, tokens: int) -> None:
-        """Keeps the pages of a slot's first `tokens` tokens in use, whatever becomes of the slot. Unpins earlier ones."""
+        """Keeps the pages of a slot's first `tokens` tokens in use, whatever becomes of the slot. Unpins earlier
+        ones."""
         self.unpin()
         self._pinned = self._table_of[slot], self._table_of[slot].share(self._chains[slot], tokens)
 
@@ -301,7 +306,8 @@ class PagedRows:
         return True
 
     def forget(self) -> None:
-        """Lets no sequence begin with what the slots hold. The lowest free slot is allocated next, whatever ran before."""
+        """Lets no sequence begin with what the slots hold. The lowest free slot is allocated next, whatever ran
+        before."""
         self.unpin()
         for table in self._tables:
             table.forget()

@@ -1,4 +1,5 @@
-"""An index of token sequences: which slot has the most of the first of these tokens. Pure Python: no arrays, no device."""
+"""An index of token sequences: which slot has the most of the first of these tokens. Pure Python: no arrays, no
+device."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 class MinSet:
-    """A set of numbers that knows its least one: a heap from which removed numbers are deleted when they reach its top."""
+    """A set of numbers that knows its least one: a heap from which removed numbers are deleted when they reach its
+    top."""
 
     def __init__(self) -> None:
         self._numbers: set[int] = set()
@@ -60,8 +62,8 @@ class MinSet:
 
 @dataclass
 class _Node:
-    """A node of the tree. `label`: tokens on the edge from its parent. `slots`: slots whose tokens begin with the path to this
-    node. `ends`: slots whose tokens are that path. `children`: nodes by the first token of their label."""
+    """A node of the tree. `label`: tokens on the edge from its parent. `slots`: slots whose tokens begin with the
+    path to this node. `ends`: slots whose tokens are that path. `children`: nodes by the first token of their label."""
 
     label: tuple[int, ...]
     slots: MinSet = field(default_factory=MinSet)
@@ -79,7 +81,8 @@ class _Node:
 
 
 class PrefixIndex:
-    """The tokens of slots as a radix tree. A search costs one comparison per branch on its way, whatever the number of slots.
+    """The tokens of slots as a radix tree. A search costs one comparison per branch on its way, whatever the number
+    of slots.
 
     A slot has at most one entry. Ties go to the lowest slot.
     """
@@ -126,7 +129,8 @@ class PrefixIndex:
             yield parent, node
 
     def longest(self, tokens: tuple[int, ...]) -> tuple[int, int]:
-        """(slot, same): the slot with the most of the first of these tokens, and how many; (-1, 0) if no slot has the first."""
+        """(slot, same): the slot with the most of the first of these tokens, and how many; (-1, 0) if no slot has the
+        first."""
         node, same = self._root, 0
         while same < len(tokens) and (child := node.children.get(tokens[same])) is not None:
             more = common_length(child.label, tokens[same : same + len(child.label)])

@@ -1,7 +1,7 @@
 """Prefix sharing: a request whose tokens begin like those of another uses the cache entries that the other computed.
 
-The scheduler decides on copies of rows, pages and states; `CacheUpdates` records them, and the engine runs them on the device
-later. Pure Python: no arrays, no device.
+The scheduler decides on copies of rows, pages and states; `CacheUpdates` records them, and the engine runs them on
+the device later. Pure Python: no arrays, no device.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ class PrefixWaiters:
 class PinnedPrefix:
     """The prompt of a group that is kept in the cache for a sample that still waits for a slot.
 
-    The samples of a prompt start from the entries of the first one. Where a slot that decodes leaves nothing to the next sample
-    (its states have moved on, or its last page is not indexed), its prompt is pinned: the pages stay in use, and a copy of the
-    states of fixed size is kept.
+    The samples of a prompt start from the entries of the first one. Where a slot that decodes leaves nothing to the
+    next sample (its states have moved on, or its last page is not indexed), its prompt is pinned: the pages stay in
+    use, and a copy of the states of fixed size is kept.
     """
 
     def __init__(self, rows: Rows | PagedRows, updates: CacheUpdates, *, copies_states: bool):
@@ -128,8 +128,8 @@ class PinnedPrefix:
             self._updates.add(PinStates(slot))
 
     def start(self, slot: int, tokens: tuple[int, ...]) -> bool:
-        """Starts a slot from the pinned entries. False if they are not the entries of exactly these tokens, or lie in another
-        part of the cache."""
+        """Starts a slot from the pinned entries. False if they are not the entries of exactly these tokens, or lie in
+        another part of the cache."""
         if self._tokens is None or self._tokens != tokens or not self._rows.start_from_pinned(slot):
             return False
         self._updates.barrier()

@@ -1,7 +1,7 @@
 """The functions that the generator compiles: an empty cache, prefill, copies between rows, and multi-step decoding.
 
-s rows of one call, P prompts of one prefill, C tokens of one prefill call, K decoding steps of one call, M pages of a row, W stop
-tokens, E hidden.
+s rows of one call, P prompts of one prefill, C tokens of one prefill call, K decoding steps of one call, M pages of a
+row, W stop tokens, E hidden.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from rollout.engine.sampling import Draws, choose
 from rollout.request import Request
 from rollout.types import GeneratorOptions, SamplingParams
 
-# With more layers than this, decoding scans them on CPU too: unrolled layers run several times faster, but compile longer.
+# With more layers than this, decoding scans them on CPU too: unrolled layers run several times faster, but compile
+# longer.
 UNROLLED_LAYERS = 32
 IDLE = SamplingParams(temperature=0)
 
@@ -33,8 +34,8 @@ IDLE = SamplingParams(temperature=0)
 class StepOutput(NamedTuple):
     """The result of a multi-step decode, [N, s], or [N] for one row.
 
-    tokens: -1 where a row produced none. starts_step: whether a token is the first of its decoding step. values: where they are
-    recorded, the value of the state that each token was drawn from.
+    tokens: -1 where a row produced none. starts_step: whether a token is the first of its decoding step. values:
+    where they are recorded, the value of the state that each token was drawn from.
     """
 
     tokens: Any
@@ -51,11 +52,12 @@ class StepOutput(NamedTuple):
 class DecodeState:
     """The state of the rows of a decode, numpy or jax arrays.
 
-    token, cached, left, prompt_id, sample, active: int32[s]: the token to feed next, the number of cached tokens, the number of
-    tokens still to sample, the ids of the random draw, and 1 where the row is in use.
+    token, cached, left, prompt_id, sample, active: int32[s]: the token to feed next, the number of cached tokens, the
+    number of tokens still to sample, the ids of the random draw, and 1 where the row is in use.
     stops: int32[s, W], the tokens that end a completion, -1 for none.
     draws: how tokens are drawn.
-    recent: int32[s, DecoderPrograms.recent], the last tokens of each row up to the one to feed, if the programs need them.
+    recent: int32[s, DecoderPrograms.recent], the last tokens of each row up to the one to feed, if the programs need
+    them.
     rows, pages: over a paged cache int32[s], the slots (past the end: padding), and int32[s, M], their pages.
     """
 
@@ -116,7 +118,8 @@ class DecoderPrograms:
 
     @property
     def supports_truncation(self) -> bool:
-        """Whether a row can be used up to any of its tokens: all its entries are by position, and none is overwritten."""
+        """Whether a row can be used up to any of its tokens: all its entries are by position, and none is
+        overwritten."""
         return not self.options.rings and all(
             caches.supports_truncation(spec, self.graph.config) for spec in self.graph.config.layers
         )
@@ -126,8 +129,8 @@ class DecoderPrograms:
         return caches.constrained(cache, self.graph.layout)
 
     def empty(self, length: int | Pages) -> Any:
-        """An empty cache of all slots. Sliding-window caches have room for the most tokens of a call, and for those that may be
-        rejected."""
+        """An empty cache of all slots. Sliding-window caches have room for the most tokens of a call, and for those
+        that may be rejected."""
         room = max(self.chunk, 1 + self.drafts) + self.drafts
         return self._empty_rows(self.slots, WithRings(length, room) if self.options.rings else length)
 
@@ -138,7 +141,8 @@ class DecoderPrograms:
         )
 
     def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
-        """The cache after the first chunk of P prompts: every start is 0, and earlier entries of the rows are ignored."""
+        """The cache after the first chunk of P prompts: every start is 0, and earlier entries of the rows are
+        ignored."""
         P, C = tokens_PC.shape[0], tokens_PC.shape[1] - self.ahead
         step = self._step(starts, lengths, C, pages_PM)
         part = self._fill(params, self._empty_rows(P, C), tokens_PC, replace(step, pages=None, whole=True), lengths)
@@ -161,10 +165,12 @@ class DecoderPrograms:
             return modes.prefill(self.graph.decoder(params), tokens_PC, step, cache, self.graph.runtime)
 
     def copy_rows(self, cache, pairs, count):
-        """The cache after copying row pairs[i, 0] to row pairs[i, 1] for the first `count` pairs, one after the other."""
+        """The cache after copying row pairs[i, 0] to row pairs[i, 1] for the first `count` pairs, one after the
+        other."""
 
         def one(i, arrays):
-            # By an array of one slot: a mesh that cuts the slots then sends that row. By a number it would gather all rows.
+            # By an array of one slot: a mesh that cuts the slots then sends that row. By a number it would gather all
+            # rows.
             return caches.with_rows(arrays, caches.rows_of(arrays, pairs[i, :1]), pairs[i, 1:])
 
         arrays = jax.lax.fori_loop(0, count, one, caches.without_pools(cache))
@@ -183,7 +189,8 @@ class DecoderPrograms:
         return jax.lax.with_sharding_constraint(caches.routes(cache, row, pages_M), self.graph.layout.replicated)
 
     def decode(self, params, cache, state: DecodeState, limits):
-        """(cache, DecodeState, StepOutput) after up to limits[0] steps, as long as more than limits[1] rows are active."""
+        """(cache, DecodeState, StepOutput) after up to limits[0] steps, as long as more than limits[1] rows are
+        active."""
         part = caches.rows_of(cache, state.rows) if self.paged else cache
         part, after, output = self._decode_rows(params, part, state, limits)
         cache = caches.with_rows(cache, part, state.rows) if self.paged else part

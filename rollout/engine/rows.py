@@ -1,5 +1,5 @@
-"""The rows of a contiguous cache: what they hold, and which are free; and the shape of a cache. Pure Python: no arrays, no
-device."""
+"""The rows of a contiguous cache: what they hold, and which are free; and the shape of a cache. Pure Python: no
+arrays, no device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class CacheGeometry:
     """The shape of a cache.
 
     parts: into how many equal parts a mesh splits the slots.
-    supports_truncation: whether a row can be used up to any of its tokens. A state of fixed size cannot: it is only valid after
-    the last token that it has seen.
+    supports_truncation: whether a row can be used up to any of its tokens. A state of fixed size cannot: it is only
+    valid after the last token that it has seen.
     table_width: pages of a row; None: the cache is contiguous.
     """
 
@@ -41,14 +41,14 @@ class CacheGeometry:
 
     @property
     def pins_prefixes(self) -> bool:
-        """Whether a slot that decodes leaves nothing to the next sample of its prompt: its states have moved on, or its last page
-        is not indexed."""
+        """Whether a slot that decodes leaves nothing to the next sample of its prompt: its states have moved on, or
+        its last page is not indexed."""
         return self.paged or not self.supports_truncation
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that a decode can run on: powers of two that the mesh can split as it splits the slots, and all
-        slots."""
+        """Numbers of rows that a decode can run on: powers of two that the mesh can split as it splits the slots, and
+        all slots."""
         powers = (1 << n for n in range(self.slots.bit_length()))
         return (*(size for size in powers if size < self.slots and size % self.parts == 0), self.slots)
 
@@ -56,7 +56,8 @@ class CacheGeometry:
 class Rows:
     """What the rows of a contiguous cache hold, and which of them are free.
 
-    A row keeps its entries when its request ends, until another request takes it. So a prompt can begin with the entries of an
+    A row keeps its entries when its request ends, until another request takes it. So a prompt can begin with the
+    entries of an
     earlier one: the samples of one prompt, the turns of a conversation, prompts with one system message.
 
     supports_truncation: as in CacheGeometry.
@@ -76,8 +77,8 @@ class Rows:
         return len(self._free)
 
     def find(self, tokens: tuple[int, ...]) -> tuple[int, int]:
-        """(row, same): the row that holds the most of the first of these tokens, and how many. Of equal rows a free one goes
-        first, then the lowest. (-1, 0) if no row is worth copying."""
+        """(row, same): the row that holds the most of the first of these tokens, and how many. Of equal rows a free
+        one goes first, then the lowest. (-1, 0) if no row is worth copying."""
         row = self._begun.get(tokens) if tokens else None
         if row is not None and self._same(row, tokens) == len(tokens):
             return row, len(tokens)
@@ -93,8 +94,8 @@ class Rows:
         return same if self.supports_truncation or same == len(held) else 0
 
     def allocate(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
-        """(row, source, same): a free row for these tokens, and the row whose first `same` entries it begins with. A free source
-        is itself allocated; otherwise the row that became free first."""
+        """(row, source, same): a free row for these tokens, and the row whose first `same` entries it begins with. A
+        free source is itself allocated; otherwise the row that became free first."""
         source, same = self.find(tokens)
         row = source if source in self._free else next(iter(self._free))
         del self._free[row]
@@ -127,7 +128,8 @@ class Rows:
             self._begun = {t: r for t, r in self._begun.items() if self._same(r, t) == len(t)}
 
     def forget(self) -> None:
-        """Lets no sequence begin with what the rows hold. The lowest free row is allocated next, whatever ran before."""
+        """Lets no sequence begin with what the rows hold. The lowest free row is allocated next, whatever ran
+        before."""
         self._free = dict.fromkeys(sorted(self._free))
         self._outdated = set(range(len(self._held))) - self._free.keys()
         self._held = [()] * len(self._held)

@@ -1,8 +1,8 @@
 """The model runner: calls the compiled programs of a generator.
 
-A contiguous cache has S rows, one per slot. A decode runs on s = 1, 2, 4, ... S of them: fewer than S are gathered into a cache of
-their own first, and scattered back when the engine goes on with others. Over a paged cache a call of s rows is given their pages,
-and gathers only their states of fixed size.
+A contiguous cache has S rows, one per slot. A decode runs on s = 1, 2, 4, ... S of them. To decode on fewer than S,
+the engine gathers them into a cache of their own first, and scatters them back when it goes on with others. Over a
+paged cache a call of s rows takes their page table, and gathers only their states of fixed size.
 
 S slots, s rows of one call, P prompts of one prefill call, C tokens of it, M pages of a row.
 """
@@ -97,7 +97,8 @@ class ModelRunner:
 
     @cached_property
     def page_budget(self) -> PageBudget | None:
-        """The pages of the cache, chosen at the first use from the memory that is left then; None: the cache is contiguous."""
+        """The pages of the cache, chosen at the first use from the memory that is left then; None: the cache is
+        contiguous."""
         geometry, options = self.geometry, self.options
         if geometry.table_width is None:
             return None
@@ -126,11 +127,12 @@ class ModelRunner:
         return self._run("empty", ())
 
     def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM, *, fresh: bool) -> Any:
-        """The cache after a chunk of prompts in these rows; rows past the end are padding. Each prompt's tokens start .. start + C
+        """The cache after a chunk of prompts in these rows; rows past the end are padding. Each prompt's tokens start
+        .. start + C
         - 1 are computed, as far as its length goes.
 
-        fresh: every start is 0, and earlier entries of the rows are ignored. pages_PM: the pages of the rows; None if the cache
-        is contiguous."""
+        fresh: every start is 0, and earlier entries of the rows are ignored. pages_PM: the pages of the rows; None if
+        the cache is contiguous."""
         inputs = rows, tokens_PC, starts, lengths, pages_PM
         return self._run("prefill" if fresh else "extend", tokens_PC.shape, params, cache, *inputs)
 
@@ -165,16 +167,16 @@ class ModelRunner:
         return self._run("scatter", rows.shape, cache, part, rows)
 
     def routes(self, cache, rows: int, row: int, pages_M: np.ndarray | None) -> dict[str, jax.Array]:
-        """The experts of all entries of a row (policy.cache.cache.routes) of a cache with so many rows. The transfer to the host is
-        started. pages_M: the pages of the row; None if the cache is contiguous."""
+        """The experts of all entries of a row (policy.cache.cache.routes) of a cache with so many rows. The transfer
+        to the host is started. pages_M: the pages of the row; None if the cache is contiguous."""
         routes = self._run("routes", (rows,), cache, np.int32(row), pages_M)
         for array in routes.values():
             array.copy_to_host_async()
         return routes
 
     def decode(self, params, cache, state: DecodeState, limits: tuple[int, int]) -> tuple[Any, DecodeState, StepOutput]:
-        """(cache, state, output) after up to `limits[0]` steps, as long as more than `limits[1]` rows are active. The arrays are on
-        the device."""
+        """(cache, state, output) after up to `limits[0]` steps, as long as more than `limits[1]` rows are active. The
+        arrays are on the device."""
         head = {modes.VALUE_HEAD: self.value_head} if self.options.record_values else {}
         return self._run("decode", state.stops.shape, params | head, cache, state, np.asarray(limits, np.int32))
 
@@ -212,10 +214,11 @@ class ModelRunner:
         return {(name, *shape): m for name, each in self.programs.items() for shape, m in each.memory.items()}
 
     def compile_ahead(self, params: dict[str, Any], longest: int, stop_widths: Iterable[int], *, strict: bool) -> int:
-        """Compiles all programs that prompts of up to `longest` tokens need, in parallel threads; returns their number. From here
-        on another program is a warning, or LateCompilation if `strict`.
+        """Compiles all programs that prompts of up to `longest` tokens need, in parallel threads; returns their
+        number. From here on another program is a warning, or LateCompilation if `strict`.
 
-        stop_widths: numbers of columns of DecodeState.stops. One thread traces the programs, because tracing is Python."""
+        stop_widths: numbers of columns of DecodeState.stops. One thread traces the programs, because tracing is
+        Python."""
         compiled = self.memory
         missing = [each for each in program_inputs(self, params, longest, stop_widths) if each[0] not in compiled]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -242,8 +245,8 @@ def _abstract(cache: Any, layout: Layout) -> Any:
 def program_inputs(
     runner: ModelRunner, params: dict[str, Any], longest: int, stop_widths: Iterable[int]
 ) -> Iterator[tuple[tuple, tuple]]:
-    """((name, *shape), abstract arguments) of every program that prompts of up to `longest` tokens need, the slowest to compile
-    first. `params`: the weights, abstract or not."""
+    """((name, *shape), abstract arguments) of every program that prompts of up to `longest` tokens need, the slowest
+    to compile first. `params`: the weights, abstract or not."""
     cache, geometry = runner.abstract_cache, runner.geometry
     slots, width = geometry.slots, geometry.table_width
 

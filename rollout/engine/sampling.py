@@ -26,7 +26,8 @@ def uniforms(seed: jax.Array, prompt_ids_S: jax.Array, samples_S: jax.Array, pos
 
 
 def keep(logits_SV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """bool[S, V]: the tokens that pass top-k, top-p and min-p ([S, 1] each). Tokens as likely as the last that passes pass too."""
+    """bool[S, V]: the tokens that pass top-k, top-p and min-p ([S, 1] each). Tokens as likely as the last that passes
+    pass too."""
     V = logits_SV.shape[-1]
     ranked = -jnp.sort(-logits_SV, axis=-1)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
@@ -40,8 +41,8 @@ def keep(logits_SV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Ar
 
 
 def draw(logits_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
-    """int[S]: the token where the cumulative probability passes `uniforms`. One number per row and a cumulative sum cost less than
-    one Gumbel number per token."""
+    """int[S]: the token where the cumulative probability passes `uniforms`. One number per row and a cumulative sum
+    cost less than one Gumbel number per token."""
     probs = jax.nn.softmax(logits_SV, axis=-1)
     # XLA sums in blocks, whose rounding may raise the sum at a token of probability 0: such tokens are skipped.
     cumulative = jnp.where(probs > 0, jnp.cumsum(probs, axis=-1), 0.0)
@@ -53,8 +54,8 @@ def draw(logits_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Draws:
-    """How tokens are drawn: one seed, and for each row [S] its temperature (0: the most likely token) and filters. Numpy or jax
-    arrays."""
+    """How tokens are drawn: one seed, and for each row [S] its temperature (0: the most likely token) and filters.
+    Numpy or jax arrays."""
 
     seed: Any
     temperature: Any
@@ -85,8 +86,8 @@ class Draws:
 
 
 def choose(logits_SV: jax.Array, numbers: tuple, draws: Draws) -> tuple[jax.Array, jax.Array]:
-    """Returns (token int[S], its log-probability float32[S] before any filter). numbers: int[S] each, the prompt id, sample index
-    and position of the token; its draw is a function of the seed and these."""
+    """Returns (token int[S], its log-probability float32[S] before any filter). numbers: int[S] each, the prompt id,
+    sample index and position of the token; its draw is a function of the seed and these."""
     warm = draws.temperature > 0
     logits_SV = logits_SV / jnp.where(warm, draws.temperature, 1.0)[:, None]
     best = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)

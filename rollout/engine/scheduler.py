@@ -1,10 +1,11 @@
-"""The scheduler: which requests run, which wait, and which give up their pages. Pure Python: no arrays, no device, and nothing
-that depends on time.
+"""The scheduler: which requests run, which wait, and which give up their pages. Pure Python: no arrays, no device,
+and nothing that depends on time.
 
 A request that is admitted gets a slot and keeps it until it is released. It is in one of these states:
 
-- prefilling: its prompt is not all in the cache. It may wait for another slot whose prompt begins alike (PrefixWaiters), or be
-  preempted: it has no pages, because they ran out, and starts again when all that run can have pages for another decode.
+- prefilling: its prompt is not all in the cache. It may wait for another slot whose prompt has the same first tokens
+  (PrefixWaiters), or be preempted: it has no pages, because they ran out, and starts again when all that run can have
+  pages for another decode.
 - decoding: all in the cache but the token to feed next.
 - ended: `finish` says how; the engine releases the slot.
 """
@@ -28,12 +29,14 @@ SHORTEST_PREFILL = 16
 # A decode takes so many steps before a request is preempted for want of pages.
 MIN_DECODE_STEPS = 16
 
-# Most steps of a decode in which stop strings are searched: the host does that, and what was decoded past one is discarded.
+# Most steps of a decode in which stop strings are searched: the host does that, and what was decoded past one is
+# discarded.
 MAX_STOP_STRING_STEPS = 16
 
 
 def prefill_rows(prompts: int) -> int:
-    """Rows of the next prefill call if so many prompts can go on. Three in a call of four rows cost less than three calls."""
+    """Rows of the next prefill call if so many prompts can go on. Three in a call of four rows cost less than three
+    calls."""
     return max(rows for rows in PREFILL_ROWS if rows == 1 or prompts >= rows - rows // 4)
 
 
@@ -129,7 +132,8 @@ class Scheduler:
         return request
 
     def _evict(self, slot: int) -> list[int]:
-        """Takes a slot out of those that prefill. Returns the slots that waited for its prompt, directly or through others."""
+        """Takes a slot out of those that prefill. Returns the slots that waited for its prompt, directly or through
+        others."""
         waiters = self._waiters.remove(slot)
         self.prefilling.pop(slot, None)
         self.preempted.discard(slot)
@@ -170,8 +174,8 @@ class Scheduler:
         return self.rows.fits((slot, start, self._end(self.running[slot], steps)) for slot, start in starts.items())
 
     def _reserve(self, slot: int, end: int) -> bool:
-        """Allocates pages for what the slot is about to write, up to entry `end`, and preempts the youngest requests for it. False
-        if the slot itself was preempted."""
+        """Allocates pages for what the slot is about to write, up to entry `end`, and preempts the youngest requests
+        for it. False if the slot itself was preempted."""
         while (copies := self.rows.reserve(slot, self.running[slot].cached, end)) is None:
             if self._pinned:
                 self._pinned.clear()
@@ -207,7 +211,8 @@ class Scheduler:
     # Prompts.
 
     def next_prefill(self) -> list[int]:
-        """The slots of the next prefill call: the first that can go on, and others of its kind (first chunk or later ones)."""
+        """The slots of the next prefill call: the first that can go on, and others of its kind (first chunk or later
+        ones)."""
         able = [slot for slot in self.prefilling if slot not in self._waiters and slot not in self.preempted]
         fresh = [slot for slot in able if self.running[slot].cached == 0]
         kind = fresh if fresh[:1] == able[:1] else [slot for slot in able if self.running[slot].cached]
@@ -216,8 +221,8 @@ class Scheduler:
     def prefilled(self, slot: int, cached: int) -> None:
         """Notes that the first `cached` entries of a request are in the cache.
 
-        If that is all of its prompt, the slots that wait for it start from it, and then those that wait for them. The prompt is
-        pinned if the next request in the queue has the same and could not start from a slot that decodes."""
+        If that is all of its prompt, the slots that wait for it start from it, and then those that wait for them. The
+        prompt is pinned if the next request in the queue has the same and could not start from a slot that decodes."""
         self.running[slot].cached = cached
         ready = [slot]
         while ready:
@@ -236,7 +241,8 @@ class Scheduler:
                     ready.append(other)
 
     def _share(self, source: int, slot: int, same: int) -> bool:
-        """Lets a slot use the first `same` entries of another, or its own. False if it was preempted for want of pages."""
+        """Lets a slot use the first `same` entries of another, or its own. False if it was preempted for want of
+        pages."""
         if source != slot:
             self.rows.share(source, slot, same)
             if self._limits.copies_rows:

@@ -1,17 +1,20 @@
-"""Lossless speculative decoding: the policy's own prediction modules draft, the decoder checks, nothing changes but the speed.
+"""Lossless speculative decoding: the policy's own prediction modules draft, the decoder checks, nothing changes but
+the speed.
 
-A step drafts d tokens and runs the decoder once over the last token and the drafts. At each of these d + 1 places a token is drawn
-from the decoder's distribution, by the very number that plain decoding would use there: a draw is a function of (seed, prompt id,
-sample, position), see rollout/engine/sampling.py. Drafts are accepted as long as they equal the token drawn; the first that does not is
-replaced by it. So the completion is that of plain decoding, token for token, up to rounding: every token has the decoder's
-distribution exactly, with top-k, top-p and min-p as they are, and log-probabilities are the decoder's.
+A step drafts d tokens and runs the decoder once over the last token and the drafts. At each of these d + 1 places a
+token is drawn from the decoder's distribution, by the very number that plain decoding would use there: a draw is a
+function of (seed, prompt id, sample, position), see rollout/engine/sampling.py. Drafts are accepted as long as they
+equal the token drawn; the first that does not is replaced by it. So the completion is that of plain decoding, token
+for token, up to rounding: every token has the decoder's distribution exactly, with top-k, top-p and min-p as they
+are, and log-probabilities are the decoder's.
 
-The modules draw their drafts by the same numbers, through their own distribution q. With one number u for both, a draft is accepted
-when u falls into the same token's part of [0, 1) under the decoder's cumulative distribution P and the module's Q, which has
-probability sum_x max(0, min(P(x), Q(x)) - max(P(x - 1), Q(x - 1))). No rule accepts more often than sum_x min(p(x), q(x));
-benchmarks/speculative.py prints both. Greedy drafts are the likeliest tokens.
+The modules draw their drafts by the same numbers, through their own distribution q. With one number u for both, a
+draft is accepted when u falls into the same token's part of [0, 1) under the decoder's cumulative distribution P and
+the module's Q, which has probability sum_x max(0, min(P(x), Q(x)) - max(P(x - 1), Q(x - 1))). No rule accepts more
+often than sum_x min(p(x), q(x)); benchmarks/speculative.py prints both. Greedy drafts are the likeliest tokens.
 
-S slots, d drafts, D modules in use, W = d + D entries that modules see again at each step, N tokens of a dispatch, V vocabulary.
+S slots, d drafts, D modules in use, W = d + D entries that modules see again at each step, N tokens of a dispatch, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ def check(config: DecoderConfig) -> MultiTokenPrediction:
 class _State:
     """The state of a multi-step decode between two steps.
 
-    cache: (the decoder's, Drafts). recent: int32[S, W + 1], the last tokens; the very last is not cached. cached, left: int32[S].
+    cache: (the decoder's, Drafts). recent: int32[S, W + 1], the last tokens; the very last is not cached. cached,
+    left: int32[S].
     active: bool[S]. count: int32[S], how many tokens this decode has written to the rows of `tokens`, `logprobs` and
     `starts_step`, [S, N].
     """
@@ -71,11 +75,12 @@ class _State:
 
 
 class SpeculativePrograms(DecoderPrograms):
-    """Decoding of up to d + 1 tokens per step. The cache is a pair: the decoder's, and the `Drafts` of policy/cache/cache.py.
+    """Decoding of up to d + 1 tokens per step. The cache is a pair: the decoder's, and the `Drafts` of
+    policy/cache/cache.py.
 
-    The entry of module k for position i is computed from the decoder's state there and the tokens up to i + k. A step computes
-    entries of drafted tokens, and the next step computes them again from the tokens that were accepted. Drafts past the last
-    module apply it again, to its own states, at the positions that follow.
+    The entry of module k for position i is computed from the decoder's state there and the tokens up to i + k. A step
+    computes entries of drafted tokens, and the next step computes them again from the tokens that were accepted.
+    Drafts past the last module apply it again, to its own states, at the positions that follow.
     """
 
     @property
@@ -96,8 +101,8 @@ class SpeculativePrograms(DecoderPrograms):
         return main, caches.create_drafts(config, rows, kind, modules=self.ahead, window=self._window)
 
     def _fill(self, params, cache, tokens_PC, step: Step, lengths_P):
-        """The cache of P rows after the forward pass of C tokens. tokens_PC has `ahead` more: module k reads the token k places
-        on."""
+        """The cache of P rows after the forward pass of C tokens. tokens_PC has `ahead` more: module k reads the
+        token k places on."""
         C, runtime, (main, drafts) = tokens_PC.shape[1] - self.ahead, self.graph.runtime, cache
         layers = []
         with self.graph.precision():

@@ -22,11 +22,12 @@ from rollout.types import GeneratorOptions
 class RolloutWeights:
     """The weights that the generator computes with: some are copies, the others are the policy's own arrays.
 
-    With `kind` the weights of `graph.inputs` are copied as values of 8 or 4 bits, with one scale for each output channel (of each
-    expert). With `rules` the weights whose sharding these rules change are copied to that sharding; those that only products read
-    get the dtype of the products.
+    With `kind` the weights of `graph.inputs` are copied as values of 8 or 4 bits, with one scale for each output
+    channel (of each expert). With `rules` the weights whose sharding these rules change are copied to that sharding;
+    those that only products read get the dtype of the products.
 
-    The copies are made again when the policy has other arrays. One compiled program makes them, in the buffers of the old copies.
+    The copies are made again when the policy has other arrays. One compiled program makes them, in the buffers of the
+    old copies.
 
     paths: the paths of the copied weights. reshards: whether there are rules.
     """
@@ -48,7 +49,8 @@ class RolloutWeights:
         return cls(graph, options.weights, options.rules)
 
     def of(self, params: dict[str, jax.Array]) -> dict[str, jax.Array | qwix.QArray]:
-        """Returns `params` with the copies in the place of their originals. Makes the copies if they are not up to date."""
+        """Returns `params` with the copies in the place of their originals. Makes the copies if they are not up to
+        date."""
         originals = {path: params[path] for path in self.paths}
         if any(path not in self._sources or self._sources[path]() is not array for path, array in originals.items()):
             old = self._copies
@@ -69,7 +71,8 @@ class RolloutWeights:
 
     @property
     def memory(self) -> Memory | None:
-        """The memory of the program that makes copies to another sharding where there are none; None: it is not compiled."""
+        """The memory of the program that makes copies to another sharding where there are none; None: it is not
+        compiled."""
         return self._program.memory.get((len(self.paths), 0)) if self.reshards else None
 
     @property
@@ -114,8 +117,8 @@ class RolloutWeights:
         return jax.lax.with_sharding_constraint(array, self._shardings(path, array, layout))
 
     def _shardings(self, path: str, array, layout: Layout) -> Any:
-        """The shardings of a copy. Quantised values have the sharding of their weight. A scale has length 1, and so no axis, in
-        the dimensions that products sum over."""
+        """The shardings of a copy. Quantised values have the sharding of their weight. A scale has length 1, and so
+        no axis, in the dimensions that products sum over."""
         axes, sharding = self.graph.axes[path], layout.sharding
         if not isinstance(array, qwix.QArray):
             return sharding(axes, array.shape)

@@ -1,7 +1,7 @@
 """Conversion of prompts and conversations to token ids.
 
-The author of a token is decided by its position in the text, never by its id: a padding token may equal the end of sequence, and
-a template's marker may occur in a message.
+The author of a token is decided by its position in the text, never by its id: a padding token may equal the end of
+sequence, and a template's marker may occur in a message.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def encode_example(
 ) -> tuple[list[int], list[int]]:
     """Converts a demonstration to (ids, mask). The mask is 1 on the tokens to train on, the end of sequence included.
 
-    A demonstration is a prompt with a completion, or `messages`. A plain prompt is tokenized exactly as `render_prompt` does for
-    sampling, and the mask covers the completion. In a conversation it covers all turns of the assistant.
+    A demonstration is a prompt with a completion, or `messages`. A plain prompt is tokenized exactly as
+    `render_prompt` does for sampling, and the mask covers the completion. In a conversation it covers all turns of
+    the assistant.
 
     train_on: "assistant"; "last_turn", the last turn of `messages` only; or "all", every token but the first.
 
@@ -81,8 +82,8 @@ def encode_example(
 
 
 def encode_answer(tokenizer: Any, prompt: str | Messages, answer: str | Messages) -> tuple[list[int], list[int]]:
-    """Converts a prompt and an answer to (ids, mask). The mask covers the answer; in an answer of messages, the turns of the
-    assistant."""
+    """Converts a prompt and an answer to (ids, mask). The mask covers the answer; in an answer of messages, the turns
+    of the assistant."""
     if not isinstance(prompt, str):
         answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         return render_conversation(tokenizer, [*prompt, *answer], first=len(prompt))

@@ -12,9 +12,10 @@ _LONE_SPACE = "\ue000"  # from the private use area, so that it occurs in no tex
 def token_classes(tokenizer: Any, size: int) -> tuple[np.ndarray, int]:
     """Returns (int32[size]: the class of each token id, number of classes). Classes are numbered by their first tokens.
 
-    Two tokens have the same class if their texts are equal after normalisation: NFKC and NFD, no accents, lower case, each run of
-    white space as one space, stripped unless it is a single space. A token that is part of a character has a class of its own. A
-    text that normalises to nothing is compared as it is. Ids past the tokenizer's have the class of id 0.
+    Two tokens have the same class if their texts are equal after normalisation: NFKC and NFD, no accents, lower case,
+    each run of white space as one space, stripped unless it is a single space. A token that is part of a character
+    has a class of its own. A text that normalises to nothing is compared as it is. Ids past the tokenizer's have the
+    class of id 0.
     """
     normalizer = _normalizer()
     numbers: dict[str, int] = {}

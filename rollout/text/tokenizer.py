@@ -1,7 +1,7 @@
 """Tokenizers: two that are built in code, and any Hugging Face directory.
 
-The built-in ones are ordinary `PreTrainedTokenizerFast` objects: `save_pretrained` writes a directory that `AutoTokenizer` loads.
-Code in a tokenizer's directory is never run.
+The built-in ones are ordinary `PreTrainedTokenizerFast` objects: `save_pretrained` writes a directory that
+`AutoTokenizer` loads. Code in a tokenizer's directory is never run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def load_tokenizer(
         chat_template: file of a jinja template that replaces the tokenizer's own.
 
     Raises:
-        ValueError: the directory has no tokenizer, the tokenizer has no end-of-sequence token, or the source has no use for an
+        ValueError: the directory has no tokenizer, the tokenizer has no end-of-sequence token, or the source has no
+        use for an
             alphabet, or needs one.
     """
     if (source == "characters") != (alphabet is not None):
@@ -84,9 +85,11 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def stop_ids(tokenizer: Any, directory: str | Path | None = None) -> tuple[int, ...]:
-    """Returns the tokens that end a completion: the tokenizer's end of sequence, and the ids in the model's generation_config.json.
+    """Returns the tokens that end a completion: the tokenizer's end of sequence, and the ids in the model's
+    generation_config.json.
 
-    Chat models list several there (end of turn, end of text); a generator that knows only one of them does not stop at the others.
+    Chat models list several there (end of turn, end of text); a generator that knows only one of them does not stop
+    at the others.
     """
     ids = {tokenizer.eos_token_id}
     file = Path(directory) / "generation_config.json" if directory is not None else None
@@ -94,6 +97,19 @@ def stop_ids(tokenizer: Any, directory: str | Path | None = None) -> tuple[int, 
         listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
         ids.update(listed if isinstance(listed, list) else [listed])
     return tuple(sorted(token for token in ids if token is not None))
+
+
+def first_stop(tokenizer: Any, tokens: list[int], before: int, stop: tuple[str, ...]) -> int | None:
+    """Returns the number of tokens up to the one, after the first `before`, that completes a string of `stop`; None
+    if none does."""
+
+    def has_stop(end: int) -> bool:
+        text = tokenizer.decode(tokens[:end], skip_special_tokens=False)
+        return any(s in text for s in stop)
+
+    if not has_stop(len(tokens)):
+        return None
+    return next(end for end in range(before + 1, len(tokens) + 1) if has_stop(end))
 
 
 def _wrapped(model: Any, splitter: Any, decoder: Any) -> PreTrainedTokenizerFast:

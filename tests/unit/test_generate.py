@@ -20,7 +20,7 @@ from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.engine.runner import LateCompilation
 from rollout.engine.sampling import uniforms
 from rollout.request import Request
-from rollout.text.tokenizer import byte_level, characters
+from rollout.text.tokenizer import byte_level, characters, first_stop
 
 OPTIONS = GeneratorOptions(tokens_per_dispatch=4)
 ALPHABET = "".join(chr(0x4E00 + i) for i in range(VOCAB - 8 - 26)) + "abcdefghijklmnopqrstuvwxyz"
@@ -202,7 +202,9 @@ def test_an_interrupted_call_leaves_the_generator_usable(model, monkeypatch):
 def test_a_copy_of_rows_writes_and_needs_room_for_nothing_else(generator):
     """Of the rows it copies, one after the other: room for one at a time."""
     programs, rng = generator.engine.runner, np.random.default_rng(0)
-    cache = jax.tree.map(lambda a: jax.device_put(rng.normal(size=a.shape).astype(a.dtype), a.sharding), programs.empty())
+    cache = jax.tree.map(
+        lambda a: jax.device_put(rng.normal(size=a.shape).astype(a.dtype), a.sharding), programs.empty()
+    )
     before = [np.array(array) for array in jax.tree.leaves(cache)]
     copied = jax.tree.leaves(programs.copy_rows(cache, [(0, 2), (2, 3)]))
     for expected, array in zip(before, copied, strict=True):
@@ -256,15 +258,15 @@ def test_a_stop_string_inside_characters_of_several_tokens():
     generator = Generator(fresh_model(vocab_size=264), max_length=64, slots=4, tokenizer=tokenizer, options=OPTIONS)
     letters = tokenizer.encode("xé€", add_special_tokens=False)
     assert len(letters) == 6
-    assert [generator._stop_string(letters[:n], 0, ("é",)) for n in range(1, 7)] == [None, None, 3, 3, 3, 3]
-    assert [generator._stop_string(letters[:n], n - 1, ("x", "é€")) for n in (1, 6)] == [1, 6]
+    assert [first_stop(generator.tokenizer, letters[:n], 0, ("é",)) for n in range(1, 7)] == [None, None, 3, 3, 3, 3]
+    assert [first_stop(generator.tokenizer, letters[:n], n - 1, ("x", "é€")) for n in (1, 6)] == [1, 6]
     completion = generator.generate(["hé"], SamplingParams(max_new_tokens=6))[0][0]
     assert completion.text == tokenizer.decode(completion.tokens, skip_special_tokens=True)
 
 
 def test_a_stop_string_may_be_a_special_token_that_the_text_leaves_out(spelling):
     ids = [8, 9, spelling.tokenizer.eos_token_id, 10]
-    assert spelling._stop_string(ids, 0, ("<eos>",)) == 3
+    assert first_stop(spelling.tokenizer, ids, 0, ("<eos>",)) == 3
 
 
 def test_strings_are_encoded_without_an_end_of_sequence(model):
