@@ -255,7 +255,7 @@ def completions(kind: str, degrees: dict, options: dict, how: dict | None = None
         "logprobs": max(
             float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(one, many, strict=True)
         ),
-        "parts": generator.engine.programs.sizes[0],
+        "parts": generator.engine.runner.geometry.batch_sizes[0],
     }
 
 
