@@ -15,7 +15,7 @@ import rl.stages
 from policy import compatibility, remat
 from policy.config import DecoderConfig
 from policy.huggingface import sources
-from rl.config import mesh
+from rl.config import mesh, plugins
 from rl.config.run import DataOptions, EvaluationOptions, ModelOptions, RewardSettings, RunConfig
 
 _FILE_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
@@ -312,6 +312,13 @@ def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tu
         yield ("evaluation",), "needs rewards to tell correct completions; add `rewards`"
     if evaluation.samples == 0 and "k" in evaluation.model_fields_set and evaluation.k != [1]:
         yield ("evaluation", "samples"), "pass@k needs sampled completions, at least as many as the largest k"
+    for number, name in enumerate(evaluation.metrics):
+        try:
+            if not plugins.is_plugin(name):
+                raise ValueError(f"{name!r} is no file.py:function and no package.module:function")
+            plugins.load(name, "evaluation metric")
+        except ValueError as error:
+            yield ("evaluation", "metrics", number), str(error)
     for k in evaluation.k:
         if k < 1 or (evaluation.samples and k > evaluation.samples):
             yield ("evaluation", "k"), f"each k lies between 1 and samples ({evaluation.samples}), got {k}"

@@ -229,6 +229,9 @@ class EvaluationOptions(Strict):
     k: list[int] = Field([1], description="values of k for eval/pass@k; each at most `samples`")
     temperature: float = Field(1.0, gt=0.0, description="of the sampled completions")
     correct_at: float = Field(1.0, description="a completion counts as correct from this reward on")
+    metrics: list[str] = Field(
+        [], description="further metrics of the greedy completions, each file.py:function or package.module:function"
+    )
 
 
 class RewardOptions(Strict):
