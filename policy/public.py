@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 
 from policy.config import DecoderConfig, Runtime
@@ -36,20 +38,21 @@ def load(
     mesh: Layout | None = None,
     sections: dict | None = None,
     seed: int = 0,
+    missing: Literal["refuse", "fresh"] = "refuse",
 ) -> Model:
     """The model in a Hugging Face directory (config.json and safetensors).
 
     `sections` are parts of policy/huggingface/extensions.py, in the place of those of config.json: `{"multi_token_prediction": {"depth": 1}}`
     loads the prediction module that files of DeepSeek-V3 hold as layer 61. Where neither config.json announces such modules nor a
-    file holds a part of one, they start fresh, as `create` makes them with `seed`.
+    file holds a part of one, they start fresh, as `create` makes them with `seed`. With `missing` "fresh" so do modules that are
+    announced, or that follow those in the files. Raises ModelFileError for files that lack a tensor or hold one too many.
     """
     from policy.huggingface import hub
 
     config = sources.read_config(directory, sections)
     graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
-    params = hub.read_weights(directory, graph)
-    fresh = frozenset(graph.paths) - params.keys()
-    return Model(graph, params | (graph.init(seed, fresh) if fresh else {}), fresh)
+    params, fresh = hub.read_weights(directory, graph, missing=missing, seed=seed)
+    return Model(graph, params, fresh)
 
 
 def save(model: Model, directory) -> None:

@@ -13,7 +13,6 @@ Imports the standard library only: worker processes import this file each time t
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -27,6 +26,8 @@ import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from rewards.suggest import nearest
 
 RewardFunction = Callable[..., "list[float | None]"]
 
@@ -166,7 +167,7 @@ def check(spec: str, options: dict | None = None, columns: Iterable[str] | None 
             raise RewardError(f"reward {spec}: {key!r} is given by the run and cannot be an option")
         if not takes.takes(key):
             choices = [name for name in takes.names if name not in reserved]
-            raise RewardError(f"reward {spec}: it has no option {key!r}{_nearest(key, choices)}")
+            raise RewardError(f"reward {spec}: it has no option {key!r}{nearest(key, choices)}")
         if key in hints and not _fits(value, hints[key]):
             expected = getattr(hints[key], "__name__", hints[key])
             raise RewardError(f"reward {spec}: option {key!r} is {value!r}, expected {expected}")
@@ -211,7 +212,7 @@ def _named(name: str) -> Located:
         return Located(_callable(function, name), name, name)
     if name.endswith(".py") or "/" in name:
         raise RewardError(f"reward {name}: say which function of the file: {name}:function")
-    raise RewardError(f"unknown reward {name!r}{_nearest(name, known())}. A function of your own: file.py:function")
+    raise RewardError(f"unknown reward {name!r}{nearest(name, known())}. A function of your own: file.py:function")
 
 
 def _builtins() -> dict[str, str]:
@@ -300,20 +301,13 @@ def _member(module: types.ModuleType, name: str, spec: str) -> RewardFunction:
     own = [
         key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
     ]
-    raise RewardError(f"reward {spec}: no function {name!r} there{_nearest(name, {*own, *here})}")
+    raise RewardError(f"reward {spec}: no function {name!r} there{nearest(name, {*own, *here})}")
 
 
 def _callable(value: object, spec: str) -> RewardFunction:
     if not callable(value) or inspect.isclass(value):
         raise RewardError(f"reward {spec}: is a {type(value).__name__}, not a function")
     return value
-
-
-def _nearest(word: str, choices: Iterable[str]) -> str:
-    choices = sorted(choices)
-    close = difflib.get_close_matches(word, choices, n=1)
-    suggestion = f"; did you mean {close[0]!r}?" if close else "."
-    return f"{suggestion} Known: {', '.join(choices) or 'none'}"
 
 
 def _hints(function: RewardFunction) -> dict:

@@ -4,6 +4,7 @@ One call is one function on one group of completions, under a deadline of `timeo
 importing the function do not count). What a fault costs:
 
 - a score that is NaN, infinite or no number: this sample has no score;
+- a score or a weighted sum beyond float32, in which the run learns: the function with the largest score has faulted;
 - a call that raises, ends the process or returns the wrong length or type: the completions of the group are scored once
   more, one by one, so that only those that fail alone have no score. A function that compares the completions of a
   group sees one of them then. A single completion is tried again only if the process ended, which may have come from
@@ -34,6 +35,7 @@ from rewards.workers.pool import Batch, Call, Failure, Function, Lane
 _LOG = logging.getLogger("duet.rewards")
 _SHOWN_FAULTS = 3
 _SHOWN_CHARACTERS = 500
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,8 @@ class Runner:
                 batch.cells[sample] = row
 
     def _collect(self, batch: Batch) -> Scores:
+        for row in batch.cells:
+            self._refuse_overflow(row)
         faults = [
             Fault(
                 name, sample, cell.kind, cell.text, batch.given["prompts"][sample], batch.given["completions"][sample]
@@ -284,6 +288,19 @@ class Runner:
                 f"reward {fault.function} failed ({fault.kind}) on\n{_sample_text(fault)}\n{fault.traceback}"
             )
         return Scores(rewards, total, self.names, faults, self._metrics(batch, rewards, faults))
+
+    def _refuse_overflow(self, row: list[float | Failure | None]) -> None:
+        """Puts Failures in the place of the largest scores of a sample until the others, weighted and not, fit in float32, and so
+        does their sum."""
+        weighted = {
+            slot: cell * self._functions[slot].weight for slot, cell in enumerate(row) if isinstance(cell, float)
+        }
+        size = {slot: max(abs(row[slot]), abs(share)) for slot, share in weighted.items()}
+        while size and max(*size.values(), abs(sum(weighted[slot] for slot in size))) > _LARGEST:
+            largest = max(size, key=size.get)
+            text = f"{row[largest]:.3g}, times its weight {weighted[largest]:.3g}: this, or the sum of all, does not fit in float32"
+            row[largest] = Failure("not_finite", text)
+            del size[largest]
 
     def _show(self, faults: list[Fault]) -> None:
         for fault in faults:

@@ -6,6 +6,11 @@ traceback and exits 1.
 
 from __future__ import annotations
 
+import errno
+import os
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 class DuetError(Exception):
     """Base class. The text of an instance says what is wrong, where, and how to mend it."""
@@ -29,7 +34,7 @@ class DataError(DuetError):
 
 
 class ModelError(DuetError):
-    """A model directory that cannot be read, or that disagrees with its configuration."""
+    """A model directory that cannot be read or that disagrees with its configuration, or a stage without one finite update."""
 
     exit_code = 4
     heading = "error in the model"
@@ -62,3 +67,10 @@ class Interrupted(DuetError):
 
     exit_code = 75
     heading = "interrupted"
+
+
+def no_room(error: BaseException) -> bool:
+    """Tells whether an error says that a disk or a quota is full. Libraries raise errors of their own that quote the system's."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _NO_ROOM
+    return any(os.strerror(number) in str(error) for number in _NO_ROOM)

@@ -31,7 +31,7 @@ from policy.mesh.explicit import auto_axes, in_explicit_mode, reshard_like, spec
 from policy.mesh.sharding import decoded, from_cache, to_cache
 from policy.ops.linear import linear, rounded
 from policy.ops.norms import RMSNorm
-from policy.ops.parameter import apart, normal, weight, zeros
+from policy.ops.parameter import normal, split_module, weight, zeros
 from policy.ops.rope import rotate
 
 
@@ -139,7 +139,7 @@ class MultiHeadLatentAttention(nnx.Module):
     def _with_auto_axes(self, x_BTE: jax.Array, step: Step, runtime: Runtime):
         """Runs the layer without a cache and leaves shardings to the partitioner: a choice of keys has none of its
         own."""
-        weights, module = apart(self)
+        weights, module = split_module(self)
 
         def run(weights, x_BTE, step):
             out, _, aux = module(weights)(x_BTE, step, None, runtime)

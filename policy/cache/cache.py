@@ -88,6 +88,11 @@ def without_pools(cache: Any) -> Any:
     return _each(lambda array: array, lambda pool: None, cache)
 
 
+def with_arrays(cache: Any, arrays: Any) -> Any:
+    """Returns `cache` with its arrays by slot replaced by `arrays`, which `without_pools` made of it. Writes nothing."""
+    return _each(lambda before, after: after, lambda pool, _: pool, cache, arrays)
+
+
 def copy_pages(cache: Any, source_n: jax.Array, to_n: jax.Array) -> Any:
     """Copies page source[i] over page to[i], as a row needs before it writes into a page that it shares.
 

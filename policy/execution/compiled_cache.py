@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,25 @@ class CompiledCache:
         return compiled(*arguments)
 
     def _compile(self, key: tuple, arguments: tuple, static: dict):
-        compiled = self._compiled[key] = self.lower(*arguments, **static).compile()
+        compiled = self.lower(*arguments, **static).compile()
         self.memory[jax.tree.leaves(arguments[1])[0].shape] = Memory.of(compiled, self._platform)
-        return compiled
+        function = self._compiled[key] = callable_form(compiled, partial(self.jitted, **static), arguments)
+        return function
+
+
+def callable_form(compiled: jax.stages.Compiled, jitted: Callable, arguments) -> Callable:
+    """Returns the function to call on `arguments` (arrays or shapes): `compiled`, or `jitted` if an argument has numbers of fewer
+    than 8 bits.
+
+    A compiled program of jax 0.10 refuses a committed array of such numbers: the array's layout does not state the bits of a
+    number, and the program's layout does. jit does not compare the two.
+    """
+    return jitted if any(map(_below_a_byte, jax.tree.leaves(arguments))) else compiled
+
+
+def _below_a_byte(leaf) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended) and jax.dtypes.itemsize_bits(dtype) < 8
 
 
 def _kind(leaf) -> tuple:

@@ -56,8 +56,8 @@ def read_rows(
     """
     step, rows, values = replace(modes.make_step(tokens_BT, segments=segments_BT), tokens=tokens_BT), {}, {}
     for path in graph.tables:
-        layer, repeats = path.removesuffix(".memory.table"), range(graph.shapes[path].shape[0])
-        spec, classes = graph.config.layers[graph.config.numbers(layer)[0]].memory, params[f"{layer}.memory.classes"]
+        layer, repeats = path.removesuffix(".lookup.table"), range(graph.shapes[path].shape[0])
+        spec, classes = graph.config.layers[graph.config.numbers(layer)[0]].engram, params[f"{layer}.lookup.classes"]
         assert spec is not None, "a table belongs to a layer with n-gram memory"
         at = [ngram_rows(spec, classes[r], step) for r in repeats]
         rows[path] = jnp.stack(at)

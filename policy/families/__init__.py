@@ -61,8 +61,11 @@ def text_model(hf: dict) -> dict:
             raise unknown from None
     kind = inner.get("model_type")
     number = family.MODEL_TYPES.index(kind) if kind in family.MODEL_TYPES else 0
-    outer = {key: hf[key] for key in ("tie_word_embeddings", extensions.KEY) if key in hf}
-    return outer | inner | {"architectures": [family.ARCHITECTURES[number]], "model_type": family.MODEL_TYPES[number]}
+    outer = {extensions.KEY: hf[extensions.KEY]} if extensions.KEY in hf else {}
+    # The class of the wrapper ties the head by its own key; transformers also writes the text model's default into text_config.
+    tied = {key: hf[key] for key in ("tie_word_embeddings",) if hf.get(key) is not None}
+    names = {"architectures": [family.ARCHITECTURES[number]], "model_type": family.MODEL_TYPES[number]}
+    return outer | inner | tied | names
 
 
 def read(hf: dict) -> DecoderConfig:

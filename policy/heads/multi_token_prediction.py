@@ -82,7 +82,7 @@ def predictions(
         decoder = nnx.merge(graph, own, jax.lax.stop_gradient(rest))
         states = jax.lax.stop_gradient(states)
     config = decoder.config
-    tiling = head.Tiling(runtime.vocab_tiles, runtime.layout)
+    tiling = head.Tiling(runtime.num_vocab_tiling, runtime.layout)
     best = _likeliest(decoder, hidden_BTE, 1, tiling)
 
     def module(d, states):

@@ -20,7 +20,7 @@ SCORE = "score.weight"
 def read(directory, runtime: Runtime, mesh: Layout) -> tuple[Graph, dict, np.ndarray]:
     """(graph of the trunk, its weights, SCORE as float32[E]) of a directory. Raises ModelFileError and UnsupportedModel."""
     graph = Graph(sources.classifier(directory), runtime, mesh)
-    params = hub.read_weights(directory, graph, apart=(SCORE,))
+    params, _ = hub.read_weights(directory, graph, apart=(SCORE,))
     shape = (1, graph.config.hidden_size)
     score = TensorFiles(directory, scheme=sources.scheme(directory)).read(SCORE, shape, (slice(None), slice(None)))
     return graph, params, np.asarray(score[0], np.float32)

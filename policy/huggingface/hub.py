@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import numpy as np
@@ -33,6 +33,8 @@ PIECE = 2**24  # numbers that are dequantised at once: 64 MB
 # The prediction modules' part of the tree of weights, and a file for them beside those that transformers reads: it takes layers
 # past num_hidden_layers for a mistake, unless the family's PASSED_OVER says otherwise.
 MTP, MTP_FILE = "mtp", "multi_token_prediction.safetensors"
+# What to do where the files lack prediction modules that they should hold.
+Missing = Literal["refuse", "fresh"]
 # Starts of stored names -> those of the tables, for text models inside multimodal ones. A family's PREFIXES go before these.
 PREFIXES = (
     ("language_model.model.", "model."),
@@ -132,27 +134,55 @@ def _entry(config: DecoderConfig, table: names.Table, end: str, layer: LayerSpec
     return found
 
 
-def read_weights(directory, graph: Graph, apart: tuple[str, ...] = ()) -> dict[str, jax.Array]:
-    """The weights of `graph` from the safetensors of `directory`, each shard read straight to its place on the mesh. Prediction
-    modules of which neither config.json nor a file there knows anything are left out; `apart` are tensors that others read.
+def read_weights(
+    directory, graph: Graph, apart: tuple[str, ...] = (), missing: Missing = "refuse", seed: int = 0
+) -> tuple[dict[str, jax.Array], frozenset[str]]:
+    """Reads the weights of `graph` from the safetensors of `directory`, each shard straight to its place on the mesh. Returns them
+    with the paths of those that begin, at least in part, as the random numbers of `seed`: prediction modules that the files lack
+    (`_absent_modules`, which `missing` is for). `apart` are tensors that others read.
 
-    The host holds no more than the shards of one weight at a time beside those that live there.
+    The host holds no more than the shards of one weight at a time beside those that live there. Raises ModelFileError.
     """
     scheme = sources.scheme(directory)
     beside = [MTP_FILE] if graph.config.multi_token_prediction and (Path(directory) / MTP_FILE).exists() else []
     files = TensorFiles(directory, _renamed(families.get(graph.config.family)), scheme, beside)
-    there = extensions.announces_modules(families.text_model(sources.read_hf(directory))) or any(
-        _extra_layer(graph.config, name) for name in files.unread
-    )
-    stored = (place for place in places(graph) if there or not place.path.startswith(f"{MTP}."))
-    params = {place.path: _on_mesh(graph, place, files) for place in stored}
+    absent = _absent_modules(graph.config, files, missing)
+    fresh = frozenset(path for path in graph.paths if absent and path.startswith(f"{MTP}."))
+    start = graph.init(seed, fresh) if fresh else {}
+    params = {place.path: _on_mesh(graph, place, files, start.get(place.path), absent) for place in places(graph)}
     files.unread.difference_update(apart)
     _refuse_unread(files, graph.config, scheme)
-    return params
+    return params, fresh
 
 
-def _on_mesh(graph: Graph, place: Place, files: TensorFiles) -> jax.Array:
-    """The weight, shard by shard; devices that hold the same shard share one reading of it."""
+def _absent_modules(config: DecoderConfig, files: TensorFiles, missing: Missing) -> set[int]:
+    """Returns the numbers of the layers of prediction modules that the files hold no tensor of, and that are to start fresh: all of
+    them where neither config.json nor a file knows of modules; else only with `missing` "fresh". Raises ModelFileError."""
+    if (part := config.multi_token_prediction) is None:
+        return set()
+    layers = range(len(config.layers), len(config.layers) + part.depth)
+    stored = {number for name in files.unread if (number := _extra_layer(config, name)) is not None}
+    announced = extensions.announced_modules(families.text_model(sources.read_hf(files.directory)))
+    absent = set(layers) - stored
+    if not absent or missing == "fresh" or not (stored or announced):
+        return absent
+    prefix = getattr(families.get(config.family), "LAYER_PREFIX", names.LAYER_PREFIX)
+    held = [number for number in layers if number in stored]
+    where = ", ".join(prefix.format(n=number) + "*" for number in held)
+    says = f"config.json says {announced}" if announced else "config.json announces none"
+    raise ModelFileError(
+        f"{files.directory}: missing tensor {prefix.format(n=min(absent))}eh_proj.weight: multi_token_prediction has depth "
+        f"{part.depth}, and of its {part.depth} modules the files hold {len(held)}{where and f' ({where})'}; {says}. To start the "
+        f"missing ones from random weights, set `model.multi_token_prediction: {{depth: {part.depth}, missing: fresh}}`"
+    )
+
+
+def _on_mesh(graph: Graph, place: Place, files: TensorFiles, start: jax.Array | None, absent: set[int]) -> jax.Array:
+    """The weight, shard by shard; devices that hold the same shard share one reading of it. Layers with numbers in `absent` are
+    those of `start`."""
+    if start is not None and place.layers is not None and absent.issuperset(place.layers):
+        return start
+    begun = {} if start is None else {shard.device: shard.data for shard in start.addressable_shards}
     shape, dtype, sharding = graph.shapes[place.path].shape, graph.shapes[place.path].dtype, graph.sharding(place.path)
     devices: dict[tuple, list] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -161,11 +191,14 @@ def _on_mesh(graph: Graph, place: Place, files: TensorFiles) -> jax.Array:
     for bounds, holders in devices.items():
         index = tuple(slice(*each) for each in bounds)
         shard = _aligned([high - low for low, high in bounds], dtype)
+        if begun:
+            shard[...] = np.asarray(begun[holders[0]])
         if place.layers is None:
             place.read(files, None, index, shard)
         else:
             for i, layer in enumerate(place.layers[index[0]]):
-                place.read(files, layer, index[1:], shard[i, ...])
+                if layer not in absent:
+                    place.read(files, layer, index[1:], shard[i, ...])
         places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in holders]
         arrays += jax.block_until_ready([jax.device_put(shard, place) for place in places])
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
@@ -197,7 +230,7 @@ def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | N
         skip.append(re.escape(names.TOP["lm_head"].name))  # accepted, whatever the family calls its own top
 
     def skipped(name: str) -> bool:
-        past = getattr(family, "SKIP_EXTRA_LAYERS", False) and _extra_layer(config, name)
+        past = getattr(family, "SKIP_EXTRA_LAYERS", False) and _extra_layer(config, name) is not None
         return past or any(re.fullmatch(pattern, name) for pattern in skip)
 
     extra = sorted(files.own_name(name) for name in files.unread if not skipped(name) and not files.empty(name))
@@ -208,11 +241,11 @@ def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | N
         )
 
 
-def _extra_layer(config: DecoderConfig, name: str) -> bool:
-    """Whether a tensor is of a layer past the last one."""
+def _extra_layer(config: DecoderConfig, name: str) -> int | None:
+    """Returns the number of the tensor's layer if that is past the last one, else None."""
     prefix = getattr(families.get(config.family), "LAYER_PREFIX", names.LAYER_PREFIX)
     found = re.match(re.escape(prefix).replace(r"\{n\}", r"(\d+)"), name)
-    return found is not None and int(found[1]) >= len(config.layers)
+    return int(found[1]) if found is not None and int(found[1]) >= len(config.layers) else None
 
 
 @jax.jit
@@ -271,7 +304,7 @@ def write(directory, graph, params, tensors: dict[str, np.ndarray] | None = None
     sizes, where, beside = [0], {}, {}
     passed_over = getattr(families.get(config.family), "PASSED_OVER", "$.")
     for name, array in every:
-        if _extra_layer(config, name) and not re.match(passed_over, name):
+        if _extra_layer(config, name) is not None and not re.match(passed_over, name):
             beside[name] = array
             continue
         if sizes[-1] and sizes[-1] + array.nbytes > SHARD_BYTES:

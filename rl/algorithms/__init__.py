@@ -24,11 +24,12 @@ so that the trainer knows none of them by name. Nothing here imports jax before 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import math
 import pkgutil
 from typing import Any
+
+from rewards.suggest import nearest
 
 __all__ = ["PolicyInputs", "get", "known", "reduce_metrics", "unnoticed"]
 
@@ -45,7 +46,7 @@ def get(name: str, **options: Any):
     with its option) for an unknown option or a value of the wrong type or range.
     """
     if name not in known():
-        raise ValueError(f"unknown algorithm {name!r}{_nearest(name, known())}; known: {', '.join(known())}")
+        raise ValueError(f"unknown algorithm {name!r}{nearest(name, known())}")
     algorithm = importlib.import_module(f"{__name__}.{name}").Algorithm
 
     from pydantic import ValidationError
@@ -90,11 +91,6 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _nearest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(str(name), names, n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
-
-
 def _with_nearest_names(error, algorithm: str, names: list[str]):
     """The same faults, with unknown options explained by the nearest valid name and the whole list."""
     from pydantic import ValidationError
@@ -105,7 +101,7 @@ def _with_nearest_names(error, algorithm: str, names: list[str]):
         kind = fault["type"]
         if kind == "unexpected_keyword_argument":
             option = fault["loc"][-1]
-            text = f"{algorithm} has no option {option!r}{_nearest(option, names)}; its options: {', '.join(names)}"
+            text = f"{algorithm} has no option {option!r}{nearest(option, names)}"
             kind = PydanticCustomError("unknown_option", "{text}", {"text": text})
         details.append(InitErrorDetails(type=kind, loc=fault["loc"], input=fault["input"], ctx=fault.get("ctx", {})))
     return ValidationError.from_exception_data(algorithm, details)

@@ -17,7 +17,7 @@ class Algorithm(Supervised):
     name: ClassVar[str] = "sft"
 
     loss_type: Literal["nll", "dft"] = Field("nll", description="nll, or dft: weighted by the token's own probability")
-    learnt: Literal["assistant", "last_turn", "all"] = Field(
+    train_on: Literal["assistant", "last_turn", "all"] = Field(
         "assistant",
         description="which tokens: what the assistant writes, and of a plain row the completion; of a conversation its last turn "
         "only; prompts too",

@@ -121,8 +121,8 @@ _NO_MODULES = (
 
 
 def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
+    from rewards.suggest import nearest
     from rl.config.packaged import model_presets
-    from rl.config.suggest import nearest
 
     yield from _memory(config.model, config.platform)
     path, source = ("model", "source"), config.model.source
@@ -148,7 +148,7 @@ def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
 
 
 def _memory(model: ModelOptions, platform: str) -> Iterator[tuple[tuple, str]]:
-    from rl.config.suggest import nearest
+    from rewards.suggest import nearest
 
     if model.host_parameters and model.remat == "none":
         yield (
@@ -208,7 +208,7 @@ def _pages(config: RunConfig) -> Iterator[tuple[tuple, str]]:
 
 
 def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
-    from rl.config.suggest import nearest
+    from rewards.suggest import nearest
 
     if config.tokenizer is None:
         directory = Path(config.model.source)
@@ -351,7 +351,7 @@ def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tupl
     if _algorithm(stage).needs_scores:
         given = {
             "mtp": stage.mtp is not None,
-            "internal_metrics": stage.internal_metrics,
+            "diagnostics": stage.diagnostics,
             "indexer": stage.indexer.training != "off",
         }
         for key in filter(given.get, given):

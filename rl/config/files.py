@@ -2,7 +2,7 @@
 
 Layers are laid over each other from left to right: the files in the order given, then the overrides `a.b=value`,
 whose values are YAML. Mappings merge, everything else replaces; a list is changed by index (`stages.1.steps=3`).
-`every_stage` of a layer is laid over each stage there is at that point, and `if_given` over those sections that there
+`every_stage` of a layer is laid over each stage there is at that point, and `if_present` over those sections that there
 are. Relative paths inside a file start at the
 working directory.
 """
@@ -17,11 +17,11 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 import rl.algorithms
+from rewards.suggest import nearest
 from rl.config import yaml_tree
 from rl.config.packaged import packaged, presets, run_names
 from rl.config.run import AlgorithmOptions, RunConfig
 from rl.config.schema import accepted_types
-from rl.config.suggest import nearest
 from rl.config.yaml_tree import Item
 from rl.errors import ConfigError
 
@@ -78,7 +78,9 @@ def _merged(paths: list[str | Path], overrides: list[str]) -> Item:
     tree = None
     for layer in layers:
         try:
-            tree = _with_if_given(_with_every_stage(layer if tree is None else yaml_tree.merge(tree, layer, shorthand)))
+            tree = _with_if_present(
+                _with_every_stage(layer if tree is None else yaml_tree.merge(tree, layer, shorthand))
+            )
         except ConfigError as error:
             problems.append(str(error))
     if problems:
@@ -97,7 +99,8 @@ def _read(path: str | Path, is_run: bool = False) -> Item:
     if not file.exists():
         file = packaged(file) or file
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        with file.open(encoding="utf-8-sig") as opened:
+            text = opened.read(yaml_tree.MAX_CHARACTERS + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{nearest(Path(path).name, run_names())}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -168,14 +171,14 @@ def _over_preset(stage: Item, path: tuple) -> Item:
     return yaml_tree.merge(base, Item(stage.value | {"algorithm": own}, stage.where, stage.key_where), shorthand, path)
 
 
-def _with_if_given(tree: Item) -> Item:
-    over = tree.value.get("if_given")
+def _with_if_present(tree: Item) -> Item:
+    over = tree.value.get("if_present")
     if over is None or over.value in (None, {}):
         return tree
     if not isinstance(over.value, dict):
-        raise ConfigError(f"{over.place}: if_given: must be a mapping of sections of a run")
+        raise ConfigError(f"{over.place}: if_present: must be a mapping of sections of a run")
     given = {key: item for key, item in over.value.items() if key in tree.value and tree.value[key].value is not None}
-    rest = Item({key: item for key, item in tree.value.items() if key != "if_given"}, tree.where)
+    rest = Item({key: item for key, item in tree.value.items() if key != "if_present"}, tree.where)
     return yaml_tree.merge(rest, Item(given, over.where), shorthand) if given else rest
 
 
@@ -241,6 +244,8 @@ def _problems(error: dict) -> list[Problem]:
     path, kind = tuple(error["loc"]), error["type"]
     if kind == "extra_forbidden":
         model = _model_at(path[:-1])
+        if path[-1] in RENAMED:
+            return [(path, f"this key is called `{RENAMED[path[-1]]}` now")]
         return [(path, f"unknown key{nearest(path[-1], list(model.model_fields) if model else [])}")]
     if kind == "missing":
         return [(path, "this key is required")]
@@ -253,11 +258,21 @@ def _problems(error: dict) -> list[Problem]:
             return [(path + found, text) for one in said.errors() for found, text in _problems(one)]
         return [((*path, "name") if _model_at(path) is AlgorithmOptions else path, str(said))]
     if kind == "unknown_option":
+        if path[-1] in RENAMED:
+            return [(path, f"this option is called `{RENAMED[path[-1]]}` now")]
         return [(path, error["msg"])]
     given = error["input"]
     shown = repr(given) if given is None or isinstance(given, (str, int, float, bool)) else f"a {type(given).__name__}"
     return [(path, f"{_MESSAGES.get(kind) or error['msg'].replace('Input should', 'must')}, got {shown}")]
 
+
+# Keys of earlier versions -> their names now.
+RENAMED = {
+    "internal_metrics": "diagnostics",
+    "if_given": "if_present",
+    "rings": "sliding_window_cache",
+    "learnt": "train_on",
+}
 
 _MESSAGES = {
     "model_type": "must be a mapping of keys to values",

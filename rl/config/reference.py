@@ -30,9 +30,10 @@ rl-train --check configs/quickstart.yml seed=1 stages.1.steps=3
 
 `--check` checks keys, values, names and paths, prints what differs from the defaults, and stops; data are read when the run
 starts. Mappings merge; any other value replaces the one before. A list is changed by index (`stages.1.steps=3`); `every_stage`
-is laid over all stages, `if_given` over sections that exist. Unknown keys are refused with file, line and the nearest valid
-key, and all errors are said at once. `1e-5` is a number. An empty section is its defaults. Relative paths start at the working
-directory. The resolved file is saved as `config.yml` in the run's folder, and running it again is the same run.
+is laid over all stages, `if_present` over sections that exist. Unknown keys are refused with file, line and the nearest valid
+key, and all errors are said at once. `1e-5` is a number. An empty section is its defaults. A file has at most
+262,144 characters and 20,000 values (an alias counts as all that it repeats), nested at most 32 deep. Relative paths start at the
+working directory. The resolved file is saved as `config.yml` in the run's folder, and running it again is the same run.
 
 Where a section has a *short form*, a plain text stands for that one key: `model: tiny-deepseek` is
 `model: {source: tiny-deepseek}`.

@@ -1,7 +1,8 @@
 """YAML read into trees that remember where every key and value was written, and the merging of such trees.
 
 Numbers, booleans and null are those of YAML 1.2's core schema: `1e-5` is a number (YAML 1.1, and so PyYAML, reads a
-text), and `on`, `off`, `yes` and `no` are texts. Keys are always texts. Nothing is constructed but plain values.
+text), and `on`, `off`, `yes` and `no` are texts. Keys are always texts. Nothing is constructed but plain values. Size, depth and
+the number of values are bounded, so that no text takes long to refuse.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ import yaml
 
 from rl.errors import ConfigError
 
+MAX_CHARACTERS = 2**18
+MAX_DEPTH = 32
+MAX_VALUES = 20_000
+"""Bounds of one text. Values are counted as often as aliases repeat them; nested aliases make 9^9 values from one line."""
+
 _RESOLVERS = (
     ("tag:yaml.org,2002:null", r"(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     ("tag:yaml.org,2002:bool", r"(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
@@ -27,8 +33,23 @@ _RESOLVERS = (
 )
 
 
+class _TooDeep(yaml.MarkedYAMLError):
+    """A node has more than MAX_DEPTH ancestors."""
+
+
 class _Loader(yaml.SafeLoader):
+    """Composes nodes of at most MAX_DEPTH: the composer of PyYAML recurses until Python stops it."""
+
     yaml_implicit_resolvers: dict = {}
+    _depth = 0
+
+    def compose_node(self, parent, index):
+        if self._depth > MAX_DEPTH:
+            raise _TooDeep(problem_mark=self.peek_event().start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -61,10 +82,15 @@ class Item:
 def parse(text: str, place: Callable[[int], str]) -> Item:
     """The tree of one YAML document. `place(line)` names a line (from 1) in messages.
 
-    Raises ConfigError for text that is not YAML, for a key written twice, and for tags beyond plain values.
+    Raises ConfigError for text that is not YAML, for a key written twice, for tags beyond plain values, and beyond MAX_CHARACTERS,
+    MAX_DEPTH or MAX_VALUES.
     """
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"{place(1)}: a configuration has at most {MAX_CHARACTERS:,} characters")
     try:
         node = _Loader(text).get_single_node()
+    except _TooDeep as error:
+        raise _too_deep(place(error.problem_mark.line + 1)) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
@@ -72,37 +98,55 @@ def parse(text: str, place: Callable[[int], str]) -> Item:
         raise ConfigError(f"{place(line)}: not valid YAML (column {column}): {said}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{place(1)}: not valid YAML: {error}") from None
-    problems: list[str] = []
-    tree = Item(None, place(1)) if node is None else _item(node, place, problems, ())
-    if problems:
-        raise ConfigError("\n".join(problems))
+    reader = _Reader(place)
+    tree = Item(None, place(1)) if node is None else reader.item(node, ())
+    if reader.problems:
+        raise ConfigError("\n".join(reader.problems))
     return tree
 
 
-def _item(node, place, problems: list[str], parents: tuple, key_where: str | None = None) -> Item:
-    where = place(node.start_mark.line + 1)
-    if node in parents:
-        problems.append(f"{where}: an alias (*) stands inside what it stands for")
-        return Item(None, where, key_where)
-    parents = (*parents, node)
-    if isinstance(node, yaml.MappingNode):
-        return Item(_mapping(node, place, problems, parents), where, key_where)
-    if isinstance(node, yaml.SequenceNode):
-        return Item([_item(child, place, problems, parents) for child in node.value], where, key_where)
-    return Item(_scalar(node, where, problems), where, key_where)
+class _Reader:
+    """Turns nodes into Items, collects what is wrong with them, and counts them."""
+
+    def __init__(self, place: Callable[[int], str]):
+        self.problems: list[str] = []
+        self._place = place
+        self._count = 0
+
+    def item(self, node: yaml.Node, parents: tuple[yaml.Node, ...], key_where: str | None = None) -> Item:
+        where = self._place(node.start_mark.line + 1)
+        if node in parents:
+            self.problems.append(f"{where}: an alias (*) stands inside what it stands for")
+            return Item(None, where, key_where)
+        self._count += 1
+        if self._count > MAX_VALUES:
+            raise ConfigError(f"{where}: more than {MAX_VALUES:,} values, those that aliases (*) repeat included")
+        if len(parents) > MAX_DEPTH:
+            raise _too_deep(where)
+        parents = (*parents, node)
+        if isinstance(node, yaml.MappingNode):
+            return Item(self._mapping(node, parents), where, key_where)
+        if isinstance(node, yaml.SequenceNode):
+            return Item([self.item(child, parents) for child in node.value], where, key_where)
+        return Item(_scalar(node, where, self.problems), where, key_where)
+
+    def _mapping(self, node: yaml.MappingNode, parents: tuple[yaml.Node, ...]) -> dict[str, Item]:
+        mapping: dict[str, Item] = {}
+        for key, child in node.value:
+            where = self._place(key.start_mark.line + 1)
+            if not isinstance(key, yaml.ScalarNode):
+                self.problems.append(f"{where}: a key must be plain text")
+            elif key.value in mapping:
+                self.problems.append(
+                    f"{where}: key `{key.value}` is written twice, first at {mapping[key.value].place}"
+                )
+            else:
+                mapping[key.value] = self.item(child, parents, where)
+        return mapping
 
 
-def _mapping(node, place, problems: list[str], parents: tuple) -> dict[str, Item]:
-    mapping: dict[str, Item] = {}
-    for key, child in node.value:
-        where = place(key.start_mark.line + 1)
-        if not isinstance(key, yaml.ScalarNode):
-            problems.append(f"{where}: a key must be plain text")
-        elif key.value in mapping:
-            problems.append(f"{where}: key `{key.value}` is written twice, first at {mapping[key.value].place}")
-        else:
-            mapping[key.value] = _item(child, place, problems, parents, where)
-    return mapping
+def _too_deep(where: str) -> ConfigError:
+    return ConfigError(f"{where}: lists and mappings are nested more than {MAX_DEPTH} deep")
 
 
 def _scalar(node, where: str, problems: list[str]) -> Any:

@@ -20,7 +20,7 @@ from rl.stages.rollouts import Problem
 from rollout.text import chat
 from rollout.text.tokenizer import load_tokenizer, stop_ids
 
-Row = tuple[list[int], list[int]]  # ids of a demonstration, and 1 where a token is learnt
+Row = tuple[list[int], list[int]]  # ids of a demonstration, and 1 where a token is trained on
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _prepared(config: RunConfig) -> Prepared:
         _check_dynamic(algorithm, runner, names[index])
         demonstrations = None
         if not (algorithm.needs_rollouts or algorithm.needs_pairs):
-            demonstrations = encoder.demonstrations(source, algorithm.learnt)
+            demonstrations = encoder.demonstrations(source, algorithm.train_on)
         stages.append(
             Stage(
                 index=index,
@@ -195,10 +195,10 @@ class _Encoder:
         datasets.check_lengths(dataset, lambda example: lengths[id(example)], longest, advice)
         return Shard(encoded, dataset.total)
 
-    def demonstrations(self, source: DataOptions, learnt: str) -> Shard:
+    def demonstrations(self, source: DataOptions, train_on: str) -> Shard:
         dataset = self._load(source, demonstrations=True)
         rows = self._once(
-            ("rows", source.model_dump_json(), learnt), lambda: [self._row(example, learnt) for example in dataset]
+            ("rows", source.model_dump_json(), train_on), lambda: [self._row(example, train_on) for example in dataset]
         )
         self._check_lengths(dataset, [len(ids) for ids, _ in rows])
         return Shard(rows, dataset.total)
@@ -236,9 +236,9 @@ class _Encoder:
             raise DataError(f"{example.where}: the prompt is empty: there is no token to go on from")
         return Problem(example, ids)
 
-    def _row(self, example: datasets.Example, learnt: str) -> Row:
+    def _row(self, example: datasets.Example, train_on: str) -> Row:
         given = example.prompt, example.completion, example.messages
-        return self._guarded(example, lambda: chat.encode_example(self._tokenizer, *given, learnt))
+        return self._guarded(example, lambda: chat.encode_example(self._tokenizer, *given, train_on))
 
     def _pair(self, example: datasets.Example) -> Pair:
         rows = []

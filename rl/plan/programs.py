@@ -138,8 +138,9 @@ class Stage:
         (rows, T), R = self._rows(1)
         micro, passes = self._batch((R, T), routes), rows // R
         given = micro.tokens, micro.segments, micro.routes
-        scored = trainer.scores_first(exact=self.config.generator.exact) + (self.state.reference is not None)
-        if scored:
+        exact = self.config.generator.exact
+        scored = trainer.scores_first(exact=exact) + (self.state.reference is not None)
+        if scored or (self.samples and algorithm.dynamic_batches and trainer.scores_stale(exact=exact)):
             yield planned("log-probabilities", params, *given, resident=params, times=passes * scored)
         sampled = trainer.values_while_sampling and build.generator_options(self.config).record_values
         if self.state.critic is not None and self.samples and (not sampled or algorithm.bootstrap_truncated):

@@ -7,6 +7,7 @@ at most one torn line, the last, which `truncate_after` removes when the run goe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -17,6 +18,7 @@ from typing import Any
 
 from policy.mesh import processes
 from rl.config.run import RunConfig
+from rl.errors import ResourceError
 from rl.reporting.trackers import Mirror, mirrors
 
 EVENTS = "events.jsonl"
@@ -29,8 +31,11 @@ class EventLog:
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._files = {name: self._open(name) for name in (EVENTS, SAMPLES)}
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._files = {name: self._open(name) for name in (EVENTS, SAMPLES)}
+        except OSError as error:
+            raise ResourceError(f"events and samples cannot be written to {self.directory}: {error.strerror}") from None
         self._waiting = dict.fromkeys(self._files, b"")
 
     def step(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
@@ -45,20 +50,27 @@ class EventLog:
         """Drops the lines that a checkpoint taken after `step` of `stage` does not know, and torn last lines.
 
         `stages` are the names of the run's stages in order. Each file is replaced in one step, so a kill in between
-        leaves the old file or the new one. Raises ValueError for a damaged line that is not the last.
+        leaves the old file or the new one. Raises ValueError for a damaged line that is not the last, ResourceError without
+        room for the new one.
         """
         last = (stages.index(stage), step)
         for name, file in self._files.items():
-            os.close(file)
-            _rewrite(self.directory / name, lambda row: (stages.index(row["stage"]), row["step"]) <= last)
-            self._files[name] = self._open(name)
+            try:
+                _rewrite(self.directory / name, lambda row: (stages.index(row["stage"]), row["step"]) <= last)
+                self._files[name] = self._open(name)
+            except OSError as error:
+                raise ResourceError(
+                    f"{self.directory / name} cannot be cut back to the checkpoint: {error.strerror}. Make room, then "
+                    f"`rl-train {self.directory}`"
+                ) from None
+            _close(file)
 
     def sync(self) -> bool:
         """Returns when what was written is on the disk; False if the disk does not take it. Called before a checkpoint: one that
         knows of lines that are not there could not be continued from."""
         try:
             for name, file in self._files.items():
-                self._flush(name)
+                self._flush(name, file)
                 os.fsync(file)
         except OSError as error:
             _LOG.error("events and samples cannot be written to %s (%s); make room there", self.directory, error)
@@ -66,10 +78,12 @@ class EventLog:
         return True
 
     def close(self) -> None:
-        if any(self._waiting.values()):
-            self.sync()
+        """Writes what waits, if there is room by now. A line that is lost belongs to no checkpoint."""
         while self._files:
-            os.close(self._files.popitem()[1])
+            name, file = self._files.popitem()
+            with contextlib.suppress(OSError):
+                self._flush(name, file)
+            _close(file)
 
     def _open(self, name: str) -> int:
         return os.open(self.directory / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -78,16 +92,16 @@ class EventLog:
         waited = bool(self._waiting[name])
         self._waiting[name] += "".join(_line(record) for record in records).encode()
         try:
-            self._flush(name)
+            self._flush(name, self._files[name])
         except OSError as error:
             if not waited:
                 _LOG.error(
                     "%s cannot be written: %s. Its lines are kept in memory; make room", self.directory / name, error
                 )
 
-    def _flush(self, name: str) -> None:
+    def _flush(self, name: str, file: int) -> None:
         while self._waiting[name]:
-            self._waiting[name] = self._waiting[name][os.write(self._files[name], self._waiting[name]) :]
+            self._waiting[name] = self._waiting[name][os.write(file, self._waiting[name]) :]
 
 
 class Events:
@@ -186,8 +200,18 @@ def _complete_lines(path: Path) -> list[bytes]:
 def _rewrite(path: Path, keep) -> None:
     lines = [line for line in _complete_lines(path) if keep(json.loads(line))]
     temporary = path.with_suffix(".jsonl.new")
-    with temporary.open("wb") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _close(file: int) -> None:
+    with contextlib.suppress(OSError):  # what a full disk has not taken was told when it was written or synced
+        os.close(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -46,8 +47,13 @@ class ProgramMemoryLog:
             return None
         self._entries |= {_key(each): each for each in new}
         beside = self._file.with_suffix(".new")
-        beside.write_text(json.dumps({"programs": list(self._entries.values())}, indent=1) + "\n")
-        os.replace(beside, self._file)
+        try:
+            beside.write_text(json.dumps({"programs": list(self._entries.values())}, indent=1) + "\n")
+            os.replace(beside, self._file)
+        except OSError:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise
         return max(new, key=lambda each: each["peak"])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import threading
 import time
@@ -20,8 +21,10 @@ import jax
 from policy.mesh import processes
 from rewards.workers.pool import Call
 from rl.config.run import ProfileOptions
+from rl.errors import no_room
 
 FILE, PROFILES = "timeline.json", "profile"
+_LOG = logging.getLogger("duet.timeline")
 RUN, CHECKPOINTS, WORKERS = range(3)
 """Rows of the file: what the run does, the writing of checkpoints beside it, and from the third on a row for each worker of its
 rewards."""
@@ -42,7 +45,7 @@ class Timeline:
     def __init__(self, directory: Path, profile: ProfileOptions | None):
         self._steps = range(profile.steps[0], profile.steps[1] + 1) if profile else range(0)
         self._profiles, self._recording = directory / PROFILES, False
-        self._file = _opened(directory / FILE) if processes.first() else None
+        self._file, self._size = _opened(directory / FILE) if processes.first() else (None, 0)
         self._named: set[int] = set()
         self._lock = threading.Lock()
 
@@ -76,8 +79,9 @@ class Timeline:
     def step(self, stage: str, number: int) -> Iterator[Span]:
         """A step, recorded if the configuration says so."""
         if number in self._steps and not self._recording:
-            jax.profiler.start_trace(self._profiles)
-            self._recording = True
+            with _if_there_is_room(self._profiles):
+                jax.profiler.start_trace(self._profiles)
+                self._recording = True
         try:
             with (
                 jax.profiler.StepTraceAnnotation(stage, step_num=number),
@@ -91,26 +95,50 @@ class Timeline:
     def close(self) -> None:
         self._stop()
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                os.close(self._file)
+            self._file = None
 
     def _stop(self) -> None:
         if self._recording:
             self._recording = False
-            jax.profiler.stop_trace()
+            with _if_there_is_room(self._profiles):
+                jax.profiler.stop_trace()
 
     def _write(self, event: dict) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk is told of where it matters: by events and checkpoints
-                self._file.write(json.dumps(event) + ",\n")
+        """Appends a line, or nothing on a full disk, of which events and checkpoints tell."""
+        if self._file is None:
+            return
+        line = (json.dumps(event) + ",\n").encode()
+        with contextlib.suppress(OSError):
+            if os.write(self._file, line) == len(line):
+                self._size += len(line)
+                return
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._file, self._size)
 
 
-def _opened(path: Path):
-    """The file, to write whole lines at its end; what a killed process left of a line is cut off."""
-    file = path.open("a+", buffering=1)
-    file.seek(0)
-    whole = file.read().rpartition("\n")[0]
-    file.truncate(len(whole.encode()) + 1 if whole else 0)
-    file.seek(0, os.SEEK_END)
-    if not whole:
-        file.write("[\n")
-    return file
+@contextlib.contextmanager
+def _if_there_is_room(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not no_room(error):
+            raise
+        _LOG.error("%s: no profile is recorded: %s", directory, error)
+
+
+def _opened(path: Path) -> tuple[int | None, int]:
+    """(the file, to write whole lines at its end, and its size); what a killed process left of a line is cut off. None on a full
+    disk."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = path.read_bytes().rfind(b"\n") + 1
+        os.ftruncate(file, size)
+        if not size:
+            size = os.write(file, b"[\n")
+    except OSError as error:
+        if not no_room(error):
+            raise
+        return None, 0
+    return file, size

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 import sys
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -186,18 +187,24 @@ class TensorBoard:
     """Scalars at the running number of the step over all stages."""
 
     def __init__(self, stages: Mapping[str, Place], directory: Path):
-        from tensorboardX import SummaryWriter
+        from tensorboardX.event_file_writer import EventsWriter
 
         self._stages = stages
-        # tensorboardX names its file by the second: a run continued at once would overwrite what it had written.
-        self._writer = SummaryWriter(str(directory), filename_suffix=f".{secrets.token_hex(4)}")
+        directory.mkdir(parents=True, exist_ok=True)
+        # The thread and the exit handler of a SummaryWriter show tracebacks on a full disk. The file is named by the second: a run
+        # continued at once would overwrite what it had written.
+        self._writer = EventsWriter(str(directory / "events"), filename_suffix=f".{secrets.token_hex(4)}")
 
     def start_stage(self, name: str, steps: int, first_step: int) -> None:
         pass
 
     def step(self, stage: str, step: int, metrics: Metrics) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        at, now = self._stages[stage].before + step, time.time()
         for name, value in _numbers(metrics).items():
-            self._writer.add_scalar(name, value, self._stages[stage].before + step)
+            self._writer.write_event(Event(wall_time=now, step=at, summary=scalar(name, value)))
         self._writer.flush()
 
     def note(self, text: str) -> None:

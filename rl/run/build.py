@@ -45,7 +45,8 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model
             return Model(graph, {})
         how = {"runtime": options.runtime, "mesh": mesh}
         if Path(options.source).is_dir():
-            return policy.load(options.source, sections=options.sections, seed=config.seed, **how)
+            missing = part.missing if (part := options.multi_token_prediction) else "refuse"
+            return policy.load(options.source, sections=options.sections, seed=config.seed, missing=missing, **how)
         made = policy.create(decoder, config.seed, **how)
     except NoHostMemory as error:
         raise ResourceError(str(error)) from None
@@ -134,7 +135,7 @@ def generator_options(config: RunConfig) -> GeneratorOptions:
 
 def check_cut(graph: Graph, tolerance: float) -> Graph:
     """The graph. Raises ConfigError where a mesh that cuts weights leaves more of them whole than it may."""
-    whole = graph.whole
+    whole = graph.replicated
     share = sum(whole.values()) / graph.parameters
     if share > tolerance:
         listed = ", ".join(f"{path} ({number})" for path, number in sorted(whole.items(), key=lambda each: -each[1]))

@@ -21,9 +21,11 @@ import logging
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -31,12 +33,13 @@ from typing import Any, NamedTuple
 
 from policy.mesh import processes, serialization
 from rl.cluster.launch import on_first
-from rl.errors import ModelError
+from rl.errors import ModelError, no_room
 from rl.run.manifest import examine, seal, sync_directory
 
 ARRAYS, HOST = "arrays", "host.json"
 _COMPLETE = re.compile(r"(\d+)(\.replaced)?")
 _UNFINISHED = re.compile(r"\d+(\.replaced)?\.tmp-.+")
+_OS_ERROR = "os_error_code="
 _log = logging.getLogger("duet.checkpoint")
 
 
@@ -310,6 +313,10 @@ class Checkpoints:
 
             for name in ("absl", "asyncio"):
                 logging.getLogger(name).addFilter(_is_not_repeated)
+            sys.unraisablehook = _without_late_writers
+            warnings.filterwarnings(
+                "ignore", "coroutine 'async_serialize_from_host.* was never awaited", RuntimeWarning
+            )
             # Directories made in the background make a failure there a wait of ten minutes for a signal.
             options = ocp.AsyncOptions(create_directories_asynchronously=False)
             self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
@@ -372,7 +379,7 @@ def _remove(path: Path) -> None:
 
 def _is_storage_error(error: BaseException) -> bool:
     """Orbax raises what the operating system said to TensorStore as a ValueError with the number in its text."""
-    return isinstance(error, OSError) or "os_error_code=" in str(error)
+    return isinstance(error, OSError) or _OS_ERROR in str(error) or no_room(error)
 
 
 def _is_not_repeated(record: logging.LogRecord) -> bool:
@@ -383,4 +390,14 @@ def _is_not_repeated(record: logging.LogRecord) -> bool:
     if not record.exc_info:
         return True
     files = [record.pathname, *(frame.filename for frame in traceback.extract_tb(record.exc_info[2]))]
-    return not any(f"{os.sep}orbax{os.sep}" in file for file in files)
+    return not any(f"{os.sep}orbax{os.sep}" in file for file in files) and _OS_ERROR not in str(record.exc_info[1])
+
+
+_unraisable = sys.unraisablehook
+
+
+def _without_late_writers(what: Any) -> None:
+    """Shows what Python cannot raise, except writes of a failed save that end after Orbax has closed their event loop."""
+    frames = traceback.extract_tb(what.exc_traceback)
+    if not (frames and frames[0].name == "call_soon_threadsafe" and "closed" in str(what.exc_value)):
+        _unraisable(what)

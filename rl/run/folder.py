@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -17,7 +18,7 @@ from rl.cluster.launch import on_first
 from rl.config import files
 from rl.config.load import load
 from rl.config.run import RunConfig
-from rl.errors import ConfigError, ResourceError
+from rl.errors import ConfigError, ResourceError, no_room
 from rl.reporting.events import EVENTS
 
 # Keys that may differ when a run is continued: they change what is shown and kept, not what is computed.
@@ -92,8 +93,10 @@ class RunFolder:
             directory.parent.mkdir(exist_ok=True)
             write(unfinished)
             unfinished.rename(directory)
-        except (OSError, SafetensorError) as error:
+        except Exception as error:
             shutil.rmtree(unfinished, ignore_errors=True)
+            if not (isinstance(error, (OSError, SafetensorError)) or no_room(error)):
+                raise
             raise ResourceError(
                 f"{directory}: the final weights cannot be written: {error}. Make room, then `rl-train {self.path}`"
             ) from None
@@ -113,8 +116,15 @@ class RunFolder:
                     f"`rl-train {self.path}`, or choose another run.dir"
                 )
         temporary = file.with_suffix(".yml.tmp")
-        temporary.write_text(files.resolved_yaml(self._config))
-        temporary.replace(file)
+        try:
+            temporary.write_text(files.resolved_yaml(self._config))
+            temporary.replace(file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise ResourceError(
+                f"{file} cannot be written: {error.strerror}. Make room, then start the run again"
+            ) from None
 
 
 def reward_model_of(config: RunConfig, stage: str) -> Path:

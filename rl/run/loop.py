@@ -108,7 +108,7 @@ def _run_stages(run: Run, saved: tuple[int, dict] | None, folder: RunFolder) -> 
         if run.model.fresh:
             source, seed = run.config.model.source, run.config.seed
             run.events.note(
-                f"{source} has no modules that predict further tokens: they start from random weights, seed {seed}"
+                f"{source} lacks modules that predict further tokens: they start from random weights, seed {seed}"
             )
     else:
         host = saved[1]
@@ -179,6 +179,8 @@ def _run_stage(run: Run, stage: Stage, saved: dict | None, folder: RunFolder) ->
             ended = ended or _reached(options.until, metrics)
         run.events.step(stage.name, step, metrics)
         _note_programs(run, executed, stage.name, programs)
+        if ended:
+            trainer.check_updates(state, metrics)
         _save_and_stop(run, stage, state, step, ended)
         if ended:
             break
@@ -283,7 +285,9 @@ def _save_and_stop(run: Run, stage: Stage, state: RunState, step: int, ended: bo
                 run.checkpoints.save(number, state, host, wait=bool(wanted))
     if wanted:
         newest = run.checkpoints.host()
-        saved = "saved" if newest and newest[0] == number else "NOT saved (see above)"
-        raise Interrupted(
-            f"{wanted}: {saved} after step {step} of {stage.name}; continue with `rl-train {options.dir}`"
-        )
+        where = f"after step {step} of {stage.name}"
+        if newest is None or newest[0] != number:
+            raise ResourceError(
+                f"{wanted}: NOT saved (see above) {where}; make room, then continue with `rl-train {options.dir}`"
+            )
+        raise Interrupted(f"{wanted}: saved {where}; continue with `rl-train {options.dir}`")

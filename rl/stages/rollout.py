@@ -67,8 +67,8 @@ def rollout(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int
     state, updated = _update(run, trainer, state, batch, critic_only=critic_only)
     if not critic_only and batch.mask.any():  # else there is nothing that the policy could have moved by
         run.progress.controls = algorithm.controlled_by_step(run.progress.controls, estimated, len(batch.mask))
-    if not stale.any():  # weights that have moved since are another difference
-        _check_difference(options.max_logp_diff, updated)
+    if not stale.any():  # weights that have moved since are another difference; `_scored` has compared the other tokens
+        _check_difference(options.max_logp_diff, updated.get("sampler/logp_diff_mean"))
     if getattr(algorithm, "reference_every", 0) and step % algorithm.reference_every == 0:
         with run.timeline.span("new reference"):
             state = trainer.renew_reference(state, algorithm.reference_mix)
@@ -127,11 +127,19 @@ def _scored(
 ) -> tuple[Batch, dict[str, float]]:
     """The batch with what the algorithm wants of the policy before the update, of the reference and of the critic; and metrics."""
     algorithm, exact, metrics = stage.algorithm, run.config.generator.exact, {}
-    if trainer.scores_first(exact=exact):
+    first, stale_NT = trainer.scores_first(exact=exact), _stale(batch, run.progress.version)
+    current = batch  # with the log-probabilities of the policy as it is now
+    if first or (stale_NT.any() and trainer.scores_stale(exact=exact)):
         old_logp, entropy = trainer.logprobs(state.policy.params, batch)
-        batch = batch.replace(old_logp=old_logp, entropy=entropy)
-    # Under `exact` the generator's are the model's own.
-    batch = batch.replace(old_logp=batch.sampler_logp if exact else algorithm.proximal(batch))
+        current = batch.replace(old_logp=old_logp, entropy=entropy)
+        batch = current if first else batch
+        if stale_NT.any():
+            _check_difference(stage.options.max_logp_diff, _difference(current, stale_NT))
+    if exact:  # the generator gives the model's own, at the weights that sampled
+        own = batch.sampler_logp
+        batch = batch.replace(old_logp=np.where(stale_NT, algorithm.proximal(current), own) if stale_NT.any() else own)
+    else:
+        batch = batch.replace(old_logp=algorithm.proximal(batch))
     if state.reference is not None:
         # Another model: its routers choose themselves.
         with run.timeline.span("log-probabilities of the reference") as referring:
@@ -144,6 +152,17 @@ def _scored(
             before, after = trainer.values(state, batch)
             batch = batch.replace(old_values=before, last_values=values_at_the_end(after, batch.mask, cut))
     return batch, metrics
+
+
+def _stale(batch: Batch, version: int) -> np.ndarray:
+    """Returns bool[N, T]: the tokens of the mask that a policy older than `version` sampled."""
+    return (batch.mask != 0) & (batch.version != version)
+
+
+def _difference(batch: Batch, stale_NT: np.ndarray) -> float | None:
+    """Returns the mean of |old_logp - sampler_logp| over the tokens of the mask that are not stale; None without any."""
+    fresh_NT = (batch.mask != 0) & ~stale_NT
+    return float(np.abs(batch.old_logp - batch.sampler_logp)[fresh_NT].mean()) if fresh_NT.any() else None
 
 
 def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, cut_N) -> np.ndarray:
@@ -187,8 +206,7 @@ def _with_advantages(
     return batch.replace(advantages=advantages.astype(np.float32)), per_sample, metrics
 
 
-def _check_difference(limit: float | None, metrics: dict) -> None:
-    found = metrics.get("sampler/logp_diff_mean")
+def _check_difference(limit: float | None, found: float | None) -> None:
     if limit is not None and found is not None and not found <= limit:
         raise ModelError(
             f"the log-probabilities of generator and trainer differ by {found:.3g} a token in the mean, more than max_logp_diff "

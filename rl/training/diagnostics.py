@@ -1,4 +1,4 @@
-"""What a stage with `internal_metrics` logs of the inside of a model: activations of each layer, and gradients by kind of part."""
+"""What a stage with `diagnostics` logs of the inside of a model: activations of each layer, and gradients by kind of part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from policy.intermediates import Activations
 # Part -> what the path of its weights holds; the first that fits counts.
 PARTS = {
     "mtp": ("mtp.",),
-    "engram": (".memory.",),
+    "engram": (".lookup.",),
     "hyper_connections": ("_residual.", "streams."),
     "indexer": (".indexer.",),
     "router": (".router.",),

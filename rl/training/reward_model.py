@@ -60,6 +60,9 @@ class RewardModelTrainer(Trainer):
         learner, _, metrics = self.critic(state.critic, batch, self._totals(batch), R)
         return RunState(state.policy, None, learner), metrics | {"perf/packed_share": place.share(R)}
 
+    def _learner(self, state: RunState) -> ParamState:
+        return state.critic
+
     def _score_loss(self, params, micro: Batch, inputs: PolicyInputs):
         scores, aux = self._critic.scores(params, micro.tokens, self._step(micro))
         loss, metrics = self.algorithm.loss(replace(inputs, scores=scores))

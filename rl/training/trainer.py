@@ -24,11 +24,12 @@ from policy.model import Graph
 from policy.ops.dropout import Dropout
 from rl.algorithms import PolicyInputs
 from rl.config.run import StageOptions
+from rl.errors import ModelError
 from rl.training.batch import Batch
 from rl.training.critic import VALUE_HEAD, Critic
 from rl.training.flops import Operations, lengths
 from rl.training.packing import Packing, packing, row_counts
-from rl.training.updater import HEAD_GRADIENT, OptimizerStep, ParamState
+from rl.training.updater import HEAD_GRADIENT, OptimizerStep, ParamState, updates_made
 
 # Tokens of a micro-batch on CPU.
 CPU_TOKENS = 768
@@ -103,6 +104,13 @@ class Trainer:
         needed = self.algorithm.needs_old_logp(self.stage.updates_per_step)
         return needed and (self.algorithm.needs_entropy or not exact)
 
+    def scores_stale(self, *, exact: bool) -> bool:
+        """Whether log-probabilities of the policy are computed in a step with tokens that an older policy sampled.
+
+        `exact` gives those of the weights that sampled; `max_logp_diff` compares the tokens that this policy sampled.
+        """
+        return (exact and self.algorithm.old_logp == "trainer") or self.stage.max_logp_diff is not None
+
     @property
     def values_while_sampling(self) -> bool:
         """Whether the generator can find the critic's values: of completions that the weights of this step have all made."""
@@ -116,6 +124,18 @@ class Trainer:
         if self.critic:
             critic = self.critic.start(self._critic.init(params, self.algorithm.value_init_std, seed))
         return block_on_cpu_mesh(RunState(self.policy.start(params), reference, critic), self.graph.layout)
+
+    def check_updates(self, state: RunState, metrics: dict[str, float]) -> None:
+        """Raises ModelError if the updates of the last step, whose metrics these are, were skipped, and all before it."""
+        if metrics.get("optim/skipped") == 1.0 and not int(updates_made(self._learner(state))):
+            raise ModelError(
+                "no update of this stage was finite, so that nothing was learned. Look for what grows in its events: `loss`, "
+                "`optim/grad_norm`, `reward/mean`. Weights that are not finite, huge rewards and a narrow dtype are usual causes"
+            )
+
+    def _learner(self, state: RunState) -> ParamState:
+        """The one whose updates are counted in the metrics `optim/`."""
+        return state.policy
 
     def renew_reference(self, state: RunState, mix: float) -> RunState:
         """The state with a reference model of `mix` parts of the policy and 1 - `mix` of what it was."""

@@ -97,7 +97,7 @@ class OptimizerStep:
         self.owner, self._loss, self._options, self._stage, self.head = owner, loss, options, stage, head
         self._learned = learned(owner.axes, owner.runtime)
         self._seed = seed if stage.dropout else None
-        self._internals = stage.internal_metrics and isinstance(owner, Graph)
+        self._internals = stage.diagnostics and isinstance(owner, Graph)
         self._graph = owner if isinstance(owner, Graph) else owner.trunk
         self.layout = self._graph.layout
         self.rate = schedule(options, stage.steps * stage.updates_per_step)
@@ -186,7 +186,7 @@ class OptimizerStep:
     ):
         trained, still = self._split(learner.params)
         if self._seed is not None:
-            batch = batch.replace(dropout=row_seeds(self._seed, _updates(learner), batch.tokens.shape[0]))
+            batch = batch.replace(dropout=row_seeds(self._seed, updates_made(learner), batch.tokens.shape[0]))
         others = still | (beside or {}) | (head.params if head else {})
         grads, loss, metrics, routing = self._gradients(trained, others, batch, inputs, micro_rows)
         if head is not None:
@@ -212,7 +212,7 @@ class OptimizerStep:
         kept = still | jax.tree.map(lambda a, b: jnp.where(good, a, b), moved, constants)
         metrics = {
             "loss": loss,
-            "optim/lr": self.rate(_updates(learner)),
+            "optim/lr": self.rate(updates_made(learner)),
             "optim/grad_norm": norm,
             "optim/update_norm": norm_of(to_device(changes)),
             "optim/skipped": 1.0 - finite,
@@ -259,7 +259,7 @@ class OptimizerStep:
             # first micro-batch's gradient.
             def count(_, xs):
                 return None, {
-                    path: each.counts for path, each in self._loss(trained | still, *xs)[2].found("routing").items()
+                    path: each.counts for path, each in self._loss(trained | still, *xs)[2].by_layer("routing").items()
                 }
 
             whole = replace(whole, counts=jax.tree.map(lambda a: a.sum(axis=0), jax.lax.scan(count, None, micros)[1]))
@@ -269,8 +269,8 @@ class OptimizerStep:
             besides, found = auxiliary_loss(self._stage, aux, micro, whole)
             return loss + besides, (
                 metrics | found,
-                aux.found("routing"),
-                aux.found("activations") if self._internals else {},
+                aux.by_layer("routing"),
+                aux.by_layer("activations") if self._internals else {},
             )
 
         matrices = {path: weight for path, weight in trained.items() if path not in self.owner.tables}
@@ -294,8 +294,8 @@ class OptimizerStep:
         return grads | slopes, loss.sum(), metrics, jax.tree.map(lambda a: a.sum(axis=0), routing)
 
 
-def _updates(learner: ParamState) -> jax.Array:
-    """How many updates there were: AdamW's last part counts those of its schedule."""
+def updates_made(learner: ParamState) -> jax.Array:
+    """The number of updates that were not skipped: AdamW's last part counts those of its schedule."""
     return learner.optimizer[-1].count
 
 

@@ -27,7 +27,7 @@ from policy.cache import cache as caches
 from policy.cache.pages import Pages
 from policy.cache.sliding_window import WithSlidingWindows
 from policy.cache.step import Step
-from policy.execution.compiled_cache import Memory
+from policy.execution.compiled_cache import Memory, callable_form
 from policy.execution.decoding import prepare_for_decoding
 from policy.mesh import processes
 from policy.mesh.sharding import block_on_cpu_mesh
@@ -178,11 +178,12 @@ class Programs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that there is a decoding program for: powers of two that the mesh can split as it splits the slots, and
-        all slots."""
-        ways = self._ways
-        powers = (1 << n for n in range(self.slots.bit_length()))
-        return (*(size for size in powers if size < self.slots and size % ways == 0), self.slots)
+        """Numbers of rows that there is a decoding program for: `batch_sizes`, or else powers of two, that the mesh can split as it
+        splits the slots, and all slots."""
+        ways, listed = self._ways, self._options.batch_sizes
+        if listed is None:
+            listed = [1 << n for n in range(self.slots.bit_length())]
+        return (*(size for size in sorted(set(listed)) if size < self.slots and size % ways == 0), self.slots)
 
     @property
     def most_prompts(self) -> int:
@@ -261,11 +262,8 @@ class Programs:
     def _compile(self, key: tuple, arguments: tuple, lowered: jax.stages.Lowered):
         compiled = lowered.compile()
         self.memory[key] = Memory.of(compiled, self.graph.layout.platform)
-        if any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves(arguments)):
-            # jax 0.10 refuses arrays of 4 bits as arguments of what it has compiled so: their layouts differ.
-            compiled = self._jitted[key[0]]
         with self._lock:
-            return self._compiled.setdefault(key, compiled)
+            return self._compiled.setdefault(key, callable_form(compiled, self._jitted[key[0]], arguments))
 
     def _late(self, key: tuple) -> None:
         name, *shape = key
@@ -401,10 +399,11 @@ class Programs:
 
     def _copy_program(self, cache, pairs, count):
         def one(i, arrays):
-            return jax.tree.map(lambda a: a.at[:, pairs[i, 1]].set(a[:, pairs[i, 0]]), arrays)
+            # By an array of one slot: a mesh that cuts the slots then sends that row. By a number it would gather all rows.
+            return caches.with_rows(arrays, caches.rows_of(arrays, pairs[i, :1]), pairs[i, 1:])
 
         arrays = jax.lax.fori_loop(0, count, one, caches.without_pools(cache))
-        return self._pinned(caches.with_rows(cache, arrays, jnp.arange(self.slots)))
+        return self._pinned(caches.with_arrays(cache, arrays))
 
     def _enter_program(self, cache, rows):
         return self._pinned(caches.without_pools(caches.rows_of(cache, rows)))

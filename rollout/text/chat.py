@@ -60,21 +60,21 @@ def encode_example(
     prompt: str | Messages,
     completion: str | None = None,
     messages: Messages | None = None,
-    learnt: str = "assistant",
+    train_on: str = "assistant",
 ) -> tuple[list[int], list[int]]:
     """A demonstration as (ids, mask); the mask is 1 on the tokens to learn, among them the end of sequence.
 
     Plain text: prompt, completion, end of sequence, with the prompt tokenized exactly as `render_prompt` does when
-    sampling. `messages`: a conversation with all turns of the assistant, or with `learnt` "last_turn" its last one, which ends it.
-    A prompt of messages with a completion: only that completion. `learnt` "all": every token but the first, which follows nothing.
+    sampling. `messages`: a conversation with all turns of the assistant, or with `train_on` "last_turn" its last one, which ends it.
+    A prompt of messages with a completion: only that completion. `train_on` "all": every token but the first, which follows nothing.
     """
     if messages is not None:
-        ids, mask = render_conversation(tokenizer, messages, first=len(messages) - 1 if learnt == "last_turn" else 0)
+        ids, mask = render_conversation(tokenizer, messages, first=len(messages) - 1 if train_on == "last_turn" else 0)
     elif completion is None:
         raise ValueError("a demonstration needs a completion or messages")
     else:
         ids, mask = encode_answer(tokenizer, prompt, completion)
-    return ids, [0] + [1] * (len(ids) - 1) if learnt == "all" else mask
+    return ids, [0] + [1] * (len(ids) - 1) if train_on == "all" else mask
 
 
 def encode_answer(tokenizer, prompt: str | Messages, answer: str | Messages) -> tuple[list[int], list[int]]:

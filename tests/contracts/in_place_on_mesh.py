@@ -143,11 +143,31 @@ def quantised(model) -> dict:
     return {"same": all(same), "placed": all(placed)}
 
 
+def copied(model) -> dict:
+    """Whether a copy of rows over a cut cache is right, and bytes of a device: what its program needs and writes in place, the
+    cache, and one row of it."""
+    generator = Generator(model, max_length=32, slots=16)
+    programs = generator.engine.programs
+    cache = programs.empty()
+    filled = jax.tree.map(
+        lambda a: jax.device_put(np.arange(a.size, dtype=a.dtype).reshape(a.shape), a.sharding), cache
+    )
+    expected = [np.array(array) for array in jax.tree.leaves(filled)]
+    found = jax.tree.leaves(programs.copy(filled, [(0, 5), (5, 15), (14, 1)]))
+    for array in expected:
+        array[:, [5, 15, 1]] = array[:, [0, 0, 14]]
+    memory, size = programs.memory["copy",], on_a_device(found)
+    rows = found[0].sharding.shard_shape(found[0].shape)[1]
+    same = all(np.array_equal(array, other) for array, other in zip(found, expected, strict=True))
+    return {"same": same, "needed": memory.temporaries, "written": memory.aliased, "cache": size, "row": size // rows}
+
+
 def main() -> None:
     trainer, state, model = trained(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:
         found = {"in place": in_place(trainer, state), "elastic": elastic(state, folder)}
     found["read"], made = read(model)
+    found["copied"] = copied(model)
     experts = learners.experts(mesh=layout({"fsdp": 2, "tensor": 2, "expert": 2}))
     plain = completed(Generator(experts, max_length=32, slots=4))
     found["laid out"] = {"dense": laid_out(model, made), "experts": laid_out(experts, plain)}

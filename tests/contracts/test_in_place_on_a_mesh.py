@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from devices import on_devices
 
-pytestmark = pytest.mark.xdist_group("in_place_on_a_mesh")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("in_place_on_a_mesh")]
 
 
-@pytest.fixture(scope="module", params=["auto", pytest.param("explicit", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["auto", "explicit"])
 def found(request):
     """With each `mesh.shard_mode`."""
     return on_devices(8, Path(__file__).with_name("in_place_on_mesh.py"), request.param)
@@ -26,6 +26,13 @@ def test_prefill_and_decoding_read_the_buffers_that_the_update_wrote(found):
     for name in ("prefill", "decode"):
         assert read[name] and all(read[name]), read
     assert 0 < read["written"] <= read["cache"], "weights are given up to no program"
+
+
+def test_a_copy_of_rows_sends_those_rows_and_writes_in_place(found):
+    """Room for two rows and what is sent of them, not for those of other devices."""
+    copied = found["copied"]
+    assert copied["same"] and copied["written"] == copied["cache"]
+    assert 0 < copied["needed"] < 3 * copied["row"] < copied["cache"], copied
 
 
 def test_a_checkpoint_comes_back_on_any_other_mesh(found):

@@ -171,6 +171,19 @@ def test_rewards_that_raise_hang_or_give_nan_never_stop_a_run(tmp_path, caplog):
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
+def test_a_stage_without_a_finite_update_is_exit_code_4_however_often_it_is_started(tmp_path, capsys):
+    model = random_model(families.read(configuration("Llama", vocab_size=64)))
+    model.params = {path: weight * float("nan") for path, weight in model.params.items()}
+    policy.save(model, tmp_path / "model")
+    sft = "{algorithm: sft, steps: 2, prompts_per_step: 4, updates_per_step: 2, sampling: {max_new_tokens: 6}}"
+    more = [f"model={{source: {tmp_path / 'model'}}}", f"stages=[{sft}]", "evaluation=null", "run.checkpoint_every=1"]
+    arguments = [str(launch.QUICKSTART), f"run.dir={tmp_path / 'run'}", *more]
+    for _ in range(2):
+        refused(capsys, 4, "no update of this stage was finite", "optim/grad_norm", arguments=arguments)
+        assert [row["metrics"]["optim/skipped"] for row in events.read(tmp_path / "run" / "events.jsonl")] == [1, 1]
+    assert not (tmp_path / "run" / "export").exists()
+
+
 @pytest.mark.slow
 def test_a_run_without_any_score_goes_on_and_changes_nothing_by_it(tmp_path):
     more = [f"rewards.functions=['{OWN}:always_raises']", "evaluation=null", "stages.0.router={bias_rate: 0}"]

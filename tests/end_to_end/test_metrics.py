@@ -99,7 +99,6 @@ def test_every_metric_of_the_losses_is_documented_and_no_other_name(unbroken):
     assert not documented() - possible
 
 
-@pytest.mark.slow
 def test_every_metric_of_a_run_with_a_critic_is_documented(tmp_path):
     stage = {
         "algorithm": "ppo",

@@ -22,6 +22,7 @@ from rl.run import build
 from rl.training.reward_model import RewardModelScorer
 from rollout.text.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.xdist_group("preferences")
 RUN = """
 platform: cpu
 model: {source: MODEL, remat: none, scan: false}

@@ -6,6 +6,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import full_disk
 import jax
 import launch
 import numpy as np
@@ -163,6 +164,7 @@ def test_a_run_in_use_is_left_alone(unbroken, capsys):
     assert "in use by another process" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(unbroken, tmp_path):
     directory = tmp_path / "run"
     running = launch.process(*launch.arguments(directory))
@@ -273,6 +275,15 @@ def test_weights_that_find_no_room_are_written_by_the_next_start(tmp_path, capsy
     assert launch.train(*run) == 0 and launch.weights(tmp_path / "run")
 
 
+@pytest.mark.skipif(not full_disk.available(), reason="no process may mount a file system here")
+@pytest.mark.parametrize("shares", [(30,), pytest.param((0, 2, 5, 8, 12, 20, 40, 50, 60, 80), marks=pytest.mark.slow)])
+def test_a_run_on_a_full_disk_is_exit_code_5_and_goes_on_after_room_was_made(tmp_path, shares):
+    done = full_disk.run(Path(__file__).with_name("full_disk_runs.py"), tmp_path, *shares)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    codes = json.loads(done.stdout.splitlines()[-1])
+    assert 5 in codes.values(), codes
+
+
 def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_quickstart():
     prepared = prepare(load([launch.QUICKSTART]))
     prepared.close()
@@ -362,6 +373,7 @@ def test_a_run_with_a_critic_that_warms_up(tmp_path):
     assert (launch.numbers(tmp_path / "run"), launch.samples(tmp_path / "run")) == before
 
 
+@pytest.mark.slow
 def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generator(tmp_path, monkeypatch):
     """No pass for values is made, but for one that the end of a completion which was cut off needs; the numbers are those of a run
     that makes it every step."""

@@ -70,6 +70,30 @@ def limited(directory: str) -> None:
     assert os.listdir(directory) == ["0000000003"]
 
 
+def full(directory: str) -> None:
+    """A save finds room for any share of its bytes: the checkpoint before it stays, and nothing but a message is shown."""
+    logging.basicConfig(stream=sys.stdout, format="%(name)s %(levelname)s %(message)s")
+    import full_disk
+
+    full_disk.mount(directory, 10**8)
+    checkpoints = Checkpoints(directory, keep=1)
+    arrays = {f"p/{i}": jnp.full((64, 40 * (i + 1)), i, jnp.float32) for i in range(12)}
+    arrays = {
+        name: jnp.cumsum(jnp.sin(jnp.arange(a.size, dtype=jnp.float32))).reshape(a.shape) for name, a in arrays.items()
+    }
+    checkpoints.save(1, arrays, {"number": 1}, wait=True)
+    size, number = full_disk.used(directory), 1
+    for room in range(0, size, size // 20):
+        number += 1
+        full_disk.resize(directory, size + room)
+        checkpoints.save(number, arrays, {"number": number})
+        assert checkpoints.host()[0] == 1
+    full_disk.resize(directory, 10**8)
+    checkpoints.save(number + 1, arrays, {"number": number + 1}, wait=True)
+    assert checkpoints.host()[0] == number + 1
+    checkpoints.close()
+
+
 def sharded(directory: str) -> None:
     """Arrays over four devices, split, replicated and both; donated right after the save; restored to another mesh."""
     split = NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec("x"))
@@ -113,4 +137,4 @@ def sharded(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    {"save": continue_saving, "limited": limited, "sharded": sharded}[sys.argv[1]](sys.argv[2])
+    {"save": continue_saving, "limited": limited, "full": full, "sharded": sharded}[sys.argv[1]](sys.argv[2])

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import full_disk
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -215,6 +216,16 @@ def test_a_limit_on_file_size_keeps_the_last_good_checkpoint(tmp_path):
     assert all(
         "duet.checkpoint ERROR checkpoint 2 was NOT saved" in line and "File too large" in line for line in lines
     )
+
+
+@pytest.mark.skipif(not full_disk.available(), reason="no process may mount a file system here")
+def test_a_disk_that_is_full_at_any_byte_of_a_save_shows_one_message(tmp_path):
+    done = full_disk.run(PROCESS, "full", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert len(lines) >= 20 and all(line.startswith("duet.checkpoint ERROR checkpoint") for line in lines), done.stdout
+    assert all("was NOT saved" in line and "No space left on device" in line for line in lines)
 
 
 @pytest.mark.parametrize("tries", [2, pytest.param(10, marks=pytest.mark.slow)])

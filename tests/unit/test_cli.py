@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.commands import cli
+from rl.commands import cli, environment, train
 from rl.errors import ConfigError, DataError, Interrupted
 
 ROOT = Path(cli.__file__).parents[2]
@@ -36,11 +36,11 @@ except SystemExit as end:
 def test_arguments_with_an_equals_sign_are_overrides_unless_a_file_has_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a=b.yml").write_text("")
-    files, overrides = cli.split_arguments(["x.yml", "a=b.yml", "stages.1.steps=3", "runs/a", "data.path=/x=y"])
+    files, overrides = train.split_arguments(["x.yml", "a=b.yml", "stages.1.steps=3", "runs/a", "data.path=/x=y"])
     assert files == ["x.yml", "a=b.yml", "runs/a"]
     assert overrides == ["stages.1.steps=3", "data.path=/x=y"]
     long = f"model.overrides={{{', '.join(f'key_{i}: {i}' for i in range(50))}}}"  # longer than a file's name can be
-    assert cli.split_arguments([long]) == ([], [long])
+    assert train.split_arguments([long]) == ([], [long])
 
 
 @pytest.mark.parametrize(("error", "code"), [(ConfigError("no such key"), 2), (DataError("row 3"), 3)])
@@ -48,7 +48,7 @@ def test_known_errors_are_text_and_their_exit_code(error, code, monkeypatch, cap
     def fail(arguments):
         raise error
 
-    monkeypatch.setattr(cli, "_train", fail)
+    monkeypatch.setattr(train, "run", fail)
     assert cli.main(["train", "x.yml"]) == code
     said = capsys.readouterr().err
     assert str(error) in said and "Traceback" not in said
@@ -58,14 +58,14 @@ def test_an_interrupted_run_says_so_with_exit_code_75_and_a_bug_keeps_its_traceb
     def interrupted(arguments):
         raise Interrupted("saved; continue with rl-train runs/a")
 
-    monkeypatch.setattr(cli, "_train", interrupted)
+    monkeypatch.setattr(train, "run", interrupted)
     assert cli.train_main(["x.yml"]) == 75
     assert capsys.readouterr().err.startswith("interrupted: saved")
 
     def bug(arguments):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "_train", bug)
+    monkeypatch.setattr(train, "run", bug)
     with pytest.raises(ZeroDivisionError):
         cli.train_main(["x.yml"])
 
@@ -74,7 +74,7 @@ def test_ctrl_c_before_anything_was_saved_ends_with_130(monkeypatch):
     def stop(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_train", stop)
+    monkeypatch.setattr(train, "run", stop)
     assert cli.train_main(["x.yml"]) == 130
 
 
@@ -99,15 +99,15 @@ print("code", code, "loaded", [name for name in ("jax", "transformers", "dataset
 def test_the_platform_is_chosen_before_jax_is_imported(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "left alone")
     monkeypatch.delitem(sys.modules, "jax", raising=False)
-    cli._choose_platform("auto")
+    environment.choose_platform("auto")
     assert os.environ["JAX_PLATFORMS"] == "left alone"
-    cli._choose_platform("cpu")
+    environment.choose_platform("cpu")
     assert os.environ["JAX_PLATFORMS"] == "cpu" and "jax" not in sys.modules
 
 
 def test_forced_devices_have_threads_for_two_collectives(monkeypatch):
     monkeypatch.setattr(os, "environ", {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"})
-    cli._choose_platform("auto")
+    environment.choose_platform("auto")
     assert os.environ["PJRT_NPROC"] == "32"
 
 
@@ -134,7 +134,7 @@ def test_programs_are_kept_below_a_limit_and_a_kill_between_two_files_is_mended(
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
         monkeypatch.delenv(name)
     (tmp_path / "cut_off-cache").write_bytes(b"program")
-    cli._keep_programs(str(tmp_path))
+    environment.use_program_cache(str(tmp_path))
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path)
     monkeypatch.undo()
     from jax._src.lru_cache import LRUCache
@@ -151,5 +151,23 @@ def test_a_folder_that_the_environment_names_gets_no_limit(monkeypatch, tmp_path
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv(KEPT[0], str(tmp_path))
-    cli._keep_programs("elsewhere")
+    environment.use_program_cache("elsewhere")
     assert KEPT[1] not in os.environ and os.environ[KEPT[0]] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device", "x/y"), RuntimeError("os error: Disk quota exceeded")]
+)
+def test_a_full_disk_anywhere_in_a_run_is_exit_code_5(tmp_path, monkeypatch, capsys, error):
+    from rl.run import loop
+
+    def full(_):
+        raise error
+
+    monkeypatch.setattr(loop, "run", full)
+    assert cli.train_main([str(ROOT / "configs" / "quickstart.yml"), f"run.dir={tmp_path}"]) == 5
+    said = capsys.readouterr().err
+    assert said.startswith("not enough resources: ") and f"rl-train {tmp_path}" in said and "Traceback" not in said
+    error = KeyError("a bug")
+    with pytest.raises(KeyError):
+        cli.train_main([str(ROOT / "configs" / "quickstart.yml"), f"run.dir={tmp_path}"])

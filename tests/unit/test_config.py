@@ -1,7 +1,9 @@
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -89,7 +91,13 @@ BAD = [
     ("max_length: 64", "run: [1]", 5, "run", ["mapping"]),
     ("max_length: 64", "max_length: 64\nmax_length: 65", 6, "", ["`max_length` is written twice", "bad.yml:5"]),
     ("algorithm: grpo", "algorithm: grop", 11, "stages.1.algorithm", ["unknown algorithm", "grpo", "ppo", "sft"]),
-    ("algorithm: grpo", "algorithm: {name: grpo, epsilonn: 1}", 11, "stages.1.algorithm.epsilonn", ["'epsilon'"]),
+    (
+        "algorithm: grpo",
+        "algorithm: {name: grpo, epsilonn: 1}",
+        11,
+        "stages.1.algorithm.epsilonn",
+        ["nearest: epsilon;"],
+    ),
     ("algorithm: grpo", "algorithm: {name: grpo, epsilon: x}", 11, "stages.1.algorithm.epsilon", ["number", "'x'"]),
     ("algorithm: grpo", "algorithm: {name: grpo, scale: goup}", 11, "stages.1.algorithm.scale", ["nearest: group"]),
     ("task: arithmetic", "task: arithmetics", 3, "data.task", ["nearest: arithmetic"]),
@@ -225,6 +233,33 @@ def test_a_file_that_is_no_configuration_is_refused(folder, text, part):
     assert said.startswith("bad.yml") and part in said
 
 
+def _nested_aliases(wide: int, deep: int) -> str:
+    """A list in a list `deep` times, `wide` entries each: the billion laughs for 9 and 9."""
+    inner = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * wide)}]" for i in range(1, deep)]
+    return "\n".join([f"a0: &a0 [{', '.join(['x'] * wide)}]", *inner, ""])
+
+
+BEYOND_BOUNDS = {
+    "nested aliases": (
+        _nested_aliases(wide=9, deep=9),
+        "more than 20,000 values, those that aliases (*) repeat included",
+    ),
+    "a chain of aliases": (_nested_aliases(wide=1, deep=2000), "nested more than 32 deep"),
+    "nested lists": ("a: " + "[" * 5000 + "]" * 5000, ":1: lists and mappings are nested more than 32 deep"),
+    "a long text": ("a: '" + "x" * 2**18 + "'\n", ":1: a configuration has at most 262,144 characters"),
+    "a long list": ("a: [" + "0," * 20_001 + "]\n", ":1: more than 20,000 values"),
+}
+
+
+@pytest.mark.parametrize("what", BEYOND_BOUNDS)
+def test_a_file_beyond_the_bounds_is_refused_at_once(folder, what):
+    text, part = BEYOND_BOUNDS[what]
+    began = time.process_time()
+    said = message(write("bad.yml", text))
+    assert said.startswith("bad.yml") and part in said and len(said) < 1000
+    assert time.process_time() - began < 20
+
+
 def test_files_that_cannot_be_read_are_named(folder):
     assert "nothing.yml: no such file" in message("nothing.yml")
     assert "model: a directory without config.yml" in message("model")
@@ -282,17 +317,20 @@ def test_every_stage_is_laid_over_each_stage_and_overrides_win_over_it(folder):
 
 
 def test_if_given_is_laid_over_sections_that_are_there_and_makes_no_new_ones(folder):
-    write("small.yml", "if_given:\n  rewards: {workers: 1}\n  evaluation: {problems: 3}\n")
+    write("small.yml", "if_present:\n  rewards: {workers: 1}\n  evaluation: {problems: 3}\n")
     assert load(["run.yml"]).evaluation is None
     config = load(["run.yml", "small.yml"])
     assert (
-        config.rewards.workers == 1 and config.rewards.functions and config.evaluation is None and config.if_given == {}
+        config.rewards.workers == 1
+        and config.rewards.functions
+        and config.evaluation is None
+        and config.if_present == {}
     )
     write("watched.yml", "evaluation: {data: {task: arithmetic}, problems: 50}\n")
     assert (
         load(["run.yml", "watched.yml", "small.yml"], ["stages.0.sampling.max_new_tokens=4"]).evaluation.problems == 3
     )
-    write("wrong.yml", "if_given:\n  rewards: {workerz: 1}\n")
+    write("wrong.yml", "if_present:\n  rewards: {workerz: 1}\n")
     assert message("run.yml", "wrong.yml").startswith("wrong.yml:2: rewards.workerz: unknown key")
 
 
@@ -388,5 +426,43 @@ def test_drafts_and_their_training_need_modules_that_predict(folder):
     )
     config = load(["run.yml"], ["generator.speculative=1", "stages.0.mtp={}", "model.multi_token_prediction={}"])
     assert config.model.sections == {"multi_token_prediction": {"depth": 1, "input": "post_norm", "final_norm": True}}
+    fresh = load(["run.yml"], ["model.multi_token_prediction={missing: fresh}"]).model
+    assert fresh.multi_token_prediction.missing == "fresh" and fresh.sections == config.model.sections
     Path("model/config.json").write_text(json.dumps(stored | {"duet": {"multi_token_prediction": {"depth": 1}}}))
     assert load(["run.yml"], ["generator.speculative=1"]).stages[0].mtp is None
+
+
+@pytest.mark.parametrize(
+    ("override", "now"),
+    [
+        ("if_given={run: {log_every: 2}}", "if_present"),
+        ("stages.0.internal_metrics=true", "diagnostics"),
+        ("stages.0.algorithm={name: sft, learnt: all}", "train_on"),
+    ],
+)
+def test_a_key_of_an_earlier_version_is_refused_with_its_name_now(folder, override, now):
+    assert f"is called `{now}` now" in message("run.yml", overrides=[override])
+
+
+def test_an_option_is_declared_at_the_component_that_reads_it():
+    """A section takes default, description and bounds from there; YAML writes lists where the component has tuples."""
+    from policy.options import option
+    from rl.config.schema import Section, fields_of
+
+    @dataclasses.dataclass(frozen=True)
+    class Component:
+        size: int = option(4, ge=1, description="how many")
+        names: tuple[str, ...] = option((), description="which")
+        internal: int = 3
+
+    @fields_of(Component, size=8)
+    class Options(Section):
+        """A section."""
+
+    assert list(Options.model_fields) == ["size", "names"] and Options.model_fields["size"].description == "how many"
+    assert Options().model_dump() == {"size": 8, "names": []} and Options(names=["a"]).names == ["a"]
+    for wrong in ({"size": 0}, {"internal": 1}, {"names": "a"}):
+        with pytest.raises(ValueError):
+            Options(**wrong)
+    with pytest.raises(TypeError, match="no option sizes"):
+        fields_of(Component, sizes=8)

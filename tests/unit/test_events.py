@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rl.config.run import RunConfig
+from rl.errors import ResourceError
 from rl.reporting import trackers
 from rl.reporting.events import EVENTS, SAMPLES, EventLog, Events, read
 
@@ -203,3 +204,26 @@ def test_lines_wait_for_room_on_a_full_disk_and_lose_nothing(tmp_path, monkeypat
     log.step("sft", 3, {"loss": 1.0})
     assert log.sync()
     assert [step for _, step in places(tmp_path / EVENTS)] == [0, 1, 2, 3]
+
+
+def test_a_record_that_cannot_be_cut_back_on_a_full_disk_stays_as_it_is(tmp_path, monkeypatch):
+    log = EventLog(tmp_path)
+    for step in range(3):
+        log.step("sft", step, {"loss": 1.0})
+    before = (tmp_path / EVENTS).read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(ResourceError, match="No space left on device. Make room, then `rl-train"):
+            log.truncate_after(["sft"], "sft", 1)
+        patched.setattr(os, "write", full)
+        log.step("sft", 3, {"loss": 1.0})
+        log.close()
+    assert (tmp_path / EVENTS).read_bytes() == before and not list(tmp_path.glob("*.new"))
+    log = EventLog(tmp_path)
+    log.truncate_after(["sft"], "sft", 1)
+    log.close()
+    assert [step for _, step in places(tmp_path / EVENTS)] == [0, 1]

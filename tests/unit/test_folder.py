@@ -121,3 +121,38 @@ def test_the_first_signal_is_a_wish_and_the_second_ctrl_c_stops_at_once():
         signal.raise_signal(signal.SIGINT)
         assert stop.wanted == "SIGINT"
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_full_disk_at_the_start_of_a_run_is_an_error_of_resources(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    made = config(tmp_path)
+    for place in ("write_text", "replace"):
+        with (
+            monkeypatch.context() as patched,
+            pytest.raises(ResourceError, match="config.yml cannot be written: No space left"),
+        ):
+            patched.setattr(Path, place, full)
+            RunFolder(made).__enter__()
+        assert not list(tmp_path.glob("config.yml*"))
+    with RunFolder(made):
+        pass
+
+
+def test_a_writer_of_the_final_weights_that_quotes_the_system_finds_no_room(tmp_path):
+    """Tokenizers raise a plain Exception."""
+
+    def writer(text):
+        def write(directory):
+            directory.mkdir()
+            raise Exception(text)
+
+        return write
+
+    with RunFolder(config(tmp_path)) as folder:
+        with pytest.raises(ResourceError, match="the final weights cannot be written"):
+            folder.export(writer("No space left on device (os error 28)"))
+        with pytest.raises(Exception, match="a bug"):
+            folder.export(writer("a bug"))
+    assert not list(tmp_path.glob("export*"))

@@ -162,7 +162,9 @@ def test_without_host_memory_the_model_is_refused():
 
 @pytest.mark.slow
 def test_two_devices_hold_their_parts_in_host_memory():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = os.environ | {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    }
     done = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=600, check=False
     )

@@ -248,8 +248,17 @@ def test_a_wrapper_reads_as_the_text_model_of_its_family(monkeypatch):
         text["architectures"] == ["LlamaForCausalLM"] and text["model_type"] == "llama" and text["tie_word_embeddings"]
     )
     assert families.read(text) == config
-    inner["tie_word_embeddings"] = False
-    assert not families.read(outer | {"tie_word_embeddings": True}).tied_head
+
+
+@pytest.mark.parametrize("wrapper", [True, False])
+def test_the_tied_head_of_a_wrapper_goes_before_that_of_its_text_model(monkeypatch, wrapper):
+    monkeypatch.setattr(families.get("llama"), "ARCHITECTURES", ("LlamaForCausalLM", "LlamaForConditionalGeneration"))
+    inner = configuration("Llama") | {"tie_word_embeddings": not wrapper}
+    outer = {"architectures": ["LlamaForConditionalGeneration"], "model_type": "llama_vl", "text_config": inner}
+    config = families.read(outer | {"tie_word_embeddings": wrapper})
+    assert config.tied_head is wrapper and json.loads(config.hf)["tie_word_embeddings"] is wrapper
+    for says_nothing in (outer, outer | {"tie_word_embeddings": None}):
+        assert families.read(says_nothing).tied_head is not wrapper
 
 
 def test_the_text_model_is_the_one_of_its_type_where_a_family_has_several(monkeypatch):
@@ -361,13 +370,46 @@ def test_modules_that_a_directory_knows_nothing_of_start_fresh_and_are_saved(tmp
 @pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"])
 def test_modules_that_are_announced_and_not_there_are_missing(directory, key):
     edit_config(directory, lambda config: config.update({key: 1}))
-    with pytest.raises(ModelFileError, match=r"missing tensor model\.layers\.3\."):
+    with pytest.raises(ModelFileError, match=r"missing tensor model\.layers\.3\.") as caught:
         policy.load(directory, sections=MODULES)
+    for words in (
+        "depth 2",
+        "hold 0;",
+        f"config.json says {key}: 1",
+        "multi_token_prediction: {depth: 2, missing: fresh}",
+    ):
+        assert words in str(caught.value), caught.value
     edit_config(directory, lambda config: config.update({key: 0}))
     assert policy.load(directory, sections=MODULES).fresh
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_a_part_of_a_module_is_no_module(directory):
     edit_weights(directory, lambda state: state.update({"model.layers.4.enorm.weight": np.ones(32, np.float32)}))
     with pytest.raises(ModelFileError, match=r"missing tensor model\.layers\.3\."):
         policy.load(directory, sections=MODULES)
+    with pytest.raises(ModelFileError, match=r"missing tensor model\.layers\.4\."):
+        policy.load(directory, sections=MODULES, missing="fresh")
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("held", [0, 1])
+def test_missing_modules_start_fresh_where_the_caller_says_so(tmp_path, held):
+    """Beside those that the files hold, and where config.json announces one that they lack."""
+    keys = {"num_hidden_layers": 1} | ({"duet": {"multi_token_prediction": {"depth": held}}} if held else {})
+    policy.save(random_model(families.read(configuration("Llama", **keys))), tmp_path)
+    edit_config(tmp_path, lambda config: config.update({"num_nextn_predict_layers": 1}))
+    plain = policy.load(tmp_path)
+    with pytest.raises(ModelFileError, match=rf"model\.layers\.{1 + held}\..* hold {held}[ ;].*missing: fresh"):
+        policy.load(tmp_path, sections=MODULES)
+    model = policy.load(tmp_path, sections=MODULES, seed=3, missing="fresh")
+    assert model.fresh == {path for path in model.params if path.startswith("mtp.")}
+    for path, created in model.graph.init(3, model.fresh).items():
+        np.testing.assert_array_equal(np.asarray(model.params[path])[held:], np.asarray(created)[held:], err_msg=path)
+    for path, read in plain.params.items():
+        found = np.asarray(model.params[path])
+        np.testing.assert_array_equal(found[:held] if path in model.fresh else found, np.asarray(read), err_msg=path)
+    policy.save(model, tmp_path / "out")
+    back = policy.load(tmp_path / "out")
+    same_weights(model, back)
+    assert not back.fresh

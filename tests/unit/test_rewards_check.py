@@ -96,6 +96,6 @@ def test_what_cannot_be_used_exits_like_a_bad_configuration(file, capsys):
     assert main("no_such_reward") == 2
     assert "unknown reward" in capsys.readouterr().out
     assert main(f"{file}:equal", {"wrongs": 1}) == 2
-    assert "did you mean 'wrong'" in capsys.readouterr().out
+    assert "nearest: wrong" in capsys.readouterr().out
     with pytest.raises(RewardError, match=r"EXAMPLES\[0\] of .*own.py:malformed lacks 'completion'"):
         run_examples(f"{file}:malformed")

@@ -136,6 +136,30 @@ def test_a_faulty_reward_costs_only_its_own_samples(name, mark):
     assert none_left(mark)
 
 
+def test_totals_that_overflow_are_faults_of_the_largest_score(tmp_path):
+    text = """
+def huge(completions):
+    return [{"huge": 1e308, "half": 2e38, "against": -1e308}.get(c, 1.0) for c in completions]
+def other(completions):
+    return [{"huge": 1e308, "half": 2e38, "against": 1e308}.get(c, 2.0) for c in completions]
+"""
+    own = written(tmp_path, text)
+    functions = ((f"{own}:huge", 1.5, {}), (f"{own}:other", 1.0, {}))
+    with Runner(options(*functions)) as runner, np.errstate(all="raise"):
+        scores = runner.score(["p"] * 4, ["huge", "half", "against", "fine"], {}, groups=[0] * 4)
+    np.testing.assert_array_equal(scores.total, [math.nan, math.nan, math.nan, 3.5])
+    found = {name: [fault.sample for fault in scores.faults if fault.function == name] for name in ("huge", "other")}
+    assert found == {"huge": [0, 1, 2], "other": [0, 2]} and {fault.kind for fault in scores.faults} == {"not_finite"}
+    assert "2e+38, times its weight 3e+38" in scores.faults[1].traceback
+    assert scores.metrics["reward/faults"] == 5 and scores.metrics["rewards/huge/mean"] == 1.0
+    assert scores.metrics["rewards/other/mean"] == pytest.approx(1e38)
+    with (
+        Runner(options(*functions, on_error="stop")) as runner,
+        pytest.raises(RewardFailed, match="huge failed .not_finite."),
+    ):
+        runner.score(["p"], ["huge"], {})
+
+
 @LINUX
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_reward_that_makes_a_mess_keeps_its_scores_and_leaves_no_process(name, mark):
@@ -550,7 +574,7 @@ def test_bad_options_are_refused():
             RunnerOptions(**{"functions": (("exact_answer", 1.0, {}),), **wrong})
     with pytest.raises(RewardError, match="weight nan"):
         Runner(options(("exact_answer", math.nan, {})))
-    with pytest.raises(RewardError, match="no option 'patern'; did you mean 'pattern'"):
+    with pytest.raises(RewardError, match="no option 'patern' .nearest: pattern;"):
         Runner(options(("exact_answer", 1.0, {"patern": "x"})))
 
 

@@ -1,6 +1,9 @@
 """Spans of a run in a file that the viewers of traces read, and profiles of the steps that were asked for."""
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -63,3 +66,43 @@ def test_a_step_that_fails_is_there_and_its_profile_is_written(tmp_path):
 def test_steps_that_cannot_be_recorded_are_refused(steps):
     with pytest.raises(ValueError, match="no first and last step"):
         ProfileOptions(steps=steps)
+
+
+def test_a_full_disk_costs_lines_of_the_file_and_nothing_else(tmp_path, monkeypatch):
+    timeline, write, room = Timeline(tmp_path, None), os.write, [200]
+
+    def limited(file, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = write(file, bytes(data[: room[0]]))
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr(os, "write", limited)
+    for _ in range(4):
+        timeline.past("sampling", 1.0, 0.5)
+    assert len(events(tmp_path)) == 1  # after a line that names its row; what was written of the next is gone
+    room[0] = 10**6
+    timeline.past("export", 2.0, 0.5)
+    room[0] = 0
+    timeline.close()
+    assert [event["name"] for event in events(tmp_path)] == ["sampling", "export"]
+    Timeline(tmp_path, None).close()
+    with Path(tmp_path / FILE).open("w"):
+        pass
+    nowhere = Timeline(tmp_path, None)  # there is no room for its first line
+    nowhere.past("sampling", 1.0, 0.5)
+    nowhere.close()
+
+
+def test_a_profile_that_finds_no_room_is_told_and_stops_no_run(tmp_path, monkeypatch, caplog):
+    def full():
+        raise RuntimeError("INTERNAL: could not write: No space left on device")
+
+    timeline = Timeline(tmp_path, ProfileOptions(steps=[1, 1]))
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", full)
+    with timeline.step("sft", 1):
+        pass
+    timeline.close()
+    assert "no profile is recorded" in caplog.text

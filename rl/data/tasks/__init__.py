@@ -12,13 +12,14 @@ evaluation uses can occur in no prompt and no demonstration of training.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import importlib
 import pkgutil
 import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from rewards.suggest import nearest
 
 Split = Literal["train", "eval"]
 
@@ -64,16 +65,10 @@ def is_held_out(text: str, share: float) -> bool:
     return hash_share(text) < share
 
 
-def nearest(name: str, valid: list[str]) -> str:
-    """Hint for an unknown name."""
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    return f"{f'nearest: {close[0]}; ' if close else ''}valid: {', '.join(valid)}"
-
-
 def _options(name: str, options: dict[str, Any]):
     kind = importlib.import_module(f"rl.data.tasks.{name}").Options
     valid = [one.name for one in dataclasses.fields(kind)]
     unknown = [key for key in options if key not in valid]
     if unknown:
-        raise ValueError("; ".join(f"task {name} has no option `{key}` ({nearest(key, valid)})" for key in unknown))
+        raise ValueError("; ".join(f"task {name} has no option `{key}`{nearest(key, valid)}" for key in unknown))
     return kind(**options)

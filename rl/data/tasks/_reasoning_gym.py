@@ -16,7 +16,8 @@ import io
 import json
 from typing import Any
 
-from rl.data.tasks import Problem, Split, is_held_out, names, nearest
+from rewards.suggest import nearest
+from rl.data.tasks import Problem, Split, is_held_out, names
 
 _EVAL_SHARE = 0.1
 _SEEDS = {"train": 0, "eval": 1_000_003}
@@ -54,14 +55,14 @@ def _configured(name: str, options: dict[str, Any], split: Split, size: int):
             from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(
-            f"no task {name} ({nearest(name, names())}); the tasks of reasoning-gym need pip install 'duet-rl[tasks]' ({error})"
+            f"no task {name}{nearest(name, names())}; the tasks of reasoning-gym need pip install 'duet-rl[tasks]' ({error})"
         ) from None
     if name not in DATASETS:
-        raise ValueError(f"no task {name}, neither own nor of reasoning-gym ({nearest(name, [*names(), *DATASETS])})")
+        raise ValueError(f"no task {name}, neither own nor of reasoning-gym{nearest(name, [*names(), *DATASETS])}")
     valid = [one.name for one in dataclasses.fields(DATASETS[name][1]) if one.name != "seed"]
     for key in options:
         if key not in valid and key not in _OWN_OPTIONS:
-            raise ValueError(f"task {name} has no option `{key}` ({nearest(key, [*valid, 'eval_size'])})")
+            raise ValueError(f"task {name} has no option `{key}`{nearest(key, [*valid, 'eval_size'])}")
     for key in _OWN_OPTIONS:
         if type(options.get(key, 1)) is not int or options.get(key, 1) < 1:
             raise ValueError(f"`{key}` must be a whole number of at least 1, got {options[key]!r}")

@@ -1,0 +1,66 @@
+"""`rl chat`: a conversation with a model in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from rl.commands import sampled_model
+from rl.commands.environment import choose_platform, default_program_cache, use_program_cache
+from rl.errors import ConfigError, ModelError
+
+SUMMARY = "talk with a model"
+HELP = "A line is a turn of yours. /reset begins a new conversation; the end of the input (Ctrl-D) ends the program."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the verb."""
+    sampled_model.add_arguments(parser)
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    parser.add_argument(
+        "--max-length", type=int, default=4096, metavar="N", help="tokens of the longest conversation (4096)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Answers the lines of standard input, each as the next turn of one conversation."""
+    choose_platform(arguments.platform)
+    use_program_cache(default_program_cache())
+    from rollout import Generator
+    from rollout.text.chat import render_prompt
+
+    model, tokenizer, params = sampled_model.load(arguments)
+    if tokenizer.chat_template is None:
+        raise ModelError(f"{arguments.model}: the tokenizer has no chat template; use `rl generate`")
+    try:
+        generator = Generator(model, max_length=arguments.max_length, slots=1, seed=arguments.seed, tokenizer=tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"--max-length: {error}") from None
+    first = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    messages = list(first)
+    print(HELP, file=sys.stderr)
+    for turn, said in enumerate(_turns()):
+        if said == "/reset":
+            messages = list(first)
+            continue
+        messages.append({"role": "user", "content": said})
+        try:
+            [[completion]] = generator.generate([render_prompt(tokenizer, messages)], params, ids=[turn])
+        except ValueError as error:
+            messages.pop()
+            print(f"{error}; /reset begins a new conversation", file=sys.stderr)
+            continue
+        print(completion.text, flush=True)
+        messages.append({"role": "assistant", "content": completion.text})
+
+
+def _turns() -> Iterator[str]:
+    """Reads the lines of standard input that are not empty; a terminal shows a prompt."""
+    while True:
+        try:
+            said = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if said:
+            yield said

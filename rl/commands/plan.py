@@ -1,0 +1,22 @@
+"""`rl plan`: what a run needs on a slice, without the slice."""
+
+from __future__ import annotations
+
+import argparse
+
+from rl import plan
+from rl.commands.train import split_arguments
+
+SUMMARY = "what a run needs on a slice, without the slice"
+DESCRIPTION = plan.HELP
+add_arguments = plan.add_arguments
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plans the run, or searches for its mesh, and returns the exit code."""
+    from rl.config.load import load
+    from rl.plan import command
+
+    config = load(*split_arguments(arguments.config))
+    options = command.Options(arguments.topology, arguments.memory, arguments.candidates, arguments.json)
+    return (command.plan_search if arguments.search else command.plan)(config, options)

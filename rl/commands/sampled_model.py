@@ -1,0 +1,87 @@
+"""The model of `rl generate` and `rl chat`: the arguments that both verbs share, and how they load it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rl.errors import ConfigError, ModelError
+
+
+class Loaded(NamedTuple):
+    """A model, its tokenizer and the sampling parameters, with the stop tokens that the model names."""
+
+    model: Any
+    tokenizer: Any
+    params: Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that `generate` and `chat` share."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="Hugging Face directory with a tokenizer, or the directory of a finished run"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="most tokens of a completion (256)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="X", help="0: always the most likely token (1.0)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens; 0: from all"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest tokens that have this probability"
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="draw from tokens this share as likely as the likeliest"
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends a completion; may be given several times"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the draw; equal seeds give equal completions (0)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and products (float32)"
+    )
+    parser.add_argument(
+        "--platform", choices=("auto", "cpu", "tpu", "gpu"), default="auto", help="where to compute (auto)"
+    )
+
+
+def load(arguments: argparse.Namespace, **changes: Any) -> Loaded:
+    """Loads the model that the arguments name. `changes` override sampling parameters.
+
+    Raises ModelError for a directory without a readable model or tokenizer, ConfigError for invalid sampling parameters.
+    """
+    directory = Path(arguments.model)
+    if (directory / "export" / "config.json").is_file():
+        directory = directory / "export"
+    if not (directory / "config.json").is_file():
+        raise ModelError(
+            f"{arguments.model}: no config.json there; give a Hugging Face directory, or the directory of a finished run"
+        )
+
+    import policy
+    from policy.huggingface.hf import UnsupportedModel
+    from policy.huggingface.tensorfiles import ModelFileError
+    from policy.mesh.sharding import layout
+    from rollout import SamplingParams
+    from rollout.text.tokenizer import load_tokenizer, stop_ids
+
+    drawn = {
+        name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
+    }
+    try:
+        params = SamplingParams(**drawn | changes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        tokenizer = load_tokenizer(directory)
+        model = policy.load(directory, dtype=arguments.dtype, mesh=layout({"fsdp": -1}))
+    except (ModelFileError, UnsupportedModel, ValueError) as error:
+        raise ModelError(f"{directory}: {error}") from None
+    return Loaded(model, tokenizer, replace(params, stop_token_ids=stop_ids(tokenizer, directory)))

@@ -1,0 +1,102 @@
+"""`rl-train`, also `rl train`: trains as a configuration says."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rl.commands.environment import choose_platform, use_program_cache
+from rl.commands.exits import run_guarded
+from rl.errors import DuetError, ResourceError, no_room
+
+if TYPE_CHECKING:
+    from rl.cluster.watchdog import Watch
+    from rl.config.run import RunConfig
+
+SUMMARY = "train as a configuration says (the same as rl-train)"
+HELP = """\
+CONFIG is a YAML file, the name of a packaged one (quickstart, tiny), or the directory of a run, which is continued.
+Several are merged from left to right; key=value overrides come last:
+
+  rl-train configs/quickstart.yml
+  rl-train configs/grpo_deepseek.yml tiny.yml stages.0.steps=3 run.dir=runs/try
+  rl-train runs/try                (the same: rl-train resume=runs/try)
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="files first, then overrides")
+    parser.add_argument("--check", action="store_true", help="check the configuration, print it, and stop")
+    group = parser.add_argument_group(
+        "several processes (docs/processes.md)", "by default what the cluster says, if there is one"
+    )
+    group.add_argument(
+        "--processes", type=int, metavar="N", help="how many compute the run together; 1: do not ask the cluster"
+    )
+    group.add_argument("--process", type=int, metavar="I", help="the number of this one, from 0")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="machine of process 0, and a port that is free there")
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits arguments into configuration files and overrides: `key.path=value` that names no file is an override."""
+    overrides = [text for text in arguments if re.match(r"[\w.\s-]*=", text) and not os.path.exists(text)]
+    return [text for text in arguments if text not in overrides], overrides
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rl.cluster import launch
+    from rl.config import files
+    from rl.config.load import load
+
+    config = load(*split_arguments(arguments.config))
+    together = None if arguments.check else launch.launch(arguments.processes, arguments.process, arguments.coordinator)
+    if together is None or together.index == 0:
+        _show(files.changed_yaml(config))
+    if arguments.check:
+        print("the configuration is good")
+        return 0
+    choose_platform(config.platform)
+    use_program_cache(config.run.program_cache)
+    return _train(config) if together is None else _train_together(config, launch.start(together))
+
+
+def _train(config: RunConfig) -> int:
+    from rl.run import loop
+
+    try:
+        return loop.run(config)
+    except Exception as error:
+        if isinstance(error, DuetError) or not no_room(error):
+            raise
+        raise ResourceError(f"{error}. Make room, then continue with `rl-train {config.run.dir}`") from None
+
+
+def _train_together(config: RunConfig, watch: Watch) -> int:
+    """Runs one of several processes. After an error it tells the others and ends the process."""
+
+    def attempt(_: argparse.Namespace) -> int:
+        with watch:
+            return _train(config)
+
+    try:
+        code = run_guarded(attempt, argparse.Namespace())
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    watch.leave(code)
+    return code
+
+
+def _show(text: str) -> None:
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.syntax import Syntax
+
+        Console().print(Syntax(text, "yaml", background_color="default"))
+    else:
+        print(text, flush=True)

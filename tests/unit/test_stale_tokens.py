@@ -1,0 +1,79 @@
+"""Log-probabilities before an update, of batches with tokens that an older policy has sampled: both kinds side by side."""
+
+import contextlib
+import dataclasses
+from types import SimpleNamespace
+
+import learners
+import numpy as np
+import pytest
+
+from rl.errors import ModelError
+from rl.stages import rollout
+
+NOW = 3
+
+
+@dataclasses.dataclass
+class Case:
+    """A stage, and a batch whose odd rows an older policy has sampled."""
+
+    trainer: object
+    state: object
+    batch: object
+    own: np.ndarray  # log-probabilities of the policy of this step
+
+    def scored(self, *, exact: bool, version: int = NOW):
+        config = SimpleNamespace(generator=SimpleNamespace(exact=exact))
+        timeline = SimpleNamespace(span=lambda name: contextlib.nullcontext(SimpleNamespace(seconds=0.0)))
+        run = SimpleNamespace(config=config, progress=SimpleNamespace(version=version), timeline=timeline)
+        stage = SimpleNamespace(algorithm=self.trainer.algorithm, options=self.trainer.stage)
+        return rollout._scored(run, stage, self.trainer, self.state, self.batch, found=None)[0]
+
+
+def case(algorithm: dict, off: float = 1e-6, stale: float = 0.5, **keys) -> Case:
+    """The sampler's log-probabilities are `off` from the policy's on fresh tokens, `stale` on the others."""
+    trainer, state = learners.begin(learners.dense(), learners.stage({"name": "grpo"} | algorithm, **keys))
+    batch = learners.batch()
+    batch = batch.replace(old_logp=None, entropy=None, old_values=None)
+    own = trainer.logprobs(state.policy.params, batch)[0]
+    rows = np.arange(len(own))[:, None] % 2 == 1
+    mask = batch.mask != 0
+    sampler = np.where(mask, own + np.where(rows, stale, off), 0).astype(np.float32)
+    version = (np.where(rows, NOW - 1, NOW) * mask).astype(np.int32)
+    return Case(trainer, state, batch.replace(sampler_logp=sampler, version=version), own)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_exact_takes_the_old_log_probabilities_of_stale_tokens_from_the_policy(updates):
+    it = case({}, updates_per_step=updates)
+    batch, mask, rows = it.scored(exact=True), it.batch.mask != 0, np.arange(len(it.own)) % 2 == 1
+    fresh, stale = mask & ~rows[:, None], mask & rows[:, None]
+    assert fresh.any() and stale.any()
+    assert (batch.old_logp == it.batch.sampler_logp)[fresh].all()
+    assert (batch.old_logp == it.own)[stale].all()
+    assert batch.entropy is None  # the same program as in a step without stale tokens
+
+
+def test_exact_takes_them_all_from_the_sampler_where_none_is_stale_or_the_algorithm_says_so():
+    it = case({})
+    it.batch = it.batch.replace(version=np.where(it.batch.mask != 0, NOW, 0))
+    assert it.scored(exact=True).old_logp is it.batch.sampler_logp
+    it = case({"old_logp": "sampler"})
+    assert (it.scored(exact=True).old_logp == it.batch.sampler_logp).all()
+
+
+def test_without_exact_one_update_needs_no_old_log_probabilities():
+    assert case({}).scored(exact=False).old_logp is None
+    assert case({}, max_logp_diff=0.1).scored(exact=False).old_logp is None
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_difference_of_sampler_and_trainer_is_that_of_fresh_tokens(updates, exact):
+    how = {"max_logp_diff": 1e-2, "updates_per_step": updates}
+    case({}, **how).scored(exact=exact)  # stale tokens are 0.5 apart
+    it = case({}, off=2e-2, stale=0.0, **how)
+    with pytest.raises(ModelError, match=r"differ by 0\.02 a token"):
+        it.scored(exact=exact)
+    it.scored(exact=exact, version=NOW + 1)  # all are stale
