@@ -89,7 +89,7 @@ def without_pools(cache: Any) -> Any:
 
 
 def with_arrays(cache: Any, arrays: Any) -> Any:
-    """Returns `cache` with its arrays by slot replaced by `arrays`, which `without_pools` made of it. Writes nothing."""
+    """Returns `cache` with its arrays by slot replaced by `arrays`, a result of `without_pools`. Writes nothing."""
     return _each(lambda before, after: after, lambda pool, _: pool, cache, arrays)
 
 

@@ -58,7 +58,7 @@ def read_rows(
     for path in graph.tables:
         layer, repeats = path.removesuffix(".lookup.table"), range(graph.shapes[path].shape[0])
         spec, classes = graph.config.layers[graph.config.numbers(layer)[0]].engram, params[f"{layer}.lookup.classes"]
-        assert spec is not None, "a table belongs to a layer with n-gram memory"
+        assert spec is not None, "a table belongs to a layer with n-gram tables"
         at = [ngram_rows(spec, classes[r], step) for r in repeats]
         rows[path] = jnp.stack(at)
         values[path] = jnp.stack([look_up(params[path][r], at[r], graph.runtime.dtype, graph.runtime) for r in repeats])

@@ -151,7 +151,7 @@ class Scorer:
             hidden, _, _ = self.graph.decoder(params)(
                 tokens, modes.make_step(tokens, segments=segments), None, self.graph.runtime
             )
-        return modes.before(hidden)[:, self.first(L) :]
+        return modes.shift_right(hidden)[:, self.first(L) :]
 
     def _scores_program(self, params, hidden_RTE, tokens_RT, temperature):
         with self.graph.precision():

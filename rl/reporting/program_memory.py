@@ -18,11 +18,6 @@ GENERATOR = {"decode": "decode a token", "extend": "prefill, further chunk"}
 RESHARD = "reshard"
 
 
-def judged(source: str) -> str:
-    """What a plan calls the program of this reward model."""
-    return f"scores of {source}"
-
-
 class ProgramMemoryLog:
     """Writes the file whenever a program has been compiled that it does not hold. A run that goes on adds to what it finds."""
 

@@ -18,7 +18,7 @@ from policy.model import Graph, Model
 from rl.commands import cli
 from rl.config import files
 from rl.config.load import load
-from rl.data.prepare import read_tokenizer
+from rl.data.reader import read_tokenizer
 from rl.plan.children import described
 from rl.plan.estimate import Estimator
 from rl.plan.programs import programs

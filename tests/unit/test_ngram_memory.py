@@ -17,7 +17,7 @@ from policy import families
 from policy.cache import cache as caches
 from policy.cache.step import Step
 from policy.config import Runtime
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 from policy.layers.engram import set_classes
 from policy.model import Graph
 from policy.modes import make_step
@@ -277,7 +277,7 @@ def test_an_update_makes_no_array_as_large_as_a_table_in_host_memory():
             else:
                 made.extend((eqn.primitive.name, str(v.aval)) for v in eqn.outvars if v.aval.size >= size)
 
-    visit(trainer.policy.program.jitted.trace(state.policy, data, trainer._totals(data), micro_rows=2).jaxpr.jaxpr)
+    visit(trainer.policy.program.jitted.trace(state.policy, data, trainer.totals(data), micro_rows=2).jaxpr.jaxpr)
     assert all("<host>" in aval for _, aval in made)
     assert len([name for name, _ in made if name not in ("squeeze", "device_put")]) == 3, (
         made
@@ -291,7 +291,7 @@ def is_jaxpr(value):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": [3]}, "layers: 3 is not there, the decoder has layers 0 to 2"),
+        ({"layers": [3]}, "layers: 3 does not exist, the decoder has layers 0 to 2"),
         ({"layers": []}, "at least one layer"),
         ({"layers": [1, 1]}, "each once"),
         ({"vocab_bases": [50]}, "each order from 2 to 3"),

@@ -134,7 +134,7 @@ def test_an_update_happens_in_place_in_one_program(compilations):
     data = batch()
     model.params = state.policy.params
     old = model.params
-    lowered = trainer.policy.program.lower(state.policy, data, trainer._totals(data), micro_rows=8)
+    lowered = trainer.policy.program.lower(state.policy, data, trainer.totals(data), micro_rows=8)
     aliased = lowered.compile().memory_analysis().alias_size_in_bytes
     assert aliased == sum(leaf.nbytes for leaf in jax.tree.leaves(state.policy))
     state, _ = trainer.update(state, data)  # the first weights may lie in memory of numpy, which nobody can give away
@@ -273,7 +273,7 @@ def test_an_update_leaves_every_array_in_its_dtype(param_dtype, state_dtype):
     trainer, state = begin(model, stage("grpo", optimizer={"state_dtype": state_dtype}))
     data = batch()
     update = partial(trainer.policy._update, micro_rows=8)
-    new = jax.eval_shape(update, state.policy, data, trainer._totals(data))[0]
+    new = jax.eval_shape(update, state.policy, data, trainer.totals(data))[0]
     assert jax.tree.map(lambda a: a.dtype, new) == jax.tree.map(lambda a: a.dtype, state.policy)
     sizes = [np.dtype(a.dtype).itemsize for a in jax.tree.leaves(new.optimizer) if a.ndim]
     copies = 3 if (param_dtype, state_dtype) == ("bfloat16", "float32") else 2
@@ -420,7 +420,7 @@ def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
     trainer, state = begin(model, options)
     place, R = trainer.layout(data.segments)
     packed, start = place.batch(data), host(state.policy)
-    still = jax.jit(partial(trainer.policy._update, micro_rows=R))(state.policy, packed, trainer._totals(packed))[0]
+    still = jax.jit(partial(trainer.policy._update, micro_rows=R))(state.policy, packed, trainer.totals(packed))[0]
     moved = host(both.policy)
     assert not same_bits(moved, start)
     for path, array in host(still).items():
