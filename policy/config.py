@@ -104,9 +104,9 @@ class LayerSpec:
     @property
     def moe(self) -> Moe | None:
         """The mixture of experts of the feed-forward, if it has one."""
-        part = self.feed_forward
-        part = part.experts if isinstance(part, DenseAndExperts) else part
-        return part if isinstance(part, Moe) else None
+        if isinstance(self.feed_forward, DenseAndExperts):
+            return self.feed_forward.experts
+        return self.feed_forward if isinstance(self.feed_forward, Moe) else None
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -174,8 +174,8 @@ class MultiTokenPrediction:
     decoder's.
     """
 
-    depth: int = option(ge=1, description="number of modules; module d predicts the token d places after the next one")
     layer: LayerSpec
+    depth: int = option(ge=1, description="number of modules; module d predicts the token d places after the next one")
     input: Literal["post_norm", "pre_norm"] = option(
         "post_norm", description="states that the first module reads: after or before the final norm"
     )

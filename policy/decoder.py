@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ class LayerStack(nnx.Module):
         self.first, self.repeats = first, stack.repeats
         self.layers = nnx.List([stacked(partial(Layer, spec, config), rngs, stack.repeats) for spec in stack.pattern])
 
-    def __call__(self, x_BTE: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
+    def __call__(self, x_BTE: Any, step: Step, cache: tuple | None, runtime: Runtime) -> tuple[Any, tuple | None, Any]:
         """Returns (x_BTE, cache parts or None, a LayerAux with arrays [R, ...] for each layer of the pattern).
         `step.routes` has one entry for each layer of the pattern, which may be None."""
         graph, weights = nnx.split(self.layers)
@@ -140,11 +141,12 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
     return constrain(read, ("batch", "length", None), layout) if layout.rows_move else read
 
 
-def _read_rows(table, axes: tuple[str | None, str], index_BT: jax.Array, layout: ShardingLayout) -> jax.Array:
+def _read_rows(table, axes: tuple[str | None, str], index_BT: jax.Array, layout: ShardingLayout | None) -> jax.Array:
     """Returns table[index]. In explicit mode the devices that share the table read their parts of the rows of all their
     tokens and exchange them."""
     if not in_explicit_mode():
         return table[index_BT]
+    assert layout is not None
     width = layout.spec(axes, table.shape)[1]
     spec = _shared(index_BT, width, layout)
     read = table.at[jax.reshard(index_BT, spec)].get(out_sharding=PartitionSpec(*spec, width))
@@ -192,7 +194,7 @@ class Decoder(nnx.Module):
         tokens of this call only."""
         explicit = cache is None and runtime.layout is not None and runtime.layout.explicit
         forward = self._explicit if explicit else self._forward
-        if (order := Order.of(step, cache, runtime)) is None:
+        if (order := Order.of(step, cast(Any, cache), runtime)) is None:
             return forward(tokens_BT, step, cache, runtime)
         tokens_BT, step = order.enter(tokens_BT, step)
         hidden, _, aux = forward(tokens_BT, step, cache, runtime)
@@ -206,7 +208,7 @@ class Decoder(nnx.Module):
         variables = jax.tree.leaves(nnx.state(self), is_leaf=lambda node: isinstance(node, nnx.Variable))
 
         def run(arrays, tokens_BT, step):
-            hidden, _, aux = decoder(arrays)._forward(tokens_BT, step, None, runtime)
+            hidden, _, aux = cast(Decoder, decoder(arrays))._forward(tokens_BT, step, None, runtime)
             return hidden, aux
 
         def place(a):
@@ -215,7 +217,7 @@ class Decoder(nnx.Module):
 
         stored = [layout.spec(v.get_metadata("out_sharding"), a.shape) for v, a in zip(variables, arrays, strict=True)]
         places = stored, place(tokens_BT), jax.tree.map(place, step)
-        hidden, aux = with_explicit_axes(run, layout.mesh, places)(arrays, tokens_BT, step)
+        hidden, aux = cast(Any, with_explicit_axes(run, layout.mesh, places)(arrays, tokens_BT, step))
         return hidden, None, aux
 
     def _forward(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
@@ -227,7 +229,9 @@ class Decoder(nnx.Module):
             and not in_explicit_mode()
             and (cache is None or tokens_BT.shape[1] == 1)
         ):
-            step = replace(step, rotations={name: materialized(table) for name, table in step.rotations.items()})
+            step = replace(
+                step, rotations={name: materialized(table) for name, table in (step.rotations or {}).items()}
+            )
         step = _decode_rotations(step, runtime)
         x = drop(self.embed(step, runtime), step.dropout)
         x = x if self.streams is None else self.streams.expand(x)
@@ -254,6 +258,7 @@ class Decoder(nnx.Module):
         """Returns the embedding [B, T, E] of the step's tokens, plus the embedding of their positions if the
         configuration has one."""
         config = self.config
+        assert step.tokens is not None
         x = _look_up(self.embed_tokens[...], step.tokens, runtime)
         if config.embedding_scale != 1.0:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)

@@ -127,7 +127,9 @@ class Aux:
 
 def observe(x_BTE: jax.Array, segments_BT: jax.Array, record: tuple[str, ...]) -> LayerAux:
     """Returns the statistics of a layer's output that `Runtime.record` asks for."""
-    activations = auto_axes(_activations, PartitionSpec(), x_BTE, segments_BT) if "activations" in record else None
+    activations = None
+    if "activations" in record:
+        activations = cast(Activations, auto_axes(_activations, PartitionSpec(), x_BTE, segments_BT))
     return LayerAux(activations=activations, hidden=x_BTE if "hidden" in record else None)
 
 

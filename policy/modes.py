@@ -6,6 +6,7 @@ B rows, T tokens, E hidden, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,7 @@ def score(
 def prefill(decoder: Decoder, tokens_BT: jax.Array, step: Step, cache: tuple, runtime: Runtime) -> tuple:
     """Returns the cache with these tokens added, row b to slot b. It computes no logits: decoding starts from the last
     token of the prompt."""
-    return decoder(tokens_BT, step, cache, runtime)[1]
+    return cast(tuple, decoder(tokens_BT, step, cache, runtime)[1])
 
 
 def autoregressive(
@@ -113,8 +114,8 @@ def feed(
     cache as it is. `pages` int32[B, M]: the page table of each row of a paged cache.
     """
     step = Step(lengths_B[:, None], active_B[:, None].astype(jnp.int32), pages=pages_BM)
-    hidden, cache, _ = decoder(tokens_B[:, None], step, cache, runtime)
-    return hidden[:, 0], cache
+    hidden, updated, _ = decoder(tokens_B[:, None], step, cache, runtime)
+    return hidden[:, 0], cast(tuple, updated)
 
 
 def verify(
@@ -122,8 +123,8 @@ def verify(
 ) -> tuple[jax.Array, tuple, Aux]:
     """Feeds several tokens to every slot, tentatively: (logits float32[B, T, V] of the token after each, cache, Aux).
     `policy.cache.cache.commit` turns cache and Aux into the cache that holds the first tokens only."""
-    hidden, cache, aux = decoder(tokens_BT, step, cache, replace(runtime, tentative=True))
-    return logits(decoder, hidden, runtime), cache, aux
+    hidden, updated, aux = decoder(tokens_BT, step, cache, replace(runtime, tentative=True))
+    return logits(decoder, hidden, runtime), cast(tuple, updated), aux
 
 
 def logits(decoder: Decoder, hidden: jax.Array, runtime: Runtime) -> jax.Array:

@@ -12,11 +12,13 @@ from policy.huggingface import sources
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
 
+Dtype = Literal["float32", "bfloat16"]
+
 
 def create(
     config: DecoderConfig | str,
     seed: int = 0,
-    dtype: str = "float32",
+    dtype: Dtype = "float32",
     *,
     runtime: Runtime | None = None,
     mesh: Layout | None = None,
@@ -35,7 +37,7 @@ def create(
 
 def load(
     directory: str | os.PathLike,
-    dtype: str = "float32",
+    dtype: Dtype = "float32",
     *,
     runtime: Runtime | None = None,
     mesh: Layout | None = None,

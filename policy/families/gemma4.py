@@ -12,6 +12,7 @@ from policy.config import (
     Mlp,
     Moe,
     Norm,
+    NormName,
     Router,
 )
 from policy.huggingface import names
@@ -78,7 +79,7 @@ def read(stored: dict) -> DecoderConfig:
     kinds[-1] = "full_attention"  # whatever the configuration says, as in transformers
     norm = Norm(hf["rms_norm_eps"], "before_cast")
     feed_forward = _feed_forward(hf, norm)
-    norms = SANDWICH_NORM
+    norms: tuple[NormName, ...] = SANDWICH_NORM
     if isinstance(feed_forward, DenseAndExperts):  # whose parts have norms of their own
         norms = tuple(name for name in SANDWICH_NORM if name != "pre_feedforward_layernorm")
     mixers = [_mixer(hf, kind, heads) for kind, heads in zip(kinds, _head_shapes(hf, kinds), strict=True)]

@@ -197,6 +197,7 @@ def _on_mesh(graph: Graph, place: Place, files: TensorFiles, start: jax.Array | 
     shape, dtype, sharding = graph.shapes[place.path].shape, graph.shapes[place.path].dtype, graph.sharding(place.path)
     devices: dict[tuple, list] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
         devices.setdefault(tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)), []).append(device)
     arrays = []
     for bounds, holders in devices.items():

@@ -7,6 +7,7 @@ channels of a key head in the convolution, W its width, N chunks of C tokens.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ class DeltaNet(nnx.Module):
         if cache is None:
             state = jnp.zeros((B, K, G, q.shape[-1], V), jnp.float32)
         else:
-            state = cache.arrays["state"][cache.index].reshape(B, K, G, -1, V)
+            state = cast(jax.Array, cache.arrays["state"])[cache.index].reshape(B, K, G, -1, V)
         tentative, aux = cache is not None and runtime.tentative, LayerAux()
         with jax.default_matmul_precision("highest"):
             if tentative:
@@ -146,7 +147,7 @@ class DeltaNet(nnx.Module):
         if cache is None:
             inputs = jnp.pad(inputs, ((0, 0), (0, 0), (before, 0), (0, 0)))
         else:
-            window = cache.arrays["conv"][cache.index].reshape(B, before, K, J).swapaxes(1, 2)
+            window = cast(jax.Array, cache.arrays["conv"])[cache.index].reshape(B, before, K, J).swapaxes(1, 2)
             inputs = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=2)
         kernel = jnp.concatenate([getattr(self, f"{name}_conv")[...].astype(jnp.float32) for name in CONVOLVED], axis=1)
         convolved = jax.nn.silu(convolve(inputs, kernel, documents_BT))
@@ -163,7 +164,7 @@ class DeltaNet(nnx.Module):
 
 
 def _with(cache: LayerCache, name: str, value: jax.Array) -> LayerCache:
-    array = cache.arrays[name]
+    array = cast(jax.Array, cache.arrays[name])
     return replace(cache, arrays=cache.arrays | {name: array.at[cache.index].set(value.astype(array.dtype))})
 
 

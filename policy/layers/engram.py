@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class History:
         """
         if self.cache is None:
             return jnp.pad(new_BTX, ((0, 0), (count, 0), (0, 0)))
-        array, T = self.cache.arrays[name], new_BTX.shape[1]
+        array, T = cast(jax.Array, self.cache.arrays[name]), new_BTX.shape[1]
         rows = jnp.concatenate([array[self.cache.index][:, 0].astype(new_BTX.dtype), new_BTX], axis=1)
         if self._tentative:
             self.states[name] = jnp.stack([rows[:, None, t + 1 : t + 1 + count] for t in range(T)], axis=1)
@@ -92,6 +92,7 @@ class NgramLookup(nnx.Module):
         do not see each other; with a cache the first document continues the cached one. Padding leaves the cache as it
         is."""
         spec = self.spec
+        assert step.tokens is not None
         x_BTGE = x[:, :, None] if x.ndim == 3 else x
         documents = number_documents(step.segments)
         history = History(cache, step.segments != 0, runtime.tentative)
@@ -149,6 +150,7 @@ def ngram_rows(spec: Engram, classes_V: jax.Array, step: Step, history: History 
     """Returns int32[B, T, H]: the table rows that the tokens of a step look up; without a `history` no token precedes
     them."""
     history = History(None, step.segments != 0, False) if history is None else history
+    assert step.tokens is not None
     documents_BT = number_documents(step.segments)
     N, T = len(spec.multipliers), step.tokens.shape[1]
     ids = jnp.where(history.real, classes_V[step.tokens] + 1, 0)  # from 1, as 0 in an empty cache is no token

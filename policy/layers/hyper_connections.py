@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from policy.config import DecoderConfig
+from policy.config import DecoderConfig, HyperConnections
 from policy.ops.linear import einsum
 from policy.ops.parameter import normal, ones, weight, zeros
 
@@ -23,6 +23,11 @@ from policy.ops.parameter import normal, ones, weight, zeros
 FIRST_SCALE = 0.01
 
 
+def _settings(config: DecoderConfig) -> HyperConnections:
+    assert config.hyper_connections is not None  # only decoders with hyper-connections create these modules
+    return config.hyper_connections
+
+
 class Mapping(nnx.Module):
     """Computes K numbers for each token, in `parts` with a scale each: scale (RMS(x) W) + bias, float32.
 
@@ -30,12 +35,13 @@ class Mapping(nnx.Module):
     """
 
     def __init__(self, parts: tuple[int, ...], config: DecoderConfig, rngs: nnx.Rngs):
-        self.parts, self.eps = parts, config.hyper_connections.norm_eps
-        G, E, K = config.hyper_connections.streams, config.hidden_size, sum(parts)
+        settings = _settings(config)
+        self.parts, self.eps = parts, settings.norm_eps
+        G, E, K = settings.streams, config.hidden_size, sum(parts)
         self.weight = weight(rngs, (G, E, K), (None, "embed", None), normal(config.initializer_range))
         self.bias = weight(rngs, (K,), (None,), zeros)
         self.scale = weight(rngs, (len(parts),), (None,), jax.nn.initializers.constant(FIRST_SCALE))
-        self.norm = weight(rngs, (G, E), (None, "norm"), ones) if config.hyper_connections.norm_weight else None
+        self.norm = weight(rngs, (G, E), (None, "norm"), ones) if settings.norm_weight else None
 
     def __call__(self, x_BTGE: jax.Array) -> list[jax.Array]:
         """Returns float32[k, B, T] for each part. With tokens last, vector registers are full for any G."""
@@ -59,7 +65,7 @@ class HyperConnection(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.config = config.hyper_connections
+        self.config = _settings(config)
         G = self.config.streams
         mixing = len(_permutations(G)) if self.config.variant == "lite" else G * G
         self.mapping = Mapping((G, G, mixing), config, rngs)
@@ -118,7 +124,7 @@ class Streams(nnx.Module):
     sum, or with `reduce: head` a sum with weights sigmoid(.) + eps from a mapping of its own (DeepSeek-V4)."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.config = config.hyper_connections
+        self.config = _settings(config)
         self.head = Mapping((self.config.streams,), config, rngs) if self.config.reduce == "head" else None
 
     def expand(self, x_BTE: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -82,7 +82,7 @@ class Layer(nnx.Module):
         """Computes (x after the mixer, input of the mixer, mix of its residual connection, cache, LayerAux)."""
         if self.spec.mixer is None:
             return x_BTE, None, None, cache, LayerAux()
-        read, mix = self.mixer_residual.read(x_BTE)
+        read, mix = cast(Any, self.mixer_residual).read(x_BTE)
         normed = decoded(self._norm("input_layernorm", read), step, runtime.layout)
         mixed, cache, aux = self.mixer(normed, step, cache, runtime)
         mixed = drop(self._norm("post_attention_layernorm", mixed), step.dropout, 0)

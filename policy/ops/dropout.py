@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def drop(x_BTE: jax.Array, dropout: Dropout | None, place: int = 0) -> jax.Array
     if dropout is None or dropout.rate == 0.0:
         return x_BTE
     if in_explicit_mode():
-        return auto_axes(partial(drop, place=place), spec_of(x_BTE), x_BTE, dropout)
+        return cast(jax.Array, auto_axes(partial(drop, place=place), spec_of(x_BTE), x_BTE, dropout))
 
     def keep(seed):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), dropout.layer + 1), place)

@@ -133,6 +133,7 @@ def ragged_linear(rows_ME: jax.Array, weights_GEF: Weight, sizes_G: jax.Array, r
 def rounded(array: Weight, inputs: tuple[int, ...], dtype: DTypeLike, runtime: Runtime) -> jax.Array:
     """Returns the numbers by which `linear` multiplies, as floats of `dtype`, for products that are computed in another
     way. `array` is a weight or an activation, `inputs` are the dimensions that `linear` would sum over."""
+    assert not isinstance(array, Projection)  # exists in decoding only
     if isinstance(array, qwix.QArray):
         return qwix.dequantize(array.astype(dtype))
     if runtime.quantization is None:

@@ -50,4 +50,4 @@ class MeanNorm(nnx.Module):
 
 def norm(dim: int, config: Norm | LayerNorm, rngs: nnx.Rngs) -> RMSNorm | MeanNorm:
     """Creates the norm that `config` describes, over a last dimension of `dim`."""
-    return (RMSNorm if isinstance(config, Norm) else MeanNorm)(dim, config, rngs)
+    return RMSNorm(dim, config, rngs) if isinstance(config, Norm) else MeanNorm(dim, config, rngs)

@@ -65,7 +65,7 @@ def weight(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
-    init: Initializer,
+    init: Callable[..., jax.Array],
     kind: type[nnx.Param] = nnx.Param,
     inputs: tuple[int, ...] | None = None,
 ) -> nnx.Param:
