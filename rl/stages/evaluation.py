@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl.config import plugins
+from rewards import plugins
 from rl.config.run import EvaluationOptions
 from rl.data.encoded import Problem
 from rl.errors import DataError

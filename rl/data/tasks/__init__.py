@@ -20,8 +20,8 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rewards import plugins
 from rewards.suggest import nearest
-from rl.config import plugins
 
 Split = Literal["train", "eval"]
 
