@@ -15,7 +15,8 @@ import rl.stages
 from policy import compatibility, remat
 from policy.config import DecoderConfig
 from policy.huggingface import sources
-from rl.config import mesh, plugins
+from rewards import plugins
+from rl.config import mesh
 from rl.config.run import DataOptions, EvaluationOptions, ModelOptions, RewardSettings, RunConfig
 
 _FILE_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
