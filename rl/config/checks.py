@@ -255,7 +255,7 @@ def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
 
 
 def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str]]:
-    from rewards.registry import JUDGED, RewardError, check
+    from rewards.registry import REWARD_MODEL, RewardError, check
 
     for number, reward in enumerate(settings.functions):
         try:
@@ -265,7 +265,8 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
             option = [("options", key) for key in reward.options if f"option {key!r}" in text]
             yield (*path, "functions", number, *(option[0] if option else ("name",))), text
     names = [
-        (reward.name, reward.options.get("source") if reward.name == JUDGED else None) for reward in settings.functions
+        (reward.name, reward.options.get("source") if reward.name == REWARD_MODEL else None)
+        for reward in settings.functions
     ]
     for number, name in enumerate(names):
         if name in names[:number]:
@@ -274,7 +275,7 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
 
 def _reward_models(config: RunConfig, number: int) -> Iterator[tuple[tuple, str]]:
     """The sources of reward models that the rewards of a stage ask: earlier stages of the run, or directories."""
-    from rewards.registry import JUDGED
+    from rewards.registry import REWARD_MODEL
 
     stage, names = config.stages[number], config.stage_names
     settings, path = (stage.rewards, ("stages", number, "rewards")) if stage.rewards else (config.rewards, ("rewards",))
@@ -282,7 +283,8 @@ def _reward_models(config: RunConfig, number: int) -> Iterator[tuple[tuple, str]
         return
     for place, reward in enumerate(settings.functions):
         source = reward.options.get("source")
-        if reward.name != JUDGED or not isinstance(source, str | None):  # another type is refused with the options
+        # The options of the reward refuse a source of another type.
+        if reward.name != REWARD_MODEL or not isinstance(source, str | None):
             continue
         trained = [name for name, each in zip(names, config.stages, strict=True) if _algorithm(each).needs_scores]
         here = (*path, "functions", place, "options", "source")

@@ -10,7 +10,7 @@ import rl.algorithms
 from policy.huggingface import sources
 from policy.mesh import processes, serialization
 from rewards import RewardError, Runner, RunnerOptions, Share, registry
-from rewards.workers.pool import Call, Failure
+from rewards.workers.threads import Call, Failure
 from rl.cluster.launch import raise_on_all
 from rl.config.run import DataOptions, EvaluationOptions, RewardSettings, RunConfig, StageOptions
 from rl.data import datasets

@@ -18,7 +18,7 @@ from policy.layers.engram import set_classes
 from policy.mesh.host_memory import NoHostMemory, in_host_memory
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
-from rewards.registry import JUDGED
+from rewards.registry import REWARD_MODEL
 from rl.config.run import ModelOptions, RunConfig, StageOptions
 from rl.data.prepare import Prepared, Stage, read_tokenizer
 from rl.errors import ConfigError, ModelError, ResourceError
@@ -73,7 +73,7 @@ def planned_reward_model_scorers(config: RunConfig, stage: StageOptions, graph: 
     """The same without weights, where a stage before may still have to train one on a copy of the policy, whose graph is given."""
     settings, found = stage.rewards or config.rewards, {}
     for source in sorted(
-        {each.options["source"] for each in settings.functions if each.name == JUDGED} if settings else ()
+        {each.options["source"] for each in settings.functions if each.name == REWARD_MODEL} if settings else ()
     ):
         try:
             trained = source in config.stage_names
