@@ -23,7 +23,7 @@ from policy.mesh.sharding import Layout
 from policy.model import Graph
 from rl.config.run import RunConfig
 from rl.plan.changes import needs_rollouts
-from rl.reporting.program_memory import GENERATOR, RESHARD, judged
+from rl.reporting.program_memory import GENERATOR, RESHARD, reward_model_program
 from rl.run import build
 from rl.training.batch import Batch, padded_length
 from rl.training.reward_model import RewardModelTrainer
@@ -106,7 +106,7 @@ class Stage:
         self.samples = needs_rollouts(trainer.stage)
         asked = self.samples or (config.evaluation and not trainer.algorithm.needs_scores)
         found = build.planned_reward_model_scorers(config, trainer.stage, trainer.graph) if asked else {}
-        self.judges = {judged(source): judge for source, judge in found.items()}
+        self.judges = {reward_model_program(source): judge for source, judge in found.items()}
         self.bytes = on_a_device(self.state) + sum(on_a_device(judge.abstract) for judge in found.values())
 
     def programs(self, cache: int, routes: dict | None) -> Iterator[Planned]:

@@ -26,7 +26,7 @@ from rl.errors import no_room
 FILE, PROFILES = "timeline.json", "profile"
 _LOG = logging.getLogger("duet.timeline")
 RUN, CHECKPOINTS, WORKERS = range(3)
-"""Rows of the file: the run, the writing of checkpoints in the background, and one row per reward worker from WORKERS on."""
+"""Rows of the file: the run, the writing of checkpoints in the background, and one row per reward worker."""
 _ROWS = {RUN: "run", CHECKPOINTS: "checkpoints"}
 
 
@@ -72,7 +72,7 @@ class Timeline:
             self._write({"name": name, "ph": "X", "ts": began * 1e6, "dur": seconds * 1e6, **place, "args": details})
 
     def calls(self, calls: Sequence[Call]) -> None:
-        """Records calls of rewards, each on the row of its worker. Calls on other machines have the times of their clocks."""
+        """Records calls of rewards, each on the row of its worker, with the times of the clock of its machine."""
         for call in calls:
             self.past(call.function, call.began, call.seconds, WORKERS + call.worker, completions=call.completions)
 

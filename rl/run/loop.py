@@ -24,7 +24,7 @@ from rl.config.run import RunConfig, UntilOptions
 from rl.data.prepare import Prepared, Stage, prepare
 from rl.errors import ConfigError, DataError, Interrupted, ResourceError, RewardStop
 from rl.reporting.events import Events
-from rl.reporting.program_memory import FILE, ProgramMemoryLog, judged
+from rl.reporting.program_memory import FILE, ProgramMemoryLog, reward_model_program
 from rl.reporting.timeline import CHECKPOINTS, Timeline
 from rl.run import build
 from rl.run.checkpoint import Checkpoints
@@ -200,7 +200,7 @@ def _connect(run: Run, stage: Stage) -> dict[str, CompiledCache]:
     with run.timeline.span("loading reward models", stage=stage.name):
         judges = build.reward_model_scorers(run.config, stage, run.model.graph.layout)
     stage.runner.judges = {source: partial(_judged, run, source, judge) for source, judge in judges.items()}
-    return {judged(source): judge.program for source, judge in judges.items()}
+    return {reward_model_program(source): judge.program for source, judge in judges.items()}
 
 
 def _judged(run: Run, source: str, judge: RewardModelScorer, sequences: list[list[int]]) -> list[float]:

@@ -192,7 +192,7 @@ def test_reward_models_and_the_check_of_exact_completions_are_planned_as_they_ar
     generator.verifier.compile_ahead(generator.model.params, config.max_length)
     assert np.isfinite(judge([[1, 2, 3]] * 3)).all()
     largest = program_memory.ProgramMemoryLog(tmp_path).look(
-        "grpo", {program_memory.judged(source): judge.program}, generator
+        "grpo", {program_memory.reward_model_program(source): judge.program}, generator
     )
     assert_ran_as_planned(tmp_path, planned)
     assert largest["peak"] == max(each["peak"] for each in planned.values())
