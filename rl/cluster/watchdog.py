@@ -137,7 +137,7 @@ class Watch:
         self._exit(code)
 
     def _send_all(self, **message: object) -> None:
-        """Sends a message to all peers, none after `done`: a socket that is closed with unread data loses its output."""
+        """Sends a message to all peers, none after `done`: a socket that is closed with unread data loses output."""
         with self._sending:
             for peer in () if self._silent else self._peers:
                 peer.send(**message)

@@ -1,10 +1,11 @@
-"""Everything of a run that can be wrong and is cheap to look at, before a model is built: tokenizer, data, rewards."""
+"""Reads and checks the tokenizer, data and rewards of a run, before a model is built."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import rl.algorithms
 from policy.huggingface import sources
@@ -25,15 +26,17 @@ Row = tuple[list[int], list[int]]  # ids of a demonstration, and 1 where a token
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to a prompt, each with it, as token ids; they end with the last token that the assistant writes, as a completion
-    does that was sampled."""
+    """Two answers to a prompt as token ids, each with the prompt.
+
+    Like a sampled completion, an answer ends with the last token that the assistant writes.
+    """
 
     chosen: Row
     rejected: Row
     margin: float
 
 
-# What the processes of a run tell each other: rows of data, calls of rewards, and scores that failed.
+# Types that the processes of a run exchange: rows of data, calls of rewards, and scores that failed.
 serialization.carried(datasets.Example, Problem, Pair, Call, Failure)
 
 
@@ -66,10 +69,10 @@ class Prepared:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Reads tokenizer and data and checks every length. Of several processes each reads the data that it holds; what is wrong there
-    is raised on all.
+    """Reads tokenizer and data and checks every length.
 
-    Raises ConfigError for a tokenizer or reward that cannot be used, DataError for data that is malformed, empty or too long.
+    Each process reads its own rows; an error on one process is raised on all. Raises ConfigError for a tokenizer or
+    reward that cannot be used, DataError for data that is malformed, empty or too long.
     """
     return raise_on_all(lambda: _prepared(config))
 
@@ -115,7 +118,7 @@ def _prepared(config: RunConfig) -> Prepared:
 
 
 def read_tokenizer(config: RunConfig):
-    """(the tokenizer of the run, the tokens that end a completion). Raises ConfigError."""
+    """Returns (tokenizer, ids of the tokens that end a completion). Raises ConfigError."""
     directory = config.model.source if Path(config.model.source).is_dir() else None
     try:
         if config.tokenizer is None:
@@ -139,7 +142,7 @@ def _runner(settings: RewardSettings) -> Runner:
 
 
 def _check_reward_models(directories: Sequence[str], tokenizer) -> None:
-    """Reward models read the very tokens that the policy does."""
+    """Raises ConfigError for a reward model with another tokenizer: it scores the token ids of the policy."""
     for directory in directories:
         where = f"rewards: reward_model: {directory}"
         if len(tokenizer) > (size := sources.classifier(directory).vocab_size):
@@ -149,11 +152,11 @@ def _check_reward_models(directories: Sequence[str], tokenizer) -> None:
         try:
             theirs = load_tokenizer(directory).get_vocab()
         except (ValueError, OSError):
-            continue  # it holds none
+            continue  # the directory has no tokenizer
         if different := sorted(theirs.items() ^ tokenizer.get_vocab().items()):
             raise ConfigError(
-                f"{where} was trained with another tokenizer ({len(different)} entries differ, e.g. {different[0][0]!r}); it "
-                "reads the tokens of the policy, so both must have the same"
+                f"{where} was trained with another tokenizer "
+                f"({len(different)} entries differ, e.g. {different[0][0]!r}); it reads the tokens of the policy, so both must have the same"
             )
 
 
@@ -164,8 +167,7 @@ def _check_dynamic(algorithm, runner: Runner | None, stage: str) -> None:
 
 
 def _check_columns(settings: RewardSettings, problems: Sequence[Problem]) -> None:
-    """Every reward finds its columns in every row (null where it does not apply), so that the first rollout is not where a
-    missing one is noticed."""
+    """Raises DataError if a row lacks a column that a reward needs. Its value may be null if a reward does not apply."""
     first: dict[frozenset, datasets.Example] = {}
     for problem in problems:
         first.setdefault(frozenset(problem.example.columns), problem.example)
@@ -178,11 +180,11 @@ def _check_columns(settings: RewardSettings, problems: Sequence[Problem]) -> Non
 
 
 class _Encoder:
-    """Datasets as token ids, checked against the cache's length; a dataset that several stages use is read once."""
+    """Encodes datasets as token ids and checks their lengths. Reads a dataset once, also for several stages."""
 
     def __init__(self, config: RunConfig, tokenizer):
         self._config, self._tokenizer = config, tokenizer
-        self._read: dict[tuple, object] = {}
+        self._read: dict[tuple, Any] = {}
 
     def problems(self, source: DataOptions, stage: StageOptions, *, held_out: bool = False) -> Shard:
         dataset = self._load(source, held_out=held_out)
@@ -191,7 +193,8 @@ class _Encoder:
         )
         lengths = {id(p.example): len(p.ids) for p in encoded}
         longest = self._config.max_length - stage.sampling.max_new_tokens
-        advice = f"raise max_length ({self._config.max_length}) or lower sampling.max_new_tokens ({stage.sampling.max_new_tokens})"
+        most = stage.sampling.max_new_tokens
+        advice = f"raise max_length ({self._config.max_length}) or lower sampling.max_new_tokens ({most})"
         datasets.check_lengths(dataset, lambda example: lengths[id(example)], longest, advice)
         return Shard(encoded, dataset.total)
 
@@ -210,22 +213,22 @@ class _Encoder:
         return Shard(pairs, dataset.total)
 
     def _check_lengths(self, dataset: datasets.Dataset, lengths: Sequence[int]) -> None:
-        found = {id(example): length for example, length in zip(dataset, lengths, strict=True)}
+        length_of = {id(example): length for example, length in zip(dataset, lengths, strict=True)}
         advice = f"raise max_length ({self._config.max_length}) or leave these rows out"
-        datasets.check_lengths(dataset, lambda example: found[id(example)], self._config.max_length, advice)
+        datasets.check_lengths(dataset, lambda example: length_of[id(example)], self._config.max_length, advice)
 
     def held_out(self, options: EvaluationOptions, stages: Sequence[StageOptions]) -> list[Problem]:
         longest = max(stages, key=lambda stage: stage.sampling.max_new_tokens)
-        return self.problems(options.data, longest, held_out=True).own[: options.problems]
+        return list(self.problems(options.data, longest, held_out=True).own[: options.problems])
 
     def _load(self, source: DataOptions, **kind: bool) -> datasets.Dataset:
-        """Held-out data every process has whole: it writes completions of all of them at once."""
+        """Loads a dataset. Every process reads all held-out rows, because it samples completions for all of them."""
         part = (0, 1) if kind.get("held_out") else (processes.index(), processes.count())
         return self._once(
             ("data", source.model_dump_json(), *kind.items()), lambda: datasets.load(source, part=part, **kind)
         )
 
-    def _once(self, key: tuple, make):
+    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
         if key not in self._read:
             self._read[key] = make()
         return self._read[key]
@@ -237,11 +240,12 @@ class _Encoder:
         return Problem(example, ids)
 
     def _row(self, example: datasets.Example, train_on: str) -> Row:
-        given = example.prompt, example.completion, example.messages
-        return self._guarded(example, lambda: chat.encode_example(self._tokenizer, *given, train_on))
+        texts = example.prompt, example.completion, example.messages
+        return self._guarded(example, lambda: chat.encode_example(self._tokenizer, *texts, train_on))
 
     def _pair(self, example: datasets.Example) -> Pair:
-        rows = []
+        assert example.pair is not None  # datasets.load(pairs=True)
+        rows: list[Row] = []
         for answer in example.pair:
             ids, mask = self._guarded(
                 example, lambda answer=answer: chat.encode_answer(self._tokenizer, example.prompt, answer)
@@ -256,10 +260,10 @@ class _Encoder:
             )
         if not rows[0][1][0] == rows[1][1][0] == 0:
             raise DataError(f"{example.where}: the prompt is empty: there is no token to go on from")
-        return Pair(*rows, example.margin)
+        return Pair(rows[0], rows[1], example.margin)
 
     @staticmethod
-    def _guarded(example: datasets.Example, encode):
+    def _guarded(example: datasets.Example, encode: Callable[[], Any]) -> Any:
         try:
             return encode()
         except ValueError as error:
