@@ -156,7 +156,8 @@ def _check_reward_models(directories: Sequence[str], tokenizer) -> None:
         if different := sorted(theirs.items() ^ tokenizer.get_vocab().items()):
             raise ConfigError(
                 f"{where} was trained with another tokenizer "
-                f"({len(different)} entries differ, e.g. {different[0][0]!r}); it reads the tokens of the policy, so both must have the same"
+                f"({len(different)} entries differ, e.g. {different[0][0]!r}); "
+                "it reads the tokens of the policy, so both must have the same"
             )
 
 
