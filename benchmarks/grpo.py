@@ -191,7 +191,7 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
     def step() -> dict:
         nonlocal state, count
         began = time.perf_counter()
-        found = rollouts.collect(generator, runner, problems, params, range(count, count + PROMPTS))
+        found = rollouts.collect(rollouts.Source(generator, runner), problems, params, range(count, count + PROMPTS))
         count += PROMPTS
         advantages = algorithm.advantages(found.scores.result().total.reshape(PROMPTS, SAMPLES))
         batch = found.batch(max_length).replace(advantages=advantages.reshape(-1).astype("float32"))

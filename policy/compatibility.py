@@ -20,7 +20,7 @@ EXPLICIT, FEW_BITS = "mesh.shard_mode: explicit", "model.quantization"
 WEIGHTS_AWAY, KEPT_AWAY = "model.host_parameters", "a policy of model.remat that offloads"
 
 # Unordered pairs that are refused, and why.
-APART: dict[tuple[str, str], str] = {
+INCOMPATIBLE: dict[tuple[str, str], str] = {
     (SPLIT, EXCHANGE): "the schedule interleaves the collectives of the schemes gather and hidden",
     (GRADIENTS, EXCHANGE): "they are those of the sums that the schemes gather and hidden hand back",
     (SPLIT, HYPER): "the schedule carries one state for each token between layers, not several streams",
@@ -50,13 +50,13 @@ class Conflict(ValueError):
 
 
 def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False) -> frozenset[str]:
-    """Names of those of APART that are on. `explicit`: shardings are to be stated, whatever the layout of `runtime` says."""
+    """Names of those of INCOMPATIBLE that are on. `explicit`: shardings are to be stated, whatever the layout of `runtime` says."""
     on = {
         SPLIT: runtime.batch_split,
         EXCHANGE: runtime.expert_parallel == "all_to_all",
         GRADIENTS: runtime.expert_gradients is not None,
         HYPER: config.hyper_connections is not None,
-        ENGRAM: any(spec.memory is not None for spec in config.layers),
+        ENGRAM: any(spec.engram is not None for spec in config.layers),
         INDEXER: any(
             isinstance(spec.mixer, LatentAttention) and spec.mixer.indexer is not None for spec in config.layers
         ),
@@ -78,7 +78,7 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False)
 def conflicts(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False) -> Iterator[str]:
     """What is wrong with these features together, one text for each pair that is refused."""
     on = features(config, runtime, explicit=explicit)
-    for (one, other), reason in APART.items():
+    for (one, other), reason in INCOMPATIBLE.items():
         if {one, other} <= on:
             yield f"{one} does not go with {other}: {reason}"
 

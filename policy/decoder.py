@@ -31,8 +31,8 @@ from policy.mesh.sharding import Layout as ShardingLayout
 from policy.mesh.sharding import axes_of, constrain, decoded, own_rows
 from policy.ops.dropout import drop
 from policy.ops.norms import norm
-from policy.ops.parameter import apart, normal, stacked, weight
-from policy.ops.rope import made_once, rotation, sinusoids
+from policy.ops.parameter import normal, split_module, stacked, weight
+from policy.ops.rope import materialized, rotation, sinusoids
 from policy.remat import checkpointed, saved
 
 
@@ -196,7 +196,7 @@ class Decoder(nnx.Module):
     def _typed(self, tokens_BT: jax.Array, step: Step, cache: None, runtime: Runtime):
         """`_forward` with shardings stated: those of weights by their logical axes, those of what is known of tokens by rows and
         length, all others by what is made of these."""
-        layout, (arrays, decoder) = runtime.layout, apart(self)
+        layout, (arrays, decoder) = runtime.layout, split_module(self)
         variables = jax.tree.leaves(nnx.state(self), is_leaf=lambda node: isinstance(node, nnx.Variable))
 
         def run(arrays, tokens_BT, step):
@@ -221,7 +221,7 @@ class Decoder(nnx.Module):
             and not in_explicit_mode()
             and (cache is None or tokens_BT.shape[1] == 1)
         ):
-            step = replace(step, rotations={name: made_once(table) for name, table in step.rotations.items()})
+            step = replace(step, rotations={name: materialized(table) for name, table in step.rotations.items()})
         step = _turned(step, runtime)
         x = drop(self.embed(step, runtime), step.dropout)
         x = x if self.streams is None else self.streams.expand(x)

@@ -76,7 +76,7 @@ class LayerAux:
     routes: jax.Array | None = None
     states: dict[str, jax.Array] | None = None
 
-    def also(self, other: LayerAux) -> LayerAux:
+    def merge(self, other: LayerAux) -> LayerAux:
         """This with what `other` found laid over it; states of both."""
         fields = ((f.name, getattr(other, f.name)) for f in dataclasses.fields(other))
         found = {name: value for name, value in fields if value is not None}
@@ -106,7 +106,7 @@ class Aux:
     predictions: Predictions | None = None
     states: jax.Array | None = None
 
-    def found(self, name: str) -> dict[str, jax.Array]:
+    def by_layer(self, name: str) -> dict[str, jax.Array]:
         """The field `name` of every layer that has it, by path."""
         return {path: value for path, layer in self.layers.items() if (value := getattr(layer, name)) is not None}
 

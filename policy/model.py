@@ -124,8 +124,11 @@ class Graph:
             leaves = dict(zip(self.paths, jax.tree.leaves(nnx.state(decoder)), strict=True))
             return {path: leaves[path].astype(self.shapes[path].dtype) for path in wanted}
 
+        places = {path: self.sharding(path) for path in wanted}
+        # The program runs once. On CPU this level compiles it in 0.4 of the time, to the same bits.
+        options = {"xla_backend_optimization_level": 1} if self.layout.platform == "cpu" else None
         with nnx.use_eager_sharding(False):
-            return jax.jit(create, out_shardings={path: self.sharding(path) for path in wanted})(jax.random.key(seed))
+            return jax.jit(create, out_shardings=places, compiler_options=options)(jax.random.key(seed))
 
     def logprobs(self, params, tokens_BT, step, temperature):
         """modes.train on these weights: (logp, entropy, Aux)."""
@@ -148,7 +151,7 @@ class Graph:
         return sum(math.prod(size) for size in self.sizes.values())
 
     @property
-    def whole(self) -> dict[str, int]:
+    def replicated(self) -> dict[str, int]:
         """Weights that every device holds whole, and how many numbers they have, by path; none where the mesh cuts no weights."""
         mesh = self.layout.mesh.shape
         if all(size == 1 for axis, size in mesh.items() if axis != "data"):
@@ -234,7 +237,7 @@ class Model:
             with graph.precision():
                 _, _, aux = graph.decoder(params)(tokens, step, None, graph.runtime)
             layers = {
-                n: a[r] for path, a in aux.found("hidden").items() for r, n in enumerate(self.config.numbers(path))
+                n: a[r] for path, a in aux.by_layer("hidden").items() for r, n in enumerate(self.config.numbers(path))
             }
             return jnp.stack([layers[n] for n in sorted(layers)])
 

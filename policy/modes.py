@@ -57,7 +57,11 @@ def before(hidden_BTE: jax.Array) -> jax.Array:
 def score(decoder: Decoder, before_BTE: jax.Array, tokens_BT: jax.Array, temperature, runtime: Runtime):
     """(logp, entropy) [B, T] of tokens that are predicted from these states."""
     rows = Rows(runtime.layout, *tokens_BT.shape)
-    hidden, targets, tiling = rows.flat(before_BTE), rows.flat(tokens_BT), head.Tiling(runtime.vocab_tiles, rows.layout)
+    hidden, targets, tiling = (
+        rows.flat(before_BTE),
+        rows.flat(tokens_BT),
+        head.Tiling(runtime.num_vocab_tiling, rows.layout),
+    )
     found = head.logprobs(hidden, decoder.head_weight, targets, temperature, decoder.config.logit_softcap, tiling)
     return tuple(rows.back(a) for a in found)
 

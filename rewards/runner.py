@@ -30,12 +30,12 @@ import numpy as np
 
 from rewards import registry
 from rewards.registry import RewardError, RewardFailed
+from rewards.scores import Fault, Scores
 from rewards.workers.columns import plain, split_groups
 from rewards.workers.threads import Call, Failure, Function, Result, ScoringBatch, WorkerThread
 
 _LOG = logging.getLogger("duet.rewards")
 _SHOWN_FAULTS = 3
-_SHOWN_CHARACTERS = 500
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -77,44 +77,24 @@ class Share:
     gather: Callable[[object], list] = lambda value: [value]
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A sample to which a function gave no score.
-
-    kind: raised, timeout, died (the process ended), wrong_type, wrong_length, not_finite, or load (the worker could not
-        import the function).
-    """
-
-    function: str
-    sample: int
-    kind: str
-    traceback: str
-    prompt: object
-    completion: object
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The scores of N completions.
-
-    rewards: float64[N, F]; NaN: no score.
-    total: float64[N], weighted sum of the scores of a sample; NaN if it has none or any function faulted.
-    names: short names of the F functions.
-    faults: by function, then sample.
-    """
-
-    rewards: np.ndarray
-    total: np.ndarray
-    names: tuple[str, ...]
-    faults: list[Fault]
-    metrics: dict[str, float]
-
-
 class Handle:
     """Scores that are being computed. `result()` waits for them; `done()` tells whether they are complete."""
 
-    def __init__(self, runner: Runner, batch: ScoringBatch, calls: list[list[int]], own: list[list[int]]):
-        """Tracks a batch. `calls`: samples of each call; `own`: the part of the calls that this process makes."""
+    def __init__(
+        self,
+        runner: Runner,
+        batch: ScoringBatch,
+        calls: list[list[int]],
+        own: list[list[int]],
+        on_calls: Callable[[Sequence[Call]], None] | None = None,
+    ):
+        """Tracks a batch.
+
+        calls: samples of each call.
+        own: the part of the calls that this process makes.
+        on_calls: called with the calls of all processes once the scores are complete.
+        """
+        self._on_calls = on_calls
         self._runner = runner
         self._batch = batch
         self._scores: Scores | None = None
@@ -148,7 +128,8 @@ class Handle:
         if self._scores is None:
             self._batch.done.wait()
             self._runner._exchange(self._batch, [sample for call in self._own.values() for sample in call])
-            self._runner.heard(self._batch.calls)
+            if self._on_calls is not None:
+                self._on_calls(self._batch.calls)
             self._scores = self._runner._collect(self._batch)
         return self._scores
 
@@ -168,10 +149,6 @@ class Runner:
         self._share = share
         self._functions = _resolve(options.functions)
         self.names = tuple(function.name for function in self._functions)
-        # Source of a reward model -> function that scores token ids on the devices of the run.
-        self.judges: dict[str, Callable[[list[list[int]]], list[float]]] = {}
-        # Called with the calls of all processes that share a batch, once its scores are complete.
-        self.heard: Callable[[Sequence[Call]], None] = lambda calls: None
         self._calls: queue.Queue = queue.Queue()
         self._threads: list[WorkerThread] = []
         self._shown: Counter[str] = Counter()
@@ -197,7 +174,12 @@ class Runner:
         return self.start(prompts, completions, columns, groups).result()
 
     def start(
-        self, prompts: list, completions: list, columns: dict[str, list], groups: list[int] | None = None
+        self,
+        prompts: list,
+        completions: list,
+        columns: dict[str, list],
+        groups: list[int] | None = None,
+        on_calls: Callable[[Sequence[Call]], None] | None = None,
     ) -> Handle:
         """Starts scoring N completions and returns immediately, so that decoding can continue.
 
@@ -207,22 +189,36 @@ class Runner:
             "reward_model_scores" (N mappings from source to score). A function receives the columns that it names, or
             all if it takes **kwargs.
         groups: N ids; the completions of one id are scored in one call. None: each completion is its own group.
+        on_calls: called with the calls of all processes once the scores are complete.
         Raises RewardError if lengths differ, a required column is missing or a value has another type.
         """
-        handle = self._begin(prompts, completions, columns, groups)
+        handle = self._begin(prompts, completions, columns, groups, on_calls)
         for call in handle._own.values():
             self._put(handle._batch, call)
         return handle
 
-    def open(self, prompts: list, columns: dict[str, list], groups: list[int] | None = None) -> Handle:
+    def open(
+        self,
+        prompts: list,
+        columns: dict[str, list],
+        groups: list[int] | None = None,
+        on_calls: Callable[[Sequence[Call]], None] | None = None,
+    ) -> Handle:
         """Prepares to score completions that are still being sampled; pass each to `Handle.add`.
 
         Columns that depend on the completion, for instance its length, hold placeholders of their type until then. All
         else is as in `start`.
         """
-        return self._begin(prompts, [None] * len(prompts), columns, groups)
+        return self._begin(prompts, [None] * len(prompts), columns, groups, on_calls)
 
-    def _begin(self, prompts: list, completions: list, columns: dict[str, list], groups: list[int] | None) -> Handle:
+    def _begin(
+        self,
+        prompts: list,
+        completions: list,
+        columns: dict[str, list],
+        groups: list[int] | None,
+        on_calls: Callable[[Sequence[Call]], None] | None,
+    ) -> Handle:
         if self._closed:
             raise RewardError("this Runner is closed")
         inputs = self._inputs(prompts, completions, columns)
@@ -238,7 +234,7 @@ class Runner:
             self._threads.append(
                 WorkerThread(number, self._calls, self._functions, options.timeout_s, options.memory_limit_mb)
             )
-        return Handle(self, batch, calls, own)
+        return Handle(self, batch, calls, own, on_calls)
 
     def _put(self, batch: ScoringBatch, samples: list[int]) -> None:
         for slot in range(len(self._functions)):
@@ -314,7 +310,7 @@ class Runner:
         if faults and self.options.on_error == "stop":
             fault = faults[0]
             raise RewardFailed(
-                f"reward {fault.function} failed ({fault.kind}) on\n{_sample_text(fault)}\n{fault.traceback}"
+                f"reward {fault.function} failed ({fault.kind}) on\n{fault.sample_text()}\n{fault.traceback}"
             )
         return Scores(rewards, total, self.names, faults, self._metrics(batch, rewards, faults))
 
@@ -340,7 +336,7 @@ class Runner:
                 note = "; further ones are only counted, in reward/faults" if number == _SHOWN_FAULTS else ""
                 _LOG.warning(
                     "reward %s failed (%s), the sample has no score%s\n%s\n%s",
-                    *(fault.function, fault.kind, note, _sample_text(fault), fault.traceback),
+                    *(fault.function, fault.kind, note, fault.sample_text(), fault.traceback),
                 )
 
     def _metrics(self, batch: ScoringBatch, rewards: np.ndarray, faults: list[Fault]) -> dict[str, float]:
@@ -375,12 +371,3 @@ def _resolve(functions: tuple[tuple[str, float, dict], ...]) -> tuple[Function, 
         values, takes = plain(dict(options), f"options of {spec}"), registry.parameters(located.function, spec)
         resolved.append(Function(name, located.address, float(weight), values, takes))
     return tuple(resolved)
-
-
-def _sample_text(fault: Fault) -> str:
-    return f"prompt: {_shortened(fault.prompt)}\ncompletion: {_shortened(fault.completion)}"
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"

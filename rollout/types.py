@@ -20,7 +20,7 @@ class GeneratorOptions:
 
     prefill_chunk: prompt tokens of one prefill call. tokens_per_dispatch: most decoding steps between two looks of the host.
     prefill_budget: prompt tokens that are read in between two dispatches while others decode; None: as many as a dispatch of all
-    slots makes.
+    slots makes. batch_sizes: numbers of rows, besides all slots, that a decode program is compiled for; None: powers of two.
 
     speculative: tokens that the model's prediction modules draft at each step, 0 for none; a step then makes 1 to
     1 + `speculative` tokens, the same as without (rollout/engine/speculative.py). weights, kv_cache: types in which the weights of
@@ -42,6 +42,7 @@ class GeneratorOptions:
     prefill_chunk: int = 256
     tokens_per_dispatch: int = 128
     prefill_budget: int | None = None
+    batch_sizes: Sequence[int] | None = None
     speculative: int = 0
     weights: StoredType | None = None
     kv_cache: StoredType | None = None
@@ -65,6 +66,8 @@ class GeneratorOptions:
             raise ValueError("GeneratorOptions: page_size must be at least 1 and pages at least 2")
         if self.prefill_chunk < 1 or self.tokens_per_dispatch < 1:
             raise ValueError("GeneratorOptions: prefill_chunk and tokens_per_dispatch must be at least 1")
+        if any(size < 1 for size in self.batch_sizes or ()):
+            raise ValueError("GeneratorOptions: batch_sizes must be at least 1 each")
         if self.speculative < 0:
             raise ValueError("GeneratorOptions: speculative must be 0 (none) or more")
         if self.exact and self.record_routes:

@@ -26,7 +26,7 @@ from policy.mesh.explicit import auto_axes, in_explicit_mode, reshard_like, spec
 from policy.mesh.sharding import decoded, from_cache, to_cache
 from policy.ops.linear import linear, rounded
 from policy.ops.norms import RMSNorm
-from policy.ops.parameter import apart, normal, weight, zeros
+from policy.ops.parameter import normal, split_module, weight, zeros
 from policy.ops.rope import rotate
 
 
@@ -124,7 +124,7 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def _inferred(self, x_BTE: jax.Array, step: Step, runtime: Runtime):
         """The same without a cache, within which the partitioner decides: a choice of keys has no sharding of its own."""
-        weights, module = apart(self)
+        weights, module = split_module(self)
 
         def run(weights, x_BTE, step):
             out, _, found = module(weights)(x_BTE, step, None, runtime)

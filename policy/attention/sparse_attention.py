@@ -31,7 +31,7 @@ def attend_selected(
         found = LayerAux(selection=jnp.where(counts, chosen, -1))
     if cache is None and runtime.indexer != "off":
         out, indexing = _attend_and_teach(q_BHTD, k_BKCD, v_BKCD, mask, runtime)
-        return out, found.also(LayerAux(indexing=indexing))
+        return out, found.merge(LayerAux(indexing=indexing))
     if cache is not None and _gathers(q_BHTD.shape[2], k_BKCD.shape[2], mask.topk):
         return _attend_gathered(q_BHTD, v_BKCD.shape[-1], mask, cache), found
     return attend(q_BHTD, k_BKCD, v_BKCD, mask, chunk), found

@@ -263,15 +263,15 @@ class Entry:
 
 def _entries(spec: LayerSpec, config: DecoderConfig) -> dict[str, Entry]:
     """What a layer keeps in the cache, by name."""
-    return _mixer_entries(spec) | _memory_entries(spec.memory, config)
+    return _mixer_entries(spec) | _engram_entries(spec.engram, config)
 
 
-def _memory_entries(memory: Engram | None, config: DecoderConfig) -> dict[str, Entry]:
-    if memory is None:
+def _engram_entries(engram: Engram | None, config: DecoderConfig) -> dict[str, Entry]:
+    if engram is None:
         return {}
     G = 1 if config.hyper_connections is None else config.hyper_connections.streams
-    ids = Entry(1, 1, len(memory.multipliers) - 1, "int32")
-    return {"memory_ids": ids, "memory_conv": Entry(1, G * config.hidden_size, memory.history)}
+    ids = Entry(1, 1, len(engram.multipliers) - 1, "int32")
+    return {"ngram_ids": ids, "ngram_conv": Entry(1, G * config.hidden_size, engram.history)}
 
 
 def _mixer_entries(spec: LayerSpec) -> dict[str, Entry]:

@@ -148,7 +148,7 @@ def run(layer, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime)
     x1 = _leave(layer, half1, out1, shared1, steps[1])
     aux = LayerAux(routing=jax.tree.map(jnp.add, routing0, routing1))
     if runtime.record:
-        aux = aux.also(observe(merge((x0, x1)), step.segments, runtime.record))
+        aux = aux.merge(observe(merge((x0, x1)), step.segments, runtime.record))
     return (x0, x1), None, aux
 
 

@@ -49,8 +49,8 @@ def read_rows(
     [R, B, T, H, D] on the device, what it holds there. Found stands in the place of the table in a forward pass over the tokens."""
     step, rows, found = replace(modes.make_step(tokens_BT, segments=segments_BT), tokens=tokens_BT), {}, {}
     for path in graph.tables:
-        layer, repeats = path.removesuffix(".memory.table"), range(graph.shapes[path].shape[0])
-        spec, classes = graph.config.layers[graph.config.numbers(layer)[0]].memory, params[f"{layer}.memory.classes"]
+        layer, repeats = path.removesuffix(".lookup.table"), range(graph.shapes[path].shape[0])
+        spec, classes = graph.config.layers[graph.config.numbers(layer)[0]].engram, params[f"{layer}.lookup.classes"]
         at = [ngram_rows(spec, classes[r], step) for r in repeats]
         rows[path] = jnp.stack(at)
         found[path] = jnp.stack([look_up(params[path][r], at[r], graph.runtime.dtype, graph.runtime) for r in repeats])

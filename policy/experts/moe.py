@@ -18,7 +18,7 @@ from policy.intermediates import LayerAux, Routing
 from policy.layers.mlp import FeedForward
 from policy.mesh.explicit import auto_axes, in_explicit_mode, spec_of
 from policy.ops.linear import Weight, einsum, rounded
-from policy.ops.parameter import apart, normal, weight, zeros
+from policy.ops.parameter import normal, split_module, weight, zeros
 
 
 class MixtureOfExperts(nnx.Module):
@@ -54,7 +54,7 @@ class MixtureOfExperts(nnx.Module):
         """(experts int[B, T, k], their weights float32[B, T, k], see `routing_statistics`)."""
         if not in_explicit_mode():
             return chosen(self.router, x_BTE, step, runtime)
-        weights, router = apart(self.router)
+        weights, router = split_module(self.router)
 
         def run(weights, x_BTE, step):
             return chosen(router(weights), x_BTE, step, runtime)

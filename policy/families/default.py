@@ -14,7 +14,7 @@ from policy.huggingface.hf import (
     attention,
     decoder,
     head_dim,
-    rope_of,
+    rope_from_settings,
     rope_parameters,
 )
 
@@ -53,7 +53,7 @@ def read(stored: dict) -> DecoderConfig:
     if hf["qk_layernorm"]:
         raise UnsupportedModel("qk_layernorm: not supported by this family")
     bias = bool(hf["use_qkv_bias"])
-    mixer = attention(hf, rope=rope_of(rope_parameters(hf), head_dim(hf)), bias=bias, out_bias=False)
+    mixer = attention(hf, rope=rope_from_settings(rope_parameters(hf), head_dim(hf)), bias=bias, out_bias=False)
     layer = LayerSpec(mixer, _feed_forward(hf), norms=("input_layernorm",), parallel=True)
     positions = (LearnedPositions(hf["trainable_position_size"]),) if hf["trainable_position_size"] > 0 else ()
     if hf["use_untrainable_positional_embedding"]:

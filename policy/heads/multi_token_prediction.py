@@ -65,7 +65,7 @@ def predictions(decoder: Decoder, tokens_BT, step: Step, hidden_BTE, aux: Aux, t
         decoder = nnx.merge(graph, own, jax.lax.stop_gradient(rest))
         read = jax.lax.stop_gradient(read)
     config = decoder.config
-    tiling = head.Tiling(runtime.vocab_tiles, runtime.layout)
+    tiling = head.Tiling(runtime.num_vocab_tiling, runtime.layout)
     best = _likeliest(decoder, hidden_BTE, 1, tiling)
 
     def module(d, read):

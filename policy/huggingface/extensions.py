@@ -35,17 +35,17 @@ NAMES: Table = {
     **_mapping("feed_forward_residual.mapping", "ffn_hc."),
     **_mapping("streams.head", "model.hc_head.hc_"),
     # As the released demo of Engram calls them.
-    "memory.table": Stored("engram.multi_head_embedding.embedding.weight"),
-    "memory.key_proj": Stored("engram.key_projs.{e}.weight", "o i -> i o"),
-    "memory.key_bias": Stored("engram.key_projs.{e}.bias"),
-    "memory.value_proj": Stored("engram.value_proj.weight", "o i -> i o"),
-    "memory.value_bias": Stored("engram.value_proj.bias"),
-    "memory.key_norm": Stored("engram.norm1.{e}.weight"),
-    "memory.query_norm": Stored("engram.norm2.{e}.weight"),
-    "memory.conv_norm": Stored("engram.short_conv.norms.{e}.weight"),
-    "memory.conv": Stored("engram.short_conv.conv.weight", "(g e) 1 w -> w g e"),
-    "memory.outer_norm.weight": Stored("engram.outer_norm.weight"),
-    "memory.classes": Stored("engram.classes"),
+    "lookup.table": Stored("engram.multi_head_embedding.embedding.weight"),
+    "lookup.key_proj": Stored("engram.key_projs.{e}.weight", "o i -> i o"),
+    "lookup.key_bias": Stored("engram.key_projs.{e}.bias"),
+    "lookup.value_proj": Stored("engram.value_proj.weight", "o i -> i o"),
+    "lookup.value_bias": Stored("engram.value_proj.bias"),
+    "lookup.key_norm": Stored("engram.norm1.{e}.weight"),
+    "lookup.query_norm": Stored("engram.norm2.{e}.weight"),
+    "lookup.conv_norm": Stored("engram.short_conv.norms.{e}.weight"),
+    "lookup.conv": Stored("engram.short_conv.conv.weight", "(g e) 1 w -> w g e"),
+    "lookup.outer_norm.weight": Stored("engram.outer_norm.weight"),
+    "lookup.classes": Stored("engram.classes"),
     # Prediction module d is stored as layer number num_hidden_layers + d - 1, under the names of DeepSeek-V3's files.
     "eh_proj": Stored("eh_proj.weight", "o i -> i o"),
     **{f"{norm}.{part}": Stored(f"{norm}.{part}") for norm in ("enorm", "hnorm") for part in ("weight", "bias")},
@@ -92,7 +92,7 @@ def _engram(config: DecoderConfig, section: dict) -> DecoderConfig:
 
 def _multi_token_prediction(config: DecoderConfig, section: dict) -> DecoderConfig:
     """The layer of the prediction modules is the decoder's last one, without a memory."""
-    layer = replace(config.layers[-1], memory=None)
+    layer = replace(config.layers[-1], engram=None)
     return replace(
         config, multi_token_prediction=_read("multi_token_prediction", section, MultiTokenPrediction, layer=layer)
     )

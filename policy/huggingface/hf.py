@@ -109,10 +109,10 @@ def rope(hf: dict, dim: int, *, layer_type: str | None = None, interleaved: bool
     settings = rope_parameters(hf, layer_type)
     if settings["rope_type"] != "proportional" and settings["partial_rotary_factor"] != 1.0:
         raise UnsupportedModel("partial_rotary_factor is not supported by this family: all of a head rotates")
-    return rope_of(settings, dim, interleaved=interleaved)
+    return rope_from_settings(settings, dim, interleaved=interleaved)
 
 
-def rope_of(s: dict, dim: int, *, interleaved: bool = False) -> Rope:
+def rope_from_settings(s: dict, dim: int, *, interleaved: bool = False) -> Rope:
     """The same from settings as `rope_parameters` gives them; `partial_rotary_factor` of a head rotates."""
     partial = s["partial_rotary_factor"]
     match s["rope_type"]:
@@ -150,7 +150,7 @@ def hybrid_mixers(hf: dict) -> list[Attention | GatedDeltaNet]:
     `full_attention_interval`-th layer attends, or as `layer_types` says."""
     gated = attention(
         hf,
-        rope=rope_of(rope_parameters(hf), hf["head_dim"]),
+        rope=rope_from_settings(rope_parameters(hf), hf["head_dim"]),
         qk_norm=Norm(hf["rms_norm_eps"], "zero_centred"),
         gate=True,
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from policy.config import DecoderConfig, Engram, Norm
 from policy.huggingface.hf import stacks
+from policy.options import option
 
 # Layers draw their multipliers from generators whose seeds are this prime apart (deepseek-ai/Engram, engram_demo_v1.py).
 SEED_STEP = 10007
@@ -25,19 +26,28 @@ class EngramSection:
     the class of padding; both come from the tokenizer. The other fields are those of Engram.
     """
 
-    layers: tuple[int, ...]
-    vocab_bases: tuple[int, ...]
-    max_ngram: int = 3
-    heads: int = 8
-    head_dim: int = 64
-    kernel_size: int = 4
-    seed: int = 0
+    layers: tuple[int, ...] = option(
+        min_length=1, description="layers with a table, from 0; each is then computed outside of the scan"
+    )
+    vocab_bases: tuple[int, ...] = option(
+        min_length=1,
+        description="rows of a head, one number for each length of n-grams from 2 on; the next unused prime is taken",
+    )
+    max_ngram: int = option(3, ge=2, description="tokens of the longest n-gram")
+    heads: int = option(8, ge=1, description="hashes of each n-gram")
+    head_dim: int = option(64, ge=1, description="numbers in a row of the table")
+    kernel_size: int = option(
+        4, ge=1, description="taps of the convolution over what was found, `max_ngram` tokens apart"
+    )
+    seed: int = option(0, ge=0, description="of the hashes")
     ids: int | None = None
     pad_id: int = 0
-    integers: Literal["int32", "int64"] = "int32"
-    norm_eps: float = 1e-6
-    conv_norm_eps: float = 1e-5
-    outer_norm: bool = False
+    integers: Literal["int32", "int64"] = option(
+        "int32", description="of the hashes; int64 are those of the released demo"
+    )
+    norm_eps: float = option(1e-6, gt=0.0, description="of the norms of keys and streams")
+    conv_norm_eps: float = option(1e-5, gt=0.0, description="of the norm before the convolution")
+    outer_norm: bool = option(False, description="whether the streams pass a norm before all that")
 
     def __post_init__(self):
         if self.max_ngram < 2 or min(self.heads, self.head_dim, self.kernel_size) < 1:
@@ -62,7 +72,7 @@ def extended(config: DecoderConfig, section: EngramSection) -> DecoderConfig:
         )
     unused = _unused_primes()
     for number in section.layers:
-        memory = Engram(
+        engram = Engram(
             multipliers=multipliers(section, ids, number),
             primes=tuple(tuple(unused(base, section.heads)) for base in section.vocab_bases),
             head_dim=section.head_dim,
@@ -74,7 +84,7 @@ def extended(config: DecoderConfig, section: EngramSection) -> DecoderConfig:
             conv_norm=Norm(section.conv_norm_eps),
             outer_norm=Norm(section.norm_eps) if section.outer_norm else None,
         )
-        layers[number] = replace(layers[number], memory=memory)
+        layers[number] = replace(layers[number], engram=engram)
     return replace(config, stacks=stacks(layers))
 
 

@@ -23,7 +23,7 @@ from policy.mesh.explicit import in_explicit_mode, over_devices, reshard_like, s
 from policy.mesh.sharding import from_cache, to_cache
 from policy.ops.linear import linear
 from policy.ops.norms import RMSNorm
-from policy.ops.parameter import apart, normal, ones, weight
+from policy.ops.parameter import normal, ones, split_module, weight
 
 CHUNK = 64
 # What passes the convolution, and the names under which remat policies save it.
@@ -94,7 +94,7 @@ class DeltaNet(nnx.Module):
     def _over_devices(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array:
         """The same without a cache, on every device with whole sequences of its own rows, and with its own heads, over which
         their parts of the output are summed."""
-        layout, (weights, module) = runtime.layout, apart(self)
+        layout, (weights, module) = runtime.layout, split_module(self)
         rows = layout.spec(("batch", None, None), x_BTE.shape)
         heads = layout.spec(("kv_heads",), (self.spec.key_heads,))[0]
         alone = replace(runtime, layout=None)

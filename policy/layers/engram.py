@@ -52,7 +52,7 @@ class History:
         return rows
 
 
-class NgramMemory(nnx.Module):
+class NgramLookup(nnx.Module):
     """Weights: table [sum of rows, head_dim]; key_proj [G, D, E], key_bias [G, E]; value_proj [D, E], value_bias [E]; key_norm,
     query_norm, conv_norm [G, E]; conv [kernel, G, E]; outer_norm [E] where wanted; and classes int32[V], the class of each token.
 
@@ -109,7 +109,7 @@ class NgramMemory(nnx.Module):
         N, T, before = len(spec.multipliers), shape[1], spec.history
         normed = jnp.where(history.real[..., None, None], _rms(value_BTGE, self.conv_norm, spec.conv_norm.eps), 0)
         inputs = normed.astype(value_BTGE.dtype).reshape(*shape[:2], -1)
-        inputs = history.before("memory_conv", inputs, before)
+        inputs = history.before("ngram_conv", inputs, before)
         kernel = self.conv[...].astype(jnp.float32).reshape(spec.kernel_size, -1)
         sources = jnp.pad(documents_BT, ((0, 0), (before, 0)))
         out = 0.0
@@ -126,7 +126,7 @@ def set_classes(params: dict[str, jax.Array], classes: np.ndarray) -> dict[str, 
     def put(array):
         return processes.device_put_global(np.broadcast_to(classes.astype(np.int32), array.shape), array.sharding)
 
-    return {path: put(array) if path.endswith(".memory.classes") else array for path, array in params.items()}
+    return {path: put(array) if path.endswith(".lookup.classes") else array for path, array in params.items()}
 
 
 def _rms(x: jax.Array, scale: nnx.Param, eps: float) -> jax.Array:
@@ -141,7 +141,7 @@ def ngram_rows(spec: Engram, classes_V: jax.Array, step: Step, history: History 
     documents_BT = number_documents(step.segments)
     N, T = len(spec.multipliers), step.tokens.shape[1]
     ids = jnp.where(history.real, classes_V[step.tokens] + 1, 0)  # from 1, as 0 in an empty cache is no token
-    ids = history.before("memory_ids", ids[..., None], N - 1)
+    ids = history.before("ngram_ids", ids[..., None], N - 1)
     sources, shifted = jnp.pad(documents_BT, ((0, 0), (N - 1, 0))), []
     for j in range(N):
         there = slice(N - 1 - j, N - 1 - j + T)

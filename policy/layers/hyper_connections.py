@@ -71,9 +71,9 @@ class HyperConnection(nnx.Module):
 
     def write(self, x_BTGE: jax.Array, out_BTE: jax.Array, mix: tuple[jax.Array, jax.Array]) -> jax.Array:
         mixed = jnp.einsum("kmbt,btke->btme", mix[1].astype(x_BTGE.dtype), x_BTGE)
-        return self.beside(mixed, out_BTE, mix)
+        return self.write_second(mixed, out_BTE, mix)
 
-    def beside(self, x_BTGE: jax.Array, out_BTE: jax.Array, mix: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def write_second(self, x_BTGE: jax.Array, out_BTE: jax.Array, mix: tuple[jax.Array, jax.Array]) -> jax.Array:
         return x_BTGE + jnp.einsum("mbt,bte->btme", mix[0].astype(x_BTGE.dtype), out_BTE)
 
     def _matrix(self, mixing: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ from policy.experts.dense_and_experts import DenseBesideExperts
 from policy.experts.moe import MixtureOfExperts
 from policy.intermediates import LayerAux, observe
 from policy.layers.delta_net import DeltaNet
-from policy.layers.engram import NgramMemory
+from policy.layers.engram import NgramLookup
 from policy.layers.mlp import FeedForward, SquareMatrix
 from policy.layers.residual import residual
 from policy.mesh.sharding import decoded
@@ -54,25 +54,25 @@ class Layer(nnx.Module):
             self.feed_forward = FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, config, rngs)
         if spec.scalar:
             self.scalar = Constant(ones(rngs.params(), (1,)), out_sharding=(None,))
-        if spec.memory is not None:
-            self.memory = NgramMemory(spec.memory, config, rngs)
+        if spec.engram is not None:
+            self.lookup = NgramLookup(spec.engram, config, rngs)
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
         spec, aux = self.spec, LayerAux()
-        if spec.memory is not None:
-            remembered, cache, aux = self.memory(x_BTE, step, cache, runtime)
+        if spec.engram is not None:
+            remembered, cache, aux = self.lookup(x_BTE, step, cache, runtime)
             x_BTE = x_BTE + remembered
         x_BTE, normed, mix, cache, found = self.mix(x_BTE, step, cache, runtime)
-        x_BTE, aux = decoded(x_BTE, step, runtime.layout), aux.also(found)
+        x_BTE, aux = decoded(x_BTE, step, runtime.layout), aux.merge(found)
         if spec.feed_forward is not None:
             normed, mix = self.enter(x_BTE, normed, mix)
             fed, found = self.feed_forward(decoded(normed, step, runtime.layout), step, runtime)
-            x_BTE, aux = decoded(self.leave(x_BTE, fed, step, mix), step, runtime.layout), aux.also(found)
+            x_BTE, aux = decoded(self.leave(x_BTE, fed, step, mix), step, runtime.layout), aux.merge(found)
             cache = remember(cache, step, found.routes)
         if spec.scalar:
             x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
-        return x_BTE, cache, aux.also(observe(x_BTE, step.segments, runtime.record))
+        return x_BTE, cache, aux.merge(observe(x_BTE, step.segments, runtime.record))
 
     def mix(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """(x after the mixer, what the mixer read, how its output was joined, cache, LayerAux)."""
@@ -95,7 +95,7 @@ class Layer(nnx.Module):
         """x with the output of the feed-forward."""
         fed_BTE = drop(self._norm("post_feedforward_layernorm", fed_BTE), step.dropout, 1)
         if self.spec.parallel:
-            return self.mixer_residual.beside(x_BTE, fed_BTE, mix)
+            return self.mixer_residual.write_second(x_BTE, fed_BTE, mix)
         return self.feed_forward_residual.write(x_BTE, fed_BTE, mix)
 
     def _norm(self, name: str, x_BTE: jax.Array) -> jax.Array:

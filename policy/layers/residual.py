@@ -24,7 +24,7 @@ class Residual(nnx.Module):
         out_BTE = reshard_like(out_BTE, x_BTE)
         return x_BTE + out_BTE if self.adds else out_BTE
 
-    def beside(self, x_BTE: jax.Array, out_BTE: jax.Array, mix: None) -> jax.Array:
+    def write_second(self, x_BTE: jax.Array, out_BTE: jax.Array, mix: None) -> jax.Array:
         """Writes the output of a second part that was given the same input; `x_BTE` is what `write` made with the first one."""
         return self.write(x_BTE, out_BTE, mix)
 

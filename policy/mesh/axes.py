@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-AXES = ("data", "fsdp", "tensor", "expert", "context")
+# Axis of the mesh -> what its devices share out, for docs/configuration.md.
+DESCRIPTIONS = {
+    "data": "copies of the weights, each for a part of the batch",
+    "fsdp": "parts into which weights, gradients and moments are cut; they split the batch too",
+    "tensor": "parts into which heads and feed-forward layers are cut",
+    "expert": "parts into which the experts are spread",
+    "context": "parts into which sequences are cut",
+}
+AXES = tuple(DESCRIPTIONS)
 
 # Axes of other frameworks that exist here with one device only, and what to use in their place.
 UNUSED: dict[str, str] = {

@@ -49,7 +49,7 @@ def stacked(create, rngs: nnx.Rngs, repeats: int):
     return each(rngs)
 
 
-def apart(module: nnx.Module) -> tuple[list[jax.Array], Callable[[list[jax.Array]], nnx.Module]]:
+def split_module(module: nnx.Module) -> tuple[list[jax.Array], Callable[[list[jax.Array]], nnx.Module]]:
     """(the arrays of a module, what makes the module of such arrays): to hand them to a function by argument."""
     graph, state = nnx.split(module)
     arrays, tree = jax.tree.flatten(state)

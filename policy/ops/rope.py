@@ -62,7 +62,7 @@ def rotation(rope: Rope, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def made_once(table: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def materialized(table: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """The same numbers as results of a product with the identity, into which nothing is fused. Left to itself XLA on CPU computes
     cosine and sine again wherever they are used, forward and backward, for every head of every layer: of a decoding step of 64 rows
     and 4 layers of 4 heads of 32 that was a fifth (15 ns for each pair), of an update of 1M weights a tenth."""

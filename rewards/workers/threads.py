@@ -30,7 +30,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Failure:
-    """The result of a sample without a score. `kind`: as in `runner.Fault`, or "closed" if the runner was closed."""
+    """The result of a sample without a score. `kind`: as in `scores.Fault`, or "closed" if the runner was closed."""
 
     kind: str
     text: str

@@ -38,15 +38,8 @@ class PolicyGradient:
     then aggregated, and `entropy_coef` times the mean entropy is taken off. (Shao et al. 2024, arXiv:2402.03300)
     """
 
-    needs_rollouts: ClassVar[bool] = True
-    needs_critic: ClassVar[bool] = False
-    needs_pairs: ClassVar[bool] = False
-    needs_scores: ClassVar[bool] = False
-    needs_greedy: ClassVar[bool] = False  # `advantages` takes the reward of a greedy completion of each prompt
-    needs_token_kl: ClassVar[bool] = False  # `advantages` takes old_logp - ref_logp and the mask, of each token
-    needs_each_reward: ClassVar[bool] = (
-        False  # `advantages` takes the scores of every reward function, and their weights
-    )
+    stage: ClassVar[str] = "online"
+    critic_warmup: ClassVar[int] = 0  # first steps in which only a critic learns
     corrects_itself: ClassVar[bool] = False  # `per_token` has the sampler correction in it
 
     aggregation: Literal["token", "sequence", "sequence_sum", "constant", "prompt"] = Field(
@@ -138,7 +131,7 @@ class PolicyGradient:
             )
         if self.dynamic_reward is not None and not self.dynamic_batches:
             raise ValueError("dynamic_reward does nothing without dynamic_batches")
-        if self.reference_every and not self.needs_reference:
+        if self.reference_every and "ref_logp" not in self.inputs:
             raise ValueError("reference_every: there is no reference model without a KL term")
         return self
 
@@ -156,32 +149,28 @@ class PolicyGradient:
         )
 
     @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0
-
-    @property
-    def needs_sampler_logp(self) -> bool:
-        return self.correction is not None or self.rejection is not None or self.old_logp == "sampler"
-
-    @property
     def has_entropy_bonus(self) -> bool:
         return self.entropy_coef != 0 or self.entropy_target is not None
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether the loss cannot do without `entropy`; where it is given anyway it is logged."""
-        return self.has_entropy_bonus or self.top_entropy is not None
+    def inputs(self) -> frozenset[str]:
+        """Names of rl/stages/inputs.py that the loss and the advantages take.
 
-    def needs_old_logp(self, updates_per_step: int) -> bool:
-        """Before the only update of a batch, old and current log-probabilities are the same numbers and one forward is
-        saved.
-
-        The entropy quantile is one of the whole batch, and so are a count without what is rejected and the mean of the weights:
-        they have to be known before the first micro-batch.
+        `old_logp` is among them where the loss uses a number of the full batch that has to be known before the first
+        micro-batch: the entropy quantile, the count of tokens that are not rejected, the mean weight of the correction.
         """
-        if self.top_entropy is not None or self.rejection_changes_denominator or self.correction_normalize:
-            return True
-        return updates_per_step > 1 and self.old_logp == "trainer"
+        uses = {
+            "ref_logp": self.kl_coef > 0,
+            "sampler_logp": self.correction is not None or self.rejection is not None or self.old_logp == "sampler",
+            "entropy": self.has_entropy_bonus or self.top_entropy is not None,
+            "old_logp": self.top_entropy is not None or self.rejection_changes_denominator or self.correction_normalize,
+        }
+        return frozenset(name for name, used in uses.items() if used)
+
+    @property
+    def repeated_inputs(self) -> frozenset[str]:
+        """Further inputs where a step makes several updates. Before a single one, old and current log-probabilities are equal."""
+        return frozenset({"old_logp"} if self.old_logp == "trainer" else ())
 
     def proximal(self, arrays):
         """The old log-probabilities among those of a Batch or a PolicyInputs: the trainer's, or by `old_logp` the sampler's."""
@@ -214,6 +203,15 @@ class PolicyGradient:
     def at(self, controls: dict[str, float]) -> PolicyGradient:
         """The algorithm whose `advantages` are those under these controls."""
         return self
+
+    def estimate(self, rewards, lengths, batch, **inputs) -> tuple[np.ndarray, np.ndarray | None, dict[str, float]]:
+        """Returns (advantages float[N] or float[N,T], returns that a critic learns or None, metrics) of the N = P G completions.
+
+        rewards: float[P,G]. lengths: int[P,G], tokens. batch: the Batch of all completions. inputs: what the providers of
+        rl/stages/inputs.py give for `advantages`.
+        """
+        advantages = self.advantages(rewards, lengths, **inputs)
+        return advantages.reshape(-1, *advantages.shape[2:]), None, {}
 
     def applied_entropy_coef(self, controls):
         """The weight of the entropy bonus in this update."""
@@ -324,16 +322,11 @@ class KLReward:
         return self if self.kl_target is None else dataclasses.replace(self, kl_reward_coef=controls[_KL_COEF])
 
     @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0 or self.kl_reward_coef > 0
-
-    @property
-    def needs_token_kl(self) -> bool:
-        return True
-
-    def needs_old_logp(self, updates_per_step: int) -> bool:
-        """The rewards hold old log-probabilities, and they are wanted before the first update."""
-        return (self.kl_reward_coef > 0 and self.old_logp == "trainer") or super().needs_old_logp(updates_per_step)
+    def inputs(self) -> frozenset[str]:
+        """The inputs of the loss, the KL of each token, and what that KL is computed from before the first update."""
+        if not self.kl_reward_coef:
+            return super().inputs | {"token_kl"}
+        return super().inputs | {"token_kl", "ref_logp"} | ({"old_logp"} if self.old_logp == "trainer" else set())
 
     def checked(self, token_kl) -> np.ndarray:
         if token_kl is None:
@@ -373,14 +366,14 @@ class GroupRelative:
         return self
 
     @property
-    def needs_each_reward(self) -> bool:
-        """Whether `advantages` takes the scores of every reward function, and their weights."""
-        return self.combine == "normalize_then_sum"
+    def inputs(self) -> frozenset[str]:
+        """The inputs of the loss, and the scores of every reward function where they are normalised one by one."""
+        return super().inputs | ({"each_reward"} if self.combine == "normalize_then_sum" else set())
 
     def advantages(self, rewards, lengths=None, weights=None) -> np.ndarray:
         """float[P,G] rewards, NaN: no score -> float[P,G], as `group_advantages` says; `lengths` plays no part. With `combine:
         normalize_then_sum` they are float[P,G,F], with `weights` float[F] (None: 1 each)."""
-        if self.needs_each_reward:
+        if self.combine == "normalize_then_sum":
             return combined_advantages(rewards, weights, self.std_eps)
         return group_advantages(rewards, self.scale, self.std_eps)
 

@@ -23,6 +23,8 @@ from rl.errors import ConfigError, DataError
 
 Messages = list[dict[str, Any]]
 
+RowReader = Callable[[str, dict[str, Any], DataOptions], "Example"]
+"""(where, row, options) -> Example."""
 _SHOWN = 20
 """Most rows in one error message."""
 _RESERVED = ("prompt", "prompts", "completion", "completions", "messages")
@@ -80,6 +82,7 @@ def load(
     *,
     demonstrations: bool = False,
     pairs: bool = False,
+    read: RowReader | None = None,
     held_out: bool = False,
     part: tuple[int, int] = (0, 1),
 ) -> Dataset:
@@ -88,6 +91,7 @@ def load(
     Args:
         demonstrations: every row must have an answer (SFT).
         pairs: every row must have a chosen and a rejected answer.
+        read: makes the Example of a row, instead of the readers for the forms above.
         held_out: read data of an evaluation: the split `eval` of a task, or `test` of a dataset with splits.
         part: (i, n): check and keep every n-th row only, from row i on.
 
@@ -98,6 +102,8 @@ def load(
     rows, name = read_rows(options, held_out), f"task {options.task}" if options.task is not None else str(options.path)
     examples, problems = [], _Problems()
     options = _task_columns(options)
+    if read is None:
+        read = read_pair if pairs else functools.partial(read_example, demonstrations=demonstrations)
     total = 0
     for number, (where, row) in enumerate(itertools.islice(rows, options.limit)):
         total += 1
@@ -107,8 +113,7 @@ def load(
             problems.add(where, row.text)
             continue
         try:
-            example = _pair(where, row, options) if pairs else _example(where, row, options, demonstrations)
-            examples.append(example)
+            examples.append(read(where, row, options))
         except _MissingColumn as error:
             raise DataError(f"{where}: {error}") from None
         except ValueError as error:
@@ -176,7 +181,8 @@ def _task_columns(options: DataOptions) -> DataOptions:
     return options.model_copy(update={"columns": columns})
 
 
-def _example(where: str, row: dict[str, Any], options: DataOptions, demonstrations: bool) -> Example:
+def read_example(where: str, row: dict[str, Any], options: DataOptions, demonstrations: bool = False) -> Example:
+    """Reads a row with a prompt or a conversation. Raises ValueError for a row that is malformed."""
     names = options.columns
     columns = {key: value for key, value in row.items() if key not in _RESERVED}
     is_conversation = names.messages in row and options.prompt_template is None and names.prompt not in row
@@ -207,7 +213,7 @@ def _example(where: str, row: dict[str, Any], options: DataOptions, demonstratio
     return Example([*prompt, *answer[:-1]], messages=[*prompt, *answer], columns=columns, where=where)
 
 
-def _pair(where: str, row: dict[str, Any], options: DataOptions) -> Example:
+def read_pair(where: str, row: dict[str, Any], options: DataOptions) -> Example:
     """Reads a preference. Without a prompt, the answers are full conversations; the prompt is their common start."""
     names = options.columns
     chosen, rejected = _answer(row, names.chosen), _answer(row, names.rejected)

@@ -133,7 +133,7 @@ def _key(lowered, topology: Topology, planned) -> str:
     versions += [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in (hlo.__file__, __file__)]
     # The text names source lines, which say nothing about the program.
     text = re.sub(r"loc\([^)]*\)", "", lowered.as_text())
-    counted = f"{planned.turns} {planned.dispatch} {planned.filled} {planned.kernels}"
+    counted = f"{planned.trip_count} {planned.dispatch} {planned.occupancy} {planned.kernels}"
     return hashlib.sha256("\n".join([*versions, topology.name, counted, text]).encode()).hexdigest()[:32]
 
 
@@ -156,7 +156,7 @@ def _compile(planned, lowered, topology: Topology, dump: Path) -> dict:
 def counts(text: str, planned) -> dict:
     """What a compiled program does; of a dispatch that decodes the mean of its steps, over which what it does once is spread."""
     steps = planned.dispatch
-    program = hlo.Program(text, planned.kernels, planned.turns * steps, planned.filled)
+    program = hlo.Program(text, planned.kernels, planned.trip_count * steps, planned.occupancy)
     exchanged: dict[str, list[float]] = {}
     for each in program.exchanged():
         total = exchanged.setdefault(each.kind, [0.0, 0.0])

@@ -12,7 +12,6 @@ of a few terms, good for comparing configurations with each other:
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 from policy.mesh.sharding import axes_of
 from policy.model import Graph
 from rl.config.run import RunConfig
-from rl.plan.programs import Planned, Sampling, Stage, stages
+from rl.plan.programs import Planned, PlannedStage, Sampling, planned, stages
 from rl.reporting import chips
 from rl.reporting.program_memory import RESHARD
 from rl.run import build
@@ -100,7 +99,9 @@ class Estimator:
 
     def __init__(self, devices, chip: chips.Chip | None, memory: float | None):
         self._devices, self._chip, self._memory = devices, chip or chips.CPU, memory
-        self._parts: dict[str, tuple[Weights, list[tuple[Stage, Sampling | None, list[tuple[Planned, Weights]]]]]] = {}
+        self._parts: dict[
+            str, tuple[Weights, list[tuple[PlannedStage, Sampling | None, list[tuple[Planned, Weights]]]]]
+        ] = {}
         self._programs: dict[str, list[tuple[Planned, Weights]]] = {}
 
     def __call__(self, config: RunConfig) -> dict[str, Cost]:
@@ -115,29 +116,27 @@ class Estimator:
 
     def _listed(self, config: RunConfig) -> Iterator[tuple[Planned, Weights]]:
         weights, parts = self._on_mesh(config)
-        for (stage, sampling, made), options in zip(parts, config.stages, strict=True):
-            # Nothing but the shape of a batch depends on the rows of a micro-batch.
-            stage = copy.copy(stage)
-            stage.trainer, stage.options = copy.copy(stage.trainer), options
-            stage.trainer.stage = options
-            routes = sampling.routes if sampling and options.router_replay else None
-            for each in stage.programs(sampling.bytes if sampling else 0, routes):
-                yield each, weights
-            yield from made
+        for (stage, sampling, generating), options in zip(parts, config.stages, strict=True):
+            # Only the shape of a batch depends on the rows of a micro-batch.
+            for each in planned(stage.with_options(options), sampling):
+                yield each, weights if each.graph is stage.graph else Weights(each.graph)
+            yield from generating
 
     def _on_mesh(self, config: RunConfig) -> tuple[Weights, list]:
-        """(weights, [(stage, the generator beside it, programs of this and of reward models with their weights)]) of a
-        configuration but for its micro-batches."""
+        """Returns (weights, [(stage, generator, programs of the generator with their weights)]) of a configuration without its
+        micro-batches."""
         plain = config.model_copy(
             update={"stages": [each.model_copy(update={"micro_batch": None}) for each in config.stages]}
         )
         key = plain.model_dump_json()
         if key not in self._parts:
             found = list(stages(plain, build.on_mesh(plain, self._devices), self._memory))
-            weights, decoding = Weights(found[0][0].trainer.graph), {}
+            weights, decoding = Weights(found[0][0].graph), {}
             for sampling in {each for _, each in found if each}:
                 decoding[sampling] = Weights(sampling.decoding)
-            parts = [(stage, each, list(_beside(stage, each, weights, decoding.get(each)))) for stage, each in found]
+            parts = [
+                (stage, each, list(_generating(stage, each, weights, decoding.get(each)))) for stage, each in found
+            ]
             self._parts[key] = weights, parts
         return self._parts[key]
 
@@ -149,7 +148,7 @@ class Estimator:
         if kind == "decode a token":
             length, numbers = 1, planned.shape[0]
         else:
-            numbers = rows // planned.turns * length
+            numbers = rows // planned.trip_count * length
         tokens = numbers / min(weights.parts, max(1, numbers))
         layers, E = len(config.layers), config.hidden_size
         if kind == "quantised copy":
@@ -173,7 +172,7 @@ class Estimator:
         work = passes * weights.operations.forward([length] * (numbers // length)) / mesh.size
         moved = (
             passes * item * (weights.all_gather_object + 4 * tokens * weights.outputs)
-            + update * 24 * weights.local / planned.turns
+            + update * 24 * weights.local / planned.trip_count
         )
         exchanged = (2 + (again > 0) if update else 1) * item * (weights.all_gather_object - weights.local)
         exchanged += update * 4 * (weights.all_gather_object - weights.local)
@@ -183,16 +182,13 @@ class Estimator:
         )
         links = exchanged / (chip.links * 1e9) if chip.links else 0.0
         seconds = max(work / (chip.tflops * 1e12), moved / (chip.bandwidth * 1e9), links)
-        return Cost(planned.held, temporaries, planned.times * planned.turns * seconds)
+        return Cost(planned.held, temporaries, planned.times * planned.trip_count * seconds)
 
 
-def _beside(
-    stage: Stage, sampling: Sampling | None, weights: Weights, decoding: Weights | None
+def _generating(
+    stage: PlannedStage, sampling: Sampling | None, weights: Weights, decoding: Weights | None
 ) -> Iterator[tuple[Planned, Weights]]:
-    """The programs of a stage that are not its trainer's. Checks compute the trained weights, other rollouts those laid out for
-    them."""
-    for each in stage.scores(sampling.rolling if sampling else 0):
-        yield each, Weights(stage.judges[each.kind].graph)
+    """Yields the programs of the generator. Checks compute the trained weights, other rollouts those in its own layout."""
     if sampling and sampling.used_by(stage):
         for each in sampling.programs(stage):
             yield each, weights if each.kind in CHECKS else decoding

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import rl.stages
 from rl.config import yaml_tree
 from rl.config.run import RunConfig
 from rl.errors import ConfigError
@@ -82,7 +83,7 @@ def _as_large(other: Choice, choice: Choice) -> bool:
 
 
 def _changes(config: RunConfig, target: Target) -> Iterator[tuple[Change, tuple[int, int]]]:
-    whole = [changes.rows(stage) for stage in config.stages]
+    whole = [stage.rows_per_update for stage in rl.stages.create(config)]
     parts = [2**n for n in range(max(whole).bit_length())]
     policies = REMAT if config.model.remat in REMAT else (config.model.remat, *REMAT)
     for mesh in changes.meshes(config, target.inside(config), changes.divisors(config)):

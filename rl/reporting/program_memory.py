@@ -18,11 +18,6 @@ GENERATOR = {"decode": "decode a token", "extend": "prefill, further chunk"}
 RESHARD = "reshard"
 
 
-def reward_model_program(source: str) -> str:
-    """Returns the name in a plan of the program that scores with this reward model."""
-    return f"scores of {source}"
-
-
 class ProgramMemoryLog:
     """Writes the file when new programs have been compiled. A continued run adds to the existing file."""
 

@@ -185,7 +185,7 @@ class Verifier:
         """A few rows of logits at a time, as the head does it."""
         graph, (R, T, E) = self.scorer.graph, hidden_RTE.shape
         V, M = graph.config.vocab_size, R * T
-        m = head.Tiling(graph.runtime.vocab_tiles).rows(M, V)
+        m = head.Tiling(graph.runtime.num_vocab_tiling).rows(M, V)
         positions = jnp.broadcast_to(first + jnp.arange(T, dtype=jnp.int32), (R, T)).reshape(M)
         each = draws.repeat(T)
         rows = (

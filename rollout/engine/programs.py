@@ -178,11 +178,12 @@ class Programs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that there is a decoding program for: powers of two that the mesh can split as it splits the slots, and
-        all slots."""
-        ways = self._ways
-        powers = (1 << n for n in range(self.slots.bit_length()))
-        return (*(size for size in powers if size < self.slots and size % ways == 0), self.slots)
+        """Numbers of rows that there is a decoding program for: `batch_sizes`, or else powers of two, that the mesh can split as it
+        splits the slots, and all slots."""
+        ways, listed = self._ways, self._options.batch_sizes
+        if listed is None:
+            listed = [1 << n for n in range(self.slots.bit_length())]
+        return (*(size for size in sorted(set(listed)) if size < self.slots and size % ways == 0), self.slots)
 
     @property
     def most_prompts(self) -> int:

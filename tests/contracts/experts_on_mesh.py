@@ -145,8 +145,8 @@ def derived(degrees: str, how: str):
     @partial(jax.value_and_grad, has_aux=True)
     def loss(params, tokens, segments):
         logp, entropy, aux = model.graph.logprobs(params, tokens, make_step(tokens, segments=segments), 0.9)
-        balance = sum(routing.balance.sum() for routing in aux.found("routing").values())
-        counts = jnp.stack([routing.counts.sum(0) for routing in aux.found("routing").values()])
+        balance = sum(routing.balance.sum() for routing in aux.by_layer("routing").values())
+        counts = jnp.stack([routing.counts.sum(0) for routing in aux.by_layer("routing").values()])
         return jnp.sum(cotangent * logp + entropy) + balance, (logp, counts)
 
     (_, (logp, counts)), gradient = jax.block_until_ready(loss(model.params, tokens, segments))

@@ -138,7 +138,7 @@ def scored(graph, params, rows, segments):
 
     def loss(params):
         logp, entropy, aux = graph.logprobs(params, rows, make_step(rows, segments=segments), 0.9)
-        balance = sum(routing.balance.sum() for routing in aux.found("routing").values())
+        balance = sum(routing.balance.sum() for routing in aux.by_layer("routing").values())
         return jnp.sum(cotangent[0] * logp + cotangent[1] * entropy) + balance, jnp.stack([logp, entropy])
 
     grads, found = jax.grad(loss, has_aux=True)(params)

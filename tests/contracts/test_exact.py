@@ -16,6 +16,8 @@ from policy.heads import scoring
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.engine.scheduler import Request
 
+pytestmark = pytest.mark.xdist_group("exact")
+
 WIDTH, NEW = 80, 20
 # Full attention; windows, latents with experts, a recurrent state.
 EACH = ["Llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Gemma3", "DeepseekV3", "Qwen3Next"))]

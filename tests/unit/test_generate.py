@@ -21,6 +21,8 @@ from rollout.engine.sampling import uniforms
 from rollout.engine.scheduler import Request
 from rollout.text.tokenizer import byte_level, characters
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 OPTIONS = GeneratorOptions(tokens_per_dispatch=4)
 ALPHABET = "".join(chr(0x4E00 + i) for i in range(VOCAB - 8 - 26)) + "abcdefghijklmnopqrstuvwxyz"
 
@@ -53,11 +55,9 @@ def tokens_of(out):
 # Groups.
 
 
-# Two of the eight in the default run.
+# One of the eight runs always.
 GROUPS = [
-    pytest.param(
-        *case, marks=[pytest.mark.slow] * (case not in {("Llama", 3, "paged"), ("Qwen3Next", 1, "contiguous")})
-    )
+    pytest.param(*case, marks=[pytest.mark.slow] * (case != ("Llama", 3, "paged")))
     for case in itertools.product(("Llama", "Qwen3Next"), (1, 3), ("contiguous", "paged"))
 ]
 
@@ -367,6 +367,18 @@ def test_all_programs_are_compiled_ahead(model, slots, monkeypatch):
     assert count == generator.compile_ahead(40, params, strict=True)
 
 
+@pytest.mark.parametrize(("batch_sizes", "expected"), [(None, [1, 2, 4, 6]), ([], [6]), ([3, 9, 6, 3], [3, 6])])
+def test_decoding_is_compiled_for_these_numbers_of_rows_and_completions_stay(model, generator, batch_sizes, expected):
+    options = dataclasses.replace(OPTIONS, batch_sizes=batch_sizes)
+    few = Generator(model, max_length=64, slots=6, seed=1, options=options)
+    params = SamplingParams(n=2, max_new_tokens=9)
+    few.compile_ahead(12, [params], strict=True)
+    assert sorted(size for name, size, *_ in (k for k in few.engine.programs.compiled if k[0] == "decode")) == expected
+    prompts = [[1] * n for n in (1, 5, 12, 3)]
+    made = [[sample.tokens for sample in each] for each in few.generate(prompts, params)]
+    assert made == [[sample.tokens for sample in each] for each in generator.generate(prompts, params)]
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_program_that_is_compiled_late_is_named(model, strict, caplog):
     generator = Generator(model, max_length=64, slots=2, seed=1, options=OPTIONS)
@@ -412,7 +424,9 @@ def test_a_prompt_that_just_fits_is_taken(generator):
     assert len(completion.tokens) == 8
 
 
-@pytest.mark.parametrize("options", [{"cache": "paper"}, {"prefill_chunk": 0}, {"tokens_per_dispatch": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"cache": "paper"}, {"prefill_chunk": 0}, {"tokens_per_dispatch": 0}, {"batch_sizes": [4, 0]}], ids=str
+)
 def test_bad_options_are_refused(options):
     with pytest.raises(ValueError, match="GeneratorOptions"):
         GeneratorOptions(**options)
@@ -454,17 +468,20 @@ def test_values_are_those_of_the_critic(model, options):
     asked = GeneratorOptions(tokens_per_dispatch=3, record_values=True, **options)
     generator = Generator(model, max_length=40, slots=3, seed=1, tokenizer=characters(ALPHABET), options=asked)
     critic, rng = Critic(model.graph, shared=True), np.random.default_rng(0)
+    values = jax.jit(lambda params, texts: critic.values(params, texts, make_step(texts))[0])
     prompts = [[int(token) for token in rng.integers(1, VOCAB, length)] for length in (1, 5, 9, 3)]
     for _ in range(2):
         head = rng.normal(size=model.config.hidden_size).astype(np.float32)
         generator.value_by(jnp.asarray(head))
         found = generator.generate(prompts, SamplingParams(n=2, max_new_tokens=24, stop=("a", "b", "c", "d")))
         assert {completion.finish for group in found for completion in group} == {"stop", "length"}
-        for prompt, group in zip(prompts, found, strict=True):
-            for completion in group:
-                text = jnp.asarray([prompt + completion.tokens])
-                before, _, _ = critic.values(model.params | {VALUE_HEAD: head}, text, make_step(text))
-                np.testing.assert_allclose(completion.values, before[0, len(prompt) :], atol=2e-5)
+        written = [(prompt, completion) for prompt, group in zip(prompts, found, strict=True) for completion in group]
+        texts = np.zeros((len(written), 40), np.int32)
+        for text, (prompt, completion) in zip(texts, written, strict=True):
+            text[: len(prompt) + len(completion.tokens)] = prompt + completion.tokens
+        before = values(model.params | {VALUE_HEAD: head}, texts)
+        for row, (prompt, completion) in zip(before, written, strict=True):
+            np.testing.assert_allclose(completion.values, row[len(prompt) :][: len(completion.tokens)], atol=2e-5)
     assert not options or generator.counts["preempted"]
 
 

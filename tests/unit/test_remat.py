@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
-from oracles import configuration, random_model, tokens
+from oracles import by_kind, configuration, random_model, tokens
 
 from policy import families, remat
 from policy.config import Runtime
@@ -91,7 +91,7 @@ def shapes_of(names, model, capsys) -> list[str]:
 
 
 @pytest.mark.parametrize("policy", remat.POLICIES)
-@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize("kind", by_kind(READ, always=("Llama",)))
 def test_each_policy_keeps_what_the_table_says(kind, policy, capsys):
     model, (device, host) = model_of(kind), KEEPS[policy]
     assert kept(model, capsys, remat=policy) == (device & READ[kind], shapes_of(host, model, capsys))

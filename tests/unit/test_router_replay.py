@@ -50,7 +50,7 @@ def forward(model):
 def own_routes(model, tokens, segments=None) -> dict[str, np.ndarray]:
     """Batch.routes of these rows: what the whole forward pass chooses."""
     aux = forward(model)(model.params, jnp.asarray(tokens), modes.make_step(jnp.asarray(tokens), segments=segments))
-    return {path: np.moveaxis(np.asarray(a), 0, 2).astype(np.int8) for path, a in aux.found("routes").items()}
+    return {path: np.moveaxis(np.asarray(a), 0, 2).astype(np.int8) for path, a in aux.by_layer("routes").items()}
 
 
 def random_routes(model, data, seed=0, known=1.0) -> dict[str, np.ndarray]:
@@ -254,7 +254,7 @@ def test_the_batch_split_schedule_changes_nothing_of_given_routes():
     found = []
     for changes in ({}, {"batch_split": True}):
         logp, _, aux = jax.jit(groups().graph.at(**changes).logprobs)(groups().params, data.tokens, step, 1.0)
-        (routing,) = aux.found("routing").values()
+        (routing,) = aux.by_layer("routing").values()
         found.append((logp, routing.counts, routing.replayed.given, routing.replayed.disagreed))
     for a, b in zip(*found, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
