@@ -12,6 +12,7 @@ reach the run. `check` runs it on its examples. A file of this folder that holds
 """
 
 from importlib import import_module
+from typing import Any
 
 from rewards.registry import RewardError, RewardFailed, RewardFunction, known, load, reward
 from rewards.text import text_of
@@ -34,7 +35,7 @@ __all__ = [
 _NEEDS_NUMPY = ("Fault", "Runner", "RunnerOptions", "Scores", "Share")
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     """Imports the runner, and with it numpy, on first use: worker processes start without numpy."""
     if name in _NEEDS_NUMPY:
         return getattr(import_module("rewards.runner"), name)

@@ -1,6 +1,7 @@
 """Scores an answer with the scorer of its reasoning-gym task (package reasoning-gym, extra `tasks`)."""
 
 import functools
+import importlib
 import importlib.util
 import json
 from collections.abc import Callable
@@ -28,14 +29,12 @@ def _check(**_) -> None:
 
 
 def _prepare() -> None:
-    import reasoning_gym  # noqa: F401  (slow; prepared here, outside the deadline of the first call)
+    importlib.import_module("reasoning_gym")  # slow; outside the deadline of the first call
 
 
 @functools.lru_cache(maxsize=256)
 def _scorer(task: str) -> Callable[..., float]:
-    import reasoning_gym
-
-    return reasoning_gym.get_score_answer_fn(task)
+    return importlib.import_module("reasoning_gym").get_score_answer_fn(task)
 
 
 @reward(check=_check, prepare=_prepare)

@@ -23,17 +23,18 @@ import threading
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from rewards.suggest import nearest
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-RewardFunction = Callable[..., "list[float | None]"]
+RewardFunction = Callable[..., "Sequence[float | None]"]
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 ENTRY_POINTS = "duet.rewards"
 TEXTS = ("prompts", "completions")
@@ -96,7 +97,7 @@ _registered: dict[str, RewardFunction] = {}
 
 
 @overload
-def reward(name: RewardFunction) -> RewardFunction: ...
+def reward(name: AnyFunction) -> AnyFunction: ...
 
 
 @overload
@@ -105,15 +106,15 @@ def reward(
     *,
     check: Callable[..., None] | None = None,
     prepare: Callable[[], None] | None = None,
-) -> Callable[[RewardFunction], RewardFunction]: ...
+) -> Callable[[AnyFunction], AnyFunction]: ...
 
 
 def reward(
-    name: str | RewardFunction | None = None,
+    name: str | Callable[..., Any] | None = None,
     *,
     check: Callable[..., None] | None = None,
     prepare: Callable[[], None] | None = None,
-) -> RewardFunction | Callable[[RewardFunction], RewardFunction]:
+) -> Callable[..., Any]:
     """Registers a reward function under a name, by default its own: `@reward`, `@reward("name")`.
 
     `check(**options)` is called before a run with the options of the configuration and may raise ValueError.
@@ -125,7 +126,7 @@ def reward(
     return lambda function: _register(function, name or function.__name__, Hooks(check, prepare))
 
 
-def _register(function: RewardFunction, name: str, hooks: Hooks) -> RewardFunction:
+def _register(function: AnyFunction, name: str, hooks: Hooks) -> AnyFunction:
     if not re.fullmatch(r"[\w.-]+", name):
         raise RewardError(f"reward name {name!r}: use letters, digits, `_`, `-` and `.` only")
     file = _source(function)
@@ -341,7 +342,7 @@ def _member(module: types.ModuleType, name: str, spec: str) -> RewardFunction:
 def _callable(value: Any, spec: str) -> RewardFunction:
     if not callable(value) or inspect.isclass(value):
         raise RewardError(f"reward {spec}: is a {type(value).__name__}, not a function")
-    return value
+    return cast(RewardFunction, value)
 
 
 def _hints(function: RewardFunction) -> dict:

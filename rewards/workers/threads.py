@@ -226,10 +226,13 @@ def _checked(answer: dict, count: int) -> tuple[list[Result], Failure | None]:
     if "error" in answer:
         return [], Failure(str(answer["error"]), str(answer.get("text")))
     values, bad = answer.get("values"), answer.get("bad")
-    damaged = not isinstance(values, list) or not isinstance(bad, list) or len(values) != count
-    if damaged or not all(v is None or (isinstance(v, float) and math.isfinite(v)) for v in values):
+    if not isinstance(values, list) or not isinstance(bad, list) or len(values) != count or not _finite(values):
         raise WorkerLost("died", "the worker's answer is damaged: the reward wrote to the worker's own pipe")
     results: list[Result] = list(values)
     for index, kind, text in bad:
         results[index] = Failure(kind, text)
     return results, None
+
+
+def _finite(values: list) -> bool:
+    return all(value is None or (isinstance(value, float) and math.isfinite(value)) for value in values)

@@ -59,4 +59,4 @@ def default_program_cache() -> str | None:
     """Returns the default of `run.program_cache`."""
     from rl.config.run import RunOptions
 
-    return RunOptions().program_cache
+    return RunOptions.model_validate({}).program_cache

@@ -245,6 +245,7 @@ def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
     else:
         from rl.config.packaged import packaged
 
+        assert data.path is not None  # DataOptions has a task or a path
         if data.options:
             yield (*path, "options"), "only a task takes options"
         if not Path(data.path).exists() and not packaged(data.path) and not is_hub_name(data.path):
