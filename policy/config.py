@@ -104,8 +104,9 @@ class LayerSpec:
     @property
     def moe(self) -> Moe | None:
         """The mixture of experts of the feed-forward, if it has one."""
-        part = self.feed_forward.experts if isinstance(self.feed_forward, DenseAndExperts) else self.feed_forward
-        return part if isinstance(part, Moe) else None
+        if isinstance(self.feed_forward, DenseAndExperts):
+            return self.feed_forward.experts
+        return self.feed_forward if isinstance(self.feed_forward, Moe) else None
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -137,20 +138,20 @@ class HyperConnections:
     of its own or without.
     """
 
-    streams: int = option(4, ge=1, description="vectors that stand for a token between the layers")
+    streams: int = option(4, ge=1, description="residual vectors of each token")
     variant: Literal["sinkhorn", "lite"] = option(
         "sinkhorn",
         description="how the streams are mixed: by Sinkhorn iterations, or (lite) an exact mixture of all permutations",
     )
     sinkhorn_iterations: int = option(20, ge=1, description="rounds of normalised columns and rows")
     eps: float = option(
-        1e-6, gt=0.0, description="added to each sum of the Sinkhorn iterations and to the weights of reading"
+        1e-6, gt=0.0, description="added to each sum of the Sinkhorn iterations and to the read weights"
     )
     reduce: Literal["sum", "head"] = option(
-        "sum", description="what the final norm reads: the streams' sum, or weighted by a head"
+        "sum", description="input of the final norm: the sum of the streams, or a sum weighted by a head"
     )
     norm_weight: bool = option(False, description="whether the norm before each mapping has a weight")
-    norm_eps: float = option(1e-6, gt=0.0, description="of that norm")
+    norm_eps: float = option(1e-6, gt=0.0, description="epsilon of the norm before each mapping")
 
     def __post_init__(self):
         if self.streams < 1 or self.sinkhorn_iterations < 1:
@@ -173,13 +174,13 @@ class MultiTokenPrediction:
     decoder's.
     """
 
-    depth: int = option(ge=1, description="number of modules; module d predicts the token d places after the next one")
     layer: LayerSpec
+    depth: int = option(ge=1, description="number of modules; module d predicts the token d places after the next one")
     input: Literal["post_norm", "pre_norm"] = option(
-        "post_norm", description="states the first reads: after or before the final norm"
+        "post_norm", description="states that the first module reads: after or before the final norm"
     )
     final_norm: bool = option(
-        True, description="each module has a norm of its own before the head; false: the decoder's"
+        True, description="each module has a norm of its own before the head; false: it uses the decoder's"
     )
 
     def __post_init__(self):

@@ -1,6 +1,6 @@
-"""Declares an option once: its default, description and bounds stand at the field of the component that reads it.
+"""Declares options once: default, description and bounds are metadata of the field in the component that reads it.
 
-The YAML schema of a run (rl/config/schema.py, `fields_of`) is made from these declarations. Free of pydantic and jax.
+rl/config/schema.py makes the YAML schema of a run from these declarations. Free of pydantic and jax.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ def option(default: Any = dataclasses.MISSING, *, description: str, **bounds: An
     """Declares a dataclass field that is an option.
 
     Args:
-        default: the value where none is set; without one the option is required.
+        default: the value if none is set; without it the option is required.
         description: one line for docs/configuration.md.
         bounds: `ge`, `gt`, `le`, `lt` or `min_length`, checked in a configuration.
     """

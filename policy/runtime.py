@@ -49,14 +49,14 @@ class Runtime:
     param_dtype: Literal["float32", "bfloat16"] = option("float32", description="dtype in which weights are stored")
     remat: str = option(
         "full",
-        description="what the backward pass computes again: full keeps the input of each layer only, none keeps all; the others "
-        "stand in memory.md",
+        description="what the backward pass computes again: full saves only the input of each layer, none saves all; "
+        "docs/memory.md describes the others",
     )
     remat_tensors: tuple[tuple[str, str], ...] = option(
         (),
-        description="remat: custom only: where each tensor named in memory.md is kept (offload: host memory), or remat",
+        description="with remat: custom, where each tensor of docs/memory.md is saved (offload: host memory), or remat",
     )
-    scan: bool = option(True, description="scan over stacked layers when training (False: unrolled)")
+    scan: bool = option(True, description="scan over stacked layers in training (false: unrolled)")
     attention_chunk: int = 512
     record: tuple[Literal["hidden", "activations", "selection", "routes"], ...] = ()
     indexer: Literal["off", "dense_warmup", "sparse"] = "off"
@@ -64,17 +64,20 @@ class Runtime:
     tentative: bool = False
     table_memory: Literal["device", "host"] = option(
         "device",
-        description="where those tables live; host: only the rows that are looked up are brought to the device",
+        description="where n-gram tables live; host: only the rows that are looked up are copied to the device",
     )
-    host_parameters: bool = option(False, description="weights live in host memory; a layer at a time is on the device")
+    host_parameters: bool = option(
+        False, description="weights live in host memory; one layer at a time is on the device"
+    )
     num_vocab_tiling: int | None = option(
         None,
         ge=1,
-        description="chunks of tokens whose logits exist at a time; null: as few as have at most 2^24 logits each",
+        description="chunks of tokens whose logits are computed one by one; null: as few as have at most "
+        "2^24 logits each",
     )
     expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = option(
         "auto",
-        description="how tokens and experts meet along the mesh axis `expert`, see docs/experts.md; auto: gather",
+        description="how tokens reach experts along the mesh axis `expert`, see docs/experts.md; auto: gather",
     )
     capacity_factor: float | None = None
     ragged_buffer_factor: float | None = None
@@ -83,21 +86,22 @@ class Runtime:
     )
     context_load_balance: bool = option(
         False,
-        description="each device of that axis takes an early and a late part of every sequence; all_gather and ring",
+        description="each device of the axis `context` takes an early and a late part of a sequence; for "
+        "all_gather and ring",
     )
     batch_split: bool = option(
         False,
-        description="updates take the rows of each device in two halves, so that in layers with experts the collectives of one "
-        "run under the products of the other; the number of rows of a micro-batch becomes even on each device",
+        description="an update splits the rows of each device in two halves, so that in layers with experts the "
+        "collectives of one run during the products of the other; the rows of a micro-batch become even on each device",
     )
     expert_gradients: Literal["float8_e5m2"] | None = option(
         None,
-        description="type in which gradients travel back to the devices of the experts (gather and hidden); null: `dtype`. Halves "
-        "what a bfloat16 gradient sends, and rounds each number of it by up to an eighth",
+        description="type in which gradients are sent back to the devices of the experts (gather and hidden); null: "
+        "`dtype`. It halves the bytes of bfloat16 gradients and rounds each number by up to an eighth",
     )
     quantization: Quantization | None = option(
         None,
-        description="numbers in which layers multiply; fp8: e4m3, fp8_full: gradients e5m2; weights stay in param_dtype",
+        description="type in which layers multiply; fp8: e4m3, fp8_full: gradients in e5m2; weights keep param_dtype",
     )
     layout: Layout | None = None
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from rewards import registry
 from rewards.registry import RewardError
 from rewards.runner import Runner, RunnerOptions
-from rewards.scores import Fault
+from rewards.workers.scores import Fault
 
 _TOLERANCE = 1e-6
 _OWN_KEYS = ("prompt", "completion", "score", "options")

@@ -30,8 +30,8 @@ import numpy as np
 
 from rewards import registry
 from rewards.registry import RewardError, RewardFailed
-from rewards.scores import Fault, Scores
 from rewards.workers.columns import plain, split_groups
+from rewards.workers.scores import Fault, Scores
 from rewards.workers.threads import Call, Failure, Function, Result, ScoringBatch, WorkerThread
 
 _LOG = logging.getLogger("duet.rewards")

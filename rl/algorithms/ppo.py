@@ -13,8 +13,9 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from rl.algorithms._advantages import whiten
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._policy_gradient import Clipped, KLReward, whiten
+from rl.algorithms._policy_gradient import Clipped, KLReward
 
 
 @algorithm_options()

@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from rl.algorithms._advantages import precision
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._policy_gradient import Clipped, precision
+from rl.algorithms._policy_gradient import Clipped
 
 
 @algorithm_options()

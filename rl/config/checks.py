@@ -15,6 +15,7 @@ import rl.stages
 from policy import compatibility, remat
 from policy.config import DecoderConfig
 from policy.huggingface import sources
+from rewards import plugins
 from rl.config import mesh
 from rl.config.run import DataOptions, EvaluationOptions, ModelOptions, RewardSettings, RunConfig
 
@@ -85,10 +86,10 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     yield from ((("model",), text) for text in sorted(reported))
     if config.generator.speculative and decoder.multi_token_prediction is None:
         yield ("generator", "speculative"), _NO_MODULES
-    if config.generator.rings and not any(
+    if config.generator.sliding_window_cache and not any(
         getattr(spec.mixer, k, None) for spec in decoder.layers for k in ("window", "chunk")
     ):
-        yield ("generator", "rings"), "no layer of this model looks back a window only; leave it out"
+        yield ("generator", "sliding_window_cache"), "no layer of this model looks back a window only; leave it out"
     indexers = [indexer for spec in decoder.layers if (indexer := getattr(spec.mixer, "indexer", None)) is not None]
     for number, stage in enumerate(config.stages):
         path, training = ("stages", number), stage.indexer.training
@@ -317,6 +318,13 @@ def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tu
         yield ("evaluation",), "needs rewards to tell correct completions; add `rewards`"
     if evaluation.samples == 0 and "k" in evaluation.model_fields_set and evaluation.k != [1]:
         yield ("evaluation", "samples"), "pass@k needs sampled completions, at least as many as the largest k"
+    for number, name in enumerate(evaluation.metrics):
+        try:
+            if not plugins.is_plugin(name):
+                raise ValueError(f"{name!r} is no file.py:function and no package.module:function")
+            plugins.load(name, "evaluation metric")
+        except ValueError as error:
+            yield ("evaluation", "metrics", number), str(error)
     for k in evaluation.k:
         if k < 1 or (evaluation.samples and k > evaluation.samples):
             yield ("evaluation", "k"), f"each k lies between 1 and samples ({evaluation.samples}), got {k}"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, create_model, model_validator
 
-from policy.mesh.axes import AXES, DEFAULT_RULES, DESCRIPTIONS, UNUSED, WHOLE
+from policy.mesh.axes import AXES, DEFAULT_RULES, DESCRIPTIONS, REPLICATED, UNUSED
 from rl.config.schema import AnySection, Section
 
 
@@ -90,8 +90,8 @@ def rule_problems(rules: dict[str, list[str]], path: tuple) -> Iterator[tuple[tu
     from rewards.suggest import nearest
 
     for logical, names in rules.items():
-        if logical not in DEFAULT_RULES and logical not in WHOLE:
-            known = [*DEFAULT_RULES, *WHOLE]
+        if logical not in DEFAULT_RULES and logical not in REPLICATED:
+            known = [*DEFAULT_RULES, *REPLICATED]
             yield (*path, logical), f"no logical axis {logical}{nearest(logical, known)}"
         for name in names:
             if name not in AXES and name not in UNUSED:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 import rl.algorithms
+import rollout.types
 from policy.config import HyperConnections, MultiTokenPrediction, Runtime
 from policy.huggingface.ngrams import EngramSection
 from policy.mesh.axes import STATIONARY_RULES
@@ -152,63 +153,15 @@ class TokenizerOptions(Strict):
     )
 
 
-class GeneratorOptions(Strict):
-    slots: int = Field(64, ge=1, description="completions decoded at the same time")
-    cache: Literal["contiguous", "paged"] = Field(
-        "contiguous", description="room for max_length tokens in every slot, or pages that slots take as they need them"
-    )
-    page_size: int = Field(32, ge=1, description="tokens of a page; on TPU a multiple of 16")
-    pages: int | None = Field(
-        None,
-        ge=2,
-        description="pages of the cache; null: what full slots need, or half of the memory that is left has room for",
-    )
-    rings: bool = Field(
-        False,
-        description="layers with a window keep only what it can see; then no prompt begins with a part of another",
-    )
-    prefill_chunk: int = Field(256, ge=1, description="prompt tokens per prefill call")
-    prefill_budget: int | None = Field(
-        None,
-        ge=1,
-        description="prompt tokens read in between two dispatches while others decode; null: what a dispatch of all slots makes",
-    )
-    tokens_per_dispatch: int = Field(128, ge=1, description="most decoding steps between two looks of the host")
-    batch_sizes: list[int] | None = Field(
-        None,
-        description="numbers of rows, besides all slots, that decoding is compiled for; null: powers of two. With fewer a run "
-        "starts sooner, with more a batch that drains decodes fewer idle rows",
-    )
+@fields_of(rollout.types.GeneratorOptions, leave_out=("record_routes", "record_values"))
+class GeneratorOptions(Section):
+    slots: int = Field(64, ge=1, description="completions decoded at the same time (max_num_seqs)")
     strict_shapes: bool = Field(False, description="a program that was not compiled before the first step is an error")
-    speculative: int = Field(
-        0,
-        ge=0,
-        description="tokens that model.multi_token_prediction drafts a step; 0: none. Completions stay the same",
-    )
-    weights: Literal["int8", "int4", "fp8"] | None = Field(
-        None,
-        description="numbers in which rollouts keep the weights of layers; set a `correction` with it; null: the trained weights",
-    )
-    kv_cache: Literal["int8", "int4", "fp8"] | None = Field(
-        None, description="numbers in which keys, values and latents are kept; set a `correction` with it; null: dtype"
-    )
     rules: dict[str, list[str]] | None = Field(
         None,
-        description="logical axis: mesh axes, laid over `mesh.rules` while rollouts decode; or `stationary`, rules under which no "
-        "weight travels. Weights are copied to these places once a step (docs/meshes.md); null: they stay where they are trained",
+        description="logical axis: mesh axes, merged over `mesh.rules` while rollouts decode; or `stationary`, rules under which "
+        "no weight is sent. Weights are copied to these shardings once per step (docs/meshes.md); null: the trained shardings",
     )
-    exact: bool = Field(
-        False,
-        description="completions that no other key of `generator` changes, with log-probabilities that are the model's bit for "
-        "bit; every completion is scored in programs of fixed shapes, which compute about three tokens for each (docs/exact.md)",
-    )
-
-    @field_validator("batch_sizes")
-    @classmethod
-    def _at_least_one_row(cls, sizes: list[int] | None) -> list[int] | None:
-        if any(size < 1 for size in sizes or ()):
-            raise ValueError("each number of rows is at least 1")
-        return sizes
 
     @field_validator("rules", mode="before")
     @classmethod
@@ -261,20 +214,9 @@ class DataOptions(Strict):
         return self
 
 
-class SamplingOptions(Strict):
-    temperature: float = Field(
-        1.0, ge=0.0, description="logits are divided by it; 0 is greedy, from which nothing can be learned"
-    )
-    top_k: int = Field(0, ge=0, description="0: all")
-    top_p: float = Field(
-        1.0, gt=0.0, le=1.0, description="the likeliest tokens that hold this share of the probability"
-    )
-    min_p: float = Field(0.0, ge=0.0, le=1.0, description="tokens at least this share as likely as the likeliest")
-    max_new_tokens: int = Field(
-        256, ge=1, description="tokens of a completion at most; with its prompt within max_length"
-    )
-    stop: list[str] = Field([], description="texts that end a completion")
-    stop_token_ids: list[int] = Field([], description="besides the tokenizer's end-of-sequence token")
+@fields_of(rollout.types.SamplingParams, leave_out=("n",), max_new_tokens=256)
+class SamplingOptions(Section):
+    """How completions are drawn, and where they end besides the tokenizer's end-of-sequence token."""
 
 
 class EvaluationOptions(Strict):
@@ -287,6 +229,9 @@ class EvaluationOptions(Strict):
     k: list[int] = Field([1], description="values of k for eval/pass@k; each at most `samples`")
     temperature: float = Field(1.0, gt=0.0, description="of the sampled completions")
     correct_at: float = Field(1.0, description="a completion counts as correct from this reward on")
+    metrics: list[str] = Field(
+        [], description="further metrics of the greedy completions, each file.py:function or package.module:function"
+    )
 
 
 class RewardOptions(Strict):

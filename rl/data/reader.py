@@ -22,7 +22,7 @@ from rollout.text.tokenizer import load_tokenizer, stop_ids
 T = TypeVar("T")
 
 # Types that the processes of a run send to each other: rows of data, calls of rewards, and scores that failed.
-serialization.carried(Example, Problem, Pair, Call, Failure)
+serialization.register_type(Example, Problem, Pair, Call, Failure)
 
 
 def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:

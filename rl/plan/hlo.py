@@ -21,7 +21,7 @@ import math
 import re
 from dataclasses import dataclass, field
 
-from policy.experts.expert_parallel import USUALLY_LAST
+from policy.experts.expert_parallel import EXPECTED_LAST
 
 BITS = {
     "pred": 8,
@@ -91,7 +91,7 @@ class Instruction:
             listed = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
             named = [self.called("false_computation"), self.called("true_computation")]
             found = re.findall(r"%([\w.-]+)", listed[1]) if listed else named
-            return found[-1:] if USUALLY_LAST in self.rest else found
+            return found[-1:] if EXPECTED_LAST in self.rest else found
         return found
 
     def called(self, key: str) -> str | None:

@@ -1,7 +1,7 @@
 """The compiled programs of a run, from its configuration alone: no weights, no data, and no tokenizer but where the model depends
 on it.
 
-Each is what the run itself compiles (rl/training/trainer.py, rl/training/reward_model.py, rollout/engine/programs.py, rollout/engine/exact.py), for the largest
+Each is what the run itself compiles (rl/training/trainer.py, rl/training/reward_model.py, rollout/engine/runner.py, rollout/engine/exact.py), for the largest
 shape that it has: rows as long as `max_length`, all slots, the longest chunk of a prompt.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 import rl.stages
 from policy.attention.paged_attention import KERNELS
-from policy.experts.expert_parallel import Cut
+from policy.experts.expert_shards import ExpertShards
 from policy.heads.scoring import Scorer
 from policy.mesh.host_memory import on_a_device
 from policy.mesh.sharding import Layout
@@ -26,9 +26,10 @@ from rl.reporting.program_memory import GENERATOR, RESHARD
 from rl.run import build
 from rl.stages.scorers import abstract_scorers
 from rl.stages.stage import StageKind
+from rollout.engine.active_batch import stop_width
 from rollout.engine.exact import CHECKS, Verifier
-from rollout.engine.programs import Programs, stop_width
-from rollout.engine.speculative import SpeculativePrograms
+from rollout.engine.runner import ModelRunner, program_inputs
+from rollout.engine.scheduler import prefill_lengths
 from rollout.engine.weights import RolloutWeights
 
 
@@ -110,7 +111,7 @@ def _occupancy(graph: Graph, planned: Planned) -> float:
         return 1.0
     length = 1 if planned.kind == GENERATOR["decode"] else planned.shape[1]
     rows = planned.shape[0] // planned.trip_count
-    return Cut(moe, graph.runtime, (rows, length, graph.config.hidden_size)).usually.filled
+    return ExpertShards(moe, graph.runtime, (rows, length, graph.config.hidden_size)).expected.filled
 
 
 @dataclass
@@ -156,15 +157,14 @@ class Sampling:
         self.config, self.graph = config, first.graph
         self._shown_with = None if any(rl.stages.kind_of(each).samples for each in config.stages) else first.name
         asked = build.generator_options(config)
-        kind = SpeculativePrograms if asked.speculative else Programs
-        self._weights = RolloutWeights.wanted(self.graph, asked)
+        self._weights = RolloutWeights.from_options(self.graph, asked)
         self._copy = self._weights.abstract if self._weights else {}
         left = None if memory is None else memory - first.bytes - on_a_device(self._copy)
-        self._programs = kind(self.graph, asked, config.generator.slots, config.max_length, left)
-        self.cache = self._programs.abstract_cache
+        self._runner = ModelRunner(self.graph, asked, config.generator.slots, config.max_length, left)
+        self.cache = self._runner.abstract_cache
         self._rereads = asked.rereads
         self._verifier = Verifier(Scorer(self.graph), config.seed, stop_string=None) if asked.exact else None
-        self._dropped = bool(self._weights and self._weights.moves)
+        self._dropped = bool(self._weights and self._weights.reshards)
         # What lies there while rollouts run, and what stays.
         self.rolling = on_a_device((self.cache, self._copy))
         self.bytes = self.rolling - (on_a_device(self._copy) if self._dropped else 0)
@@ -172,14 +172,15 @@ class Sampling:
     @property
     def decoding(self) -> Graph:
         """The graph that its programs compute."""
-        return self._programs.graph
+        return self._runner.graph
 
     @property
     def routes(self) -> dict:
         """Of one token, as Batch.routes has them."""
-        made = self._programs
-        pages = np.zeros(made.table_width, np.int32) if made.paged else None
-        found = jax.eval_shape(made._jitted["routes"], self.cache, np.int32(0), pages)
+        runner = self._runner
+        width = runner.geometry.table_width
+        pages = None if width is None else np.zeros(width, np.int32)
+        found = jax.eval_shape(runner.programs["routes"].jitted, self.cache, np.int32(0), pages)
         return {path: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for path, a in found.items()}
 
     def used_by(self, stage: PlannedStage) -> bool:
@@ -188,7 +189,8 @@ class Sampling:
 
     def programs(self, stage: PlannedStage) -> Iterator[Planned]:
         """The largest of each kind."""
-        made, options, held = self._programs, stage.options, stage.bytes + self.rolling
+        runner, options, held = self._runner, stage.options, stage.bytes + self.rolling
+        slots = runner.geometry.slots
         P, weights = options.prompts_per_step, stage.state.policy.params
         prompts = max(2, self.config.max_length - options.sampling.max_new_tokens)
         if self._copy:
@@ -196,22 +198,22 @@ class Sampling:
         params = weights | self._copy
         stays = held - on_a_device((params, self.cache))
         P *= stage.samples  # evaluations are no part of a step
-        steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // made.slots)
+        steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // slots)
         longest = self.config.max_length if self._rereads else prompts
-        for (name, *shape), arguments in made.listed(params, longest, [stop_width(1)]):
+        for (name, *shape), arguments in program_inputs(runner, params, longest, [stop_width(1)]):
             dispatch = 1
-            if name == "decode" and shape[0] == made.slots:
-                times, dispatch = steps, min(made.dispatch, options.sampling.max_new_tokens)
+            if name == "decode" and shape[0] == slots:
+                times, dispatch = steps, min(runner.decode_steps, options.sampling.max_new_tokens)
             elif name in ("prefill", "extend") and shape == [
-                made.most_prompts,
-                made.prefill_lengths(longest)[-1] + made.ahead,
+                runner.most_prompts,
+                prefill_lengths(longest, runner.chunk)[-1] + runner.ahead,
             ]:
-                chunks = -(-prompts // made.chunk)
+                chunks = -(-prompts // runner.chunk)
                 times = P * (1 if name == "prefill" else chunks - 1) / shape[0]
             else:
                 continue
-            lower = lambda name=name, arguments=arguments: made.lower(name, arguments)  # noqa: E731
-            kernels = self._read_by_kernels() if made.paged else {}
+            lower = lambda name=name, arguments=arguments: runner.programs[name].lower(*arguments)  # noqa: E731
+            kernels = self._read_by_kernels() if runner.geometry.paged else {}
             kind, often = GENERATOR.get(name, name), {"times": times, "dispatch": dispatch}
             yield Planned(stage.name, kind, tuple(shape), lower, held, stays, **often, kernels=kernels)
         if self._verifier:
@@ -221,7 +223,7 @@ class Sampling:
         """The longest programs of the check of so many exact completions as long as they can be, of which no token is replaced."""
         verifier, held = self._verifier, stage.bytes + self.rolling
         L = verifier.scorer.lengths(self.config.max_length)[-1]
-        for kind, given in verifier.listed(weights, L).items():
+        for kind, given in verifier.program_inputs(weights, L).items():
             lower = lambda kind=kind, given=given: verifier.executables[kind].lower(*given)  # noqa: E731
             times = -(-completions // verifier.scorer.rows(L))
             yield Planned(stage.name, kind, given[1].shape, lower, held, held - on_a_device(weights), times)

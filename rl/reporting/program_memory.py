@@ -35,7 +35,7 @@ class ProgramMemoryLog:
         checks = generator.verifier.executables if generator.verifier else {}
         named = [(stage, *each) for each in programs.items()] + [("generator", *each) for each in checks.items()]
         analyses = [(f"{owner}: {name}", item) for owner, name, each in named for item in each.memory.items()]
-        rollout = generator.engine.programs.memory.items()
+        rollout = generator.engine.runner.memory.items()
         analyses += [(f"generator: {GENERATOR.get(key[0], key[0])}", (key[1:], memory)) for key, memory in rollout]
         if generator.weights:
             analyses.append((f"generator: {RESHARD}", ((len(generator.weights.paths),), generator.weights.memory)))

@@ -16,7 +16,7 @@ from policy.config import DecoderConfig
 from policy.execution import batch_split
 from policy.experts import expert_parallel
 from policy.huggingface import sources
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from policy.layers.engram import set_classes
 from policy.mesh.host_memory import NoHostMemory, in_host_memory

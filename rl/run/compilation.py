@@ -16,7 +16,7 @@ def compile_generator(run: Run) -> None:
     if not longest or generator.compiled_ahead:
         return
     try:
-        pool = generator.engine.programs.pool
+        pool = generator.engine.runner.page_budget
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if pool is not None:

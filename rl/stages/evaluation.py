@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rewards import plugins
 from rl.config.run import EvaluationOptions
 from rl.data.encoded import Problem
+from rl.errors import DataError
 from rl.stages.rollouts import Rollouts
 
 if TYPE_CHECKING:
@@ -49,11 +52,14 @@ class Evaluation:
         began, options = time.perf_counter(), self.options
         unfiltered = replace(self._params, n=1, top_k=0, top_p=1.0, min_p=0.0)
         greedy = replace(unfiltered, temperature=0)
-        totals = self._totals(greedy)[:, 0]
+        rollouts = self._rollouts(greedy)
+        totals = rollouts.scores.result().total
         metrics = {
             "eval/greedy_accuracy": float(np.mean(self._correct(totals))),
             "eval/reward_mean": float(np.nanmean(totals)) if np.isfinite(totals).any() else float("nan"),
         }
+        for name in options.metrics:
+            metrics |= _own_metric(name, rollouts, totals)
         if options.samples:
             sampled = replace(unfiltered, n=options.samples, temperature=options.temperature)
             correct = self._correct(self._totals(sampled)).sum(axis=1)
@@ -66,6 +72,36 @@ class Evaluation:
 
     def _totals(self, params: SamplingParams) -> np.ndarray:
         """Rewards, float[problems, n]; NaN where there is no score."""
+        return self._rollouts(params).scores.result().total.reshape(len(self.problems), params.n)
+
+    def _rollouts(self, params: SamplingParams) -> Rollouts:
         ids = range(SEED_OFFSET, SEED_OFFSET + len(self.problems))
-        rollouts = self._collect(self.problems, params, ids)
-        return rollouts.scores.result().total.reshape(len(self.problems), params.n)
+        return self._collect(self.problems, params, ids)
+
+
+def _own_metric(name: str, rollouts: Rollouts, rewards: np.ndarray) -> dict[str, float]:
+    """Returns what a metric of the user's own says of greedy completions: one number eval/<function>, or several by name.
+
+    The function takes lists (prompts, completions, rewards, **columns), or the part of these that it names. Raises DataError for
+    a result that is no finite number.
+    """
+    function = plugins.load(name, "evaluation metric")
+    examples = [problem.example for problem in rollouts.problems]
+    columns = {key: [each.columns.get(key) for each in examples] for each in examples for key in each.columns}
+    values = columns | {
+        "prompts": [each.prompt for each in examples],
+        "completions": [completion.text for _, completion in rollouts.flat],
+        "rewards": rewards.tolist(),
+    }
+    parameters = inspect.signature(function).parameters
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        values = {key: value for key, value in values.items() if key in parameters}
+    result = function(**values)
+    short = name.rpartition(":")[2]
+    named = {f"{short}/{key}": value for key, value in result.items()} if isinstance(result, dict) else {short: result}
+    try:
+        return {f"eval/{key}": float(value) for key, value in named.items()}
+    except (TypeError, ValueError):
+        raise DataError(
+            f"evaluation metric {name}: gave {result!r}, which is no number and no mapping to numbers"
+        ) from None

@@ -153,7 +153,8 @@ def sampler_logp(stage: StageKind, draft: Draft) -> None:
 
 def _generator_is_exact(stage: StageKind) -> bool:
     """Whether the generator's log-probabilities are the trainer's, and nothing else of the pass is used."""
-    return "old_logp" not in stage.inputs or (stage.config.generator.exact and "entropy" not in stage.inputs)
+    exact = stage.samples and stage.config.generator.exact
+    return "old_logp" not in stage.inputs or (exact and "entropy" not in stage.inputs)
 
 
 @provides(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from policy.config import Runtime
 from policy.huggingface import sources
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from rewards.registry import REWARD_MODEL
 from rl.config.run import RewardSettings, RunConfig

@@ -52,6 +52,9 @@ class Stage(StageKind):
 
         return pack(self.rows.take(self.next_rows(self.rows.total)), self.config.max_length)
 
+    def complete(self, draft: inputs.Draft) -> None:
+        """Changes the batch once its inputs are there. Nothing by default."""
+
     def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
         """Makes `updates_per_step` updates on the next `prompts_per_step` rows."""
         before = self.trainer.total_flops
@@ -59,6 +62,7 @@ class Stage(StageKind):
             draft = inputs.Draft(state, self.batch())
         if self.inputs:
             inputs.score(self, draft)
+        self.complete(draft)
         state, updated = self.update(state, draft.batch)
         flops: Any = {"perf/step_tflop": (self.trainer.total_flops - before) / 1e12}
         return state, draft.metrics | updated | flops

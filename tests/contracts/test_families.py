@@ -27,7 +27,7 @@ from policy.cache.step import Step
 from policy.config import DenseAndExperts, LayerSpec, Moe, Router, Runtime
 from policy.heads import head
 from policy.huggingface import sources
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 from policy.mesh.sharding import layout
 from policy.model import Graph
 from policy.modes import make_step

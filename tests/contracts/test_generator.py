@@ -204,7 +204,7 @@ def test_greedy_decoding_equals_that_of_transformers(kind, tmp_path):
 PAGED = {"cache": "paged", "page_size": 8}
 # Pages for two of the six longest rows: requests pause, and are read in again.
 FEW_PAGES = PAGED | {"pages": 15, "prefill_chunk": 7}
-RINGS = {"rings": True, "prefill_chunk": 7}
+RINGS = {"sliding_window_cache": True, "prefill_chunk": 7}
 WAYS = {
     "deepseek-v3-groups-yarn": [
         {"prefill_chunk": 7},
@@ -219,7 +219,7 @@ WAYS = {
 }
 MORE_WAYS = [
     {"slots": 3, "tokens_per_dispatch": 5, "prefill_chunk": 1},
-    FEW_PAGES | {"rings": True},
+    FEW_PAGES | {"sliding_window_cache": True},
     {"slots": 16, "tokens_per_dispatch": 1, "prefill_chunk": 7},
     PAGED | {"page_size": 5, "slots": 3},
 ]
@@ -274,7 +274,7 @@ def test_a_scanned_cache_is_an_unrolled_one(name, monkeypatch):
     monkeypatch.setattr(rollout.engine.programs, "UNROLLED_LAYERS", 0)
     scanned = Generator(model_of(name), max_length=WIDTH, slots=6, seed=5)
     assert_same(scanned.generate(PROMPTS, GREEDY), unrolled)
-    assert len(scanned.engine._cache[-1]) == 1 < len(generator_of(name).engine._cache[-1])
+    assert len(scanned.engine.batch.full_cache()[-1]) == 1 < len(generator_of(name).engine.batch.full_cache()[-1])
 
 
 # One for each kind of mixer and cache.

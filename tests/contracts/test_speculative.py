@@ -87,7 +87,7 @@ def test_every_cache_writes_the_same_tokens(name, monkeypatch):
 
 
 # Pages for little more than one of the longest rows.
-FEW_PAGES = {"cache": "paged", "page_size": 8, "pages": 10, "rings": True}
+FEW_PAGES = {"cache": "paged", "page_size": 8, "pages": 10, "sliding_window_cache": True}
 
 
 @pytest.mark.slow

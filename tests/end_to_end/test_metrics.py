@@ -58,6 +58,7 @@ def of_the_losses() -> set[str]:
         mask=ones, entropy=ones, advantages=ones[:, 0], correct=ones, max_length=3, **arrays
     )
     others = [rl.algorithms.get(name) for name in rl.algorithms.known()]
+    inputs = dataclasses.replace(inputs, extra={"label": ones, "kl": ones})
     pairs = dataclasses.replace(inputs, segments=jnp.array([[1, 1, 2]] * 2), scores=ones)
     found = {
         name

@@ -412,7 +412,9 @@ def test_pages_must_hold_a_completion_and_rings_need_a_window(folder):
     for key in ("pages=9", "page_size=8"):
         assert "add `cache: paged`" in message("run.yml", overrides=[f"generator.{key}"])
     Path("model/config.json").write_text(sources.preset("tiny-deepseek").hf)
-    assert "generator.rings: no layer" in message("run.yml", overrides=["generator.rings=true"])
+    assert "generator.sliding_window_cache: no layer" in message(
+        "run.yml", overrides=["generator.sliding_window_cache=true"]
+    )
     config = load(["run.yml"], ["generator.cache=paged", "generator.page_size=8", "generator.pages=999"])
     assert config.generator.pages == 999
 
@@ -437,6 +439,7 @@ def test_drafts_and_their_training_need_modules_that_predict(folder):
     [
         ("if_given={run: {log_every: 2}}", "if_present"),
         ("stages.0.internal_metrics=true", "diagnostics"),
+        ("generator.rings=true", "sliding_window_cache"),
         ("stages.0.algorithm={name: sft, learnt: all}", "train_on"),
     ],
 )

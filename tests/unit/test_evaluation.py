@@ -10,6 +10,7 @@ import pytest
 
 from rl.config.run import EvaluationOptions
 from rl.data.datasets import Example
+from rl.errors import DataError
 from rl.stages import rollouts
 from rl.stages.evaluation import Evaluation, pass_at_k
 from rl.stages.rollouts import Problem
@@ -96,3 +97,16 @@ def test_evaluations_are_due_every_so_many_steps():
 
     assert due(7, every=3) == [3, 6]
     assert due(7) == []
+
+
+def test_a_metric_of_ones_own_sees_greedy_completions_with_their_columns(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def seen(prompts, completions, rewards, answer):\n"
+        "    return {'first': rewards[0], 'count': len(prompts)} if answer == ['2', '2'] else None\n"
+        "def wrong(completions):\n    return 'much'\n"
+    )
+    found, _ = evaluate([0.25, 1.0], metrics=[f"{file}:seen"])
+    assert (found["eval/seen/first"], found["eval/seen/count"]) == (0.25, 2.0)
+    with pytest.raises(DataError, match="wrong: gave 'much'"):
+        evaluate([0.0], metrics=[f"{file}:wrong"])

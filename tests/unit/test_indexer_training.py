@@ -16,7 +16,8 @@ from learners import batch, begin, host, stage
 
 from policy import modes
 from policy.attention.indexer import IndexedMask
-from policy.cache.cache import AXES, LayerCache, Visible, take
+from policy.cache.cache import AXES
+from policy.cache.layer_cache import LayerCache, Visible, take
 from policy.config import Indexer
 from policy.mesh.sharding import layout
 from rl.config.checks import problems

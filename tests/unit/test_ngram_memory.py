@@ -17,7 +17,7 @@ from policy import families
 from policy.cache import cache as caches
 from policy.cache.step import Step
 from policy.config import Runtime
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 from policy.layers.engram import set_classes
 from policy.model import Graph
 from policy.modes import make_step
@@ -291,7 +291,7 @@ def is_jaxpr(value):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": [3]}, "layers: 3 is not there, the decoder has layers 0 to 2"),
+        ({"layers": [3]}, "layers: 3 does not exist, the decoder has layers 0 to 2"),
         ({"layers": []}, "at least one layer"),
         ({"layers": [1, 1]}, "each once"),
         ({"vocab_bases": [50]}, "each order from 2 to 3"),

@@ -183,10 +183,10 @@ def test_gradients_are_those_of_no_remat(kind, cases, dropout):
 @pytest.mark.parametrize(
     ("policy", "tensors", "said"),
     [
-        ("minimum", (), "'minimum' is no policy; choose one of none, full, minimal"),
-        ("minimal", CUSTOM, "minimal says itself what is saved"),
-        ("custom", (("qkv_proj", "device"),), "no tensor 'qkv_proj'; there are decoder_layer_input"),
-        ("custom", (("mlpwo", "disk"),), "mlpwo is 'disk'"),
+        ("minimum", (), "unknown policy 'minimum'; choose one of none, full, minimal"),
+        ("minimal", CUSTOM, "minimal takes no tensors"),
+        ("custom", (("qkv_proj", "device"),), "unknown tensor 'qkv_proj'; choose among decoder_layer_input"),
+        ("custom", (("mlpwo", "disk"),), "mlpwo: 'disk' must be device, offload or remat"),
     ],
 )
 def test_what_does_not_exist_is_refused(policy, tensors, said):

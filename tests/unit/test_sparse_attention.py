@@ -14,7 +14,7 @@ from policy import families
 from policy.attention import sparse_attention
 from policy.attention.indexer import IndexedMask, KeyIndexer
 from policy.attention.sparse_attention import attend_selected
-from policy.cache.cache import LayerCache, Visible
+from policy.cache.layer_cache import LayerCache, Visible
 from policy.cache.step import Step
 from policy.config import Indexer, Rope, Runtime
 from policy.ops.rope import rotation
