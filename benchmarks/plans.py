@@ -83,7 +83,7 @@ def shipped(wanted: set[str]) -> None:
         plan, chip = planned(CONFIGS / f"{name}.yml", topology), chips.of(TPUS[topology.split(":")[0]])
         for place, each in enumerate(Report(**program) for program in plan["programs"]):
             first = f"{name}, {topology}" if place == 0 else ""
-            sizes = (each.arguments, each.temporaries, each.stays, each.needs)
+            sizes = (each.arguments, each.temporaries, each.non_argument, each.needs)
             sizes = " | ".join(
                 f"{size / 2**30:.2f}" for size in (*sizes, sum(size for size, _ in each.exchanged.values()))
             )

@@ -36,22 +36,25 @@ from rollout.engine.weights import RolloutWeights
 
 @dataclass(frozen=True)
 class Planned:
-    """One program of a stage. `shape`: what it computes on. Bytes on each device of what the run keeps there all the time: `held`,
-    all of it, and `stays`, what is not among the arguments of the program. `times`: how often it runs in a step. `turns`: of its
-    outermost loop, whose number the device finds: micro-batches that hold anything. `dispatch`: of a program that decodes, most
-    steps of one run of it; `times` and what is counted are of one step. `kernels` and `filled` as in rl/plan/hlo.py."""
+    """One program of a stage.
+
+    shape: of the arrays that it computes on. resident: bytes per device that the run keeps all the time; non_argument: the
+    part of these that is not an argument of the program. times: runs per step. trip_count: of its outermost loop, whose
+    length the device computes (micro-batches that hold anything). dispatch: most steps of one run of a multi-step decode;
+    `times` and counts are per step. kernels and occupancy: as in rl/plan/hlo.py.
+    """
 
     stage: str
     kind: str
     shape: tuple[int, ...]
     lower: Callable[[], jax.stages.Lowered]
-    held: int
-    stays: int
+    resident: int
+    non_argument: int
     times: float
-    turns: int = 1
+    trip_count: int = 1
     dispatch: int = 1
     kernels: Mapping[str, int] = field(default_factory=dict)
-    filled: float = 1.0
+    occupancy: float = 1.0
 
     @property
     def name(self) -> str:
@@ -66,13 +69,13 @@ def programs(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[
     for stage, sampling in stages(config, mesh, memory):
         cache = sampling.bytes if sampling else 0
         for each in stage.programs(cache, sampling.routes if sampling and stage.options.router_replay else None):
-            yield replace(each, filled=_filled(stage.trainer.graph, each))
+            yield replace(each, occupancy=_occupancy(stage.trainer.graph, each))
         for each in stage.scores(sampling.rolling if sampling else 0):
-            yield replace(each, filled=_filled(stage.judges[each.kind].graph, each))
+            yield replace(each, occupancy=_occupancy(stage.judges[each.kind].graph, each))
         if sampling and sampling.used_by(stage):
             for each in sampling.programs(stage):
                 graph = stage.trainer.graph if each.kind in CHECKS else sampling.decoding
-                yield replace(each, filled=_filled(graph, each))
+                yield replace(each, occupancy=_occupancy(graph, each))
 
 
 def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tuple[Stage, Sampling | None]]:
@@ -87,13 +90,15 @@ def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tu
         yield stage, sampling
 
 
-def _filled(graph: Graph, planned: Planned) -> float:
+def _occupancy(graph: Graph, planned: Planned) -> float:
     """Share of the rows of its grouped products that hold a token in the mean."""
     moe = next((layer.moe for layer in graph.config.layers if layer.moe), None)
     if moe is None or len(planned.shape) < 2:
         return 1.0
     length = 1 if planned.kind == GENERATOR["decode"] else planned.shape[1]
-    return Cut(moe, graph.runtime, (planned.shape[0] // planned.turns, length, graph.config.hidden_size)).usually.filled
+    return Cut(
+        moe, graph.runtime, (planned.shape[0] // planned.trip_count, length, graph.config.hidden_size)
+    ).usually.filled
 
 
 class Stage:
