@@ -1,24 +1,27 @@
-"""Seconds of one GRPO step, sampling, reward and update together, beside TRL's GRPOTrainer where `trl` is installed, and
-beside a plain loop over transformers and torch.
+"""Measures the seconds of one GRPO step (sampling, reward and update) against TRL's GRPOTrainer, if `trl` is installed,
+and against a plain loop over transformers and torch.
 
-All start from the same weights, take 8 prompts of 16 to 32 tokens, sample 8 completions of at most 64 tokens for each at
-temperature 1, score them with `letters` of letters.py, take advantages within the groups, and make one strictly on-policy update
-in float32: token aggregation, no KL term, gradients clipped at norm 1, AdamW, nothing recomputed.
+All start from the same weights, take 8 prompts of 16 to 32 tokens, sample 8 completions of at most 64 tokens for each
+at temperature 1, score them with `letters` of letters.py, take advantages within the groups, and make one strictly
+on-policy update in float32: token aggregation, no KL term, gradients clipped at norm 1, AdamW, nothing recomputed.
 
-Lengths are random: one token in 40 of the vocabulary ends a completion, the same ids for all. Of weights as random as these each
-token is as likely as any other, so completions have a mean of 32 tokens whoever samples them; the means that came out are printed.
+Lengths are random: one token in 40 of the vocabulary ends a completion, the same ids for all. Of weights as random as
+these each token is as likely as any other, so completions have a mean of 32 tokens whoever samples them; the means that
+came out are printed.
 
 - Duet calls the parts of `rl/run/loop.py`: generator, reward workers, batch, `Trainer.update`, with the layers unrolled
   (`benchmarks/train.py` says more).
-- TRL: `GRPOTrainer.train`, one step of it a turn, from the beginning of the step to its end. It decodes with transformers.
-- The plain loop: `generate`, the reward called in the process, one forward and backward pass of the 64 rows, one AdamW step.
-  It is the least that a program over transformers has to do.
+- TRL: `GRPOTrainer.train`, one step of it a turn, from the beginning of the step to its end. It decodes with
+  transformers.
+- The plain loop: `generate`, the reward called in the process, one forward and backward pass of the 64 rows, one AdamW
+  step. It is the least that a program over transformers has to do.
 
-Each runs in a process of its own, whose peak memory is printed, and takes a step when it is its turn. Compilation does not count:
-the first two steps of each are left out, and whatever Duet compiles later is in its seconds.
+Each runs in a process of its own, whose peak memory is printed, and takes a step when it is its turn. Compilation does
+not count: the first two steps of each are left out, and whatever Duet compiles later is in its seconds.
 
-The floor of the update is its arithmetic: 6 operations for each weight but the embedding's and each token that is not padding, at
-the rate of a product of two matrices of 2048 x 2048 in the same run. The share of it that Duet's update reaches is printed.
+The floor of the update is its arithmetic: 6 operations for each weight but the embedding's and each token that is not
+padding, at the rate of a product of two matrices of 2048 x 2048 in the same run. The share of it that Duet's update
+reaches is printed.
 
     python benchmarks/grpo.py [--models 1m 25m] [--repeats 5] [--peers trl plain] [--torch-threads 1]
 """
@@ -72,8 +75,8 @@ def measure(name: str, peer: str, options) -> Row:
         turns = options.repeats + WARM
         given = directory, turns, options.torch_threads
         with process("duet", *given) as ours, process(peer, *given) as other:
-            found = [(ours(), other()) for _ in range(turns)][WARM:]
-        mine, others = zip(*found, strict=True)
+            pairs = [(ours(), other()) for _ in range(turns)][WARM:]
+        mine, others = zip(*pairs, strict=True)
         show(name, peer, mine, others)
     return Row(name, NAMES[peer], 1, tuple(s["step"] for s in mine), tuple(s["step"] for s in others))
 
@@ -137,10 +140,10 @@ class Turns:
         self._pipe.recv()
         self._began = time.perf_counter()
 
-    def done(self, found: dict) -> None:
-        """The step is over; `found` says more of it, and how long it took if that is not all since `wait`."""
+    def done(self, more: dict) -> None:
+        """Reports the end of a step. more: more numbers, and `step` if it took less time than since `wait`."""
         seconds, memory = time.perf_counter() - self._began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self._pipe.send({"step": seconds, "memory": memory} | found)
+        self._pipe.send({"step": seconds, "memory": memory} | more)
 
 
 def duet_steps(directory: str, turns: int, told: Turns) -> None:
@@ -191,10 +194,10 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
     def step() -> dict:
         nonlocal state, count
         began = time.perf_counter()
-        found = rollouts.collect(generator, runner, problems, params, range(count, count + PROMPTS))
+        samples = rollouts.collect(generator, runner, problems, params, range(count, count + PROMPTS))
         count += PROMPTS
-        advantages = algorithm.advantages(found.scores.result().total.reshape(PROMPTS, SAMPLES))
-        batch = found.batch(max_length).replace(advantages=advantages.reshape(-1).astype("float32"))
+        advantages = algorithm.advantages(samples.scores.result().total.reshape(PROMPTS, SAMPLES))
+        batch = samples.batch(max_length).replace(advantages=advantages.reshape(-1).astype("float32"))
         before = time.perf_counter()
         state, metrics = trainer.update(state, batch)
         model.params = state.policy.params
@@ -202,7 +205,7 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
         ended = time.perf_counter()
         return {
             "step": ended - began,
-            "generation": found.seconds,
+            "generation": samples.seconds,
             "update": ended - before,
             "length": float(batch.mask.sum()) / len(batch.prompt),
             "packed": metrics["perf/packed_share"],

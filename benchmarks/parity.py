@@ -1,9 +1,11 @@
-"""Largest difference of float32 logits between Duet and `transformers`, for every family, over all tiny models of tests/tiny.
+"""Prints the largest difference of float32 logits between Duet and `transformers`, for every family, over all tiny
+models of tests/tiny.
 
     python benchmarks/parity.py [KIND ...]
 
-Weights are random and every constant tensor is perturbed; each model sees two rows of 12 and of 70 tokens. Prints one line for each
-kind: its oracle, the number of models, and the largest difference at either length. Takes about ten minutes on two cores.
+Weights are random and every constant tensor is perturbed; each model sees two rows of 12 and of 70 tokens. Prints one
+line for each kind: its oracle, the number of models, and the largest difference at either length. Takes about ten
+minutes on two cores.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ def main(arguments: list[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")
     print("| family | oracle | models | 12 tokens | 70 tokens |\n|---|---|---|---|---|")
     for kind in chosen or KINDS:
-        found = np.array([differences(kind, keys) for keys in models(kind)]).max(axis=0)
+        largest = np.array([differences(kind, keys) for keys in models(kind)]).max(axis=0)
         named = KINDS[kind].model or f"{kind}ForCausalLM"
         family = families.find({"architectures": [named]}).__name__.rpartition(".")[2]
-        print(f"| {family} | {named} | {len(models(kind))} | {found[0]:.1e} | {found[1]:.1e} |", flush=True)
+        print(f"| {family} | {named} | {len(models(kind))} | {largest[0]:.1e} | {largest[1]:.1e} |", flush=True)
 
 
 if __name__ == "__main__":

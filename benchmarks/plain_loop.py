@@ -1,9 +1,10 @@
-"""What a careful user writes by hand: greedy generation by one dense Qwen3-shaped model, in one jitted program and nothing else.
-The engine of Duet is measured against it (benchmarks/generate.py): requests, slots, stops and log-probabilities should cost
+"""Generates greedily with one dense Qwen3-shaped model in one jitted program, as a careful user writes it by hand.
+
+benchmarks/generate.py measures the engine of Duet against it: requests, slots, stops and log-probabilities should cost
 nothing.
 
-B rows, P prompt tokens, N new tokens, T tokens of a call, C cache length, E hidden, H query heads, K key-value heads, D head
-dimension, I width of the feed-forward, V vocabulary.
+B rows, P prompt tokens, N new tokens, T tokens of a call, C cache length, E hidden, H query heads, K key-value heads, D
+head dimension, I width of the feed-forward, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import numpy as np
 
 
 class PlainLoop:
-    """`generate(prompts int[B, P]) -> int[B, N]` with the weights of a Duet model of benchmarks/models.py: float32, layers
-    unrolled, projections that read the same input fused, heads before tokens in the cache. Weights are arguments of the program,
-    one array for each fused projection of each layer."""
+    """`generate(prompts int[B, P]) -> int[B, N]` with the weights of a Duet model of benchmarks/models.py: float32,
+    layers unrolled, projections that read the same input fused, heads before tokens in the cache. Weights are arguments
+    of the program, one array for each fused projection of each layer."""
 
     def __init__(self, model, spec: dict, new_tokens: int):
         """`spec`: keys of a Hugging Face configuration, as in benchmarks/models.py."""
@@ -70,13 +71,13 @@ def _weights(params: dict[str, np.ndarray], spec: dict) -> dict:
         }
 
     layers = [layer(r) for r in range(spec["num_hidden_layers"])]
-    whole = {
+    stacked = {
         "embed": params["embed_tokens"],
         "norm": params["norm.weight"],
         "head": params["lm_head"].T.copy(),
         "layers": layers,
     }
-    return jax.tree.map(jnp.asarray, whole)
+    return jax.tree.map(jnp.asarray, stacked)
 
 
 def _forward(weights, tokens_BT, cache, start, spec: dict) -> tuple[jax.Array, list]:

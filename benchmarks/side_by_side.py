@@ -1,4 +1,4 @@
-"""Programs that do the same work, measured in turns: A B A B ... Whatever else the machine does meets both alike, so that
+"""Measures programs that do the same work in turns: A B A B ... Other load on the machine affects both equally, so
 their ratio says more than two separate measurements.
 
 Import this before jax: the benchmarks are about the CPU, as the torch of the test extra is.
@@ -85,8 +85,8 @@ def table(rows: Sequence[Row], unit: str, *, rate: bool) -> str:
 
 
 def trl_settings(directory: str, **given):
-    """Settings of TRL's GRPOTrainer for strictly on-policy steps in float32 on the CPU, averaged over tokens, without a KL term, of
-    which nothing is written or shown."""
+    """Settings of TRL's GRPOTrainer for strictly on-policy steps in float32 on the CPU, averaged over tokens, without a
+    KL term, of which nothing is written or shown."""
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -118,8 +118,8 @@ def arguments(description: str, sizes: Sequence[str], repeats: int) -> argparse.
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The options, with torch's threads set; says so where other programs are at work.
 
-    The threads of torch wait for each other at every operation: where one of them shares its core with another program the
-    peer was measured 50 times slower with two threads than with one, and the ratio says nothing.
+    The threads of torch wait for each other at every operation: where one of them shares its core with another program
+    the peer was measured 50 times slower with two threads than with one, and the ratio says nothing.
     """
     options = parser.parse_args(argv)
     if options.torch_threads:

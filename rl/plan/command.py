@@ -63,7 +63,7 @@ def plan(config: RunConfig, options: Options) -> int:
 
 
 def plan_search(config: RunConfig, options: Options) -> int:
-    """Prints mesh, micro-batch and remat policy of the shortest step. Returns 0 if one fits, else 1. Raises as `plan`."""
+    """Prints mesh, micro-batch and remat policy of the shortest step. Returns 0 if one fits, else 1."""
     target = described(options.topology, options.memory)
     print(
         f"{options.topology}: {target.count} devices; estimating meshes, micro-batches and remat policies", flush=True
