@@ -39,7 +39,7 @@ class Change:
         values = config.model_dump(mode="json")
         for key, value in self.settings.items():
             *path, last = key.split(".")
-            node = values
+            node: Any = values
             for part in path:
                 node = node[int(part) if isinstance(node, list) else part]
             node[last] = value
@@ -126,6 +126,7 @@ def divisors(config: RunConfig) -> dict[str, int]:
     from rl.config import checks
 
     decoder = checks.decoder_of(config.model)
+    assert decoder is not None, "the checks of the configuration have read the decoder"
     heads = [getattr(spec.mixer, name, 0) for spec in decoder.layers for name in _HEADS]
     experts = [spec.moe.router.experts for spec in decoder.layers if spec.moe]
     return {"tensor": math.gcd(*heads) or 1, "expert": math.gcd(*experts) or 1}
@@ -136,7 +137,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _algorithm(stage: StageOptions):
-    return rl.algorithms.get(stage.algorithm.name, **stage.algorithm.model_extra)
+    return rl.algorithms.get(stage.algorithm.name, **(stage.algorithm.model_extra or {}))
 
 
 def _micro(config: RunConfig) -> list[tuple[int, int]]:

@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 from rl.config.run import RunConfig
 from rl.errors import DuetError, ResourceError
@@ -140,15 +141,16 @@ def attempted(configs: Sequence[RunConfig], target: Target, only: Sequence[str] 
         return list(pool.map(one, configs))
 
 
-def _report(told: dict) -> Report:
-    return Report(**told | {"shape": tuple(told["shape"])})
+def _report(told: dict[str, Any]) -> Report:
+    fields: dict[str, Any] = told | {"shape": tuple(told["shape"])}
+    return Report(**fields)
 
 
 def _plain(config: RunConfig) -> dict:
     return config.model_dump(mode="json")
 
 
-def _lines(request: dict, topology: Topology) -> Iterator[dict]:
+def _lines(request: dict, topology: Topology) -> Generator[dict, None, None]:
     """Yields the lines of a child, which is killed when the iterator is closed. Raises the error that a line holds."""
     request |= {"topology": topology.name, "cache": os.environ.get("DUET_PLAN_CACHE", CACHE)}
     command, environment = [sys.executable, "-m", "rl.plan.compiled"], os.environ | topology.environment

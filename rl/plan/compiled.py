@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl.errors import DuetError, ResourceError
 from rl.plan import hlo, hlo_products, hlo_text
@@ -133,11 +133,16 @@ def _report(planned: Planned, topology: Topology, dump: Path, cache: Path | None
         counted = _compile(planned, lowered, topology, dump) | {"seconds": time.perf_counter() - start}
         if known is not None:
             with contextlib.suppress(OSError):
-                cache.mkdir(parents=True, exist_ok=True)
+                known.parent.mkdir(parents=True, exist_ok=True)
                 known.with_suffix(f".{os.getpid()}").write_text(json.dumps(counted))
                 known.with_suffix(f".{os.getpid()}").rename(known)
-    own = {"name": planned.name, "shape": planned.shape, "non_argument": planned.non_argument, "times": planned.times}
-    return Report(**own, **counted)
+    fields: dict[str, Any] = {
+        "name": planned.name,
+        "shape": planned.shape,
+        "non_argument": planned.non_argument,
+        "times": planned.times,
+    }
+    return Report(**fields | counted)
 
 
 def _key(lowered: jax.stages.Lowered, topology: Topology, planned: Planned) -> str:
@@ -166,7 +171,9 @@ def _compile(planned: Planned, lowered: jax.stages.Lowered, topology: Topology, 
             return _too_large(text)
         raise ResourceError(f"{planned.name} does not compile: {text.splitlines()[0] if text else error!r}") from error
     texts = sorted(dump.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size)
-    return asdict(Memory.of(executable, topology.platform)) | counts(texts[-1].read_text(), planned)
+    memory = Memory.of(executable, topology.platform)
+    assert memory is not None, "the compilers of all platforms analyse memory"
+    return asdict(memory) | counts(texts[-1].read_text(), planned)
 
 
 def counts(text: str, planned: Planned) -> dict:

@@ -211,5 +211,6 @@ def _not_the_trainers(
     for each in stage.scores(sampling.rolling if sampling else 0):
         yield each, Weights(stage.judges[each.kind].graph)
     if sampling and sampling.used_by(stage):
+        assert decoding is not None  # the weights of this generator
         for each in sampling.programs(stage):
             yield each, weights if each.kind in CHECKS else decoding

@@ -19,7 +19,7 @@ hosts as a pair of transfers, `send` and `recv`. The pair counts as one collecti
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rl.plan import hlo_text
@@ -103,7 +103,9 @@ class Program:
     inside another one counts once. occupancy: share of the rows of ragged dots that belong to a group.
     """
 
-    def __init__(self, text: str, kernels: dict[str, int] | None = None, trip_count: int = 1, occupancy: float = 1.0):
+    def __init__(
+        self, text: str, kernels: Mapping[str, int] | None = None, trip_count: int = 1, occupancy: float = 1.0
+    ):
         self.kernels, self.trip_count, self.occupancy = kernels or {}, trip_count, occupancy
         self.computations, self.entry = hlo_text.parse(text)
 

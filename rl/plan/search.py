@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rl.config import yaml_tree
 from rl.config.run import RunConfig
@@ -49,7 +50,8 @@ def search(config: RunConfig, target: Target, most: int) -> SearchResult:
     Each compilation corrects the estimates of the others. After a choice that does not fit, no larger choice on the
     same mesh is tried. Raises ConfigError if the memory of a device is unknown or no mesh is possible.
     """
-    if target.memory is None:
+    memory = target.memory
+    if memory is None:
         raise ConfigError("--search: the memory of these devices is not known; give it in GiB with --memory")
     everything = [(change, made, size) for change, size in _changes(config, target) if (made := change.of(config))]
     costs = estimated([made for _, made, _ in everything], target)
@@ -61,12 +63,12 @@ def search(config: RunConfig, target: Target, most: int) -> SearchResult:
         raise ConfigError(
             f"--search: no mesh of {target.inside(config)} devices can be: {next(iter(costs), 'none divides them')}"
         )
-    left = [choice for choice in choices.values() if choice.costs.resident <= target.memory]
+    left = [choice for choice in choices.values() if choice.costs.resident <= memory]
     pruned, tried, corrections = len(choices) - len(left), [], {}
 
     def rank(choice: Choice) -> tuple:
         needs = choice.costs.needs(corrections)
-        return (0, choice.costs.seconds) if needs <= target.memory else (1, needs)
+        return (0, choice.costs.seconds) if needs <= memory else (1, needs)
 
     while left and len(tried) < most:
         some: list[Choice] = []
@@ -106,7 +108,7 @@ def as_yaml(change: Change) -> str:
     tree: dict = {}
     for key, value in change.settings.items():
         *path, last = (int(part) if part.isdecimal() else part for part in key.split("."))
-        node = tree
+        node: Any = tree
         for part in path:
             node = node.setdefault(part, {})
         node[last] = value

@@ -84,7 +84,7 @@ class Topology:
 
         try:
             one = self.name.removeprefix(f"{self.slices}x")
-            more = {"num_slices": self.slices} if self.slices > 1 else {}
+            more: dict[str, Any] = {"num_slices": self.slices} if self.slices > 1 else {}
             if one.startswith("v4:"):  # jax makes no mesh of single cores, which libtpu describes by default
                 more["chip_config_name"] = "megacore"
             return list(topologies.get_topology_desc(one, platform="tpu", **more).devices)

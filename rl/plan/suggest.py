@@ -40,6 +40,8 @@ def suggestions(
     Compiles at most `most` changes, two at a time. Skips a change whose resident bytes alone are too many. Starts with
     changes that fit by the estimate.
     """
+    memory = target.memory
+    assert memory is not None  # with unknown memory every program fits
     failed = [each for each in reports if not target.fits(each)]
     names, knobs = [each.name for each in failed], _knobs(config, target)
     left, several = _candidates(config, target, failed, knobs), False
@@ -48,11 +50,11 @@ def suggestions(
     }
     fitting: list[tuple[Change, Attempt]] = []
     while most > 0 and len(fitting) < ENOUGH:
-        if not several and not any(each.needs <= target.memory and not each.change.results for each in left):
+        if not several and not any(each.needs <= memory and not each.change.results for each in left):
             # No single change is enough: combinations come before changes of results.
             several, both = True, _candidates(config, target, failed, [changes.together(list(single.values()))])
             left += [replace(each, knob=SEVERAL) for each in both]
-        some = _next(left, target.memory, min(AT_A_TIME, most))
+        some = _next(left, memory, min(AT_A_TIME, most))
         if not some:
             break
         most -= len(some)
