@@ -142,7 +142,8 @@ def _report(planned: Planned, topology: Topology, dump: Path, cache: Path | None
         "non_argument": planned.non_argument,
         "times": planned.times,
     }
-    return Report(**fields | counted)
+    fields |= counted
+    return Report(**fields)
 
 
 def _key(lowered: jax.stages.Lowered, topology: Topology, planned: Planned) -> str:

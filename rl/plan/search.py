@@ -96,7 +96,8 @@ def _changes(config: RunConfig, target: Target) -> Iterator[tuple[Change, tuple[
         for part in parts:
             rows = [-(-each // part) for each in rows_of_stages]
             for number, remat in enumerate(policies):
-                settings = {f"mesh.{axis}": size for axis, size in mesh.items()} | {"model.remat": remat}
+                settings: dict[str, Any] = {f"mesh.{axis}": size for axis, size in mesh.items()}
+                settings["model.remat"] = remat
                 if config.model.remat_tensors and remat != "custom":
                     settings["model.remat_tensors"] = {}
                 settings |= {f"stages.{i}.micro_batch": each for i, each in enumerate(rows)}
