@@ -89,9 +89,10 @@ def test_the_program_that_lays_weights_out_is_planned_and_its_copy_counted(plan)
     assert laid["grpo: update"] == found["grpo: update"], "the copy is dropped before"
     reshard, decode = laid["grpo: reshard"], "grpo: decode a token"
     assert reshard["times"] == 1 and reshard["exchanged"] and reshard["outputs"] > 0 and "grpo: reshard" not in found
-    assert laid[decode]["non_argument"] + laid[decode]["arguments"] > found[decode]["non_argument"] + found[decode]["arguments"], (
-        "it is beside"
-    )
+    assert (
+        laid[decode]["non_argument"] + laid[decode]["arguments"]
+        > found[decode]["non_argument"] + found[decode]["arguments"]
+    ), "it is beside"
 
 
 def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
@@ -111,7 +112,9 @@ def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
     assert found["arguments"] == held + read
     estimated = Estimator(jax.devices()[:1], None, None)(config)
     assert estimated["sft: update"].resident == held, "what lies there all the time is known without compiling"
-    assert estimated["grpo: prefill"].resident == estimated["grpo: update"].resident > 1.3 * held, "a reference, and the cache"
+    assert estimated["grpo: prefill"].resident == estimated["grpo: update"].resident > 1.3 * held, (
+        "a reference, and the cache"
+    )
 
 
 def test_a_run_says_what_its_own_programs_take_and_a_plan_had_said_so(plan, tmp_path):

@@ -210,7 +210,9 @@ def test_a_copy_of_weights_that_is_dropped_lies_beside_rollouts_only(tmp_path):
         made = config(tmp_path, *more)
         costs = Estimator(jax.devices()[:1], None, None)(made)
         every = {each.kind: each for each in programs(made, build.on_mesh(made, jax.devices()[:1]), None)}
-        assert {name: cost.resident for name, cost in costs.items()} == {each.name: each.resident for each in every.values()}
+        assert {name: cost.resident for name, cost in costs.items()} == {
+            each.name: each.resident for each in every.values()
+        }
         return every
 
     quantised = "generator.weights=int8"
