@@ -19,6 +19,7 @@ PROMPT_TOKENS = 32
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=3)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 
 def measure(name: str, batch: int, new: int, repeats: int) -> Row:
+    """Measures both programs in turns."""
     import numpy as np
 
     from policy import create, families

@@ -29,6 +29,7 @@ PROMPT_TOKENS = 32
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=3)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 
 def measure(name: str, models: tuple, batch: int, options) -> list[Row]:
-    """A row for each peer; the share of the bound in the note."""
+    """Returns a row for each peer, with the share of the bound in the note."""
     import numpy as np
     import torch
     from plain_loop import PlainLoop

@@ -50,12 +50,13 @@ TEXTS = [f"prompt number {i}:".ljust(16 + 2 * i, ".") for i in range(PROMPTS)]
 
 
 def stop_ids(vocabulary: int) -> list[int]:
-    """The end of sequence of the tokenizer, and the last ids."""
+    """Returns the end of sequence of the tokenizer, and the last ids."""
     count = round(vocabulary / 40)
     return [2, *range(vocabulary - count + 1, vocabulary)]
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=5)
     parser.add_argument("--peers", nargs="+", choices=list(NAMES), default=list(NAMES))
     options = parse(parser, argv)
@@ -101,7 +102,7 @@ def show(name: str, peer: str, mine: Sequence[dict], others: Sequence[dict]) -> 
 
 @contextmanager
 def process(role: str, *given):
-    """A function that has a new process take one step, and gives what it says of it."""
+    """Yields a function that makes a new process take one step and returns its report."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     child = context.Process(target=serve, args=(role, *given, far))
@@ -121,7 +122,7 @@ def process(role: str, *given):
 
 
 def serve(role: str, directory: str, turns: int, threads: int | None, pipe) -> None:
-    """A process that takes its steps as it is told to."""
+    """Takes one step per request of the parent process."""
     if threads and role != "duet":
         import torch
 
@@ -146,25 +147,11 @@ class Turns:
         self._pipe.send({"step": seconds, "memory": memory} | more)
 
 
-def duet_steps(directory: str, turns: int, told: Turns) -> None:
-    import jax
-    import jax.numpy as jnp
-
-    import policy
-    import rl.algorithms
-    from policy.config import Runtime
-    from rewards import Runner, RunnerOptions
+def grpo_stage():
+    """Returns the options of the stage, as rl.config.run.StageOptions."""
     from rl.config.run import StageOptions
-    from rl.data.datasets import Example
-    from rl.stages import rollouts
-    from rl.training.trainer import Trainer
-    from rollout import Generator, SamplingParams
-    from rollout.text import chat
-    from rollout.text.tokenizer import byte_level
 
-    model = policy.load(directory, runtime=Runtime(remat="none", scan=False))
-    tokenizer, reward = byte_level(), f"{Path(__file__).with_name('letters.py')}:letters"
-    stage = StageOptions.model_validate(
+    return StageOptions.model_validate(
         {
             "algorithm": "grpo",
             "steps": 1000,
@@ -174,8 +161,28 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
             "sampling": {"max_new_tokens": NEW_TOKENS},
         }
     )
+
+
+def duet_steps(directory: str, turns: int, told: Turns) -> None:
+    """Takes the steps of Duet."""
+    import jax
+    import jax.numpy as jnp
+
+    import policy
+    import rl.algorithms
+    from policy.config import Runtime
+    from rewards import Runner, RunnerOptions
+    from rl.data.datasets import Example
+    from rl.stages import rollouts
+    from rl.training.trainer import Trainer
+    from rollout import Generator, SamplingParams
+    from rollout.text import chat
+    from rollout.text.tokenizer import byte_level
+
+    model = policy.load(directory, runtime=Runtime(remat="none", scan=False))
+    tokenizer, reward = byte_level(), f"{Path(__file__).with_name('letters.py')}:letters"
     algorithm = rl.algorithms.get("grpo")
-    trainer = Trainer(model.graph, stage, algorithm)
+    trainer = Trainer(model.graph, grpo_stage(), algorithm)
     state = trainer.start(model.params, seed=0)
     problems = [rollouts.Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS]
     max_length = max(len(problem.ids) for problem in problems) + NEW_TOKENS
@@ -220,6 +227,7 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
 
 
 def plain_steps(directory: str, turns: int, told: Turns) -> None:
+    """Takes the steps of the plain loop."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -270,6 +278,7 @@ def plain_steps(directory: str, turns: int, told: Turns) -> None:
 
 
 def trl_steps(directory: str, turns: int, told: Turns) -> None:
+    """Takes the steps of TRL."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback

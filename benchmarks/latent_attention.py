@@ -41,6 +41,7 @@ class Case:
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="turns of each program (default 3)")
     parser.add_argument("--slots", type=int, default=4)
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 
 def layer_of(case: Case):
-    """(MultiHeadLatentAttention, Runtime) with random float32 weights."""
+    """Returns (MultiHeadLatentAttention, Runtime) with random float32 weights."""
     from flax import nnx
 
     from policy.attention.mla import MultiHeadLatentAttention
@@ -77,7 +78,7 @@ def layer_of(case: Case):
 
 
 def loop(layer, case: Case, attention):
-    """() -> the outputs [STEPS, slots, HIDDEN] of decoding, as a program that waits. `attention(layer, x, step,
+    """Returns a function () -> the outputs [STEPS, slots, HIDDEN] of decoding, as a program that waits. `attention(layer, x, step,
     arrays)` gives (output [slots, 1, HIDDEN], arrays); `arrays` is the cache, by name."""
     import jax
     import jax.numpy as jnp
@@ -119,7 +120,7 @@ def absorbed(layer, x, step, arrays):
 
 
 def over_expanded(layer, x, step, arrays):
-    """The same layer with keys and values of every head in the cache."""
+    """Computes the same layer with keys and values of every head in the cache."""
     import jax.numpy as jnp
 
     from policy.attention.dot_product_attention import Mask, attend
@@ -197,7 +198,7 @@ def weight_bytes(layer) -> int:
 
 
 def gap(row: Row, weights: int, caches: Sequence[int], rate: float) -> str:
-    """The bytes that a step of both must read, and how many times longer it takes than reading them."""
+    """Returns the bytes that a step of both must read, and how many times longer it takes than reading them."""
     sides = []
     for seconds, cache in zip((row.ours, row.theirs), caches, strict=True):
         floor = (weights + cache) / rate

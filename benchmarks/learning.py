@@ -10,8 +10,7 @@ strictly on-policy update, AdamW, a constant learning rate after ten steps, no K
   first learns alone; those samples come on top and are printed.
 - Accuracy is greedy, on 768 sums that occur in no prompt, by one program for all: TRL's weights are read by Duet.
 - Seconds are those of the steps: sampling, reward, update, and what is compiled in them. Each also has its time for
-  starting, which is printed next to them; evaluations and snapshots count for neither. Two programs never run at the same
-  time.
+  starting, which is printed next to them; evaluations and snapshots count for neither. Two programs never run at once.
 
     pip install -e '.[test]'
     python benchmarks/learning.py --out benchmarks/learning.json           # measures, and stores the curves
@@ -56,6 +55,7 @@ MARKS = 6  # accuracies of a curve
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=150)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def configuration(directory: Path, model: Path, seed: int, stage: dict) -> dict:
-    """A run of one stage from the weights in `model`."""
+    """Makes a run of one stage from the weights in `model`."""
     return {
         "run": {"dir": str(directory), "checkpoint_every": 0, "log_every": 1000},
         "seed": seed,
@@ -120,7 +120,7 @@ def train(config: dict) -> tuple[list[dict], float]:
 
 
 def first_weights(scratch: Path, seed: int) -> Path:
-    """A directory with weights that SFT has taught to add, some of the time."""
+    """Makes a directory with weights that SFT has taught to add, some of the time."""
     import policy
     from policy import families
 
@@ -144,7 +144,7 @@ def first_weights(scratch: Path, seed: int) -> Path:
 
 
 def duet(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict:
-    """A run of Duet, and its curve by the number of samples."""
+    """Runs Duet and returns its curve by the number of samples."""
     every = max(1, steps // MARKS)
     warm = ALGORITHMS[method].get("critic_warmup", 0)
     stage = {
@@ -182,7 +182,7 @@ def duet(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict
 
 
 def trl(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict:
-    """A run of TRL's GRPOTrainer in a process of its own, and its curve."""
+    """Runs TRL's GRPOTrainer in a process of its own and returns its curve."""
     directory = scratch / "trl"
     directory.mkdir()
     (directory / "start").symlink_to(start)
@@ -214,7 +214,7 @@ def trl(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict:
 
 
 def trl_run(directory: Path, seed: int, steps: int) -> None:
-    """The TRL process: trains, and leaves weights at the marks and the seconds of each step."""
+    """Trains in the TRL process; writes weights at the marks and the seconds of each step."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -275,7 +275,7 @@ def problems(split: str):
 
 
 def accuracy(directories: Sequence[Path]) -> list[float]:
-    """Greedy accuracy of the weights in each directory on the held-out problems."""
+    """Returns the greedy accuracy of the weights in each directory on the held-out problems."""
     import policy
     from rewards.exact_answer import exact_answer
     from rollout import Generator, SamplingParams
@@ -303,7 +303,7 @@ def line(one: dict) -> str:
 
 
 def report(measured: Sequence[dict]) -> str:
-    """A table of the means over seeds: accuracy along the way and at the end, seconds, and their ratio to TRL's."""
+    """Formats a table of means over seeds: accuracy by samples, seconds, and their ratio to TRL's."""
     methods = list(dict.fromkeys(each["method"] for each in measured))
     rows, base = [], None
     for method in sorted(methods, key=lambda name: name != TRL):
@@ -326,7 +326,7 @@ def report(measured: Sequence[dict]) -> str:
 
 
 def drawing(measured: Sequence[dict]) -> str:
-    """An SVG picture: accuracy, mean over seeds, by the seconds of all steps so far, mean over seeds."""
+    """Returns an SVG picture: accuracy, mean over seeds, by the seconds of all steps so far, mean over seeds."""
     W, H, LEFT, FOOT = 640, 360, 46, 34
     colours = dict(zip((TRL, *ALGORITHMS), ("#777777", "#1f77b4", "#2ca02c", "#d62728", "#9467bd"), strict=True))
     runs = {name: [each["curve"] for each in measured if each["method"] == name] for name in colours}
@@ -363,7 +363,7 @@ def drawing(measured: Sequence[dict]) -> str:
 
 
 def at(curve: Sequence[Sequence[float]], samples: float) -> float:
-    """Accuracy of the last evaluation up to this number of samples."""
+    """Returns the accuracy of the last evaluation up to this number of samples."""
     return [mark[2] for mark in curve if mark[0] <= samples + 1e-6][-1]
 
 

@@ -22,6 +22,7 @@ SPREAD = 1.0  # of the logarithm
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=3)
     parser.add_argument("--requests", type=int, default=REQUESTS)
     options = parse(parser, argv)
@@ -41,6 +42,7 @@ def lengths(requests: int) -> list[int]:
 
 
 def measure(name: str, model, requests: int, repeats: int) -> Row:
+    """Measures both programs in turns."""
     import numpy as np
 
     from rollout import Generator, SamplingParams

@@ -31,7 +31,7 @@ LENGTHS = (12, 70)
 
 
 def differences(kind: str, keys: dict) -> list[float]:
-    """The largest difference at each of LENGTHS."""
+    """Returns the largest difference at each of LENGTHS."""
     theirs = oracle(kind, **keys)
     with tempfile.TemporaryDirectory() as directory:
         ours = policy.load(saved(theirs, directory))
@@ -40,11 +40,12 @@ def differences(kind: str, keys: dict) -> list[float]:
 
 
 def models(kind: str) -> list[dict]:
-    """The configurations of this kind: the standard one and the variants."""
+    """Returns the configurations of this kind: the standard one and the variants."""
     return [KINDS[kind].standard, *(keys for name, keys in (tiny.VARIANTS | tiny.WIDE).values() if name == kind)]
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"one of {', '.join(KINDS)}; all by default")
     chosen = parser.parse_args(arguments).kinds

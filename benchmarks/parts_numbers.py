@@ -22,7 +22,7 @@ ACCEPTED = "speculative/accepted_per_step"
 
 
 def steps(directory: str, stage: str) -> list[dict[str, float]]:
-    """The metrics of the updates of a stage. Raises ValueError where there are none."""
+    """Returns the metrics of the updates of a stage. Raises ValueError if there are none."""
     file = Path(directory) / "events.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     rows_of_stage = [row["metrics"] for row in rows if row["stage"] == stage and row["step"] > 0]
@@ -32,7 +32,7 @@ def steps(directory: str, stage: str) -> list[dict[str, float]]:
 
 
 def tenths(grpo: list[dict[str, float]]) -> tuple[float, float]:
-    """Mean reward of the first and the last tenth of steps, at least one step each."""
+    """Returns the mean reward of the first and the last tenth of steps, at least one step each."""
     n = max(1, len(grpo) // 10)
     first, last = grpo[:n], grpo[-n:]
     return tuple(sum(step["reward/mean"] for step in part) / n for part in (first, last))
@@ -57,6 +57,7 @@ def look(directory: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR")
     parser.add_argument("--check", action="store_true", help="exit 1 unless the claims hold")

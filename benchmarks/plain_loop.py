@@ -22,7 +22,7 @@ class PlainLoop:
     of the program, one array for each fused projection of each layer."""
 
     def __init__(self, model, spec: dict, new_tokens: int):
-        """`spec`: keys of a Hugging Face configuration, as in benchmarks/models.py."""
+        """Takes `spec`: keys of a Hugging Face configuration, as in benchmarks/models.py."""
         self._spec, self._new = spec, new_tokens
         self._weights = _weights({path: np.asarray(array) for path, array in model.params.items()}, spec)
         self._program = jax.jit(self._generate)
@@ -48,7 +48,7 @@ class PlainLoop:
 
 
 def _weights(params: dict[str, np.ndarray], spec: dict) -> dict:
-    """One array for each product of each layer."""
+    """Returns one array for each product of each layer."""
 
     def layer(r: int) -> dict:
         w = {
@@ -81,7 +81,7 @@ def _weights(params: dict[str, np.ndarray], spec: dict) -> dict:
 
 
 def _forward(weights, tokens_BT, cache, start, spec: dict) -> tuple[jax.Array, list]:
-    """(the likeliest token after the last one int32[B], cache) for tokens at positions start, start + 1, ..."""
+    """Returns (the likeliest token after the last one int32[B], cache) for tokens at positions start, start + 1, ..."""
     norm = partial(_norm, eps=spec.get("rms_norm_eps", 1e-6))
     B, T = tokens_BT.shape
     H, K, D = spec["num_attention_heads"], spec["num_key_value_heads"], spec["head_dim"]

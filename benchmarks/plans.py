@@ -50,6 +50,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def main() -> None:
+    """Runs the benchmark from the command line."""
     if sys.argv[1:2] == ["--shipped"]:
         shipped(set(sys.argv[2:]) or {name for name, _ in SHIPPED})
     else:

@@ -21,6 +21,7 @@ KINDS = ("int8", "int4", "fp8")
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, [*MODELS, "latent"], repeats=3)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--batch", type=int, default=8)
@@ -45,6 +46,7 @@ def created(name: str):
 
 
 def measure(name: str, model, parts: dict[str, str], options) -> Row:
+    """Measures both programs in turns."""
     import numpy as np
 
     from rollout import Generator, GeneratorOptions, SamplingParams

@@ -44,12 +44,12 @@ class Result:
 
     @property
     def gain(self) -> float:
-        """Accuracy after the last step of GRPO less that before its first."""
+        """Returns the accuracy gained by GRPO: after its last step less before its first."""
         evaluations = self.of("grpo")
         return evaluations[-1][1] - evaluations[0][1]
 
     def quarters(self) -> tuple[float | None, float | None]:
-        """Mean accuracy of GRPO's third and fourth quarter of steps; None for one without an evaluation."""
+        """Returns the mean accuracy of GRPO's third and fourth quarter of steps; None for one without an evaluation."""
         evaluations = self.of("grpo")
         steps = evaluations[-1][0]
         third = [accuracy for step, accuracy in evaluations if 0.5 * steps < step <= 0.75 * steps]
@@ -82,7 +82,7 @@ def report(result: Result) -> str:
 
 
 def shortfalls(results: Sequence[Result]) -> list[str]:
-    """What is missing of the claims at the top of this file, a line each."""
+    """Lists the unmet claims at the top of this file, one line each."""
     problems = []
     for result in results:
         if not AFTER_SFT[0] <= result.after_sft <= AFTER_SFT[1]:
@@ -107,6 +107,7 @@ def shortfalls(results: Sequence[Result]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR")
     parser.add_argument("--check", action="store_true", help="exit 1 unless the claims hold")

@@ -31,6 +31,7 @@ class Cost:
 
 
 def main(argv: Sequence[str] | None = None) -> list[Cost]:
+    """Runs the benchmark from the command line."""
     from policy import remat
 
     policies = [name for name in remat.NAMES if name != "custom"]
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> list[Cost]:
 
 
 def measure(name: str, shape: tuple[int, int], policies: Sequence[str], repeats: int) -> list[Cost]:
-    """The least of `repeats` times of each policy, in turns."""
+    """Returns the least of `repeats` times of each policy, in turns."""
     import jax
     import numpy as np
 
@@ -79,7 +80,7 @@ def measure(name: str, shape: tuple[int, int], policies: Sequence[str], repeats:
 
 
 def loss(graph, tokens):
-    """The mean negative log-probability as a function of the weights."""
+    """Returns the mean negative log-probability as a function of the weights."""
     from policy import modes
 
     step = modes.make_step(tokens)

@@ -25,6 +25,7 @@ WAYS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=1)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=128)

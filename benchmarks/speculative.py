@@ -29,6 +29,7 @@ NEW_TOKENS, ROWS, LENGTH = 64, 32, 64
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=3)
     parser.add_argument("--steps", type=int, default=400, help="SFT steps before anything is measured")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
@@ -53,7 +54,7 @@ def lines(count: int, seed: int) -> list[int]:
 
 
 def trained(name: str, steps: int):
-    """The model of that size with one module, after `steps` updates on rows of sums."""
+    """Trains a model of that size with one module for `steps` updates on rows of sums."""
     import rl.algorithms
     from policy import create, families
     from policy.config import Runtime
@@ -77,6 +78,7 @@ def trained(name: str, steps: int):
 
 
 def measure(name: str, model, batch: int, drafts: int, temperature: float, repeats: int) -> Row:
+    """Measures both programs in turns."""
     import numpy as np
 
     from rollout import Generator, GeneratorOptions, SamplingParams

@@ -26,6 +26,7 @@ RATE = 1e-4
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=3)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 
 def measure(name: str, models: tuple, shape: tuple[int, int], repeats: int) -> Row:
+    """Measures both programs in turns."""
     import numpy as np
 
     ours, theirs = models
@@ -52,7 +54,7 @@ def measure(name: str, models: tuple, shape: tuple[int, int], repeats: int) -> R
 
 
 def duet_update(model, tokens) -> Callable[[], float]:
-    """One update of a supervised stage; gives its loss."""
+    """Makes one update of a supervised stage and returns its loss."""
     import rl.algorithms
     from rl.config.run import StageOptions
     from rl.training.batch import pack
@@ -73,7 +75,7 @@ def duet_update(model, tokens) -> Callable[[], float]:
 
 
 def torch_update(model, tokens) -> Callable[[], float]:
-    """The same with transformers' own loss, which shifts the labels."""
+    """Makes the same update with transformers' own loss, which shifts the labels."""
     import torch
 
     ids = torch.from_numpy(tokens)
