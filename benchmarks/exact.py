@@ -1,8 +1,9 @@
-"""What `exact: true` costs: tokens per second of exact generation beside plain generation of the same prompts on the same weights.
+"""Measures the cost of `exact: true`: tokens per second of exact and of plain generation with the same prompts and
+weights.
 
-Both write the same number of tokens of prompts of 32, sampled at temperature 1; nothing ends a completion early. The note says how
-many of the decoder's tokens were not the exact ones, over all turns, and how many tokens the scoring programs computed for each one
-written.
+Both take prompts of 32 tokens and write the same number of tokens, sampled at temperature 1; nothing ends a completion
+early. The note says how many of the decoder's tokens were replaced, over all turns, and how many tokens the scoring
+programs computed per written token.
 
     python benchmarks/exact.py [--models 1m 25m] [--repeats 3] [--batches 1 8 64] [--new-tokens 128]
 """
@@ -18,6 +19,7 @@ PROMPT_TOKENS = 32
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=3)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -32,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 
 def measure(name: str, batch: int, new: int, repeats: int) -> Row:
+    """Measures both programs in turns."""
     import numpy as np
 
     from policy import create, families

@@ -1,14 +1,16 @@
-"""Tokens per second of generation, beside `transformers.generate` and beside a plain hand-written JAX loop on the same weights.
+"""Measures tokens per second of generation against `transformers.generate` and a plain JAX loop on the same weights.
 
-All take the same prompts of 32 tokens, one call for the whole batch, and write the same number of tokens greedily in float32;
-nothing ends a completion early. Duet has one slot for each prompt and also returns the log-probability of every token.
-transformers runs as it comes: eager, its dynamic cache, torch's own choice of threads. The plain loop is one jitted program
-(benchmarks/plain_loop.py). Prefill counts for all, compilation (the first calls) does not. `same` is the share of tokens on which
-Duet and the peer agree: less than all where two logits are closer than float32 rounding.
+All take the same prompts of 32 tokens, one call for the full batch, and write the same number of tokens greedily in
+float32; nothing ends a completion early. Duet has one slot for each prompt and also returns the log-probability of
+every token. transformers runs with its defaults: eager, its dynamic cache, torch's own choice of threads. The plain
+loop is one jitted program (benchmarks/plain_loop.py). Prefill counts for all, compilation (the first calls) does not.
+`same` is the share of tokens on which Duet and the peer agree: less than all where two logits are closer than float32
+rounding.
 
-The bound of a decoding step, measured in the same run, is the longer of two times: to read the weights and the live part of the
-cache once, at the rate of torch's matrix-vector product over as many bytes as the weights have (those of 1m stay in the
-processor's caches), and to multiply, 2 operations for each weight and row at the rate of its largest product.
+The bound of a decoding step, measured in the same run, is the longer of two times: to read the weights and the live
+part of the cache once, at the rate of torch's matrix-vector product over as many bytes as the weights have (those of 1m
+stay in the processor's caches), and to multiply, 2 operations for each weight and row at the rate of its largest
+product.
 
     python benchmarks/generate.py [--models 1m 25m] [--repeats 3] [--torch-threads 1] [--batches 1 8 64] [--new-tokens 128]
         [--tokens-per-dispatch 128]
@@ -27,6 +29,7 @@ PROMPT_TOKENS = 32
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=3)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -43,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 
 def measure(name: str, models: tuple, batch: int, options) -> list[Row]:
-    """A row for each peer; the share of the bound in the note."""
+    """Returns a row for each peer, with the share of the bound in the note."""
     import numpy as np
     import torch
     from plain_loop import PlainLoop
@@ -91,8 +94,8 @@ def measure(name: str, models: tuple, batch: int, options) -> list[Row]:
 
 
 def bound(spec: dict, weights: int, batch: int, live: float) -> float:
-    """Tokens per second that no program on this machine exceeds, with `live` tokens of each row in the cache. The embedding is
-    not read but for one row a token."""
+    """Tokens per second that no program on this machine exceeds, with `live` tokens of each row in the cache. The
+    embedding is not read but for one row a token."""
     import torch
 
     read = weights - spec["vocab_size"] * spec["hidden_size"]

@@ -1,24 +1,27 @@
-"""Seconds of one GRPO step, sampling, reward and update together, beside TRL's GRPOTrainer where `trl` is installed, and
-beside a plain loop over transformers and torch.
+"""Measures the seconds of one GRPO step (sampling, reward and update) against TRL's GRPOTrainer, if `trl` is installed,
+and against a plain loop over transformers and torch.
 
-All start from the same weights, take 8 prompts of 16 to 32 tokens, sample 8 completions of at most 64 tokens for each at
-temperature 1, score them with `letters` of letters.py, take advantages within the groups, and make one strictly on-policy update
-in float32: token aggregation, no KL term, gradients clipped at norm 1, AdamW, nothing recomputed.
+All start from the same weights, take 8 prompts of 16 to 32 tokens, sample 8 completions of at most 64 tokens for each
+at temperature 1, score them with `letters` of letters.py, take advantages within the groups, and make one strictly
+on-policy update in float32: token aggregation, no KL term, gradients clipped at norm 1, AdamW, nothing recomputed.
 
-Lengths are random: one token in 40 of the vocabulary ends a completion, the same ids for all. Of weights as random as these each
-token is as likely as any other, so completions have a mean of 32 tokens whoever samples them; the means that came out are printed.
+Lengths are random: one token in 40 of the vocabulary ends a completion, the same ids for all. Of weights as random as
+these each token is as likely as any other, so completions have a mean of 32 tokens whoever samples them; the means that
+came out are printed.
 
 - Duet calls the parts of `rl/run/loop.py`: generator, reward workers, batch, `Trainer.update`, with the layers unrolled
   (`benchmarks/train.py` says more).
-- TRL: `GRPOTrainer.train`, one step of it a turn, from the beginning of the step to its end. It decodes with transformers.
-- The plain loop: `generate`, the reward called in the process, one forward and backward pass of the 64 rows, one AdamW step.
-  It is the least that a program over transformers has to do.
+- TRL: `GRPOTrainer.train`, one step of it a turn, from the beginning of the step to its end. It decodes with
+  transformers.
+- The plain loop: `generate`, the reward called in the process, one forward and backward pass of the 64 rows, one AdamW
+  step. It is the least that a program over transformers has to do.
 
-Each runs in a process of its own, whose peak memory is printed, and takes a step when it is its turn. Compilation does not count:
-the first two steps of each are left out, and whatever Duet compiles later is in its seconds.
+Each runs in a process of its own, whose peak memory is printed, and takes a step when it is its turn. Compilation does
+not count: the first two steps of each are left out, and whatever Duet compiles later is in its seconds.
 
-The floor of the update is its arithmetic: 6 operations for each weight but the embedding's and each token that is not padding, at
-the rate of a product of two matrices of 2048 x 2048 in the same run. The share of it that Duet's update reaches is printed.
+The floor of the update is its arithmetic: 6 operations for each weight but the embedding's and each token that is not
+padding, at the rate of a product of two matrices of 2048 x 2048 in the same run. The share of it that Duet's update
+reaches is printed.
 
     python benchmarks/grpo.py [--models 1m 25m] [--repeats 5] [--peers trl plain] [--torch-threads 1]
 """
@@ -47,12 +50,13 @@ TEXTS = [f"prompt number {i}:".ljust(16 + 2 * i, ".") for i in range(PROMPTS)]
 
 
 def stop_ids(vocabulary: int) -> list[int]:
-    """The end of sequence of the tokenizer, and the last ids."""
+    """Returns the end of sequence of the tokenizer, and the last ids."""
     count = round(vocabulary / 40)
     return [2, *range(vocabulary - count + 1, vocabulary)]
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=5)
     parser.add_argument("--peers", nargs="+", choices=list(NAMES), default=list(NAMES))
     options = parse(parser, argv)
@@ -72,8 +76,8 @@ def measure(name: str, peer: str, options) -> Row:
         turns = options.repeats + WARM
         given = directory, turns, options.torch_threads
         with process("duet", *given) as ours, process(peer, *given) as other:
-            found = [(ours(), other()) for _ in range(turns)][WARM:]
-        mine, others = zip(*found, strict=True)
+            pairs = [(ours(), other()) for _ in range(turns)][WARM:]
+        mine, others = zip(*pairs, strict=True)
         show(name, peer, mine, others)
     return Row(name, NAMES[peer], 1, tuple(s["step"] for s in mine), tuple(s["step"] for s in others))
 
@@ -98,7 +102,7 @@ def show(name: str, peer: str, mine: Sequence[dict], others: Sequence[dict]) -> 
 
 @contextmanager
 def process(role: str, *given):
-    """A function that has a new process take one step, and gives what it says of it."""
+    """Yields a function that makes a new process take one step and returns its report."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     child = context.Process(target=serve, args=(role, *given, far))
@@ -118,7 +122,7 @@ def process(role: str, *given):
 
 
 def serve(role: str, directory: str, turns: int, threads: int | None, pipe) -> None:
-    """A process that takes its steps as it is told to."""
+    """Takes one step per request of the parent process."""
     if threads and role != "duet":
         import torch
 
@@ -137,31 +141,17 @@ class Turns:
         self._pipe.recv()
         self._began = time.perf_counter()
 
-    def done(self, found: dict) -> None:
-        """The step is over; `found` says more of it, and how long it took if that is not all since `wait`."""
+    def done(self, more: dict) -> None:
+        """Reports the end of a step. more: more numbers, and `step` if it took less time than since `wait`."""
         seconds, memory = time.perf_counter() - self._began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self._pipe.send({"step": seconds, "memory": memory} | found)
+        self._pipe.send({"step": seconds, "memory": memory} | more)
 
 
-def duet_steps(directory: str, turns: int, told: Turns) -> None:
-    import jax
-    import jax.numpy as jnp
-
-    import policy
-    import rl.algorithms
-    from policy.config import Runtime
-    from rewards import Runner, RunnerOptions
+def grpo_stage():
+    """Returns the options of the stage, as rl.config.run.StageOptions."""
     from rl.config.run import StageOptions
-    from rl.data.datasets import Example
-    from rl.stages import rollouts
-    from rl.training.trainer import Trainer
-    from rollout import Generator, SamplingParams
-    from rollout.text import chat
-    from rollout.text.tokenizer import byte_level
 
-    model = policy.load(directory, runtime=Runtime(remat="none", scan=False))
-    tokenizer, reward = byte_level(), f"{Path(__file__).with_name('letters.py')}:letters"
-    stage = StageOptions.model_validate(
+    return StageOptions.model_validate(
         {
             "algorithm": "grpo",
             "steps": 1000,
@@ -171,8 +161,28 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
             "sampling": {"max_new_tokens": NEW_TOKENS},
         }
     )
+
+
+def duet_steps(directory: str, turns: int, told: Turns) -> None:
+    """Takes the steps of Duet."""
+    import jax
+    import jax.numpy as jnp
+
+    import policy
+    import rl.algorithms
+    from policy.config import Runtime
+    from rewards import Runner, RunnerOptions
+    from rl.data.datasets import Example
+    from rl.stages import rollouts
+    from rl.training.trainer import Trainer
+    from rollout import Generator, SamplingParams
+    from rollout.text import chat
+    from rollout.text.tokenizer import byte_level
+
+    model = policy.load(directory, runtime=Runtime(remat="none", scan=False))
+    tokenizer, reward = byte_level(), f"{Path(__file__).with_name('letters.py')}:letters"
     algorithm = rl.algorithms.get("grpo")
-    trainer = Trainer(model.graph, stage, algorithm)
+    trainer = Trainer(model.graph, grpo_stage(), algorithm)
     state = trainer.start(model.params, seed=0)
     problems = [rollouts.Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS]
     max_length = max(len(problem.ids) for problem in problems) + NEW_TOKENS
@@ -191,10 +201,10 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
     def step() -> dict:
         nonlocal state, count
         began = time.perf_counter()
-        found = rollouts.collect(rollouts.Source(generator, runner), problems, params, range(count, count + PROMPTS))
+        samples = rollouts.collect(rollouts.Source(generator, runner), problems, params, range(count, count + PROMPTS))
         count += PROMPTS
-        advantages = algorithm.advantages(found.scores.result().total.reshape(PROMPTS, SAMPLES))
-        batch = found.batch(max_length).replace(advantages=advantages.reshape(-1).astype("float32"))
+        advantages = algorithm.advantages(samples.scores.result().total.reshape(PROMPTS, SAMPLES))
+        batch = samples.batch(max_length).replace(advantages=advantages.reshape(-1).astype("float32"))
         before = time.perf_counter()
         state, metrics = trainer.update(state, batch)
         model.params = state.policy.params
@@ -202,7 +212,7 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
         ended = time.perf_counter()
         return {
             "step": ended - began,
-            "generation": found.seconds,
+            "generation": samples.seconds,
             "update": ended - before,
             "length": float(batch.mask.sum()) / len(batch.prompt),
             "packed": metrics["perf/packed_share"],
@@ -217,6 +227,7 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
 
 
 def plain_steps(directory: str, turns: int, told: Turns) -> None:
+    """Takes the steps of the plain loop."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -267,6 +278,7 @@ def plain_steps(directory: str, turns: int, told: Turns) -> None:
 
 
 def trl_steps(directory: str, turns: int, told: Turns) -> None:
+    """Takes the steps of TRL."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback

@@ -1,17 +1,18 @@
-"""Decoding with latent attention: over its cache as it is, and over what other frameworks keep or read.
+"""Measures decoding with latent attention over its own cache and over the caches of other frameworks.
 
-Absorbed against expanded: one layer with the heads of DeepSeek-V3 (128 of 128 + 64 dimensions, values of 128, latents of 512) on
-a small hidden size, so that attention is what is measured. Absorbed is Duet's layer: it keeps 576 numbers a token and multiplies
-queries and outputs by the expanding matrix. Expanded keeps keys and values, 128 * (128 + 64 + 128) = 40,960 numbers a token. Both
-use the same weights, the same projections and the same `attend`, and make the same output.
+Absorbed against expanded: one layer with the heads of DeepSeek-V3 (128 of 128 + 64 dimensions, values of 128, latents
+of 512) on a small hidden size, so that attention takes nearly all of the time. Absorbed is Duet's layer: it keeps 576
+numbers a token and multiplies queries and outputs by the expanding matrix. Expanded keeps keys and values, 128 * (128 +
+64 + 128) = 40,960 numbers a token. Both use the same weights, the same projections and the same `attend`, and make the
+same output.
 
-Gathered against masked: the same layer with the indexer of DeepSeek-V3.2 (64 heads of 128). Gathered reads the `topk` latents that
-were selected, masked reads all and masks the others. Both score every index key. With --heads, --index-heads and --topk smaller
-the crossing can be looked for.
+Selected against masked: the same layer with the indexer of DeepSeek-V3.2 (64 heads of 128). Selected gathers the `topk`
+latents that were selected, masked reads all and masks the others. Both score every index key. With --heads,
+--index-heads and --topk smaller you can look for the crossing.
 
-Both sides decode in one compiled loop whose cache is carried in place. `floor` is the time to read once what a step must read (the
-layer's weights and the visible part of the cache) at the rate at which this machine sums a large array; `above` is how many times
-longer the step took: matrix products of so few rows, softmax, and the passes over scores.
+Both sides decode in one compiled loop whose cache is carried in place. `floor` is the time to read once what a step
+must read (the layer's weights and the visible part of the cache) at the rate at which this machine sums a large array;
+`above` is how many times longer the step took: matrix products of so few rows, softmax, and the passes over scores.
 
     python benchmarks/latent_attention.py [--repeats 3] [--slots 4] [--lengths 256 1024] [--sparse-lengths 4096 16384] [--topk 2048]
 """
@@ -40,6 +41,7 @@ class Case:
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="turns of each program (default 3)")
     parser.add_argument("--slots", type=int, default=4)
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 
 def layer_of(case: Case):
-    """(MultiHeadLatentAttention, Runtime) with random float32 weights."""
+    """Returns (MultiHeadLatentAttention, Runtime) with random float32 weights."""
     from flax import nnx
 
     from policy.attention.mla import MultiHeadLatentAttention
@@ -76,8 +78,8 @@ def layer_of(case: Case):
 
 
 def loop(layer, case: Case, attention):
-    """() -> the outputs [STEPS, slots, HIDDEN] of decoding, as a program that waits. `attention(layer, x, step, arrays)` gives
-    (output [slots, 1, HIDDEN], arrays); `arrays` is the cache, by name."""
+    """Returns a function () -> the outputs [STEPS, slots, HIDDEN] of decoding, as a program that waits. `attention(layer, x, step,
+    arrays)` gives (output [slots, 1, HIDDEN], arrays); `arrays` is the cache, by name."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -118,7 +120,7 @@ def absorbed(layer, x, step, arrays):
 
 
 def over_expanded(layer, x, step, arrays):
-    """The same layer with keys and values of every head in the cache."""
+    """Computes the same layer with keys and values of every head in the cache."""
     import jax.numpy as jnp
 
     from policy.attention.dot_product_attention import Mask, attend
@@ -139,7 +141,7 @@ def over_expanded(layer, x, step, arrays):
 
 
 def expanded(case: Case, repeats: int, rate: float) -> Row:
-    """Absorbed decoding beside decoding over expanded keys and values of the same tokens."""
+    """Measures absorbed decoding against decoding over expanded keys and values of the same tokens."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -160,7 +162,7 @@ def expanded(case: Case, repeats: int, rate: float) -> Row:
 
 
 def masked(case: Case, repeats: int, rate: float) -> Row:
-    """Decoding over the selected latents beside decoding over all of them with a mask."""
+    """Measures decoding over the selected latents against decoding over all latents with a mask."""
     import jax
     import numpy as np
 
@@ -176,13 +178,13 @@ def masked(case: Case, repeats: int, rate: float) -> Row:
         }
 
     ours, theirs, chosen = loop(layer, case, absorbed), loop(layer, case, absorbed), sparse_attention._gathers
-    found = ours(cache())
+    selected = ours(cache())
     try:
         sparse_attention._gathers = lambda *_: False
-        same = np.abs(np.asarray(found) - np.asarray(theirs(cache()))).max()
+        same = np.abs(np.asarray(selected) - np.asarray(theirs(cache()))).max()
     finally:
         sparse_attention._gathers = chosen
-    row = Row(f"gathered {case.topk}, {case.slots} x {case.length}", "masked", STEPS, *in_turns(ours, theirs, repeats))
+    row = Row(f"selected {case.topk}, {case.slots} x {case.length}", "masked", STEPS, *in_turns(ours, theirs, repeats))
     index, latents = (case.slots * case.length * dim * 4 for dim in (128, LATENT + ROTATED))
     sizes = index + latents * min(case.topk, case.length) // case.length, index + latents
     return replace(row, note=f"{gap(row, weight_bytes(layer), sizes, rate)}; differ by {same:.0e}")
@@ -196,7 +198,7 @@ def weight_bytes(layer) -> int:
 
 
 def gap(row: Row, weights: int, caches: Sequence[int], rate: float) -> str:
-    """The bytes that a step of both must read, and how many times longer it takes than reading them."""
+    """Returns the bytes that a step of both must read, and how many times longer it takes than reading them."""
     sides = []
     for seconds, cache in zip((row.ours, row.theirs), caches, strict=True):
         floor = (weights + cache) / rate

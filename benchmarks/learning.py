@@ -1,16 +1,16 @@
-"""Learning beside TRL: held-out accuracy on sums by the number of samples, and the seconds that it took.
+"""Compares learning with TRL: held-out accuracy on sums by the number of samples, and the seconds.
 
-For each seed a decoder of a million random weights (`1m` of models.py) first learns by SFT to add two to eight numbers one after
-the other, `6+5+4=11+4=15`, until three in ten sums come out right: completions of 2 to 90 tokens, 16 on average, as long sums are
-rare. From these weights Duet (`rl-train`) and TRL's GRPOTrainer go on, on the same task, with the same reward, learning rate,
-optimizer and numbers of prompts and samples: 16 prompts of 4 samples a step, one strictly on-policy update, AdamW, a constant
-learning rate after ten steps, no KL term, gradients clipped at norm 1.
+For each seed a decoder of a million random weights (`1m` of models.py) first learns by SFT to add two to eight numbers
+one after the other, `6+5+4=11+4=15`, until three in ten sums come out right: completions of 2 to 90 tokens, 16 on
+average, as long sums are rare. From these weights Duet (`rl-train`) and TRL's GRPOTrainer go on, on the same task, with
+the same reward, learning rate, optimizer and numbers of prompts and samples: 16 prompts of 4 samples a step, one
+strictly on-policy update, AdamW, a constant learning rate after ten steps, no KL term, gradients clipped at norm 1.
 
-- Samples are counted as they are drawn: dynamic sampling (DAPO) draws more in a step, so it ends sooner. PPO's critic first learns
-  alone; those samples come on top and are printed.
+- Samples are counted as they are drawn: dynamic sampling (DAPO) draws more in a step, so it ends sooner. PPO's critic
+  first learns alone; those samples come on top and are printed.
 - Accuracy is greedy, on 768 sums that occur in no prompt, by one program for all: TRL's weights are read by Duet.
-- Seconds are those of the steps: sampling, reward, update, and what is compiled in them. Each also has its time for starting, which
-  is printed beside them; evaluations and snapshots count for neither. Two programs never run at the same time.
+- Seconds are those of the steps: sampling, reward, update, and what is compiled in them. Each also has its time for
+  starting, which is printed next to them; evaluations and snapshots count for neither. Two programs never run at once.
 
     pip install -e '.[test]'
     python benchmarks/learning.py --out benchmarks/learning.json           # measures, and stores the curves
@@ -55,6 +55,7 @@ MARKS = 6  # accuracies of a curve
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=150)
@@ -70,26 +71,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         directory, seed, steps = options.trl_process
         return trl_run(Path(directory), int(seed), int(steps))
     if options.show:
-        found = json.loads(options.show.read_text())
+        measured = json.loads(options.show.read_text())
         if options.svg:
-            options.svg.write_text(drawing(found))
-        return print(report(found))
-    found = json.loads(options.out.read_text()) if options.out and options.out.exists() else []
+            options.svg.write_text(drawing(measured))
+        return print(report(measured))
+    measured = json.loads(options.out.read_text()) if options.out and options.out.exists() else []
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as scratch:
             start = first_weights(Path(scratch), seed)
             for method in options.methods:
                 measure = trl if method == TRL else duet
-                found = [each for each in found if (each["method"], each["seed"]) != (method, seed)]
-                found.append(measure(method, Path(scratch), start, seed, options.steps))
-                print(line(found[-1]), flush=True)
+                measured = [each for each in measured if (each["method"], each["seed"]) != (method, seed)]
+                measured.append(measure(method, Path(scratch), start, seed, options.steps))
+                print(line(measured[-1]), flush=True)
                 if options.out:
-                    options.out.write_text(json.dumps(found, indent=1) + "\n")
-    return print(report(found))
+                    options.out.write_text(json.dumps(measured, indent=1) + "\n")
+    return print(report(measured))
 
 
 def configuration(directory: Path, model: Path, seed: int, stage: dict) -> dict:
-    """A run of one stage from the weights in `model`."""
+    """Makes a run of one stage from the weights in `model`."""
     return {
         "run": {"dir": str(directory), "checkpoint_every": 0, "log_every": 1000},
         "seed": seed,
@@ -119,7 +120,7 @@ def train(config: dict) -> tuple[list[dict], float]:
 
 
 def first_weights(scratch: Path, seed: int) -> Path:
-    """A directory with weights that SFT has taught to add, some of the time."""
+    """Makes a directory with weights that SFT has taught to add, some of the time."""
     import policy
     from policy import families
 
@@ -143,7 +144,7 @@ def first_weights(scratch: Path, seed: int) -> Path:
 
 
 def duet(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict:
-    """A run of Duet, and its curve by the number of samples."""
+    """Runs Duet and returns its curve by the number of samples."""
     every = max(1, steps // MARKS)
     warm = ALGORITHMS[method].get("critic_warmup", 0)
     stage = {
@@ -181,7 +182,7 @@ def duet(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict
 
 
 def trl(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict:
-    """A run of TRL's GRPOTrainer in a process of its own, and its curve."""
+    """Runs TRL's GRPOTrainer in a process of its own and returns its curve."""
     directory = scratch / "trl"
     directory.mkdir()
     (directory / "start").symlink_to(start)
@@ -204,8 +205,8 @@ def trl(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict:
         "method": method,
         "seed": seed,
         "curve": [
-            (step * PROMPTS * SAMPLES, round(spent[step], 2), found)
-            for step, found in zip(marks, accuracies, strict=True)
+            (step * PROMPTS * SAMPLES, round(spent[step], 2), accuracy)
+            for step, accuracy in zip(marks, accuracies, strict=True)
         ],
         "warm_up": [0, 0.0],
         "besides": round(wall - spent[-1] - told["saving"], 1),
@@ -213,7 +214,7 @@ def trl(method: str, scratch: Path, start: Path, seed: int, steps: int) -> dict:
 
 
 def trl_run(directory: Path, seed: int, steps: int) -> None:
-    """The TRL process: trains, and leaves weights at the marks and the seconds of each step."""
+    """Trains in the TRL process; writes weights at the marks and the seconds of each step."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -274,13 +275,13 @@ def problems(split: str):
 
 
 def accuracy(directories: Sequence[Path]) -> list[float]:
-    """Greedy accuracy of the weights in each directory on the held-out problems."""
+    """Returns the greedy accuracy of the weights in each directory on the held-out problems."""
     import policy
     from rewards.exact_answer import exact_answer
     from rollout import Generator, SamplingParams
     from rollout.text.tokenizer import characters, stop_ids
 
-    held_out, tokenizer, found = problems("eval")[:PROBLEMS], characters(ALPHABET), []
+    held_out, tokenizer, accuracies = problems("eval")[:PROBLEMS], characters(ALPHABET), []
     params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0, stop_token_ids=stop_ids(tokenizer))
     model = policy.load(str(directories[0]))
     generator = Generator(model, max_length=MAX_LENGTH, slots=PROMPTS * SAMPLES, tokenizer=tokenizer)
@@ -289,8 +290,8 @@ def accuracy(directories: Sequence[Path]) -> list[float]:
         prompts = [problem.prompt for problem in held_out]
         texts = [group[0].text for group in generator.generate(prompts, params)]
         scores = exact_answer(prompts, texts, answer=[problem.columns["answer"] for problem in held_out], **ANSWER)
-        found.append(statistics.mean(scores))
-    return found
+        accuracies.append(statistics.mean(scores))
+    return accuracies
 
 
 def line(one: dict) -> str:
@@ -301,34 +302,34 @@ def line(one: dict) -> str:
     )
 
 
-def report(found: Sequence[dict]) -> str:
-    """A table of the means over seeds: accuracy along the way and at the end, seconds, and their ratio to TRL's."""
-    methods = list(dict.fromkeys(each["method"] for each in found))
+def report(measured: Sequence[dict]) -> str:
+    """Formats a table of means over seeds: accuracy by samples, seconds, and their ratio to TRL's."""
+    methods = list(dict.fromkeys(each["method"] for each in measured))
     rows, base = [], None
     for method in sorted(methods, key=lambda name: name != TRL):
-        runs = [each for each in found if each["method"] == method]
+        runs = [each for each in measured if each["method"] == method]
         ends = [run["curve"][-1] for run in runs]
         tenths = [
             statistics.mean(at(run["curve"], share * ends[0][0]) for run in runs)
             for share in (0.0, 0.25, 0.5, 0.75, 1.0)
         ]
         seconds = statistics.mean(end[1] for end in ends)
-        whole = seconds + statistics.mean(run["besides"] + run["warm_up"][1] for run in runs)
-        base = base or (seconds, whole)
+        total = seconds + statistics.mean(run["besides"] + run["warm_up"][1] for run in runs)
+        base = base or (seconds, total)
         rows.append(
             f"| {method} | {len(runs)} | {ends[0][0]:,} | "
             + " | ".join(f"{value:.3f}" for value in tenths)
-            + f" | {seconds:.0f} | {seconds / base[0]:.2f} | {whole:.0f} | {whole / base[1]:.2f} |"
+            + f" | {seconds:.0f} | {seconds / base[0]:.2f} | {total:.0f} | {total / base[1]:.2f} |"
         )
     head = "| method | seeds | samples | at 0 | 25% | 50% | 75% | 100% | s of steps | share | s of all | share |"
     return "\n".join([head, "|---" * head.count(" | ") + "|---|", *rows])
 
 
-def drawing(found: Sequence[dict]) -> str:
-    """An SVG picture: accuracy, mean over seeds, by the seconds of all steps so far, mean over seeds."""
+def drawing(measured: Sequence[dict]) -> str:
+    """Returns an SVG picture: accuracy, mean over seeds, by the seconds of all steps so far, mean over seeds."""
     W, H, LEFT, FOOT = 640, 360, 46, 34
     colours = dict(zip((TRL, *ALGORITHMS), ("#777777", "#1f77b4", "#2ca02c", "#d62728", "#9467bd"), strict=True))
-    runs = {name: [each["curve"] for each in found if each["method"] == name] for name in colours}
+    runs = {name: [each["curve"] for each in measured if each["method"] == name] for name in colours}
     marks = {
         name: [tuple(statistics.mean(mark[i] for mark in same) for i in (1, 2)) for same in zip(*curves, strict=False)]
         for name, curves in runs.items()
@@ -362,7 +363,7 @@ def drawing(found: Sequence[dict]) -> str:
 
 
 def at(curve: Sequence[Sequence[float]], samples: float) -> float:
-    """Accuracy of the last evaluation up to this number of samples."""
+    """Returns the accuracy of the last evaluation up to this number of samples."""
     return [mark[2] for mark in curve if mark[0] <= samples + 1e-6][-1]
 
 

@@ -7,5 +7,5 @@ EXAMPLES = [
 
 
 def letters(prompts, completions, **_):
-    """Share of letters in the completion."""
+    """Returns the share of letters in the completion."""
     return [sum(c.isalpha() for c in text) / max(1, len(text)) for text in completions]

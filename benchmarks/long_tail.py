@@ -1,8 +1,11 @@
-"""Completions whose lengths nobody knows beforehand: how many of the rows that decoding computes make a token, and tokens per
-second, with the program moving down to fewer rows while the last completions drain, and with a fixed number of rows.
+"""Measures decoding of completions of unknown length: the share of computed rows that make a token, and tokens per
+second.
 
-256 requests of 32 prompt tokens over 32 slots. Lengths are drawn from a log-normal distribution with mean 32, cut at 256; the
-engine is told 256 for each. In both a slot is refilled when its completion ends.
+Compares the engine, which moves to programs of fewer rows while the last completions drain, with a fixed number of
+rows.
+
+256 requests of 32 prompt tokens over 32 slots. Lengths are drawn from a log-normal distribution with mean 32, cut at
+256; the engine is told 256 for each. In both a slot is refilled when its completion ends.
 
     python benchmarks/long_tail.py [--models 1m] [--repeats 3]
 """
@@ -20,6 +23,7 @@ SPREAD = 1.0  # of the logarithm
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=3)
     parser.add_argument("--requests", type=int, default=REQUESTS)
     options = parse(parser, argv)
@@ -39,6 +43,7 @@ def lengths(requests: int) -> list[int]:
 
 
 def measure(name: str, model, requests: int, repeats: int) -> Row:
+    """Measures both programs in turns."""
     import numpy as np
 
     from rollout import Generator, SamplingParams
@@ -57,7 +62,7 @@ def measure(name: str, model, requests: int, repeats: int) -> Row:
         def batch_sizes(self) -> tuple[int, ...]:
             return (self.slots,)
 
-    wanted = lengths(requests)
+    targets = lengths(requests)
     prompts = np.random.default_rng(1).integers(0, model.config.vocab_size, (requests, PROMPT_TOKENS)).tolist()
     params, useful = SamplingParams(max_new_tokens=LONGEST), {}
 
@@ -70,7 +75,7 @@ def measure(name: str, model, requests: int, repeats: int) -> Row:
         def run() -> None:
             before = dict(generator.engine.counts)
             generator.forget()
-            for i, (prompt, length) in enumerate(zip(prompts, wanted, strict=True)):
+            for i, (prompt, length) in enumerate(zip(prompts, targets, strict=True)):
                 request = Hidden(tuple(prompt), params, prompt_id=i)
                 request.length = length
                 generator.submit(request)
@@ -84,7 +89,7 @@ def measure(name: str, model, requests: int, repeats: int) -> Row:
 
     seconds = in_turns(runner(fixed=False), runner(fixed=True), repeats)
     note = f"rows that made a token: {useful[False]:.1%}, with fixed slots {useful[True]:.1%}"
-    return Row(f"{name}, {requests} requests", f"{SLOTS} fixed slots", sum(wanted), *seconds, note=note)
+    return Row(f"{name}, {requests} requests", f"{SLOTS} fixed slots", sum(targets), *seconds, note=note)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ MODELS = {
 
 @contextlib.contextmanager
 def pair(name: str, *, remat: str = "none", scan: bool = False) -> Iterator[tuple]:
-    """(model of Duet, model of transformers) with the same float32 weights, `MODELS[name]`.
+    """Returns (model of Duet, model of transformers) with the same float32 weights, `MODELS[name]`.
 
     `remat` and `scan` say how Duet trains it. transformers recomputes nothing, so the equal work is `none`.
     """

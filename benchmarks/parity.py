@@ -1,9 +1,11 @@
-"""Largest difference of float32 logits between Duet and `transformers`, for every family, over all tiny models of tests/tiny.
+"""Prints the largest difference of float32 logits between Duet and `transformers`, for every family, over all tiny
+models of tests/tiny.
 
     python benchmarks/parity.py [KIND ...]
 
-Weights are random and every constant tensor is perturbed; each model sees two rows of 12 and of 70 tokens. Prints one line for each
-kind: its oracle, the number of models, and the largest difference at either length. Takes about ten minutes on two cores.
+Weights are random and every constant tensor is perturbed; each model sees two rows of 12 and of 70 tokens. Prints one
+line for each kind: its oracle, the number of models, and the largest difference at either length. Takes about ten
+minutes on two cores.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ LENGTHS = (12, 70)
 
 
 def differences(kind: str, keys: dict) -> list[float]:
-    """The largest difference at each of LENGTHS."""
+    """Returns the largest difference at each of LENGTHS."""
     theirs = oracle(kind, **keys)
     with tempfile.TemporaryDirectory() as directory:
         ours = policy.load(saved(theirs, directory))
@@ -38,11 +40,12 @@ def differences(kind: str, keys: dict) -> list[float]:
 
 
 def models(kind: str) -> list[dict]:
-    """The configurations of this kind: the standard one and the variants."""
+    """Returns the configurations of this kind: the standard one and the variants."""
     return [KINDS[kind].standard, *(keys for name, keys in (tiny.VARIANTS | tiny.WIDE).values() if name == kind)]
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"one of {', '.join(KINDS)}; all by default")
     chosen = parser.parse_args(arguments).kinds
@@ -51,10 +54,10 @@ def main(arguments: list[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")
     print("| family | oracle | models | 12 tokens | 70 tokens |\n|---|---|---|---|---|")
     for kind in chosen or KINDS:
-        found = np.array([differences(kind, keys) for keys in models(kind)]).max(axis=0)
+        largest = np.array([differences(kind, keys) for keys in models(kind)]).max(axis=0)
         named = KINDS[kind].model or f"{kind}ForCausalLM"
         family = families.find({"architectures": [named]}).__name__.rpartition(".")[2]
-        print(f"| {family} | {named} | {len(models(kind))} | {found[0]:.1e} | {found[1]:.1e} |", flush=True)
+        print(f"| {family} | {named} | {len(models(kind))} | {largest[0]:.1e} | {largest[1]:.1e} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""What a careful user writes by hand: greedy generation by one dense Qwen3-shaped model, in one jitted program and nothing else.
-The engine of Duet is measured against it (benchmarks/generate.py): requests, slots, stops and log-probabilities should cost
+"""Generates greedily with one dense Qwen3-shaped model in one jitted program, as a careful user writes it by hand.
+
+benchmarks/generate.py measures the engine of Duet against it: requests, slots, stops and log-probabilities should cost
 nothing.
 
-B rows, P prompt tokens, N new tokens, T tokens of a call, C cache length, E hidden, H query heads, K key-value heads, D head
-dimension, I width of the feed-forward, V vocabulary.
+B rows, P prompt tokens, N new tokens, T tokens of a call, C cache length, E hidden, H query heads, K key-value heads, D
+head dimension, I width of the feed-forward, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import numpy as np
 
 
 class PlainLoop:
-    """`generate(prompts int[B, P]) -> int[B, N]` with the weights of a Duet model of benchmarks/models.py: float32, layers
-    unrolled, projections that read the same input fused, heads before tokens in the cache. Weights are arguments of the program,
-    one array for each fused projection of each layer."""
+    """`generate(prompts int[B, P]) -> int[B, N]` with the weights of a Duet model of benchmarks/models.py: float32,
+    layers unrolled, projections that read the same input fused, heads before tokens in the cache. Weights are arguments
+    of the program, one array for each fused projection of each layer."""
 
     def __init__(self, model, spec: dict, new_tokens: int):
-        """`spec`: keys of a Hugging Face configuration, as in benchmarks/models.py."""
+        """Takes `spec`: keys of a Hugging Face configuration, as in benchmarks/models.py."""
         self._spec, self._new = spec, new_tokens
         self._weights = _weights({path: np.asarray(array) for path, array in model.params.items()}, spec)
         self._program = jax.jit(self._generate)
@@ -47,7 +48,7 @@ class PlainLoop:
 
 
 def _weights(params: dict[str, np.ndarray], spec: dict) -> dict:
-    """One array for each product of each layer."""
+    """Returns one array for each product of each layer."""
 
     def layer(r: int) -> dict:
         w = {
@@ -70,17 +71,17 @@ def _weights(params: dict[str, np.ndarray], spec: dict) -> dict:
         }
 
     layers = [layer(r) for r in range(spec["num_hidden_layers"])]
-    whole = {
+    stacked = {
         "embed": params["embed_tokens"],
         "norm": params["norm.weight"],
         "head": params["lm_head"].T.copy(),
         "layers": layers,
     }
-    return jax.tree.map(jnp.asarray, whole)
+    return jax.tree.map(jnp.asarray, stacked)
 
 
 def _forward(weights, tokens_BT, cache, start, spec: dict) -> tuple[jax.Array, list]:
-    """(the likeliest token after the last one int32[B], cache) for tokens at positions start, start + 1, ..."""
+    """Returns (the likeliest token after the last one int32[B], cache) for tokens at positions start, start + 1, ..."""
     norm = partial(_norm, eps=spec.get("rms_norm_eps", 1e-6))
     B, T = tokens_BT.shape
     H, K, D = spec["num_attention_heads"], spec["num_key_value_heads"], spec["head_dim"]

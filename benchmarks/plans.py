@@ -1,8 +1,8 @@
-"""Memory of an sft update on TPU slices, as `rl plan` has it, beside MaxText's train step; or the shipped configurations on
-slices that they are meant for.
+"""Compares the memory of an sft update on TPU slices, by `rl plan`, with MaxText's train step; or plans the shipped
+configurations on the slices that they are meant for.
 
-MaxText's numbers are of its own `train_compile` (flash attention, pure FSDP) for the same model, slice, tokens of a chip, dtypes of
-weights and moments, and full recomputation, compiled by libtpu 0.0.51 under jax 0.10.2.
+MaxText's numbers come from its own `train_compile` (flash attention, pure FSDP) for the same model, slice, tokens per
+chip, dtypes of weights and moments, and full recomputation, compiled by libtpu 0.0.51 under jax 0.10.2.
 
     pip install libtpu          # a compilation takes 1 to 6 minutes on two cores
     python benchmarks/plans.py [llama3.1-8b ...]
@@ -26,7 +26,8 @@ from rl.plan.slices import TPUS
 from rl.reporting import chips
 
 FLOAT32 = {"dtype": "bfloat16", "param_dtype": "float32"}
-# (model and how it is computed, slice, mesh, tokens of a chip, dtype of moments) -> MaxText's GiB of arguments, temporaries, peak.
+# (model and how it is computed, slice, mesh, tokens of a chip, dtype of moments) -> MaxText's GiB of arguments,
+# temporaries, peak.
 CASES = (
     (({"source": "llama3.1-8b"} | FLOAT32), "v5e:4x4", {"fsdp": 16}, 2048, "float32", (5.61, 3.75, 9.32)),
     (({"source": "llama3.1-8b"} | FLOAT32), "v6e:4x4", {"fsdp": 16}, 16384, "float32", (5.61, 14.19, 19.61)),
@@ -49,41 +50,43 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def main() -> None:
+    """Runs the benchmark from the command line."""
     if sys.argv[1:2] == ["--shipped"]:
         shipped(set(sys.argv[2:]) or {name for name, _ in SHIPPED})
     else:
-        beside_maxtext(set(sys.argv[1:]) or {case[0]["source"] for case in CASES})
+        compare_with_maxtext(set(sys.argv[1:]) or {case[0]["source"] for case in CASES})
 
 
-def beside_maxtext(wanted: set[str]) -> None:
-    print("| model | slice | mesh | tokens of a chip | arguments | temporaries | peak | MaxText | exchanged, GiB |")
+def compare_with_maxtext(selected: set[str]) -> None:
+    print("| model | slice | mesh | tokens per chip | arguments | temporaries | peak | MaxText | exchanged, GiB |")
     print("|---|---|---|---|---|---|---|---|---|")
     for model, topology, mesh, tokens, state_dtype, theirs in CASES:
-        if model["source"] not in wanted:
+        if model["source"] not in selected:
             continue
-        found = update(model, topology, mesh, tokens, state_dtype)
-        ours = " | ".join(f"{found[part] / 2**30:.2f}" for part in ("arguments", "temporaries", "peak"))
-        exchanged = sum(size for size, _ in found["exchanged"].values()) / 2**30
+        numbers = update(model, topology, mesh, tokens, state_dtype)
+        ours = " | ".join(f"{numbers[part] / 2**30:.2f}" for part in ("arguments", "temporaries", "peak"))
+        exchanged = sum(size for size, _ in numbers["exchanged"].values()) / 2**30
         cut = ", ".join(f"{axis} {size}" for axis, size in mesh.items())
-        beside = " / ".join(f"{number:.2f}" for number in theirs)
+        maxtext = " / ".join(f"{number:.2f}" for number in theirs)
         print(
-            f"| {model['source']} | {topology} | {cut} | {tokens:,} | {ours} | {beside} | {exchanged:.0f} |", flush=True
+            f"| {model['source']} | {topology} | {cut} | {tokens:,} | {ours} | {maxtext} | {exchanged:.0f} |",
+            flush=True,
         )
 
 
-def shipped(wanted: set[str]) -> None:
-    """A line for each program of each shipped configuration."""
+def shipped(selected: set[str]) -> None:
+    """Prints one line per program of each shipped configuration."""
     print(
-        "| configuration, slice | program | arguments | temporaries | beside | peak of all | exchanged | a step | at least |"
+        "| configuration, slice | program | arguments | temporaries | other | peak of all | exchanged | per step | at least |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for name, topology in SHIPPED:
-        if name not in wanted:
+        if name not in selected:
             continue
         plan, chip = planned(CONFIGS / f"{name}.yml", topology), chips.of(TPUS[topology.split(":")[0]])
         for place, each in enumerate(Report(**program) for program in plan["programs"]):
             first = f"{name}, {topology}" if place == 0 else ""
-            sizes = (each.arguments, each.temporaries, each.stays, each.needs)
+            sizes = (each.arguments, each.temporaries, each.non_argument, each.needs)
             sizes = " | ".join(
                 f"{size / 2**30:.2f}" for size in (*sizes, sum(size for size, _ in each.exchanged.values()))
             )
@@ -94,7 +97,7 @@ def shipped(wanted: set[str]) -> None:
 
 
 def update(model: dict, topology: str, mesh: dict[str, int], tokens: int, state_dtype: str) -> dict:
-    """What `rl plan` says of the update: one row of `tokens` for each chip."""
+    """Returns the numbers of `rl plan` for the update, with one row of `tokens` per chip."""
     with tempfile.TemporaryDirectory() as directory:
         stage = {"algorithm": "sft", "steps": 10, "prompts_per_step": math.prod(mesh.values())}
         config = {
@@ -113,9 +116,9 @@ def update(model: dict, topology: str, mesh: dict[str, int], tokens: int, state_
 
 
 def planned(file: Path, topology: str) -> dict:
-    """The numbers of `rl plan`, whether everything fits or not."""
+    """Returns the numbers of `rl plan`, whether everything fits or not."""
     with tempfile.TemporaryDirectory() as directory:
-        found = Path(directory, "plan.json")
+        output = Path(directory, "plan.json")
         command = [
             Path(sys.executable).with_name("rl"),
             "plan",
@@ -123,12 +126,12 @@ def planned(file: Path, topology: str) -> dict:
             "--topology",
             topology,
             "--json",
-            str(found),
+            str(output),
         ]
         done = subprocess.run(command, capture_output=True, text=True)
-        if not found.exists():
+        if not output.exists():
             raise SystemExit(f"{topology}, {file}: exit code {done.returncode}\n{done.stdout}\n{done.stderr[-3000:]}")
-        return json.loads(found.read_text())
+        return json.loads(output.read_text())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What few bits cost and save in rollouts: log-probabilities, bytes and tokens per second, beside the same generator with floats.
+"""Compares quantized rollouts with floats: log-probabilities, bytes and tokens per second of the same generator.
 
-For each model and each kind of numbers, in one process: the difference |log p of the generator - log p of the float32 trainer| of
-sampled tokens (mean and largest), bytes of the weights that decoding reads and of one token in the cache, and tokens/s of both
-generators in turns. Random weights: trained ones have larger outliers, and so larger differences. `latent` is a tiny DeepSeek-V3
-(latent attention, experts), `25m` the model of the other benchmarks. On CPU a product with int8 or int4 weights turns them into
-floats first and is slower, not faster; what is saved there is memory only.
+For each model and each kind of numbers, in one process: the difference |log p of the generator - log p of the float32
+trainer| of sampled tokens (mean and largest), bytes of the weights that decoding reads and of one token in the cache,
+and tokens/s of both generators in turns. Random weights: trained ones have larger outliers, and so larger differences.
+`latent` is a tiny DeepSeek-V3 (latent attention, experts), `25m` the model of the other benchmarks. On CPU a product
+with int8 or int4 weights turns them into floats first and is slower, not faster; what is saved there is memory only.
 
     python benchmarks/quantization.py [--models 1m latent] [--kinds int8 int4 fp8] [--batch 8] [--new-tokens 32] [--repeats 3]
 """
@@ -21,6 +21,7 @@ KINDS = ("int8", "int4", "fp8")
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, [*MODELS, "latent"], repeats=3)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--batch", type=int, default=8)
@@ -45,6 +46,7 @@ def created(name: str):
 
 
 def measure(name: str, model, parts: dict[str, str], options) -> Row:
+    """Measures both programs in turns."""
     import numpy as np
 
     from rollout import Generator, GeneratorOptions, SamplingParams

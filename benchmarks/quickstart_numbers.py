@@ -1,5 +1,5 @@
-"""What runs of configs/quickstart.yml achieved, from their own events.jsonl: the accuracy on held-out problems by step, the
-seconds of each stage, and what GRPO added to SFT.
+"""What runs of configs/quickstart.yml achieved, from their own events.jsonl: the accuracy on held-out problems by step,
+the seconds of each stage, and what GRPO added to SFT.
 
     python benchmarks/quickstart_numbers.py runs/quickstart [runs/quickstart-1 ...] [--check]
 
@@ -44,12 +44,12 @@ class Result:
 
     @property
     def gain(self) -> float:
-        """Accuracy after the last step of GRPO less that before its first."""
+        """Returns the accuracy gained by GRPO: after its last step less before its first."""
         evaluations = self.of("grpo")
         return evaluations[-1][1] - evaluations[0][1]
 
     def quarters(self) -> tuple[float | None, float | None]:
-        """Mean accuracy of GRPO's third and fourth quarter of steps; None for one without an evaluation."""
+        """Returns the mean accuracy of GRPO's third and fourth quarter of steps; None for one without an evaluation."""
         evaluations = self.of("grpo")
         steps = evaluations[-1][0]
         third = [accuracy for step, accuracy in evaluations if 0.5 * steps < step <= 0.75 * steps]
@@ -82,29 +82,32 @@ def report(result: Result) -> str:
 
 
 def shortfalls(results: Sequence[Result]) -> list[str]:
-    """What is missing of the claims at the top of this file, a line each."""
-    found = []
+    """Lists the unmet claims at the top of this file, one line each."""
+    problems = []
     for result in results:
         if not AFTER_SFT[0] <= result.after_sft <= AFTER_SFT[1]:
-            found.append(
+            problems.append(
                 f"{result.name}: accuracy after SFT is {result.after_sft:.3f}, outside {AFTER_SFT[0]}..{AFTER_SFT[1]}"
             )
         if result.gain < GAIN_OF_EACH:
-            found.append(f"{result.name}: GRPO added {result.gain:+.3f}, less than {GAIN_OF_EACH}")
+            problems.append(f"{result.name}: GRPO added {result.gain:+.3f}, less than {GAIN_OF_EACH}")
         third, fourth = result.quarters()
         if third is None or fourth is None:
-            found.append(
-                f"{result.name}: too few evaluations of GRPO to judge its last quarter; lower evaluation.every"
+            problems.append(
+                f"{result.name}: too few evaluations of GRPO to rate its last quarter; lower evaluation.every"
             )
         elif fourth < third - DECLINE:
-            found.append(f"{result.name}: GRPO declined, {third:.3f} in its third quarter and {fourth:.3f} in its last")
+            problems.append(
+                f"{result.name}: GRPO declined, {third:.3f} in its third quarter and {fourth:.3f} in its last"
+            )
     mean = sum(result.gain for result in results) / len(results)
     if mean < GAIN_OF_ALL:
-        found.append(f"GRPO added {mean:+.3f} as the mean of {len(results)} runs, less than {GAIN_OF_ALL}")
-    return found
+        problems.append(f"GRPO added {mean:+.3f} as the mean of {len(results)} runs, less than {GAIN_OF_ALL}")
+    return problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR")
     parser.add_argument("--check", action="store_true", help="exit 1 unless the claims hold")
@@ -119,9 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nmean of {len(results)} runs: GRPO {sum(result.gain for result in results) / len(results):+.3f}")
     if not options.check:
         return 0
-    for line in (found := shortfalls(results)):
+    for line in (problems := shortfalls(results)):
         print(line, file=sys.stderr)
-    return 1 if found else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What each remat policy keeps for the backward pass, and what its gradient costs, on a small model of this machine.
+"""Measures, for each remat policy, the bytes kept for the backward pass and the cost of its gradient on a small model.
 
-Prints for each policy the bytes kept in device and in host memory between forward and backward pass (weights and inputs apart),
-the operations of the compiled gradient over those of `full`, and its time over that of `full`, measured in turns. Bytes are those
-that jax keeps; what the compiler does with its own temporaries comes on top. On CPU both memories are the same, so an offloading
-policy shows its bytes and correctness there, not its speed.
+Prints for each policy the bytes kept in device and in host memory between forward and backward pass (weights and inputs
+apart), the operations of the compiled gradient over those of `full`, and its time over that of `full`, measured in
+turns. Bytes are those that jax keeps; what the compiler does with its own temporaries comes on top. On CPU both
+memories are the same, so an offloading policy shows its bytes and correctness there, not its speed.
 
     python benchmarks/remat.py [--model 1m|25m|NAME IN configs/models] [--rows 8] [--length 256] [--repeats 3] [--policies ...]
 """
@@ -31,6 +31,7 @@ class Cost:
 
 
 def main(argv: Sequence[str] | None = None) -> list[Cost]:
+    """Runs the benchmark from the command line."""
     from policy import remat
 
     policies = [name for name in remat.NAMES if name != "custom"]
@@ -41,20 +42,20 @@ def main(argv: Sequence[str] | None = None) -> list[Cost]:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--policies", nargs="+", default=policies, choices=policies)
     options = parser.parse_args(argv)
-    found = measure(options.model, (options.rows, options.length), options.policies, options.repeats)
-    full = next((cost for cost in found if cost.policy == "full"), found[0])
+    costs = measure(options.model, (options.rows, options.length), options.policies, options.repeats)
+    full = next((cost for cost in costs if cost.policy == "full"), costs[0])
     print(
         f"{options.model}, {options.rows} rows of {options.length} tokens, float32, layers scanned; x: over {full.policy}"
     )
     print(f"{'policy':40} {'device MiB':>11} {'host MiB':>9} {'operations':>11} {'time':>7}")
-    for cost in found:
+    for cost in costs:
         mib = f"{cost.device / 2**20:11.2f} {cost.host / 2**20:9.2f}"
         print(f"{cost.policy:40} {mib} {cost.operations / full.operations:10.2f}x {cost.seconds / full.seconds:6.2f}x")
-    return found
+    return costs
 
 
 def measure(name: str, shape: tuple[int, int], policies: Sequence[str], repeats: int) -> list[Cost]:
-    """The least of `repeats` times of each policy, in turns."""
+    """Returns the least of `repeats` times of each policy, in turns."""
     import jax
     import numpy as np
 
@@ -79,7 +80,7 @@ def measure(name: str, shape: tuple[int, int], policies: Sequence[str], repeats:
 
 
 def loss(graph, tokens):
-    """The mean negative log-probability as a function of the weights."""
+    """Returns the mean negative log-probability as a function of the weights."""
     from policy import modes
 
     step = modes.make_step(tokens)
@@ -87,7 +88,7 @@ def loss(graph, tokens):
 
 
 def bytes_kept(function, params) -> tuple[int, int]:
-    """(in device memory, in host memory): results of the forward pass that the backward pass takes, the weights left out."""
+    """Returns (device, host) bytes of forward results that the backward pass reads, without the weights."""
     import jax
 
     program = jax.make_jaxpr(lambda p: jax.vjp(function, p))(params).jaxpr

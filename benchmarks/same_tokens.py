@@ -1,8 +1,8 @@
-"""How often a completion depends on how it was decoded: tokens that differ between two ways, of the same prompts and draws.
+"""Counts the tokens that differ between two ways of decoding the same prompts with the same draws.
 
-Without `exact: true` they may differ where rounding decides between two tokens. Of every completion only what stands before the
-first difference, and that token, is counted: what follows is of another text. `gap` is the largest difference between the
-log-probabilities that the two ways give to the same token.
+Without `exact: true` they may differ where rounding decides between two tokens. Of every completion only what stands
+before the first difference, and that token, is counted: what follows is of another text. `gap` is the largest
+difference between the log-probabilities that the two ways give to the same token.
 
     python benchmarks/same_tokens.py [--models 1m 25m] [--prompts 64] [--new-tokens 128]
 """
@@ -25,6 +25,7 @@ WAYS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=1)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -35,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 first = completions(model, options, temperature, **FIRST)
                 for way, how in WAYS.items():
                     differ, tokens, gap = compare(first, completions(model, options, temperature, **how))
-                    found = f"{differ} of {tokens:,} tokens differ; gap {gap:.1e}"
-                    print(f"{name}, temperature {temperature:g}, {way}: {found}", flush=True)
+                    counts = f"{differ} of {tokens:,} tokens differ; gap {gap:.1e}"
+                    print(f"{name}, temperature {temperature:g}, {way}: {counts}", flush=True)
 
 
 def completions(model, options, temperature: float, slots: int, **cache) -> list:

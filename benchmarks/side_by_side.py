@@ -1,4 +1,4 @@
-"""Programs that do the same work, measured in turns: A B A B ... Whatever else the machine does meets both alike, so that
+"""Measures programs that do the same work in turns: A B A B ... Other load on the machine affects both equally, so
 their ratio says more than two separate measurements.
 
 Import this before jax: the benchmarks are about the CPU, as the torch of the test extra is.
@@ -31,7 +31,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Median seconds of the peer over median seconds of Duet; above 1 Duet is faster."""
+        """Returns the median seconds of the peer over median seconds of Duet; above 1 Duet is faster."""
         return statistics.median(self.theirs) / statistics.median(self.ours)
 
 
@@ -52,7 +52,7 @@ def _seconds(program: Callable[[], object]) -> float:
 
 
 def table(rows: Sequence[Row], unit: str, *, rate: bool) -> str:
-    """A line for each row: median and best turn of both programs, and the ratio of the medians.
+    """Formats one line per row: median and best turn of both programs, and the ratio of the medians.
 
     `rate`: work per second (higher is better); otherwise seconds per unit of work (lower is better).
     """
@@ -85,8 +85,8 @@ def table(rows: Sequence[Row], unit: str, *, rate: bool) -> str:
 
 
 def trl_settings(directory: str, **given):
-    """Settings of TRL's GRPOTrainer for strictly on-policy steps in float32 on the CPU, averaged over tokens, without a KL term, of
-    which nothing is written or shown."""
+    """Settings of TRL's GRPOTrainer for strictly on-policy steps in float32 on the CPU, averaged over tokens, without a
+    KL term, of which nothing is written or shown."""
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -107,7 +107,7 @@ def trl_settings(directory: str, **given):
 
 
 def arguments(description: str, sizes: Sequence[str], repeats: int) -> argparse.ArgumentParser:
-    """The arguments that every benchmark takes: which models, and how many turns."""
+    """Adds the arguments of every benchmark: models and number of turns."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sizes, default=list(sizes), help="default: all")
     parser.add_argument("--repeats", type=int, default=repeats, help=f"turns of each program (default {repeats})")
@@ -116,10 +116,10 @@ def arguments(description: str, sizes: Sequence[str], repeats: int) -> argparse.
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, with torch's threads set; says so where other programs are at work.
+    """Parses the options and sets torch's threads; warns if other programs are at work.
 
-    The threads of torch wait for each other at every operation: where one of them shares its core with another program the
-    peer was measured 50 times slower with two threads than with one, and the ratio says nothing.
+    The threads of torch wait for each other at every operation: where one of them shares its core with another program
+    the peer was measured 50 times slower with two threads than with one, and the ratio says nothing.
     """
     options = parser.parse_args(argv)
     if options.torch_threads:
@@ -129,6 +129,6 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     load = os.getloadavg()[0]
     if load > 0.5:
         print(
-            f"load average {load:.1f}: other programs are at work, and hold up torch more than Duet; try --torch-threads 1"
+            f"load average {load:.1f}: other programs are at work and slow torch more than Duet; try --torch-threads 1"
         )
     return options

@@ -1,16 +1,18 @@
-"""Tokens per second of generation with drafted tokens, beside plain decoding of the same weights.
+"""Measures tokens per second of generation with drafted tokens against plain decoding with the same weights.
 
-A small Qwen3-shaped model with one prediction module learns lines such as `57+68=125` for some SFT steps, the module along with
-it (loss weight 0.3), so that its drafts are as good as those of a module that was trained with its model. Then both ways of
-decoding complete the same prompts with 64 tokens each, in turns; nothing ends a completion early, compilation does not count.
+A small Qwen3-shaped model with one prediction module learns lines such as `57+68=125` for some SFT steps, the module
+along with it (loss weight 0.3), so that its drafts are as good as those of a module that was trained with its model.
+Then both ways of decoding complete the same prompts with 64 tokens each, in turns; nothing ends a completion early,
+compilation does not count.
 
-Columns at the end of a line: drafts accepted a step (of those drafted), the share of tokens on which both agree (rounding can
-part them), and for drawn tokens, over the completions themselves: how often one draft must be accepted when draft and token are
-drawn by the same number (rollout/engine/speculative.py), and `best`, which no rule can exceed: the mean of sum_x min(p(x), q(x)).
+Columns at the end of a line: drafts accepted a step (of those drafted), the share of tokens on which both agree
+(rounding can part them), and for drawn tokens, over the completions themselves: how often one draft must be accepted
+when draft and token are drawn by the same number (rollout/engine/speculative.py), and `best`, which no rule can exceed:
+the mean of sum_x min(p(x), q(x)).
 
-A step with drafts reads the weights as often as one without, so on hardware that waits for memory it costs little more and the
-ratio nears 1 + accepted. On a CPU products of more rows cost more, and a small model pays for the module's own passes:
-the ratio is what is left.
+A step with drafts reads the weights as often as one without, so on hardware that waits for memory it costs little more
+and the ratio nears 1 + accepted. On a CPU products of more rows cost more, and a small model pays for the module's own
+passes: the ratio is what is left.
 
     python benchmarks/speculative.py [--models 1m 25m] [--repeats 3] [--steps 400] [--batches 1 16] [--drafts 1 2]
 """
@@ -27,6 +29,7 @@ NEW_TOKENS, ROWS, LENGTH = 64, 32, 64
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=3)
     parser.add_argument("--steps", type=int, default=400, help="SFT steps before anything is measured")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
@@ -51,7 +54,7 @@ def lines(count: int, seed: int) -> list[int]:
 
 
 def trained(name: str, steps: int):
-    """The model of that size with one module, after `steps` updates on rows of sums."""
+    """Trains a model of that size with one module for `steps` updates on rows of sums."""
     import rl.algorithms
     from policy import create, families
     from policy.config import Runtime
@@ -75,6 +78,7 @@ def trained(name: str, steps: int):
 
 
 def measure(name: str, model, batch: int, drafts: int, temperature: float, repeats: int) -> Row:
+    """Measures both programs in turns."""
     import numpy as np
 
     from rollout import Generator, GeneratorOptions, SamplingParams
@@ -102,7 +106,7 @@ def measure(name: str, model, batch: int, drafts: int, temperature: float, repea
 
 
 def acceptance(model, prompts, made, temperature: float) -> tuple[float, float]:
-    """Over the completions: (how often one number gives decoder and module the same token, mean of sum_x min(p(x), q(x)))."""
+    """Returns (how often one number gives decoder and module the same token, mean of sum_x min(p(x), q(x)))."""
     import jax
     import jax.numpy as jnp
     import numpy as np

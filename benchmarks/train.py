@@ -1,13 +1,15 @@
-"""Tokens per second of one SFT update, beside the same update in torch with the transformers model on the same weights.
+"""Measures tokens per second of one SFT update against the same update in torch, with transformers and the same
+weights.
 
-Both: the same rows of random tokens in float32, the mean negative log-probability of every token but the first of a row,
-gradients clipped at norm 1, one step of AdamW without weight decay. Duet runs `rl.training.trainer.Trainer.update`, the very program
-of a run, with nothing recomputed and the layers unrolled; `--remat full --scan` is what a run does by default, where memory
-counts for more than speed. torch runs eagerly, its AdamW fused where it can be. Compilation does not count. The losses of
-the first update stand behind each row: they are the same number.
+Both: the same rows of random tokens in float32, the mean negative log-probability of every token but the first of a
+row, gradients clipped at norm 1, one step of AdamW without weight decay. Duet runs
+`rl.training.trainer.Trainer.update`, the very program of a run, with nothing recomputed and the layers unrolled;
+`--remat full --scan` is what a run does by default, where memory counts for more than speed. torch runs eagerly, its
+AdamW fused where it can be. Compilation does not count. The losses of the first update stand behind each row: they are
+the same number.
 
-The floor is the arithmetic: 6 operations for each weight and token, the embedding's own apart. A row of 128 tokens of 25m is
-17 GFLOP, 0.11 s on a core that does 150 GFLOP/s.
+The floor is the arithmetic: 6 operations for each weight and token, the embedding's own apart. A row of 128 tokens of
+25m is 17 GFLOP, 0.11 s on a core that does 150 GFLOP/s.
 
     python benchmarks/train.py [--models 1m 25m] [--repeats 3] [--torch-threads 1] [--rows 16] [--length 128]
                                [--remat none] [--scan]
@@ -24,6 +26,7 @@ RATE = 1e-4
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=3)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
@@ -39,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 
 def measure(name: str, models: tuple, shape: tuple[int, int], repeats: int) -> Row:
+    """Measures both programs in turns."""
     import numpy as np
 
     ours, theirs = models
@@ -50,7 +54,7 @@ def measure(name: str, models: tuple, shape: tuple[int, int], repeats: int) -> R
 
 
 def duet_update(model, tokens) -> Callable[[], float]:
-    """One update of a supervised stage; gives its loss."""
+    """Makes one update of a supervised stage and returns its loss."""
     import rl.algorithms
     from rl.config.run import StageOptions
     from rl.training.batch import pack
@@ -71,7 +75,7 @@ def duet_update(model, tokens) -> Callable[[], float]:
 
 
 def torch_update(model, tokens) -> Callable[[], float]:
-    """The same with transformers' own loss, which shifts the labels."""
+    """Makes the same update with transformers' own loss, which shifts the labels."""
     import torch
 
     ids = torch.from_numpy(tokens)

@@ -1,4 +1,4 @@
-"""`rl plan`: what the programs of a run need on a slice, found by compiling them for it. No device of the slice has to be there."""
+"""`rl plan`: compiles the programs of a run for a slice and reports their needs. The slice need not be present."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from rl.plan.slices import HOW
 
 HELP = """\
-Compiles the programs of a run for a slice that need not be there and shows, for one of its devices, the memory that each needs,
-what it computes, moves and exchanges, and a lower bound of its time. Where a program does not fit, shows settings with which it
-does. With --search chooses mesh, micro-batch and remat policy for the slice:
+Compiles the programs of a run for a slice that need not be present. Shows for each program, per device: memory,
+operations, HBM traffic, communication, and a lower bound of its time. If a program does not fit, suggests settings with
+which it does. With --search, chooses mesh, micro-batch and remat policy for the slice:
 
   rl plan configs/grpo_deepseek.yml --topology v5p:8x8x4
   rl plan configs/quickstart.yml mesh.fsdp=4 mesh.tensor=2 --topology cpu:8
@@ -19,16 +19,13 @@ does. With --search chooses mesh, micro-batch and remat policy for the slice:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `rl plan` to a parser."""
     parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="files first, then overrides")
     parser.add_argument("--topology", required=True, help=HOW)
     parser.add_argument("--search", action="store_true", help="choose mesh, micro-batch and remat policy")
-    parser.add_argument(
-        "--memory", type=_above_0, metavar="GIB", help="memory of a device that programs may take (its whole)"
-    )
-    parser.add_argument(
-        "--candidates", type=_whole, default=6, metavar="N", help="changes that are compiled at most (6)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers into this file as well")
+    parser.add_argument("--memory", type=_above_0, metavar="GIB", help="memory per device that programs may use (all)")
+    parser.add_argument("--candidates", type=_count, default=6, metavar="N", help="most changes to compile (6)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
 
 
 def _above_0(text: str) -> float:
@@ -37,7 +34,7 @@ def _above_0(text: str) -> float:
     return number
 
 
-def _whole(text: str) -> int:
+def _count(text: str) -> int:
     if (number := int(text)) < 0:
         raise ValueError
     return number

@@ -1,4 +1,4 @@
-"""Settings that make a run smaller, and how they are written down. Free of jax."""
+"""Lists settings that make a run smaller, as overrides of a command line. Imports no jax."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ import rl.stages
 from rl.config.run import RunConfig
 
 REMAT = ("none", "minimal", "save_qkv_proj", "full")
-"""From most to least that is kept for the backward pass."""
+"""Remat policies, from the one that keeps most for the backward pass to the one that keeps least."""
 _HEADS = ("heads", "kv_heads", "key_heads", "value_heads")
 
 
 @dataclass(frozen=True)
 class Change:
-    """`settings` by dotted key. `results`: whether the run then computes other numbers, more than in their last bits."""
+    """Settings by dotted key. results: whether they change what the run computes beyond rounding."""
 
     settings: dict[str, Any]
     results: bool = False
 
     def __str__(self) -> str:
-        """As overrides of a command line."""
+        """Writes the settings as overrides of a command line."""
         return " ".join(f"{key}={_text(value)}" for key, value in self.settings.items())
 
     def __or__(self, other: Change) -> Change:
         return Change(self.settings | other.settings, self.results or other.results)
 
     def of(self, config: RunConfig) -> RunConfig | None:
-        """The configuration with it; None where a value cannot be."""
+        """Applies the settings to a configuration. Returns None if a value is not valid there."""
         values = config.model_dump(mode="json")
         for key, value in self.settings.items():
             *path, last = key.split(".")
-            node = values
+            node: Any = values
             for part in path:
                 node = node[int(part) if isinstance(node, list) else part]
             node[last] = value
@@ -50,7 +50,7 @@ class Change:
 
 
 def possible(config: RunConfig) -> bool:
-    """Whether the settings of a configuration go together. Takes some milliseconds: it reads the model's files."""
+    """Returns whether a configuration passes all checks. Reads the model's files, which takes milliseconds."""
     from rl.config import checks
 
     return not checks.problems(config)
@@ -62,35 +62,41 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def levers(config: RunConfig, meshes: list[dict[str, int]]) -> list[list[Change]]:
-    """Settings that may make the run fit, each with its values from the smallest change to the largest; those that change results
-    come last. `meshes`: others of as many devices."""
+def knobs(config: RunConfig, meshes: list[dict[str, int]]) -> list[list[Change]]:
+    """Lists settings that reduce memory, each with its values from the smallest change to the largest.
+
+    Settings that change results come last. meshes: other meshes of the same number of devices.
+    """
     micro = _micro(config)
-    found = [[Change({f"stages.{i}.micro_batch": max(1, rows // 2**n) for i, rows in micro}) for n in _halvings(micro)]]
-    found.append(_remat(config))
+    choices = [
+        [Change({f"stages.{i}.micro_batch": max(1, rows // 2**n) for i, rows in micro}) for n in _halvings(micro)]
+    ]
+    choices.append(_remat(config))
     if any(stage.samples for stage in rl.stages.create(config)):
         for key in ("slots", "prefill_chunk"):
             value = getattr(config.generator, key)
-            found.append([Change({f"generator.{key}": value // 2**n}) for n in (1, 2, 3) if value // 2**n])
-    found.append(_moments(config))
+            choices.append([Change({f"generator.{key}": value // 2**n}) for n in (1, 2, 3) if value // 2**n])
+    choices.append(_moments(config))
     if not config.model.host_parameters and config.model.remat != "none":
-        found.append([Change({"model.host_parameters": True})])
-    found.append([Change({f"mesh.{axis}": size for axis, size in mesh.items()}) for mesh in meshes])
+        choices.append([Change({"model.host_parameters": True})])
+    choices.append([Change({f"mesh.{axis}": size for axis, size in mesh.items()}) for mesh in meshes])
     if config.model.param_dtype == "float32":
-        found.append([Change({"model.param_dtype": "bfloat16"}, results=True)])
+        choices.append([Change({"model.param_dtype": "bfloat16"}, results=True)])
     lengths = [config.max_length // 2**n for n in range(1, config.max_length.bit_length() - 1)]
-    return [*found, [Change({"max_length": length}, results=True) for length in lengths]]
+    return [*choices, [Change({"max_length": length}, results=True) for length in lengths]]
 
 
-def together(strongest: list[Change]) -> list[Change]:
-    """The first two of these, the first three, and so on."""
-    found = list(accumulate(strongest, Change.__or__))
-    return found[1:]
+def together(most_aggressive: list[Change]) -> list[Change]:
+    """Combines the first two of these changes, the first three, and so on."""
+    return list(accumulate(most_aggressive, Change.__or__))[1:]
 
 
 def meshes(config: RunConfig, devices: int, divisors: dict[str, int]) -> Iterator[dict[str, int]]:
-    """Sizes of all axes for so many devices, those of a slice: `data` and `context` as they are, `tensor` and `expert` such that
-    they divide what they cut (`divisors`), and `fsdp` the rest. An axis that is -1 counts as 1."""
+    """Yields the sizes of all mesh axes for the devices of one slice.
+
+    `data` and `context` keep their sizes, where -1 counts as 1. `tensor` and `expert` divide `divisors`, and `fsdp`
+    takes the remaining devices.
+    """
     data, context = max(1, config.mesh.data), max(1, config.mesh.context)
     left = devices // (data * context)
     for tensor in _divisors(math.gcd(left, divisors["tensor"])):
@@ -105,10 +111,11 @@ def meshes(config: RunConfig, devices: int, divisors: dict[str, int]) -> Iterato
 
 
 def divisors(config: RunConfig) -> dict[str, int]:
-    """What sizes of the mesh axes `tensor` and `expert` have to divide: all numbers of heads, all numbers of experts."""
+    """Returns the numbers that the axes `tensor` (heads of every layer) and `expert` (experts) have to divide."""
     from rl.config import checks
 
     decoder = checks.decoder_of(config.model)
+    assert decoder is not None, "the checks of the configuration have read the decoder"
     heads = [getattr(spec.mixer, name, 0) for spec in decoder.layers for name in _HEADS]
     experts = [spec.moe.router.experts for spec in decoder.layers if spec.moe]
     return {"tensor": math.gcd(*heads) or 1, "expert": math.gcd(*experts) or 1}
@@ -119,7 +126,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _micro(config: RunConfig) -> list[tuple[int, int]]:
-    """(number, rows of a micro-batch) of each stage."""
+    """Lists (number of the stage, rows of a micro-batch) for each stage."""
     rows = [stage.rows_per_update for stage in rl.stages.create(config)]
     return [(i, min(stage.micro_batch or rows[i], rows[i])) for i, stage in enumerate(config.stages)]
 
@@ -129,14 +136,14 @@ def _halvings(micro: list[tuple[int, int]]) -> range:
 
 
 def _remat(config: RunConfig) -> list[Change]:
-    now, found = config.model.remat, []
+    now, choices = config.model.remat, []
     if now in REMAT:
-        found = [Change({"model.remat": name}) for name in REMAT[REMAT.index(now) + 1 :]]
+        choices = [Change({"model.remat": name}) for name in REMAT[REMAT.index(now) + 1 :]]
     elif now != "custom":
-        found = [Change({"model.remat": "full"})]
+        choices = [Change({"model.remat": "full"})]
     if now != "custom":
-        found.append(Change({"model.remat": "custom", "model.remat_tensors": {"decoder_layer_input": "offload"}}))
-    return found
+        choices.append(Change({"model.remat": "custom", "model.remat_tensors": {"decoder_layer_input": "offload"}}))
+    return choices
 
 
 def _moments(config: RunConfig) -> list[Change]:

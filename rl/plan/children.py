@@ -1,4 +1,4 @@
-"""Child processes that compile or estimate: each may load a compiler for devices that are not there."""
+"""Starts child processes that compile or estimate; each may load a compiler for devices that are not present."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 from rl.config.run import RunConfig
 from rl.errors import DuetError, ResourceError
@@ -25,7 +26,7 @@ AT_A_TIME = 2
 
 @dataclass(frozen=True)
 class Target:
-    """What is planned for. `memory`: bytes that programs may take on a device, None where nobody says."""
+    """The devices of a plan. memory: bytes per device that programs may use; None: unknown. count: of devices."""
 
     topology: Topology
     memory: float | None
@@ -34,71 +35,79 @@ class Target:
 
     @property
     def chip(self) -> chips.Chip | None:
+        """Returns the rates of the chip; None if they are unknown."""
         return chips.of(self.device)
 
     @classmethod
     def of(cls, told: dict, topology: Topology, gib: float | None) -> Target:
-        """From the first line of a child."""
+        """Makes a target from the first line of a child. gib: memory of a device in place of the child's."""
         return cls(topology, gib * GIB if gib else told["memory"], told["device"], told["count"])
 
     def inside(self, config: RunConfig) -> int:
-        """Devices of each slice, of which this configuration says how many there are."""
+        """Returns the number of devices per slice; the configuration says how many slices there are."""
         sizes = config.mesh.dcn.model_dump().values() if config.mesh.dcn else ()
         return self.count // (self.topology.slices if -1 in sizes else math.prod(sizes))
 
     def fits(self, report: Report) -> bool:
+        """Returns whether a device has enough memory for a program."""
         return self.memory is None or report.needs <= self.memory
 
 
 @dataclass(frozen=True)
 class Costs:
-    """An estimate of rl/plan/estimate.py as it comes from another process: [held, temporaries, seconds] by program."""
+    """An estimate of rl/plan/estimate.py from another process: (resident, temporaries, seconds) by program."""
 
     programs: dict[str, tuple[float, float, float]]
 
     @property
-    def held(self) -> float:
-        return max(held for held, _, _ in self.programs.values())
+    def resident(self) -> float:
+        """Returns the bytes per device that the run keeps for the largest program."""
+        return max(resident for resident, _, _ in self.programs.values())
 
     @property
     def seconds(self) -> float:
+        """Returns the seconds of a step."""
         return sum(seconds for _, _, seconds in self.programs.values())
 
     def needs(self, corrections: dict[str, float], only: Sequence[str] | None = None) -> float:
-        """The largest program's bytes, of all or those that `only` names, with temporaries times the correction of each."""
+        """Returns the bytes of the largest program. `only` selects programs; a correction scales temporaries."""
         each = {name: cost for name, cost in self.programs.items() if only is None or name in only}
-        return max((held + corrections.get(name, 1.0) * more for name, (held, more, _) in each.items()), default=0.0)
+        sizes = (resident + corrections.get(name, 1.0) * more for name, (resident, more, _) in each.items())
+        return max(sizes, default=0.0)
 
 
 def described(name: str, gib: float | None) -> Target:
-    """Raises ConfigError for a topology that is none, ResourceError for one that cannot be described here."""
+    """Describes a topology. Raises ConfigError for an unknown one, ResourceError if this machine cannot describe it."""
     topology = Topology.read(name)
     (told,) = _lines({"configs": []}, topology)
     return Target.of(told, topology, gib)
 
 
 def begun(config: RunConfig, name: str, gib: float | None) -> tuple[Target, Iterator[Report]]:
-    """(the target, the Report of each program as soon as it is there). Raises as `described`, and what the child raises."""
+    """Returns (target, reports of programs in the order in which they are compiled).
+
+    Raises as `described`, and the errors of the child.
+    """
     topology = Topology.read(name)
     lines = _lines({"configs": [_plain(config)], "memory": gib and gib * GIB}, topology)
     return Target.of(next(lines), topology, gib), map(_report, lines)
 
 
 def estimated(configs: Sequence[RunConfig], target: Target) -> list[Costs | str]:
-    """For each configuration what it would need, or what is wrong with it."""
+    """Returns, for each configuration, its estimated costs or a text that says why it cannot run."""
     if not configs:
         return []
     request = {"configs": [_plain(config) for config in configs], "memory": target.memory, "estimate": True}
-    _, *found = _lines(request, target.topology)
+    _, *lines = _lines(request, target.topology)
     return [
         each["wrong"] if "wrong" in each else Costs({name: tuple(c) for name, c in each["costs"].items()})
-        for each in found
+        for each in lines
     ]
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A configuration that was compiled, up to its first program that does not fit. `wrong`: why it cannot be; None: it can."""
+    """A configuration compiled up to the first program that does not fit. wrong: why it cannot run; None: it can."""
 
     reports: list[Report]
     fits: bool
@@ -106,11 +115,12 @@ class Attempt:
 
     @property
     def needs(self) -> float:
+        """Returns the bytes in use on a device while the largest program runs."""
         return max((each.needs for each in self.reports), default=0.0)
 
 
 def attempted(configs: Sequence[RunConfig], target: Target, only: Sequence[str] | None = None) -> list[Attempt]:
-    """Compiles these configurations at the same time."""
+    """Compiles these configurations in parallel. `only` selects programs by name."""
 
     def one(config: RunConfig) -> Attempt:
         reports = []
@@ -131,24 +141,26 @@ def attempted(configs: Sequence[RunConfig], target: Target, only: Sequence[str] 
         return list(pool.map(one, configs))
 
 
-def _report(told: dict) -> Report:
-    return Report(**told | {"shape": tuple(told["shape"])})
+def _report(told: dict[str, Any]) -> Report:
+    fields: dict[str, Any] = told | {"shape": tuple(told["shape"])}
+    return Report(**fields)
 
 
 def _plain(config: RunConfig) -> dict:
     return config.model_dump(mode="json")
 
 
-def _lines(request: dict, topology: Topology) -> Iterator[dict]:
-    """What the child says, line by line; it ends with the iterator."""
+def _lines(request: dict, topology: Topology) -> Generator[dict, None, None]:
+    """Yields the lines of a child, which is killed when the iterator is closed. Raises the error that a line holds."""
     request |= {"topology": topology.name, "cache": os.environ.get("DUET_PLAN_CACHE", CACHE)}
     command, environment = [sys.executable, "-m", "rl.plan.compiled"], os.environ | topology.environment
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    # Errors go into a file: a compiler that says much would wait for a pipe that is read only at the end.
+    # Errors go to a file: a compiler with much output would block on a pipe that is read only at the end.
     with (
-        tempfile.TemporaryFile("w+") as complaints,
-        subprocess.Popen(command, stderr=complaints, env=environment, **pipes) as child,
+        tempfile.TemporaryFile("w+") as messages,
+        subprocess.Popen(command, stderr=messages, env=environment, **pipes) as child,
     ):
+        assert child.stdin is not None and child.stdout is not None  # both are pipes
         try:
             child.stdin.write(json.dumps(request))
             child.stdin.close()
@@ -165,14 +177,14 @@ def _lines(request: dict, topology: Topology) -> Iterator[dict]:
             child.kill()
             raise
         if child.wait():
-            complaints.seek(0)
-            said = complaints.read()[-2000:].strip()
+            messages.seek(0)
+            said = messages.read()[-2000:].strip()
             last = said.rpartition("\n")[2]
             raise ResourceError(f"the compiler for {topology.name} ended with {child.returncode}: {last}\n{said}")
 
 
 def _read(line: str) -> dict | None:
-    """A line of the child; what compilers print besides is None."""
+    """Parses a line of the child. Returns None for the output of compilers."""
     try:
         told = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The command `rl plan`: child processes compile, this one shows."""
+"""The command `rl plan`: shows the results of child processes that compile."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from rl.reporting import chips
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """`topology` as it is named; `memory`: GiB of a device in place of what the chip has; `most`: how many changes are compiled at
-    most; `file`: for the numbers as JSON."""
+    """topology: a name. memory: GiB per device in place of the chip's. most: changes to compile. file: for JSON."""
 
     topology: str
     memory: float | None = None
@@ -30,27 +29,29 @@ class Options:
 
 
 def plan(config: RunConfig, options: Options) -> int:
-    """Prints the plan, and where a program does not fit settings with which it does. Returns 0 where every program fits, 1 where
-    one does not.
+    """Prints the plan, and settings that help if a program does not fit. Returns 0 if every program fits, else 1.
 
-    Raises ConfigError for a topology that is none or a configuration that cannot run there, ResourceError for a slice that cannot
-    be described here.
+    Raises ConfigError for an unknown topology or a configuration that cannot run there, ResourceError for a slice that
+    this machine cannot describe.
     """
     print(f"{options.topology}: compiling the programs of {', '.join(config.stage_names)}", flush=True)
-    target, found = begun(config, options.topology, options.memory)
+    target, compiled = begun(config, options.topology, options.memory)
     reports = []
-    for report in found:
+    for report in compiled:
         print(f"  {report.name}: {report.seconds:.0f} s", flush=True)
         reports.append(report)
     print(table(reports, target.chip))
     too_large = [each.name for each in reports if not target.fits(each)]
     helpful = []
     if too_large:
-        print(f"does not fit {target.memory / GIB:g} GiB a device: {', '.join(too_large)}", flush=True)
+        assert target.memory is not None  # with unknown memory every program fits
+        print(f"does not fit {target.memory / GIB:g} GiB per device: {', '.join(too_large)}", flush=True)
         helpful = suggestions(config, target, reports, options.most)
         print(_suggested(helpful))
     elif target.memory is not None:
-        print(f"fits: at most {max(each.needs for each in reports) / GIB:.1f} of {target.memory / GIB:g} GiB a device")
+        print(
+            f"fits: at most {max(each.needs for each in reports) / GIB:.1f} of {target.memory / GIB:g} GiB per device"
+        )
     if options.file is not None:
         settings = [
             {"settings": change.settings, "changes_results": change.results, "needs": attempt.needs}
@@ -62,21 +63,20 @@ def plan(config: RunConfig, options: Options) -> int:
 
 
 def plan_search(config: RunConfig, options: Options) -> int:
-    """Prints the mesh, micro-batch and remat policy with which a step takes least. Returns 0 where one fits, else 1. Raises as
-    `plan`."""
+    """Prints mesh, micro-batch and remat policy of the shortest step. Returns 0 if one fits, else 1."""
     target = described(options.topology, options.memory)
     print(
         f"{options.topology}: {target.count} devices; estimating meshes, micro-batches and remat policies", flush=True
     )
-    found = search(config, target, options.most)
+    result = search(config, target, options.most)
 
     def seconds(reports: Sequence[Report]) -> float:
         return sum(each.times * bound(each, target.chip or chips.CPU) for each in reports)
 
-    good = best(found.tried, seconds)
-    tried = [*good, *(each for each in found.tried if not each[1].fits)]
+    good = best(result.tried, seconds)
+    tried = [*good, *(each for each in result.tried if not each[1].fits)]
     print(
-        f"{found.looked_at} choices, {found.pruned} of them too large by arguments alone; {len(tried)} were compiled:"
+        f"{result.looked_at} choices, {result.pruned} of them too large by arguments alone; {len(tried)} were compiled:"
     )
     lines = [["at least", "estimated", "needs", "settings"]]
     for choice, attempt in tried:
@@ -85,8 +85,9 @@ def plan_search(config: RunConfig, options: Options) -> int:
         lines.append([least, f"{choice.costs.seconds:.3g} s", needs, str(choice.change)])
     print(_aligned(lines, left=(3,)))
     if good:
-        print(f"\nthe quickest, as a file to lay over the configuration:\n\n{as_yaml(good[0][0].change)}", end="")
+        print(f"\nthe quickest, as a file to merge over the configuration:\n\n{as_yaml(good[0][0].change)}", end="")
     else:
+        assert target.memory is not None  # the search refuses unknown memory
         print(f"none of those compiled fits {target.memory / GIB:g} GiB a device")
     if options.file is not None:
         rows = [
@@ -99,49 +100,51 @@ def plan_search(config: RunConfig, options: Options) -> int:
             }
             for choice, attempt in tried
         ]
-        numbers = {"looked_at": found.looked_at, "pruned": found.pruned, "candidates": rows}
+        numbers = {"looked_at": result.looked_at, "pruned": result.pruned, "candidates": rows}
         _write(options.file, {"topology": options.topology, "memory": target.memory} | numbers)
     return 0 if good else 1
 
 
-def _write(file: Path, found: dict) -> None:
-    file.write_text(json.dumps(found, indent=1) + "\n")
+def _write(file: Path, numbers: dict) -> None:
+    file.write_text(json.dumps(numbers, indent=1) + "\n")
 
 
-def _suggested(found: Sequence[tuple[Change, Attempt]]) -> str:
-    if not found:
-        return "no setting of speed, precision or length that was compiled makes it fit; take more devices, or a higher --candidates"
+def _suggested(fitting: Sequence[tuple[Change, Attempt]]) -> str:
+    if not fitting:
+        return "no compiled setting of speed, precision or length fits; take more devices, or a higher --candidates"
     note = {True: "changes what the run computes", False: ""}
-    lines = [[f"  {change}", f"{_bytes(attempt.needs)} a device", note[change.results]] for change, attempt in found]
-    return "with these settings, laid over it, those programs fit:\n" + _aligned(lines, left=(0, 1, 2))
+    lines = [
+        [f"  {change}", f"{_bytes(attempt.needs)} per device", note[change.results]] for change, attempt in fitting
+    ]
+    return "with these settings as overrides, those programs fit:\n" + _aligned(lines, left=(0, 1, 2))
 
 
 def table(reports: Sequence[Report], chip: chips.Chip | None) -> str:
-    """A line for each program."""
+    """Formats one line per program."""
     lines = [
-        ["program", "arguments", "temporary", "peak", "beside", "FLOP", "moved", "exchanged", "a step", "at least"]
+        ["program", "arguments", "temporary", "peak", "other", "FLOP", "moved", "exchanged", "per step", "at least"]
     ]
     for each in reports:
         exchanged = ", ".join(f"{kind} {_bytes(size)}" for kind, (size, _) in sorted(each.exchanged.items())) or "-"
         least = "" if chip is None else f"{each.times * bound(each, chip):.3g} s"
-        sizes = map(_bytes, (each.arguments, each.temporaries, each.peak, each.stays))
+        sizes = map(_bytes, (each.arguments, each.temporaries, each.peak, each.non_argument))
         work = (f"{each.operations:.2e}", _bytes(each.moved))
         lines.append([each.name, *sizes, *work, exchanged, f"x {each.times:.4g}", least])
     notes = [
-        "Of one device and one run of the program, of a dispatch that decodes one step; beside: what else lies in its memory then;",
-        "exchanged: the larger of what a collective takes and gives, of a ragged one the smaller.",
+        "Per device and per run (of a multi-step decode: per step); other: bytes that the run keeps there besides;",
+        "moved: HBM traffic; exchanged: the larger of input and output of a collective, of a ragged one the smaller.",
     ]
     for each in reports:
         if each.kernels:
             calls = ", ".join(f"{name} x {number:,.6g}" for name, number in sorted(each.kernels.items()))
             notes.append(f"kernels of {each.name}: {calls}")
     if chip is not None:
-        whole = sum(each.times * bound(each, chip) for each in reports)
+        total = sum(each.times * bound(each, chip) for each in reports)
         far = any(kind.endswith(BETWEEN) for each in reports for kind in each.exchanged)
         between = f", {chip.between:g} GB/s between slices" if far else ""
         notes.append(
-            f"a step takes {whole:.3g} s at least: for each program the longest of operations at {chip.tflops:g} TFLOP/s, bytes "
-            f"moved at {chip.bandwidth:g} GB/s and exchanged at {chip.links:g} GB/s{between}"
+            f"a step takes {total:.3g} s at least; each program the longest of operations at {chip.tflops:g} TFLOP/s, "
+            f"bytes moved at {chip.bandwidth:g} GB/s and exchanged at {chip.links:g} GB/s{between}"
         )
     return "\n".join([_aligned(lines, left=(0, 7)), *notes])
 
@@ -164,7 +167,7 @@ def _bytes(size: float) -> str:
 
 
 def bound(report: Report, chip: chips.Chip) -> float:
-    """Seconds that one run of the program takes at least, where nothing waits for anything."""
+    """Returns a lower bound in seconds of one run: the slowest of compute, memory and links is never idle."""
     far = sum(size for kind, (size, _) in report.exchanged.items() if kind.endswith(BETWEEN))
     near = sum(size for size, _ in report.exchanged.values()) - far
     sent = (size / (rate * 1e9) for size, rate in ((near, chip.links), (far, chip.between)) if rate)

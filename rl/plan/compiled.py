@@ -1,11 +1,13 @@
-"""Compiles the programs of a plan in a process of its own, which may load a compiler for devices that are not there.
+"""Compiles the programs of a plan in a separate process, which may load a compiler for devices that are not present.
 
-    python -m rl.plan.compiled < {"configs": [{...}], "topology": "v5p:2x2x1", "cache": "FOLDER" or null, "only": [...] or null}
+    python -m rl.plan.compiled < {"configs": [{...}], "topology": "v5p:2x2x1", "cache": "FOLDER" or null,
+                                  "only": [...] or null}
 
-Prints JSON lines: first {"device": what jax calls it, "memory": its bytes or null, "count": of devices}; then one for each program
-as it is done, of all or of those that `only` names; and a last one {"done": true} or {"error": text, "exit_code": n}. What was
-compiled before, for the same devices by the same compiler, is read from `cache`. With "estimate": true nothing is compiled: a line
-for each of the configurations, {"costs": {program: [held, temporaries, seconds]}} or {"wrong": text} (rl/plan/estimate.py).
+Prints JSON lines. The first is {"device": jax's name of it, "memory": its bytes or null, "count": number of devices}.
+Then comes one line per program when it is compiled; `only` selects programs by name. The last line is {"done": true} or
+{"error": text, "exit_code": n}. Results of earlier compilations for the same devices by the same compiler are read from
+`cache`. With "estimate": true nothing is compiled, and each configuration gives one line: {"costs": {program:
+[resident, temporaries, seconds]}} or {"wrong": text} (rl/plan/estimate.py).
 """
 
 from __future__ import annotations
@@ -19,21 +21,32 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rl.errors import DuetError, ResourceError
-from rl.plan import hlo
+from rl.plan import hlo, hlo_products, hlo_text
 from rl.plan.slices import Topology
+
+if TYPE_CHECKING:
+    import jax
+
+    from rl.plan.programs import Planned
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Report:
-    """One program on one device. `shape`: what it computes on. Bytes: `arguments` to `peak` as in policy.execution.compiled_cache.Memory;
-    `stays`: of what else the run keeps there. `operations` of products; `moved` bytes of memory; `exchanged`: [bytes, number] by
-    kind of collective; `kernels`: calls of kernels. `times`: runs a step. `seconds`: of compiling it."""
+    """One program on one device.
+
+    shape: of the arrays that it computes on. arguments to peak: bytes, as in policy.execution.compiled_cache.Memory.
+    non_argument: bytes of everything else that the run keeps on the device. operations: of products. moved: bytes of
+    HBM traffic. exchanged: [bytes, number] by kind of collective. kernels: calls of each kernel. times: runs per step.
+    seconds: compile time.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +55,7 @@ class Report:
     outputs: int
     aliased: int
     peak: int
-    stays: int
+    non_argument: int
     operations: float
     moved: float
     exchanged: dict[str, list[float]]
@@ -52,11 +65,12 @@ class Report:
 
     @property
     def needs(self) -> int:
-        """Bytes of a device while the program runs."""
-        return self.peak + self.stays
+        """Returns the bytes in use on a device while the program runs."""
+        return self.peak + self.non_argument
 
 
 def main() -> int:
+    """Answers the request on standard input; returns the exit code."""
     request = json.load(sys.stdin)
     try:
         for line in _lines(request, Topology.read(request["topology"])):
@@ -68,9 +82,9 @@ def main() -> int:
     return 0
 
 
-def _lines(request: dict, topology: Topology):
+def _lines(request: dict, topology: Topology) -> Iterator[dict]:
     with tempfile.TemporaryDirectory() as dump:
-        # `as_text` of a compiled program fails for some that are asynchronous, and a program from jax's own cache is not dumped.
+        # `as_text` fails for some asynchronous programs, and XLA does not dump programs from jax's own cache.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text"
         os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
         devices = topology.devices()
@@ -87,7 +101,7 @@ def _lines(request: dict, topology: Topology):
                     yield asdict(_report(planned, topology, Path(dump), cache))
 
 
-def _planned(config: dict, devices, memory: float | None):
+def _planned(config: dict, devices: list, memory: float | None) -> Iterator[Planned]:
     from rl.config.run import RunConfig
     from rl.plan.programs import programs
     from rl.run import build
@@ -96,7 +110,7 @@ def _planned(config: dict, devices, memory: float | None):
     yield from programs(checked, build.on_mesh(checked, devices), memory)
 
 
-def _estimated(configs: list[dict], devices, memory: float | None):
+def _estimated(configs: list[dict], devices: list, memory: float | None) -> Iterator[dict]:
     from rl.config.run import RunConfig
     from rl.plan.estimate import Estimator
     from rl.reporting import chips
@@ -109,52 +123,62 @@ def _estimated(configs: list[dict], devices, memory: float | None):
             yield {"wrong": str(error).splitlines()[0]}
 
 
-def _report(planned, topology: Topology, dump: Path, cache: Path | None) -> Report:
-    began = time.perf_counter()
+def _report(planned: Planned, topology: Topology, dump: Path, cache: Path | None) -> Report:
+    start = time.perf_counter()
     lowered = planned.lower()
     known = None if cache is None else cache / f"{_key(lowered, topology, planned)}.json"
     if known is not None and known.exists():
-        found = json.loads(known.read_text())
+        counted = json.loads(known.read_text())
     else:
-        found = _compile(planned, lowered, topology, dump) | {"seconds": time.perf_counter() - began}
+        counted = _compile(planned, lowered, topology, dump) | {"seconds": time.perf_counter() - start}
         if known is not None:
             with contextlib.suppress(OSError):
-                cache.mkdir(parents=True, exist_ok=True)
-                known.with_suffix(f".{os.getpid()}").write_text(json.dumps(found))
+                known.parent.mkdir(parents=True, exist_ok=True)
+                known.with_suffix(f".{os.getpid()}").write_text(json.dumps(counted))
                 known.with_suffix(f".{os.getpid()}").rename(known)
-    return Report(name=planned.name, shape=planned.shape, stays=planned.stays, times=planned.times, **found)
+    fields: dict[str, Any] = {
+        "name": planned.name,
+        "shape": planned.shape,
+        "non_argument": planned.non_argument,
+        "times": planned.times,
+    }
+    fields |= counted
+    return Report(**fields)
 
 
-def _key(lowered, topology: Topology, planned) -> str:
-    """What the result depends on: the program, the devices, the versions of the compilers and how is counted."""
+def _key(lowered: jax.stages.Lowered, topology: Topology, planned: Planned) -> str:
+    """Hashes all that the result depends on: the program, the devices, the compiler versions and the counting code."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("duet-rl", "jax", "jaxlib")]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions.append(importlib.metadata.version("libtpu"))
-    versions += [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in (hlo.__file__, __file__)]
-    # The text names source lines, which say nothing about the program.
+    counting = (hlo.__file__, hlo_products.__file__, hlo_text.__file__, __file__)
+    versions += [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in counting]
+    # Source lines in the text say nothing about the program.
     text = re.sub(r"loc\([^)]*\)", "", lowered.as_text())
     counted = f"{planned.trip_count} {planned.dispatch} {planned.occupancy} {planned.kernels}"
     return hashlib.sha256("\n".join([*versions, topology.name, counted, text]).encode()).hexdigest()[:32]
 
 
-def _compile(planned, lowered, topology: Topology, dump: Path) -> dict:
+def _compile(planned: Planned, lowered: jax.stages.Lowered, topology: Topology, dump: Path) -> dict:
     from policy.execution.compiled_cache import Memory
 
     for old in filter(Path.is_file, dump.iterdir()):
         old.unlink()
     try:
-        done = lowered.compile()
-    except Exception as error:  # of many kinds: what does not fit, what the compiler has no form for
+        executable = lowered.compile()
+    except Exception as error:  # the compiler raises many kinds: out of memory, unsupported
         text = str(error)
         if "RESOURCE_EXHAUSTED" in text or "exceeded" in text.lower():
             return _too_large(text)
         raise ResourceError(f"{planned.name} does not compile: {text.splitlines()[0] if text else error!r}") from error
     texts = sorted(dump.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size)
-    return asdict(Memory.of(done, topology.platform)) | counts(texts[-1].read_text(), planned)
+    memory = Memory.of(executable, topology.platform)
+    assert memory is not None, "the compilers of all platforms analyse memory"
+    return asdict(memory) | counts(texts[-1].read_text(), planned)
 
 
-def counts(text: str, planned) -> dict:
-    """What a compiled program does; of a dispatch that decodes the mean of its steps, over which what it does once is spread."""
+def counts(text: str, planned: Planned) -> dict:
+    """Counts the work of a compiled program. For a multi-step decode: per step, and work done once is spread."""
     steps = planned.dispatch
     program = hlo.Program(text, planned.kernels, planned.trip_count * steps, planned.occupancy)
     exchanged: dict[str, list[float]] = {}
@@ -171,7 +195,7 @@ def counts(text: str, planned) -> dict:
 
 
 def _too_large(text: str) -> dict:
-    """Of a program that the compiler gives up because the memory of the device does not hold it: what it says of its size."""
+    """Returns the counts of a program that the compiler refused as too large, with the size that its message names."""
     used = re.search(r"Used ([\d.]+)([KMGT]?) of", text)
     size = float(used[1]) * 1024 ** " KMGT".index(used[2] or " ") if used else float("inf")
     blank = dict.fromkeys(("arguments", "temporaries", "outputs", "aliased"), 0)

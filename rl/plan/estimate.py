@@ -1,13 +1,17 @@
-"""What programs would need, from their configuration and nothing compiled: which of many configurations are worth compiling.
+"""Estimates the needs of programs from a configuration, without compiling, to choose the configurations to compile.
 
-Bytes that the run keeps on each device are exact: shapes of arrays and how the mesh cuts them. Temporaries and seconds are a model
-of a few terms, good for comparing configurations with each other:
+Resident bytes per device are exact: they follow from the shapes of arrays and their sharding. Temporaries and seconds
+are a model of a few terms, good for a comparison of configurations:
 
-- an update: gradients in float32; for each token and layer its input and the share of all outputs of products that `remat` keeps;
-  all outputs of the largest layer, its weights gathered, and a chunk of logits. Other passes: the last three.
-- operations (rl/training/flops.py) three times over for a gradient and once more for what `remat` computes again; bytes of all weights
-  read in each pass and of activations; bytes exchanged: weights gathered over what cuts them but does not cut products, their
-  gradients back, and two activations a layer where products are cut. A program takes the longest of the three.
+- Temporaries of an update: float32 gradients; for each token and layer, its input and the share of product outputs that
+  `remat` keeps; all outputs of the largest layer, its full weights, and a chunk of logits. Other passes: the last
+  three.
+- Operations (rl/training/flops.py): three times the forward pass for a gradient, and once more for recomputation.
+- HBM traffic: all weights in each pass, and activations.
+- Communication: an all-gather of weights over the axes that shard them but not the products, a reduce-scatter of their
+  gradients, and two activations per layer where products are sharded.
+
+A program takes the longest of operations, HBM traffic and communication.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from rl.run import build
 from rl.training.flops import Operations
 from rollout.engine.exact import CHECKS
 
-# Of all outputs of products in a layer what a policy keeps. Without any the results of norms, activations and attention stay too.
+# Kept numbers by remat policy, over the product outputs of a layer. `none` keeps norms, activations and attention too.
 _KEPT = {"none": 3.0, "minimal": 1.0, "minimal_with_context": 1.1, "minimal_flash": 1.1, "full": 0.0, "custom": 0.0}
 _QKV = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
 _LOGITS = 2**24
@@ -37,23 +41,29 @@ _LOGITS = 2**24
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a program on one device: bytes `held` by the run, exact, and of `temporaries`; `seconds` of all its runs in a step."""
+    """Costs of a program on one device.
 
-    held: int
+    resident: bytes that the run keeps, exact. temporaries: bytes. seconds: of all its runs in a step.
+    """
+
+    resident: int
     temporaries: float
     seconds: float
 
 
 class Weights:
-    """Of a graph, by device: numbers that lie there (`local`), of the largest array too (`largest`), numbers of all that its
-    products take (`all_gather_object`), of the largest layer too (`layer`), and how many numbers products make of one token: in all layers,
-    in the largest, and for attention. `parts`: into how many parts the mesh cuts tokens; along its other axes it cuts products."""
+    """Sizes of a graph per device, in numbers.
+
+    local: stored weights; largest: the largest stored array. assembled: weights as its products read them, after the
+    all-gather; layer: the same of the largest layer. outputs: product outputs per token in all layers; widest: in the
+    largest layer; qkv: for attention. parts: shards of the tokens; the other mesh axes shard products.
+    """
 
     def __init__(self, graph: Graph):
         mesh, self.graph, rules = graph.layout.mesh.shape, graph, dict(graph.layout.rules)
         rows = {*rules["batch"], *rules["length"]}
         self.parts, self.operations = math.prod(mesh[axis] for axis in rows), Operations(graph)
-        self.local = self.largest = self.all_gather_object = self.outputs = self.qkv = 0.0
+        self.local = self.largest = self.assembled = self.outputs = self.qkv = 0.0
         layers, outputs = {}, {}
         for path, shape in graph.shapes.items():
             axes, sizes = graph.axes[path], shape.shape
@@ -65,7 +75,7 @@ class Weights:
             numbers, repeats = math.prod(sizes), sizes[0] if axes[0] == "layers" else 1
             self.local += numbers / math.prod(parts)
             self.largest = max(self.largest, numbers / math.prod(parts))
-            self.all_gather_object += numbers / cut
+            self.assembled += numbers / cut
             layer = ".".join(path.split(".")[:4])
             if axes[0] == "layers":
                 layers[layer] = layers.get(layer, 0.0) + numbers / cut / repeats
@@ -84,20 +94,20 @@ class Weights:
 
     @cached_property
     def bytes(self) -> int:
-        """Of a number in a product."""
+        """Returns the bytes of a number in a product."""
         return jnp.dtype(self.graph.runtime.dtype).itemsize
 
     def kept(self, remat: str) -> float:
-        """Outputs of products that the backward pass finds, of one token in all layers."""
+        """Returns the product outputs per token, in all layers, that a remat policy keeps for the backward pass."""
         if remat in _KEPT:
             return _KEPT[remat] * self.outputs
         return 0.0 if "offloaded" in remat else self.qkv if "qkv" in remat else 0.5 * self.outputs
 
 
 class Estimator:
-    """Of configurations on these devices. What differs in `remat` and `micro_batch` only is looked at once."""
+    """Estimates configurations on given devices. Those that differ only in remat and micro_batch share work."""
 
-    def __init__(self, devices, chip: chips.Chip | None, memory: float | None):
+    def __init__(self, devices: list, chip: chips.Chip | None, memory: float | None):
         self._devices, self._chip, self._memory = devices, chip or chips.CPU, memory
         self._parts: dict[
             str, tuple[Weights, list[tuple[PlannedStage, Sampling | None, list[tuple[Planned, Weights]]]]]
@@ -105,7 +115,7 @@ class Estimator:
         self._programs: dict[str, list[tuple[Planned, Weights]]] = {}
 
     def __call__(self, config: RunConfig) -> dict[str, Cost]:
-        """The Cost of each program by name. Raises what rl.run.build raises."""
+        """Returns the cost of each program by name. Raises the errors of rl.run.build."""
         plain = config.model_copy(
             update={"model": config.model.model_copy(update={"remat": "full", "remat_tensors": {}})}
         )
@@ -123,19 +133,21 @@ class Estimator:
             yield from generating
 
     def _on_mesh(self, config: RunConfig) -> tuple[Weights, list]:
-        """Returns (weights, [(stage, generator, programs of the generator with their weights)]) of a configuration without its
-        micro-batches."""
+        """Returns (weights, [(stage, generator, programs of the generator with their weights)]).
+
+        Ignores the micro-batches of the configuration.
+        """
         plain = config.model_copy(
             update={"stages": [each.model_copy(update={"micro_batch": None}) for each in config.stages]}
         )
         key = plain.model_dump_json()
         if key not in self._parts:
-            found = list(stages(plain, build.on_mesh(plain, self._devices), self._memory))
-            weights, decoding = Weights(found[0][0].graph), {}
-            for sampling in {each for _, each in found if each}:
+            pairs = list(stages(plain, build.on_mesh(plain, self._devices), self._memory))
+            weights, decoding = Weights(pairs[0][0].graph), {}
+            for sampling in {each for _, each in pairs if each}:
                 decoding[sampling] = Weights(sampling.decoding)
             parts = [
-                (stage, each, list(_generating(stage, each, weights, decoding.get(each)))) for stage, each in found
+                (stage, each, list(_generating(stage, each, weights, decoding.get(each)))) for stage, each in pairs
             ]
             self._parts[key] = weights, parts
         return self._parts[key]
@@ -152,16 +164,16 @@ class Estimator:
         tokens = numbers / min(weights.parts, max(1, numbers))
         layers, E = len(config.layers), config.hidden_size
         if kind == "quantised copy":
-            return Cost(planned.held, 4 * weights.layer, planned.times * weights.local * 8 / (chip.bandwidth * 1e9))
-        if kind == RESHARD:  # an array is sent whole, and put together from parts
+            return Cost(planned.resident, 4 * weights.layer, planned.times * weights.local * 8 / (chip.bandwidth * 1e9))
+        if kind == RESHARD:  # sends full arrays and assembles them from parts
             slowest = min(chip.bandwidth, chip.links or chip.bandwidth)
             return Cost(
-                planned.held, 2 * item * weights.largest, planned.times * item * weights.local / (slowest * 1e9)
+                planned.resident, 2 * item * weights.largest, planned.times * item * weights.local / (slowest * 1e9)
             )
         if kind in CHECKS[1:]:
             numbers = config.vocab_size * E / mesh.size
             read = max(2.0 * tokens * numbers / (chip.tflops * 1e12), item * numbers / (chip.bandwidth * 1e9))
-            return Cost(planned.held, 8.0 * min(_LOGITS, tokens * config.vocab_size), planned.times * read)
+            return Cost(planned.resident, 8.0 * min(_LOGITS, tokens * config.vocab_size), planned.times * read)
         kept = weights.kept(remat) if update else 0.0
         again = 1.0 - min(1.0, kept / max(1.0, weights.outputs)) if update else 0.0
         logits = 8.0 * min(_LOGITS, tokens * config.vocab_size / mesh.shape["tensor"])
@@ -171,24 +183,28 @@ class Estimator:
         passes = 3.0 + again if update else 1.0
         work = passes * weights.operations.forward([length] * (numbers // length)) / mesh.size
         moved = (
-            passes * item * (weights.all_gather_object + 4 * tokens * weights.outputs)
+            passes * item * (weights.assembled + 4 * tokens * weights.outputs)
             + update * 24 * weights.local / planned.trip_count
         )
-        exchanged = (2 + (again > 0) if update else 1) * item * (weights.all_gather_object - weights.local)
-        exchanged += update * 4 * (weights.all_gather_object - weights.local)
+        exchanged = (2 + (again > 0) if update else 1) * item * (weights.assembled - weights.local)
+        exchanged += update * 4 * (weights.assembled - weights.local)
         t, x = mesh.size / weights.parts, mesh.shape["expert"]
         exchanged += (
             passes * layers * tokens * E * item * (4 * (1 - 1 / t) + (x - 1) * any(spec.moe for spec in config.layers))
         )
         links = exchanged / (chip.links * 1e9) if chip.links else 0.0
         seconds = max(work / (chip.tflops * 1e12), moved / (chip.bandwidth * 1e9), links)
-        return Cost(planned.held, temporaries, planned.times * planned.trip_count * seconds)
+        return Cost(planned.resident, temporaries, planned.times * planned.trip_count * seconds)
 
 
 def _generating(
     stage: PlannedStage, sampling: Sampling | None, weights: Weights, decoding: Weights | None
 ) -> Iterator[tuple[Planned, Weights]]:
-    """Yields the programs of the generator. Checks compute the trained weights, other rollouts those in its own layout."""
+    """Yields the programs of the generator with their weights.
+
+    Checks compute with the trained weights, other rollouts with the weights in the layout of rollouts.
+    """
     if sampling and sampling.used_by(stage):
+        assert decoding is not None  # the weights of this generator
         for each in sampling.programs(stage):
             yield each, weights if each.kind in CHECKS else decoding

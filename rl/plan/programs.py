@@ -37,18 +37,18 @@ from rollout.engine.weights import RolloutWeights
 class Planned:
     """One program of a stage.
 
-    shape: of the arrays that it computes on. held: bytes on each device of all that the run keeps there all the time; stays: the
-    part of these that is not among the arguments of the program. times: runs per step. trip_count: of its outermost loop, whose
-    length the device computes (micro-batches that hold anything). dispatch: of a program that decodes, most steps of one run;
-    `times` and counts are of one step. kernels and occupancy: as in rl/plan/hlo.py. graph: the model that it computes.
+    shape: of the arrays that it computes on. resident: bytes per device that the run keeps all the time; non_argument: the
+    part of these that is not an argument of the program. times: runs per step. trip_count: of its outermost loop, whose
+    length the device computes (micro-batches that hold anything). dispatch: most steps of one run of a multi-step decode;
+    `times` and counts are per step. kernels and occupancy: as in rl/plan/hlo.py. graph: the model that it computes.
     """
 
     stage: str
     kind: str
     shape: tuple[int, ...]
     lower: Callable[[], jax.stages.Lowered]
-    held: int
-    stays: int
+    resident: int
+    non_argument: int
     times: float
     trip_count: int = 1
     dispatch: int = 1
@@ -94,12 +94,12 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
         *stage.programs(routes, build.generator_options(own.stage.config).record_values),
         *stage.scoring_programs(),
     ):
-        held = own.bytes
+        resident = own.bytes
         if sampling:
-            held += sampling.rolling if each.rollout_memory else sampling.bytes
-        other = held - on_a_device(each.resident)
+            resident += sampling.rolling if each.rollout_memory else sampling.bytes
+        other = resident - on_a_device(each.resident)
         made = Planned(
-            own.name, each.kind, each.shape, each.lower, held, other, each.times, each.trip_count, graph=each.graph
+            own.name, each.kind, each.shape, each.lower, resident, other, each.times, each.trip_count, graph=each.graph
         )
         yield replace(made, occupancy=_occupancy(each.graph, made))
 

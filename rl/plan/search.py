@@ -1,9 +1,10 @@
-"""`rl plan --search`: mesh, micro-batch and remat policy for a slice, chosen by an estimate and confirmed by compiling."""
+"""`rl plan --search`: chooses mesh, micro-batch and remat policy by an estimate, then compiles to confirm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import rl.stages
 from rl.config import yaml_tree
@@ -12,12 +13,16 @@ from rl.errors import ConfigError
 from rl.plan import changes
 from rl.plan.changes import REMAT, Change
 from rl.plan.children import AT_A_TIME, Attempt, Costs, Target, attempted, estimated
+from rl.plan.compiled import Report
 from rl.plan.suggest import corrected
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`size`: how the memory of two choices of one mesh compares, (rows of a micro-batch, what remat keeps)."""
+    """A mesh with a micro-batch and a remat policy.
+
+    size: (rows of a micro-batch, rank of the remat policy); larger numbers need more memory on the same mesh.
+    """
 
     change: Change
     config: RunConfig
@@ -26,43 +31,45 @@ class Choice:
 
     @property
     def mesh(self) -> tuple:
+        """Returns the sizes of the mesh axes."""
         return tuple(value for key, value in self.change.settings.items() if key.startswith("mesh."))
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was compiled of `looked_at` choices, of which `pruned` need too much by their arguments alone."""
+class SearchResult:
+    """Compiled choices. looked_at: choices in all. pruned: choices whose resident bytes alone are too many."""
 
     tried: list[tuple[Choice, Attempt]]
     looked_at: int
     pruned: int
 
 
-def search(config: RunConfig, target: Target, most: int) -> Found:
-    """Compiles at most `most` choices, two of different meshes at a time: those that the estimate finds quickest among those that
-    should fit. What was compiled corrects the estimate of what is left, and where it does not fit nothing larger on the same mesh
-    is tried.
+def search(config: RunConfig, target: Target, most: int) -> SearchResult:
+    """Compiles at most `most` choices, two of different meshes at a time, the quickest by the estimate that should fit
+    first.
 
-    Raises ConfigError where the memory of a device is not known, or no mesh can be.
+    Each compilation corrects the estimates of the others. After a choice that does not fit, no larger choice on the
+    same mesh is tried. Raises ConfigError if the memory of a device is unknown or no mesh is possible.
     """
-    if target.memory is None:
+    memory = target.memory
+    if memory is None:
         raise ConfigError("--search: the memory of these devices is not known; give it in GiB with --memory")
     everything = [(change, made, size) for change, size in _changes(config, target) if (made := change.of(config))]
     costs = estimated([made for _, made, _ in everything], target)
     choices = {}
     for (change, made, size), cost in zip(everything, costs, strict=True):
-        if isinstance(cost, Costs):  # settings that come to the same programs are one choice
+        if isinstance(cost, Costs):  # settings with equal programs are one choice
             choices.setdefault(tuple(sorted(cost.programs.items())), Choice(change, made, cost, size))
     if not choices:
         raise ConfigError(
             f"--search: no mesh of {target.inside(config)} devices can be: {next(iter(costs), 'none divides them')}"
         )
-    left = [choice for choice in choices.values() if choice.costs.held <= target.memory]
+    left = [choice for choice in choices.values() if choice.costs.resident <= memory]
     pruned, tried, corrections = len(choices) - len(left), [], {}
 
     def rank(choice: Choice) -> tuple:
         needs = choice.costs.needs(corrections)
-        return (0, choice.costs.seconds) if needs <= target.memory else (1, needs)
+        return (0, choice.costs.seconds) if needs <= memory else (1, needs)
 
     while left and len(tried) < most:
         some: list[Choice] = []
@@ -75,7 +82,7 @@ def search(config: RunConfig, target: Target, most: int) -> Found:
             tried.append((choice, attempt))
             corrections |= corrected(choice.costs, attempt.reports)
             left = [other for other in left if other is not choice and (attempt.fits or not _as_large(other, choice))]
-    return Found(tried, len(choices), pruned)
+    return SearchResult(tried, len(choices), pruned)
 
 
 def _as_large(other: Choice, choice: Choice) -> bool:
@@ -83,14 +90,15 @@ def _as_large(other: Choice, choice: Choice) -> bool:
 
 
 def _changes(config: RunConfig, target: Target) -> Iterator[tuple[Change, tuple[int, int]]]:
-    whole = [stage.rows_per_update for stage in rl.stages.create(config)]
-    parts = [2**n for n in range(max(whole).bit_length())]
+    rows_of_stages = [stage.rows_per_update for stage in rl.stages.create(config)]
+    parts = [2**n for n in range(max(rows_of_stages).bit_length())]
     policies = REMAT if config.model.remat in REMAT else (config.model.remat, *REMAT)
     for mesh in changes.meshes(config, target.inside(config), changes.divisors(config)):
         for part in parts:
-            rows = [-(-each // part) for each in whole]
+            rows = [-(-each // part) for each in rows_of_stages]
             for number, remat in enumerate(policies):
-                settings = {f"mesh.{axis}": size for axis, size in mesh.items()} | {"model.remat": remat}
+                settings: dict[str, Any] = {f"mesh.{axis}": size for axis, size in mesh.items()}
+                settings["model.remat"] = remat
                 if config.model.remat_tensors and remat != "custom":
                     settings["model.remat_tensors"] = {}
                 settings |= {f"stages.{i}.micro_batch": each for i, each in enumerate(rows)}
@@ -98,17 +106,19 @@ def _changes(config: RunConfig, target: Target) -> Iterator[tuple[Change, tuple[
 
 
 def as_yaml(change: Change) -> str:
-    """The settings as a file that is laid over the configuration."""
+    """Writes the settings as a YAML file that can be merged over the configuration."""
     tree: dict = {}
     for key, value in change.settings.items():
         *path, last = (int(part) if part.isdecimal() else part for part in key.split("."))
-        node = tree
+        node: Any = tree
         for part in path:
             node = node.setdefault(part, {})
         node[last] = value
     return yaml_tree.dump(tree)
 
 
-def best(found: Sequence[tuple[Choice, Attempt]], seconds) -> list[tuple[Choice, Attempt]]:
-    """Those that fit, the quickest first by `seconds(reports)`."""
-    return sorted((each for each in found if each[1].fits), key=lambda each: seconds(each[1].reports))
+def best(
+    tried: Sequence[tuple[Choice, Attempt]], seconds: Callable[[Sequence[Report]], float]
+) -> list[tuple[Choice, Attempt]]:
+    """Returns the choices that fit, the quickest first by `seconds(reports)`."""
+    return sorted((each for each in tried if each[1].fits), key=lambda each: seconds(each[1].reports))

@@ -1,4 +1,4 @@
-"""The devices of a plan: slices of TPUs that need not be there, devices of the CPU, or the GPUs of this machine."""
+"""Describes the devices of a plan: TPU slices that need not be present, CPU devices, or the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from rl.errors import ConfigError, ResourceError
 
 TPUS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
-HOW = "give KIND:AxB or KIND:AxBxC (v5p:8x8x4, v6e:4x4, v5e:4x4, v4:2x2x2, tpu7x:2x2x1), 2xKIND:AxB for two slices, cpu:N, or gpu"
+HOW = (
+    "give KIND:AxB or KIND:AxBxC (v5p:8x8x4, v6e:4x4, v5e:4x4, v4:2x2x2, tpu7x:2x2x1), "
+    "2xKIND:AxB for two slices, cpu:N, or gpu"
+)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """`platform`: tpu, cpu or gpu. `name`: as it was asked for. `count`: chips of a slice; None: all GPUs that are here."""
+    """platform: tpu, cpu or gpu. name: as the user gave it. count: chips per slice; None: all GPUs of this machine."""
 
     platform: str
     name: str
@@ -24,20 +28,20 @@ class Topology:
 
     @classmethod
     def read(cls, name: str) -> Topology:
-        """Raises ConfigError for a name that is none."""
+        """Parses the name of a topology. Raises ConfigError for an unknown one."""
         kind, _, shape = name.partition(":")
         if kind == "gpu" and not shape:
             return cls("gpu", name, None)
         if kind == "cpu" and re.fullmatch(r"[1-9]\d*", shape):
             return cls("cpu", name, int(shape))
-        found = re.fullmatch(rf"(?:([1-9]\d*)x)?({'|'.join(TPUS)}):([1-9]\d*(?:x[1-9]\d*){{1,2}})", name)
-        if found:
-            return cls("tpu", name, math.prod(map(int, found[3].split("x"))), int(found[1] or 1))
+        match = re.fullmatch(rf"(?:([1-9]\d*)x)?({'|'.join(TPUS)}):([1-9]\d*(?:x[1-9]\d*){{1,2}})", name)
+        if match:
+            return cls("tpu", name, math.prod(map(int, match[3].split("x"))), int(match[1] or 1))
         raise ConfigError(f"--topology {name}: no such topology; {HOW}")
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of a process that compiles for it. They must stand before jax is imported."""
+        """Returns the variables of a process that compiles for these devices. Set them before jax is imported."""
         if self.platform == "gpu":
             return {"JAX_PLATFORMS": "cuda,cpu"}
         flags = os.environ.get("XLA_FLAGS", "")
@@ -47,7 +51,7 @@ class Topology:
                 "JAX_PLATFORMS": "cpu",
                 "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={self.count}".strip(),
             }
-        # libtpu ends a process that has a flag which it does not know.
+        # libtpu ends the process at a flag that it does not know.
         flags = " ".join(flag for flag in flags.split() if not flag.startswith(("--xla_cpu_", "--xla_gpu_")))
         return {
             "JAX_PLATFORMS": "cpu",
@@ -56,19 +60,19 @@ class Topology:
             "XLA_FLAGS": flags,
         }
 
-    def memory(self, device) -> float | None:
-        """Bytes that a program may take on a device; None: as many as the machine has, as on a CPU."""
+    def memory(self, device: Any) -> float | None:
+        """Returns the bytes that a program may use on a device; None if there is no limit, as on a CPU."""
         from rl.reporting import chips
 
         if self.platform == "gpu":
-            limit = (device.memory_stats() or {}).get("bytes_limit")  # what jax has set aside of it
+            limit = (device.memory_stats() or {}).get("bytes_limit")  # the memory that jax reserves
             if limit:
                 return float(limit)
         chip = chips.of(device.device_kind)
         return chip and chip.memory * 2**30
 
     def devices(self) -> list:
-        """In a process with that environment. Raises ResourceError where they cannot be described here."""
+        """Lists the devices; the process must have `environment`. Raises ResourceError if they cannot be described."""
         import jax
 
         if self.platform != "tpu":
@@ -80,11 +84,11 @@ class Topology:
 
         try:
             one = self.name.removeprefix(f"{self.slices}x")
-            more = {"num_slices": self.slices} if self.slices > 1 else {}
-            if one.startswith("v4:"):  # else libtpu describes its two cores apart, which jax lays no mesh over
+            more: dict[str, Any] = {"num_slices": self.slices} if self.slices > 1 else {}
+            if one.startswith("v4:"):  # jax makes no mesh of single cores, which libtpu describes by default
                 more["chip_config_name"] = "megacore"
             return list(topologies.get_topology_desc(one, platform="tpu", **more).devices)
-        except Exception as error:  # libtpu and its plugin raise errors of many kinds
+        except Exception as error:  # libtpu and its plugin raise many kinds of errors
             text = str(error).splitlines()[0] if str(error) else repr(error)
             missing = "no libtpu" in text.lower() or isinstance(error, ModuleNotFoundError) or "libtpu.so" in text
             hint = "; `pip install libtpu` brings the compiler" if missing else ""

@@ -1,4 +1,4 @@
-"""Settings with which a plan fits that does not, found by compiling the programs that were too large with each of them."""
+"""Suggests settings with which a plan fits, by compiling the programs that were too large with candidate settings."""
 
 from __future__ import annotations
 
@@ -13,97 +13,102 @@ from rl.plan.children import AT_A_TIME, Attempt, Costs, Target, attempted, estim
 from rl.plan.compiled import Report
 
 ENOUGH = 3
-MESHES = 8  # the nearest to that of the configuration
-SEVERAL, LATER = 100, 1000  # in the order of levers
+MESHES = 8  # tries the meshes nearest to the configured one
+SEVERAL, LATER = 100, 1000  # offsets in the order of knobs: several at once, changed results
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A step of a lever: the smaller both numbers, the less it changes. `held`: bytes of arguments and what lies beside them;
-    `needs`: with temporaries, as estimated."""
+    """One value of a knob. A smaller knob or step changes less.
 
-    lever: int
+    resident: bytes per device that the run keeps, exact. needs: these and the estimated temporaries.
+    """
+
+    knob: int
     step: int
     change: Change
     config: RunConfig
-    held: float
+    resident: float
     needs: float
 
 
 def suggestions(
     config: RunConfig, target: Target, reports: Sequence[Report], most: int
 ) -> list[tuple[Change, Attempt]]:
-    """Up to three changes with which the programs fit that did not, of different kinds, and what was compiled; at most `most` are
-    compiled, two at a time. What needs too much by its arguments alone is not, and what an estimate says will fit comes first."""
+    """Returns up to three changes of different kinds with which the failed programs fit, with their compilations.
+
+    Compiles at most `most` changes, two at a time. Skips a change whose resident bytes alone are too many. Starts with
+    changes that fit by the estimate.
+    """
+    memory = target.memory
+    assert memory is not None  # with unknown memory every program fits
     failed = [each for each in reports if not target.fits(each)]
-    names, levers = [each.name for each in failed], _levers(config, target)
-    left, several = _candidates(config, target, failed, levers), False
+    names, knobs = [each.name for each in failed], _knobs(config, target)
+    left, several = _candidates(config, target, failed, knobs), False
     single = {
-        each.lever: each.change for each in left if not each.change.results and "mesh.fsdp" not in each.change.settings
+        each.knob: each.change for each in left if not each.change.results and "mesh.fsdp" not in each.change.settings
     }
-    found: list[tuple[Change, Attempt]] = []
-    while most > 0 and len(found) < ENOUGH:
-        if not several and not any(each.needs <= target.memory and not each.change.results for each in left):
-            # Each alone is not enough: several at once come before those that change results.
+    fitting: list[tuple[Change, Attempt]] = []
+    while most > 0 and len(fitting) < ENOUGH:
+        if not several and not any(each.needs <= memory and not each.change.results for each in left):
+            # No single change is enough: combinations come before changes of results.
             several, both = True, _candidates(config, target, failed, [changes.together(list(single.values()))])
-            left += [replace(each, lever=SEVERAL) for each in both]
-        some = _next(left, target.memory, min(AT_A_TIME, most))
+            left += [replace(each, knob=SEVERAL) for each in both]
+        some = _next(left, memory, min(AT_A_TIME, most))
         if not some:
             break
         most -= len(some)
         for each, attempt in zip(some, attempted([each.config for each in some], target, names), strict=True):
-            # What was enough needs no stronger step, what was not no weaker one.
-            left = [
-                other for other in left if other.lever != each.lever or (not attempt.fits and other.step > each.step)
-            ]
+            # After a step that fits, skip stronger steps of its knob; otherwise skip weaker ones.
+            left = [other for other in left if other.knob != each.knob or (not attempt.fits and other.step > each.step)]
             if attempt.fits:
-                found.append((each.change, attempt))
-    return found[:ENOUGH]
+                fitting.append((each.change, attempt))
+    return fitting[:ENOUGH]
 
 
 def _next(left: Sequence[Candidate], memory: float, most: int) -> list[Candidate]:
-    """Of different levers, those that should fit first, by how little they change; then those that need least."""
+    """Returns the best candidate of each knob: first those that should fit, smallest change first, then by needs."""
 
     def order(each: Candidate) -> tuple:
-        lever = each.lever + LATER * each.change.results
-        return (0, lever, each.step) if each.needs <= memory else (1, each.needs, each.step)
+        knob = each.knob + LATER * each.change.results
+        return (0, knob, each.step) if each.needs <= memory else (1, each.needs, each.step)
 
     first: dict[int, Candidate] = {}
-    for each in sorted((each for each in left if each.held <= memory), key=order):
-        first.setdefault(each.lever, each)
+    for each in sorted((each for each in left if each.resident <= memory), key=order):
+        first.setdefault(each.knob, each)
     return list(first.values())[:most]
 
 
 def _candidates(
-    config: RunConfig, target: Target, failed: Sequence[Report], levers: list[list[Change]]
+    config: RunConfig, target: Target, failed: Sequence[Report], knobs: list[list[Change]]
 ) -> list[Candidate]:
-    """What makes the programs that failed smaller by the estimate, each step more than the one before."""
+    """Lists candidates that reduce the estimate of the failed programs, each step of a knob more than the last."""
     names = [each.name for each in failed]
-    steps = [(lever, step, change) for lever, each in enumerate(levers) for step, change in enumerate(each)]
+    steps = [(knob, step, change) for knob, each in enumerate(knobs) for step, change in enumerate(each)]
     made = [
         (*numbers, change, made) for *numbers, change in steps if (made := change.of(config)) and changes.possible(made)
     ]
     base, *costs = estimated([config, *(each for *_, each in made)], target)
     if isinstance(base, str):
         return []
-    corrections, found = corrected(base, failed), []
-    least = dict.fromkeys(range(len(levers)), base.needs({}, names))
-    for (lever, step, change, changed), cost in zip(made, costs, strict=True):
+    corrections, candidates = corrected(base, failed), []
+    least = dict.fromkeys(range(len(knobs)), base.needs({}, names))
+    for (knob, step, change, changed), cost in zip(made, costs, strict=True):
         if isinstance(cost, str) or not cost.programs.keys() >= set(names):
             continue
-        if (needs := cost.needs({}, names)) < least[lever]:
-            least[lever] = needs
-            held = max(cost.programs[name][0] for name in names)
-            found.append(Candidate(lever, step, change, changed, held, cost.needs(corrections, names)))
-    return found
+        if (needs := cost.needs({}, names)) < least[knob]:
+            least[knob] = needs
+            resident = max(cost.programs[name][0] for name in names)
+            candidates.append(Candidate(knob, step, change, changed, resident, cost.needs(corrections, names)))
+    return candidates
 
 
-def _levers(config: RunConfig, target: Target) -> list[list[Change]]:
+def _knobs(config: RunConfig, target: Target) -> list[list[Change]]:
     others = sorted(
         changes.meshes(config, target.inside(config), changes.divisors(config)),
         key=lambda mesh: _distance(config, mesh),
     )
-    return changes.levers(config, [mesh for mesh in others if _distance(config, mesh)][:MESHES])
+    return changes.knobs(config, [mesh for mesh in others if _distance(config, mesh)][:MESHES])
 
 
 def _distance(config: RunConfig, mesh: dict[str, int]) -> float:
@@ -113,10 +118,10 @@ def _distance(config: RunConfig, mesh: dict[str, int]) -> float:
 
 
 def corrected(costs: Costs, reports: Sequence[Report]) -> dict[str, float]:
-    """By program: temporaries that were found over those that were estimated."""
-    found = {}
+    """Returns, by program, measured over estimated temporaries."""
+    factors = {}
     for report in reports:
-        held, temporaries, _ = costs.programs[report.name]
+        resident, temporaries, _ = costs.programs[report.name]
         if math.isfinite(report.needs):
-            found[report.name] = max(0.0, report.needs - held) / max(1.0, temporaries)
-    return found
+            factors[report.name] = max(0.0, report.needs - resident) / max(1.0, temporaries)
+    return factors

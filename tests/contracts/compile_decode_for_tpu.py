@@ -34,7 +34,8 @@ from policy.config import Runtime  # noqa: E402
 from policy.huggingface import sources  # noqa: E402
 from policy.mesh.sharding import layout  # noqa: E402
 from policy.model import Graph  # noqa: E402
-from rl.plan.hlo import Program, dims  # noqa: E402
+from rl.plan.hlo import Program  # noqa: E402
+from rl.plan.hlo_text import dims  # noqa: E402
 
 STEPS, SIZE = 4, 32
 KERNELS = {"k": "paged_attention", "latent": "latent_paged_attention"}

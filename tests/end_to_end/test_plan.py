@@ -91,9 +91,10 @@ def test_the_program_that_lays_weights_out_is_planned_and_its_copy_counted(plan)
     assert laid["grpo: update"] == found["grpo: update"], "the copy is dropped before"
     reshard, decode = laid["grpo: reshard"], "grpo: decode a token"
     assert reshard["times"] == 1 and reshard["exchanged"] and reshard["outputs"] > 0 and "grpo: reshard" not in found
-    assert laid[decode]["stays"] + laid[decode]["arguments"] > found[decode]["stays"] + found[decode]["arguments"], (
-        "it is beside"
-    )
+    assert (
+        laid[decode]["non_argument"] + laid[decode]["arguments"]
+        > found[decode]["non_argument"] + found[decode]["arguments"]
+    ), "it is beside"
 
 
 @pytest.mark.slow
@@ -113,8 +114,10 @@ def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
     read = 3 * 4 * place.shape[0] * place.shape[1] + 4  # tokens, segments and mask, and how many tokens count
     assert found["arguments"] == held + read
     estimated = Estimator(jax.devices()[:1], None, None)(config)
-    assert estimated["sft: update"].held == held, "what lies there all the time is known without compiling"
-    assert estimated["grpo: prefill"].held == estimated["grpo: update"].held > 1.3 * held, "a reference, and the cache"
+    assert estimated["sft: update"].resident == held, "what lies there all the time is known without compiling"
+    assert estimated["grpo: prefill"].resident == estimated["grpo: update"].resident > 1.3 * held, (
+        "a reference, and the cache"
+    )
 
 
 @pytest.mark.slow
@@ -217,7 +220,7 @@ def test_a_run_that_asks_a_reward_model_and_checks_takes_what_was_planned(plan, 
     assert_ran_as_planned(tmp_path / "run", planned)
     update, scores = planned["grpo: update"], planned[f"grpo: scores of {source}"]
     weights = scores["arguments"] - 2 * 4 * scores["shape"][0] * scores["shape"][1]  # tokens and segments
-    assert weights > 0 and update["aliased"] + update["stays"] == weights + scores["stays"], (
+    assert weights > 0 and update["aliased"] + update["non_argument"] == weights + scores["non_argument"], (
         "all of it lies there all the time"
     )
 
@@ -284,7 +287,7 @@ def test_a_search_for_a_tpu_slice_ends_with_settings_that_a_plan_finds_to_need_t
     settings = [f"{key}={json.dumps(value)}" for key, value in best["settings"].items()]
     monkeypatch.setenv("DUET_PLAN_CACHE", str(tmp_path / "new"))  # what is known already would only be read again
     code, found = numbers("v5p:2x2x1", *more, *settings)
-    assert code == 0 and max(each["peak"] + each["stays"] for each in found["programs"]) == best["needs"]
+    assert code == 0 and max(each["peak"] + each["non_argument"] for each in found["programs"]) == best["needs"]
 
 
 @pytest.mark.parametrize(

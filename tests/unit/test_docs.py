@@ -49,7 +49,7 @@ NOT_RUN = {
     "rl plan configs/quickstart.yml --topology cpu:2 --search --memory 2 --candidates 1",
     "until rl-train configs/quickstart.yml run.dir=runs/first; [ $? -ne 75 ]; do sleep 1; done",
 }
-NOT_CODE = {"toml", "jinja", "text"}
+NOT_CODE = {"toml", "jinja", "text", "mermaid"}
 
 
 @dataclass(frozen=True)

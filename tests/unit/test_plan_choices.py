@@ -122,7 +122,7 @@ def test_what_is_too_large_by_its_arguments_is_not_compiled_and_candidates_are_l
 
 def test_changes_are_overrides_that_the_configuration_takes(tmp_path):
     made = config(tmp_path, "model.remat=none", "mesh={fsdp: 8}")
-    every = [change for steps in changes.levers(made, [{"fsdp": 4, "tensor": 2}]) for change in steps]
+    every = [change for steps in changes.knobs(made, [{"fsdp": 4, "tensor": 2}]) for change in steps]
     assert {change.results for change in every} == {False, True}
     for change in every:
         changed = change.of(made)
@@ -210,15 +210,17 @@ def test_a_copy_of_weights_that_is_dropped_lies_beside_rollouts_only(tmp_path):
         made = config(tmp_path, *more)
         costs = Estimator(jax.devices()[:1], None, None)(made)
         every = {each.kind: each for each in programs(made, build.on_mesh(made, jax.devices()[:1]), None)}
-        assert {name: cost.held for name, cost in costs.items()} == {each.name: each.held for each in every.values()}
+        assert {name: cost.resident for name, cost in costs.items()} == {
+            each.name: each.resident for each in every.values()
+        }
         return every
 
     quantised = "generator.weights=int8"
     plain, kept, dropped = listed(), listed(quantised), listed(quantised, "generator.rules=stationary")
-    copy = kept["update"].held - plain["update"].held
-    assert copy > 0 and dropped["update"].held == plain["update"].held
-    assert {each["decode a token"].held for each in (kept, dropped)} == {plain["decode a token"].held + copy}
-    assert dropped["reshard"].times == 1 and dropped["reshard"].held == dropped["prefill"].held
+    copy = kept["update"].resident - plain["update"].resident
+    assert copy > 0 and dropped["update"].resident == plain["update"].resident
+    assert {each["decode a token"].resident for each in (kept, dropped)} == {plain["decode a token"].resident + copy}
+    assert dropped["reshard"].times == 1 and dropped["reshard"].resident == dropped["prefill"].resident
     assert "quantised copy" in kept and "reshard" not in kept and "quantised copy" not in dropped
 
 

@@ -93,7 +93,7 @@ def test_loops_whose_number_of_turns_is_not_known_count_as_often_as_is_said():
 
     text = compiled(until, (M, E), (E, E)).as_text()
     assert Program(text).operations() == 2 * M * E * E
-    assert Program(text, turns=3).operations() == 3 * 2 * M * E * E
+    assert Program(text, trip_count=3).operations() == 3 * 2 * M * E * E
 
 
 def test_what_a_dispatch_does_once_is_spread_over_its_steps():
@@ -184,7 +184,7 @@ def test_collectives_are_counted_with_their_loops_and_inside_what_wraps_them():
 
 def test_a_loop_that_is_known_not_to_run_counts_nothing():
     known = 'body=%body, backend_config={"known_trip_count":{"n":"0"}}'
-    found = Program(TEXT.replace("body=%body", known), turns=3).exchanged()
+    found = Program(TEXT.replace("body=%body", known), trip_count=3).exchanged()
     assert found and not any(each.times for each in found)
 
 
