@@ -47,10 +47,10 @@ def main(scheme: str, degrees: dict, topology: str) -> None:
 
     def weight(path, leaf):
         axes = AXES.get(path[0].key.removeprefix("expert_").removesuffix("_proj"), (None,) * len(leaf.shape))
-        return placed(leaf.shape, leaf.dtype, *axes)
+        return put(leaf.shape, leaf.dtype, *axes)
 
     weights = jax.tree_util.tree_map_with_path(weight, state)
-    x, segments = placed((B, T, E), jnp.bfloat16, "batch", None, None), placed((B, T), jnp.int32, "batch", None)
+    x, segments = put((B, T, E), jnp.bfloat16, "batch", None, None), put((B, T), jnp.int32, "batch", None)
 
     def loss(weights, x, segments):
         out, _ = nnx.merge(graph, weights)(x, Step(segments, segments), runtime)

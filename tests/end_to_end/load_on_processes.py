@@ -25,9 +25,9 @@ whole, read = TensorFiles.read, []
 
 
 def counted(*given, **named):
-    found = whole(*given, **named)
-    read.append(found.nbytes)
-    return found
+    result = full(*given, **named)
+    read.append(result.nbytes)
+    return result
 
 
 TensorFiles.read = counted
@@ -37,8 +37,8 @@ held = sum(shard.data.nbytes for array in model.params.values() for shard in arr
 
 def restored() -> int:
     """Bytes that tensorstore has read of files so far."""
-    found = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value.get("value", 0) for metric in found for value in metric["values"])
+    result = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value.get("value", 0) for metric in result for value in metric["values"])
 
 
 checkpoints = Checkpoints(f"{directory}/checkpoints", 1)
