@@ -57,7 +57,7 @@ def compiled(split: bool, rule: str | None) -> str:
     options = batch_split.compiler_options(Graph(config, asked, mesh).runtime)
     graph = Graph(config, asked, mesh).at(batch_split=split)
 
-    def placed(shape, dtype, *axes):
+    def put(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(axes, shape))
 
     def loss(trained, still, tokens, segments):

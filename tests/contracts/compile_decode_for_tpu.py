@@ -69,7 +69,7 @@ def report(preset: str, topology: str, degrees: dict, rows: int, width: int, rul
     mesh = layout(degrees, rules, devices=devices)
     graph = Graph(sources.preset(preset), Runtime(dtype="bfloat16", param_dtype="bfloat16"), mesh)
 
-    def placed(array, axes):
+    def put(array, axes):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=mesh.sharding(axes, array.shape))
 
     def ids(*shape):

@@ -42,7 +42,7 @@ def main(scheme: str, degrees: dict, topology: str) -> None:
         config, spec = DecoderConfig(16, E, (), Norm(), "none", "{}"), Moe(Router(16, 4, score="sigmoid"), 256)
         graph, state = nnx.split(nnx.eval_shape(lambda: MixtureOfExperts(spec, config, nnx.Rngs(0))))
 
-    def placed(shape, dtype, *axes):
+    def put(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(axes, shape))
 
     def weight(path, leaf):

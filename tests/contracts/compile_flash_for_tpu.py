@@ -68,7 +68,7 @@ def main(family: str, topology: str, degrees: dict) -> dict:
         config, Runtime(dtype="bfloat16", param_dtype="bfloat16", scan=True, remat="full", attention_chunk=CHUNK), mesh
     )
 
-    def placed(shape, dtype, *axes):
+    def put(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(axes, shape))
 
     params = {

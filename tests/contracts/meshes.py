@@ -82,7 +82,7 @@ def attention(degrees: dict, scheme: str, options: dict) -> dict:
     step = make_step(jnp.zeros((B, T), jnp.int32), None, packed(B, T))
     keep = (np.asarray(step.segments) != 0)[:, None, :, None]
 
-    def whole(q, k, v, sinks):
+    def full(q, k, v, sinks):
         mask = Mask(step, Step(step.positions, step.segments), limits.window, limits.chunk)
         return attend(q, k, v, mask, T, limits.softcap, sinks if options["sinks"] else None)
 
@@ -188,7 +188,7 @@ def sent(kind: str, degrees: dict) -> dict:
             logits, cache = modes.autoregressive(graph.decoder(params), ids, ids, ids, cache, graph.runtime, table)
             return jnp.argmax(logits, axis=-1), caches.constrained(cache, graph.layout)
 
-        def placed(array, axes, graph=graph):
+        def put(array, axes, graph=graph):
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=graph.layout.sharding(axes, array.shape))
 
         pool = Pages(8 * (rows // 8 * width + 1), size)

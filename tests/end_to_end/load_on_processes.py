@@ -21,7 +21,7 @@ from policy.huggingface.tensorfiles import TensorFiles  # noqa: E402
 from policy.mesh.sharding import layout  # noqa: E402
 from rl.run.checkpoint import Checkpoints  # noqa: E402
 
-whole, read = TensorFiles.read, []
+full, read = TensorFiles.read, []
 
 
 def counted(*given, **named):

@@ -104,7 +104,7 @@ def random_batch(seed, garbage=np.nan):
 def packed(batch, garbage):
     """Two sequences in a row of 2 * WIDTH + 1, the last token of it padding."""
 
-    def lay_out(array, padding):
+    def spread(array, padding):
         pairs = np.asarray(array).reshape(ROWS // 2, 2 * WIDTH)
         return np.concatenate([pairs, np.full((ROWS // 2, 1), padding, pairs.dtype)], axis=1)
 

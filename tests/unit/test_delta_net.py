@@ -218,7 +218,7 @@ def test_tokens_that_are_taken_back_leave_window_and_state_as_if_they_had_not_be
     cache = caches.create(a_config(), 4, 9, "float32", scan=scan)
     number = (lambda r: (0, r)) if scan else (lambda r: (r, 0))  # part, and index in it
 
-    def settled(cache, arrays, r):
+    def verified(cache, arrays, r):
         parts = list(cache[0])
         parts[number(r)[0]] = (arrays,)
         return (tuple(parts),)

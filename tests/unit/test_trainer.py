@@ -32,7 +32,7 @@ def compilations():
     """The seconds of every compilation, as they happen; a program read from the compilation cache counts too."""
     result = []
 
-    def heard(event, seconds, **_):
+    def calls(event, seconds, **_):
         if event.endswith("backend_compile_duration"):
             result.append(seconds)
 
