@@ -17,7 +17,9 @@ from policy.config import DecoderConfig
 from policy.huggingface import sources
 from rewards import plugins
 from rl.config import mesh
-from rl.config.run import DataOptions, EvaluationOptions, ModelOptions, RewardSettings, RunConfig
+from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
+from rl.config.model import ModelOptions
+from rl.config.run import RunConfig
 
 _FILE_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from rl.config.run import DataOptions
+from rl.config.data import DataOptions
 from rl.data import tasks
 from rl.errors import ConfigError, DataError
 

@@ -22,7 +22,8 @@ from policy.layers.engram import set_classes
 from policy.mesh.host_memory import NoHostMemory, in_host_memory
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
-from rl.config.run import ModelOptions, RunConfig
+from rl.config.model import ModelOptions
+from rl.config.run import RunConfig
 from rl.data.reader import read_tokenizer
 from rl.errors import ConfigError, ModelError, ResourceError
 from rl.reporting.events import Events

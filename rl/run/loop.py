@@ -13,7 +13,8 @@ import time
 
 from policy.mesh import processes
 from rewards import RewardError, RewardFailed
-from rl.config.run import RunConfig, UntilOptions
+from rl.config.run import RunConfig
+from rl.config.stage import UntilOptions
 from rl.errors import DataError, RewardStop
 from rl.reporting.outlook import COMPILED, outlook, step_metrics
 from rl.reporting.timeline import Timeline

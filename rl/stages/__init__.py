@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import rl.algorithms
 
 if TYPE_CHECKING:
-    from rl.config.run import RunConfig, StageOptions
+    from rl.config.run import RunConfig
+    from rl.config.stage import StageOptions
     from rl.stages.stage import StageKind
 
 

@@ -11,7 +11,8 @@ from policy.huggingface import sources
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from rewards.registry import REWARD_MODEL
-from rl.config.run import RewardSettings, RunConfig
+from rl.config.data import RewardSettings
+from rl.config.run import RunConfig
 from rl.errors import ModelError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from policy.mesh.sharding import Layout, block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.ops.dropout import Dropout
 from rl.algorithms import PolicyInputs
-from rl.config.run import StageOptions
+from rl.config.stage import StageOptions
 from rl.errors import ModelError
 from rl.training.batch import Batch
 from rl.training.critic import VALUE_HEAD, Critic

@@ -21,7 +21,7 @@ from policy.mesh.host_memory import belongs_there, fetch, in_host_memory, to_dev
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.ops.dropout import row_seeds
-from rl.config.run import OptimizerOptions, StageOptions
+from rl.config.stage import OptimizerOptions, StageOptions
 from rl.training.auxiliary_losses import auxiliary_loss, load_metrics, moved_biases, totals
 from rl.training.batch import Batch
 from rl.training.critic import VALUE_HEAD, Critic
