@@ -46,8 +46,10 @@ def load_scorers(config: RunConfig, names: Iterable[str], mesh: Layout) -> dict[
 
 
 def abstract_scorers(config: RunConfig, rewards: RewardSettings | None, graph: Graph) -> dict[str, RewardModelScorer]:
-    """Returns the same without weights, for a plan. A stage that has not run yet trains its reward model on a copy of the policy,
-    whose graph is given."""
+    """Returns the reward models without weights, for a plan.
+
+    A stage that has not run yet trains its reward model on a copy of the policy, whose graph is `graph`.
+    """
     from policy.model import Graph
     from rl.training.reward_model import RewardModelScorer
 
