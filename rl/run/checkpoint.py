@@ -93,7 +93,7 @@ class Checkpoints:
 
         Raises:
           TypeError: a leaf that is not a jax array, or a host that JSON cannot hold.
-          ValueError: a number smaller than that of an existing checkpoint.
+          ValueError: an existing checkpoint has a larger number.
         """
         self.wait()
         named = by_name(arrays)
