@@ -19,7 +19,8 @@ LEFT_OUT = ("slow", "every_family")
 
 
 def subject(item) -> str | None:
-    """What a test shares with others whatever file they are in: a group that its file names, a full run, a kind of decoder."""
+    """What a test shares with others whatever file they are in: a group that its file names, a full run, a kind of
+    decoder."""
     if own := item.get_closest_marker("xdist_group"):
         return own.args[0]
     if "uninterrupted" in item.fixturenames:
@@ -45,8 +46,8 @@ def part(item, parts: int) -> int | None:
 
 
 def in_order(items) -> list:
-    """The tests as workers take them: full runs and meshes first, which are few and long, then the largest groups, so that the
-    workers end together."""
+    """The tests as workers take them: full runs and meshes first, which are few and long, then the largest groups, so
+    that the workers end together."""
     sizes = Counter(map(group, items))
 
     def place(item):

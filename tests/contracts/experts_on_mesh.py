@@ -66,7 +66,8 @@ def mixture(name: str, skew: float):
 
 
 def rows(B: int, T: int, equal_rows: int = 0):
-    """(x, cotangent, segments with two packed texts and padding); all tokens of the first `equal_rows` rows are the same."""
+    """(x, cotangent, segments with two packed texts and padding); all tokens of the first `equal_rows` rows are the
+    same."""
     rng = np.random.default_rng(2)
     x, cotangent = rng.normal(size=(2, B, T, E)).astype(np.float32)
     x[:equal_rows] = x[0, 0]

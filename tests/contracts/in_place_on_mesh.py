@@ -115,7 +115,8 @@ def elastic(state, folder) -> dict:
 
 
 def resharded(model, plain: list) -> dict:
-    """Compares completions with weights resharded for decoding with `plain`, the completions with the training sharding."""
+    """Compares completions with weights resharded for decoding with `plain`, the completions with the training
+    sharding."""
     generator = Generator(model, max_length=32, slots=4, options=GeneratorOptions(rules=STATIONARY_RULES))
     generator.reshard_for_rollout()
     copies = generator.weights._copies
@@ -137,7 +138,8 @@ def resharded(model, plain: list) -> dict:
 
 
 def quantised(model) -> dict:
-    """Compares quantised weights that are resharded with quantised weights in the training sharding: one program makes both."""
+    """Compares quantised weights that are resharded with quantised weights in the training sharding: one program makes
+    both."""
     plain, moved = (RolloutWeights(model.graph, "int8", rules).of(model.params) for rules in (None, STATIONARY_RULES))
     same = [learners.same_bits(learners.host(plain[path]), learners.host(moved[path])) for path in model.params]
     graph = model.graph.for_inference(STATIONARY_RULES)

@@ -70,9 +70,9 @@ def on_mesh(degrees: dict, **how):
 
 
 def attention(degrees: dict, scheme: str, options: dict) -> dict:
-    """Attention whose sequences are cut, against attention over full sequences: the largest differences of the output and of the
-    gradients of queries, keys, values and sinks. `options`: AttentionBounds, and "heads", "kv_heads", "sinks", "balance", "queries" of a
-    chunk, "kernel": the one for TPUs, interpreted."""
+    """Attention whose sequences are cut, against attention over full sequences: the largest differences of the output
+    and of the gradients of queries, keys, values and sinks. `options`: AttentionBounds, and "heads", "kv_heads",
+    "sinks", "balance", "queries" of a chunk, "kernel": the one for TPUs, interpreted."""
     options = {"heads": 4, "kv_heads": 2, "sinks": False, "balance": False, "queries": 512, "kernel": False} | options
     B, H, K, T, D, V = 4, options["heads"], options["kv_heads"], 512 if options["kernel"] else 32, 6, 5
     rng = np.random.default_rng(0)

@@ -1,7 +1,7 @@
-"""What a plan counts in a program for a TPU whose compiler multiplies weights piece by piece while other chips send the next ones:
-each piece once. And what it counts of gathers that go on under products, and between slices. On its own this file prints, as JSON,
-the operations, the bytes of all-gathers, the loops and the fusions with such gathers of a program for a topology and so many tokens, or
-with `slices` what is exchanged between two by kind."""
+"""What a plan counts in a program for a TPU whose compiler multiplies weights piece by piece while other chips send the
+next ones: each piece once. And what it counts of gathers that go on under products, and between slices. On its own this
+file prints, as JSON, the operations, the bytes of all-gathers, the loops and the fusions with such gathers of a program
+for a topology and so many tokens, or with `slices` what is exchanged between two by kind."""
 
 import importlib.util
 import json
@@ -53,7 +53,8 @@ def test_a_gather_under_products_counts_once():
 
 
 def test_what_goes_between_slices_counts_apart():
-    """Each chip of a slice of four sends a quarter of the gradient, and of an array of an all-gather its own part, LAYERS times."""
+    """Each chip of a slice of four sends a quarter of the gradient, and of an array of an all-gather its own part,
+    LAYERS times."""
     gradient, part = 4 * HIDDEN * WIDTH / 4, 2 * LAYERS * HIDDEN * WIDTH / 8
     assert counts_of("slices") == {"all-reduce between slices": gradient, "all-gather between slices": 2 * part}
 

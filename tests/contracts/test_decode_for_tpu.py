@@ -15,7 +15,8 @@ pytestmark = [
         importlib.util.find_spec("libtpu") is None, reason="libtpu compiles for TPU; it is not installed"
     ),
 ]
-# Attention weights replicated along `expert`: sharded along it, as for training, they would be exchanged for every token.
+# Attention weights replicated along `expert`: sharded along it, as for training, they would be exchanged for every
+# token.
 REPLICATED = {name: [] for name in ("embed", "embed_moe", "embed_vocab", "q_lora", "kv_lora")}
 CASES = {
     "llama-v5p": ("llama3.1-8b", "v5p:2x2x1", {"fsdp": 1}, 64, 64, {}),

@@ -37,8 +37,9 @@ def test_rows_travel_by_ragged_all_to_all():
 
 @pytest.mark.parametrize("scheme", ["gather", "hidden"])
 def test_tokens_take_all_gathers_and_gradients_of_weights_reduce_scatters(scheme):
-    """All-gathers: tokens, ids, weights of choices, the cotangent of the result, and three weights over fsdp. Reduce-scatters: the result,
-    the gradients of tokens and of the weights of choices, and of the three weights, which no all-reduce touches."""
+    """All-gathers: tokens, ids, weights of choices, the cotangent of the result, and three weights over fsdp.
+    Reduce-scatters: the result, the gradients of tokens and of the weights of choices, and of the three weights, which
+    no all-reduce touches."""
     result = compiled(scheme, {"fsdp": 2, "expert": 2})
     assert result["reduce-scatter"] == 6 and result["all-gather"] == 7
     assert result.get("all-reduce", 0) <= 1  # the gradient of the router

@@ -1,4 +1,5 @@
-"""Every family: tokens and log-probabilities of the generator equal those of the full forward pass. S slots, V vocabulary."""
+"""Every family: tokens and log-probabilities of the generator equal those of the full forward pass. S slots, V
+vocabulary."""
 
 import dataclasses
 import functools

@@ -105,7 +105,8 @@ def test_every_mesh_of_the_list(kind, mode):
 
 @pytest.mark.slow
 def test_explicit_shardings_of_other_decoders():
-    """Decoders with an indexer, with several streams, and with matrices whose outputs are sharded and the stream is not."""
+    """Decoders with an indexer, with several streams, and with matrices whose outputs are sharded and the stream is
+    not."""
     meshes = [MESHES["fsdp4_tensor2"], CONTEXT]
     kinds = ("indexed", "streams", "square")
     check(*(["decoder", kind, in_mode("explicit", degrees), {}] for kind in kinds for degrees in meshes))
@@ -184,8 +185,8 @@ def test_completions_with_weights_resharded_for_decoding(kind):
         assert result["equal"] and result["logprobs"] < 1e-4, (case, result)
 
 
-# Queries, new keys and values to the rows of the cache, the results of attention; sums behind two products. Latents come from products
-# that are cut too: those of queries and of keys are put together.
+# Queries, new keys and values to the rows of the cache, the results of attention; sums behind two products. Latents
+# come from products that are cut too: those of queries and of keys are put together.
 FLOOR = {"dense": {"all-to-all": 4, "all-reduce": 2}, "latent": {"all-gather": 2, "all-to-all": 2, "all-reduce": 2}}
 
 

@@ -247,7 +247,7 @@ def test_tokens_that_are_taken_back_leave_window_and_state_as_if_they_had_not_be
         np.testing.assert_array_equal(a[:, 0], b[:, 0])
 
 
-def test_a_short_prefix_is_inserted_at_once():
+def test_a_short_prefix_is_inserted_in_full():
     _, prefix = a_layer()[0](random_weights(), inputs(3, 7), a_step(np.ones((3, 7), int)), an_empty_cache(3))
     longer = caches.create(a_config(), 3, 50, "float32", scan=True)[0][0][0]
     result = caches.insert(longer, jax.tree.map(lambda a: a[:, [1, 0, 0]], prefix.arrays), np.array([2, 3, 4]))

@@ -48,7 +48,8 @@ def test_full_sequences_are_attended_as_by_the_portable_form(heads, kv_heads, di
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("pages", [3, 21])
 def test_pages_are_attended_where_they_lie(pages, softcap):
-    """Rows that end in the first page, within one and at the end of the last; a table that is not a multiple of the block size."""
+    """Rows that end in the first page, within one and at the end of the last; a table that is not a multiple of the
+    block size."""
     K, G, D, P, N = 2, 3, 64, 16, 50
     rng = np.random.default_rng(0)
     q = rng.normal(size=(3, K * G, D)).astype(np.float32) * 0.3

@@ -89,7 +89,8 @@ class Paged:
             self.tables[slot, m] = self.free.pop()
 
     def fork(self, source, to, length):
-        """Slot `to` goes on from the first `length` tokens of `source`: full pages are shared, a partial page is copied."""
+        """Slot `to` goes on from the first `length` tokens of `source`: full pages are shared, a partial page is
+        copied."""
         full = length // self.size
         self.tables[to, :full] = self.tables[source, :full]
         self.reserve(to, full)

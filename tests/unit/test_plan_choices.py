@@ -157,7 +157,7 @@ def test_search_takes_the_quickest_that_fits_and_nothing_larger_than_what_did_no
 
 
 def test_search_learns_from_what_it_compiled(tmp_path, compiler):
-    """Programs need eight times their estimate: the first two measurements correct the estimates of all others."""
+    """Programs need eight times their estimate: the first two attempts correct the estimates of the others."""
     compiler.wrong = 8.0
     result = search.search(config(tmp_path, "generator.slots=8"), target(200.0), 6)
     fits = [attempt.fits for _, attempt in result.tried]

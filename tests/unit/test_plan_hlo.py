@@ -204,7 +204,8 @@ def test_groups_of_a_collective_are_read_in_every_form(groups, devices):
 
 
 def test_a_collective_that_goes_on_through_several_fusions_counts_once():
-    """As libtpu writes it: each fusion holds the collective and hands its arrays on, next to what is computed meanwhile."""
+    """As libtpu writes it: each fusion holds the collective and hands its arrays on, next to what is computed
+    meanwhile."""
     flags = "channel_id=9, replica_groups=[1,8]<=[8], dimensions={1}"
     fusions = f"""%begins (p: f32[8,16]) -> (f32[8,16], f32[8,128]) {{
   %p = f32[8,16]{{1,0}} parameter(0)

@@ -48,8 +48,8 @@ def quantized_product(xs, ws, outs, x, w):
 
 
 def rounded_int8(array, own, outs):
-    """(integers, scale) of an array with the letters `own`: one scale for each letter that the result has. XLA multiplies by
-    1/127.5, which has a last bit of its own; at a number of -127.5 that decides between -127 and -128."""
+    """(integers, scale) of an array with the letters `own`: one scale for each letter that the result has. XLA
+    multiplies by 1/127.5, which has a last bit of its own; at a number of -127.5 that decides between -127 and -128."""
     inputs = tuple(i for i, letter in enumerate(own) if letter not in outs)
     scale = np.max(np.abs(array), axis=inputs, keepdims=True) / np.float32(127)
     return np.rint(array / scale).astype(np.int64), scale

@@ -1,5 +1,5 @@
-"""Routes that the generator records and updates replay: they are those of the full forward pass, they travel with their tokens,
-given routes decide, and a router's own change nothing."""
+"""Routes that the generator records and updates replay: they are those of the full forward pass, they travel with their
+tokens, given routes decide, and a router's own change nothing."""
 
 import functools
 from dataclasses import replace
@@ -115,8 +115,8 @@ def family(kind):
     "kind", ["one layer", *(pytest.param(kind, marks=SLOW) for kind in ("Qwen3Next", "Gemma4Moe"))]
 )
 def test_recorded_routes_are_those_of_the_full_forward_pass(kind):
-    """Prompts in chunks, shared, copied from one another, more requests than slots; completions of different lengths. Also next to
-    states of fixed size, and next to dense feed-forwards with a sliding-window cache."""
+    """Prompts in chunks, shared, copied from one another, more requests than slots; completions of different lengths.
+    Also next to states of fixed size, and next to dense feed-forwards with a sliding-window cache."""
     model, how = (
         (learners.experts(), {})
         if kind == "one layer"

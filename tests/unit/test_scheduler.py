@@ -130,7 +130,8 @@ class Row:
 
 
 class PagedSimulation(Simulation):
-    """The same over pages: a dict of the tokens up to each place of each page, next to states by slot where there are some."""
+    """The same over pages: a dict of the tokens up to each place of each page, next to states by slot where there are
+    some."""
 
     def __init__(self, slots, supports_truncation, pages: tuple[int, int, int], decode_steps: int = 3):
         super().__init__(slots, supports_truncation, decode_steps)

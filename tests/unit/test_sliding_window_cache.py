@@ -1,4 +1,5 @@
-"""The sliding-window cache of layers with a window: nothing that a query may see is missing, nothing else is seen. B rows, C entries, T tokens."""
+"""The sliding-window cache of layers with a window: nothing that a query may see is missing, nothing else is seen. B
+rows, C entries, T tokens."""
 
 import jax.numpy as jnp
 import numpy as np
