@@ -201,7 +201,7 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
     def step() -> dict:
         nonlocal state, count
         began = time.perf_counter()
-        samples = rollouts.collect(generator, runner, problems, params, range(count, count + PROMPTS))
+        samples = rollouts.collect(rollouts.Source(generator, runner), problems, params, range(count, count + PROMPTS))
         count += PROMPTS
         advantages = algorithm.advantages(samples.scores.result().total.reshape(PROMPTS, SAMPLES))
         batch = samples.batch(max_length).replace(advantages=advantages.reshape(-1).astype("float32"))

@@ -112,7 +112,7 @@ def loop(layer, case: Case, attention):
 
 def absorbed(layer, x, step, arrays):
     """Duet's layer over its cache."""
-    from policy.cache.cache import LayerCache
+    from policy.cache.layer_cache import LayerCache
     from policy.config import Runtime
 
     out, cache, _ = layer(x, step, LayerCache(arrays, 0), Runtime())
@@ -124,7 +124,7 @@ def over_expanded(layer, x, step, arrays):
     import jax.numpy as jnp
 
     from policy.attention.dot_product_attention import Mask, attend
-    from policy.cache.cache import LayerCache, extend
+    from policy.cache.layer_cache import LayerCache, extend
     from policy.config import Runtime
     from policy.ops.rope import rotate
 

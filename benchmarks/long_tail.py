@@ -12,6 +12,7 @@ rows.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from models import MODELS, pair
@@ -46,8 +47,8 @@ def measure(name: str, model, requests: int, repeats: int) -> Row:
     import numpy as np
 
     from rollout import Generator, SamplingParams
-    from rollout.engine.programs import Programs
-    from rollout.engine.scheduler import Request
+    from rollout.engine.rows import CacheGeometry
+    from rollout.request import Request
 
     class Hidden(Request):
         """Ends after `length` tokens, which neither the queue nor the engine sees."""
@@ -56,9 +57,9 @@ def measure(name: str, model, requests: int, repeats: int) -> Row:
         def left(self) -> int:
             return self.length - len(self.tokens)
 
-    class OneSize(Programs):
+    class OneSize(CacheGeometry):
         @property
-        def sizes(self) -> tuple[int, ...]:
+        def batch_sizes(self) -> tuple[int, ...]:
             return (self.slots,)
 
     targets = lengths(requests)
@@ -68,7 +69,8 @@ def measure(name: str, model, requests: int, repeats: int) -> Row:
     def runner(fixed: bool):
         generator = Generator(model, max_length=PROMPT_TOKENS + LONGEST, slots=SLOTS)
         if fixed:
-            generator.engine.programs.__class__ = OneSize
+            geometry = generator.engine.runner.geometry
+            generator.engine.runner.geometry = OneSize(**dataclasses.asdict(geometry))
 
         def run() -> None:
             before = dict(generator.engine.counts)

@@ -1,8 +1,8 @@
-"""The decoder. Arrays in, arrays out; knows nothing of prompts, rewards or loops. jax is imported at the first use."""
+"""The decoder: arrays in, arrays out, without prompts, rewards or loops. jax is imported at the first use of a name."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from policy.model import Model
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["Model", "create", "load", "save"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'policy' has no attribute {name!r}")
     from policy import public

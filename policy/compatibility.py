@@ -1,7 +1,7 @@
-"""Which features of a decoder, and of how it is computed, do not go together. Free of jax, so that a run's file is refused before
-anything starts.
+"""Says which features of a decoder and its runtime are incompatible. Free of jax, so that a run's file is refused
+before anything starts.
 
-A feature is named by the key of a run's YAML file that switches it on, or by what the model has.
+A feature is named by the key of a run's YAML file that switches it on, or by the part of the model that it is.
 """
 
 from __future__ import annotations
@@ -19,44 +19,42 @@ WARMUP, MODULES = "stages.N.indexer.training: dense_warmup", "stages.N.mtp"
 EXPLICIT, FEW_BITS = "mesh.shard_mode: explicit", "model.quantization"
 WEIGHTS_AWAY, KEPT_AWAY = "model.host_parameters", "a policy of model.remat that offloads"
 
-# Unordered pairs that are refused, and why.
-APART: dict[tuple[str, str], str] = {
+# Unordered pairs of features that are refused, and the reason.
+INCOMPATIBLE: dict[tuple[str, str], str] = {
     (SPLIT, EXCHANGE): "the schedule interleaves the collectives of the schemes gather and hidden",
-    (GRADIENTS, EXCHANGE): "they are those of the sums that the schemes gather and hidden hand back",
+    (GRADIENTS, EXCHANGE): "it is the type of the sums that the schemes gather and hidden send back",
     (SPLIT, HYPER): "the schedule carries one state for each token between layers, not several streams",
-    (SPLIT, ENGRAM): "the schedule begins with the mixer, and has no place for a memory before it",
-    (SPLIT, INDEXER): "the schedule does not hand on what an indexer learns from",
+    (SPLIT, ENGRAM): "the schedule begins with the mixer, and has no place for a table lookup before it",
+    (SPLIT, INDEXER): "the schedule does not pass on what an indexer is trained on",
     (RING, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
     (ULYSSES, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
-    (ULYSSES, BALANCE): "every device has whole sequences of some heads, so the loads are even without it",
-    (BALANCE, INDEXER): "of keys with equal scores an indexer takes the earlier ones in the row",
-    (BALANCE, RECURRENT): "its state goes through the tokens one after the other",
-    (BALANCE, ENGRAM): "its n-grams and its convolution are of neighbours",
-    (BALANCE, CAPACITY): "an expert takes the first tokens of a row that choose it",
-    (WARMUP, MODULES): "a dense warm-up computes no head, and trains nothing but indexers",
-    (EXPLICIT, SPLIT): "the schedule says itself what moves when, on a mesh with Auto axes",
-    (EXPLICIT, ENGRAM): "its look-ups state no shardings, and its table may lie in host memory; use auto",
-    (EXPLICIT, FEW_BITS): "qwix hands no sharding of the result to its products; use auto",
-    (
-        EXPLICIT,
-        WEIGHTS_AWAY,
-    ): "types of arrays in host memory differ from those that shardings are stated for; use auto",
-    (EXPLICIT, KEPT_AWAY): "types of arrays in host memory differ from those that shardings are stated for; use auto",
+    (ULYSSES, BALANCE): "every device has full sequences of some heads, so the loads are even without it",
+    (BALANCE, INDEXER): "among keys with equal scores an indexer takes those that are earlier in the row",
+    (BALANCE, RECURRENT): "its state passes through the tokens in order",
+    (BALANCE, ENGRAM): "its n-grams and its convolution read neighbouring tokens",
+    (BALANCE, CAPACITY): "an expert takes the first tokens of a row that choose it, in the order of the row",
+    (WARMUP, MODULES): "a dense warm-up computes no head and trains indexers only",
+    (EXPLICIT, SPLIT): "the schedule decides itself when data moves, on a mesh with Auto axes",
+    (EXPLICIT, ENGRAM): "its table lookups declare no shardings, and its table may be in host memory; use auto",
+    (EXPLICIT, FEW_BITS): "qwix does not declare the sharding of its products; use auto",
+    (EXPLICIT, WEIGHTS_AWAY): "shardings cannot be declared for arrays in host memory; use auto",
+    (EXPLICIT, KEPT_AWAY): "shardings cannot be declared for arrays in host memory; use auto",
 }
 
 
 class Conflict(ValueError):
-    """Two features that do not go together; the message names both and says why."""
+    """Two features are incompatible; the message names both and gives the reason."""
 
 
 def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False) -> frozenset[str]:
-    """Names of those of APART that are on. `explicit`: shardings are to be stated, whatever the layout of `runtime` says."""
+    """Returns the names of the features that are on. `explicit`: shardings will be explicit, whatever the layout of
+    `runtime` says."""
     on = {
         SPLIT: runtime.batch_split,
         EXCHANGE: runtime.expert_parallel == "all_to_all",
         GRADIENTS: runtime.expert_gradients is not None,
         HYPER: config.hyper_connections is not None,
-        ENGRAM: any(spec.memory is not None for spec in config.layers),
+        ENGRAM: any(spec.engram is not None for spec in config.layers),
         INDEXER: any(
             isinstance(spec.mixer, LatentAttention) and spec.mixer.indexer is not None for spec in config.layers
         ),
@@ -76,14 +74,14 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False)
 
 
 def conflicts(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False) -> Iterator[str]:
-    """What is wrong with these features together, one text for each pair that is refused."""
+    """Yields one message for each incompatible pair of features that is on."""
     on = features(config, runtime, explicit=explicit)
-    for (one, other), reason in APART.items():
+    for (one, other), reason in INCOMPATIBLE.items():
         if {one, other} <= on:
             yield f"{one} does not go with {other}: {reason}"
 
 
 def check(config: DecoderConfig, runtime: Runtime) -> None:
-    """Raises Conflict for the first pair that is refused."""
+    """Raises Conflict for the first incompatible pair."""
     for text in conflicts(config, runtime):
         raise Conflict(text)

@@ -1,4 +1,4 @@
-"""The decoder: embedding, stacks of layers, final norm. The only forward pass; training, prefill and decoding all use it.
+"""The decoder: embedding, stacks of layers, final norm. Training, prefill and decoding all use this one forward pass.
 
 B rows, T tokens, E hidden, V vocabulary, R repeats of a stack.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from policy.attention.sequence_shards import Order, along_length
-from policy.cache.cache import LayerCache
+from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
 from policy.execution import batch_split
@@ -31,8 +32,8 @@ from policy.mesh.sharding import Layout as ShardingLayout
 from policy.mesh.sharding import axes_of, constrain, decoded, own_rows
 from policy.ops.dropout import drop
 from policy.ops.norms import norm
-from policy.ops.parameter import apart, normal, stacked, weight
-from policy.ops.rope import made_once, rotation, sinusoids
+from policy.ops.parameter import normal, split_module, stacked, weight
+from policy.ops.rope import materialized, rotation, sinusoids
 from policy.remat import checkpointed, saved
 
 
@@ -40,98 +41,99 @@ class LayerStack(nnx.Module):
     """`repeats` copies of a pattern of layers, their weights stacked along axis 0."""
 
     def __init__(self, stack: Stack, first: int, config: DecoderConfig, rngs: nnx.Rngs):
-        """`first` is the number of the stack's first layer."""
+        """Creates the weights; `first` is the number of the stack's first layer."""
         self.first, self.repeats = first, stack.repeats
         self.layers = nnx.List([stacked(partial(Layer, spec, config), rngs, stack.repeats) for spec in stack.pattern])
 
-    def __call__(self, x_BTE: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
-        """Returns (x_BTE, cache parts or None, a LayerAux with arrays [R, ...] for each layer of the pattern). `step.routes` are
-        those of each layer of the pattern, or None."""
+    def __call__(self, x_BTE: Any, step: Step, cache: tuple | None, runtime: Runtime) -> tuple[Any, tuple | None, Any]:
+        """Returns (x_BTE, cache parts or None, a LayerAux with arrays [R, ...] for each layer of the pattern).
+        `step.routes` has one entry for each layer of the pattern, which may be None."""
         graph, weights = nnx.split(self.layers)
         step, routes = replace(step, routes=None), step.routes
         split = cache is None and batch_split.applies(self.layers, x_BTE.shape, runtime)
         x_BTE = batch_split.split(x_BTE, runtime) if split else x_BTE
 
         def repeat(x, part, one, r, index):
-            """Repeat number `r` of the pattern; `part` holds the cache arrays of one or all repeats, its own at `index`."""
-            found, arrays = [], []
+            """Computes repeat number `r` of the pattern; `part` holds the cache arrays of one or all repeats, its own
+            at `index`."""
+            outputs, arrays = [], []
             for i, layer in enumerate(nnx.merge(graph, fetch_layer(one, runtime))):
                 view = None if part is None else LayerCache.of(part[i], index, step, runtime.layout)
                 here = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
-                here = _turned(here, runtime)
+                here = _decode_rotations(here, runtime)
                 if routes[i] is not None:
                     here = replace(here, routes=jax.lax.dynamic_index_in_dim(routes[i], r, axis=2, keepdims=False))
                 x = jax.tree.map(lambda a: checkpoint_name(a, "decoder_layer_input"), x)
                 x, view, aux = batch_split.run(layer, x, here, runtime) if split else layer(x, here, view, runtime)
                 x = x if cache is not None else jax.tree.map(lambda a: along_length(a, runtime), x)
-                found.append(aux)
+                outputs.append(aux)
                 arrays.append(None if view is None else view.arrays)
-            return x, None if part is None else tuple(arrays), tuple(found)
+            return x, None if part is None else tuple(arrays), tuple(outputs)
 
         if runtime.remat != "none" and cache is None:
             repeat = checkpointed(repeat, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan)
         if len(cache) == self.repeats if cache is not None else not runtime.scan:
-            x_BTE, cache, found = self._unrolled(x_BTE, cache, weights, repeat)
-            return batch_split.merge(x_BTE) if split else x_BTE, cache, found
+            x_BTE, cache, outputs = self._unrolled(x_BTE, cache, weights, repeat)
+            return batch_split.merge(x_BTE) if split else x_BTE, cache, outputs
 
         def body(carry, xs):
-            one, r = xs
-            x, part, found = repeat(*carry, one if cache is None else _as_stored(one, runtime), r, r)
-            return (x, part), found
+            (x, part), (one, r) = carry, xs
+            x, part, outputs = repeat(x, part, one if cache is None else _as_stored(one, runtime), r, r)
+            return (x, part), outputs
 
         carry = (x_BTE, None if cache is None else cache[0])
-        (x, part), found = jax.lax.scan(body, carry, (weights, jnp.arange(self.repeats)))
-        return batch_split.merge(x) if split else x, None if cache is None else (part,), found
+        (x, part), outputs = jax.lax.scan(body, carry, (weights, jnp.arange(self.repeats)))
+        return batch_split.merge(x) if split else x, None if cache is None else (part,), outputs
 
     def _unrolled(self, x_BTE, cache, weights, repeat):
-        """The same repeats one after the other, each with a cache part of its own. With a cache they are traced once; for
-        training not, as what a program within another keeps for the backward pass has no name any more."""
-        parts, found = [], []
+        """Computes the repeats one after the other, each with a cache part of its own. With a cache they are traced
+        once; in training each is traced, since remat policies do not see names inside a nested program."""
+        parts, each = [], []
         repeat = repeat if cache is None else jax.jit(repeat, static_argnames="index")
         for r in range(self.repeats):
             one = jax.tree.map(lambda a, r=r: a[r], weights)
             x_BTE, part, aux = repeat(x_BTE, None if cache is None else cache[r], one, r, index=0)
             parts.append(part)
-            found.append(aux)
-        found = jax.tree.map(lambda *a: jnp.stack(a), *found)
-        return x_BTE, None if cache is None else tuple(parts), found
+            each.append(aux)
+        outputs = jax.tree.map(lambda *a: jnp.stack(a), *each)
+        return x_BTE, None if cache is None else tuple(parts), outputs
 
 
-def _turned(step: Step, runtime: Runtime) -> Step:
-    """`step` with its tables of rotations as `decoded` lays them out: said before the loop over layers and in it, they are sent
-    once."""
+def _decode_rotations(step: Step, runtime: Runtime) -> Step:
+    """Constrains the rotation tables of `step` by `decoded`. Called before the loop over layers and inside it, so that
+    they are sent once."""
     return replace(step, rotations=jax.tree.map(lambda a: decoded(a, step, runtime.layout), step.rotations))
 
 
 def _as_stored(weights, runtime: Runtime):
-    """The weights of one repeat, laid out in memory as they are stored. In a loop of decoding steps a TPU else begins with a copy
-    of the query, key and value projections of all layers, laid out by head: a tenth of llama3.1-8b, for each dispatch. Arrays that
-    do not fill its tiles of 8 x 128 are left to the compiler: it stores them in an order of its own."""
+    """Pins the weights of one repeat to the memory layout in which they are stored. Otherwise a TPU begins each loop of
+    decoding steps with a copy of the query, key and value projections of all layers, ordered by head: a tenth of
+    llama3.1-8b. Arrays that do not fill the tiles of 8 x 128 are left to the compiler, which stores them in an order of
+    its own."""
     if runtime.layout is None or runtime.layout.platform != "tpu":
         return weights
 
     def pinned(array):
-        whole = array.ndim > 1 and array.shape[-1] % 128 == 0 and array.shape[-2] % 8 == 0
-        return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim)))) if whole else array
+        full_tiles = array.ndim > 1 and array.shape[-1] % 128 == 0 and array.shape[-2] % 8 == 0
+        return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim)))) if full_tiles else array
 
     return jax.tree.map(pinned, weights)
 
 
 def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
-    """table[tokens] in the dtype of the activations. Where the table is cut along E, the devices that share it read their parts of
-    the rows of all their tokens, and what was read is exchanged. Else the partitioner gathers the whole table, and adds up a
-    gradient of its size in float32: 2 GiB on each device for llama3.1-8b, where the exchange moves 16 MiB for 2,048 tokens of a
-    device."""
+    """Returns table[tokens] in the dtype of the activations. If the table is sharded along E, the devices that share it
+    read their parts of the rows of all their tokens and exchange them: 16 MiB for 2,048 tokens of llama3.1-8b per
+    device. Otherwise the partitioner would gather the full table and sum a float32 gradient of its size, 2 GiB."""
     layout = runtime.layout
     if in_explicit_mode():
-        return _rows_of(table_VE, ("vocab", "embed_vocab"), tokens_BT, layout).astype(runtime.dtype)
+        return _read_rows(table_VE, ("vocab", "embed_vocab"), tokens_BT, layout).astype(runtime.dtype)
     if layout is None or layout.mesh.size == 1:
         return table_VE[tokens_BT].astype(runtime.dtype)
     rows, width = layout.spec(("vocab", "embed_vocab"), table_VE.shape)
     if width is not None:
         spec = _shared(tokens_BT, width, layout)
-        read = table_VE[_laid(tokens_BT, spec, layout)].astype(runtime.dtype)
-        return constrain(_laid(read, PartitionSpec(*spec, width), layout), ("batch", "length", None), layout)
+        read = table_VE[_constrain_to(tokens_BT, spec, layout)].astype(runtime.dtype)
+        return constrain(_constrain_to(read, PartitionSpec(*spec, width), layout), ("batch", "length", None), layout)
     if rows is not None and layout.decodes:
         read = own_rows(table_VE, tokens_BT, layout).astype(runtime.dtype)
     else:
@@ -139,11 +141,12 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
     return constrain(read, ("batch", "length", None), layout) if layout.rows_move else read
 
 
-def _rows_of(table, axes: tuple[str | None, str], index_BT: jax.Array, layout: ShardingLayout) -> jax.Array:
-    """table[index]; where shardings are stated, devices read their parts of the rows of all tokens that they share the table for,
-    and these are exchanged."""
+def _read_rows(table, axes: tuple[str | None, str], index_BT: jax.Array, layout: ShardingLayout | None) -> jax.Array:
+    """Returns table[index]. In explicit mode the devices that share the table read their parts of the rows of all their
+    tokens and exchange them."""
     if not in_explicit_mode():
         return table[index_BT]
+    assert layout is not None
     width = layout.spec(axes, table.shape)[1]
     spec = _shared(index_BT, width, layout)
     read = table.at[jax.reshard(index_BT, spec)].get(out_sharding=PartitionSpec(*spec, width))
@@ -151,19 +154,21 @@ def _rows_of(table, axes: tuple[str | None, str], index_BT: jax.Array, layout: S
 
 
 def _shared(tokens_BT: jax.Array, width, layout: ShardingLayout) -> PartitionSpec:
-    """How tokens are cut along axes that do not cut the width of a table, as `data`, whose devices have copies of it."""
+    """Returns the sharding of tokens over the axes that do not cut the width of a table, such as `data`, whose devices
+    have copies of it."""
     tokens = layout.spec(("batch", "length"), tokens_BT.shape)
     return PartitionSpec(
         *(tuple(axis for axis in axes_of(dim) if axis not in axes_of(width)) or None for dim in tokens)
     )
 
 
-def _laid(x: jax.Array, spec: PartitionSpec, layout: ShardingLayout) -> jax.Array:
+def _constrain_to(x: jax.Array, spec: PartitionSpec, layout: ShardingLayout) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
 
 
 class Decoder(nnx.Module):
-    """tokens -> hidden states after the final norm. The head (policy/heads/head.py) turns those into logits or log-probabilities."""
+    """Maps tokens to hidden states after the final norm, which the head (policy/heads/head.py) turns into logits or
+    log-probabilities."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
@@ -185,31 +190,34 @@ class Decoder(nnx.Module):
             self.mtp = stacked(create, rngs, config.multi_token_prediction.depth)
 
     def __call__(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
-        """(hidden [B, T, E], cache, Aux). `cache` is what policy.cache.cache.create made, or None to look at this call's tokens only."""
+        """Returns (hidden [B, T, E], cache, Aux). `cache` comes from policy.cache.cache.create; None: tokens see the
+        tokens of this call only."""
         explicit = cache is None and runtime.layout is not None and runtime.layout.explicit
-        forward = self._typed if explicit else self._forward
-        if (order := Order.of(step, cache, runtime)) is None:
+        forward = self._explicit if explicit else self._forward
+        if (order := Order.of(step, cast(Any, cache), runtime)) is None:
             return forward(tokens_BT, step, cache, runtime)
-        hidden, _, aux = forward(*order.enter(tokens_BT, step), None, runtime)
+        tokens_BT, step = order.enter(tokens_BT, step)
+        hidden, _, aux = forward(tokens_BT, step, cache, runtime)
         return order.leave(hidden), None, order.leave_aux(aux)
 
-    def _typed(self, tokens_BT: jax.Array, step: Step, cache: None, runtime: Runtime):
-        """`_forward` with shardings stated: those of weights by their logical axes, those of what is known of tokens by rows and
-        length, all others by what is made of these."""
-        layout, (arrays, decoder) = runtime.layout, apart(self)
+    def _explicit(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
+        """Runs `_forward` in explicit mode. Weights are sharded by their logical axes and arrays of tokens by rows and
+        length; all other shardings follow from these."""
+        assert cache is None and runtime.layout is not None
+        layout, (arrays, decoder) = runtime.layout, split_module(self)
         variables = jax.tree.leaves(nnx.state(self), is_leaf=lambda node: isinstance(node, nnx.Variable))
 
         def run(arrays, tokens_BT, step):
-            hidden, _, aux = decoder(arrays)._forward(tokens_BT, step, None, runtime)
+            hidden, _, aux = cast(Decoder, decoder(arrays))._forward(tokens_BT, step, None, runtime)
             return hidden, aux
 
         def place(a):
-            of_tokens = jnp.shape(a)[:2] == tokens_BT.shape
-            return layout.spec(("batch", "length", *[None] * (a.ndim - 2)), a.shape) if of_tokens else PartitionSpec()
+            per_token = jnp.shape(a)[:2] == tokens_BT.shape
+            return layout.spec(("batch", "length", *[None] * (a.ndim - 2)), a.shape) if per_token else PartitionSpec()
 
         stored = [layout.spec(v.get_metadata("out_sharding"), a.shape) for v, a in zip(variables, arrays, strict=True)]
         places = stored, place(tokens_BT), jax.tree.map(place, step)
-        hidden, aux = with_explicit_axes(run, layout.mesh, places)(arrays, tokens_BT, step)
+        hidden, aux = cast(Any, with_explicit_axes(run, layout.mesh, places)(arrays, tokens_BT, step))
         return hidden, None, aux
 
     def _forward(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
@@ -221,8 +229,10 @@ class Decoder(nnx.Module):
             and not in_explicit_mode()
             and (cache is None or tokens_BT.shape[1] == 1)
         ):
-            step = replace(step, rotations={name: made_once(table) for name, table in step.rotations.items()})
-        step = _turned(step, runtime)
+            step = replace(
+                step, rotations={name: materialized(table) for name, table in (step.rotations or {}).items()}
+            )
+        step = _decode_rotations(step, runtime)
         x = drop(self.embed(step, runtime), step.dropout)
         x = x if self.streams is None else self.streams.expand(x)
         x = x if cache is not None else along_length(x, runtime)
@@ -230,40 +240,42 @@ class Decoder(nnx.Module):
         for s, stack in enumerate(self.stacks):
             paths = [f"stacks.{s}.layers.{i}" for i in range(len(stack.layers))]
             here = replace(step, routes=[(step.routes or {}).get(path) for path in paths])
-            x, part, found = stack(x, here, None if cache is None else cache[s], runtime)
+            x, part, outputs = stack(x, here, None if cache is None else cache[s], runtime)
             caches.append(part)
-            layers |= dict(zip(paths, found, strict=True))
+            layers |= dict(zip(paths, outputs, strict=True))
         x = x if self.streams is None else self.streams.reduce(x)
         normed, spec = self.norm(x), self.config.multi_token_prediction
         aux = Aux(layers, None if spec is None else normed if spec.input == "post_norm" else x)
         return normed, None if cache is None else tuple(caches), aux
 
     def make_step(self, tokens_BT: jax.Array, step: Step) -> Step:
-        """`step` with these tokens, and with the tables of all rotary embeddings at its positions."""
+        """Returns `step` with these tokens and with the tables of all rotary embeddings at its positions."""
         return replace(
             step, tokens=tokens_BT, rotations={str(rope): rotation(rope, step.positions) for rope in self.config.ropes}
         )
 
     def embed(self, step: Step, runtime: Runtime) -> jax.Array:
-        """[B, T, E] of the step's tokens, with the embedding of their positions where the configuration has one."""
+        """Returns the embedding [B, T, E] of the step's tokens, plus the embedding of their positions if the
+        configuration has one."""
         config = self.config
+        assert step.tokens is not None
         x = _look_up(self.embed_tokens[...], step.tokens, runtime)
         if config.embedding_scale != 1.0:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         return x + self._position_embedding(step.positions, runtime.layout).astype(x.dtype) if config.positions else x
 
     def _position_embedding(self, positions_BT: jax.Array, layout: ShardingLayout | None) -> jax.Array:
-        """float32[B, T, E], the sum of the tables that the configuration has."""
-        found = 0.0
+        """Returns float32[B, T, E], the sum of the position tables that the configuration has."""
+        total = jnp.float32(0.0)
         for table in self.config.positions:
             if isinstance(table, LearnedPositions):
-                rows = _rows_of(self.embed_positions[...], (None, "embed_vocab"), positions_BT, layout)
-                found += rows.astype(jnp.float32)
+                rows = _read_rows(self.embed_positions[...], (None, "embed_vocab"), positions_BT, layout)
+                total += rows.astype(jnp.float32)
             else:
-                found += sinusoids(positions_BT, self.config.hidden_size)
-        return found
+                total += sinusoids(positions_BT, self.config.hidden_size)
+        return total
 
     @property
     def head_weight(self) -> jax.Array:
-        """[V, E]: the output projection, which is the embedding table where the head is tied."""
+        """The output projection [V, E], which is the embedding table if the head is tied."""
         return (self.embed_tokens if self.config.tied_head else self.lm_head)[...]

@@ -1,13 +1,15 @@
-"""What a forward pass finds besides hidden states, in one typed structure. B rows, T tokens, E hidden, X experts, R repeats.
+"""The outputs of a forward pass besides hidden states, in one typed structure.
 
-Every part of a layer returns a `LayerAux`, with None for what it does not find; the decoder gathers them in an `Aux`, with the
-same shapes whether the layers are scanned or unrolled.
+Every part of a layer returns a `LayerAux`, with None for an output that it does not have; the decoder collects them in
+an `Aux`, with the same shapes whether the layers are scanned or unrolled. B rows, T tokens, E hidden, X experts, R
+repeats.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +17,18 @@ from jax.sharding import PartitionSpec
 
 from policy.mesh.explicit import auto_axes
 
+T = TypeVar("T")
 
-def _pytree(cls):
+
+@dataclass_transform(frozen_default=True)
+def _pytree(cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(dataclass(frozen=True)(cls))
 
 
 @_pytree
 class Replayed:
-    """Choices of experts that were given, padding left out, and those of them that the router would not have made; float32."""
+    """Counts of the expert choices that were replayed, padding left out, and of the choices among them that the router
+    would not have made; float32."""
 
     given: jax.Array
     disagreed: jax.Array
@@ -30,9 +36,10 @@ class Replayed:
 
 @_pytree
 class Routing:
-    """`counts` float32[X]: choices of each expert, padding left out. `balance`: the sequence-wise balance term over the segments.
-    `share` float32[X]: share of each expert in the scores, summed over tokens. `dropped`: choices that no expert computed; None
-    where none can be dropped. `replayed`: where routes are given, what became of them (policy/experts/router.py)."""
+    """`counts` float32[X]: how often each expert was chosen, padding left out. `balance`: the sequence-wise balance
+    term over the segments. `share` float32[X]: share of each expert in the scores, summed over tokens. `dropped`:
+    choices that no expert computed; None if none can be dropped. `replayed`: counts of replayed choices, if routes are
+    given (policy/experts/router.py)."""
 
     counts: jax.Array
     balance: jax.Array
@@ -43,7 +50,8 @@ class Routing:
 
 @_pytree
 class Activations:
-    """Mean, standard deviation and share of exact zeros of a layer's output, over tokens that are not padding; float32."""
+    """Mean, standard deviation and share of exact zeros of a layer's output, over tokens that are not padding;
+    float32."""
 
     mean: jax.Array
     std: jax.Array
@@ -52,9 +60,9 @@ class Activations:
 
 @_pytree
 class Indexing:
-    """What an indexer of keys learns from: sums over the queries that are not padding, float32. `divergence` KL(p || q) of its
-    softmax q from the attention weights p of the main path, in nats; `recall` the share of p on the keys that it would select,
-    which is 1 and left out where attention is over those keys only."""
+    """The training signal of an indexer of keys: sums over the queries that are not padding, float32. `divergence` is
+    KL(p || q) of its softmax q from the attention weights p of the main path, in nats. `recall` is the share of p on
+    the keys that it would select; None if attention sees those keys only, where it is 1."""
 
     divergence: jax.Array
     recall: jax.Array | None = None
@@ -62,11 +70,14 @@ class Indexing:
 
 @_pytree
 class LayerAux:
-    """Of one layer. `indexing` is there where an indexer learns. `hidden` [B, T, E] is the layer's output, with
-    hyper-connections [B, T, streams, E]; `selection` int32[B, T, k] the keys that an indexer selected for each query, by their
-    column (with a cache: by position), -1 where there are fewer; `routes` int32[B, T, k] the experts that computed each token;
-    these three and `activations` are there where `Runtime.record` names them. `states`: of a tentative call (policy/cache/cache.py), the
-    layer's states of fixed size after each token, [B, T, K, C, D] by entry."""
+    """The outputs of one layer.
+
+    `indexing` is set if an indexer is trained. `hidden` [B, T, E] is the layer's output, with hyper-connections [B, T,
+    streams, E]. `selection` int32[B, T, k]: the keys that an indexer selected for each query, by column (with a cache:
+    by position), -1 where there are fewer. `routes` int32[B, T, k]: the experts that computed each token. These three
+    and `activations` are set if `Runtime.record` names them. `states`: the layer's states of fixed size after each
+    token of a tentative call (policy/cache/cache.py), [B, T, K, C, D] by entry.
+    """
 
     routing: Routing | None = None
     indexing: Indexing | None = None
@@ -76,20 +87,20 @@ class LayerAux:
     routes: jax.Array | None = None
     states: dict[str, jax.Array] | None = None
 
-    def also(self, other: LayerAux) -> LayerAux:
-        """This with what `other` found laid over it; states of both."""
-        fields = ((f.name, getattr(other, f.name)) for f in dataclasses.fields(other))
-        found = {name: value for name, value in fields if value is not None}
+    def merge(self, other: LayerAux) -> LayerAux:
+        """Returns this with the fields that `other` has in place of its own, and the states of both."""
+        fields = ((f.name, getattr(other, f.name)) for f in dataclasses.fields(cast(Any, other)))
+        changes: dict[str, Any] = {name: value for name, value in fields if value is not None}
         if self.states and other.states:
-            found["states"] = self.states | other.states
-        return dataclasses.replace(self, **found)
+            changes["states"] = self.states | other.states
+        return dataclasses.replace(cast(Any, self), **changes)
 
 
 @_pytree
 class Predictions:
-    """Of the prediction modules d = 1..D (policy/heads/multi_token_prediction.py), float32[D, B, T] at the token that is predicted:
-    `logp`, and `agrees`, 1 where the likeliest token of the module is that of the decoder. 0 at the first d + 1 tokens of a
-    segment and on padding."""
+    """Outputs of the prediction modules d = 1..D (policy/heads/multi_token_prediction.py), float32[D, B, T] at the
+    token that is predicted: `logp`, and `agrees`, 1 where the likeliest token of the module equals the decoder's. Both
+    are 0 at the first d + 1 tokens of a segment and on padding."""
 
     logp: jax.Array
     agrees: jax.Array
@@ -97,23 +108,28 @@ class Predictions:
 
 @_pytree
 class Aux:
-    """Of a whole decoder. `layers` is keyed by the path of the layer's weights ("stacks.1.layers.0"); its arrays have the repeats
-    of the stack in front: [R, ...]. `mtp_input` [B, T, E] are the states that prediction modules read; `predictions` is there
-    where `Runtime.mtp` asks for it; `states` [B, T, E] are the final ones, where log-probabilities were computed from them."""
+    """The outputs of a decoder.
+
+    `layers` is keyed by the path of the layer's weights ("stacks.1.layers.0"); its arrays have the repeats of the stack
+    in front: [R, ...]. `mtp_input` [B, T, E]: the states that prediction modules read. `predictions` is set if
+    `Runtime.mtp` asks for it. `states` [B, T, E]: the final states, if log-probabilities were computed from them.
+    """
 
     layers: dict[str, LayerAux]
     mtp_input: jax.Array | None = None
     predictions: Predictions | None = None
     states: jax.Array | None = None
 
-    def found(self, name: str) -> dict[str, jax.Array]:
-        """The field `name` of every layer that has it, by path."""
+    def by_layer(self, name: str) -> dict[str, jax.Array]:
+        """Returns the field `name` of every layer that has it, by path."""
         return {path: value for path, layer in self.layers.items() if (value := getattr(layer, name)) is not None}
 
 
 def observe(x_BTE: jax.Array, segments_BT: jax.Array, record: tuple[str, ...]) -> LayerAux:
-    """Of the output of a layer, what `Runtime.record` asks for."""
-    activations = auto_axes(_activations, PartitionSpec(), x_BTE, segments_BT) if "activations" in record else None
+    """Returns the statistics of a layer's output that `Runtime.record` asks for."""
+    activations = None
+    if "activations" in record:
+        activations = cast(Activations, auto_axes(_activations, PartitionSpec(), x_BTE, segments_BT))
     return LayerAux(activations=activations, hidden=x_BTE if "hidden" in record else None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import jax
@@ -11,18 +12,22 @@ from policy.huggingface import sources
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
 
+Dtype = Literal["float32", "bfloat16"]
+
 
 def create(
     config: DecoderConfig | str,
     seed: int = 0,
-    dtype: str = "float32",
+    dtype: Dtype = "float32",
     *,
     runtime: Runtime | None = None,
     mesh: Layout | None = None,
 ) -> Model:
-    """A model with random weights. `config` is a DecoderConfig or the name of a file in configs/models/.
+    """Creates a model with random weights drawn from `seed`.
 
-    `runtime` (default: both dtypes are `dtype`) and `mesh` (default: one device) say how and where it is computed.
+    `config` is a DecoderConfig or the name of a file in configs/models/. `runtime` (default: both dtypes are `dtype`)
+    holds the options of the computation, `mesh` (default: one device) the devices and the rules for sharding. Raises
+    UnsupportedModel for an unknown name and compatibility.Conflict for incompatible features.
     """
     if isinstance(config, str):
         config = sources.preset(config)
@@ -31,8 +36,8 @@ def create(
 
 
 def load(
-    directory,
-    dtype: str = "float32",
+    directory: str | os.PathLike,
+    dtype: Dtype = "float32",
     *,
     runtime: Runtime | None = None,
     mesh: Layout | None = None,
@@ -40,26 +45,28 @@ def load(
     seed: int = 0,
     missing: Literal["refuse", "fresh"] = "refuse",
 ) -> Model:
-    """The model in a Hugging Face directory (config.json and safetensors).
+    """Loads the model of a Hugging Face directory (config.json and safetensors).
 
-    `sections` are parts of policy/huggingface/extensions.py, in the place of those of config.json: `{"multi_token_prediction": {"depth": 1}}`
-    loads the prediction module that files of DeepSeek-V3 hold as layer 61. Where neither config.json announces such modules nor a
-    file holds a part of one, they start fresh, as `create` makes them with `seed`. With `missing` "fresh" so do modules that are
-    announced, or that follow those in the files. Raises ModelFileError for files that lack a tensor or hold one too many.
+    `sections` replace the sections of config.json that policy/huggingface/extensions.py reads:
+    `{"multi_token_prediction": {"depth": 1}}` loads the prediction module that files of DeepSeek-V3 hold as layer 61.
+    If config.json announces no such modules and no file holds a part of one, they start fresh, as `create` draws them
+    with `seed`. With `missing` "fresh" modules that are announced, or that follow those in the files, start fresh too.
+    `dtype`, `runtime` and `mesh` are as for `create`. Raises UnsupportedModel for a configuration that the decoder does
+    not compute and ModelFileError for files that are damaged, lack a tensor or hold an unexpected one.
     """
-    from policy.huggingface import hub
+    from policy.huggingface import model_directory
 
     config = sources.read_config(directory, sections)
     graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
-    params, fresh = hub.read_weights(directory, graph, missing=missing, seed=seed)
+    params, fresh = model_directory.read_weights(directory, graph, missing=missing, seed=seed)
     return Model(graph, params, fresh)
 
 
-def save(model: Model, directory) -> None:
+def save(model: Model, directory: str | os.PathLike) -> None:
     """Writes a Hugging Face directory that transformers loads with no missing or unexpected keys."""
-    from policy.huggingface import hub
+    from policy.huggingface import model_directory
 
-    hub.write(directory, model.graph, model.params)
+    model_directory.write(directory, model.graph, model.params)
 
 
 def _one_device() -> Layout:

@@ -1,8 +1,9 @@
-"""Which intermediate values of a layer the backward pass finds saved, and where; the others it computes again.
+"""Rematerialisation: which intermediate values of a layer are saved for the backward pass, and where; the others are
+computed again.
 
-Free of jax at import, so that a configuration can be checked without it. Values have names (`checkpoint_name` in the layers); a
-policy puts some of them in device memory and some in host memory. With any policy but "none" the input of each repeat of a
-stack is kept as well, for all else is computed from it.
+Values have names (`checkpoint_name` in the layers); a policy puts some of them in device memory and some in host
+memory. With any policy but "none" the input of each repeat of a stack is saved as well, for all else is computed from
+it. Free of jax at import, so that a configuration can be checked without it.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from typing import Literal
 
 Memory = Literal["device", "offload", "remat"]
 
-# Name of a value -> what it is. B rows, T tokens, E hidden, H and K query and key-value heads, D their dimension (V of values),
-# r and c latent ranks, I width of a feed-forward. An expert's row counts as a token of its own: k T of them, and padding.
+# Name of a value -> description. B rows, T tokens, E hidden, H and K query and key-value heads, D their dimension (V of
+# values), r and c latent ranks, I width of a feed-forward. An expert's row counts as a token of its own: k T of them,
+# and padding.
 TENSORS = {
     "decoder_layer_input": "input of each layer [B, T, E]",
     "query_wa_proj": "latent attention: query latent before its norm [B, T, r]",
-    "mla_q": "the same after its norm",
+    "mla_q": "latent attention: query latent after its norm",
     "kv_wa_proj": "latent attention: key-value latent before its norm, and the rotated key [B, T, c + R]",
     "mla_kv": "key-value latent after its norm [B, T, c]",
     "query_proj": "queries, normed and rotated [B, H, T, D]; delta net: before the convolution",
-    "key_proj": "keys, likewise [B, K, T, D]; latent attention: expanded, H heads",
+    "key_proj": "keys, normed and rotated [B, K, T, D]; latent attention: expanded, H heads",
     "value_proj": "values [B, K, T, V]; latent attention: expanded, H heads",
-    "context": "what attention or the delta rule gives, before any gate or norm [B, H, T, V]",
-    "attention_out": "what the output projection reads [B, H, T, V]",
+    "context": "output of attention or the delta rule, before any gate or norm [B, H, T, V]",
+    "attention_out": "input of the output projection [B, H, T, V]",
     "out_proj": "output of the mixer [B, T, E]",
-    "mlpwi_0": "feed-forward: gate, or the one input projection where there is no gate, before the activation [B, T, I]",
+    "mlpwi_0": "feed-forward: gate, or the only input projection if there is no gate, before the activation [B, T, I]",
     "mlpwi_1": "feed-forward: up projection [B, T, I]",
     "mlpwo": "feed-forward: output of the down projection [B, T, E]",
     "quantization": "operands of quantised products",
@@ -39,7 +41,8 @@ _MINIMAL = (*_QKV, "mla_q", "mla_kv", "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
 
 @dataclass(frozen=True)
 class Saved:
-    """Names of the values that are kept: in `device` memory, and in `host` memory, from where the backward pass fetches them."""
+    """Names of the values that are saved in `device` memory and in `host` memory, from which the backward pass fetches
+    them."""
 
     device: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
@@ -63,24 +66,24 @@ POLICIES = {
 NAMES = ("none", *POLICIES, "custom")
 
 
-def saved(policy: str, tensors: tuple[tuple[str, Memory], ...] = ()) -> Saved:
-    """What `policy` keeps. "custom" keeps what `tensors` says, a name with its memory each, and the input of every layer on the
-    device unless it says otherwise; the other policies take no tensors.
+def saved(policy: str, tensors: tuple[tuple[str, str], ...] = ()) -> Saved:
+    """Returns the values that `policy` saves. "custom" saves `tensors`, pairs (name, memory), and the input of every
+    layer on the device unless `tensors` says otherwise; the other policies take no tensors.
 
-    Raises ValueError for an unknown policy, tensor or memory, and for tensors where they are not taken.
+    Raises ValueError for an unknown policy, tensor or memory, and for tensors with a policy other than "custom".
     """
     if policy not in POLICIES and policy != "custom":
-        raise ValueError(f"remat: {policy!r} is no policy; choose one of {', '.join(NAMES)}")
+        raise ValueError(f"remat: unknown policy {policy!r}; choose one of {', '.join(NAMES)}")
     if policy != "custom":
         if tensors:
-            raise ValueError(f"remat: {policy} says itself what is saved; use `custom` with a choice of tensors")
+            raise ValueError(f"remat: {policy} takes no tensors; use `custom` to choose them")
         return POLICIES[policy]
-    places: dict[str, Memory] = {"decoder_layer_input": "device"} | dict(tensors)
+    places = {"decoder_layer_input": "device"} | dict(tensors)
     for name, memory in places.items():
         if name not in TENSORS:
-            raise ValueError(f"remat: no tensor {name!r}; there are {', '.join(TENSORS)}")
+            raise ValueError(f"remat: unknown tensor {name!r}; choose among {', '.join(TENSORS)}")
         if memory not in ("device", "offload", "remat"):
-            raise ValueError(f"remat: {name} is {memory!r}; a tensor is device, offload or remat")
+            raise ValueError(f"remat: {name}: {memory!r} must be device, offload or remat")
     return Saved(
         device=tuple(name for name, memory in places.items() if memory == "device"),
         host=tuple(name for name, memory in places.items() if memory == "offload"),
@@ -88,10 +91,10 @@ def saved(policy: str, tensors: tuple[tuple[str, Memory], ...] = ()) -> Saved:
 
 
 def checkpointed(function: Callable, kept: Saved, *, scanned: bool) -> Callable:
-    """`function` whose backward pass computes everything again except what is `kept`.
+    """Wraps `function` so that its backward pass computes everything again except the values in `kept`.
 
-    `scanned`: it is the body of a scan, whose loop already keeps the compiler from merging the second computation with the
-    first.
+    `scanned`: `function` is the body of a scan, whose loop already keeps the compiler from merging the second
+    computation with the first.
     """
     import jax
 

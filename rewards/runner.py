@@ -97,8 +97,16 @@ class Scores:
 class Handle:
     """Scores that are being computed. `result()` waits for them; `done()` tells whether it would wait."""
 
-    def __init__(self, runner: Runner, batch: Batch, calls: list[list[int]], own: list[list[int]]):
-        """`own`: those of the calls that this process makes."""
+    def __init__(
+        self,
+        runner: Runner,
+        batch: Batch,
+        calls: list[list[int]],
+        own: list[list[int]],
+        on_calls: Callable[[Sequence[Call]], None] | None = None,
+    ):
+        """`own`: the calls that this process makes. `on_calls`: is told the calls of all processes once the scores are there."""
+        self._on_calls = on_calls
         self._runner = runner
         self._batch = batch
         self._scores = None
@@ -126,7 +134,8 @@ class Handle:
         if self._scores is None:
             self._batch.done.wait()
             self._runner._exchange(self._batch, [sample for call in self._own.values() for sample in call])
-            self._runner.heard(self._batch.calls)
+            if self._on_calls is not None:
+                self._on_calls(self._batch.calls)
             self._scores = self._runner._collect(self._batch)
         return self._scores
 
@@ -146,10 +155,6 @@ class Runner:
         self._share = share
         self._functions = _resolve(options.functions)
         self.names = tuple(function.name for function in self._functions)
-        # What is scored on the devices of the run, which no worker process sees: source of a reward model -> scores of token ids.
-        self.judges: dict[str, Callable[[list[list[int]]], list[float]]] = {}
-        # Is told the calls that were made for some scores, by all who share them, once these are there.
-        self.heard: Callable[[Sequence[Call]], None] = lambda calls: None
         self._calls: queue.Queue = queue.Queue()
         self._lanes: list[Lane] = []
         self._shown: Counter = Counter()
@@ -174,7 +179,12 @@ class Runner:
         return self.start(prompts, completions, columns, groups).result()
 
     def start(
-        self, prompts: list, completions: list, columns: dict[str, list], groups: list[int] | None = None
+        self,
+        prompts: list,
+        completions: list,
+        columns: dict[str, list],
+        groups: list[int] | None = None,
+        on_calls: Callable[[Sequence[Call]], None] | None = None,
     ) -> Handle:
         """Starts scoring N completions and returns at once, so that decoding may go on meanwhile.
 
@@ -184,19 +194,26 @@ class Runner:
             (one int) and "reward_model_scores" (N mappings from source to score). A function receives the columns that
             it names, or all if it takes **kwargs.
         groups: N ids; completions of one id are scored in one call. None: each by itself.
+        on_calls: is told the calls that were made, by all processes, once the scores are there.
         Raises RewardError if lengths differ, a column that a function needs is missing or a value has another type.
         """
-        handle = self._begin(prompts, completions, columns, groups)
+        handle = self._begin(prompts, completions, columns, groups, on_calls)
         for call in handle._own.values():
             self._put(handle._batch, call)
         return handle
 
-    def open(self, prompts: list, columns: dict[str, list], groups: list[int] | None = None) -> Handle:
+    def open(
+        self,
+        prompts: list,
+        columns: dict[str, list],
+        groups: list[int] | None = None,
+        on_calls: Callable[[Sequence[Call]], None] | None = None,
+    ) -> Handle:
         """Begins to score completions that are still being written: each is given to `Handle.add`. Columns that only the completion
         tells (their lengths, for one) hold anything of their type until then. The rest is as in `start`."""
-        return self._begin(prompts, [None] * len(prompts), columns, groups)
+        return self._begin(prompts, [None] * len(prompts), columns, groups, on_calls)
 
-    def _begin(self, prompts: list, completions: list, columns: dict[str, list], groups) -> Handle:
+    def _begin(self, prompts: list, completions: list, columns: dict[str, list], groups, on_calls) -> Handle:
         if self._closed:
             raise RewardError("this Runner is closed")
         given = self._given(prompts, completions, columns)
@@ -210,7 +227,7 @@ class Runner:
         while (lanes := len(self._lanes)) < min(options.workers, count):
             number = self._share.index * options.workers + lanes
             self._lanes.append(Lane(number, self._calls, self._functions, options.timeout_s, options.memory_limit_mb))
-        return Handle(self, batch, calls, own)
+        return Handle(self, batch, calls, own, on_calls)
 
     def _put(self, batch: Batch, samples: list[int]) -> None:
         for slot in range(len(self._functions)):

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollout.engine.sampling import SamplingParams
     from rollout.generator import Generator
-    from rollout.types import Completion, GeneratorOptions
+    from rollout.types import Completion, GeneratorOptions, SamplingParams
 
 _HOME = {
     "Generator": "generator",
     "GeneratorOptions": "types",
     "Completion": "types",
-    "SamplingParams": "engine.sampling",
+    "SamplingParams": "types",
 }
 __all__ = ["Completion", "Generator", "GeneratorOptions", "SamplingParams"]
 

@@ -1,10 +1,11 @@
-"""The generator: prompts in, completions out, made by the policy's own weights. It keeps no copy of them,
-but for one that is quantised or laid out for decoding if that is wanted."""
+"""The generator: prompts in, completions out. It computes with the policy's own weights, or with a copy that is
+quantised or resharded for decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +13,25 @@ import numpy as np
 
 from policy.mesh.host_memory import on_a_device
 from policy.model import Model
+from rollout.engine.active_batch import stop_width
 from rollout.engine.engine import Engine
 from rollout.engine.exact import Verifier
-from rollout.engine.programs import Programs, stop_width
-from rollout.engine.sampling import SamplingParams
-from rollout.engine.scheduler import Queue, Request
-from rollout.engine.speculative import SpeculativePrograms
+from rollout.engine.runner import ModelRunner
 from rollout.engine.weights import RolloutWeights
+from rollout.request import Queue, Request
 from rollout.text.chat import render_prompt
-from rollout.types import Completion, GeneratorOptions
+from rollout.text.tokenizer import first_stop
+from rollout.types import Completion, GeneratorOptions, SamplingParams
 
 
 class Generator:
     """Decodes up to `slots` completions at the same time over a cache of `max_length` tokens each.
 
-    A token's draw depends only on (seed, prompt id, sample index, position), so neither the other prompts of a call nor the
-    number of slots changes a completion. The weights are read from `model.params` at every dispatch; copies of them (`weights`) are
-    made again when those have changed (rollout/engine/weights.py).
+    A token's draw depends only on (seed, prompt id, sample index, position), so neither the other prompts of a call
+    nor the number of slots changes a completion. The generator reads the weights from `model.params` at every
+    dispatch. Copies of them (`weights`) are made again when they have changed (rollout/engine/weights.py).
+
+    engine: runs the requests. verifier: checks their tokens, under GeneratorOptions.exact.
     """
 
     def __init__(
@@ -38,9 +41,10 @@ class Generator:
         max_length: int = 256,
         slots: int = 16,
         seed: int = 0,
-        tokenizer=None,
+        tokenizer: Any = None,
         options: GeneratorOptions = GeneratorOptions(),
     ):
+        """Raises ValueError for sizes and options that do not fit the model."""
         if max_length < 2 or slots < 1:
             raise ValueError("Generator: max_length must be at least 2 and slots at least 1")
         if (limit := model.config.max_positions) is not None and max_length > limit:
@@ -51,23 +55,24 @@ class Generator:
             )
         self.model, self.max_length, self.slots = model, max_length, slots
         self.seed, self.tokenizer, self.options = seed, tokenizer, options
-        self.weights = RolloutWeights.wanted(model.graph, options)
-        kind = SpeculativePrograms if options.speculative else Programs
+        self.weights = RolloutWeights.from_options(model.graph, options)
         budget = options.prefill_budget or max(options.prefill_chunk, slots * options.tokens_per_dispatch)
-        programs = kind(model.graph, options, slots, max_length)
-        if self.weights and self.weights.moves:
-            programs.beside = self.weights.bytes
+        runner = ModelRunner(model.graph, options, slots, max_length)
+        if self.weights and self.weights.reshards:
+            runner.reserved_bytes = self.weights.bytes
         self.engine = Engine(
-            programs,
+            runner,
             lambda: self._params,
             seed,
-            stop_string=self._stop_string if tokenizer else None,
+            stop_string=partial(first_stop, tokenizer) if tokenizer else None,
             prefill_budget=budget,
         )
         if options.record_values:
             self.value_by(jnp.zeros(model.config.hidden_size, jnp.float32, device=model.graph.layout.replicated))
         self._queue = Queue()
-        self.verifier = Verifier(model.scorer, seed, stop_string=self._stop_string) if options.exact else None
+        self.verifier = (
+            Verifier(model.scorer, seed, stop_string=partial(first_stop, tokenizer)) if options.exact else None
+        )
 
     def generate(
         self,
@@ -75,20 +80,20 @@ class Generator:
         params: SamplingParams = SamplingParams(),
         ids: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
-        """`params.n` completions of each prompt, as [prompt][sample].
+        """Samples `params.n` completions of each prompt; returns them as [prompt][sample].
 
-        Prompts are lists of token ids, or strings with a tokenizer. `ids` are the prompt ids of the random draw, by default
-        range(len(prompts)), so that equal calls give equal tokens. A string is encoded as training encodes prompts: with the
-        special tokens that the tokenizer puts in front, without an end of sequence.
+        Prompts are lists of token ids, or strings with a tokenizer. `ids` are the prompt ids of the random draw, by
+        default range(len(prompts)), so that equal calls give equal tokens. A string is encoded as training encodes
+        prompts: with the special tokens that the tokenizer puts in front, without an end of sequence.
 
-        Raises ValueError, before anything is computed, for an empty prompt, for token ids outside the vocabulary, for a prompt
-        that with max_new_tokens is longer than max_length (naming the prompt), for strings without a tokenizer (prompts or stop
-        strings), and for ids that are not one for each prompt or outside 0..2^31 - 1.
+        Raises ValueError, before anything is computed, for an empty prompt, for token ids outside the vocabulary, for
+        a prompt that with max_new_tokens is longer than max_length (naming the prompt), for strings without a
+        tokenizer (prompts or stop strings), and for ids that are not one for each prompt or outside 0..2^31 - 1.
         """
-        made = [[None] * params.n for _ in prompts]
+        completions: dict[tuple[int, int], Completion] = {}
         for index, sample, completion in self.stream(prompts, params, ids):
-            made[index][sample] = completion
-        return made
+            completions[index, sample] = completion
+        return [[completions[index, sample] for sample in range(params.n)] for index in range(len(prompts))]
 
     def stream(
         self,
@@ -96,8 +101,8 @@ class Generator:
         params: SamplingParams = SamplingParams(),
         ids: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, int, Completion]]:
-        """What `generate` makes, as (prompt, sample, completion), each as soon as it has ended while the others go on. Raises what
-        `generate` does, at once."""
+        """Yields (prompt, sample, completion) as soon as each completion has ended, while the others go on. Raises
+        ValueError as `generate` does, at once."""
         requests = self._requests(prompts, params, ids)
         return ((request.index, request.sample, self.completion(request)) for request in self._run(requests))
 
@@ -120,7 +125,7 @@ class Generator:
 
     def _run(self, requests: list[Request]) -> Iterator[Request]:
         self._queue.add(requests)
-        left = {id(request) for request in requests}
+        left = set(map(id, requests))
         try:
             while left:
                 for request in self.step():
@@ -132,62 +137,67 @@ class Generator:
                 self.cancel(request)
 
     def submit(self, request: Request) -> Request:
-        """Puts a request in the queue; `step` brings it forward, until its `finish` says how it ended. Raises ValueError where it
+        """Adds a request to the queue. `step` runs it until its `finish` says how it ended. Raises ValueError if it
         cannot run: see Engine.check."""
         self.engine.check(request)
         self._queue.add([request])
         return request
 
     def cancel(self, request: Request) -> None:
-        """Takes a request out of the queue, or out of its slot; one that has ended stays as it is."""
+        """Removes a request from the queue or from its slot. A request that has ended stays as it is."""
         self._queue.remove(request)
         self.engine.cancel(request)
         if self.verifier:
             self.verifier.remove(request)
 
     def forget(self) -> None:
-        """Lets no prompt begin with the entries of an earlier one, and the next calls not depend on what ran before."""
+        """Lets no prompt begin with the cache entries of an earlier one. Later calls do not depend on what ran
+        before."""
         self.engine.forget()
 
     def compile_ahead(self, longest: int, params: Iterable[SamplingParams], *, strict: bool = False) -> int:
-        """Compiles every program that prompts of up to `longest` tokens and these parameters need, in parallel; returns how many
-        there are. One that is missing later is a warning, or rollout.engine.programs.LateCompilation if `strict`."""
+        """Compiles every program that prompts of up to `longest` tokens and these parameters need, in parallel;
+        returns their number. Another program is then a warning when it is needed, or
+        rollout.engine.runner.LateCompilation if `strict`."""
         widths = sorted({stop_width(len(each.stop_token_ids)) for each in params})
         longest = self.max_length if self.options.rereads else longest
-        params, count = self.model.params, 0
-        if self.weights and self.weights.moves:
-            self.weights.compile_ahead(params)
-            params, count = params | self.weights.abstract, bool(self.weights.paths)
+        weights, count = self.model.params, 0
+        if self.weights and self.weights.reshards:
+            self.weights.compile_ahead(weights)
+            weights, count = weights | self.weights.abstract, int(bool(self.weights.paths))
         elif self.weights:
-            params = self._params
-        count += self.engine.programs.compile_ahead(params, longest, widths, strict=strict)
+            weights = self._params
+        count += self.engine.runner.compile_ahead(weights, longest, widths, strict=strict)
         return count + (self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0)
 
     def reshard_for_rollout(self) -> None:
-        """Copies the weights now to where `options.rules` put them, if they do and it is not done; else the next call does it."""
-        if self.weights and self.weights.moves:
+        """Copies the weights to the shardings of `options.rules` now, if there are rules and the copy is not up to
+        date. Without this call the next dispatch copies them."""
+        if self.weights and self.weights.reshards:
             jax.block_until_ready(self._params)
 
     def release(self) -> None:
-        """Gives up what `reshard_for_rollout` copied; it is made again when it is needed."""
-        if self.weights and self.weights.moves:
-            self.weights.drop()
+        """Gives up the copy of `reshard_for_rollout`; it is made again when it is needed."""
+        if self.weights and self.weights.reshards:
+            self.weights.release()
 
     @property
     def compiled_ahead(self) -> bool:
-        return self.engine.programs.sealed
+        """Whether `compile_ahead` has run."""
+        return self.engine.runner.sealed
 
     def step(self) -> list[Request]:
-        """One turn: takes what the device made since the last one, fills free slots from the queue, and starts the next dispatch.
-        Returns the requests that ended; whatever is done with them is done while the device works.
+        """Runs one turn: collects the output of the last dispatch, fills free slots from the queue, and starts the
+        next dispatch. Returns the requests that ended; the caller processes them while the device works.
 
-        Where it is interrupted or fails, all requests are given up: the cache may belong to a program that never returned."""
+        If it is interrupted or fails, all requests are given up: the cache may belong to a program that never
+        returned."""
         try:
             ended = [self.engine.release(slot) for slot in self.engine.collect()]
-            while self._queue and self.engine.free:
+            while self._queue and self.engine.free_slots:
                 self.engine.insert(self._queue.pop())
             self.engine.start(self._queue.first)
-            return self._checked(ended) if self.verifier else ended
+            return self._verified(self.verifier, ended) if self.verifier else ended
         except BaseException:
             self._queue.clear()
             self.engine.reset()
@@ -195,32 +205,38 @@ class Generator:
                 self.verifier.clear()
             raise
 
-    def _checked(self, ended: list[Request]) -> list[Request]:
-        """Of these requests and earlier ones, those that are known to be exact; others go back to the queue."""
-        self.verifier.add(ended)
-        if not self.verifier.due(waiting=bool(self._queue)):
+    def _verified(self, verifier: Verifier, ended: list[Request]) -> list[Request]:
+        """Returns the requests that are verified, of these and of earlier ones. Those with a wrong token return to
+        the queue."""
+        verifier.add(ended)
+        if not verifier.due(waiting=bool(self._queue)):
             return []
-        done, again = self.verifier.check(self.model.params)
+        done, again = verifier.check(self.model.params)
         self._queue.add(again)
         return done
 
     def value_by(self, head_E: jax.Array) -> None:
-        """From now on the values of completions are those of this head, float32[E], of which this is a copy: an update may give
-        its own up."""
-        self.engine.programs.value_head = jnp.copy(head_E)
+        """Records values by this head, float32[E], from now on. The generator keeps a copy, because an update may
+        donate the array."""
+        self.engine.runner.value_head = jnp.copy(head_E)
 
     @property
     def counts(self) -> dict[str, int]:
-        """What engine and verifier have counted."""
+        """The counts of engine and verifier."""
         return self.engine.counts | (self.verifier.counts if self.verifier else {})
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Of the weights that decoding reads, on each device."""
+        """Bytes per device of the weights that decoding reads."""
         return on_a_device(self.model.params | (self.weights.abstract if self.weights else {}))
 
     def completion(self, request: Request) -> Completion:
-        text, steps, routes = self._text(request.tokens), sum(request.opens), request.routes
+        """Returns the completion of a request that has ended. Raises ValueError if it has not."""
+        if request.finish is None:
+            raise ValueError("completion: the request has not ended")
+        text, steps, routes = None, sum(request.starts_step), request.routes
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(request.tokens, skip_special_tokens=True)
         if routes is not None:
             routes = {path: np.asarray(array)[: request.needed].copy() for path, array in routes.items()}
         values = request.values if self.options.record_values else None
@@ -238,19 +254,5 @@ class Generator:
 
     @property
     def _params(self) -> dict:
-        """The model's weights as they are now, quantised or laid out if so wanted."""
+        """The model's current weights, with copies where the options ask for them."""
         return self.weights.of(self.model.params) if self.weights else self.model.params
-
-    def _text(self, tokens: list[int]) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def _stop_string(self, tokens: list[int], before: int, stop: tuple[str, ...]) -> int | None:
-        """Number of tokens up to the one that completes a stop string, if one of those after `before` does."""
-
-        def holds(end: int) -> bool:
-            text = self.tokenizer.decode(tokens[:end], skip_special_tokens=False)
-            return any(s in text for s in stop)
-
-        if not holds(len(tokens)):
-            return None
-        return next(end for end in range(before + 1, len(tokens) + 1) if holds(end))

@@ -1,4 +1,4 @@
-"""What a generator is configured with, and what it returns."""
+"""The options of a generator, the parameters of a call, and the completions that it returns."""
 
 from __future__ import annotations
 
@@ -10,52 +10,86 @@ import numpy as np
 
 from policy.config import StoredType
 from policy.ops.quantization import TYPES
+from policy.options import option
 
 
 @dataclass(frozen=True)
 class GeneratorOptions:
-    """cache: `contiguous`, max_length tokens for every slot, or `paged`: pages of `page_size` tokens that slots take as they need
-    them. pages: how many there are; None: as many as full slots need, or as half of the memory that is left has room for. rings:
-    layers with a window keep only what it can see (docs/caches.md).
+    """Options of a generator. The section `generator` of the YAML schema is made from them.
 
-    prefill_chunk: prompt tokens of one prefill call. tokens_per_dispatch: most decoding steps between two looks of the host.
-    prefill_budget: prompt tokens that are read in between two dispatches while others decode; None: as many as a dispatch of all
-    slots makes.
-
-    speculative: tokens that the model's prediction modules draft at each step, 0 for none; a step then makes 1 to
-    1 + `speculative` tokens, the same as without (rollout/engine/speculative.py). weights, kv_cache: types in which the weights of
-    products, and keys, values and latents, are kept; None: as floats. rules: mesh axes by logical axis, laid over those of the
-    mesh while the generator computes (docs/meshes.md); weights that they put elsewhere are copied there when they have changed.
-    None: the model's own arrays are read where they lie. record_routes: completions tell which experts computed each of their
-    tokens (models with a mixture of experts only). record_values: completions tell the value, by `Generator.value_head`, of the
-    state that each of their tokens was drawn in.
-
-    exact: completions are a function of the weights, the prompt and (seed, prompt id, sample) to the last bit, whatever the other
-    options are, and log-probabilities are those of `Model.logprobs`, bit for bit: what is decoded is checked by the scoring
-    programs before it is handed out (rollout/engine/exact.py), which compute about three tokens for each of prompt and completion.
+    Raises ValueError for values out of range and for options that exclude each other.
     """
 
-    cache: Literal["contiguous", "paged"] = "contiguous"
-    page_size: int = 32
-    pages: int | None = None
-    rings: bool = False
-    prefill_chunk: int = 256
-    tokens_per_dispatch: int = 128
-    prefill_budget: int | None = None
-    speculative: int = 0
-    weights: StoredType | None = None
-    kv_cache: StoredType | None = None
-    rules: Mapping[str, Sequence[str]] | None = None
-    exact: bool = False
-    record_routes: bool = False
-    record_values: bool = False
+    cache: Literal["contiguous", "paged"] = option(
+        "contiguous",
+        description="contiguous: max_length tokens for every slot; paged: pages of page_size tokens that slots allocate as they "
+        "need them.",
+    )
+    page_size: int = option(32, ge=1, description="Tokens of a page.")
+    pages: int | None = option(
+        None,
+        ge=2,
+        description="Number of pages; null: as many as full slots need, or as half of the memory that is left has room for.",
+    )
+    sliding_window_cache: bool = option(
+        False,
+        description="Sliding-window cache: layers with a window keep only the tokens that it can see (docs/caches.md).",
+    )
+    prefill_chunk: int = option(256, ge=1, description="Prompt tokens of one prefill call.")
+    tokens_per_dispatch: int = option(
+        128,
+        ge=1,
+        description="Most decoding steps of one dispatch (num_scheduler_steps): the host looks at the tokens after so many.",
+    )
+    prefill_budget: int | None = option(
+        None,
+        ge=1,
+        description="Prompt tokens prefilled between two dispatches while others decode (max_num_batched_tokens); null: as many as "
+        "a dispatch of all slots samples.",
+    )
+    batch_sizes: Sequence[int] | None = option(
+        None,
+        description="Numbers of rows, besides all slots, that a decode program is compiled for; null: powers of two.",
+    )
+    speculative: int = option(
+        0,
+        ge=0,
+        description="Tokens that the model's prediction modules draft at each step; 0: no speculative decoding. Samples stay the "
+        "same.",
+    )
+    weights: StoredType | None = option(
+        None,
+        description="Type in which the weights of matrix products are stored for decoding; null: as they are trained.",
+    )
+    kv_cache: StoredType | None = option(
+        None, description="Type in which keys, values and latents are stored; null: the dtype of the model."
+    )
+    rules: Mapping[str, Sequence[str]] | None = option(
+        None,
+        description="Mesh axes by logical axis while the generator computes, on top of the rules of the mesh (docs/meshes.md); "
+        "weights whose sharding they change are copied when they have changed. null: the generator reads the model's "
+        "own arrays.",
+    )
+    exact: bool = option(
+        False,
+        description="Completions depend on the weights, the prompt and (seed, prompt id, sample) only, to the last bit, and "
+        "log-probabilities equal Model.logprobs: the scoring programs verify each completion (docs/exact.md).",
+    )
+    record_routes: bool = option(
+        False,
+        description="Completions say which experts computed each of their tokens (models with a mixture of experts only).",
+    )
+    record_values: bool = option(
+        False,
+        description="Completions have the value of the state that each token was drawn from, by the head of Generator.value_by.",
+    )
 
     @property
     def rereads(self) -> bool:
-        """Whether a completion may go on as a prompt of any length, after it paused for want of pages or a token was replaced."""
+        """Whether a completion may be prefilled like a prompt, after a preemption or after a token was replaced."""
         return self.exact or self.cache == "paged"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("weights", "kv_cache"):
             if getattr(self, name) not in (None, *TYPES):
                 raise ValueError(f"GeneratorOptions.{name}: {getattr(self, name)!r} is none of {', '.join(TYPES)}")
@@ -65,12 +99,12 @@ class GeneratorOptions:
             raise ValueError("GeneratorOptions: page_size must be at least 1 and pages at least 2")
         if self.prefill_chunk < 1 or self.tokens_per_dispatch < 1:
             raise ValueError("GeneratorOptions: prefill_chunk and tokens_per_dispatch must be at least 1")
+        if any(size < 1 for size in self.batch_sizes or ()):
+            raise ValueError("GeneratorOptions: batch_sizes must be at least 1 each")
         if self.speculative < 0:
             raise ValueError("GeneratorOptions: speculative must be 0 (none) or more")
         if self.exact and self.record_routes:
-            raise ValueError(
-                "GeneratorOptions: exact completions are of the model's own routes; leave record_routes out"
-            )
+            raise ValueError("GeneratorOptions: exact completions use the model's own routes; leave record_routes out")
         if self.record_values and (self.exact or self.speculative):
             raise ValueError("GeneratorOptions: record_values goes neither with exact nor with speculative")
         if self.exact and (self.weights or self.kv_cache):
@@ -80,12 +114,60 @@ class GeneratorOptions:
 
 
 @dataclass(frozen=True)
+class SamplingParams:
+    """Parameters of one call: how many completions, how long, and how their tokens are drawn.
+
+    The filters apply in the order top_k, top_p, min_p. Raises ValueError for values out of range.
+    """
+
+    n: int = option(1, ge=1, description="Completions per prompt (num_generations).")
+    max_new_tokens: int = option(64, ge=1, description="Most tokens of a completion.")
+    temperature: float = option(
+        1.0, ge=0.0, description="Divides the logits; 0 takes the most likely token, of equal ones the lowest id."
+    )
+    top_k: int = option(0, ge=0, description="Keeps the k most likely tokens; 0: all.")
+    top_p: float = option(
+        1.0, gt=0.0, le=1.0, description="Keeps the fewest most likely tokens whose probabilities add up to top_p."
+    )
+    min_p: float = option(
+        0.0, ge=0.0, le=1.0, description="Keeps tokens at least min_p times as likely as the most likely one."
+    )
+    stop_token_ids: tuple[int, ...] = option((), description="A completion ends with one of these tokens.")
+    stop: tuple[str, ...] = option(
+        (), description="A completion ends with the token that completes one of these strings."
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        checks = {
+            "n must be at least 1": self.n >= 1,
+            "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
+            "temperature must be 0 or more": self.temperature >= 0,
+            "top_k must be 0 (all) or more": self.top_k >= 0,
+            "top_p must lie in (0, 1]": 0 < self.top_p <= 1,
+            "min_p must lie in [0, 1]": 0 <= self.min_p <= 1,
+            "stop must not hold an empty string": all(self.stop),
+        }
+        for message, holds in checks.items():
+            if not holds:
+                raise ValueError(f"SamplingParams: {message}")
+
+
+@dataclass(frozen=True)
 class Completion:
-    """`tokens` without the prompt, with the stop token; `logprobs` of each; `finish`: stop or length; `text` with a tokenizer;
-    `steps`: forward passes of the decoder that made it, fewer than tokens where drafts were accepted; `routes`: where
-    GeneratorOptions.record_routes asks for them, the experts of each token of prompt and completion but the last, which is never
-    fed: int[tokens, R, k] by path of the layer, for the repeats of its stack; `values`: where GeneratorOptions.record_values asks
-    for them, of the states that the tokens were drawn in."""
+    """A sampled completion.
+
+    tokens: without the prompt, with the stop token. logprobs: log softmax(logits / temperature) of each token, before
+    any filter.
+    finish: "stop" or "length".
+    text: with a tokenizer; else None.
+    steps: decoder passes that produced it: fewer than tokens if drafts were accepted.
+    routes: under GeneratorOptions.record_routes, the experts of each token of prompt and completion but the last,
+    which is never
+    fed: int[tokens, R, k] by path of the layer, for the R repeats of its stack.
+    values: under GeneratorOptions.record_values, the value of the state that each token was drawn from.
+    """
 
     tokens: list[int]
     logprobs: list[float]

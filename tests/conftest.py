@@ -1,60 +1,137 @@
-"""For every test: jax on the CPU, no network, and one compilation cache for the session and the processes that it
-starts."""
+"""For every test: jax on the CPU, no network, and one cache of compiled programs, kept between sessions and shared with the
+processes that tests start; and which tests run where.
+
+`pytest` leaves out what is marked `slow` or `every_family`. `pytest --part K/N` runs the K-th of N parts of those. `pytest --where`
+prints which test is in which."""
 
 import atexit
+import collections
 import gc
 import itertools
+import mmap
 import os
 import shutil
 import sys
 import tempfile
-import zlib
+from importlib import metadata, util
 from pathlib import Path
 
+import grouping
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a clean checkout runs without being installed
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
 
+CACHE_BYTES = 4 * 2**30  # of compiled programs, kept between sessions
+
+
+def compilation_cache() -> str:
+    """Folder of compiled programs in the user's cache, one for each version of jax; a temporary one where that cannot be written.
+    Removes the oldest programs beyond CACHE_BYTES."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = user / "duet-rl" / f"tests-jax-{metadata.version('jax')}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        total = 0
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.stat().st_mtime, reverse=True):
+            total += entry.stat().st_size
+            if total > CACHE_BYTES:
+                Path(entry).unlink(missing_ok=True)
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="jax-cache-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return str(folder)
+
+
+def knows_flag(flag: str) -> bool:
+    """Whether the installed XLA has a flag of this name. An unknown one in XLA_FLAGS ends the process."""
+    package = util.find_spec("jaxlib")
+    libraries = Path(package.origin).parent.glob("*.so") if package and package.origin else ()
+    for library in libraries:
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(flag.encode()) >= 0:
+                return True
+    return False
+
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jax-cache-")
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compilation_cache()
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# The older of XLA's two code generators takes 0.4 of the time to compile without optimisation.
+if "XLA_FLAGS" not in os.environ and knows_flag("xla_cpu_use_fusion_emitters"):
+    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 
-
+PARTS = 3  # CI runs one a day
 _finished = itertools.count(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--part", metavar="K/N", help="of the tests marked slow run the K-th of N parts only, K from 0")
+    parser.addoption(
+        "--part",
+        metavar="K/N",
+        help="run the K-th of N parts, K from 0, of the tests marked slow or every_family, and no others",
+    )
+    parser.addoption(
+        "--where", action="store_true", help="print which tests run always and which in which part; run none"
+    )
 
 
+def pytest_configure(config):
+    if config.getoption("--where"):
+        config.option.markexpr = ""
+    elif config.getoption("--part"):
+        config.option.markexpr = " or ".join(grouping.LEFT_OUT)
+    if config.getoption("dist", "no") == "loadgroup" and config.getoption("tx"):
+        grouping.prepare()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return grouping.scheduler(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(trylast=True)  # pytest sorts them by their fixtures
 def pytest_collection_modifyitems(config, items):
-    """With `-n` and `--dist loadgroup` all tests of a file about one model run in one process, which keeps what it compiled, and
-    are in the same part."""
     part = config.getoption("--part")
     number, parts = map(int, part.split("/")) if part else (0, 1)
     if number not in range(parts):
         raise pytest.UsageError(f"--part {part}: the parts are 0/{parts} to {parts - 1}/{parts}")
-    others = []
-    for item in items:
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        group = item.nodeid
-        if model := next(
-            (parameters[name] for name in ("name", "kind") if isinstance(parameters.get(name), str)), None
-        ):
-            group = f"{item.path.name}-{model}"
-            item.add_marker(pytest.mark.xdist_group(group))
-        if item.get_closest_marker("slow") and zlib.crc32(group.encode()) % parts != number:
-            others.append(item)
+    others = [item for item in items if grouping.part(item, parts) not in (None, number)]
     if others:
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
+    if in_group_worker(config):
+        items[:] = grouping.in_order(items)
+
+
+def in_group_worker(config) -> bool:
+    """Whether this process runs groups of tests for another."""
+    return hasattr(config, "workerinput") and grouping.FILE in os.environ
+
+
+def pytest_collection_finish(session):
+    if in_group_worker(session.config):
+        grouping.write(session.items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    if not session.config.getoption("--where"):
+        return None
+    places = collections.defaultdict(list)
+    for item in session.items:
+        part = grouping.part(item, PARTS)
+        places["always" if part is None else f"part {part}/{PARTS}"].append(item.nodeid)
+    for place, tests in sorted(places.items()):
+        print("\n".join(f"{place}  {test}" for test in tests))
+    print("\n".join(f"{place}: {len(tests)} tests" for place, tests in sorted(places.items())))
+    return True
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import rl.algorithms
 from policy import families
 from policy.config import Runtime
 from rl.config.run import StageOptions
+from rl.stages import inputs
 from rl.training.batch import Batch
 from rl.training.reward_model import RewardModelTrainer
 from rl.training.trainer import RunState, Trainer
@@ -64,8 +65,11 @@ _trainers: dict[tuple, Trainer] = {}
 def trainer(model, options: StageOptions) -> Trainer:
     """That of a stage."""
     algorithm = rl.algorithms.get(options.algorithm.name, **options.algorithm.model_extra)
-    kind = RewardModelTrainer if algorithm.needs_scores else Trainer
-    return kind(model.graph, options, algorithm)
+    if algorithm.stage == "reward_model":
+        return RewardModelTrainer(model.graph, options, algorithm)
+    sampled = algorithm.stage == "online" and options.sampling.temperature
+    how = {"state": inputs.state_of(algorithm.inputs), "temperature": sampled or 1.0}
+    return Trainer(model.graph, options, algorithm, **how)
 
 
 def begin(model, options: StageOptions, fresh: bool = False) -> tuple[Trainer, RunState]:

@@ -11,12 +11,20 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tiny
 from tiny import VOCAB
 
 KINDS = tiny.KINDS
 TINY = {kind: entry.base for kind, entry in KINDS.items()}
 STANDARD = {kind: entry.standard for kind, entry in KINDS.items()}
+# Kinds that share least: grouped heads, windows between norms, latent attention with experts, a recurrent state.
+REPRESENTATIVE = ("Llama", "Gemma3", "DeepseekV3", "Qwen3Next")
+
+
+def by_kind(kinds=tuple(KINDS), always=REPRESENTATIVE) -> list:
+    """Parameters of a test: these kinds, those that are not run `always` marked `every_family`."""
+    return [pytest.param(kind, marks=() if kind in always else pytest.mark.every_family) for kind in kinds]
 
 
 def configuration(kind: str, **keys) -> dict:

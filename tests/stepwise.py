@@ -37,7 +37,7 @@ def through_cache(model, tokens_BT, lengths_B, prompt, *, chunk=None, capacity=N
     def run(params, tokens, step, cache):
         with graph.precision():
             hidden, cache, aux = graph.decoder(params)(tokens, step, cache, graph.runtime)
-        return hidden, cache, aux.found("selection")
+        return hidden, cache, aux.by_layer("selection")
 
     starts = [*range(0, prompt, chunk or prompt), *range(prompt, T)]
     hidden, selections = [], []

@@ -1,4 +1,7 @@
-"""Grouped-query attention. B rows, T queries, C visible keys, H query heads, K key-value heads, G = H / K, D head dimension."""
+"""Grouped-query attention.
+
+B rows, T queries, C visible keys, H query heads, K key-value heads, G = H / K, D head dimension.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from policy.attention import flash_attention, paged_attention
-from policy.attention.context_parallel import Keys, Limits, applies, attend_cut
-from policy.attention.dot_product_attention import Mask, attend
-from policy.cache.cache import LayerCache, extend, layout_of
+from policy.attention.attention_plan import Keys
+from policy.attention.context_parallel import applies, attend_cut
+from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
+from policy.cache.layer_cache import LayerCache, extend, layout_of
 from policy.cache.step import Step
 from policy.config import Attention, DecoderConfig, QueryTemperature, Runtime
 from policy.intermediates import LayerAux
@@ -22,8 +26,11 @@ from policy.ops.rope import rotate
 
 
 class GroupedQueryAttention(nnx.Module):
-    """Query head h reads key-value head h // G. Weights: q_proj [E, H, D] ([E, H, 2D] with a gate: per head query, then gate),
-    k_proj and v_proj [E, K, D], o_proj [H, D, E]."""
+    """Computes grouped-query attention: query head h reads key-value head h // G.
+
+    Weights: q_proj [E, H, D] ([E, H, 2D] with a gate: per head query, then gate), k_proj and v_proj [E, K, D], o_proj
+    [H, D, E].
+    """
 
     def __init__(self, spec: Attention, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
@@ -70,12 +77,11 @@ class GroupedQueryAttention(nnx.Module):
         mask = Mask(step, visible, spec.window, spec.chunk)
         sinks = self.sinks[...] if spec.sinks else None
         out = paged_attention.decode(q * spec.scale, cache, step, spec, runtime)
+        bounds = AttentionBounds(spec.window, spec.chunk, spec.softcap)
         if applies(cache, step, runtime):
-            limits = Limits(spec.window, spec.chunk, spec.softcap)
-            out = attend_cut(q * spec.scale, Keys((k, v)), step, runtime, limits, sinks)
-        elif out is None and spec.chunk is None:
-            limits = {"window": spec.window, "softcap": spec.softcap, "sinks_H": sinks}
-            out = flash_attention.attend(q * spec.scale, k, v, step, runtime, **limits)
+            out = attend_cut(q * spec.scale, Keys((k, v)), step, runtime, bounds, sinks)
+        elif out is None:
+            out = flash_attention.attend(q * spec.scale, k, v, step, runtime, bounds, sinks)
         if out is None:
             out = attend(q * spec.scale, keys, values, mask, runtime.attention_chunk, spec.softcap, sinks)
         out = checkpoint_name(from_cache(out, runtime.layout), "context")
@@ -95,7 +101,7 @@ class GroupedQueryAttention(nnx.Module):
         return out
 
     def _place(self, q_BHTD: jax.Array, k_BKTD: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-        """Queries and keys normed and rotated, in the order that `qk_norm_over` says."""
+        """Norms and rotates queries and keys, in the order that `qk_norm_over` says."""
         spec = self.spec
 
         def norm(q, k):
@@ -107,7 +113,7 @@ class GroupedQueryAttention(nnx.Module):
         if spec.qk_norm and spec.qk_norm_over != "rotated_head":
             q, k = norm(q, k)
         if spec.rope:
-            table = step.rotations[str(spec.rope)]
+            table = step.rotation(spec.rope)
             q, k = rotate(q, spec.rope, table), rotate(k, spec.rope, table)
         if spec.qk_norm and spec.qk_norm_over == "rotated_head":
             q, k = norm(q, k)
@@ -121,6 +127,6 @@ def _over_all_heads(norm: RMSNorm, x_BHTD: jax.Array) -> jax.Array:
 
 
 def temperature(spec: QueryTemperature, positions_BT: jax.Array) -> jax.Array:
-    """float32[B, 1, T, 1]: what queries at these positions are multiplied by (arXiv 2501.19399)."""
+    """Returns the factor of queries at these positions, float32[B, 1, T, 1] (arXiv 2501.19399)."""
     steps = jnp.floor((positions_BT.astype(jnp.float32) + 1.0) / spec.floor)
     return (1.0 + spec.scale * jnp.log1p(steps))[:, None, :, None]

@@ -1,24 +1,39 @@
-"""The portable form of attention, and who may look at whom. B rows, T queries, C visible keys, H query heads, K key-value heads,
-G = H / K, D head dimension."""
+"""The portable form of attention, and the mask that says which keys a query sees.
+
+B rows, T queries, C visible keys, H query heads, K key-value heads, G = H / K, D head dimension.
+"""
 
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from policy.cache.cache import Visible
+from policy.cache.layer_cache import Visible
 from policy.cache.step import Step
 from policy.mesh.explicit import in_explicit_mode, over_devices, spec_of
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
+class AttentionBounds(NamedTuple):
+    """Bounds of attention besides segments and order; `Mask` explains `window` and `chunk`, `attend` explains
+    `softcap`."""
+
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+
+
 class Mask:
-    """Who may look at whom: same document, not padding, not the future, at most `window` tokens back (itself counted), and in the
-    same `chunk` of positions."""
+    """Allows keys of the same document that are not padding and not in the future.
+
+    window: a query looks back at most so many tokens, itself included. chunk: key and query lie in the same chunk of
+    positions.
+    """
 
     def __init__(self, step: Step, visible: Visible, window: int | None = None, chunk: int | None = None):
         self.queries = (step.positions, step.segments)
@@ -26,13 +41,13 @@ class Mask:
         self.window, self.chunk = window, chunk
 
     def between(self, queries: tuple, keys: tuple) -> Mask:
-        """The same rule for these."""
+        """Returns the same rule for other queries and keys."""
         other = copy.copy(self)
         other.queries, other.keys = queries, keys
         return other
 
     def of(self, positions_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
-        """bool[B, T, C] for these queries; takes what `queries` holds, cut along T."""
+        """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of `queries`, cut along T."""
         k_positions, k_segments = (a[:, None, :] for a in self.keys)
         positions, segments = positions_BT[..., None], segments_BT[..., None]
         back = positions - k_positions
@@ -53,11 +68,12 @@ def attend(
     softcap: float | None = None,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(q k^T) v with the scale already in q; softmax in float32. Returns [B, H, T, Dv].
+    """Computes softmax(q k^T) v with the scale already in q and the softmax in float32: [B, H, T, Dv].
 
-    `softcap` c bounds the scores by c tanh(s / c), before the mask; `sinks` are one more score of each head, without a value.
-    More than `chunk` queries are taken in chunks whose scores are computed again in the backward pass, so that memory grows
-    with T, not with T^2.
+    chunk: more queries than this are taken in chunks whose scores are recomputed in the backward pass, so that memory
+        grows with T, not with T^2.
+    softcap: c bounds the scores by c tanh(s / c), before the mask.
+    sinks: one more score of each head, without a value.
     """
     if in_explicit_mode():
         return _by_device(q_BHTD, k_BKCD, v_BKCD, mask, chunk, softcap, sinks_H)
@@ -89,7 +105,7 @@ def attend(
 
 
 def _by_device(q_BHTD, k_BKCD, v_BKCD, mask: Mask, chunk: int, softcap, sinks_H) -> jax.Array:
-    """`attend` on every device with its own rows and heads."""
+    """Runs `attend` on every device with its own rows and heads."""
     H, K, heads = q_BHTD.shape[1], k_BKCD.shape[1], spec_of(q_BHTD)[1]
     if 1 < K < H and spec_of(k_BKCD)[1] != heads:
         # The mesh cuts query heads only: every device needs the keys of its own.
@@ -100,25 +116,25 @@ def _by_device(q_BHTD, k_BKCD, v_BKCD, mask: Mask, chunk: int, softcap, sinks_H)
     def local(q, k, v, queries, keys, sinks):
         return attend(q, k, v, mask.between(queries, keys), chunk, softcap, sinks)
 
-    places = spec_of(q_BHTD), keys, keys, rows, rows, PartitionSpec(heads)
-    run = over_devices(local, None, places, spec_of(q_BHTD), check_vma=False)
+    specs = spec_of(q_BHTD), keys, keys, rows, rows, PartitionSpec(heads)
+    run = over_devices(local, None, specs, spec_of(q_BHTD), check_vma=False)
     return run(q_BHTD, k_BKCD, v_BKCD, mask.queries, mask.keys, sinks_H)
 
 
 def in_chunks(a: jax.Array, chunk: int, axis: int) -> jax.Array:
-    """`axis` padded to whole chunks and cut into them; the chunks come first."""
+    """Pads `axis` to a multiple of `chunk` and cuts it into chunks, which become axis 0."""
     a = jnp.pad(a, [(0, -a.shape[axis] % chunk if i == axis else 0) for i in range(a.ndim)])
     return jnp.moveaxis(a.reshape(*a.shape[:axis], -1, chunk, *a.shape[axis + 1 :]), axis, 0)
 
 
 def of_chunks(a: jax.Array, axis: int) -> jax.Array:
-    """The inverse of `in_chunks`, with the padding still there."""
+    """Inverts `in_chunks`, except that the padding stays."""
     a = jnp.moveaxis(a, 0, axis)
     return a.reshape(*a.shape[:axis], -1, *a.shape[axis + 2 :])
 
 
 def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Over the last axis; `sinks` take their share of the sum."""
+    """Computes the softmax over the last axis; `sinks` take their share of the sum."""
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
     sinks = sinks.astype(jnp.float32)

@@ -1,24 +1,31 @@
-"""Attention of whole sequences by a kernel that keeps no scores: on TPU jax's splash attention, on GPU the one of
-policy/attention/gpu_attention.py. Where neither can serve, `attend` returns None, and the portable form
-(policy/attention/dot_product_attention.py) is used: it is the kernels' oracle.
+"""Attention of full sequences by kernels that store no scores.
 
-It is for calls that look at their own tokens only (`Step.whole`): training, scoring, and the first tokens of a prompt.
+The kernel is jax's splash attention on TPU and policy/attention/gpu_attention.py on GPU. Where neither can compute a
+call, `attend` returns None, and the caller uses the portable form (policy/attention/dot_product_attention.py), which is
+the kernels' oracle.
+
+The kernels serve calls whose queries see tokens of the call only (`Step.contiguous`): training, scoring, and the first
+tokens of a prompt.
 
 B rows, T tokens, H query heads, K key-value heads, D dimension of queries and keys, V that of values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.typing import DTypeLike
 
 from policy.attention import gpu_attention
+from policy.attention.dot_product_attention import AttentionBounds
 from policy.cache.step import Step
 from policy.config import Runtime
 from policy.mesh.explicit import over_devices
@@ -27,15 +34,16 @@ from policy.mesh.sharding import Layout
 LANES = 128
 # Queries and keys of a block.
 BLOCK = 512
-# Fewer tokens have no scores worth a kernel.
+# With fewer tokens a kernel does not pay.
 FEWEST = 128
 
 
-def served(step: Step, dtype, runtime: Runtime, platform: str = "tpu") -> bool:
-    """Whether the kernel of a platform is there for a call over its own tokens, if their heads are cut alike."""
+def served(step: Step, dtype: DTypeLike, runtime: Runtime, platform: str = "tpu") -> bool:
+    """Tells whether the kernel of a platform serves a call over its own tokens, if query and key heads are cut the same
+    way."""
     # Float32 means products at the highest precision, which the kernels do not have.
     here = runtime.layout is not None and runtime.layout.platform == platform and dtype == jnp.bfloat16
-    return here and step.whole and step.segments.shape[1] >= FEWEST
+    return here and step.contiguous and step.segments.shape[1] >= FEWEST
 
 
 def attend(
@@ -44,30 +52,36 @@ def attend(
     v_BKTV: jax.Array,
     step: Step,
     runtime: Runtime,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
+    bounds: AttentionBounds = AttentionBounds(),
     sinks_H: jax.Array | None = None,
 ) -> jax.Array | None:
-    """softmax(q k^T) v, [B, H, T, V], the scale already in q; `window`, `softcap` and `sinks` as in the portable form. The output
-    and, on TPU, the logarithm of the sum of each softmax have the name "context" for rematerialisation. None: no kernel for
-    this."""
-    layout, plain = runtime.layout, window is None and softcap is None and sinks_H is None
-    if served(step, q_BHTD.dtype, runtime):
-        kernel = partial(splash_attention, window=window, softcap=softcap)
-    elif (
-        plain and served(step, q_BHTD.dtype, runtime, "gpu") and gpu_attention.whole(q_BHTD.shape[-1], v_BKTV.shape[-1])
-    ):
+    """Computes softmax(q k^T) v, [B, H, T, V], with the scale already in q. Returns None where no kernel serves the
+    call.
+
+    `bounds` and `sinks` are those of the portable form. The output and, on TPU, the logarithm of the sum of
+    each softmax have the name "context" for rematerialisation.
+    """
+    layout, plain = runtime.layout, bounds == AttentionBounds() and sinks_H is None
+    dtype, dims = q_BHTD.dtype, (q_BHTD.shape[-1], v_BKTV.shape[-1])
+    if bounds.chunk is not None:
+        return None
+    if served(step, dtype, runtime):
+        kernel = partial(splash_attention, bounds=bounds)
+    elif plain and served(step, dtype, runtime, "gpu") and gpu_attention.supports_heads(*dims):
         kernel = gpu_attention.flash_attention
     else:
         return None
+    assert layout is not None, "a served call has a layout"
     if layout.mesh.size == 1:
         return kernel(q_BHTD, k_BKTD, v_BKTV, step.segments, sinks_H)
     return _on_mesh(kernel, layout, q_BHTD, k_BKTD, v_BKTV, step.segments, sinks_H)
 
 
 def _on_mesh(kernel, layout: Layout, q_BHTD, k_BKTD, v_BKTV, segments_BT, sinks_H) -> jax.Array | None:
-    """Every device on its own rows and heads. None where the mesh cuts query heads otherwise than key-value heads."""
+    """Runs a kernel on every device with its own rows and heads.
+
+    None where the mesh cuts query and key heads differently.
+    """
     rows, heads, kv_heads = (
         ("cache_batch", *["cache_heads"] * 2) if layout.rows_move else ("batch", "heads", "kv_heads")
     )
@@ -85,21 +99,29 @@ def _on_mesh(kernel, layout: Layout, q_BHTD, k_BKTD, v_BKTV, segments_BT, sinks_
 
 
 def splash_attention(
-    q_BHTD, k_BKTD, v_BKTV, segments_BT, sinks_H, *, window=None, softcap=None, interpret=False
+    q_BHTD: jax.Array,
+    k_BKTD: jax.Array,
+    v_BKTV: jax.Array,
+    segments_BT: jax.Array,
+    sinks_H: jax.Array | None,
+    bounds: AttentionBounds = AttentionBounds(),
+    interpret: bool = False,
 ) -> jax.Array:
-    """The kernel on one device. T is padded to whole blocks, of segment 0."""
+    """Runs splash attention on one device: [B, H, T, V]. T is padded to full blocks, of segment 0."""
     H, T = q_BHTD.shape[1:3]
     filling = -T % LANES
     q, k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, filling), (0, 0))) for a in (q_BHTD, k_BKTD, v_BKTV))
     segments = jnp.pad(segments_BT, ((0, 0), (0, filling)))
-    run = _kernel(H, np.arange(T + filling, dtype=np.int32), 1, (window, softcap), interpret)
+    run = _kernel(H, np.arange(T + filling, dtype=np.int32), 1, bounds, interpret)
     return _by_rows(run, q, (k, v), (segments, segments), sinks_H)[:, :, :T]
 
 
-def _kernel(H: int, places_T: np.ndarray, devices: int, limits: tuple, interpret: bool = False):
-    """The kernel for H heads and the queries at these places of a row, an equal part of them on each of several devices, and keys
-    in order. `limits`: (window, softcap)."""
-    (window, softcap), T = limits, len(places_T)
+def _kernel(H: int, places_T: np.ndarray, devices: int, bounds: AttentionBounds, interpret: bool = False):
+    """Builds the kernel for H heads, keys in order, and the queries at these places of a row.
+
+    Each of the `devices` has an equal part of the queries.
+    """
+    T, window = len(places_T), bounds.window
     mask = masks.CausalMask((T, T)) if window is None else masks.LocalMask((T, T), (window - 1, 0), 0)
     mask.q_sequence = places_T
     block = next(size for size in (BLOCK, BLOCK // 2, LANES) if T // devices % size == 0)
@@ -108,45 +130,64 @@ def _kernel(H: int, places_T: np.ndarray, devices: int, limits: tuple, interpret
         block_sizes=splash.BlockSizes(block, block, block, block, block, block, block, block),
         head_shards=1,
         q_seq_shards=devices,
-        attn_logits_soft_cap=softcap,
+        attn_logits_soft_cap=bounds.softcap,
         residual_checkpoint_name="context",
         interpret=interpret,
     )
 
 
-def _by_rows(run, q_BHTD, keys: tuple, segments: tuple, sinks_H) -> jax.Array:
-    """`run`, a kernel, on every row: keys (k, v), segments of (queries, keys)."""
+def _by_rows(run: Callable, q_BHTD: jax.Array, keys: tuple, segments: tuple, sinks_H: jax.Array | None) -> jax.Array:
+    """Runs a kernel on every row. keys: (k, v); segments: of (queries, keys)."""
     sinks = None if sinks_H is None else sinks_H.astype(jnp.float32)
     return jax.vmap(lambda q, k, v, *rows: run(q, k, v, splash.SegmentIds(*rows), sinks))(q_BHTD, *keys, *segments)
 
 
 @dataclass(frozen=True)
 class CutQueries:
-    """The kernel where the queries of a row are cut over the mesh axis `axis`, and every device has all keys, in order.
-    `places` [T]: the places in their row of the queries, those of the first device first; `limits`: (window, softcap)."""
+    """The kernel for queries that are cut over the mesh axis `axis`, while every device has all keys, in order.
+
+    places: [T], the place in its row of each query, the queries of the first device first.
+    """
 
     axis: str
     devices: int
     places: tuple[int, ...]
-    limits: tuple
+    bounds: AttentionBounds
 
     @classmethod
-    def of(cls, step: Step, dtype, runtime: Runtime, axis: str, limits: tuple, places=None) -> CutQueries | None:
-        """None: no kernel for this. Tokens of a device have to fill its blocks."""
+    def of(
+        cls,
+        step: Step,
+        dtype: DTypeLike,
+        runtime: Runtime,
+        axis: str,
+        bounds: AttentionBounds,
+        places: np.ndarray | None = None,
+    ) -> CutQueries | None:
+        """Returns None where no kernel serves the call. The tokens of a device have to fill its blocks."""
+        assert runtime.layout is not None
         T, devices = step.segments.shape[1], runtime.layout.mesh.shape[axis]
-        if T % (devices * LANES) or not served(replace(step, whole=step.whole or step.balanced), dtype, runtime):
+        if T % (devices * LANES) or not served(
+            replace(step, contiguous=step.contiguous or step.balanced), dtype, runtime
+        ):
             return None
-        return cls(axis, devices, tuple(range(T)) if places is None else tuple(places.tolist()), limits)
+        return cls(axis, devices, tuple(range(T)) if places is None else tuple(places.tolist()), bounds)
 
-    def made(self, H: int, layout: Layout):
-        """(the kernel of H heads of a device, its places on the mesh): an argument of the function that `shard_map` runs."""
-        made = _kernel(H, np.asarray(self.places, np.int32), self.devices, self.limits)
-        return made, made.manual_sharding_spec(
+    def build(self, H: int, layout: Layout) -> tuple[Any, Any]:
+        """Builds (the kernel for H heads of a device, its sharding specs): an argument of the function that `shard_map`
+        runs."""
+        kernel = _kernel(H, np.asarray(self.places, np.int32), self.devices, self.bounds)
+        return kernel, kernel.manual_sharding_spec(
             jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec(None, self.axis))
         )
 
-    def attend(self, kernel, q_bhtD, keys: tuple, segments: tuple, sinks_h) -> jax.Array:
-        """`segments` of the queries of a device and of all keys. Keys come in the order of the queries of all devices."""
+    def attend(
+        self, kernel: Callable, q_bhtD: jax.Array, keys: tuple, segments: tuple, sinks_h: jax.Array | None
+    ) -> jax.Array:
+        """Runs the kernel: [b, h, t, V]. Keys come in the order of the queries of all devices.
+
+        segments: of the queries of this device, and of all keys.
+        """
         order = np.argsort(np.asarray(self.places))
         if self.places != tuple(range(len(order))):
             keys, segments = tuple(a[:, :, order] for a in keys), (segments[0], segments[1][:, order])

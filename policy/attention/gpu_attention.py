@@ -1,7 +1,9 @@
 """Attention kernels for NVIDIA GPUs: jax's own, written in Pallas and compiled by Triton, loaded where they are used.
-policy/attention/flash_attention.py and policy/attention/paged_attention.py choose them, and the portable form is their oracle.
+policy/attention/flash_attention.py and policy/attention/paged_attention.py choose them. The portable form is their
+oracle.
 
-B rows, T tokens, H query heads, K key-value heads, G = H / K, D head dimension, N pages, P tokens of a page, M pages of a row.
+B rows, T tokens, H query heads, K key-value heads, G = H / K, D head dimension, N pages, P tokens of a page, M pages of
+a row.
 """
 
 from __future__ import annotations
@@ -9,25 +11,37 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-# Queries and keys of a block, forwards and backwards.
+# Queries and keys of a block, in the forward and in the backward pass.
 FORWARD, BACKWARD = 128, 32
-# Triton multiplies blocks of 16 x 16 at least. With a head of more numbers a block of 128 queries and its keys do not fit a
-# multiprocessor of 100 KiB.
+# Triton multiplies blocks of 16 x 16 at least. With a head of more numbers a block of 128 queries and its keys do not
+# fit a multiprocessor of 100 KiB.
 SMALLEST, LARGEST_HEAD = 16, 128
-# Keys that a decoding kernel works on at a time, and programs at most that share the pages of a row.
+# Keys that a decoding kernel works on at a time, and the largest number of programs that share the pages of a row.
 BLOCK_KEYS, SPLITS = 128, 16
 
 
-def whole(keys: int, values: int) -> bool:
-    """Whether `flash_attention` serves heads with keys and values of these dimensions."""
+def supports_heads(keys: int, values: int) -> bool:
+    """Tells whether `flash_attention` serves heads with keys and values of these dimensions."""
     return keys == values and SMALLEST <= keys <= LARGEST_HEAD
 
 
-def flash_attention(q_BHTD, k_BKTD, v_BKTD, segments_BT, sinks_H: None = None, *, interpret: bool = False) -> jax.Array:
-    """softmax(q k^T) v of causal attention within segments, the scale already in q: [B, H, T, D]. T is padded to whole blocks, of
-    segment 0. Query heads that share keys read the same ones. There is no kernel with sinks."""
+def flash_attention(
+    q_BHTD: jax.Array,
+    k_BKTD: jax.Array,
+    v_BKTD: jax.Array,
+    segments_BT: jax.Array,
+    sinks_H: jax.Array | None = None,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Computes causal attention within segments, the scale already in q: [B, H, T, D].
+
+    T is padded to full blocks, of segment 0. Query heads that share keys read the same keys. There is no kernel with
+    sinks: `sinks` must be None.
+    """
     from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
+    assert sinks_H is None
     B, H, T, D = q_BHTD.shape
     K, filling = k_BKTD.shape[1], -T % FORWARD
 
@@ -46,24 +60,35 @@ def flash_attention(q_BHTD, k_BKTD, v_BKTD, segments_BT, sinks_H: None = None, *
     return jnp.swapaxes(out, 1, 2)[:, :, :T]
 
 
-def paged(head_dim: int, page_size: int) -> bool:
-    """Whether `attend_pages` serves heads and pages of these sizes."""
+def supports_pages(head_dim: int, page_size: int) -> bool:
+    """Tells whether `attend_pages` serves heads and pages of these sizes."""
     return all(size >= SMALLEST and size & (size - 1) == 0 for size in (head_dim, page_size))
 
 
 def attend_pages(
-    q_BHD, k_KNPD, v_KNPD, table_BM, lengths_B, *, softcap: float | None = None, interpret: bool = False
+    q_BHD: jax.Array,
+    k_KNPD: jax.Array,
+    v_KNPD: jax.Array,
+    table_BM: jax.Array,
+    lengths_B: jax.Array,
+    *,
+    softcap: float | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
-    """[B, H, D]: softmax(q k^T) v over the first lengths[b] >= 1 entries of the pages table[b], the scale already in q."""
+    """Attends to the first lengths[b] >= 1 entries of the pages table[b], the scale already in q: [B, H, D]."""
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
     M, block = table_BM.shape[1], max(1, BLOCK_KEYS // k_KNPD.shape[2])
     splits = min(SPLITS, -(-M // block))
     table = jnp.pad(table_BM, ((0, 0), (0, -M % (splits * block))))
-    how = {
-        "pages_per_compute_block": block,
-        "k_splits": splits,
-        "attn_logits_soft_cap": softcap,
-        "interpret": interpret,
-    }
-    return paged_attention(q_BHD, k_KNPD, v_KNPD, table, lengths_B, **how)
+    return paged_attention(
+        q_BHD,
+        k_KNPD,
+        v_KNPD,
+        table,
+        lengths_B,
+        pages_per_compute_block=block,
+        k_splits=splits,
+        attn_logits_soft_cap=softcap,
+        interpret=interpret,
+    )

@@ -1,5 +1,7 @@
-"""The index selector of sparse latent attention (arXiv 2512.02556): which keys a query may see. B rows, T queries, C visible keys,
-H index heads, D index dimension, r rank of the query latent, k selected keys."""
+"""The indexer of sparse latent attention (arXiv 2512.02556), which selects the keys that a query may see.
+
+B rows, T queries, C visible keys, H index heads, D index dimension, r rank of the query latent, k selected keys.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from policy.attention.dot_product_attention import Mask
-from policy.cache.cache import Visible
+from policy.cache.layer_cache import Visible
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Indexer
 from policy.mesh.sharding import Layout, constrain
@@ -18,8 +20,10 @@ from policy.ops.rope import rotate
 
 
 class KeyIndexer(nnx.Module):
-    """Scores every key for every query: sum_h w_h relu(q_h . k / sqrt(D)). Its inputs are detached, so what it learns from does
-    not reach the rest of the decoder."""
+    """Scores every key for every query: sum_h w_h relu(q_h . k / sqrt(D)).
+
+    Its inputs are detached, so that its loss does not reach the rest of the decoder.
+    """
 
     def __init__(self, spec: Indexer, q_lora_rank: int, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
@@ -33,11 +37,13 @@ class KeyIndexer(nnx.Module):
     def __call__(
         self, x_BTE: jax.Array, q_latent_BTr: jax.Array, step: Step
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        """((queries [B, T, H, D], their weights float32[B, T, H]), keys [B, 1, T, D]). The weights are computed in float32 whatever
-        the dtype: at lower precision near ties fall otherwise."""
+        """Returns ((queries [B, T, H, D], their weights float32[B, T, H]), keys [B, 1, T, D]).
+
+        The weights are computed in float32 whatever the dtype: lower precision decides near ties differently.
+        """
         spec, dtype = self.spec, x_BTE.dtype
         x, q_latent = jax.lax.stop_gradient((x_BTE, q_latent_BTr))
-        table = step.rotations[str(spec.rope)]
+        table = step.rotation(spec.rope)
         q = rotate(jnp.einsum("btr,rhd->bhtd", q_latent, self.wq_b[...].astype(dtype)), spec.rope, table)
         k = rotate(self.k_norm(x @ self.wk[...].astype(dtype))[:, None], spec.rope, table)
         w = jnp.dot(x.astype(jnp.float32), self.weights_proj[...].astype(jnp.float32), precision="highest")
@@ -45,8 +51,10 @@ class KeyIndexer(nnx.Module):
 
 
 class IndexedMask(Mask):
-    """A mask that leaves, of the keys a query may look at, the `topk` with the largest index scores; of equal scores the earlier
-    key. With no more than `topk` keys it leaves all, and nothing is scored."""
+    """Allows the `topk` visible keys with the largest index scores; at equal scores the earlier key wins.
+
+    With no more than `topk` keys it allows all of them and scores none.
+    """
 
     def __init__(
         self,
@@ -59,26 +67,30 @@ class IndexedMask(Mask):
         super().__init__(step, visible)
         self.layout = layout
         if layout is not None and layout.rows_move:
-            queries = tuple(constrain(a, ("cache_batch", *[None] * (a.ndim - 1)), layout) for a in queries)
-        self.queries = (*self.queries, *queries)
+            q, w = (constrain(a, ("cache_batch", *[None] * (a.ndim - 1)), layout) for a in queries)
+            queries = q, w
+        self.queries: tuple[jax.Array, ...] = (*self.queries, *queries)
         self.index_keys, self.topk = visible.arrays["index"][:, 0], spec.topk
 
     @property
     def selects(self) -> bool:
-        """Whether there are more keys than a query may see."""
+        """Tells whether there are more keys than a query may see."""
         return self.index_keys.shape[1] > self.topk
 
     def visible(self, positions_BT: jax.Array, segments_BT: jax.Array, *_) -> jax.Array:
-        """bool[B, T, C]: the keys that these queries could look at without an indexer."""
+        """Returns the keys that these queries could see without an indexer, bool[B, T, C]."""
         return super().of(positions_BT, segments_BT)
 
     def scores(self, q_BTHD: jax.Array, w_BTH: jax.Array) -> jax.Array:
-        """float32[B, T, C], of every key, visible or not."""
+        """Returns the index scores of all keys, visible or not, float32[B, T, C]."""
         dots = jnp.einsum("bthd,bcd->bthc", q_BTHD, self.index_keys, preferred_element_type=jnp.float32)
         return jnp.einsum("bthc,bth->btc", jax.nn.relu(dots * q_BTHD.shape[-1] ** -0.5), w_BTH, precision="highest")
 
     def best(self, visible_BTC: jax.Array, scores_BTC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(indices int32[B, T, k] into the visible keys, which of them count): the invisible ones come last and do not count."""
+        """Returns (indices of the selected keys int32[B, T, k], whether each counts bool[B, T, k]).
+
+        Keys that are not visible come last and do not count.
+        """
         return self._by_rows(self._best, visible_BTC, scores_BTC)
 
     def _best(self, visible_BTC, scores_BTC):
@@ -86,7 +98,7 @@ class IndexedMask(Mask):
         return chosen, jnp.take_along_axis(visible_BTC, chosen, axis=-1)
 
     def kept(self, visible_BTC: jax.Array, scores_BTC: jax.Array) -> jax.Array:
-        """bool[B, T, C]: the same choice as a mask."""
+        """Returns the selection of `best` as a mask, bool[B, T, C]."""
         return self._by_rows(self._kept, visible_BTC, scores_BTC) if self.selects else visible_BTC
 
     def _kept(self, visible_BTC, scores_BTC):
@@ -96,7 +108,8 @@ class IndexedMask(Mask):
         return none.at[jnp.arange(B)[:, None, None], jnp.arange(T)[:, None], chosen].set(counts, unique_indices=True)
 
     def _by_rows(self, select, visible_BTC, scores_BTC):
-        """`select` of each device's own queries: left to the partitioner, top_k and the scatter gather all rows on every device."""
+        """Runs `select` on each device's own queries: the partitioner would gather all rows on every device for
+        top_k."""
         scores = jax.lax.stop_gradient(scores_BTC)
         if self.layout is None or self.layout.mesh.size == 1:
             return select(visible_BTC, scores)
@@ -105,11 +118,13 @@ class IndexedMask(Mask):
             visible_BTC, scores
         )
 
-    def choose(self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array):
-        """`best` of these queries; takes what `queries` holds, cut along T."""
+    def choose(
+        self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns `best` of some queries. The arguments are the arrays of `queries`, cut along T."""
         return self.best(self.visible(positions_BT, segments_BT), self.scores(q_BTHD, w_BTH))
 
     def of(self, positions_BT: jax.Array, segments_BT: jax.Array, q_BTHD: jax.Array, w_BTH: jax.Array) -> jax.Array:
-        """bool[B, T, C]."""
+        """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of `queries`, cut along T."""
         visible = self.visible(positions_BT, segments_BT)
         return self.kept(visible, self.scores(q_BTHD, w_BTH)) if self.selects else visible

@@ -1,9 +1,13 @@
-"""Multi-head latent attention (arXiv 2405.04434, section 2.1). E hidden, H heads, r and c ranks of the query and key-value
-latents, N / R / V dimensions of the part without rotation, the rotated part and the values."""
+"""Multi-head latent attention (arXiv 2405.04434, section 2.1).
+
+E hidden, H heads, r and c ranks of the query and key-value latents, N / R / V dimensions of the part without rotation,
+the rotated part and the values.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +16,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from policy.attention import flash_attention
-from policy.attention.context_parallel import Keys, applies, attend_cut
+from policy.attention.attention_plan import Keys
+from policy.attention.context_parallel import applies, attend_cut
 from policy.attention.dot_product_attention import Mask, attend
 from policy.attention.indexer import IndexedMask, KeyIndexer
 from policy.attention.paged_attention import decode_latent
-from policy.attention.sequence_shards import whole
+from policy.attention.sequence_shards import replicate_length
 from policy.attention.sparse_attention import attend_selected
-from policy.cache.cache import LayerCache, Visible, extend, layout_of
+from policy.cache.layer_cache import LayerCache, Visible, extend, layout_of
 from policy.cache.step import Step
 from policy.config import DecoderConfig, LatentAttention, Runtime
 from policy.intermediates import LayerAux
@@ -26,14 +31,16 @@ from policy.mesh.explicit import auto_axes, in_explicit_mode, reshard_like, spec
 from policy.mesh.sharding import decoded, from_cache, to_cache
 from policy.ops.linear import linear, rounded
 from policy.ops.norms import RMSNorm
-from policy.ops.parameter import apart, normal, weight, zeros
+from policy.ops.parameter import normal, split_module, weight, zeros
 from policy.ops.rope import rotate
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """Keys and values of every head, [B, H, T, N + R] and [B, H, T, V], from (latents [B, 1, T, c], rotated keys [B, 1, T, R]) and
-    the weight [c, H, N + V]."""
+    """Computes keys and values of every head, [B, H, T, N + R] and [B, H, T, V].
+
+    Inputs are (latents [B, 1, T, c], rotated keys [B, 1, T, R]) and the weight [c, H, N + V].
+    """
 
     nope_dim: int
     runtime: Runtime
@@ -48,11 +55,12 @@ class Expansion:
 
 
 class MultiHeadLatentAttention(nnx.Module):
-    """Keys and values are linear in a normalised latent of c numbers; one rotated key of R numbers is shared by all heads.
+    """Computes keys and values from a normalised latent of c numbers; all heads share one rotated key of R numbers.
 
-    Without a cache keys and values are expanded. With one, only (latent, rotated key) is kept, c + R numbers a token, and the
-    expansion is absorbed into the query and the output: the same function, with one key-value head of c + R. Where a call looks at
-    its own tokens only and a kernel serves it, they are expanded as well: N + R + V products a pair of tokens, not 2 c + R.
+    Without a cache keys and values are expanded. With a cache only (latent, rotated key) is stored, c + R numbers per
+    token, and the expansion is absorbed into the query and the output: the same function, with one key-value head of c
+    + R. A call that sees its own tokens only and is served by a kernel expands them as well: N + R + V products per
+    pair of tokens, not 2 c + R.
     """
 
     def __init__(self, spec: LatentAttention, config: DecoderConfig, rngs: nnx.Rngs):
@@ -76,14 +84,15 @@ class MultiHeadLatentAttention(nnx.Module):
             self.kv_a_bias = weight(rngs, (c + R,), ("norm",), zeros)
             self.o_bias = weight(rngs, (E,), ("norm",), zeros)
         if spec.indexer:
+            assert r is not None, "an indexer reads the query latent"
             self.indexer = KeyIndexer(spec.indexer, r, config, rngs)
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
         if self.spec.indexer and in_explicit_mode():
-            return self._inferred(x_BTE, step, runtime)
+            return self._with_auto_axes(x_BTE, step, runtime)
         spec = self.spec
-        table = step.rotations[str(spec.rope)]
+        table = step.rotation(spec.rope)
         q_latent = self._query_latent(x_BTE, step, runtime)
         queries = decoded(self._queries(x_BTE, q_latent, runtime), step, runtime.layout, "q_heads")
         q_nope, q_rope = jnp.split(queries, [spec.nope_dim], axis=-1)
@@ -93,55 +102,64 @@ class MultiHeadLatentAttention(nnx.Module):
         latent, k_rope = jnp.split(kv_a, [spec.kv_lora_rank], axis=-1)
         latent = checkpoint_name(self.kv_a_layernorm(latent), "mla_kv")
         k_rope = rotate(k_rope[:, None], spec.rope, table)
-        index_queries, index_keys = self.indexer(x_BTE, q_latent, step) if spec.indexer else (None, None)
+        index_queries, index_keys = self._index(x_BTE, q_latent, step)
         layout = layout_of(cache, runtime.layout)
         index_keys = None if index_keys is None else to_cache(index_keys, layout)
         new = {} if index_keys is None else {"index": index_keys}
-        expanded = cache is None or (not new and flash_attention.served(step, x_BTE.dtype, runtime))
-        visible = None
+        visible, expanded = None, cache is None or (not new and flash_attention.served(step, x_BTE.dtype, runtime))
         if cache is not None:
             kept = jnp.concatenate([rounded(latent, (-1,), latent.dtype, runtime)[:, None], k_rope], axis=-1)
-            visible, cache = extend(cache, step, latent=to_cache(kept, layout), **new)
+            visible, cache = extend(cache, step, back=None, latent=to_cache(kept, layout), **new)
         if expanded:
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
-            out, found = self._expanded(q, (latent, k_rope), (index_queries, index_keys), step, cache, runtime)
+            out, aux = self._expanded(q, (latent, k_rope), (index_queries, index_keys), step, cache, runtime)
             out = checkpoint_name(checkpoint_name(out, "context"), "attention_out")
         else:
+            assert cache is not None and visible is not None
             w_k, w_v = jnp.split(rounded(self.kv_b_proj[...], (0,), x_BTE.dtype, runtime), [spec.nope_dim], axis=-1)
             keys = visible.arrays["latent"]
             q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
             q = to_cache(q, layout)
             values = keys[..., : spec.kv_lora_rank]
-            out, found = decode_latent(q * spec.scale, cache, step, spec, runtime), LayerAux()
+            out, aux = decode_latent(q * spec.scale, cache, step, spec, runtime), LayerAux()
             if out is None:
-                out, found = self._attend(
-                    q, keys, values, self._mask(step, visible, index_queries, runtime), cache, runtime
-                )
+                mask = self._mask(step, visible, index_queries, runtime)
+                out, aux = self._attend(q, keys, values, mask, cache, runtime)
             out = jnp.einsum("bhtc,chd->bhtd", from_cache(out, runtime.layout), w_v)
         out = from_cache(out, runtime.layout)
         out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
-        return checkpoint_name(out, "out_proj"), cache, found
+        return checkpoint_name(out, "out_proj"), cache, aux
 
-    def _inferred(self, x_BTE: jax.Array, step: Step, runtime: Runtime):
-        """The same without a cache, within which the partitioner decides: a choice of keys has no sharding of its own."""
-        weights, module = apart(self)
+    def _index(self, x_BTE: jax.Array, q_latent_BTr: jax.Array | None, step: Step):
+        """Returns (index queries, index keys), None each without an indexer."""
+        if self.spec.indexer is None or q_latent_BTr is None:
+            return None, None
+        return self.indexer(x_BTE, q_latent_BTr, step)
+
+    def _with_auto_axes(self, x_BTE: jax.Array, step: Step, runtime: Runtime):
+        """Runs the layer without a cache and leaves shardings to the partitioner: a choice of keys has none of its
+        own."""
+        weights, module = split_module(self)
 
         def run(weights, x_BTE, step):
-            out, _, found = module(weights)(x_BTE, step, None, runtime)
-            return out, found
+            out, _, aux = module(weights)(x_BTE, step, None, runtime)
+            return out, aux
 
-        out, found = auto_axes(run, (spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step)
-        return out, None, found
+        out, aux = cast(tuple, auto_axes(run, (spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step))
+        return out, None, aux
 
     def _expanded(self, q_BHTD, kept: tuple, index: tuple, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """(attention [B, H, T, V], LayerAux) over this call's own tokens. `kept`: their latents [B, T, c] and rotated keys."""
+        """Returns (attention over this call's own tokens [B, H, T, V], LayerAux).
+
+        kept: the latents [B, T, c] and rotated keys of the tokens. index: their index queries and keys.
+        """
         expand, weights = Expansion(self.spec.nope_dim, runtime), (self.kv_b_proj[...],)
         cut, (queries, keys) = applies(cache, step, runtime), index
         parts, new = (kept[0][:, None], kept[1]), {} if keys is None else {"index": keys}
         if cut and not new:
             return attend_cut(q_BHTD * self.spec.scale, Keys(parts, weights, expand), step, runtime), LayerAux()
         if cut:  # an indexer chooses among all keys of a row
-            parts, new = jax.tree.map(lambda a: whole(a[:, 0], runtime)[:, None], (parts, new))
+            parts, new = jax.tree.map(lambda a: replicate_length(a[:, 0], runtime)[:, None], (parts, new))
         k, v = expand(parts, weights)
         out = None if new else flash_attention.attend(q_BHTD * self.spec.scale, k, v, step, runtime)
         if out is not None:
@@ -160,6 +178,7 @@ class MultiHeadLatentAttention(nnx.Module):
     def _mask(self, step: Step, visible: Visible, index_queries: tuple | None, runtime: Runtime) -> Mask:
         if index_queries is None:
             return Mask(step, visible)
+        assert self.spec.indexer is not None
         return IndexedMask(step, visible, index_queries, self.spec.indexer, runtime.layout)
 
     def _query_latent(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:

@@ -1,16 +1,18 @@
-"""Attention of one new token a row over a paged cache, by kernels that read the pages where they lie. Where none of them can serve,
-`decode` and `decode_latent` return None, and the portable form over gathered pages (policy/attention/dot_product_attention.py) is
-used: it is the oracle of the kernels.
+"""Attention of one new token per row over a paged cache, by kernels that read the pages in place.
 
-The platform is that of the devices of the program, which may be compiled where there is none of them.
+Where no kernel can compute a call, `decode` and `decode_latent` return None, and the caller uses the portable form over
+copied pages (policy/attention/dot_product_attention.py), which is the kernels' oracle.
 
-B rows, H query heads, K key-value heads, D head dimension, R repeats of a stack, N pages, P tokens of a page, M pages of a row,
-L latent dimension.
+The platform is the platform of the program's devices. A program may be compiled on a machine without such devices.
+
+B rows, H query heads, K key-value heads, D head dimension, R repeats of a stack, N pages, P tokens of a page, M pages
+of a row, L latent dimension.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +23,13 @@ from jax.sharding import PartitionSpec
 
 from policy.attention import gpu_attention
 from policy.cache import pages
-from policy.cache.cache import LayerCache
+from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import Attention, LatentAttention, Runtime
 from policy.mesh.sharding import Layout
 
-# Tokens that a kernel works on at a time: 512 keys and values of 128 numbers in bfloat16 are 256 KiB of VMEM, twice for the next.
+# Tokens that a kernel works on at a time: 512 keys and values of 128 numbers in bfloat16 are 256 KiB of VMEM, twice for
+# the next.
 BLOCK_TOKENS = 512
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
@@ -38,10 +41,16 @@ KERNELS = {"paged_attention": ("k", "v"), "latent_paged_attention": ("latent",)}
 def decode(
     q_BHTD: jax.Array, cache: LayerCache | None, step: Step, spec: Attention, runtime: Runtime
 ) -> jax.Array | None:
-    """softmax(q k^T) v over the cache, the scale already in q: [B, H, 1, D]. None: no kernel for this."""
+    """Computes softmax(q k^T) v over the cache, with the scale already in q: [B, H, 1, D].
+
+    None: no kernel serves the call.
+    """
     plain = spec.window is None and spec.chunk is None and not spec.sinks
-    # The kernels round what they read to bfloat16.
-    if not (plain and _served(q_BHTD, cache, "k", step, runtime) and cache.arrays["k"].array.dtype == jnp.bfloat16):
+    if not (plain and cache is not None and _served(q_BHTD, cache, "k", step, runtime)):
+        return None
+    assert runtime.layout is not None, "a served call has a layout"
+    # The kernels round their inputs to bfloat16.
+    if _pool(cache, "k").dtype != jnp.bfloat16:
         return None
     if runtime.layout.platform == "gpu":
         kernel = partial(gpu_attention.attend_pages, softcap=spec.softcap)
@@ -55,45 +64,57 @@ def decode(
 def _keys_and_values(q_BHD, k_KNPD, v_KNPD, table_BM, lengths_B, softcap: float | None) -> jax.Array:
     block = _pages_of_block(k_KNPD.shape[2], table_BM.shape[1])
     table_BM = jnp.pad(table_BM, ((0, 0), (0, -table_BM.shape[1] % block)))
-    how = {"pages_per_compute_block": block, "attn_logits_soft_cap": softcap}
-    return paged_attention(q_BHD, k_KNPD, v_KNPD, lengths_B, table_BM, **how)
+    return paged_attention(
+        q_BHD, k_KNPD, v_KNPD, lengths_B, table_BM, pages_per_compute_block=block, attn_logits_soft_cap=softcap
+    )
 
 
 def decode_latent(
     q_BHTL: jax.Array, cache: LayerCache, step: Step, spec: LatentAttention, runtime: Runtime
 ) -> jax.Array | None:
-    """The same over "latent" entries, keys of all heads whose first `kv_lora_rank` numbers are the values:
-    [B, H, 1, kv_lora_rank]. An indexer's choice of keys is left to the portable form."""
+    """Computes the same over "latent" entries: [B, H, 1, kv_lora_rank]. None: no kernel serves the call.
+
+    A latent is the key of all heads, and its first `kv_lora_rank` numbers are the value. Calls with an indexer are left
+    to the portable form.
+    """
     rank = spec.kv_lora_rank
     if spec.indexer is not None or rank % pages.LANES or not _served(q_BHTL, cache, "latent", step, runtime):
         return None
     filling = pages.filled(q_BHTL.shape[-1]) - q_BHTL.shape[-1]
     q_BHTL = jnp.pad(q_BHTL, [(0, 0)] * 3 + [(0, filling)])
+    assert runtime.layout is not None, "a served call has a layout"
     return _over_pages(partial(latent_kernel, rank=rank), q_BHTL, cache, ("latent",), step, runtime.layout)
 
 
 def _served(q: jax.Array, cache: LayerCache | None, name: str, step: Step, runtime: Runtime) -> bool:
     if cache is None or cache.table is None or step.positions.shape[1] != 1 or runtime.layout is None:
         return False
-    pool, platform = cache.arrays[name].array, runtime.layout.platform
+    pool, platform = _pool(cache, name), runtime.layout.platform
     floats = f"{name}.scale" not in cache.arrays and pool.dtype in (jnp.float32, jnp.bfloat16)
     if platform == "tpu":
-        here = pool.shape[3] % (32 // pool.dtype.itemsize) == 0  # rows of a tile in memory: a page must be whole tiles
+        here = pool.shape[3] % (32 // pool.dtype.itemsize) == 0  # rows of a tile in memory: a page must be full tiles
     else:
-        here = platform == "gpu" and name == "k" and gpu_attention.paged(q.shape[-1], pool.shape[3])
+        here = platform == "gpu" and name == "k" and gpu_attention.supports_pages(q.shape[-1], pool.shape[3])
     return here and floats and _together(q.shape, pool.shape, runtime.layout)
 
 
+def _pool(cache: LayerCache, name: str) -> jax.Array:
+    """Returns the array of a pool, [K, R, N, P, D]."""
+    return cast(pages.Pool, cache.arrays[name]).array
+
+
 def _together(queries: tuple[int, ...], pool: tuple[int, ...], layout: Layout) -> bool:
-    """Whether queries of this shape are cut over the devices as the pool is: by rows as its pages, and by heads as its heads, of
-    which a single one serves all."""
+    """Tells whether queries are cut over the devices as the pool is: rows as its pages, and heads as its heads.
+
+    A pool with one head serves all query heads.
+    """
     rows, heads, *_ = layout.spec((*_places(layout), None, None), queries)
     kv_heads, _, here, *_ = layout.spec(pages.AXES, pool)
     return rows == here and (pool[0] == 1 or heads == kv_heads)
 
 
 def _places(layout: Layout) -> tuple[str, str]:
-    """Logical axes of the rows and heads of queries."""
+    """Returns the logical axes of the rows and heads of queries."""
     return ("cache_batch", "cache_heads") if layout.rows_move else ("batch", "heads")
 
 
@@ -104,9 +125,10 @@ def _pages_of_block(size: int, width: int) -> int:
 def _over_pages(
     kernel, q_BHTD: jax.Array, cache: LayerCache, names: tuple[str, ...], step: Step, layout: Layout
 ) -> jax.Array:
-    """`kernel(q [B, H, D], pools [K, R N, P, D], table, lengths)` run by every device on its own rows, heads and pages."""
-    pools = [cache.arrays[name].array for name in names]
-    # A row that is not active looks at one entry, as a kernel must; what it finds is not used.
+    """Runs `kernel(q [B, H, D], pools [K, R N, P, D], table, lengths)` on every device with its own rows, heads and
+    pages."""
+    pools = [_pool(cache, name) for name in names]
+    # A kernel must look at one entry at least. The result of a row that is not active is not used.
     lengths = jnp.where(step.segments[:, 0] != 0, step.positions[:, 0] + 1, 1).astype(jnp.int32)
 
     def local(q, layer, table, lengths, *pools):
@@ -123,11 +145,20 @@ def _over_pages(
     return jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=q_spec, check_vma=False)(*arguments)
 
 
-def latent_kernel(q_BHL, pool_1NPL, table_BM, lengths_B, *, rank: int, interpret: bool = False) -> jax.Array:
-    """[B, H, rank]: softmax(q k^T) k[:, :rank] over the first lengths[b] >= 1 entries of the pages table[b].
+def latent_kernel(
+    q_BHL: jax.Array,
+    pool_1NPL: jax.Array,
+    table_BM: jax.Array,
+    lengths_B: jax.Array,
+    *,
+    rank: int,
+    interpret: bool = False,
+) -> jax.Array:
+    """Computes softmax(q k^T) k[:, :rank] over the first lengths[b] >= 1 entries of the pages table[b]: [B, H, rank].
 
-    One program a row goes through its pages in blocks, with the softmax of what came before in (maximum, sum, output); the next
-    block, which may be the first of the next row, is on its way meanwhile. A page that holds entries is read once for all heads."""
+    One program per row reads its pages in blocks and holds the softmax so far as (maximum, sum, output). It fetches the
+    next block, which may be the first of the next row, meanwhile. A page that holds entries is read once for all heads.
+    """
     B, H, L = q_BHL.shape
     _, _, P, _ = pool_1NPL.shape
     block = _pages_of_block(P, table_BM.shape[1])
@@ -153,12 +184,12 @@ def latent_kernel(q_BHL, pool_1NPL, table_BM, lengths_B, *, rank: int, interpret
 
 
 def _latent_kernel(lengths, table, q, pool, out, buffer, turn, arrived, *, rank: int, width: int):
-    """`turn` is which half of `buffer` the next block to work on is in, from row to row."""
+    """Computes one row. `turn`: the half of `buffer` that holds the next block, carried from row to row."""
     b, (_, block, P, L) = pl.program_id(0), buffer.shape
     tokens = block * P
 
     def each_page(row, i, half, do):
-        """`do` with the copy of each page of a block that holds entries of the row."""
+        """Calls `do` with the copy of each page of a block that holds entries of the row."""
         for j in range(block):
             number = i * block + j
 

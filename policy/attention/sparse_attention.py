@@ -1,5 +1,9 @@
-"""Attention over the keys that an indexer selects (arXiv 2512.02556, section 2.1): over their latents alone when decoding, and
-with what the indexer learns from when training. B rows, T queries, C visible keys, H heads, D dimension, k selected keys."""
+"""Attention over the keys that an indexer selects (arXiv 2512.02556, section 2.1).
+
+Decoding reads the selected latents alone. Training also computes the divergence that the indexer learns from.
+
+B rows, T queries, C visible keys, H heads, D dimension, k selected keys.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import jax.numpy as jnp
 
 from policy.attention.dot_product_attention import MASKED, attend, in_chunks, of_chunks
 from policy.attention.indexer import IndexedMask
-from policy.cache.cache import LayerCache, take
+from policy.cache.layer_cache import LayerCache, take
 from policy.config import Runtime
 from policy.intermediates import Indexing, LayerAux
 
@@ -21,30 +25,34 @@ def attend_selected(
     cache: LayerCache | None,
     runtime: Runtime,
 ) -> tuple[jax.Array, LayerAux]:
-    """(softmax(q k^T) v over the selected keys [B, H, T, Dv], what was found), with the scale already in q.
+    """Returns (softmax(q k^T) v over the selected keys [B, H, T, Dv], LayerAux), with the scale already in q.
 
-    With a cache, k and v are what it holds as "latent". Without one, `Runtime.indexer` says whether the indexer learns; during
-    its dense warm-up attention is over all visible keys."""
-    chunk, found = runtime.attention_chunk, LayerAux()
+    With a cache, k and v are its entries "latent". Without one, `Runtime.indexer` says whether the indexer learns;
+    during its dense warm-up attention is over all visible keys.
+    """
+    chunk, aux = runtime.attention_chunk, LayerAux()
     if "selection" in runtime.record:
         chosen, counts = mask.choose(*mask.queries)
-        found = LayerAux(selection=jnp.where(counts, chosen, -1))
+        aux = LayerAux(selection=jnp.where(counts, chosen, -1))
     if cache is None and runtime.indexer != "off":
         out, indexing = _attend_and_teach(q_BHTD, k_BKCD, v_BKCD, mask, runtime)
-        return out, found.also(LayerAux(indexing=indexing))
+        return out, aux.merge(LayerAux(indexing=indexing))
     if cache is not None and _gathers(q_BHTD.shape[2], k_BKCD.shape[2], mask.topk):
-        return _attend_gathered(q_BHTD, v_BKCD.shape[-1], mask, cache), found
-    return attend(q_BHTD, k_BKCD, v_BKCD, mask, chunk), found
+        return _attend_copies(q_BHTD, v_BKCD.shape[-1], mask, cache), aux
+    return attend(q_BHTD, k_BKCD, v_BKCD, mask, chunk), aux
 
 
 def _gathers(T: int, C: int, topk: int) -> bool:
-    """Whether copying the selected latents out of the cache costs less than reading all of it. The copies are T topk rows, written
-    and read once, each for one query; the mask form reads the C rows once for all queries."""
+    """Tells whether copying the selected latents out of the cache costs less than reading all of it.
+
+    The copies are T topk rows, written and read once, each for one query; the mask form reads the C rows once for all
+    queries.
+    """
     return T * topk < C
 
 
-def _attend_gathered(q_BHTD: jax.Array, v_dim: int, mask: IndexedMask, cache: LayerCache) -> jax.Array:
-    """[B, H, T, v_dim]. Values are the first `v_dim` numbers of a latent. Nothing is read of the latents that were not selected."""
+def _attend_copies(q_BHTD: jax.Array, v_dim: int, mask: IndexedMask, cache: LayerCache) -> jax.Array:
+    """Attends to copies of the selected latents: [B, H, T, v_dim]. Values are the first `v_dim` numbers of a latent."""
     chosen, counts = mask.choose(*mask.queries)
     latents = take(cache, "latent", chosen, q_BHTD.dtype)
     scores = jnp.einsum("bhtd,btkd->bhtk", q_BHTD, latents, preferred_element_type=jnp.float32)
@@ -53,12 +61,12 @@ def _attend_gathered(q_BHTD: jax.Array, v_dim: int, mask: IndexedMask, cache: La
 
 
 def _attend_and_teach(q_BHTD: jax.Array, k_BHCD: jax.Array, v_BHCD: jax.Array, mask: IndexedMask, runtime: Runtime):
-    """(attention [B, H, T, Dv], Indexing).
+    """Returns (attention [B, H, T, Dv], Indexing).
 
-    What the indexer is taught by are the attention weights that the output is made of, so the divergence costs no product
-    beside the index scores, and those are needed for the selection. Queries are taken in chunks as in `attend`: at most
-    [B, H, chunk, C] weights exist at a time, and the backward pass computes them again, for the output and the divergence
-    together."""
+    The indexer learns from the attention weights of the output itself, so the divergence costs no product except the
+    index scores, which the selection needs anyway. Queries are taken in chunks as in `attend`: at most [B, H, chunk, C]
+    weights exist at a time, and the backward pass recomputes them once for output and divergence.
+    """
     T, chunk, dense = q_BHTD.shape[2], runtime.attention_chunk, runtime.indexer == "dense_warmup"
 
     def some(q_BHtD, *queries):
@@ -74,13 +82,15 @@ def _attend_and_teach(q_BHTD: jax.Array, k_BHCD: jax.Array, v_BHCD: jax.Array, m
     if chunk >= T:
         return some(q_BHTD, *mask.queries)
     parts = (in_chunks(a, chunk, axis) for a, axis in ((q_BHTD, 2), *((a, 1) for a in mask.queries)))
-    out, found = jax.lax.map(jax.checkpoint(lambda xs: some(*xs)), tuple(parts))
-    return of_chunks(out, 2)[:, :, :T], jax.tree.map(lambda a: a.sum(axis=0), found)
+    out, indexing = jax.lax.map(jax.checkpoint(lambda xs: some(*xs)), tuple(parts))
+    return of_chunks(out, 2)[:, :, :T], jax.tree.map(lambda a: a.sum(axis=0), indexing)
 
 
 def _compared(p_BTC, scores_BTC, allowed_BTC, kept_BTC) -> Indexing:
-    """How far softmax(scores) over the allowed keys is from p, the main path's weights summed over its heads, and how much of p
-    falls on the kept keys. Padding adds 0 to both: none of its keys is allowed."""
+    """Returns the divergence of softmax(scores) from p over the allowed keys, and the share of p on the kept keys.
+
+    p: the attention weights, summed over heads. Padding adds 0 to both: none of its keys is allowed.
+    """
     p = p_BTC / jnp.maximum(p_BTC.sum(axis=-1, keepdims=True), 1e-30)
     log_q = jax.nn.log_softmax(jnp.where(allowed_BTC, scores_BTC, MASKED), axis=-1)
     terms = jnp.where(allowed_BTC & (p > 0), p * (jnp.log(jnp.where(p > 0, p, 1.0)) - log_q), 0.0)

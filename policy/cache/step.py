@@ -1,4 +1,4 @@
-"""Where the tokens of a call sit: their positions, segments, pages and routes. B rows, T tokens, R layers, k experts per token."""
+"""The tokens of a call: positions, segments, pages and routes. B rows, T tokens, R layers, k experts per token."""
 
 from __future__ import annotations
 
@@ -7,25 +7,30 @@ from typing import Any
 
 import jax
 
+from policy.config import Rope
 from policy.ops.dropout import Dropout
 
-# Stands in for the experts of a token whose route is not known; the router decides there.
+# Stands for the experts of a token whose route is not known; the router chooses there.
 UNKNOWN = -1
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Step:
-    """Where the tokens of a call sit: position inside the document and segment (0: padding), both int32[B, T].
+    """Places the tokens of a call: position in the document and segment (0: padding), both int32[B, T].
 
-    The decoder fills in `tokens`, int32[B, T], and `rotations`, the (cos, sin) tables of all its rotary embeddings. `dropout` is
-    for training only. `pages`, over a paged cache: the pages of each row, int32[B, M]. `routes`: the experts that tokens are to go
-    to, -1 where they are not known, int[B, T, R, k] by path of the layer; in a layer its own, int[B, T, k]. None: routers choose.
+    tokens, rotations: int32[B, T] and the (cos, sin) tables of all rotary embeddings; the decoder fills both in.
+    dropout: for training only.
+    pages: int32[B, M], the pages of each row in a paged cache.
+    routes: the experts that tokens are sent to, -1 where unknown, int[B, T, R, k] by path of the layer; inside a layer
+        its own int[B, T, k]. None: routers choose.
 
-    `whole`, known when a program is compiled: nothing before this call is looked at, and each segment is one run of tokens whose
-    positions count by one, so that who looks at whom follows from order and segments alone. `balanced`: so it was, before the
-    tokens were put into the balanced order of policy/attention/sequence_shards.py. `anywhere`: rows are not slots, and on a mesh their pages
-    may lie in any part of the pool.
+    Three flags are static, known when a program is compiled:
+    contiguous: queries look at nothing before this call, and each segment is one run of tokens whose positions count by
+        one. Order and segments alone then decide which keys a query sees.
+    balanced: `contiguous` was true before the tokens were put into the balanced order of
+    policy/attention/sequence_shards.py. anywhere: rows are not slots, and on a mesh their pages may lie in any part of
+    the pool.
     """
 
     positions: jax.Array
@@ -35,10 +40,16 @@ class Step:
     dropout: Dropout | None = None
     pages: jax.Array | None = None
     routes: Any = None
-    whole: bool = field(default=False, metadata={"static": True})
+    contiguous: bool = field(default=False, metadata={"static": True})
     balanced: bool = field(default=False, metadata={"static": True})
     anywhere: bool = field(default=False, metadata={"static": True})
 
+    def rotation(self, rope: Rope) -> Any:
+        """Returns the (cos, sin) tables of one rotary embedding."""
+        assert self.rotations is not None, "the decoder fills in the rotations"
+        return self.rotations[str(rope)]
+
     def at(self, layer: jax.Array | int) -> Step:
-        """The same for the layer of that number."""
+        """Returns the step of layer number `layer`. Needs `dropout`."""
+        assert self.dropout is not None
         return replace(self, dropout=self.dropout.at(layer))

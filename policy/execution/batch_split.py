@@ -1,27 +1,31 @@
-"""The batch-split schedule: two micro-batches in one layer, so that the collectives of one run under the products of the other.
+"""The batch-split schedule: two micro-batches in one layer, so that the collectives of one run under the products of
+the other.
 
-Row b of a device belongs to micro-batch b mod 2. Of every layer with a mixture of experts the order is
+Row b of a device belongs to micro-batch b mod 2. A layer with a mixture of experts runs in the order
 
     mix 0 | mix 1 | gate and up 0 | down 0 | gate and up 1 | down 1
             |       |                        |
             |       gather 1 (ends by down 0)
             gather 0 (ends by gate and up 0) scatter 0 (ends by down 1)
 
-where gather brings the tokens of other devices (all-gather over the mesh axis `expert`) and scatter takes the results back
-(reduce-scatter). Barriers keep that order and nothing else is tied. The gradient of a barrier is a barrier: backwards the order is
-down 1, gate and up 1, down 0, gate and up 0; the gather that scatter 0 turns into lies beside gate and up 1, and the scatter that
-gather 1 turns into beside gate and up 0. The weights go through the barriers too, so that their gradients, products like the
-others, are taken where they stand and not in another layer. So each half has a gather and a scatter with products of the other
-beside them: gather 1 and scatter 0 forwards, gather 0 and scatter 1 backwards.
+where gather brings the tokens of other devices (all-gather over the mesh axis `expert`) and scatter returns the results
+(reduce-scatter). Barriers keep that order and nothing else. The gradient of a barrier is a barrier, so the backward
+pass runs down 1, gate and up 1, down 0, gate and up 0: the gather that is the gradient of scatter 0 overlaps gate and
+up 1, and the scatter that is the gradient of gather 1 overlaps gate and up 0. The weights pass through the barriers
+too, so that their gradients, which are products as well, are computed in this layer and not in another. Each half thus
+has a gather and a scatter that overlap products of the other half: gather 1 and scatter 0 in the forward pass, gather 0
+and scatter 1 in the backward pass.
 
-The numbers are those of the plain layer, up to the order in which gradients of weights are summed.
+The results equal the plain layer's, up to the order in which gradients of weights are summed.
 B rows, T tokens, E hidden, N tokens of a device, p devices along the axis `expert`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +34,7 @@ from jax.sharding import PartitionSpec
 from policy.cache.step import Step
 from policy.config import DecoderConfig, LayerSpec, Moe, Runtime
 from policy.experts import expert_parallel, experts
-from policy.experts.expert_parallel import Cut
+from policy.experts.expert_shards import ExpertShards
 from policy.experts.experts import Routed, Weights
 from policy.intermediates import LayerAux, Routing, observe
 from policy.layers.residual import Residual
@@ -40,7 +44,7 @@ PARTS = 2
 
 
 def check(config: DecoderConfig, runtime: Runtime) -> None:
-    """Raises ValueError where the schedule is asked for and cannot be had."""
+    """Raises ValueError if the runtime asks for the schedule and no layer can run in it."""
     if not runtime.batch_split:
         return
     if not any(_fits(spec) for spec in config.layers):
@@ -50,11 +54,14 @@ def check(config: DecoderConfig, runtime: Runtime) -> None:
 
 
 def compiler_options(runtime: Runtime) -> dict[str, str] | None:
-    """What XLA has to be told for the schedule to pay on a TPU: left to itself it runs these collectives at once, with nothing
-    beside them. On the sparse cores they have a start and an end, and products in between. There is room for one at a time, so
-    those below a MiB (choices, small weights) stay where they are. Times the scheduler expects of the others are raised, else it
-    sees little reason to put products under them."""
-    if not runtime.batch_split or runtime.layout.platform != "tpu":
+    """Returns the options with which XLA overlaps the schedule's collectives with products on a TPU.
+
+    By default XLA runs these collectives synchronously. On the sparse cores they have a start and an end, with products
+    in between. The cores run one collective at a time, so collectives below a MiB (choices, small weights) are left
+    out. The options raise the latency that the scheduler expects of the others; with the default latency it moves few
+    products under them.
+    """
+    if not runtime.batch_split or runtime.layout is None or runtime.layout.platform != "tpu":
         return None
     offloaded = ("all_gather", "reduce_scatter", "2d_all_gather")
     options = {f"enable_sparse_core_collective_offload_{kind}": "true" for kind in offloaded}
@@ -66,16 +73,20 @@ def compiler_options(runtime: Runtime) -> dict[str, str] | None:
     return {f"xla_tpu_{name}": value for name, value in options.items()}
 
 
-def applies(layers, shape_BTE: tuple[int, int, int], runtime: Runtime) -> bool:
-    """Whether a stack runs in this schedule: every layer of its pattern is a mixer and a mixture of experts, and every device has
-    an even number of rows. What does not fit runs plainly, with the same result."""
+def applies(layers: Sequence[Any], shape_BTE: tuple[int, int, int], runtime: Runtime) -> bool:
+    """Tells whether a stack runs in this schedule. Other stacks run without it, with the same result.
+
+    Every layer of the pattern must be a mixer and a mixture of experts, and every device must have an even number of
+    rows.
+    """
     if not runtime.batch_split or not all(_fits(layer.spec) and _plain(layer) for layer in layers):
         return False
     B, T, E = shape_BTE
     spec = layers[0].spec.feed_forward
-    return (
-        B % PARTS == 0 and Cut(spec, runtime, (B // PARTS, T, E)).token_axes == Cut(spec, runtime, (B, T, E)).token_axes
-    )
+    if B % PARTS:
+        return False
+    half, full = (ExpertShards(spec, runtime, (rows, T, E)) for rows in (B // PARTS, B))
+    return half.token_axes == full.token_axes
 
 
 def _fits(spec: LayerSpec) -> bool:
@@ -88,12 +99,12 @@ def _plain(layer) -> bool:
 
 
 def split(x_BTE: jax.Array, runtime: Runtime) -> tuple[jax.Array, ...]:
-    """The rows of each micro-batch; no row leaves its device."""
+    """Returns the rows of each micro-batch; no row leaves its device."""
     return tuple(constrain(_part(x_BTE, i), ("batch", "length", None), runtime.layout) for i in range(PARTS))
 
 
 def merge(parts: tuple[jax.Array, ...]) -> jax.Array:
-    """The inverse of `split`."""
+    """Inverts `split`."""
     stacked = jnp.stack(parts, axis=1)
     return stacked.reshape(-1, *stacked.shape[2:])
 
@@ -103,20 +114,20 @@ def _part(array_B: jax.Array, i: int) -> jax.Array:
 
 
 def _step(step: Step, i: int) -> Step:
-    """The rows of micro-batch `i`: everything but the number of the layer has one entry for each row."""
+    """Returns the step of micro-batch `i`. Every array but the number of the layer has one entry per row."""
     rows = step.segments.shape[0]
     return jax.tree.map(lambda a: _part(a, i) if jnp.ndim(a) and a.shape[0] == rows else a, step)
 
 
-def run(layer, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime):
-    """One layer on both micro-batches: ((x, x), None, LayerAux of both together)."""
+def run(
+    layer: Any, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime
+) -> tuple[tuple[jax.Array, jax.Array], None, LayerAux]:
+    """Runs one layer on both micro-batches: ((x, x), None, LayerAux summed over both)."""
     (x0, x1), steps = parts, [_step(step, i) for i in range(PARTS)]
-    first, second = (
-        partial(jax.named_scope, "micro_0"),
-        partial(jax.named_scope, "micro_1"),
-    )  # tells them apart in a profile
-    stages = Stages(Cut(layer.feed_forward.spec, runtime, x0.shape))
-    weights = stages.hold(layer.feed_forward.weights(x0.dtype, runtime))
+    # The scopes tell the micro-batches apart in a profile.
+    first, second = partial(jax.named_scope, "micro_0"), partial(jax.named_scope, "micro_1")
+    stages = Stages(ExpertShards(layer.feed_forward.spec, runtime, x0.shape))
+    weights = stages.gather_weights(layer.feed_forward.weights(x0.dtype, runtime))
 
     with first():
         half0, read0, shared0 = _mix(layer, x0, steps[0], runtime)
@@ -148,15 +159,16 @@ def run(layer, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime)
     x1 = _leave(layer, half1, out1, shared1, steps[1])
     aux = LayerAux(routing=jax.tree.map(jnp.add, routing0, routing1))
     if runtime.record:
-        aux = aux.also(observe(merge((x0, x1)), step.segments, runtime.record))
+        aux = aux.merge(observe(merge((x0, x1)), step.segments, runtime.record))
     return (x0, x1), None, aux
 
 
 def _mix(layer, x: jax.Array, step: Step, runtime: Runtime):
-    """((x after the mixer, what `leave` needs besides), what the experts read, what the shared ones add)."""
+    """Returns ((x after the mixer, the other input of `leave`), the input of the experts, the sum of the shared
+    experts)."""
     x, normed, mix, _, _ = layer.mix(x, step, None, runtime)
     read, mix = layer.enter(x, normed, mix)
-    return (x, mix), read, layer.feed_forward.beside(read, step, runtime)
+    return (x, mix), read, layer.feed_forward.shared_experts(read, step, runtime)
 
 
 def _choose(layer, read: jax.Array, step: Step, runtime: Runtime) -> tuple[tuple[jax.Array, ...], Routing]:
@@ -170,46 +182,47 @@ def _leave(layer, half, out: jax.Array, shared: jax.Array | None, step: Step) ->
 
 
 def _together(*values):
-    """All of them, none before the others are ready."""
+    """Returns the values behind a barrier: none is used before all are ready."""
     return jax.lax.optimization_barrier(values)
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The schemes gather and hidden in stages. What a stage leaves on a device stays there for the next: seen from outside, the
-    pieces of all devices one after the other along axis 0."""
+    """The schemes gather and hidden in stages.
 
-    cut: Cut
+    The result of a stage stays on its device for the next stage: outside of a stage it is the concatenation of the
+    pieces of all devices along axis 0.
+    """
 
-    def hold(self, weights: Weights) -> Weights:
-        """The weights ready for use, gathered once for all micro-batches."""
-        places = self.cut.places(weights)
-        return self._on_devices(partial(expert_parallel.held, places=places, cut=self.cut), (places,), self._here)(
-            weights
-        )
+    shards: ExpertShards
+
+    def gather_weights(self, weights: Weights) -> Weights:
+        """Gathers the weights once for all micro-batches."""
+        specs = self.shards.places(weights)
+        gather = partial(expert_parallel.gather_weights, specs=specs, shards=self.shards)
+        return self._on_devices(gather, (specs,), self._here)(weights)
 
     def collect(self, tokens: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Hidden states, choices and their weights, [B, T, ...] each, with those of the other devices: [p N, ...] each."""
+        """Gathers hidden states, choices and their weights, [B, T, ...] each, from all devices: [p N, ...] each."""
 
         def collect(*tokens):
-            return expert_parallel.collect(tuple(expert_parallel.flat(a, self.cut) for a in tokens), self.cut)
+            return expert_parallel.collect(tuple(expert_parallel.flat(a, self.shards) for a in tokens), self.shards)
 
-        return self._on_devices(collect, (self.cut.tokens,) * len(tokens), self._here)(*tokens)
+        return self._on_devices(collect, (self.shards.tokens,) * len(tokens), self._here)(*tokens)
 
     def sort(self, tokens: tuple[jax.Array, ...]) -> Routed:
-        """A row for every choice."""
-        return self._on_devices(partial(expert_parallel.sort, cut=self.cut), (self._here,) * len(tokens), self._here)(
-            *tokens
-        )
+        """Makes a row for every choice."""
+        stage = partial(expert_parallel.sort, shards=self.shards)
+        return self._on_devices(stage, (self._here,) * len(tokens), self._here)(*tokens)
 
     def gate_and_up(self, weights: Weights, routed: Routed) -> Routed:
-        """The first two products of the experts."""
-        stage = partial(experts.gate_and_up, spec=self.cut.spec, runtime=self.cut.runtime)
+        """Computes the first two products of the experts."""
+        stage = partial(experts.gate_and_up, spec=self.shards.spec, runtime=self.shards.runtime)
         return self._on_devices(stage, (self._here, self._here), self._here)(weights, routed)
 
     def down(self, weights: Weights, inner: Routed) -> Routed:
-        """The third one."""
-        stage = partial(experts.down, runtime=self.cut.runtime)
+        """Computes the third product."""
+        stage = partial(experts.down, runtime=self.shards.runtime)
         return self._on_devices(stage, (self._here, self._here), self._here)(weights, inner)
 
     def unroute(self, routed: Routed) -> jax.Array:
@@ -217,18 +230,18 @@ class Stages:
         return self._on_devices(experts.unroute, (self._here,), self._here)(routed)
 
     def hand_back(self, sums: jax.Array) -> jax.Array:
-        """Sums over devices, back with the owners of the tokens: [B, T, E]."""
+        """Sums over devices at the owners of the tokens: [B, T, E]."""
 
         def hand_back(sums):
-            return expert_parallel.hand_back(sums, self.cut).reshape(*self.cut.local_shape[:2], -1)
+            return expert_parallel.hand_back(sums, self.shards).reshape(*self.shards.local_shape[:2], -1)
 
-        return self._on_devices(hand_back, (self._here,), self.cut.tokens)(sums)
+        return self._on_devices(hand_back, (self._here,), self.shards.tokens)(sums)
 
     @property
     def _here(self) -> PartitionSpec:
-        return PartitionSpec(tuple(sorted(self.cut.live)))
+        return PartitionSpec(tuple(sorted(self.shards.live)))
 
-    def _on_devices(self, stage, places_in, places_out):
-        if self.cut.layout.mesh.size == 1:
+    def _on_devices(self, stage: Callable, in_specs, out_specs) -> Callable:
+        if self.shards.layout.mesh.size == 1:
             return stage
-        return jax.shard_map(stage, mesh=self.cut.layout.mesh, in_specs=places_in, out_specs=places_out)
+        return jax.shard_map(stage, mesh=self.shards.layout.mesh, in_specs=in_specs, out_specs=out_specs)

@@ -1,19 +1,26 @@
-"""Compiled programs that can be asked what memory they take."""
+"""A cache of compiled programs that knows what memory each takes."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a program on one device: of its `arguments`, its `temporaries`, its `outputs` beside the arguments, of the arguments
-    that are written in place (`aliased`), and the `peak` of all."""
+    """Memory of a program, in bytes per device.
+
+    aliased: the arguments that it writes in place. outputs: the results that are not aliased. peak: the most at one
+    time.
+    """
 
     arguments: int
     temporaries: int
@@ -23,64 +30,94 @@ class Memory:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled, platform: str) -> Memory | None:
-        """As the compiler says; None where it says nothing."""
-        found = compiled.memory_analysis()
-        if found is None:
+        """Reads the compiler's memory analysis; None if there is none."""
+        analysis = compiled.memory_analysis()
+        if analysis is None:
             return None
         arguments, temporaries, aliased = (
-            found.argument_size_in_bytes,
-            found.temp_size_in_bytes,
-            found.alias_size_in_bytes,
+            analysis.argument_size_in_bytes,
+            analysis.temp_size_in_bytes,
+            analysis.alias_size_in_bytes,
         )
-        outputs = found.output_size_in_bytes - aliased
-        # What the CPU's compiler says of the peak leaves temporaries out.
-        known = 0 if platform == "cpu" else getattr(found, "peak_memory_in_bytes", 0)
-        # Others count what lies in host memory too.
+        outputs = analysis.output_size_in_bytes - aliased
+        # The CPU compiler's peak leaves temporaries out.
+        known = 0 if platform == "cpu" else getattr(analysis, "peak_memory_in_bytes", 0)
+        # Other compilers' peaks include arrays in host memory.
         everything = arguments + temporaries + outputs
         return cls(arguments, temporaries, outputs, aliased, min(known or everything, everything))
 
 
 class CompiledCache:
-    """A jitted function that compiles as jit does, once for each kind of arguments, and keeps what it compiled: jit alone would
-    have to compile again to say what memory that takes.
+    """The compiled programs of one jitted function, which say what memory they take. jit alone would compile a second
+    time for that.
 
-    `memory`: of each executable, by the shape of the first array of its second argument: what is computed on, after the weights.
+    A call compiles when jit would: once for each kind of arguments (shapes, dtypes and shardings of all arrays). A
+    caller whose programs differ in one known shape uses `run`, which looks at no array.
+
+    memory: the memory of each program, by its shape. After a call: the shape of the first array of the second
+    argument, which is what is computed on, after the weights; or what `shape_of` makes of the arguments.
     """
 
-    def __init__(self, jitted, platform: str):
+    def __init__(self, jitted, platform: str, *, shape_of: Callable[..., Shape] | None = None):
+        """jitted: the result of `jax.jit`, whatever its signature."""
         self.jitted, self._platform = jitted, platform
+        self._shape_of = shape_of or _shape_of_second
         self._compiled: dict[tuple, Callable] = {}
-        self.memory: dict[tuple[int, ...], Memory | None] = {}
+        self._lock = threading.Lock()
+        self.memory: dict[Shape, Memory | None] = {}
 
     @property
     def number(self) -> int:
+        """How many programs are compiled."""
         return len(self._compiled)
 
-    def lower(self, *arguments, **static) -> jax.stages.Lowered:
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes of the compiled programs."""
+        return tuple(self.memory)
+
+    def lower(self, *arguments: Any, **static: Any) -> jax.stages.Lowered:
+        """Traces a program for these arguments, which may be abstract."""
         return self.jitted.lower(*arguments, **static)
 
-    def __call__(self, *arguments, **static):
-        """`static`: arguments of jit's `static_argnames`, by name."""
-        leaves, structure = jax.tree.flatten(arguments)
-        key = (structure, *static.items(), *map(_kind, leaves))
+    def __call__(self, *arguments: Any, **static: Any) -> Any:
+        """Computes the function. `static`: arguments of jit's `static_argnames`, by name."""
+        key = _key(arguments, static)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compile(key, arguments, static)
+            compiled = self._compile(key, self._shape_of(*arguments), arguments, static)
         return compiled(*arguments)
 
-    def _compile(self, key: tuple, arguments: tuple, static: dict):
-        compiled = self.lower(*arguments, **static).compile()
-        self.memory[jax.tree.leaves(arguments[1])[0].shape] = Memory.of(compiled, self._platform)
-        function = self._compiled[key] = callable_form(compiled, partial(self.jitted, **static), arguments)
-        return function
+    def compile(self, *arguments: Any, **static: Any) -> None:
+        """Compiles the program that a call with these arguments runs."""
+        self._compile(_key(arguments, static), self._shape_of(*arguments), arguments, static)
+
+    def run(self, shape: Shape, *arguments: Any) -> Any:
+        """Computes the function by the program of this shape; the first arguments of a shape decide for what it is
+        compiled."""
+        compiled = self._compiled.get(shape)
+        if compiled is None:
+            compiled = self._compile(shape, shape, arguments, {})
+        return compiled(*arguments)
+
+    def compile_shape(self, shape: Shape, arguments: tuple, lowered: jax.stages.Lowered) -> None:
+        """Compiles the program of this shape for abstract arguments. Threads may do so at the same time."""
+        self._compile(shape, shape, arguments, {}, lowered)
+
+    def _compile(self, key: tuple, shape: Shape, arguments: tuple, static: dict, lowered=None) -> Callable:
+        compiled = (lowered or self.lower(*arguments, **static)).compile()
+        function = callable_form(compiled, partial(self.jitted, **static), arguments)
+        with self._lock:
+            self.memory[shape] = Memory.of(compiled, self._platform)
+            return self._compiled.setdefault(key, function)
 
 
-def callable_form(compiled: jax.stages.Compiled, jitted: Callable, arguments) -> Callable:
-    """Returns the function to call on `arguments` (arrays or shapes): `compiled`, or `jitted` if an argument has numbers of fewer
-    than 8 bits.
+def callable_form(compiled: jax.stages.Compiled, jitted: Callable, arguments: Any) -> Callable:
+    """Returns the function to call on `arguments` (arrays or shapes): `compiled`, or `jitted` if an argument has
+    numbers of fewer than 8 bits.
 
-    A compiled program of jax 0.10 refuses a committed array of such numbers: the array's layout does not state the bits of a
-    number, and the program's layout does. jit does not compare the two.
+    A compiled program of jax 0.10 refuses a committed array of such numbers: the array's layout does not state the
+    bits of a number, and the program's layout does. jit does not compare the two.
     """
     return jitted if any(map(_below_a_byte, jax.tree.leaves(arguments))) else compiled
 
@@ -90,8 +127,17 @@ def _below_a_byte(leaf) -> bool:
     return dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended) and jax.dtypes.itemsize_bits(dtype) < 8
 
 
+def _shape_of_second(*arguments: Any) -> Shape:
+    return jax.tree.leaves(arguments[1])[0].shape
+
+
+def _key(arguments: tuple, static: dict[str, Any]) -> tuple:
+    leaves, structure = jax.tree.flatten(arguments)
+    return (structure, *static.items(), *map(_kind, leaves))
+
+
 def _kind(leaf) -> tuple:
-    """What an executable depends on of an argument. Asked of every leaf at every call: attributes take half as long as to ask
-    `isinstance` and `jnp.shape` (100 leaves, 0.12 ms in place of 0.25)."""
+    """The properties of an argument that a program depends on. It runs for every leaf at every call: reading
+    attributes takes half the time of `isinstance` and `jnp.shape`."""
     place = leaf.sharding if getattr(leaf, "committed", False) else None
     return getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf)), getattr(leaf, "weak_type", False), place

@@ -1,12 +1,13 @@
-"""The weights of a decoder as decoding on CPU reads them fastest (policy/ops/projection.py), made at the start of a program that
-takes many steps. The policy's own arrays stay as they are: what is made here lives inside that program.
+"""Weights in the form that decoding on CPU reads fastest (policy/ops/projection.py).
 
-On TPU and GPU nothing is changed: there the stacks are scanned, and a product reads its weight where it lies.
+A program of many steps makes them at its start, and they live inside that program; the policy's own arrays do not
+change. On TPU and GPU the weights stay as they are: stacks are scanned, and a product reads its weight in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,15 @@ from policy.ops.projection import Projection, make_projections
 
 # Weights of one module that read the same input: one product in place of two or three.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj"))
-# Read in parts, not by a product of its own (policy/attention/mla.py).
+# A weight that is read in parts, not by a product of its own (policy/attention/mla.py).
 NOT_PRODUCTS = ("kv_b_proj",)
 
 
 class Repeats:
-    """A stacked weight cut into those of its repeats; `a[r]` is repeat r, as of the stacked array. XLA cuts a slice out of a
-    stacked array in every step of a loop, which is a copy of all weights a step."""
+    """A stacked weight as one array per repeat; `a[r]` is repeat r, as for the stacked array.
+
+    XLA slices a stacked array in every step of a loop, which copies all weights at each step.
+    """
 
     def __init__(self, each: Iterable):
         self._each = tuple(each)
@@ -32,19 +35,21 @@ class Repeats:
         return self._each[r]
 
 
-def laid_out(graph: Graph, params: dict[str, jax.Array], rows: int) -> dict:
-    """`params` for steps of `rows` tokens each, on CPU with unrolled layers; to be called outside their loop. Float32 weights on
-    one device are joined and transposed, others only cut."""
+def prepare_for_decoding(graph: Graph, params: dict[str, jax.Array], rows: int) -> dict[str, Any]:
+    """Prepares `params` for steps of `rows` tokens, on CPU with unrolled layers. Call it outside the loop of the steps.
+
+    Float32 weights on one device are joined and transposed; others are only split into repeats.
+    """
     plain = graph.runtime.dtype == "float32" and graph.runtime.quantization is None and graph.layout.mesh.size == 1
-    found = dict(params)
+    prepared: dict[str, Any] = dict(params)
     for path in params:
-        if path.startswith("stacks.") and isinstance(found[path], (jax.Array, qwix.QArray)):
+        if path.startswith("stacks.") and isinstance(prepared[path], (jax.Array, qwix.QArray)):
             joined = _group(graph, params, path) if plain else []
-            found |= _joined(graph, params, joined, rows) if joined else {path: _cut(params[path])}
+            prepared |= _joined(graph, params, joined, rows) if joined else {path: _cut(params[path])}
     head = "embed_tokens" if graph.config.tied_head else "lm_head"
     if plain and head not in graph.hosted:
-        found[head] = _head(params[head])
-    return found
+        prepared[head] = _head(params[head])
+    return prepared
 
 
 def _cut(weight) -> Repeats:
@@ -55,18 +60,16 @@ def _cut(weight) -> Repeats:
 
 
 def _group(graph: Graph, params: dict[str, jax.Array], path: str) -> list[str]:
-    """The weights that are joined with this one, itself among them; none if its products are not plain ones."""
+    """Returns the paths of the weights that are joined with this one, itself included; none if it is not plain."""
+    if not _plain(graph, params, path):
+        return []
     module, _, name = path.rpartition(".")
     names = next((names for names in TOGETHER if name in names), (name,))
-    return (
-        [p for p in (f"{module}.{name}" for name in names) if _plain(graph, params, p)]
-        if _plain(graph, params, path)
-        else []
-    )
+    return [p for p in (f"{module}.{name}" for name in names) if _plain(graph, params, p)]
 
 
 def _plain(graph: Graph, params: dict[str, jax.Array], path: str) -> bool:
-    """Whether this is a weight of floats whose products sum over its first dimensions, those of a repeat counted."""
+    """Tells whether this is a weight of floats whose products sum over the first dimensions of each repeat."""
     if path not in graph.inputs or path in graph.hosted or isinstance(params[path], qwix.QArray):
         return False
     inputs = graph.inputs[path]
@@ -81,6 +84,6 @@ def _joined(graph: Graph, params: dict[str, jax.Array], paths: list[str], rows: 
 
 
 def _head(weight_VE: jax.Array) -> Projection:
-    """The head, a table [V, E], which is transposed as it is."""
+    """Wraps the head, a table [V, E], which is stored transposed already."""
     V, E = weight_VE.shape
     return Projection(weight_VE.astype(jnp.float32), transposed=True, start=0, inputs=(E,), outputs=(V,))

@@ -1,4 +1,4 @@
-"""Experts that take at most so many tokens of each row of the batch (arXiv 2006.16668, section 2.2).
+"""Experts with a limited capacity: each takes a bounded number of tokens of a row (arXiv 2006.16668, section 2.2).
 
 B rows, T tokens, k choices per token, X experts.
 """
@@ -16,8 +16,8 @@ from policy.config import Router, Runtime
 def limited(
     experts_BTK: jax.Array, segments_BT: jax.Array, router: Router, runtime: Runtime
 ) -> tuple[jax.Array, jax.Array]:
-    """(choices, number dropped float32) where the runtime drops: padding is given no expert, and an expert no more than its
-    capacity, if there is one."""
+    """Returns (choices, number dropped float32): padding gets no expert, and an expert no more than its capacity, if
+    any."""
     chosen = jnp.where(segments_BT[..., None] != 0, experts_BTK, router.experts)
     if runtime.capacity_factor is None:
         return chosen, jnp.float32(0.0)
@@ -26,13 +26,16 @@ def limited(
 
 
 def capacity(tokens: int, experts_per_token: int, experts: int, factor: float) -> int:
-    """Choices that one expert takes from one row of `tokens` tokens: `factor` times its share if all are used evenly."""
+    """Counts the choices that one expert takes from a row of `tokens` tokens: `factor` times its share under even
+    use."""
     return int(max(math.ceil(tokens * experts_per_token / experts) * factor, factor))
 
 
 def within_capacity(experts_BTK: jax.Array, experts: int, factor: float) -> jax.Array:
-    """The choices int[B, T, k], with `experts` (no expert) in place of those that come too late in their row: earlier tokens go
-    first, and of one token the earlier choice."""
+    """Replaces choices int[B, T, k] beyond the capacity of an expert by `experts` (no expert).
+
+    Earlier tokens of a row go first, and earlier choices of a token.
+    """
     B, T, k = experts_BTK.shape
     chosen_BM = experts_BTK.reshape(B, T * k)
     order = jnp.argsort(chosen_BM, axis=1, stable=True)

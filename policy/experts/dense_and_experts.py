@@ -1,4 +1,4 @@
-"""A dense feed-forward beside a mixture of experts."""
+"""The sum of a dense feed-forward and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from policy.layers.mlp import FeedForward
 from policy.ops.norms import norm
 
 
-class DenseBesideExperts(nnx.Module):
-    """norm(dense(norm(x))) + norm(experts(norm(x))); the router scores x itself."""
+class DensePlusExperts(nnx.Module):
+    """Computes norm(dense(norm(x))) + norm(experts(norm(x))); the router scores x itself."""
 
     def __init__(self, spec: DenseAndExperts, config: DecoderConfig, rngs: nnx.Rngs):
-        for side in ("dense", "experts"):
-            setattr(self, f"{side}_input_norm", norm(config.hidden_size, spec.norm, rngs))
-            setattr(self, f"{side}_output_norm", norm(config.hidden_size, spec.norm, rngs))
+        self.dense_input_norm = norm(config.hidden_size, spec.norm, rngs)
+        self.dense_output_norm = norm(config.hidden_size, spec.norm, rngs)
+        self.experts_input_norm = norm(config.hidden_size, spec.norm, rngs)
+        self.experts_output_norm = norm(config.hidden_size, spec.norm, rngs)
         self.dense = FeedForward(spec.dense, config, rngs)
         self.experts = MixtureOfExperts(spec.experts, config, rngs)
 
     def __call__(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, LayerAux]:
-        """(x_BTE, what the router did)."""
+        """Returns (x_BTE, LayerAux of the router)."""
         dense, _ = self.dense(self.dense_input_norm(x_BTE), step, runtime)
         experts, aux = self.experts(self.experts_input_norm(x_BTE), step, runtime, router_input=x_BTE)
         return self.dense_output_norm(dense) + self.experts_output_norm(experts), aux

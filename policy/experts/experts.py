@@ -1,13 +1,15 @@
-"""The routed experts of one device: rows sorted by expert, three grouped products, and back to the tokens; or, where tokens are
-few, all of them through every expert.
+"""The routed experts of one device: rows sorted by expert, three grouped products, and sums per token.
 
-N tokens, k experts per token, G experts that the device holds, M rows, E hidden, F expert width. The steps are apart so that a
-schedule can put the collectives of one part of a batch between the products of another.
+Small batches go through every expert instead. The steps are separate functions, so that a schedule can put the
+collectives of one part of a batch between the products of another.
+
+N tokens, k experts per token, G experts on the device, M rows, E hidden, F expert width.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +17,12 @@ import qwix
 from jax.ad_checkpoint import checkpoint_name
 
 from policy.config import Moe, Runtime
-from policy.experts.grouped import Plan, by_row, combine, dispatch, plan, product
+from policy.experts.grouped import Block, Plan, by_row, combine, dispatch, plan, product
 from policy.layers.mlp import ACTIVATIONS
 from policy.ops.linear import Weight, linear
 
-# Logical axes of the weights of experts, by name. Biases [G, F] and [G, E] are small: stored, their last axis is whole.
+# Logical axes of the weights of experts, by name. Biases [G, F] and [G, E] are small: `down_bias` is stored with a full
+# last axis.
 AXES = {
     "gate": ("exp", "embed_moe", "mlp_moe"),
     "up": ("exp", "embed_moe", "mlp_moe"),
@@ -31,25 +34,40 @@ AXES = {
 
 Weights = dict[str, Weight]
 
-# Up to so many tokens go through every expert on TPU: these products are bound by reading the weights (a v5p has time for 166 rows
-# meanwhile, a v6e for 560), and a grouped one of one layer of stacked weights starts with a copy of them.
+# At most so many tokens go through every expert on TPU: reading the weights bounds the time of these products, and a
+# grouped product with one layer of stacked weights starts with a copy of them.
 EVERY_TOKENS = 256
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routed:
-    """Rows [M, E] (inside an expert [M, F]) sorted by expert, where they came from, and the weight float32[N, k] of each choice
-    in the sum."""
+    """Rows [M, E] (inside an expert [M, F]) sorted by expert.
+
+    plan: the token of each row. weights: the weight of each choice in the sum, float32[N, k].
+    """
 
     rows: jax.Array
     plan: Plan
     weights: jax.Array
 
 
-def route(x_NE: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, spec: Moe, *, groups: int, **how) -> Routed:
-    """A row for every choice of one of the experts 0 .. groups - 1. `how` is `block`, `partial` and `room` of `grouped.plan`."""
-    routes = plan(experts_NK, groups, **how)
+def route(
+    tokens: tuple[jax.Array, jax.Array, jax.Array],
+    spec: Moe,
+    *,
+    groups: int,
+    block: Block,
+    partial: bool = False,
+    room: int | None = None,
+) -> Routed:
+    """Makes a row for every choice of one of the experts 0 .. groups - 1.
+
+    tokens: (x [N, E], choices int[N, k], their weights float32[N, k]). `grouped.plan` explains `block`, `partial` and
+    `room`.
+    """
+    x_NE, experts_NK, weights_NK = tokens
+    routes = plan(experts_NK, groups, block=block, partial=partial, room=room)
     rows = dispatch(x_NE, routes)
     if spec.weigh == "input":
         rows = rows * by_row(weights_NK.astype(rows.dtype), routes)[:, None]
@@ -58,12 +76,13 @@ def route(x_NE: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, spec: M
 
 
 def compute(weights: Weights, routed: Routed, spec: Moe, runtime: Runtime) -> Routed:
-    """Every row through its expert: down(act(gate(x)) * up(x)), or ClampedSwiglu in place of act and product."""
+    """Computes down(act(gate(x)) * up(x)) of the expert of each row, with ClampedSwiglu for act and product if it is
+    set."""
     return down(weights, gate_and_up(weights, routed, spec, runtime), runtime)
 
 
 def gate_and_up(weights: Weights, routed: Routed, spec: Moe, runtime: Runtime) -> Routed:
-    """The first two products, with rows [M, F] of what the third one reads."""
+    """Computes the first two products and the activation: rows [M, F]."""
     gate = checkpoint_name(_linear(weights, "gate", routed, runtime), "mlpwi_0")
     up = checkpoint_name(_linear(weights, "up", routed, runtime), "mlpwi_1")
     return replace(routed, rows=_inner(gate, up, spec))
@@ -77,30 +96,34 @@ def _inner(gate: jax.Array, up: jax.Array, spec: Moe) -> jax.Array:
 
 
 def down(weights: Weights, inner: Routed, runtime: Runtime) -> Routed:
-    """The third product: rows [M, E]."""
+    """Computes the third product: rows [M, E]."""
     return replace(inner, rows=checkpoint_name(_linear(weights, "down", inner, runtime), "mlpwo"))
 
 
 def _linear(weights: Weights, name: str, routed: Routed, runtime: Runtime) -> jax.Array:
-    return product(routed.rows, weights[name], routed.plan, runtime, weights.get(f"{name}_bias"))
+    bias = cast(jax.Array | None, weights.get(f"{name}_bias"))
+    return product(routed.rows, weights[name], routed.plan, runtime, bias)
 
 
 def unroute(routed: Routed) -> jax.Array:
-    """The weighted sum over the choices of each token that have a row: [N, E]."""
+    """Computes the weighted sum over the choices of each token that have a row: [N, E]."""
     return combine(routed.rows, routed.weights, routed.plan)
 
 
-def few(tokens: int, platform: str) -> bool:
-    """Whether so many tokens go `through_every` expert."""
+def small_batch(tokens: int, platform: str) -> bool:
+    """Tells whether so many tokens go `through_every` expert."""
     return platform == "tpu" and tokens <= EVERY_TOKENS
 
 
 def through_every(
-    tokens: tuple[jax.Array, ...], weights: Weights, groups: int, spec: Moe, runtime: Runtime
+    tokens: tuple[jax.Array, jax.Array, jax.Array], weights: Weights, groups: int, spec: Moe, runtime: Runtime
 ) -> jax.Array:
-    """What the steps above make of (x [N, E], choices int[N, k], their weights float32[N, k]), [N, E], with no rows of choices: all
-    tokens go through all experts, and an expert that a token has not chosen has weight 0 in its sum. Reads every weight once, and
-    keeps nothing of size [G, N, E]: experts of which a device has a slice of the width may be many."""
+    """Sends all tokens through all experts: [N, E], the result of the steps above without rows of choices.
+
+    tokens: (x [N, E], choices int[N, k], their weights float32[N, k]). An expert that a token has not chosen has weight
+    0 in its sum. Each weight is read once, and nothing of size [G, N, E] is stored: G is large where devices hold
+    slices of the width.
+    """
     x_NE, experts_NK, weights_NK = tokens
     weight_GN1 = _by_expert(weights_NK, experts_NK, groups)
     gate, up = (linear("ne,gef->gnf", x_NE, weights[name], runtime) for name in ("gate", "up"))
@@ -108,7 +131,8 @@ def through_every(
         gate, up = gate * weight_GN1.astype(gate.dtype), up * weight_GN1.astype(up.dtype)
         weight_GN1 = _by_expert(jnp.ones_like(weights_NK), experts_NK, groups)
     if "gate_bias" in weights:
-        gate, up = (a + weights[f"{name}_bias"].astype(a.dtype)[:, None] for name, a in (("gate", gate), ("up", up)))
+        gate = gate + _bias(weights, "gate").astype(gate.dtype)[:, None]
+        up = up + _bias(weights, "up").astype(up.dtype)[:, None]
     inner_GNF = _inner(checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1"), spec)
     inner_GNF = jnp.where(weight_GN1 != 0, inner_GNF * weight_GN1, 0.0).astype(inner_GNF.dtype)
     if runtime.quantization is None and not isinstance(weights["down"], qwix.QArray):
@@ -116,14 +140,17 @@ def through_every(
     else:  # scales of numbers differ between experts
         out_NE = linear("gnf,gfe->gne", inner_GNF, weights["down"], runtime).sum(axis=0)
     if "down_bias" in weights:
-        out_NE = out_NE + jnp.einsum("gn,ge->ne", weight_GN1[..., 0], weights["down_bias"].astype(jnp.float32)).astype(
-            out_NE.dtype
-        )
+        bias_NE = jnp.einsum("gn,ge->ne", weight_GN1[..., 0], _bias(weights, "down").astype(jnp.float32))
+        out_NE = out_NE + bias_NE.astype(out_NE.dtype)
     return checkpoint_name(out_NE, "mlpwo")
 
 
+def _bias(weights: Weights, name: str) -> jax.Array:
+    return cast(jax.Array, weights[f"{name}_bias"])
+
+
 def _by_expert(weights_NK: jax.Array, experts_NK: jax.Array, groups: int) -> jax.Array:
-    """float32[G, N, 1]: the weight of each expert 0 .. groups - 1 for each token."""
+    """Returns the weight of each expert 0 .. groups - 1 for each token, float32[G, N, 1]."""
     token = jnp.arange(len(weights_NK))[:, None]
     wide = (
         jnp.zeros((groups, len(weights_NK)), jnp.float32)

@@ -1,17 +1,19 @@
 """Products of rows with the weights of the group that each row belongs to: the arithmetic of a mixture of experts.
 
-N tokens, k choices each, G groups (experts), M rows of the sorted layout, E hidden, F width. The rows of a group lie next to
-each other. On TPU and GPU the product is `jax.lax.ragged_dot`, or where XLA has no kernel for that, one of
-policy/experts/grouped_kernel.py. XLA on CPU computes it for every group on every row, so there the groups are padded to whole blocks
-of rows and each block is multiplied with its group's weights.
+The rows of a group are neighbours. On TPU and GPU the product is `jax.lax.ragged_dot`, or a kernel of
+policy/experts/grouped_kernel.py where XLA has none. XLA on CPU would compute every group on every row, so there the
+groups are padded to full blocks of rows and each block is multiplied with its group's weights.
 
-A choice may name a group that is not among the G (of another device, or none at all): a number from G on. It has no row, adds
-nothing, and what stands in the rows that are left over reaches neither a result nor a gradient.
+A choice of G or more names a group of another device, or none. It has no row and adds nothing. The content of unused
+rows reaches neither a result nor a gradient.
+
+N tokens, k choices each, G groups (experts), M rows of the sorted layout, E hidden, F width.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +21,19 @@ import jax.numpy as jnp
 from policy.config import Runtime
 from policy.ops.linear import Weight, linear, ragged_linear
 
-# How the rows of a group lie: from a multiple of so many rows on, or one group right after the other.
+# Each group of rows starts at a multiple of this number; None: groups follow one another without gaps.
 Block = int | None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Plan:
-    """Where every choice of every token goes. `token` int[M]: the token of a row (N for padding rows); `row` int[N, k]: the row
-    of a choice (past the end where it has none); `sizes` int[G]: choices of each group; `block_group` int[blocks]: group of each
-    block, None without blocks; `partial`: some choices may have no row."""
+    """The row of every choice of every token.
+
+    token: int[M], the token of a row (N for padding rows). row: int[N, k], the row of a choice (past the end if it has
+    none). sizes: int[G], choices of each group. block_group: int[blocks], group of each block; None without blocks.
+    partial: whether some choices may have no row.
+    """
 
     token: jax.Array
     row: jax.Array
@@ -38,14 +43,17 @@ class Plan:
 
     @property
     def used(self) -> jax.Array:
-        """bool[M, 1]: rows that belong to a choice, in a layout without blocks."""
+        """Tells which rows belong to a choice, in a layout without blocks: bool[M, 1]."""
         return (jnp.arange(self.token.shape[0]) < self.sizes.sum())[:, None]
 
 
 def plan(choices_NK: jax.Array, groups: int, *, block: Block, partial: bool = False, room: int | None = None) -> Plan:
-    """Sorts the choices by group, stably; with `block`, each group starts at a multiple of `block` rows. `partial` has to be set
-    where choices may name other groups than 0 .. groups - 1. `room`: no more choices than that name one of the groups, which the
-    caller has to know; None: perhaps all of them."""
+    """Sorts the choices by group, stably.
+
+    block: each group starts at a multiple of so many rows. partial: must be set where choices may name other groups
+    than 0 .. groups - 1. room: an upper bound, known to the caller, of the choices that name one of the groups; None:
+    all of them may.
+    """
     N, k = choices_NK.shape
     M = N * k if room is None else min(room, N * k)
     flat = choices_NK.reshape(-1)
@@ -73,7 +81,7 @@ def plan(choices_NK: jax.Array, groups: int, *, block: Block, partial: bool = Fa
 
 
 def groups_of(plan: Plan) -> jax.Array:
-    """int[M]: the group of each row."""
+    """Returns the group of each row, int[M]."""
     M = plan.token.shape[0]
     if plan.block_group is None:
         return jnp.repeat(jnp.arange(plan.sizes.shape[0]), plan.sizes, total_repeat_length=M)
@@ -81,21 +89,27 @@ def groups_of(plan: Plan) -> jax.Array:
 
 
 def block_rows(tokens: int, choices: int, groups: int, platform: str) -> Block:
-    """Rows per block on a platform: None where ragged_dot is a kernel; on CPU a power of two near the mean group size, at most 64
-    (64 rows reach 91 GFLOP/s on one core, 8 rows 46)."""
+    """Returns the rows per block on a platform.
+
+    None where ragged_dot is a kernel. On CPU a power of two near the mean group size, at most 64: larger blocks are no
+    faster.
+    """
     if platform != "cpu":
         return None
     return min(64, 1 << max(0, (tokens * choices // groups).bit_length() - 1))
 
 
 def _of_choices(rows_ME: jax.Array, plan: Plan) -> jax.Array:
-    """The row of every choice: [N, k, E]; 0 for choices without one."""
+    """Returns the row of every choice, [N, k, E]; 0 for choices without a row."""
     return jnp.take(rows_ME, plan.row, axis=0, mode="fill", fill_value=0) if plan.partial else rows_ME[plan.row]
 
 
 @jax.custom_vjp
 def dispatch(x_NE: jax.Array, plan: Plan) -> jax.Array:
-    """The rows [M, E] of the sorted layout; padding rows are 0. Its gradient is a gather too: each token sums its k rows."""
+    """Returns the rows [M, E] of the sorted layout; padding rows are 0.
+
+    The gradient is a gather: each token sums its k rows.
+    """
     return jnp.take(x_NE, plan.token, axis=0, mode="fill", fill_value=0)
 
 
@@ -107,13 +121,13 @@ dispatch.defvjp(lambda x, plan: (dispatch(x, plan), plan), _dispatch_backward)
 
 
 def by_row(values_NK: jax.Array, plan: Plan) -> jax.Array:
-    """The value of the choice that a row belongs to: [M]; 0 for the other rows."""
+    """Returns the value of the choice that each row belongs to, [M]; 0 for other rows."""
     return jnp.zeros(plan.token.shape[0], values_NK.dtype).at[plan.row].set(values_NK, unique_indices=True, mode="drop")
 
 
 @jax.custom_vjp
 def combine(rows_ME: jax.Array, weights_NK: jax.Array, plan: Plan) -> jax.Array:
-    """sum_k weights[n, k] * rows[row[n, k]], in float32, as rows' dtype: [N, E]."""
+    """Computes sum_k weights[n, k] * rows[row[n, k]] in float32: [N, E] in the rows' dtype."""
     chosen = _of_choices(rows_ME, plan).astype(jnp.float32)
     return jnp.einsum("nke,nk->ne", chosen, weights_NK.astype(jnp.float32)).astype(rows_ME.dtype)
 
@@ -135,14 +149,15 @@ combine.defvjp(lambda rows, weights, plan: (combine(rows, weights, plan), (rows,
 def product(
     rows_ME: jax.Array, weights_GEF: Weight, plan: Plan, runtime: Runtime, bias_GF: jax.Array | None = None
 ) -> jax.Array:
-    """rows[m] @ weights[group of m] + bias[group of m], in rows' dtype: [M, F]."""
+    """Computes rows[m] @ weights[group of m] + bias[group of m] in the rows' dtype: [M, F]."""
     if plan.block_group is not None:
         blocks = rows_ME.reshape(plan.block_group.shape[0], -1, rows_ME.shape[-1])
-        out = linear("bre,bef->brf", blocks, weights_GEF.astype(rows_ME.dtype)[plan.block_group], runtime)
+        weights = cast(jax.Array, weights_GEF).astype(rows_ME.dtype)
+        out = linear("bre,bef->brf", blocks, weights[plan.block_group], runtime)
         out = out.reshape(rows_ME.shape[0], -1)
     else:
         out = ragged_linear(rows_ME, weights_GEF, plan.sizes.astype(jnp.int32), runtime)
     if bias_GF is not None:
         out = out + bias_GF.astype(out.dtype)[groups_of(plan)]
-    # Kernels leave rows past the last group as they find them. `where` makes these 0 here and in the gradient.
+    # Kernels leave rows past the last group undefined. `where` makes these 0 here and in the gradient.
     return jnp.where(plan.used, out, 0) if plan.partial and plan.block_group is None else out

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import jax
 import qwix
 from flax import nnx
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Moe, Runtime
@@ -18,11 +20,11 @@ from policy.intermediates import LayerAux, Routing
 from policy.layers.mlp import FeedForward
 from policy.mesh.explicit import auto_axes, in_explicit_mode, spec_of
 from policy.ops.linear import Weight, einsum, rounded
-from policy.ops.parameter import apart, normal, weight, zeros
+from policy.ops.parameter import normal, split_module, weight, zeros
 
 
 class MixtureOfExperts(nnx.Module):
-    """sum over the chosen experts of weight * down(act(gate(x)) * up(x)), plus the shared experts."""
+    """Sums weight * down(act(gate(x)) * up(x)) over the chosen experts, and adds the shared experts."""
 
     def __init__(self, spec: Moe, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
@@ -41,31 +43,33 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x_BTE: jax.Array, step: Step, runtime: Runtime, router_input: jax.Array | None = None
     ) -> tuple[jax.Array, LayerAux]:
-        """(x_BTE, what the router did). The router scores `router_input`, by default x."""
+        """Returns (x_BTE, LayerAux of the router). The router scores `router_input`, by default x."""
         experts, weights, routing = self.choose(x_BTE if router_input is None else router_input, step, runtime)
         out, lost = mixture(x_BTE, experts, weights, self.weights(x_BTE.dtype, runtime), self.spec, runtime)
         if lost is not None:
+            assert routing.dropped is not None, "the runtime drops choices"
             routing = replace(routing, dropped=routing.dropped + lost)
-        shared = self.beside(x_BTE, step, runtime)
-        found = LayerAux(routing=routing, routes=experts if "routes" in runtime.record else None)
-        return out if shared is None else out + shared, found
+        shared = self.shared_experts(x_BTE, step, runtime)
+        aux = LayerAux(routing=routing, routes=experts if "routes" in runtime.record else None)
+        return out if shared is None else out + shared, aux
 
     def choose(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
-        """(experts int[B, T, k], their weights float32[B, T, k], see `routing_statistics`)."""
+        """Returns (experts int[B, T, k], their weights float32[B, T, k], the statistics of `routing_statistics`)."""
         if not in_explicit_mode():
             return chosen(self.router, x_BTE, step, runtime)
-        weights, router = apart(self.router)
+        weights, router = split_module(self.router)
 
         def run(weights, x_BTE, step):
-            return chosen(router(weights), x_BTE, step, runtime)
+            return chosen(cast(TopKRouter, router(weights)), x_BTE, step, runtime)
 
-        return auto_axes(run, (spec_of(x_BTE), spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step)
+        specs = spec_of(x_BTE), spec_of(x_BTE), PartitionSpec()
+        return cast(tuple[jax.Array, jax.Array, Routing], auto_axes(run, specs, weights, x_BTE, step))
 
-    def beside(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
-        """What the shared experts add, if there are any."""
+    def shared_experts(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array | None:
+        """Returns the sum of the shared experts [B, T, E]; None without shared experts."""
         if not self.spec.shared:
             return None
-        # The tokens of rows that are cut along their length have no place in one dimension with the rows.
+        # Where rows are cut along their length, rows and tokens cannot be flattened to one dimension.
         x = x_BTE if in_explicit_mode() else x_BTE.reshape(-1, x_BTE.shape[-1])
         shared, _ = self.shared(x, step, runtime)
         if self.spec.shared_gate:
@@ -74,17 +78,20 @@ class MixtureOfExperts(nnx.Module):
             )
         return shared.reshape(x_BTE.shape)
 
-    def weights(self, dtype, runtime: Runtime) -> Weights:
-        """Those of the routed experts, by the names of `AXES`."""
+    def weights(self, dtype: DTypeLike, runtime: Runtime) -> Weights:
+        """Returns the weights of the routed experts, by the names of `AXES`."""
         names = {name: f"expert_{name}_proj" for name in ("gate", "up", "down")}
         if self.spec.bias:
             names |= {f"{name}_bias": f"expert_{name}_bias" for name in ("gate", "up", "down")}
         return {name: _ready(getattr(self, path)[...], dtype, runtime) for name, path in names.items()}
 
 
-def _ready(weight: Weight, dtype, runtime: Runtime) -> Weight:
-    """As products take it: floats in `dtype`; quantised as it is, but on several devices, between which scales are not passed."""
+def _ready(weight: Weight, dtype: DTypeLike, runtime: Runtime) -> Weight:
+    """Returns a weight as the products read it: floats in `dtype`, or quantised on one device.
+
+    Several devices do not exchange scales, so there a quantised weight becomes floats.
+    """
     if isinstance(weight, qwix.QArray):
         alone = runtime.layout is None or runtime.layout.mesh.size == 1
         return weight if alone else rounded(weight, (1,), dtype, runtime)
-    return weight.astype(dtype)
+    return cast(jax.Array, weight).astype(dtype)

@@ -1,6 +1,6 @@
-"""Rows that travel between the devices along a mesh axis, a different number between any two.
+"""The exchange of rows between the devices along a mesh axis, with a different number of rows for each pair of devices.
 
-P devices, G groups a device, M rows on a device before, R rows after, E elements of a row.
+P devices, G groups per device, M rows on a device before, R rows after, E elements of a row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Trip:
-    """int32[P, P] each, [i, j] for what i sends to j: number of rows, where they begin on i, and where they begin on j."""
+    """The rows that device i sends to device j, int32[P, P] each: their number, their start on i, and their start on
+    j."""
 
     sizes: jax.Array
     source: jax.Array
@@ -23,32 +24,32 @@ class Trip:
 
     @property
     def back(self) -> Trip:
-        """The way back: every row returns to where it was."""
+        """Returns the trip that brings every row back."""
         return Trip(self.sizes.T, self.target.T, self.source.T)
 
 
 def trips(counts_PX: jax.Array, room: int) -> tuple[Trip, jax.Array]:
-    """(the trip, rows that arrive int32[P, P, G]: from device i, at device j, of its group g).
+    """Returns (the trip, the number of rows that arrive from device i at device j for its group g, int32[P, P, G]).
 
-    `counts` are the rows that each device has for each of the P G groups; they lie sorted by group, those of device j being
-    j G .. (j + 1) G - 1. A device has place for `room` rows: senders of lower number go first, and of their rows those of lower
-    groups; the rest stays behind.
+    counts: the rows that each device has for each of the P G groups. Rows are sorted by group; device j has the groups
+    j G .. (j + 1) G - 1. room: the rows that a device can receive. Senders with a lower number go first, and lower
+    groups of one sender; the remaining rows are not sent.
     """
     P = counts_PX.shape[0]
     counts_PPG = counts_PX.reshape(P, P, -1).astype(jnp.int32)
-    wanted = counts_PPG.sum(axis=-1)
-    sizes = jnp.clip(room - _before(wanted, 0), 0, wanted)
+    requested = counts_PPG.sum(axis=-1)
+    sizes = jnp.clip(room - _before(requested, 0), 0, requested)
     arriving = jnp.clip(sizes[..., None] - _before(counts_PPG, 2), 0, counts_PPG)
-    return Trip(sizes, _before(wanted, 1), _before(sizes, 0)), arriving
+    return Trip(sizes, _before(requested, 1), _before(sizes, 0)), arriving
 
 
 def _before(sizes: jax.Array, axis: int) -> jax.Array:
-    """The sum of the earlier entries along an axis."""
+    """Returns the sum of the earlier entries along an axis."""
     return jnp.cumsum(sizes, axis=axis, dtype=jnp.int32) - sizes
 
 
 def groups_on_arrival(arriving_PG: jax.Array, room: int) -> jax.Array:
-    """int[R]: the group of each row that has arrived on a device, and G for the places behind the last one."""
+    """Returns the group of each row that has arrived on a device, int[R], and G behind the last row."""
     P, G = arriving_PG.shape
     pile = jnp.searchsorted(jnp.cumsum(arriving_PG.reshape(-1)), jnp.arange(room), side="right")
     return jnp.where(pile < P * G, pile % G, G)
@@ -56,10 +57,10 @@ def groups_on_arrival(arriving_PG: jax.Array, room: int) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def exchange(rows_ME: jax.Array, trip: Trip, lengths: tuple[int, int], axis: str, native: bool) -> jax.Array:
-    """The rows [R, E] that a device has after the trip, 0 where none arrived; `lengths` is (M, R). Inside `jax.shard_map`.
+    """Returns the rows [R, E] of a device after the trip, 0 where none arrived. Runs inside `jax.shard_map`.
 
-    With `native` by `jax.lax.ragged_all_to_all`, which XLA has for TPU and GPU; otherwise every device sees all rows and takes its
-    own, which moves P times as much.
+    lengths: (M, R). native: whether to use `jax.lax.ragged_all_to_all`, which XLA has for TPU and GPU. Otherwise every
+    device receives all rows and selects its own, which moves P times as much.
     """
     M, R = lengths
     here = jax.lax.axis_index(axis)

@@ -1,4 +1,4 @@
-"""Routers: the experts that each token goes to, their weights, and how the choice is balanced and replayed.
+"""Routers choose the experts of each token and their weights. The choice can be balanced and replayed.
 
 B rows, T tokens, N tokens of all rows, X experts, k experts per token.
 """
@@ -20,8 +20,10 @@ from policy.ops.parameter import RouterBias, normal, ones, weight, zeros
 
 
 class TopKRouter(nnx.Module):
-    """Chooses experts by float32 scores. `weight` [E, X]; `correction_bias` [X] shifts the choice only and learns by
-    `bias_update`."""
+    """Chooses experts by float32 scores.
+
+    Weights: `weight` [E, X]; `correction_bias` [X] shifts the choice only and is updated by `bias_update`.
+    """
 
     def __init__(self, spec: Router, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
@@ -37,7 +39,7 @@ class TopKRouter(nnx.Module):
             self.expert_scale = weight(rngs, (spec.experts,), (None,), ones)
 
     def __call__(self, x_NE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(experts int[N, k], weights float32[N, k], scores float32[N, X])."""
+        """Returns (experts int[N, k], weights float32[N, k], scores float32[N, X])."""
         spec = self.spec
         scores, choice = self._scores(x_NE)
         if spec.groups > 1:
@@ -46,7 +48,8 @@ class TopKRouter(nnx.Module):
         return experts, self.weigh(scores, experts), scores
 
     def weigh(self, scores: jax.Array, experts: jax.Array) -> jax.Array:
-        """float32[..., k]: the weights of these experts, int[..., k], by the scores of all, float32[..., X]."""
+        """Computes the weights float32[..., k] of experts int[..., k] from the scores of all experts, float32[...,
+        X]."""
         spec = self.spec
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if spec.renormalize:
@@ -55,7 +58,7 @@ class TopKRouter(nnx.Module):
         return weights * self.expert_scale[...][experts] if spec.expert_scale else weights
 
     def _scores(self, x_NE: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(scores, what the choice goes by), float32[N, X]."""
+        """Returns (scores, the numbers that the choice compares), float32[N, X]."""
         spec = self.spec
         x = x_NE.astype(jnp.float32)
         if spec.input_norm:
@@ -64,14 +67,14 @@ class TopKRouter(nnx.Module):
         if spec.bias:
             logits = logits + self.bias[...].astype(jnp.float32)
         scores = jax.nn.sigmoid(logits) if spec.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-        # By logits: scores of a saturated sigmoid or softmax are equal in float32 where their logits differ.
+        # The choice compares logits: a saturated sigmoid or softmax has equal scores in float32 where logits differ.
         choice = scores if spec.correction_bias or spec.groups > 1 else logits
         if spec.correction_bias:
             choice = choice + self.correction_bias[...]
         return scores, jax.lax.stop_gradient(choice)
 
     def _eligible(self, choice_NX: jax.Array) -> jax.Array:
-        """bool[N, X]: experts whose group is among the best `topk_groups`."""
+        """Tells which experts are in one of the best `topk_groups` groups, bool[N, X]."""
         spec = self.spec
         grouped = choice_NX.reshape(-1, spec.groups, spec.experts // spec.groups)
         best = jax.lax.top_k(grouped, 2)[0].sum(-1) if spec.group_score == "top2" else grouped.max(-1)
@@ -81,7 +84,7 @@ class TopKRouter(nnx.Module):
 
 
 def chosen(router: TopKRouter, x_BTE: jax.Array, step: Step, runtime: Runtime) -> tuple[jax.Array, jax.Array, Routing]:
-    """What `router` chooses for these tokens: see `MixtureOfExperts.choose`."""
+    """Chooses the experts of tokens; `MixtureOfExperts.choose` describes the result."""
     B, T, E = x_BTE.shape
     experts, weights, scores = (a.reshape(B, T, -1) for a in router(x_BTE.reshape(-1, E)))
     experts, weights, replayed = replay(router, (experts, weights, scores), step)
@@ -93,16 +96,20 @@ def chosen(router: TopKRouter, x_BTE: jax.Array, step: Step, runtime: Runtime) -
 
 
 def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_BT: jax.Array) -> Routing:
-    """`counts` float32[X]: choices of each expert, padding left out. `balance`: the sequence-wise balance term of
-    arXiv 2412.19437 (eq. 17-20), summed over sequences: sum_e f_e P_e with f_e = X / (k T) * choices of e, and P_e the mean share
-    of e in the scores. 1 for a sequence of T tokens that uses its experts evenly; padding adds 0. `share` float32[X]: the sum over
-    tokens of each expert's share in the scores, for the balance term of a whole batch."""
+    """Computes the statistics of a batch of choices.
+
+    counts: float32[X], choices of each expert, without padding.
+    balance: the sequence-wise balance term of arXiv 2412.19437 (eq. 17-20), summed over sequences: sum_e f_e P_e with
+        f_e = X / (k T) * choices of e, and P_e the mean share of e in the scores. It is 1 for a sequence of T tokens
+        that uses its experts evenly; padding adds 0.
+    share: float32[X], each expert's share in the scores summed over tokens, for the balance term of a full batch.
+    """
     B, T, k = experts_BTK.shape
     X = scores_BTX.shape[-1]
     valid = (segments_BT != 0).astype(jnp.float32)
     chosen = jax.nn.one_hot(experts_BTK, X, dtype=jnp.float32).sum(axis=2) * valid[..., None]
     share = scores_BTX / (scores_BTX.sum(axis=-1, keepdims=True) + 1e-20) * valid[..., None]
-    # By sequence, numbered within its row; S = T + 1 of them have room.
+    # Sequences are numbered within their row; there are at most S = T + 1.
     tokens, chosen_BSX, share_BSX = (_by_segment(a, segments_BT) for a in (valid[..., None], chosen, share))
     tokens = jnp.maximum(tokens, 1.0)
     frequency = chosen_BSX * (X / k) / tokens
@@ -114,15 +121,16 @@ def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_B
 
 
 def _by_segment(values_BTX: jax.Array, segments_BT: jax.Array) -> jax.Array:
-    """[B, T + 1, X]: sums over the tokens of each segment of a row, which are numbered up to T."""
+    """Sums over the tokens of each segment of a row, numbered up to T: [B, T + 1, X]."""
     places = segments_BT.shape[1] + 1
     return jax.vmap(lambda values, ids: jax.ops.segment_sum(values, ids, num_segments=places))(values_BTX, segments_BT)
 
 
 def bias_update(bias_X: jax.Array, counts_X: jax.Array, rate: float) -> jax.Array:
-    """The selection bias after a step (arXiv 2408.15664): up by `rate` for experts chosen less than the mean, down for others.
+    """Returns the selection bias after a step (arXiv 2408.15664): + `rate` for experts chosen less than the mean, else
+    - `rate`.
 
-    `counts` are those of the whole optimiser batch; the last axis is the experts.
+    counts: choices in the full optimiser batch; the last axis is the experts.
     """
     return bias_X + rate * jnp.sign(counts_X.mean(axis=-1, keepdims=True) - counts_X)
 
@@ -130,13 +138,15 @@ def bias_update(bias_X: jax.Array, counts_X: jax.Array, rate: float) -> jax.Arra
 def replay(
     router: TopKRouter, chosen: tuple[jax.Array, ...], step: Step
 ) -> tuple[jax.Array, jax.Array, Replayed | None]:
-    """(the experts that compute each token, int[B, T, k]: those of `step.routes` where they are known, else the router's own; their
-    weights float32[B, T, k]; how many were given, and how many of these the router would not have chosen, in whatever order).
-    `chosen` is what the router returned, [B, T, ...] each; it stays as it is without routes.
+    """Replaces the router's choice by `step.routes` where these are known.
 
-    Router replay (arXiv 2510.11370): a generator and a trainer that round differently choose different experts where two scores are
-    close. Replaying the generator's choice makes the trainer compute what was sampled from. Only the choice is replayed: the weights
-    come from the router's own scores, so that the gradient reaches the router.
+    chosen: the router's result (experts, weights, scores), [B, T, ...] each; returned unchanged without routes.
+    Returns (experts int[B, T, k], their weights float32[B, T, k], counts of replayed choices, and of those among them
+    that the router would not have chosen, in any order).
+
+    Router replay (arXiv 2510.11370): a generator and a trainer that round differently choose different experts where
+    two scores are close. With the generator's choice the trainer computes the function that was sampled from. The
+    weights still come from the router's own scores, so that the gradient reaches the router.
     """
     own, weights, scores = chosen
     if step.routes is None:

@@ -1,15 +1,21 @@
-"""Decoder families, one file each, found by listing this folder. Free of jax.
+"""Decoder families, one file each; listing this folder gives their names. Free of jax.
 
-A family file holds ARCHITECTURES and MODEL_TYPES (which Hugging Face configurations are its own), `read(hf) ->
-DecoderConfig`, NAMES (how its weights are stored; policy/huggingface/names.py) and DEFAULTS (values of absent keys; here the class
-of transformers rules). Optional: TOP and LAYER_PREFIX in the place of those of policy/huggingface/names.py; PREFIXES, pairs of the start of
-a stored name and what the tables call it; SKIP, patterns of stored tensors that are not read; SKIP_EXTRA_LAYERS, True where
-layers past num_hidden_layers are not read either; PASSED_OVER, the start of the names of such layers that transformers passes
-over in a file; `empty_tensors(hf)`, names and shapes of tensors without elements
-that transformers expects to find.
+A family file defines:
+- ARCHITECTURES and MODEL_TYPES: the Hugging Face configurations of the family.
+- `read(stored) -> DecoderConfig`.
+- NAMES: how its weights are stored (policy/huggingface/names.py).
+- DEFAULTS: the values of absent keys, as in the class of transformers.
 
-A multimodal configuration (with a `text_config`) is read as its text model. ARCHITECTURES then also holds the wrapper's class,
-after the text classes, which stand in the order of their MODEL_TYPES.
+Optional:
+- TOP and LAYER_PREFIX: replacements for the names in policy/huggingface/names.py.
+- PREFIXES: pairs of a prefix of stored names and its replacement in the tables.
+- SKIP: patterns of stored tensors that are not read.
+- SKIP_EXTRA_LAYERS: True if layers past num_hidden_layers are not read either.
+- PASSED_OVER: a pattern for the start of the names of such layers that transformers ignores in a file.
+- `empty_tensors(hf)`: names and shapes of tensors without elements that transformers expects.
+
+A multimodal configuration (with a `text_config`) is read as its text model. ARCHITECTURES then also holds the wrapper's
+class, after the text classes, which are in the order of their MODEL_TYPES.
 """
 
 from __future__ import annotations
@@ -20,25 +26,28 @@ from types import ModuleType
 
 from policy.config import DecoderConfig
 from policy.huggingface import extensions
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 
 
 def known() -> list[str]:
+    """Returns the names of all families."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def get(name: str) -> ModuleType:
+    """Imports the family `name`."""
     return importlib.import_module(f"policy.families.{name}")
 
 
 def find(hf: dict) -> ModuleType:
-    """The family of a Hugging Face configuration: by `architectures` first, by `model_type` second."""
+    """Returns the family of a Hugging Face configuration, by `architectures` first and `model_type` second. Raises
+    UnsupportedModel if no family has either."""
     modules = [get(name) for name in known()]
     for key, attribute in (("architectures", "ARCHITECTURES"), ("model_type", "MODEL_TYPES")):
         value = hf.get(key)
-        wanted = {value} if isinstance(value, str) else set(value or ())
+        requested = {value} if isinstance(value, str) else set(value or ())
         for module in modules:
-            if wanted & set(getattr(module, attribute)):
+            if requested & set(getattr(module, attribute)):
                 return module
     types = sorted(t for module in modules for t in module.MODEL_TYPES)
     raise UnsupportedModel(
@@ -48,7 +57,7 @@ def find(hf: dict) -> ModuleType:
 
 
 def text_model(hf: dict) -> dict:
-    """The configuration of the text model in that of a multimodal one; any other as it is."""
+    """Returns the configuration of the text model inside a multimodal one; any other configuration unchanged."""
     inner = hf.get("text_config")
     if not isinstance(inner, dict):
         return hf
@@ -62,15 +71,16 @@ def text_model(hf: dict) -> dict:
     kind = inner.get("model_type")
     number = family.MODEL_TYPES.index(kind) if kind in family.MODEL_TYPES else 0
     outer = {extensions.KEY: hf[extensions.KEY]} if extensions.KEY in hf else {}
-    # The class of the wrapper ties the head by its own key; transformers also writes the text model's default into text_config.
+    # The class of the wrapper ties the head by its own key; transformers also writes the text model's default into
+    # text_config.
     tied = {key: hf[key] for key in ("tie_word_embeddings",) if hf.get(key) is not None}
     names = {"architectures": [family.ARCHITECTURES[number]], "model_type": family.MODEL_TYPES[number]}
     return outer | inner | tied | names
 
 
 def read(hf: dict) -> DecoderConfig:
-    """The decoder that a Hugging Face configuration describes, with the parts that policy/huggingface/extensions.py adds. Raises
-    UnsupportedModel with the key that is missing or unknown."""
+    """Reads the decoder that a Hugging Face configuration describes, with the parts that
+    policy/huggingface/extensions.py adds. Raises UnsupportedModel with the key that is missing or unknown."""
     hf = text_model(hf)
     module = find(hf)
     try:

@@ -1,11 +1,19 @@
-"""DeepSeek V2, V2-Lite, V3, V3.1 and V3.2 (DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, DeepseekV32ForCausalLM): latent
-attention, in V3.2 over keys that an indexer selects, and a dense prefix followed by mixtures of experts."""
+"""DeepSeek V2, V2-Lite, V3, V3.1 and V3.2 (DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, DeepseekV32ForCausalLM):
+latent attention, in V3.2 over keys that an indexer selects, and a dense prefix followed by mixtures of experts."""
 
 from __future__ import annotations
 
 from policy.config import DecoderConfig, Indexer, LatentAttention, LayerSpec, Mlp, Moe, Router
 from policy.huggingface import names
-from policy.huggingface.hf import UnsupportedModel, activation, decoder, first, rope, rope_parameters, yarn_mscale
+from policy.huggingface.config_fields import (
+    UnsupportedModel,
+    activation,
+    decoder,
+    first,
+    rope,
+    rope_parameters,
+    yarn_mscale,
+)
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
@@ -31,11 +39,10 @@ NAMES = (
     }
     | names.moved(names.MLP, ("feed_forward.", "feed_forward.shared."), ("mlp.", "mlp.shared_experts."))
 )
-SKIP_EXTRA_LAYERS = (
-    True  # those past num_hidden_layers predict further tokens, which the decoder does only where it is told to
-)
+# Layers past num_hidden_layers predict further tokens; they are read only with multi_token_prediction.
+SKIP_EXTRA_LAYERS = True
 PASSED_OVER = r"model\.layers\.61\."
-# What a configuration that lacks a key means, by the classes of transformers.
+# The values of absent keys, by the classes of transformers.
 _DEFAULTS = {
     "hidden_act": "silu",
     "initializer_range": 0.02,
@@ -91,12 +98,14 @@ _VERSIONS = {
 
 
 def defaults(hf: dict) -> dict:
-    """What absent keys mean in the version of this configuration: by `architectures` first, by `model_type` second."""
+    """Returns the values of absent keys in the version of a configuration, by `architectures` first, `model_type`
+    second."""
     named = [name for name in hf.get("architectures") or () if name in ARCHITECTURES]
     return _VERSIONS[named[0] if named else hf["model_type"]]
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     version = defaults(stored)
     hf, v3 = version | stored, version is not DEFAULTS_V2
     if version is not DEFAULTS_V32:
@@ -118,7 +127,8 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _dense_layers(hf: dict) -> list[bool]:
-    """Whether each layer has a dense feed-forward: the first `first_k_dense_replace`, or as `mlp_layer_types` says."""
+    """Returns whether each layer has a dense feed-forward: the first `first_k_dense_replace`, or by
+    `mlp_layer_types`."""
     layers = hf["num_hidden_layers"]
     if not (kinds := hf.get("mlp_layer_types")):  # version 3.2 only
         return [i < hf["first_k_dense_replace"] for i in range(layers)]
@@ -128,8 +138,8 @@ def _dense_layers(hf: dict) -> list[bool]:
 
 
 def _mixer(hf: dict, v3: bool) -> LatentAttention:
-    """The softmax scale grows by the square of yarn's mscale_all_dim; the latent norms use eps 1e-6 whatever
-    rms_norm_eps is."""
+    """Creates latent attention. The softmax scale grows by the square of yarn's mscale_all_dim; the latent norms use
+    eps 1e-6 whatever rms_norm_eps is."""
     settings, nope, rotated = rope_parameters(hf), hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
     scale = (nope + rotated) ** -0.5
     if settings["rope_type"] != "default" and settings.get("mscale_all_dim"):
@@ -148,7 +158,7 @@ def _mixer(hf: dict, v3: bool) -> LatentAttention:
 
 
 def _indexer(hf: dict, rotated: int) -> Indexer:
-    """Its rotation is by halves, with the frequencies of the main path."""
+    """Creates the indexer. It rotates by halves, with the frequencies of the main path."""
     if hf["q_lora_rank"] is None:
         raise UnsupportedModel("q_lora_rank: the indexer of version 3.2 reads the query latent, so it needs a rank")
     return Indexer(hf["index_n_heads"], hf["index_head_dim"], hf["index_topk"], rope(hf, rotated))
@@ -174,11 +184,13 @@ def _router(hf: dict, v3: bool, experts: int) -> Router:
 
 
 def empty_tensors(hf: dict) -> dict[str, tuple[int, ...]]:
-    """Stored tensors without elements: with `n_shared_experts` 0 transformers keeps shared experts of width 0."""
-    found, full = {}, defaults(hf) | hf
+    """Returns the stored tensors without elements: with `n_shared_experts` 0 transformers has shared experts of width
+    0."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    full = defaults(hf) | hf
     if full["n_shared_experts"] == 0:
         for n in (n for n, is_dense in enumerate(_dense_layers(full)) if not is_dense):
             prefix, E = names.LAYER_PREFIX.format(n=n) + "mlp.shared_experts.", full["hidden_size"]
-            found |= {prefix + "gate_proj.weight": (0, E), prefix + "up_proj.weight": (0, E)}
-            found[prefix + "down_proj.weight"] = (E, 0)
-    return found
+            shapes |= {prefix + "gate_proj.weight": (0, E), prefix + "up_proj.weight": (0, E)}
+            shapes[prefix + "down_proj.weight"] = (E, 0)
+    return shapes

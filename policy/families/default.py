@@ -1,20 +1,21 @@
 """The default block (ParallelRMS): attention and feed-forward read the same norm of x and are added together.
 
-Stored like StableLM with a parallel residual and root-mean-square norms. Scores are divided by sqrt(head_dim) at run time.
+It is stored like StableLM with a parallel residual and root-mean-square norms. Scores are divided by sqrt(head_dim) at
+run time.
 """
 
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, LearnedPositions, Mlp, Norm, SinusoidPositions
 from policy.huggingface import names
-from policy.huggingface.hf import (
+from policy.huggingface.config_fields import (
     ACTIVATIONS,
     UnsupportedModel,
     activation,
     attention,
     decoder,
     head_dim,
-    rope_of,
+    rope_from_settings,
     rope_parameters,
 )
 
@@ -23,7 +24,7 @@ MODEL_TYPES = ("stablelm",)
 NAMES = names.ATTENTION | names.MLP
 TOP = names.TOP | {"embed_positions": names.Stored("model.embed_positions.weight")}
 
-# What a configuration that lacks a key means, by the class of transformers; the last three are this family's own, named as in
+# The values of absent keys, by the class of transformers; the last three are this family's own, named as in
 # MaxText.
 DEFAULTS = {
     "num_key_value_heads": 32,
@@ -43,6 +44,7 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
     if "StableLmForCausalLM" in (stored.get("architectures") or ()):
         raise UnsupportedModel(
@@ -53,7 +55,7 @@ def read(stored: dict) -> DecoderConfig:
     if hf["qk_layernorm"]:
         raise UnsupportedModel("qk_layernorm: not supported by this family")
     bias = bool(hf["use_qkv_bias"])
-    mixer = attention(hf, rope=rope_of(rope_parameters(hf), head_dim(hf)), bias=bias, out_bias=False)
+    mixer = attention(hf, rope=rope_from_settings(rope_parameters(hf), head_dim(hf)), bias=bias, out_bias=False)
     layer = LayerSpec(mixer, _feed_forward(hf), norms=("input_layernorm",), parallel=True)
     positions = (LearnedPositions(hf["trainable_position_size"]),) if hf["trainable_position_size"] > 0 else ()
     if hf["use_untrainable_positional_embedding"]:
@@ -63,7 +65,7 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _feed_forward(hf: dict) -> Mlp:
-    """`mlp_activations` is the activation alone, ungated, or with "linear" for the other half of a gated one."""
+    """Creates the feed-forward. `mlp_activations` is [act], ungated, or [act, "linear"], gated."""
     match hf["mlp_activations"]:
         case None:
             return Mlp(hf["intermediate_size"], activation(hf))

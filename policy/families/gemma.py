@@ -1,16 +1,16 @@
-"""Gemma (GemmaForCausalLM): zero-centred norms, an embedding that is multiplied by the root of the hidden size, a tied head."""
+"""Gemma (GemmaForCausalLM): zero-centred norms, an embedding multiplied by the root of the hidden size, a tied head."""
 
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Norm
 from policy.huggingface import names
-from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, head_dim, rope
+from policy.huggingface.config_fields import UnsupportedModel, activation, attention, decoder, head_dim, rope
 
 ARCHITECTURES = ("GemmaForCausalLM",)
 MODEL_TYPES = ("gemma",)
 NAMES = names.ATTENTION | names.MLP
 
-# What a configuration that lacks a key means, by the class of transformers.
+# The values of absent keys, by the class of transformers.
 DEFAULTS = {
     "num_key_value_heads": 16,
     "head_dim": 256,
@@ -25,6 +25,7 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
     if hf["use_bidirectional_attention"]:
         raise UnsupportedModel("gemma: use_bidirectional_attention is not supported: the decoder is causal")

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from policy.config import SANDWICH_NORM, Attention, DecoderConfig, LayerSpec, Mlp, Norm
 from policy.huggingface import names
-from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, head_dim, layer_types, rope
+from policy.huggingface.config_fields import (
+    UnsupportedModel,
+    activation,
+    attention,
+    decoder,
+    head_dim,
+    layer_types,
+    rope,
+)
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
 MODEL_TYPES = ("gemma2",)
 NAMES = names.ATTENTION | names.MLP | names.NORMS_BY_ROLE
 
-# What a configuration that lacks a key means, by the class of transformers.
+# The values of absent keys, by the class of transformers.
 DEFAULTS = {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -29,6 +37,7 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
     if hf["use_bidirectional_attention"]:
         raise UnsupportedModel("gemma2: use_bidirectional_attention is not supported: the decoder is causal")
@@ -47,7 +56,8 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _mixer(hf: dict, kind: str) -> Attention:
-    """The softmax scale comes from `query_pre_attn_scalar`, which is not the head dimension in the 27B model."""
+    """Creates the attention of one layer. The softmax scale comes from `query_pre_attn_scalar`, which is not the head
+    dimension in the 27B model."""
     return attention(
         hf,
         scale=hf["query_pre_attn_scalar"] ** -0.5,

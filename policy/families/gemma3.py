@@ -1,17 +1,27 @@
-"""Gemma 3 (arXiv 2503.19786), text model: five layers with a sliding window for each full one, normed queries and keys."""
+"""Gemma 3 (arXiv 2503.19786), text model: five layers with a sliding window for each full one, normed queries and
+keys."""
 
 from __future__ import annotations
 
 from policy.config import SANDWICH_NORM, Attention, DecoderConfig, LayerSpec, Mlp, Norm
 from policy.huggingface import names
-from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, first, head_dim, layer_types, rope
+from policy.huggingface.config_fields import (
+    UnsupportedModel,
+    activation,
+    attention,
+    decoder,
+    first,
+    head_dim,
+    layer_types,
+    rope,
+)
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 MODEL_TYPES = ("gemma3_text", "gemma3")
 KINDS = ("full_attention", "sliding_attention")
 NAMES = names.ATTENTION | names.MLP | names.NORMS_BY_ROLE
 
-# What a configuration that lacks a key means, by the class of transformers. Files of multimodal models leave many out.
+# The values of absent keys, by the class of transformers. Files of multimodal models leave many out.
 DEFAULTS = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -32,6 +42,7 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
     if hf["use_bidirectional_attention"]:
         raise UnsupportedModel("gemma3: use_bidirectional_attention is not supported: the decoder is causal")
@@ -51,7 +62,7 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _mixer(hf: dict, kind: str) -> Attention:
-    """Transformers computes no `attn_logit_softcapping` here, so the key is not read."""
+    """Creates the attention of one layer. transformers computes no `attn_logit_softcapping`, so the key is not read."""
     return attention(
         hf,
         scale=hf["query_pre_attn_scalar"] ** -0.5,
@@ -62,17 +73,18 @@ def _mixer(hf: dict, kind: str) -> Attention:
 
 
 def _rope_parameters(hf: dict) -> dict:
-    """The rotary settings in their new spelling. In the old one `rope_scaling` and `rope_theta` are of the full layers,
-    `rope_local_base_freq` is the base of the others, which are not scaled. Yarn's `truncate` stands beside the two."""
+    """Returns the rotary settings in the new spelling. In the old one `rope_scaling` and `rope_theta` belong to the
+    full layers, and `rope_local_base_freq` is the base of the others, which are not scaled. Yarn's `truncate` is at the
+    level of the layer kinds."""
     new = first(hf, "rope_parameters", default={})
     if new and not any(kind in new for kind in KINDS):
         raise UnsupportedModel(
-            f"gemma3: rope_parameters: expected settings for {' and '.join(KINDS)}, found {', '.join(new)}"
+            f"gemma3: rope_parameters: expected settings for {' and '.join(KINDS)}, got {', '.join(new)}"
         )
     full, sliding = ((new.get(kind) or {}) | {"truncate": new.get("truncate", True)} for kind in KINDS)
     scaling = hf.get("rope_scaling") or {}
-    if scaling and "rope_type" not in scaling:  # transformers then scales nothing, whatever `type` says
-        raise UnsupportedModel(f"gemma3: rope_scaling lacks rope_type, found {', '.join(scaling)}")
+    if scaling and "rope_type" not in scaling:  # transformers then scales nothing, whatever `type` is
+        raise UnsupportedModel(f"gemma3: rope_scaling lacks rope_type, got {', '.join(scaling)}")
     full |= scaling
     full.setdefault("rope_theta", first(hf, "rope_theta", default=1_000_000.0))
     sliding.setdefault("rope_theta", first(hf, "rope_local_base_freq", default=10_000.0))

@@ -1,5 +1,5 @@
 """Gemma 4, text model of the larger sizes: Gemma 3's pattern with a wider head on the full layers, keys that are values
-there, and, in the sparse models, experts beside the dense feed-forward of every layer."""
+there, and, in the sparse models, experts in parallel to the dense feed-forward of every layer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from policy.config import (
     Mlp,
     Moe,
     Norm,
+    NormName,
     Router,
 )
 from policy.huggingface import names
-from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, first, layer_types, rope
+from policy.huggingface.config_fields import UnsupportedModel, activation, attention, decoder, first, layer_types, rope
 from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
@@ -41,7 +42,7 @@ NAMES = (
     }
 )
 
-# What a configuration that lacks a key means, by the class of transformers.
+# The values of absent keys, by the class of transformers.
 DEFAULTS = {
     "vocab_size": 262144,
     "num_attention_heads": 8,
@@ -70,6 +71,7 @@ ROPE = {
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
     _refuse(hf)
     derived = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(hf["num_hidden_layers"])]
@@ -77,8 +79,8 @@ def read(stored: dict) -> DecoderConfig:
     kinds[-1] = "full_attention"  # whatever the configuration says, as in transformers
     norm = Norm(hf["rms_norm_eps"], "before_cast")
     feed_forward = _feed_forward(hf, norm)
-    norms = SANDWICH_NORM
-    if isinstance(feed_forward, DenseAndExperts):  # which has norms of its own before its parts
+    norms: tuple[NormName, ...] = SANDWICH_NORM
+    if isinstance(feed_forward, DenseAndExperts):  # whose parts have norms of their own
         norms = tuple(name for name in SANDWICH_NORM if name != "pre_feedforward_layernorm")
     mixers = [_mixer(hf, kind, heads) for kind, heads in zip(kinds, _head_shapes(hf, kinds), strict=True)]
     return decoder(
@@ -93,7 +95,7 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _refuse(hf: dict) -> None:
-    """What the small models have beside the block. `use_double_wide_mlp` widens layers with shared keys only."""
+    """Refuses the extra parts of the small models. `use_double_wide_mlp` widens only layers with shared keys."""
     reasons = {
         "hidden_size_per_layer_input": "embeddings of each layer",
         "num_kv_shared_layers": "keys and values shared between layers",
@@ -106,8 +108,8 @@ def _refuse(hf: dict) -> None:
 
 
 def _head_shapes(hf: dict, kinds: list[str]) -> list[tuple[int, int]]:
-    """(key-value heads, head dimension) of each layer: by `per_layer_config` of newer files, or by the two keys for all full
-    layers."""
+    """Returns (key-value heads, head dimension) of each layer: by `per_layer_config` of newer files, or by the two keys
+    for all full layers."""
     if hf.get("per_layer_config") is None:
         wide = first(hf, "num_global_key_value_heads", default=hf["num_key_value_heads"])
         full = (wide if hf["attention_k_eq_v"] else hf["num_key_value_heads"], hf["global_head_dim"])
@@ -124,13 +126,13 @@ def _head_shapes(hf: dict, kinds: list[str]) -> list[tuple[int, int]]:
 
 
 def _mixer(hf: dict, kind: str, shape: tuple[int, int]) -> Attention:
-    """Scores are not scaled: the norms of queries and keys have learned to do it."""
+    """Creates the attention of one layer. Scores are not scaled, since queries and keys are normed."""
     sliding = kind == "sliding_attention"
     kv_heads, head_dim = shape
     settings = first(hf, "rope_parameters", default=ROPE)
     if not isinstance(settings.get(kind), dict):
-        raise UnsupportedModel(f"gemma4: rope_parameters: expected settings for {kind}, found {', '.join(settings)}")
-    own = settings[kind] | {"truncate": settings.get("truncate", True)}  # yarn's, which stands beside the kinds
+        raise UnsupportedModel(f"gemma4: rope_parameters: expected settings for {kind}, got {', '.join(settings)}")
+    own = settings[kind] | {"truncate": settings.get("truncate", True)}  # yarn's, at the level of the kinds
     return attention(
         hf,
         kv_heads=kv_heads,

@@ -1,13 +1,13 @@
 """GPT-3 in the form of GPT-2 (GPT2LMHeadModel): learned positions, layer norms, biases everywhere.
 
-The dropout rates of a configuration are not read: what an update drops is said by the stage that trains.
+The dropout rates of a configuration are not read; the training stage sets dropout.
 """
 
 from __future__ import annotations
 
 from policy.config import Attention, DecoderConfig, LayerNorm, LayerSpec, LearnedPositions, Mlp
 from policy.huggingface import names
-from policy.huggingface.hf import UnsupportedModel, activation, decoder, first
+from policy.huggingface.config_fields import UnsupportedModel, activation, decoder, first
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
 MODEL_TYPES = ("gpt2",)
@@ -40,7 +40,7 @@ NAMES |= {
     "feed_forward.down_bias": names.Stored("mlp.c_proj.bias"),
 }
 
-# What a configuration that lacks a key means, by the class of transformers. `reductions_in_fp32` is MaxText's name; transformers
+# The values of absent keys, by the class of transformers. `reductions_in_fp32` is MaxText's name; transformers
 # computes the mean and the variance of a norm in float32.
 DEFAULTS = {
     "n_inner": None,
@@ -53,7 +53,7 @@ DEFAULTS = {
     "tie_word_embeddings": True,
     "reductions_in_fp32": True,
 }
-# Our name -> the one in files; the class reads both.
+# Our name -> the name in files; the class of transformers reads both.
 ALIASES = {
     "hidden_size": "n_embd",
     "num_attention_heads": "n_head",
@@ -63,6 +63,7 @@ ALIASES = {
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored | {name: stored[name] if name in stored else stored[old] for name, old in ALIASES.items()}
     if hf["add_cross_attention"]:
         raise UnsupportedModel("add_cross_attention: there is no encoder to attend to")

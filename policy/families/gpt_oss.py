@@ -1,11 +1,11 @@
-"""gpt-oss (GptOssForCausalLM, arXiv 2508.10925): attention with sinks, sliding in every other layer, and experts with biases
-and a clamped activation. The released files are quantised in MXFP4, and are read as the weights that they stand for."""
+"""gpt-oss (GptOssForCausalLM, arXiv 2508.10925): attention with sinks, sliding in every other layer, and experts with
+biases and a clamped activation. The released files are quantised in MXFP4 and are dequantised as they are read."""
 
 from __future__ import annotations
 
 from policy.config import ClampedSwiglu, DecoderConfig, LayerSpec, Moe, Norm, Router
 from policy.huggingface import names
-from policy.huggingface.hf import attention, decoder, first, head_dim, layer_types, rope
+from policy.huggingface.config_fields import attention, decoder, first, head_dim, layer_types, rope
 from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("GptOssForCausalLM",)
@@ -28,7 +28,7 @@ NAMES = (
 )
 
 KINDS = ("sliding_attention", "full_attention")
-# What a configuration that lacks a key means, by the class of transformers.
+# The values of absent keys, by the class of transformers.
 DEFAULTS = {
     "num_key_value_heads": 8,
     "head_dim": 64,
@@ -48,6 +48,7 @@ EXPERTS = 128
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
     if hf.get("rope_parameters") is None:
         hf["rope_parameters"] = ROPE
@@ -64,8 +65,8 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _experts(hf: dict) -> Moe:
-    """The class of transformers has one activation, whatever `hidden_act` says. A softmax over the chosen logits is the softmax
-    over all, renormalised."""
+    """Creates the experts. The class of transformers has one activation, whatever `hidden_act` is. Its softmax over the
+    chosen logits equals the softmax over all, renormalised."""
     router = Router(
         experts=first(hf, "num_local_experts", "num_experts", default=EXPERTS),
         experts_per_token=hf["num_experts_per_tok"],

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp
 from policy.huggingface import names
-from policy.huggingface.hf import activation, attention, decoder, head_dim, rope
+from policy.huggingface.config_fields import activation, attention, decoder, head_dim, rope
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 MODEL_TYPES = ("llama",)
 NAMES = names.ATTENTION | names.MLP
 
-# What a configuration that lacks a key means, by the class of transformers.
+# The values of absent keys, by the class of transformers.
 DEFAULTS = {
     "num_key_value_heads": None,
     "head_dim": None,
@@ -25,6 +25,7 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
     mixer = attention(hf, rope=rope(hf, head_dim(hf)))
     mlp = Mlp(hf["intermediate_size"], activation(hf), bias=bool(hf["mlp_bias"]))

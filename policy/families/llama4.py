@@ -1,13 +1,23 @@
 """Llama 4 Scout and Maverick (Llama4ForCausalLM), and the text model of Llama4ForConditionalGeneration.
 
-Layers with rotary attention look only into their own chunk of the text; the others have no positions but a query temperature.
+Layers with rotary attention see only their own chunk of the text; the others have a query temperature instead of
+positions.
 """
 
 from __future__ import annotations
 
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Moe, Norm, QueryTemperature, Router
 from policy.huggingface import names
-from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, first, head_dim, layer_types, rope
+from policy.huggingface.config_fields import (
+    UnsupportedModel,
+    activation,
+    attention,
+    decoder,
+    first,
+    head_dim,
+    layer_types,
+    rope,
+)
 from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
@@ -26,7 +36,7 @@ NAMES = (
 )
 
 KINDS = ("chunked_attention", "full_attention")
-# What a configuration that lacks a key means, by the class of transformers.
+# The values of absent keys, by the class of transformers.
 DEFAULTS = {
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -51,6 +61,7 @@ EXPERTS = 16
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
     layers, step, interval = hf["num_hidden_layers"], hf["interleave_moe_layer_step"], hf["no_rope_layer_interval"]
     # `no_rope_layers` holds 1 for a layer with rotary positions and 0 for one without.
@@ -81,7 +92,8 @@ def _mixer(hf: dict, rotates: bool, kind: str) -> Attention:
 
 
 def _experts(hf: dict) -> Moe:
-    """The shared expert is as wide as one of the others; a sigmoid of the router's logit multiplies an expert's input."""
+    """Creates the experts. The shared expert has the width of a routed one; a sigmoid of the router's logit multiplies
+    an expert's input."""
     width = hf["intermediate_size"]
     router = Router(
         experts=first(hf, "num_local_experts", "num_experts", default=EXPERTS),

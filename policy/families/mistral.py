@@ -1,16 +1,16 @@
-"""Mistral 7B and what shares its class (MistralForCausalLM): Llama where every layer may look through a sliding window."""
+"""Mistral 7B and models of its class (MistralForCausalLM): Llama where every layer may have a sliding window."""
 
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp
 from policy.huggingface import names
-from policy.huggingface.hf import activation, attention, decoder, head_dim, layer_types, rope
+from policy.huggingface.config_fields import activation, attention, decoder, head_dim, layer_types, rope
 
 ARCHITECTURES = ("MistralForCausalLM",)
 MODEL_TYPES = ("mistral",)
 NAMES = names.ATTENTION | names.MLP
 
-# What a configuration that lacks a key means, by the class of transformers. A `sliding_window` of null is no window.
+# The values of absent keys, by the class of transformers. A `sliding_window` of null is no window.
 DEFAULTS = {
     "num_key_value_heads": 8,
     "head_dim": None,
@@ -24,8 +24,9 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
-    # All layers are alike: the class of transformers passes over `layer_types`, so one that says otherwise is refused.
+    # All layers are of one kind: the class of transformers ignores `layer_types`, so another kind there is refused.
     kind = "full_attention" if hf["sliding_window"] is None else "sliding_attention"
     layers = layer_types(hf, (kind,), [kind] * hf["num_hidden_layers"])
     mixer = attention(hf, rope=rope(hf, head_dim(hf)), window=hf["sliding_window"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Moe, Router
 from policy.huggingface import names
-from policy.huggingface.hf import activation, attention, decoder, first, head_dim, rope
+from policy.huggingface.config_fields import activation, attention, decoder, first, head_dim, rope
 from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("MixtralForCausalLM",)
@@ -20,7 +20,7 @@ NAMES = names.ATTENTION | {
     )
 }
 
-# What a configuration that lacks a key means, by the class of transformers. A `sliding_window` of null is no window.
+# The values of absent keys, by the class of transformers. A `sliding_window` of null is no window.
 DEFAULTS = {
     "num_key_value_heads": 8,
     "head_dim": None,
@@ -37,6 +37,7 @@ EXPERTS = 8
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
     mixer = attention(hf, rope=rope(hf, head_dim(hf)), window=hf["sliding_window"])
     router = Router(

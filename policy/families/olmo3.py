@@ -1,10 +1,19 @@
-"""OLMo 3 (Olmo3ForCausalLM): norms on the outputs of a layer's parts only, and one norm over all heads of queries and keys."""
+"""OLMo 3 (Olmo3ForCausalLM): norms on the outputs of a layer's parts only, and one norm over all heads of queries and
+keys."""
 
 from __future__ import annotations
 
 from policy.config import POST_NORM, DecoderConfig, LayerSpec, Mlp, Norm, Rope
 from policy.huggingface import names
-from policy.huggingface.hf import UnsupportedModel, activation, attention, decoder, head_dim, layer_types, rope
+from policy.huggingface.config_fields import (
+    UnsupportedModel,
+    activation,
+    attention,
+    decoder,
+    head_dim,
+    layer_types,
+    rope,
+)
 
 ARCHITECTURES = ("Olmo3ForCausalLM",)
 MODEL_TYPES = ("olmo3",)
@@ -12,7 +21,7 @@ NAMES = names.ATTENTION | names.NORMS_BY_ROLE | names.MLP
 
 KINDS = ("sliding_attention", "full_attention")
 THETA = 500000.0
-# What a configuration that lacks a key means, by the class of transformers. `head_dim` is not declared there.
+# The values of absent keys, by the class of transformers. `head_dim` is not declared there.
 DEFAULTS = {
     "num_key_value_heads": None,
     "hidden_act": "silu",
@@ -27,6 +36,7 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
     norm = Norm(eps=hf["rms_norm_eps"], scale="before_cast")
     ropes, mlp = _ropes(hf), Mlp(hf["intermediate_size"], activation(hf))
@@ -46,13 +56,13 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _ropes(hf: dict) -> dict[str, Rope]:
-    """The rotary embedding of each kind of layer. Settings in the old form, `rope_theta` and `rope_scaling`, are those of full
-    attention: transformers then gives sliding layers the default base, and never scales them. It takes yarn's `truncate` from
-    beside the two."""
+    """Returns the rotary embedding of each kind of layer. Settings in the old form, `rope_theta` and `rope_scaling`,
+    belong to full attention: transformers then uses the default base for sliding layers and never scales them. It reads
+    yarn's `truncate` at the level of the kinds."""
     new = hf.get("rope_parameters") or {}
     if new and not any(kind in new for kind in KINDS):
         raise UnsupportedModel(
-            f"rope_parameters: expected settings for each of {', '.join(KINDS)}, found {', '.join(new)}"
+            f"rope_parameters: expected settings for each of {', '.join(KINDS)}, got {', '.join(new)}"
         )
     settings = {kind: (new.get(kind) or {}) | {"truncate": new.get("truncate", True)} for kind in KINDS}
     settings["full_attention"] |= hf.get("rope_scaling") or {}

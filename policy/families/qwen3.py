@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Norm
 from policy.huggingface import names
-from policy.huggingface.hf import activation, attention, decoder, layer_types, rope
+from policy.huggingface.config_fields import activation, attention, decoder, layer_types, rope
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 MODEL_TYPES = ("qwen3",)
 NAMES = names.ATTENTION | names.MLP
 
-# What a configuration that lacks a key means, by the class of transformers.
+# The values of absent keys, by the class of transformers.
 DEFAULTS = {
     "num_key_value_heads": 32,
     "head_dim": 128,
@@ -28,6 +28,7 @@ DEFAULTS = {
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
     return decoder(
         "qwen3", stored, hf, [LayerSpec(mixer, Mlp(hf["intermediate_size"], activation(hf))) for mixer in mixers(hf)]
@@ -35,7 +36,7 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def mixers(hf: dict) -> list[Attention]:
-    """The attention of each layer; layers named sliding_attention see `sliding_window` tokens."""
+    """Returns the attention of each layer; sliding_attention layers see `sliding_window` tokens."""
     layers = hf["num_hidden_layers"]
     window = hf["sliding_window"] if hf["use_sliding_window"] else None
     derived = [

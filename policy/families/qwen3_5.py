@@ -1,11 +1,11 @@
-"""Qwen3.5, dense and mixture of experts (Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM), and the text model of the multimodal ones:
-three gated delta nets to one gated attention."""
+"""Qwen3.5, dense and mixture of experts (Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM), and the text model of the
+multimodal ones: three gated delta nets to one gated attention."""
 
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
 from policy.huggingface import names
-from policy.huggingface.hf import activation, decoder, first, hybrid_mixers
+from policy.huggingface.config_fields import activation, decoder, first, hybrid_mixers
 
 ARCHITECTURES = (
     "Qwen3_5ForCausalLM",
@@ -14,7 +14,7 @@ ARCHITECTURES = (
     "Qwen3_5MoeForConditionalGeneration",
 )
 MODEL_TYPES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
-# The Hub holds the experts fused.
+# The Hub stores the experts fused.
 NAMES = (
     names.ATTENTION
     | names.MLP
@@ -32,7 +32,7 @@ NAMES = (
     | {"feed_forward.shared_gate": names.Stored("mlp.shared_expert_gate.weight", "o e -> e o")}
 )
 
-# What a configuration that lacks a key means, by the classes of transformers.
+# The values of absent keys, by the classes of transformers.
 _DEFAULTS = {
     "head_dim": 256,
     "hidden_act": "silu",
@@ -60,6 +60,7 @@ EXPERTS = 256
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     named = [name for name in stored.get("architectures") or () if name in ARCHITECTURES]
     is_moe = "Moe" in named[0] if named else "moe" in stored["model_type"]
     hf = (MOE if is_moe else DENSE) | stored
@@ -69,7 +70,7 @@ def read(stored: dict) -> DecoderConfig:
 
 
 def _experts(hf: dict) -> Moe:
-    """The chosen experts' weights always sum to 1."""
+    """Creates the experts. The weights of the chosen experts always sum to 1."""
     experts = first(hf, "num_experts", "num_local_experts", "n_routed_experts", default=EXPERTS)
     act = activation(hf)
     shared = Mlp(hf["shared_expert_intermediate_size"], act)

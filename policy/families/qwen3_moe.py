@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
 from policy.huggingface import names
-from policy.huggingface.hf import activation, attention, decoder, first, head_dim, rope, sparse_layers
+from policy.huggingface.config_fields import activation, attention, decoder, first, head_dim, rope, sparse_layers
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 MODEL_TYPES = ("qwen3_moe",)
 NAMES = names.ATTENTION | names.MLP | names.MOE
 
-# What a configuration that lacks a key means, by the class of transformers. `head_dim` is not declared there.
+# The values of absent keys, by the class of transformers. `head_dim` is not declared there.
 DEFAULTS = {
     "num_key_value_heads": 4,
     "hidden_act": "silu",
@@ -31,6 +31,7 @@ EXPERTS = 128
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
     window = hf["sliding_window"] if hf["use_sliding_window"] else None
     mixer = attention(hf, rope=rope(hf, head_dim(hf)), qk_norm=Norm(eps=hf["rms_norm_eps"]), window=window)

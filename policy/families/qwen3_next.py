@@ -1,10 +1,11 @@
-"""Qwen3-Next (Qwen3NextForCausalLM): three gated delta nets to one gated attention, mixtures of experts with a gated shared one."""
+"""Qwen3-Next (Qwen3NextForCausalLM): three gated delta nets to one gated attention, mixtures of experts with a gated
+shared one."""
 
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
 from policy.huggingface import names
-from policy.huggingface.hf import activation, decoder, first, hybrid_mixers, sparse_layers
+from policy.huggingface.config_fields import activation, decoder, first, hybrid_mixers, sparse_layers
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 MODEL_TYPES = ("qwen3_next",)
@@ -24,7 +25,7 @@ NAMES = (
     | {"feed_forward.shared_gate": names.Stored("mlp.shared_expert_gate.weight", "o e -> e o")}
 )
 
-# What a configuration that lacks a key means, by the class of transformers.
+# The values of absent keys, by the class of transformers.
 DEFAULTS = {
     "num_key_value_heads": 2,
     "head_dim": 256,
@@ -52,6 +53,7 @@ EXPERTS = 512
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
     router = Router(
         experts=first(hf, "num_experts", "num_local_experts", "n_routed_experts", default=EXPERTS),

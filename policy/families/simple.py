@@ -1,20 +1,21 @@
-"""SimpleLM: each layer multiplies x by one matrix. No residual, no norm, no attention: the smallest decoder there is."""
+"""SimpleLM, the smallest decoder: each layer multiplies x by one matrix, without residual, norm or attention."""
 
 from __future__ import annotations
 
 from policy.config import DecoderConfig, LayerSpec, Matrix
 from policy.huggingface import names
-from policy.huggingface.hf import decoder
+from policy.huggingface.config_fields import decoder
 
 ARCHITECTURES = ("SimpleLM",)
 MODEL_TYPES = ()  # its configurations are Llama's
 NAMES = {"feed_forward.proj": names.Stored("mats.0.weight", "o i -> i o")}
 
-# What a configuration that lacks a key means, by the class of transformers.
+# The values of absent keys, by the class of transformers.
 DEFAULTS = {"initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 
 
 def read(stored: dict) -> DecoderConfig:
+    """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
     hf = DEFAULTS | stored
     layer = LayerSpec(None, Matrix(), norms=(), residual=False)
     return decoder("simple", stored, hf, [layer] * hf["num_hidden_layers"])

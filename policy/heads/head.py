@@ -1,12 +1,14 @@
-"""From hidden states to logits, and to log-probabilities and entropies without ever holding logits of all tokens.
+"""Logits of hidden states, and log-probabilities and entropies computed without the logits of all tokens at once.
 
-M tokens (rows and positions flattened), E hidden, V vocabulary, K tokens asked about at one place. All logits are float32.
+M tokens (rows and positions flattened), E hidden, V vocabulary, K targets per token. All logits are float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +17,17 @@ from jax.sharding import PartitionSpec
 from policy.heads import vocab_tiles
 from policy.heads.vocab_tiles import Tiles
 from policy.mesh.explicit import in_explicit_mode, over_devices, with_explicit_axes
-from policy.mesh.sharding import Layout
+from policy.mesh.sharding import Layout, axes_of
 from policy.ops.projection import Projection
 
-# Logits of a chunk unless the number of chunks is set: 2^24 float32 are 64 MiB.
+_Pair = tuple[jax.Array, jax.Array]
+
+# Largest number of logits of a chunk unless the number of chunks is set: 2^24 float32 are 64 MiB.
 CHUNK_LOGITS = 1 << 24
 
 
 def logits(hidden_ME: jax.Array, weight_VE: jax.Array | Projection, softcap: float | None = None) -> jax.Array:
-    """hidden @ weight^T as float32, bounded by softcap * tanh(z / softcap) if there is one; any leading dimensions."""
+    """Computes z = hidden @ weight^T in float32, for any leading dimensions; `softcap` c bounds it by c tanh(z / c)."""
     if isinstance(weight_VE, Projection):
         E = hidden_ME.shape[-1]
         z = weight_VE.product(hidden_ME.reshape(-1, E)).reshape(*hidden_ME.shape[:-1], -1)
@@ -36,47 +40,55 @@ def logits(hidden_ME: jax.Array, weight_VE: jax.Array | Projection, softcap: flo
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the rows are worked through. `tiles`: in so many chunks, the last one filled up where they do not divide; None: as few
-    as have at most CHUNK_LOGITS logits. `layout`: the devices over which rows are spread, each of which works on its own rows
-    with the whole weight, or its part of the vocabulary."""
+    """The chunks in which the rows are computed.
+
+    tiles: number of chunks, the last one padded if they do not divide; None: as few as have at most CHUNK_LOGITS logits
+    each. layout: the devices that share the rows. Each computes its own rows with the full weight, or with its part of
+    the vocabulary.
+    """
 
     tiles: int | None = None
     layout: Layout | None = None
 
     def rows(self, M: int, V: int) -> int:
-        """Rows of a chunk."""
+        """Returns the rows of a chunk."""
         return max(1, min(M, CHUNK_LOGITS // V) if self.tiles is None else -(-M // self.tiles))
 
     def of_vocabulary(self, M: int, weight_VE: jax.Array, softcap: float | None) -> Tiles | None:
-        """Tiles of the vocabulary in place of chunks of rows, where the devices that share the rows share E too, or, with
-        shardings stated, any part of the weight."""
-        cut = (None, None) if self.layout is None else self.layout.spec(("vocab", "embed_vocab"), weight_VE.shape)
+        """Returns tiles of the vocabulary, where these replace chunks of rows; else None.
+
+        They do where the devices that share the rows also share E, or in explicit mode any part of the weight.
+        """
+        if self.layout is None:
+            return None
+        cut = self.layout.spec(("vocab", "embed_vocab"), weight_VE.shape)
         if cut[1] is None and not (in_explicit_mode() and cut[0]):
             return None
         V = weight_VE.shape[0]
         rows = self.layout.sharding(("batch",), (M,)).shard_shape((M,))[0]
         return Tiles.of(self.layout, V, self.tiles or -(-rows * V // CHUNK_LOGITS), softcap)
 
-    def spread(self, function, M: int, *row_inputs: bool):
-        """`function` run by every device on its own rows; `row_inputs` says which of its arguments have rows, all results do.
+    def spread(self, function: Callable, M: int, *row_inputs: bool) -> Callable:
+        """Returns `function` run by every device on its own rows.
 
-        Left to itself the partitioner cuts the chunks, not the rows, over the devices: every chunk's logits are then added up
-        between them, M V numbers twice a step in place of one weight V E.
+        row_inputs: which arguments have rows; all results have rows.
+
+        The partitioner would cut the chunks over the devices, not the rows: the devices would then sum the logits of
+        every chunk, M V numbers twice per step, where one weight of V E numbers is enough.
         """
         axes = None if self.layout is None else self.layout.spec(("batch",), (M,))[0]
-        if not axes and not in_explicit_mode():
+        if self.layout is None or (not axes and not in_explicit_mode()):
             return function
-        rows, whole = PartitionSpec(axes), PartitionSpec()
+        rows, replicated = PartitionSpec(axes), PartitionSpec()
+        specs = tuple(rows if has else replicated for has in row_inputs)
         if in_explicit_mode():
-            places = tuple(rows if has else whole for has in row_inputs)
-            return over_devices(function, self.layout.mesh, places, rows, check_vma=False)
-        manual = {axes} if isinstance(axes, str) else set(axes)
+            return over_devices(function, self.layout.mesh, specs, rows, check_vma=False)
         return jax.shard_map(
             function,
             mesh=self.layout.mesh,
-            in_specs=tuple(rows if has else whole for has in row_inputs),
+            in_specs=specs,
             out_specs=rows,
-            axis_names=manual,
+            axis_names=set(axes_of(axes)),
             check_vma=False,
         )
 
@@ -85,31 +97,34 @@ def logprobs(
     hidden_ME: jax.Array,
     weight_VE: jax.Array,
     targets: jax.Array,
-    temperature,
+    temperature: jax.typing.ArrayLike,
     softcap: float | None = None,
     tiling: Tiling = Tiling(),
 ) -> tuple[jax.Array, jax.Array]:
-    """(logp, entropy): log softmax(logits / temperature) at `targets`, int[M] or several a token int[M, K], in the shape of
-    `targets`, and the entropy of that distribution, [M]. float32.
+    """Returns (logp, entropy), float32, of the distribution softmax(logits / temperature).
 
-    Works through the tokens in chunks; the backward pass computes the logits again, so nothing of size [M, V] is kept.
-    Differentiable in hidden and weight, through both results: a loss may be made of them at will.
+    targets: int[M], or int[M, K] for several tokens per place; logp has their shape. entropy: [M].
+
+    The tokens are computed in chunks, and the backward pass recomputes the logits, so nothing of size [M, V] is stored.
+    Both results are differentiable in hidden and weight.
     """
 
     def local(hidden, weight, targets, temperature):
         M = hidden.shape[0]
         cut = _cut(tiling.rows(M, weight.shape[0]), hidden, targets)
-        logp, entropy = _chunked(cut[0], weight, cut[1], temperature, softcap)
+        logp, entropy = cast(_Pair, _chunked(cut[0], weight, cut[1], temperature, softcap))
         return logp.reshape(-1, targets.shape[1])[:M], entropy.reshape(-1)[:M]
 
     M, temperature = hidden_ME.shape[0], jnp.asarray(temperature, jnp.float32)
     if tiling.layout is not None and tiling.layout.explicit and not in_explicit_mode():
         rows = tiling.layout.spec(("batch",), (M,))
-        places = rows, tiling.layout.spec(("vocab", "embed_vocab"), weight_VE.shape), rows, PartitionSpec()
+        specs = rows, tiling.layout.spec(("vocab", "embed_vocab"), weight_VE.shape), rows, PartitionSpec()
         run = partial(logprobs, softcap=softcap, tiling=tiling)
-        return with_explicit_axes(run, tiling.layout.mesh, places)(hidden_ME, weight_VE, targets, temperature)
+        explicit = with_explicit_axes(run, tiling.layout.mesh, specs)
+        return cast(_Pair, explicit(hidden_ME, weight_VE, targets, temperature))
     if (tiles := tiling.of_vocabulary(M, weight_VE, softcap)) is not None:
-        logp, entropy = vocab_tiles.logprobs(hidden_ME, weight_VE, targets.reshape(M, -1), temperature, tiles)
+        run = vocab_tiles.logprobs(hidden_ME, weight_VE, targets.reshape(M, -1), temperature, tiles)
+        logp, entropy = cast(_Pair, run)
     else:
         run = tiling.spread(local, M, True, False, True, False)
         logp, entropy = run(hidden_ME, weight_VE, targets.reshape(M, -1), temperature)
@@ -120,34 +135,38 @@ def top_logprobs(
     hidden_ME: jax.Array,
     weight_VE: jax.Array,
     k: int,
-    temperature,
+    temperature: jax.typing.ArrayLike,
     softcap: float | None = None,
     tiling: Tiling = Tiling(),
 ) -> tuple[jax.Array, jax.Array]:
-    """(logp float32[M, k], ids int32[M, k]) of the k likeliest tokens, likeliest first, lowest id first among equals; in the same
-    chunks. Not differentiable: for gradients give `ids` to `logprobs`."""
+    """Returns (logp float32[M, k], ids int32[M, k]) of the k likeliest tokens, likeliest first, lowest id first among
+    equals.
+
+    The tokens are computed in the chunks of `logprobs`. The result is not differentiable: for gradients pass `ids` to
+    `logprobs`.
+    """
 
     def local(hidden, weight, temperature):
         def one(h):
             return jax.lax.top_k(_log_softmax(logits(h, weight, softcap), temperature), k)
 
         M = hidden.shape[0]
-        found = jax.lax.map(one, *_cut(tiling.rows(M, weight.shape[0]), hidden))
-        return tuple(a.reshape(-1, k)[:M] for a in found)
+        chunks = jax.lax.map(one, *_cut(tiling.rows(M, weight.shape[0]), hidden))
+        return tuple(a.reshape(-1, k)[:M] for a in chunks)
 
     run = tiling.spread(local, hidden_ME.shape[0], True, False, False)
     return jax.lax.stop_gradient(run(hidden_ME, weight_VE, jnp.asarray(temperature, jnp.float32)))
 
 
 def _cut(rows: int, *arrays: jax.Array) -> list[jax.Array]:
-    """Each [M, X] as chunks [n, rows, X], filled up with zeros."""
+    """Cuts each array [M, X] into chunks [n, rows, X], padded with zeros."""
     return [jnp.pad(a, ((0, -a.shape[0] % rows), (0, 0))).reshape(-1, rows, a.shape[1]) for a in arrays]
 
 
 def likeliest(
     hidden_ME: jax.Array, weight_VE: jax.Array, softcap: float | None = None, tiling: Tiling = Tiling()
 ) -> jax.Array:
-    """int32[M]: the token of the largest logit, in the same chunks. No gradient."""
+    """Returns the token of the largest logit, int32[M], computed in the same chunks. It has no gradient."""
 
     def local(hidden, weight):
         M = hidden.shape[0]
@@ -176,13 +195,16 @@ def _chunked(hidden, weight, targets, temperature, softcap):
 
 
 def _forward(hidden, weight, targets, temperature, softcap):
-    logp, entropy = _chunked(hidden, weight, targets, temperature, softcap)
+    logp, entropy = cast(_Pair, _chunked(hidden, weight, targets, temperature, softcap))
     return (logp, entropy), (hidden, weight, targets, temperature, entropy)
 
 
 def _backward(softcap, saved, cotangents):
-    """d logp / dz = onehot - p and d H / dz = -p (log p + H), both divided by the temperature; a soft cap c adds the factor
-    1 - (z / c)^2 of its capped logits z."""
+    """Computes the gradients of hidden and weight.
+
+    d logp / dz = onehot - p and d H / dz = -p (log p + H), both divided by the temperature; a soft cap c adds the
+    factor 1 - (z / c)^2 for capped logits z.
+    """
     hidden, weight, targets, temperature, entropy = saved
     w = weight.astype(hidden.dtype)
 

@@ -1,14 +1,13 @@
-"""Log-probabilities whose last bits depend on nothing but the tokens before.
+"""Log-probabilities whose last bits depend on the preceding tokens alone.
 
-The sums of a matrix product, of a softmax over keys or of a block of experts round otherwise in arrays of another shape: on CPU a
-row of 41 tokens, padded to 64 or to 128, alone or among others, gives up to five versions of a log-probability that differ by
-2e-6. So the shapes here are fixed. Every document has a row of its own and begins at column 0; token t is scored in the program of
-the first of the lengths 128, 256, 512, ... that is more than t, which has always the same number of rows. Within one program a
-number does not depend on the other rows, on its own row's number, or on what follows in its row.
+The sums of a matrix product, of a softmax over keys or of a block of experts round differently in arrays of another
+shape: padding and the other rows of a batch change a log-probability by up to 2e-6. So the shapes here are fixed. Every
+document has a row of its own and begins at column 0. Token t is scored in the program of the first of the lengths 128,
+256, 512, ... that is more than t, and each program has a fixed number of rows. Within one program a result does not
+depend on the other rows, on the number of its row, or on the later tokens of its row.
 
-The price: a document of n tokens goes through the decoder at every length up to the first that holds it, n to 4 n tokens and
-2.9 n on average (n spread evenly in logarithm; any other factor than 2 is no cheaper by more than a sixteenth), and through the
-head once.
+The price: a document of n tokens goes through the decoder at every length up to the first that holds it, n to 4 n
+tokens and 2.9 n on average, and through the head once.
 
 R rows, L tokens of a row, T = L - `first(L)` of them scored, E hidden.
 """
@@ -16,7 +15,7 @@ R rows, L tokens of a row, T = L - `first(L)` of them scored, E hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +25,15 @@ from policy import modes
 from policy.execution.compiled_cache import CompiledCache
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 
+Params = dict[str, jax.Array]
+
 SHORTEST = 128
-# Of a program, as far as a row has no more: on CPU a product of 512 rows is as fast for each of them as one of more.
+# Tokens of a program, unless one row has more: on CPU a product of more than 512 rows is no faster per row.
 TOKENS = 512
 
 
 class Document(NamedTuple):
-    """Tokens start .. end - 1 of row `row` of a batch."""
+    """A document of a batch: tokens start .. end - 1 of row `row`."""
 
     row: int
     start: int
@@ -40,9 +41,12 @@ class Document(NamedTuple):
 
 
 def documents(segments_BT: np.ndarray, positions_BT: np.ndarray, limit: int | None) -> list[Document] | None:
-    """The documents of a batch: runs of one segment number other than 0. None where a number comes in two runs of a row, or a
-    document has other positions than 0, 1, 2, ..., or more than `limit` of them."""
-    found = []
+    """Returns the documents of a batch: runs of one segment number other than 0.
+
+    None if a number occurs in two runs of a row, or a document has other positions than 0, 1, 2, ..., or more than
+    `limit` tokens.
+    """
+    spans = []
     for row, segments in enumerate(segments_BT):
         edges = [0, *(np.flatnonzero(np.diff(segments)) + 1).tolist(), len(segments)]
         runs = [Document(row, a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a and segments[a] != 0]
@@ -52,80 +56,89 @@ def documents(segments_BT: np.ndarray, positions_BT: np.ndarray, limit: int | No
             plain = np.array_equal(positions_BT[row, start:end], np.arange(end - start))
             if not plain or (limit is not None and end - start > limit):
                 return None
-        found += runs
-    return found
+        spans += runs
+    return spans
 
 
 class Scorer:
-    """The programs of fixed shapes of a graph, `states` and `scores`."""
+    """Scores documents by two programs of fixed shapes: `states` runs the decoder and `scores` the head."""
 
-    def __init__(self, graph):
+    def __init__(self, graph: Any):
         self.graph, self._limit = graph, graph.config.max_positions
         self.states, self.scores = map(self.program, (self._states_program, self._scores_program))
 
     def program(self, function: Callable) -> CompiledCache:
-        """One whose results every device has."""
+        """Compiles a program whose results are replicated."""
         layout = self.graph.layout
         return CompiledCache(jax.jit(function, out_shardings=layout.replicated), layout.platform)
 
     def lengths(self, longest: int) -> list[int]:
-        """Those that documents of up to `longest` tokens go through. A model with a last position has no longer one."""
-        found = [SHORTEST]
-        while found[-1] < longest:
-            found.append(2 * found[-1])
-        return found if self._limit is None else sorted({min(length, self._limit) for length in found})
+        """Returns the lengths of the programs that score documents of up to `longest` tokens, at most the last
+        position."""
+        lengths = [SHORTEST]
+        while lengths[-1] < longest:
+            lengths.append(2 * lengths[-1])
+        return lengths if self._limit is None else sorted({min(length, self._limit) for length in lengths})
 
     def first(self, L: int) -> int:
-        """The first token that is scored at this length."""
+        """Returns the first token that is scored at this length."""
         return 0 if L <= SHORTEST else max(length for length in self.lengths(L) if length < L)
 
     def rows(self, L: int) -> int:
-        """Rows of the program: as many as TOKENS has room for, a multiple of what the mesh cuts a batch into."""
+        """Returns the rows of the program: TOKENS / L, rounded up to a multiple of the parts into which the mesh cuts a
+        batch."""
         rows, mesh = max(1, TOKENS // L), self.graph.layout.mesh
-        ways = int(np.prod([mesh.shape[axis] for axis in dict(self.graph.layout.rules)["batch"]]))
-        return -(-rows // ways) * ways
+        num_row_shards = int(np.prod([mesh.shape[axis] for axis in dict(self.graph.layout.rules)["batch"]]))
+        return -(-rows // num_row_shards) * num_row_shards
 
-    def hidden(self, params, tokens_RL: np.ndarray, lengths_R: np.ndarray) -> jax.Array:
-        """[R, T, E]: at token t the state that it is predicted from, which is that of the token before. Row r holds a document
-        of lengths[r] tokens."""
+    def hidden(self, params: Params, tokens_RL: np.ndarray, lengths_R: np.ndarray) -> jax.Array:
+        """Returns the state that predicts each token, which is the state of the token before it, [R, T, E].
+
+        Row r holds a document of lengths[r] tokens.
+        """
         return block_on_cpu_mesh(self.states(params, tokens_RL, lengths_R), self.graph.layout)
 
     def score(
-        self, params, hidden_RTE: jax.Array, tokens_RT: np.ndarray, temperature: float
+        self, params: Params, hidden_RTE: jax.Array, tokens_RT: np.ndarray, temperature: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(logp, entropy), float32[R, T] on the host. What they say of the first token of a document is of no meaning."""
-        found = block_on_cpu_mesh(
-            self.scores(params, hidden_RTE, tokens_RT, np.float32(temperature)), self.graph.layout
-        )
-        return tuple(np.asarray(each) for each in found)
+        """Returns (logp, entropy), float32[R, T] on the host.
+
+        The values at the first token of a document have no meaning.
+        """
+        scores = self.scores(params, hidden_RTE, tokens_RT, np.float32(temperature))
+        logp, entropy = block_on_cpu_mesh(scores, self.graph.layout)
+        return np.asarray(logp), np.asarray(entropy)
 
     def tiles(
         self, rows: Iterable[tuple[int, np.ndarray]], L: int
     ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-        """(numbers, tokens int32[R, L], lengths int32[R]) for the programs of this length; `rows` are numbered documents, those
-        that have no token to score there are passed over."""
-        given = [(number, tokens[:L]) for number, tokens in rows if len(tokens) > self.first(L)]
+        """Yields (numbers, tokens int32[R, L], lengths int32[R]), the inputs of the programs of this length.
+
+        rows: numbered documents. Documents without a token to score at this length are skipped.
+        """
+        documents = [(number, tokens[:L]) for number, tokens in rows if len(tokens) > self.first(L)]
         R = self.rows(L)
-        for i in range(0, len(given), R):
-            some = given[i : i + R]
+        for i in range(0, len(documents), R):
+            some = documents[i : i + R]
             tokens_RL, lengths_R = np.zeros((R, L), np.int32), np.zeros(R, np.int32)
             for row, (_, tokens) in enumerate(some):
                 tokens_RL[row, : len(tokens)], lengths_R[row] = tokens, len(tokens)
             yield [number for number, _ in some], tokens_RL, lengths_R
 
     def logprobs(
-        self, params, tokens_BT: np.ndarray, found: list[Document], temperature: float
+        self, params: Params, tokens_BT: np.ndarray, spans: list[Document], temperature: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(logp, entropy), float32[B, T]; both 0 at the first token of a document and outside of all."""
+        """Returns (logp, entropy), float32[B, T]; both are 0 at the first token of a document and outside of
+        documents."""
         out = np.zeros((2, *tokens_BT.shape), np.float32)
-        texts = [tokens_BT[each.row, each.start : each.end] for each in found]
+        texts = [tokens_BT[each.row, each.start : each.end] for each in spans]
         for L in self.lengths(max(map(len, texts), default=0)):
             first = self.first(L)
             for numbers, tokens_RL, lengths_R in self.tiles(enumerate(texts), L):
                 hidden = self.hidden(params, tokens_RL, lengths_R)
                 both = np.stack(self.score(params, hidden, tokens_RL[:, first:], temperature))
                 for r, number in enumerate(numbers):
-                    row, start, _ = found[number]
+                    row, start, _ = spans[number]
                     begin = max(first, 1)
                     out[:, row, start + begin : start + lengths_R[r]] = both[:, r, begin - first : lengths_R[r] - first]
         return out[0], out[1]
@@ -138,7 +151,7 @@ class Scorer:
             hidden, _, _ = self.graph.decoder(params)(
                 tokens, modes.make_step(tokens, segments=segments), None, self.graph.runtime
             )
-        return modes.before(hidden)[:, self.first(L) :]
+        return modes.shift_right(hidden)[:, self.first(L) :]
 
     def _scores_program(self, params, hidden_RTE, tokens_RT, temperature):
         with self.graph.precision():

@@ -1,27 +1,30 @@
 """Log-probabilities and entropies where the output projection is cut along E over the devices that share the rows.
 
-The vocabulary is worked through tile by tile with all rows: a tile of the projection is gathered, used and forgotten, and the
-gradient of a tile is added up over the devices and left where the tile lies. Chunks of rows (policy/heads/head.py) need the whole
-projection on every device, and a gradient of its size in float32 besides: 1 and 2 GiB for llama3.1-8b.
+All rows are computed with one tile of the vocabulary after another: devices exchange a tile of the projection, use it and
+drop it, and the gradient of a tile is summed over the devices and stored where the tile is stored. Chunks of rows
+(policy/heads/head.py) would need the full projection on every device, and a float32 gradient of its size: 1 and 2 GiB
+for llama3.1-8b.
 
-M rows, E hidden, V vocabulary, K tokens asked about at one place; P parts into which the mesh cuts V, n tiles of P x W tokens.
+M rows, E hidden, V vocabulary, K targets per row; P parts into which the mesh cuts V, n tiles of P x W tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from policy.mesh.explicit import in_explicit_mode
-from policy.mesh.sharding import Layout, constrain, declare
+from policy.mesh.sharding import Layout, annotate, constrain
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """`count` tiles of `parts` x `width` tokens; those past `vocab` are none."""
+    """`count` tiles of `parts` x `width` tokens; numbers from `vocab` on are no tokens."""
 
     layout: Layout
     vocab: int
@@ -31,55 +34,60 @@ class Tiles:
 
     @property
     def width(self) -> int:
+        """Returns the tokens of a tile in one part."""
         return -(-self.vocab // (self.parts * self.count))
 
     @classmethod
     def of(cls, layout: Layout, vocab: int, least: int, softcap: float | None) -> Tiles:
-        """At least so many tiles, a few more where the vocabulary then comes out even."""
+        """Makes `least` tiles, or a few more where these divide the vocabulary."""
         parts = vocab // layout.sharding(("vocab",), (vocab,)).shard_shape((vocab,))[0]
         each = vocab // parts
         count = next((n for n in range(least, 2 * least) if each % n == 0), least)
         return cls(layout, vocab, parts, count, softcap)
 
     def cut(self, weight_VE: jax.Array) -> jax.Array:
-        """[P, n, W, E]."""
+        """Cuts the projection into tiles [P, n, W, E]."""
         E, room = weight_VE.shape[1], self.parts * self.count * self.width
         if room > self.vocab:
             weight_VE = jnp.pad(weight_VE, ((0, room - self.vocab), (0, 0)))
-        return self.placed(weight_VE.reshape(self.parts, self.count, self.width, E))
+        return self.constrain_tiles(weight_VE.reshape(self.parts, self.count, self.width, E))
 
-    def whole(self, cut_PnWE: jax.Array) -> jax.Array:
-        """The inverse of `cut`."""
+    def join(self, cut_PnWE: jax.Array) -> jax.Array:
+        """Inverts `cut`."""
         return cut_PnWE.reshape(-1, cut_PnWE.shape[-1])[: self.vocab]
 
-    def tile(self, cut_PnWE: jax.Array, j, dtype) -> tuple[jax.Array, jax.Array]:
-        """(weights [P W, E] on every device, the tokens that they stand for int32[P W]) of tile j."""
+    def tile(self, cut_PnWE: jax.Array, j: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+        """Returns (weights [P W, E] on every device, their tokens int32[P W]) of tile j."""
         P, n, W, E = cut_PnWE.shape
         one = jax.lax.dynamic_index_in_dim(cut_PnWE, j, axis=1, keepdims=False).astype(dtype)
         ids = (jnp.arange(P)[:, None] * n + j) * W + jnp.arange(W)
         weights = constrain(one, ("vocab", None, None), self.layout).reshape(P * W, E)
-        return weights, declare(ids.reshape(-1), ("vocab",), self.layout)
+        return weights, annotate(ids.reshape(-1), ("vocab",), self.layout)
 
-    def placed(self, cut_PnWE: jax.Array) -> jax.Array:
-        """Laid out as the projection is stored."""
+    def constrain_tiles(self, cut_PnWE: jax.Array) -> jax.Array:
+        """Constrains tiles to the sharding in which the projection is stored."""
         return constrain(cut_PnWE, ("vocab", None, None, "embed_vocab"), self.layout)
 
     def rows(self, rows_MX: jax.Array) -> jax.Array:
-        """Cut as hidden states are."""
-        return declare(rows_MX, ("batch", *[None] * (rows_MX.ndim - 1)), self.layout)
+        """Shards rows as hidden states are sharded, in explicit mode."""
+        return annotate(rows_MX, ("batch", *[None] * (rows_MX.ndim - 1)), self.layout)
 
     def summed(self, equation: str, g_MN: jax.Array, other: jax.Array, axes: tuple) -> jax.Array:
-        """float32 einsum(equation, g, other), over a dimension that devices share; the result has these logical axes."""
-        how = {}
+        """Computes einsum(equation, g, other) in float32, over a dimension that devices share. axes: of the result."""
+        options: dict[str, Any] = {}
         if in_explicit_mode():
-            sizes = dict(zip(equation[:2], g_MN.shape, strict=True)) | dict(
-                zip(equation[3:5], other.shape, strict=True)
-            )
-            how["out_sharding"] = self.layout.spec(axes, tuple(sizes[letter] for letter in equation[-2:]))
-        return jnp.einsum(equation, g_MN, other, preferred_element_type=jnp.float32, **how)
+            sizes = dict(zip(equation[:2], g_MN.shape, strict=True))
+            sizes |= dict(zip(equation[3:5], other.shape, strict=True))
+            options["out_sharding"] = self.layout.spec(axes, tuple(sizes[letter] for letter in equation[-2:]))
+        return jnp.einsum(equation, g_MN, other, preferred_element_type=jnp.float32, **options)
 
-    def logits(self, hidden_ME, tile_NE, ids_N, temperature) -> tuple[jax.Array, jax.Array]:
-        """(logits / temperature, -inf where a token is none; their slope by the products), float32[M, N]."""
+    def logits(
+        self, hidden_ME: jax.Array, tile_NE: jax.Array, ids_N: jax.Array, temperature: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (logits / temperature, their derivative by hidden @ tile^T), float32[M, N].
+
+        The logits of numbers that are no tokens are -inf.
+        """
         z = jnp.einsum("me,ne->mn", hidden_ME, tile_NE, preferred_element_type=jnp.float32)
         slope = 1.0 / temperature
         if self.softcap is not None:
@@ -89,17 +97,19 @@ class Tiles:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def logprobs(hidden_ME, weight_VE, targets_MK, temperature, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """(logp [M, K] of the targets, entropy [M]), float32; differentiable in hidden and weight through both."""
+def logprobs(
+    hidden_ME: jax.Array, weight_VE: jax.Array, targets_MK: jax.Array, temperature: jax.Array, tiles: Tiles
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (logp [M, K] of the targets, entropy [M]), float32. Both are differentiable in hidden and weight."""
     return _scored(hidden_ME, weight_VE, targets_MK, temperature, tiles)[0]
 
 
 def _scored(hidden, weight, targets, temperature, tiles: Tiles):
-    """((logp, entropy), the logarithm of the sum of exponentials [M])."""
+    """Returns ((logp, entropy), the logarithm of the softmax sum [M])."""
     M, cut = hidden.shape[0], tiles.cut(weight)
 
     def one(j, carry):
-        top, total, weighed, found = carry
+        top, total, weighed, at_targets = carry
         tile, ids = tiles.tile(cut, j, hidden.dtype)
         z, _ = tiles.logits(hidden, tile, ids, temperature)
         new = jnp.maximum(top, z.max(axis=1))
@@ -107,21 +117,21 @@ def _scored(hidden, weight, targets, temperature, tiles: Tiles):
         total = total * shrunk + e.sum(axis=1)
         weighed = weighed * shrunk + jnp.where(e > 0, z * e, 0.0).sum(axis=1)
         here = targets[:, :, None] == ids
-        return new, total, weighed, found + jnp.where(here, z[:, None], 0.0).sum(axis=2)
+        return new, total, weighed, at_targets + jnp.where(here, z[:, None], 0.0).sum(axis=2)
 
     start = jnp.full(M, -jnp.inf), jnp.zeros(M), jnp.zeros(M), jnp.zeros(targets.shape)
-    top, total, weighed, found = jax.lax.fori_loop(0, tiles.count, one, tuple(map(tiles.rows, start)))
+    top, total, weighed, at_targets = jax.lax.fori_loop(0, tiles.count, one, tuple(map(tiles.rows, start)))
     normal = top + jnp.log(total)
-    return (found - normal[:, None], normal - weighed / total), normal
+    return (at_targets - normal[:, None], normal - weighed / total), normal
 
 
 def _forward(hidden, weight, targets, temperature, tiles: Tiles):
-    given, normal = _scored(hidden, weight, targets, temperature, tiles)
-    return given, (hidden, weight, targets, temperature, normal, given[1])
+    (logp, entropy), normal = _scored(hidden, weight, targets, temperature, tiles)
+    return (logp, entropy), (hidden, weight, targets, temperature, normal, entropy)
 
 
 def _backward(tiles: Tiles, saved, cotangents):
-    """As that of policy/heads/head.py, by tiles."""
+    """Computes the gradients of policy/heads/head.py tile by tile."""
     hidden, weight, targets, temperature, normal, entropy = saved
     g_logp, g_entropy = cotangents
     cut = tiles.cut(weight)
@@ -140,12 +150,12 @@ def _backward(tiles: Tiles, saved, cotangents):
         g_z = g_z.astype(hidden.dtype)
         g_hidden = g_hidden + tiles.summed("mn,ne->me", g_z, tile, ("batch", None))
         g_tile = tiles.summed("mn,me->ne", g_z, hidden, ("vocab", None))
-        g_tile = tiles.placed(g_tile.reshape(tiles.parts, 1, tiles.width, -1))
+        g_tile = tiles.constrain_tiles(g_tile.reshape(tiles.parts, 1, tiles.width, -1))
         return g_hidden, jax.lax.dynamic_update_slice_in_dim(g_cut, g_tile, j, axis=1)
 
-    start = tiles.rows(jnp.zeros(hidden.shape, jnp.float32)), tiles.placed(jnp.zeros(cut.shape))
+    start = tiles.rows(jnp.zeros(hidden.shape, jnp.float32)), tiles.constrain_tiles(jnp.zeros(cut.shape))
     g_hidden, g_cut = jax.lax.fori_loop(0, tiles.count, one, start)
-    return g_hidden.astype(hidden.dtype), tiles.whole(g_cut).astype(weight.dtype), None, None
+    return g_hidden.astype(hidden.dtype), tiles.join(g_cut).astype(weight.dtype), None, None
 
 
 logprobs.defvjp(_forward, _backward)

@@ -1,8 +1,8 @@
-"""Parts of a decoder that no Hugging Face configuration describes. They stand in its config.json under the key `duet`, which
-transformers passes over, one section each, and can be added to any family.
+"""Reads the parts of a decoder that no Hugging Face configuration describes. Each has a section in config.json under
+the key `duet`, which transformers ignores, and can be added to any family.
 
-A section's keys are the fields of a dataclass: `hyper_connections` of that field of DecoderConfig, `engram` of the one in
-policy/huggingface/ngrams.py. Free of jax.
+A section's keys are the fields of a dataclass: HyperConnections or MultiTokenPrediction (policy/config.py), or
+EngramSection (policy/huggingface/ngrams.py). Free of jax.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from policy.config import DecoderConfig, HyperConnections, MultiTokenPrediction
 from policy.huggingface import ngrams
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.names import Stored, Table
 
 KEY = "duet"
 
 
 def _mapping(module: str, stored: str) -> Table:
-    """Of a mapping of hyper-connections: one matrix, as transformers stores those of DeepSeek-V4."""
+    """Returns the names of a mapping of hyper-connections: one matrix, as transformers stores DeepSeek-V4."""
     return {
         f"{module}.weight": Stored(f"{stored}fn", "k (g e) -> g e k"),
         f"{module}.bias": Stored(f"{stored}base"),
@@ -29,23 +29,23 @@ def _mapping(module: str, stored: str) -> Table:
     }
 
 
-# How the weights of these parts are stored: inside layers by the end of their path, outside by the whole path.
+# How the weights of these parts are stored: inside layers by the end of their path, outside by the full path.
 NAMES: Table = {
     **_mapping("mixer_residual.mapping", "attn_hc."),
     **_mapping("feed_forward_residual.mapping", "ffn_hc."),
     **_mapping("streams.head", "model.hc_head.hc_"),
-    # As the released demo of Engram calls them.
-    "memory.table": Stored("engram.multi_head_embedding.embedding.weight"),
-    "memory.key_proj": Stored("engram.key_projs.{e}.weight", "o i -> i o"),
-    "memory.key_bias": Stored("engram.key_projs.{e}.bias"),
-    "memory.value_proj": Stored("engram.value_proj.weight", "o i -> i o"),
-    "memory.value_bias": Stored("engram.value_proj.bias"),
-    "memory.key_norm": Stored("engram.norm1.{e}.weight"),
-    "memory.query_norm": Stored("engram.norm2.{e}.weight"),
-    "memory.conv_norm": Stored("engram.short_conv.norms.{e}.weight"),
-    "memory.conv": Stored("engram.short_conv.conv.weight", "(g e) 1 w -> w g e"),
-    "memory.outer_norm.weight": Stored("engram.outer_norm.weight"),
-    "memory.classes": Stored("engram.classes"),
+    # The names of the released demo of Engram.
+    "lookup.table": Stored("engram.multi_head_embedding.embedding.weight"),
+    "lookup.key_proj": Stored("engram.key_projs.{e}.weight", "o i -> i o"),
+    "lookup.key_bias": Stored("engram.key_projs.{e}.bias"),
+    "lookup.value_proj": Stored("engram.value_proj.weight", "o i -> i o"),
+    "lookup.value_bias": Stored("engram.value_proj.bias"),
+    "lookup.key_norm": Stored("engram.norm1.{e}.weight"),
+    "lookup.query_norm": Stored("engram.norm2.{e}.weight"),
+    "lookup.conv_norm": Stored("engram.short_conv.norms.{e}.weight"),
+    "lookup.conv": Stored("engram.short_conv.conv.weight", "(g e) 1 w -> w g e"),
+    "lookup.outer_norm.weight": Stored("engram.outer_norm.weight"),
+    "lookup.classes": Stored("engram.classes"),
     # Prediction module d is stored as layer number num_hidden_layers + d - 1, under the names of DeepSeek-V3's files.
     "eh_proj": Stored("eh_proj.weight", "o i -> i o"),
     **{f"{norm}.{part}": Stored(f"{norm}.{part}") for norm in ("enorm", "hnorm") for part in ("weight", "bias")},
@@ -53,21 +53,21 @@ NAMES: Table = {
 }
 
 
-# Keys of Hugging Face configurations that say how many prediction modules lie beside the weights: DeepSeek's files, transformers'
-# own name for it, Qwen3.5's files.
+# Keys of Hugging Face configurations that say how many prediction modules the files hold: DeepSeek's files,
+# transformers' own name for it, Qwen3.5's files.
 _COUNTS_OF_MODULES = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 def announced_modules(hf: dict) -> str | None:
-    """Returns the key and value by which the configuration `hf` of a text model announces prediction modules beside its weights,
-    None where it announces none."""
+    """Returns the key and value by which the configuration `hf` of a text model announces prediction modules, None if
+    it announces none."""
     if "multi_token_prediction" in hf.get(KEY, {}):
         return f"{KEY}.multi_token_prediction: {hf[KEY]['multi_token_prediction']}"
     return next((f"{key}: {hf[key]}" for key in _COUNTS_OF_MODULES if hf.get(key)), None)
 
 
 def extend(config: DecoderConfig, hf: dict) -> DecoderConfig:
-    """`config` with the parts that `hf` has under KEY. Raises UnsupportedModel for a section or key that is unknown."""
+    """Adds the parts that `hf` has under KEY to `config`. Raises UnsupportedModel for an unknown section or key."""
     sections = hf.get(KEY, {})
     if unknown := set(sections) - set(PARTS):
         raise UnsupportedModel(f"{KEY}: unknown sections {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
@@ -83,23 +83,23 @@ def _hyper_connections(config: DecoderConfig, section: dict) -> DecoderConfig:
 
 def _engram(config: DecoderConfig, section: dict) -> DecoderConfig:
     listed = {key: tuple(section[key]) for key in ("layers", "vocab_bases") if key in section}
-    memory = _read("engram", section | listed, ngrams.EngramSection)
+    tables = _read("engram", section | listed, ngrams.EngramSection)
     try:
-        return ngrams.extended(config, memory)
+        return ngrams.add_engram(config, tables)
     except ValueError as error:
         raise UnsupportedModel(f"{KEY}.engram: {error}") from None
 
 
 def _multi_token_prediction(config: DecoderConfig, section: dict) -> DecoderConfig:
-    """The layer of the prediction modules is the decoder's last one, without a memory."""
-    layer = replace(config.layers[-1], memory=None)
+    """Adds prediction modules whose layer is the decoder's last one, without an n-gram table."""
+    layer = replace(config.layers[-1], engram=None)
     return replace(
         config, multi_token_prediction=_read("multi_token_prediction", section, MultiTokenPrediction, layer=layer)
     )
 
 
 def _read(name: str, section: dict, kind: type, **rest):
-    """The section `name` as the dataclass `kind`, whose fields `rest` no section sets."""
+    """Reads the section `name` as the dataclass `kind`; the fields `rest` cannot be set by a section."""
     known = {field.name for field in fields(kind)} - set(rest)
     if unknown := set(section) - known:
         raise UnsupportedModel(

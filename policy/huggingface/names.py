@@ -1,8 +1,9 @@
-"""How a weight of ours is stored in a Hugging Face file. A family's table maps the end of our path to one `Stored`.
+"""Name tables: how our weights are stored in Hugging Face files. A family's table maps the end of our path to a
+`Stored`.
 
-Our shapes are [inputs..., outputs...], without the axis of the stacked layers; a torch Linear stores [outputs, inputs] with the
-heads flattened. A table is a dict, so tables are joined by `|`. The key "mixer.q_proj" is for every mixer; "GatedDeltaNet.q_proj"
-(the class in policy/config.py, for feed-forwards too) goes before it in layers of that kind.
+Our shapes are [inputs..., outputs...], without the axis of the stacked layers; a torch Linear stores [outputs, inputs]
+with the heads flattened. A table is a dict, so tables are joined by `|`. The key "mixer.q_proj" is for every mixer;
+"GatedDeltaNet.q_proj" (a class of policy/specs.py, of feed-forwards too) takes precedence in layers of that kind.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ Table = dict[str, "Stored"]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor `name` of a file and the `layout` that turns it into ours, "stored axes -> our axes": letters are axes,
-    "(h d)" is one stored axis of h times d, and "1" one of size 1. Without an arrow the order stays, without a layout the shape.
+    """A tensor `name` of a file and the `layout` that maps it to our weight, "stored axes -> our axes": letters are
+    axes, "(h d)" is one stored axis of h times d, and "1" is an axis of size 1. Without an arrow the order stays,
+    without a layout the shape.
 
-    Several of ours in one tensor: `parts` are the last words of their paths, in order, and one stored axis is marked. "+" joins
-    the parts along the axis or group before it, in sizes of their own: "e (h d)+ -> e h d" is [q heads | k heads | v heads],
-    "(h d+) e -> e h d" is [q | k | v] for each h. "*" interleaves them: in "x e f* -> x e f" element 2i of f is of part 0 and
-    2i+1 of part 1.
+    Several weights in one tensor: `parts` are the last words of their paths, in order, and one stored axis is marked.
+    "+" concatenates the parts along the axis or group before it, in sizes of their own: "e (h d)+ -> e h d" is [q heads
+    | k heads | v heads], "(h d+) e -> e h d" is [q | k | v] for each h. "*" interleaves them: in "x e f* -> x e f"
+    element 2i of f belongs to part 0 and 2i+1 to part 1.
 
-    "{e}" in `name` counts tensors that are stacked along our axis 0; the layout is then of one of them. `also` are other
-    spellings that are read where `name` is absent; only `name` is written. Raises ValueError for a layout that says nothing.
+    "{e}" in `name` counts tensors that are stacked along our axis 0; the layout then describes one of them. `also` are
+    other spellings that are read if `name` is absent; only `name` is written. Raises ValueError for an invalid layout.
     """
 
     name: str
@@ -56,18 +58,19 @@ class Stored:
 
     @property
     def _order(self) -> tuple[int, ...]:
-        """Transposes the letters in their stored order to ours."""
+        """The permutation from the stored order of letters to ours."""
         _, ours = _parse(self.layout)
         letters = [letter for axis in self._axes for letter in axis.letters]
         return tuple(letters.index(letter) for letter in ours)
 
     @property
     def same_rows(self) -> bool:
-        """Whether our axis 0 is the stored axis 0, so that pieces of ours are pieces of the file."""
+        """Whether our axis 0 is the stored axis 0, so that a piece of our weight is a piece of the file."""
         return not self.layout or (self._axes[0].letters == _parse(self.layout)[1][:1] and not self._axes[0].marks)
 
     def block(self, shapes: Sequence[Shape], part: int, index: tuple[slice, ...]) -> Block:
-        """Where `index` (slices without a step) of part number `part` lies. `shapes` are ours, of every part in order."""
+        """Returns the block that holds `index` (slices without a step) of part number `part`. `shapes` are our shapes
+        of all parts in order."""
         if not self.layout:
             return Block(shapes[0], index, None, (), ())
         sizes = [self._sizes(shape) for shape in shapes]
@@ -88,13 +91,13 @@ class Stored:
         )
 
     def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """The stored tensor, of all its parts in order."""
+        """Builds the stored tensor from all its parts in order."""
         if not self.layout:
             return np.ascontiguousarray(arrays[0])
-        shapes, stored = [array.shape for array in arrays], None
-        for part, array in enumerate(arrays):
-            block = self.block(shapes, part, (slice(None),) * array.ndim)
-            stored = np.empty(block.shape, array.dtype) if stored is None else stored
+        shapes = [array.shape for array in arrays]
+        blocks = [self.block(shapes, part, (slice(None),) * array.ndim) for part, array in enumerate(arrays)]
+        stored = np.empty(blocks[0].shape, arrays[0].dtype)
+        for block, array in zip(blocks, arrays, strict=True):
             block.finish(stored[block.index])[...] = array
         return stored
 
@@ -107,9 +110,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a stored tensor of `shape`: read `index` (a slice of each axis), then `finish` gives ours.
+    """A piece of a stored tensor of `shape`: `index` (a slice of each axis) reads it, `finish` turns it into our
+    layout.
 
-    On an array in memory or a mapped file both are views, so writing to the result writes the stored tensor.
+    On an array in memory or a mapped file both are views, so writing to the result writes to the stored tensor.
     """
 
     shape: Shape
@@ -119,12 +123,13 @@ class Block:
     order: tuple[int, ...]
 
     def finish(self, array: np.ndarray) -> np.ndarray:
+        """Splits, selects and transposes what `index` read."""
         return array if self.split is None else array.reshape(self.split)[(*self.picks, ...)].transpose(self.order)
 
 
 @dataclass(frozen=True)
 class _Span:
-    """One stored axis of `size`: of it `index`, which splits into axes of sizes `split`, of which `picks`."""
+    """A slice `index` of a stored axis of `size`, split into axes of sizes `split` from which `picks` are taken."""
 
     size: int
     index: slice
@@ -134,7 +139,7 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Axis:
-    """One stored axis: its letters (none for "1"), the mark of each, and the mark of the whole group."""
+    """A stored axis: its letters (none for "1"), the mark of each, and the mark of the group."""
 
     letters: tuple[str, ...]
     letter_marks: tuple[str, ...]
@@ -145,36 +150,38 @@ class _Axis:
         return tuple(filter(None, (*self.letter_marks, self.group_mark)))
 
     def span(self, sizes: list[dict[str, int]], part: int, ours: dict[str, tuple[int, int]]) -> _Span:
-        """`sizes` of the letters for every part; `ours`, what is wanted of each letter of `part`."""
-        split, wanted = [], []
+        """Returns the span for one part. `sizes` are the sizes of the letters for every part, `ours` the requested
+        range of each letter."""
+        split, requested = [], []
         for letter, mark in zip(self.letters, self.letter_marks, strict=True):
             low, high = ours[letter]
             before = sum(each[letter] for each in sizes[:part]) if mark == "+" else 0
-            split.append(sum(each[letter] for each in sizes) if mark == "+" else self._agreed(sizes, letter, part))
-            wanted.append((low + before, high + before))
+            split.append(sum(each[letter] for each in sizes) if mark == "+" else self._common_size(sizes, letter, part))
+            requested.append((low + before, high + before))
             if mark == "*":
                 split.append(len(sizes))
-                wanted.append(part)
+                requested.append(part)
         if self.group_mark == "*":
             split.append(len(sizes))
-            wanted.append(part)
+            requested.append(part)
         start, size = 0, math.prod(split)
         if self.group_mark == "+":
             widths = [math.prod(each[letter] for letter in self.letters) for each in sizes]
             start, size = sum(widths[:part]), sum(widths)
-        return _contiguous(size, start, split, wanted)
+        return _contiguous(size, start, split, requested)
 
-    def _agreed(self, sizes: list[dict[str, int]], letter: str, part: int) -> int:
+    def _common_size(self, sizes: list[dict[str, int]], letter: str, part: int) -> int:
         if self.group_mark != "+" and len({each[letter] for each in sizes}) > 1:
             raise ValueError(f"parts of one tensor differ along {letter}: {[each[letter] for each in sizes]}")
         return sizes[part][letter]
 
 
-def _contiguous(size: int, start: int, split: list[int], wanted: list) -> _Span:
-    """The smallest contiguous run of an axis that holds `wanted` (a range, or one number, of each of the axes `split`)."""
+def _contiguous(size: int, start: int, split: list[int], requested: list) -> _Span:
+    """Returns the smallest contiguous run of an axis that holds `requested` (a range, or a number, of each axis
+    `split`)."""
     if not split:
         return _Span(1, slice(0, 1), (1,), (0,))
-    ranges = [(w, w + 1) if isinstance(w, int) else w for w in wanted]
+    ranges = [(w, w + 1) if isinstance(w, int) else w for w in requested]
     first = next((i for i, (low, high) in enumerate(ranges) if high - low != 1), len(ranges) - 1)
     for i in range(first):
         start += ranges[i][0] * math.prod(split[i + 1 :])
@@ -187,7 +194,7 @@ def _contiguous(size: int, start: int, split: list[int], wanted: list) -> _Span:
         size,
         index,
         kept,
-        tuple(p[0] if isinstance(w, int) else slice(*p) for p, w in zip(picks, wanted, strict=True)),
+        tuple(p[0] if isinstance(w, int) else slice(*p) for p, w in zip(picks, requested, strict=True)),
     )
 
 
@@ -196,27 +203,27 @@ _AXIS = re.compile(r"\((?P<group>[a-z][+*]?(?: [a-z][+*]?)*)\)(?P<mark>[+*]?)|(?
 
 @cache
 def _parse(layout: str) -> tuple[tuple[_Axis, ...], tuple[str, ...]]:
-    """(stored axes, our letters)."""
+    """Parses a layout into (stored axes, our letters)."""
     stored, arrow, ours = layout.partition(" -> ")
     axes = []
-    for found in _AXIS.finditer(stored):
-        words = (found["group"] or found["letter"] or "").split()
-        axes.append(_Axis(tuple(w[0] for w in words), tuple(w[1:] for w in words), found["mark"] or ""))
+    for match in _AXIS.finditer(stored):
+        words = (match["group"] or match["letter"] or "").split()
+        axes.append(_Axis(tuple(w[0] for w in words), tuple(w[1:] for w in words), match["mark"] or ""))
     letters = tuple(letter for axis in axes for letter in axis.letters)
-    wanted = tuple(ours.split()) if arrow else letters
+    order = tuple(ours.split()) if arrow else letters
     left = _AXIS.sub("", stored).strip()
-    if left or not axes or len(set(letters)) < len(letters) or sorted(wanted) != sorted(letters):
+    if left or not axes or len(set(letters)) < len(letters) or sorted(order) != sorted(letters):
         raise ValueError(f"layout {layout!r}: expected stored axes -> our axes, such as '(h d) e -> e h d'")
-    return tuple(axes), wanted
+    return tuple(axes), order
 
 
 def joined(module: str, parts: tuple[str, ...], name: str, layout: str) -> Table:
-    """Entries of `parts` ("q_proj", ...) of `module` ("mixer.") that share the stored tensor `name`."""
+    """Creates the entries of `parts` ("q_proj", ...) of `module` ("mixer.") that share the stored tensor `name`."""
     return {module + part: Stored(name, layout, parts) for part in parts}
 
 
 def moved(table: Table, ours: tuple[str, str], stored: tuple[str, str] = ("", "")) -> Table:
-    """`table` with the start of our paths replaced (old, new), and that of the stored names."""
+    """Replaces the prefix of our paths, `ours` (old, new), and the prefix of the stored names in a table."""
 
     def move(text: str, old: str, new: str) -> str:
         return new + text.removeprefix(old) if text.startswith(old) else text
@@ -228,7 +235,8 @@ def moved(table: Table, ours: tuple[str, str], stored: tuple[str, str] = ("", ""
 
 
 def fused(table: Table) -> Table:
-    """The entries of `table` that have another spelling, with that one first: it is written, and both are read."""
+    """Returns the entries of `table` that have another spelling, with that spelling first: it is written, both are
+    read."""
     return {end: replace(place.also[0], also=(replace(place, also=()),)) for end, place in table.items() if place.also}
 
 
@@ -248,7 +256,7 @@ ATTENTION: Table = {
     "mixer.k_norm.weight": Stored("self_attn.k_norm.weight"),
 }
 
-# Laid over ATTENTION by families that store norms by their role, as ours are called.
+# Joined to ATTENTION by families that store norms under our names.
 NORMS_BY_ROLE: Table = {
     f"{role}.weight": Stored(f"{role}.weight")
     for role in (
@@ -264,7 +272,7 @@ MLP: Table = {
 }
 MLP |= {f"feed_forward.{kind}_bias": Stored(f"mlp.{kind}_proj.bias") for kind in ("gate", "up", "down")}
 
-# One tensor for each expert is what the Hub holds; fused ones are what transformers keeps in memory.
+# The Hub holds one tensor for each expert; transformers holds fused tensors in memory.
 _FUSED = Stored("mlp.experts.gate_up_proj", "x f+ e -> x e f", ("expert_gate_proj", "expert_up_proj"))
 MOE: Table = {
     "feed_forward.router.weight": Stored("mlp.gate.weight", "x e -> e x"),
@@ -275,7 +283,7 @@ MOE: Table = {
     ),
 }
 
-# Gated delta nets; how the projections into one are stored differs.
+# Gated delta nets; families differ in how they store the input projections.
 DELTA_NET: Table = {
     "GatedDeltaNet.A_log": Stored("linear_attn.A_log", "(k g) -> k g"),
     "GatedDeltaNet.dt_bias": Stored("linear_attn.dt_bias", "(k g) -> k g"),
@@ -286,7 +294,7 @@ DELTA_NET |= joined(
     "GatedDeltaNet.", ("q_conv", "k_conv", "v_conv"), "linear_attn.conv1d.weight", "(k d)+ 1 w -> k d w"
 )
 
-# Outside the layers, and what stands before the names of layer n; a family may have TOP and LAYER_PREFIX of its own.
+# Weights outside the layers, and the prefix of the names of layer n; a family may have TOP and LAYER_PREFIX of its own.
 TOP: Table = {
     "embed_tokens": Stored("model.embed_tokens.weight"),
     "norm.weight": Stored("model.norm.weight"),

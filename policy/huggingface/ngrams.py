@@ -1,43 +1,55 @@
-"""The hash constants of Engram (policy/config.py): multipliers and primes of its layers, from the section `engram` of a
-configuration. Free of jax."""
+"""Computes the hash constants of Engram (policy/specs.py), the multipliers and primes of its layers, from the section
+`engram` of a configuration. Free of jax."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from policy.config import DecoderConfig, Engram, Norm
-from policy.huggingface.hf import stacks
+from policy.huggingface.config_fields import stacks
+from policy.options import option
 
-# Layers draw their multipliers from generators whose seeds are this prime apart (deepseek-ai/Engram, engram_demo_v1.py).
+# Layers draw their multipliers from generators whose seeds differ by this prime (deepseek-ai/Engram,
+# engram_demo_v1.py).
 SEED_STEP = 10007
 
 
 @dataclass(frozen=True)
 class EngramSection:
-    """Which layers (from 0) have a memory, and of which size.
+    """The section `engram`: the layers (from 0) that have an n-gram table, and its size.
 
-    `vocab_bases`: for each order n = 2..max_ngram, what the rows of a head are the next primes above. `head_dim` numbers are
-    kept in a row for each of `heads` heads of an order. `ids`: number of classes of tokens (None: each token its own), `pad_id`:
-    the class of padding; both come from the tokenizer. The other fields are those of Engram.
+    The number of rows of each head is one of the next primes above `vocab_bases[n - 2]`, for each order n =
+    2..max_ngram. A row has `head_dim` numbers for each of the `heads` heads of an order. `ids`: number of classes of
+    tokens (None: one per token), `pad_id`: the class of padding; both come from the tokenizer. The other fields have
+    the names of Engram.
     """
 
-    layers: tuple[int, ...]
-    vocab_bases: tuple[int, ...]
-    max_ngram: int = 3
-    heads: int = 8
-    head_dim: int = 64
-    kernel_size: int = 4
-    seed: int = 0
+    layers: tuple[int, ...] = option(
+        min_length=1, description="layers with an n-gram table, from 0; each is computed outside of the scan"
+    )
+    vocab_bases: tuple[int, ...] = option(
+        min_length=1,
+        description="rows of a head, one number for each length of n-grams from 2 on; the next unused prime is used",
+    )
+    max_ngram: int = option(3, ge=2, description="tokens of the longest n-gram")
+    heads: int = option(8, ge=1, description="hashes of each n-gram")
+    head_dim: int = option(64, ge=1, description="numbers in a row of the table")
+    kernel_size: int = option(
+        4, ge=1, description="taps of the convolution over the looked-up values, `max_ngram` tokens apart"
+    )
+    seed: int = option(0, ge=0, description="seed of the hashes")
     ids: int | None = None
     pad_id: int = 0
-    integers: Literal["int32", "int64"] = "int32"
-    norm_eps: float = 1e-6
-    conv_norm_eps: float = 1e-5
-    outer_norm: bool = False
+    integers: Literal["int32", "int64"] = option(
+        "int32", description="type of the hashes; the released demo uses int64"
+    )
+    norm_eps: float = option(1e-6, gt=0.0, description="epsilon of the norms of keys and streams")
+    conv_norm_eps: float = option(1e-5, gt=0.0, description="epsilon of the norm before the convolution")
+    outer_norm: bool = option(False, description="whether the streams pass a norm before the lookup's gate")
 
     def __post_init__(self):
         if self.max_ngram < 2 or min(self.heads, self.head_dim, self.kernel_size) < 1:
@@ -50,11 +62,12 @@ class EngramSection:
             raise ValueError("a table has less than 2^31 rows: lower vocab_bases or heads")
 
 
-def extended(config: DecoderConfig, section: EngramSection) -> DecoderConfig:
-    """`config` with a memory in the layers of the section; each of those is a stack of its own. Raises ValueError."""
+def add_engram(config: DecoderConfig, section: EngramSection) -> DecoderConfig:
+    """Adds n-gram tables to the layers of the section; each of these layers is a stack of its own. Raises ValueError
+    for a layer or class that the decoder does not have."""
     layers = list(config.layers)
     if max(section.layers) >= len(layers):
-        raise ValueError(f"layers: {max(section.layers)} is not there, the decoder has layers 0 to {len(layers) - 1}")
+        raise ValueError(f"layers: {max(section.layers)} does not exist, the decoder has layers 0 to {len(layers) - 1}")
     ids = section.ids or config.vocab_size
     if not (0 < ids <= config.vocab_size and 0 <= section.pad_id < ids):
         raise ValueError(
@@ -62,7 +75,7 @@ def extended(config: DecoderConfig, section: EngramSection) -> DecoderConfig:
         )
     unused = _unused_primes()
     for number in section.layers:
-        memory = Engram(
+        engram = Engram(
             multipliers=multipliers(section, ids, number),
             primes=tuple(tuple(unused(base, section.heads)) for base in section.vocab_bases),
             head_dim=section.head_dim,
@@ -74,12 +87,13 @@ def extended(config: DecoderConfig, section: EngramSection) -> DecoderConfig:
             conv_norm=Norm(section.conv_norm_eps),
             outer_norm=Norm(section.norm_eps) if section.outer_norm else None,
         )
-        layers[number] = replace(layers[number], memory=memory)
+        layers[number] = replace(layers[number], engram=engram)
     return replace(config, stacks=stacks(layers))
 
 
 def multipliers(section: EngramSection, ids: int, layer: int) -> tuple[int, ...]:
-    """An odd number for each token of the longest n-gram, so small that its product with any id fits the integers."""
+    """Draws an odd number for each token of the longest n-gram, so small that its product with any id fits the
+    integers."""
     bound = np.iinfo(section.integers).max // ids
     drawn = np.random.default_rng(section.seed + SEED_STEP * layer).integers(
         0, max(1, bound // 2), section.max_ngram, np.int64
@@ -87,24 +101,24 @@ def multipliers(section: EngramSection, ids: int, layer: int) -> tuple[int, ...]
     return tuple(int(2 * each + 1) for each in drawn)
 
 
-def _unused_primes():
-    """A function (base, count) -> the next `count` primes from `base` on that it has not given yet."""
+def _unused_primes() -> Callable[[int, int], Iterator[int]]:
+    """Returns a function (base, count) -> the next `count` primes from `base` on that it has not returned before."""
     used: set[int] = set()
 
     def take(base: int, count: int) -> Iterator[int]:
-        found = base - 1
+        prime = base - 1
         for _ in range(count):
-            found += 1
-            while found in used or not is_prime(found):
-                found += 1
-            used.add(found)
-            yield found
+            prime += 1
+            while prime in used or not is_prime(prime):
+                prime += 1
+            used.add(prime)
+            yield prime
 
     return take
 
 
 def is_prime(n: int) -> bool:
-    """The test of Miller and Rabin, which with these bases is exact below 3.2e9."""
+    """Runs the test of Miller and Rabin, which is exact below 3.2e9 with these bases."""
     bases = (2, 3, 5, 7)
     if n < 2 or any(n % p == 0 for p in bases):
         return n in bases

@@ -1,6 +1,6 @@
-"""Quantised weights of Hugging Face files, dequantised while they are read. Indexing one reads and dequantises that slice only.
+"""Quantised weights of Hugging Face files. Indexing a weight reads and dequantises that slice only.
 
-What `quantization_config` of config.json says: `fp8`, the block-scaled form of arXiv 2412.19437, section 3.3, or
+`quantization_config` of config.json names the scheme: `fp8`, the block-scaled form of arXiv 2412.19437, section 3.3, or
 `mxfp4`, microscaling (OCP Microscaling Formats 1.0).
 """
 
@@ -23,18 +23,20 @@ View = Callable[[str], "np.ndarray | None"]
 
 
 class QuantizationError(ValueError):
-    """Weights or a description of them that cannot be dequantised; the message says which."""
+    """Raised for weights, or a description of them, that cannot be dequantised; the message names them."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a file is quantised. `block` are the rows and columns under one scale of fp8, None: one scale for the tensor."""
+    """The quantisation of a file. `block` is the number of rows and columns per scale of fp8; None: one scale per
+    tensor."""
 
     method: str
     block: tuple[int, int] | None = None
 
     def find(self, name: str, view: View) -> Fp8 | Mxfp4 | None:
-        """The tensor `name` if the file (`view`: array by name, None if absent) holds it quantised."""
+        """Returns the tensor `name` if the file (`view`: array by name, None if absent) holds it quantised, else
+        None."""
         if self.method == "mxfp4":
             blocks = view(f"{name}_blocks")
             return None if blocks is None else Mxfp4(name, blocks, _required(view, f"{name}_scales"))
@@ -45,12 +47,13 @@ class Scheme:
 
     @property
     def skip(self) -> tuple[str, ...]:
-        """Patterns of tensors that say nothing about the weights: the scales of quantised activations."""
+        """Patterns of tensors that are not weights: the scales of quantised activations."""
         return (r".*\.activation_scale",) if self.method == "fp8" else ()
 
 
 def scheme(config: dict | None) -> Scheme | None:
-    """The scheme of a `quantization_config`, None without one. Raises QuantizationError for one that is not supported."""
+    """Returns the scheme of a `quantization_config`, None without one. Raises QuantizationError if it is not
+    supported."""
     if not config:
         return None
     method = config.get("quant_method") if isinstance(config, dict) else None
@@ -66,43 +69,44 @@ def scheme(config: dict | None) -> Scheme | None:
 
 
 def _required(view: View, name: str) -> np.ndarray:
-    found = view(name)
-    if found is None:
+    array = view(name)
+    if array is None:
         raise QuantizationError(f"missing tensor {name}, the scales of quantised weights")
-    return found
+    return array
 
 
 class Fp8:
-    """float32[..., O, I]: 8-bit values times the scale of their block of rows and columns; the last blocks may be smaller."""
+    """A tensor float32[..., O, I]: 8-bit values times the scale of their block; the last blocks may be smaller."""
 
     def __init__(self, name: str, values: np.ndarray, scales: np.ndarray, block: tuple[int, int] | None):
-        self.shape, found = values.shape, f"{name}_scale_inv has shape {list(scales.shape)}"
+        self.shape, stored = values.shape, f"{name}_scale_inv has shape {list(scales.shape)}"
         if block is None:
             if scales.size != 1:
-                raise QuantizationError(f"{found}, but without weight_block_size it is one number")
+                raise QuantizationError(f"{stored}, but without weight_block_size it is one number")
             block, scales = values.shape[-2:], scales.reshape((1,) * len(self.shape))
         expected = (*self.shape[:-2], *(-(-n // b) for n, b in zip(self.shape[-2:], block, strict=True)))
         if scales.shape != expected:
             raise QuantizationError(
-                f"{found}, expected {list(expected)}: one for each block of {block[0]} rows and {block[1]} columns"
+                f"{stored}, expected {list(expected)}: one for each block of {block[0]} rows and {block[1]} columns"
             )
         self._values, self._scales, self._block = values, scales, block
 
     def __getitem__(self, index: Index) -> np.ndarray:
         *leading, rows, columns = (slice(*part.indices(n)) for part, n in zip(index, self.shape, strict=True))
-        found = self._values[(*leading, rows, columns)].astype(np.float32)
+        out = self._values[(*leading, rows, columns)].astype(np.float32)
         height, width = self._block
-        of_column = np.arange(columns.start, columns.stop) // width
+        block_of_column = np.arange(columns.start, columns.stop) // width
         for row in range(rows.start // height, -(-rows.stop // height)):
-            scales = self._scales[(*leading, row)].astype(np.float32)[..., of_column]
+            scales = self._scales[(*leading, row)].astype(np.float32)[..., block_of_column]
             low, high = max(row * height, rows.start) - rows.start, min((row + 1) * height, rows.stop) - rows.start
-            found[..., low:high, :] *= scales[..., None, :]
-        return found
+            out[..., low:high, :] *= scales[..., None, :]
+        return out
 
 
 class Mxfp4:
-    """float32[..., I, O]: 4-bit floats times 2^(s - 127), one s for 32 values along I. Stored the other way round, as `blocks`
-    uint8[..., O, I/32, 16] (two values in a byte, the low half first) and `scales` uint8[..., O, I/32]."""
+    """A tensor float32[..., I, O]: 4-bit floats times 2^(s - 127), one s for 32 values along I. It is stored
+    transposed, as `blocks` uint8[..., O, I/32, 16] (two values in a byte, the low half first) and `scales` uint8[...,
+    O, I/32]."""
 
     def __init__(self, name: str, blocks: np.ndarray, scales: np.ndarray):
         *leading, outputs, groups, width = blocks.shape if blocks.ndim > 2 else (0, 0, 0)
@@ -111,11 +115,12 @@ class Mxfp4:
             or scales.shape != blocks.shape[:-1]
             or {blocks.dtype.name, scales.dtype.name} != {"uint8"}
         ):
-            found = (
+            stored = (
                 f"_blocks {blocks.dtype.name}{list(blocks.shape)} and _scales {scales.dtype.name}{list(scales.shape)}"
             )
             raise QuantizationError(
-                f"{name}: {found} must be uint8[..., outputs, inputs / {GROUP}, {GROUP // 2}] and uint8 without the last axis"
+                f"{name}: {stored} must be uint8[..., outputs, inputs / {GROUP}, {GROUP // 2}]"
+                " and uint8 without the last axis"
             )
         self.shape = (*leading, groups * GROUP, outputs)
         self._blocks, self._scales = blocks, scales

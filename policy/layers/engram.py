@@ -1,6 +1,7 @@
-"""Engram (arXiv 2601.07372): memory of n-grams, looked up by a hash of the last tokens.
+"""Engram (arXiv 2601.07372): tables of n-gram vectors, looked up by a hash of the last tokens.
 
-B rows, T tokens, E hidden, G streams, N tokens of the longest n-gram, H heads of all orders, D numbers that all heads find.
+B rows, T tokens, E hidden, G streams, N tokens of the longest n-gram, H heads of all orders, D numbers that all heads
+look up for a token.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
-from policy.cache.cache import LayerCache
+from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Engram, Runtime
 from policy.intermediates import LayerAux
@@ -28,19 +31,24 @@ from policy.ops.parameter import IntegerConstant, RowTable, normal, ones, weight
 
 
 class History:
-    """What stands before the tokens of a call, and what the cache is to keep of them. `real` bool[B, T]: the tokens that are not
-    padding, which comes after them. Of a `tentative` call (policy/cache/cache.py) the cache stays as it is, and `states` holds what it
-    would keep after each token."""
+    """The inputs that precede the tokens of a call, and the cache with the inputs of the call added.
+
+    `real` bool[B, T]: the tokens that are not padding, which comes after them. A `tentative` call
+    (policy/cache/cache.py) leaves the cache as it is, and `states` holds the cache entries after each token.
+    """
 
     def __init__(self, cache: LayerCache | None, real_BT: jax.Array, tentative: bool):
         self.cache, self.real, self._tentative, self.states = cache, real_BT, tentative, {}
 
     def before(self, name: str, new_BTX: jax.Array, count: int) -> jax.Array:
-        """`new` behind the `count` rows that stand before it, [B, count + T, X]. Those are what the cache holds under `name`, or 0.
-        The state after t tokens of the call is rows[:, t : t + count]; kept is the one after the last real token."""
+        """Returns the `count` rows that precede `new`, followed by `new`: [B, count + T, X].
+
+        The preceding rows are the cache entry `name`, or 0 without a cache. The state after t tokens of the call is
+        rows[:, t : t + count]; the cache stores the state after the last real token.
+        """
         if self.cache is None:
             return jnp.pad(new_BTX, ((0, 0), (count, 0), (0, 0)))
-        array, T = self.cache.arrays[name], new_BTX.shape[1]
+        array, T = cast(jax.Array, self.cache.arrays[name]), new_BTX.shape[1]
         rows = jnp.concatenate([array[self.cache.index][:, 0].astype(new_BTX.dtype), new_BTX], axis=1)
         if self._tentative:
             self.states[name] = jnp.stack([rows[:, None, t + 1 : t + 1 + count] for t in range(T)], axis=1)
@@ -52,12 +60,13 @@ class History:
         return rows
 
 
-class NgramMemory(nnx.Module):
-    """Weights: table [sum of rows, head_dim]; key_proj [G, D, E], key_bias [G, E]; value_proj [D, E], value_bias [E]; key_norm,
-    query_norm, conv_norm [G, E]; conv [kernel, G, E]; outer_norm [E] where wanted; and classes int32[V], the class of each token.
+class NgramLookup(nnx.Module):
+    """An n-gram table with the gate and convolution of its values.
 
-    In the place of the table there may stand [B, T, H, head_dim], what the tokens of a call without a cache look up in it.
-    Without hyper-connections the one stream is G = 1. Norms and gates are float32.
+    Weights: table [sum of rows, head_dim]; key_proj [G, D, E], key_bias [G, E]; value_proj [D, E], value_bias [E];
+    key_norm, query_norm, conv_norm [G, E]; conv [kernel, G, E]; outer_norm [E] if configured; and classes int32[V], the
+    class of each token. `table` may hold the rows that the tokens of a call without a cache look up, [B, T, H,
+    head_dim], instead of the table. Without hyper-connections G = 1. Norms and gates are float32.
     """
 
     def __init__(self, spec: Engram, config: DecoderConfig, rngs: nnx.Rngs):
@@ -69,31 +78,32 @@ class NgramMemory(nnx.Module):
         self.key_bias = weight(rngs, (G, E), (None, None), zeros)
         self.value_proj = weight(rngs, (D, E), ("engram_dim", "embed"), init)
         self.value_bias = weight(rngs, (E,), (None,), zeros)
-        for name in ("key_norm", "query_norm", "conv_norm"):
-            setattr(self, name, weight(rngs, (G, E), (None, "norm"), ones))
-        # Zero, so that a fresh memory is its gated values alone.
+        self.key_norm, self.query_norm, self.conv_norm = (weight(rngs, (G, E), (None, "norm"), ones) for _ in range(3))
+        # Zero, so that a fresh lookup adds its gated values alone.
         self.conv = weight(rngs, (spec.kernel_size, G, E), (None, None, "embed"), zeros)
         if spec.outer_norm is not None:
             self.outer_norm = RMSNorm(E, spec.outer_norm, rngs)
         self.classes = IntegerConstant(jnp.arange(config.vocab_size, dtype=jnp.int32) % spec.ids, out_sharding=(None,))
 
-    def __call__(self, x: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """(what is added to x, cache, LayerAux). x is [B, T, E], or [B, T, G, E]. Nothing reaches across documents of a row; with a
-        cache the first document goes on from what the cache holds. Padding leaves the cache as it is."""
+    def __call__(
+        self, x: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
+    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
+        """Computes (the update that is added to x, cache, LayerAux). x is [B, T, E] or [B, T, G, E]. Documents of a row
+        do not see each other; with a cache the first document continues the cached one. Padding leaves the cache as it
+        is."""
         spec = self.spec
+        assert step.tokens is not None
         x_BTGE = x[:, :, None] if x.ndim == 3 else x
         documents = number_documents(step.segments)
         history = History(cache, step.segments != 0, runtime.tentative)
-        found = self.table[...]
-        if found.ndim == 2:  # else it was read before the call (policy/execution/row_tables.py)
-            found = look_up(found, ngram_rows(spec, self.classes[...], step, history), x.dtype, runtime)
-        found_BTD = found.reshape(*step.tokens.shape, -1)
-        key = jnp.einsum("btd,gde->btge", found_BTD, self.key_proj[...].astype(x.dtype)) + self.key_bias[...].astype(
-            x.dtype
-        )
-        value = jnp.einsum("btd,de->bte", found_BTD, self.value_proj[...].astype(x.dtype)) + self.value_bias[
-            ...
-        ].astype(x.dtype)
+        vectors = self.table[...]
+        if vectors.ndim == 2:  # otherwise the rows were read before the call (policy/execution/row_tables.py)
+            vectors = look_up(vectors, ngram_rows(spec, self.classes[...], step, history), x.dtype, runtime)
+        vectors_BTD = vectors.reshape(*step.tokens.shape, -1)
+        key = jnp.einsum("btd,gde->btge", vectors_BTD, self.key_proj[...].astype(x.dtype))
+        key = key + self.key_bias[...].astype(x.dtype)
+        value = jnp.einsum("btd,de->bte", vectors_BTD, self.value_proj[...].astype(x.dtype))
+        value = value + self.value_bias[...].astype(x.dtype)
         query = x_BTGE if spec.outer_norm is None else self.outer_norm(x_BTGE)
         normed = _rms(key, self.key_norm, spec.norm.eps) * _rms(query, self.query_norm, spec.norm.eps)
         score = jnp.sum(normed, axis=-1) / math.sqrt(x.shape[-1])
@@ -104,64 +114,67 @@ class NgramMemory(nnx.Module):
         return out.reshape(x.shape), history.cache, LayerAux(states=history.states or None)
 
     def _convolved(self, value_BTGE: jax.Array, documents_BT: jax.Array, history: History) -> jax.Array:
-        """sum_w conv[w] r(t - (W - 1 - w) N) of the normed values r, float32[B, T, G, E]."""
+        """Computes sum_w conv[w] r(t - (W - 1 - w) N) for the normed values r, float32[B, T, G, E]."""
         spec, shape = self.spec, value_BTGE.shape
         N, T, before = len(spec.multipliers), shape[1], spec.history
         normed = jnp.where(history.real[..., None, None], _rms(value_BTGE, self.conv_norm, spec.conv_norm.eps), 0)
         inputs = normed.astype(value_BTGE.dtype).reshape(*shape[:2], -1)
-        inputs = history.before("memory_conv", inputs, before)
+        inputs = history.before("ngram_conv", inputs, before)
         kernel = self.conv[...].astype(jnp.float32).reshape(spec.kernel_size, -1)
         sources = jnp.pad(documents_BT, ((0, 0), (before, 0)))
-        out = 0.0
+        out = jnp.float32(0.0)
         for w in range(spec.kernel_size):
-            there = slice(w * N, w * N + T)
-            same = sources[:, there] == documents_BT
-            out = out + jnp.where(same[..., None], inputs[:, there], 0) * kernel[w]
+            tap = slice(w * N, w * N + T)
+            same = sources[:, tap] == documents_BT
+            out = out + jnp.where(same[..., None], inputs[:, tap], 0) * kernel[w]
         return out.reshape(shape)
 
 
 def set_classes(params: dict[str, jax.Array], classes: np.ndarray) -> dict[str, jax.Array]:
-    """`params` of a decoder, in which every memory takes tokens by `classes` int32[V] (rollout/text/classes.py)."""
+    """Returns `params` with the token classes of every n-gram table set to `classes` int32[V]
+    (rollout/text/classes.py)."""
 
     def put(array):
         return processes.device_put_global(np.broadcast_to(classes.astype(np.int32), array.shape), array.sharding)
 
-    return {path: put(array) if path.endswith(".memory.classes") else array for path, array in params.items()}
+    return {path: put(array) if path.endswith(".lookup.classes") else array for path, array in params.items()}
 
 
 def _rms(x: jax.Array, scale: nnx.Param, eps: float) -> jax.Array:
-    """The root-mean-square norm of each stream, with a weight of its own; float32."""
+    """Computes the root-mean-square norm of each stream, with a weight of its own; float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale[...].astype(jnp.float32)
 
 
 def ngram_rows(spec: Engram, classes_V: jax.Array, step: Step, history: History | None = None) -> jax.Array:
-    """int32[B, T, H]: the rows of the table that the tokens of a step look up; without a `history` nothing stands before them."""
+    """Returns int32[B, T, H]: the table rows that the tokens of a step look up; without a `history` no token precedes
+    them."""
     history = History(None, step.segments != 0, False) if history is None else history
+    assert step.tokens is not None
     documents_BT = number_documents(step.segments)
     N, T = len(spec.multipliers), step.tokens.shape[1]
     ids = jnp.where(history.real, classes_V[step.tokens] + 1, 0)  # from 1, as 0 in an empty cache is no token
-    ids = history.before("memory_ids", ids[..., None], N - 1)
+    ids = history.before("ngram_ids", ids[..., None], N - 1)
     sources, shifted = jnp.pad(documents_BT, ((0, 0), (N - 1, 0))), []
     for j in range(N):
-        there = slice(N - 1 - j, N - 1 - j + T)
-        seen = (sources[:, there] == documents_BT) & (ids[:, there, 0] > 0)
-        shifted.append(jnp.where(seen, ids[:, there, 0] - 1, spec.pad_id))
+        back = slice(N - 1 - j, N - 1 - j + T)
+        seen = (sources[:, back] == documents_BT) & (ids[:, back, 0] > 0)
+        shifted.append(jnp.where(seen, ids[:, back, 0] - 1, spec.pad_id))
     return table_rows(spec, shifted)
 
 
-def look_up(table: jax.Array, rows_BTH: jax.Array, dtype, runtime: Runtime) -> jax.Array:
-    """table[rows] as [B, T, H, head_dim] of `dtype`. The table is spread along its rows, so every device reads its part of the rows
-    of the whole batch, and only what was read is exchanged, never the table."""
+def look_up(table: jax.Array, rows_BTH: jax.Array, dtype: DTypeLike, runtime: Runtime) -> jax.Array:
+    """Returns table[rows], [B, T, H, head_dim] of `dtype`. The table is sharded along its row dimension, so every
+    device reads its part of the rows of the full batch, and only these parts are exchanged, never the table."""
     layout = runtime.layout
-    batch = None if _spread(table, layout) else "batch"
+    batch = None if _is_sharded(table, layout) else "batch"
     rows_BTH = constrain(rows_BTH, (batch, None, None), layout)
     read = _read_on_host if runtime.table_memory == "host" else _read
-    found = constrain(read(table, rows_BTH, dtype), (batch, None, None, "engram_row"), layout)
-    return constrain(found, ("batch", None, None, None), layout)
+    vectors = constrain(read(table, rows_BTH, dtype), (batch, None, None, "engram_row"), layout)
+    return constrain(vectors, ("batch", None, None, None), layout)
 
 
-def _spread(table: jax.Array, layout: Layout | None) -> bool:
+def _is_sharded(table: jax.Array, layout: Layout | None) -> bool:
     return layout is not None and layout.spec((None, "engram_row"), table.shape)[1] is not None
 
 
@@ -170,28 +183,30 @@ def _read(table: jax.Array, rows: jax.Array, dtype) -> jax.Array:
 
 
 def _read_on_host(table: jax.Array, rows: jax.Array, dtype) -> jax.Array:
-    """The same for a table in host memory, computed by the host: on a TPU the program then holds what was read and no copy of the
+    """Reads rows of a table in host memory on the host: on a TPU the program then holds the rows and no copy of the
     table."""
     return to_device(on_host(partial(_read, dtype=dtype), table, rows))
 
 
 def table_rows(spec: Engram, shifted: list[jax.Array]) -> jax.Array:
-    """int32[B, T, H]: where the table holds what each head knows of the n-grams that end at each token. shifted[j] int32[B, T] is
-    the class of the token j places back. Exact in both kinds of integers."""
-    hashed, found = None, []
+    """Returns int32[B, T, H]: the table row of each head for the n-grams that end at each token. shifted[j] int32[B, T]
+    is the class of the token j places back. Exact for both types of integers."""
+    hashed: Any = None
+    rows = []
     wide = spec.integers == "int64"
     for j, ids in enumerate(shifted):
         product = _wide_product(ids, spec.multipliers[j]) if wide else ids * jnp.int32(spec.multipliers[j])
         hashed = product if hashed is None else jax.tree.map(jnp.bitwise_xor, hashed, product)
         if j > 0:
             primes = spec.primes[j - 1]
-            found.append(_wide_remainder(hashed, primes) if wide else hashed[..., None] % np.array(primes, np.int32))
+            rows.append(_wide_remainder(hashed, primes) if wide else hashed[..., None] % np.array(primes, np.int32))
     offsets = np.cumsum([0, *spec.rows[:-1]]).astype(np.int32)
-    return jnp.concatenate(found, axis=-1) + offsets
+    return jnp.concatenate(rows, axis=-1) + offsets
 
 
 def _wide_product(ids: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """ids * factor < 2^64 as (high, low) uint32, as jax has no 64-bit integers unless they are switched on for everything."""
+    """Computes ids * factor < 2^64 as (high, low) uint32: jax has 64-bit integers only if they are enabled for
+    everything."""
     x, low = ids.astype(jnp.uint32), factor % 2**32
     x0, x1, f0, f1 = x & 0xFFFF, x >> 16, np.uint32(low & 0xFFFF), np.uint32(low >> 16)
     middle = x1 * f0 + ((x0 * f0) >> 16)  # below 2^32, as (2^16 - 1)^2 + 2^16 - 1 is
@@ -201,7 +216,8 @@ def _wide_product(ids: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _wide_remainder(number: tuple[jax.Array, jax.Array], primes: tuple[int, ...]) -> jax.Array:
-    """int32[..., len(primes)]: the remainders of (high, low), by long division in as many bits at a time as uint32 has room for."""
+    """Returns int32[..., len(primes)]: the remainders of (high, low), by long division in as many bits at a time as fit
+    in uint32."""
     p = np.array(primes, np.uint32)
     room = 32 - max(primes).bit_length()
     remainder = jnp.zeros((*number[0].shape, len(primes)), jnp.uint32)

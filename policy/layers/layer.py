@@ -1,13 +1,15 @@
-"""One layer: a mixer, a feed-forward, and where the norms and the residual stand."""
+"""One layer: a mixer and a feed-forward with their norms and residual connections."""
 
 from __future__ import annotations
+
+from typing import Any, cast
 
 import jax
 from flax import nnx
 
 from policy.attention.attention import GroupedQueryAttention
 from policy.attention.mla import MultiHeadLatentAttention
-from policy.cache.cache import LayerCache, remember
+from policy.cache.layer_cache import LayerCache, remember
 from policy.cache.step import Step
 from policy.config import (
     Attention,
@@ -21,11 +23,11 @@ from policy.config import (
     Moe,
     Runtime,
 )
-from policy.experts.dense_and_experts import DenseBesideExperts
+from policy.experts.dense_and_experts import DensePlusExperts
 from policy.experts.moe import MixtureOfExperts
 from policy.intermediates import LayerAux, observe
 from policy.layers.delta_net import DeltaNet
-from policy.layers.engram import NgramMemory
+from policy.layers.engram import NgramLookup
 from policy.layers.mlp import FeedForward, SquareMatrix
 from policy.layers.residual import residual
 from policy.mesh.sharding import decoded
@@ -34,12 +36,12 @@ from policy.ops.norms import norm
 from policy.ops.parameter import Constant, ones
 
 MIXERS = {Attention: GroupedQueryAttention, LatentAttention: MultiHeadLatentAttention, GatedDeltaNet: DeltaNet}
-FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DenseBesideExperts}
+FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, DenseAndExperts: DensePlusExperts}
 
 
 class Layer(nnx.Module):
-    """x += memory(x); x += mixer(x); x += feed_forward(x), with the norms and in the form that LayerSpec says; an absent part adds
-    nothing."""
+    """x += lookup(x); x += mixer(x); x += feed_forward(x), with the norms and in the form that LayerSpec describes; an
+    absent part adds nothing."""
 
     def __init__(self, spec: LayerSpec, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
@@ -54,48 +56,51 @@ class Layer(nnx.Module):
             self.feed_forward = FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, config, rngs)
         if spec.scalar:
             self.scalar = Constant(ones(rngs.params(), (1,)), out_sharding=(None,))
-        if spec.memory is not None:
-            self.memory = NgramMemory(spec.memory, config, rngs)
+        if spec.engram is not None:
+            self.lookup = NgramLookup(spec.engram, config, rngs)
 
-    def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """Returns (x_BTE, cache, LayerAux)."""
+    def __call__(
+        self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
+    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
+        """Computes (x_BTE, cache, LayerAux)."""
         spec, aux = self.spec, LayerAux()
-        if spec.memory is not None:
-            remembered, cache, aux = self.memory(x_BTE, step, cache, runtime)
-            x_BTE = x_BTE + remembered
-        x_BTE, normed, mix, cache, found = self.mix(x_BTE, step, cache, runtime)
-        x_BTE, aux = decoded(x_BTE, step, runtime.layout), aux.also(found)
+        if spec.engram is not None:
+            update, cache, aux = self.lookup(x_BTE, step, cache, runtime)
+            x_BTE = x_BTE + update
+        x_BTE, normed, mix, cache, mixer_aux = self.mix(x_BTE, step, cache, runtime)
+        x_BTE, aux = decoded(x_BTE, step, runtime.layout), aux.merge(mixer_aux)
         if spec.feed_forward is not None:
             normed, mix = self.enter(x_BTE, normed, mix)
-            fed, found = self.feed_forward(decoded(normed, step, runtime.layout), step, runtime)
-            x_BTE, aux = decoded(self.leave(x_BTE, fed, step, mix), step, runtime.layout), aux.also(found)
-            cache = remember(cache, step, found.routes)
+            fed, fed_aux = self.feed_forward(decoded(normed, step, runtime.layout), step, runtime)
+            x_BTE, aux = decoded(self.leave(x_BTE, fed, step, mix), step, runtime.layout), aux.merge(fed_aux)
+            cache = remember(cache, step, fed_aux.routes)
         if spec.scalar:
             x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
-        return x_BTE, cache, aux.also(observe(x_BTE, step.segments, runtime.record))
+        return x_BTE, cache, aux.merge(observe(x_BTE, step.segments, runtime.record))
 
     def mix(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """(x after the mixer, what the mixer read, how its output was joined, cache, LayerAux)."""
+        """Computes (x after the mixer, input of the mixer, mix of its residual connection, cache, LayerAux)."""
         if self.spec.mixer is None:
             return x_BTE, None, None, cache, LayerAux()
-        read, mix = self.mixer_residual.read(x_BTE)
+        read, mix = cast(Any, self.mixer_residual).read(x_BTE)
         normed = decoded(self._norm("input_layernorm", read), step, runtime.layout)
-        mixed, cache, found = self.mixer(normed, step, cache, runtime)
+        mixed, cache, aux = self.mixer(normed, step, cache, runtime)
         mixed = drop(self._norm("post_attention_layernorm", mixed), step.dropout, 0)
-        return self.mixer_residual.write(x_BTE, mixed, mix), normed, mix, cache, found
+        return self.mixer_residual.write(x_BTE, mixed, mix), normed, mix, cache, aux
 
-    def enter(self, x_BTE: jax.Array, normed_BTE: jax.Array | None, mix) -> tuple[jax.Array, object]:
-        """(what the feed-forward reads, what `leave` needs besides). `normed` and `mix` are those of the mixer."""
+    def enter(self, x_BTE: jax.Array, normed_BTE: jax.Array | None, mix) -> tuple[jax.Array, Any]:
+        """Computes (input of the feed-forward, the mix that `leave` needs). `normed` and `mix` come from the mixer."""
         if self.spec.parallel:
+            assert normed_BTE is not None  # a parallel layer has a mixer
             return normed_BTE, mix
         read, mix = self.feed_forward_residual.read(x_BTE)
         return self._norm("pre_feedforward_layernorm", read), mix
 
     def leave(self, x_BTE: jax.Array, fed_BTE: jax.Array, step: Step, mix) -> jax.Array:
-        """x with the output of the feed-forward."""
+        """Adds the output of the feed-forward to x."""
         fed_BTE = drop(self._norm("post_feedforward_layernorm", fed_BTE), step.dropout, 1)
         if self.spec.parallel:
-            return self.mixer_residual.beside(x_BTE, fed_BTE, mix)
+            return self.mixer_residual.write_second(x_BTE, fed_BTE, mix)
         return self.feed_forward_residual.write(x_BTE, fed_BTE, mix)
 
     def _norm(self, name: str, x_BTE: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Dense feed-forwards. Called like every feed-forward: (x, step, runtime) -> (x, LayerAux), which is empty here."""
+"""Dense feed-forwards. Like every feed-forward they map (x, step, runtime) to (x, LayerAux); the LayerAux is empty."""
 
 from __future__ import annotations
 

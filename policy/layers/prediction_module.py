@@ -1,28 +1,30 @@
-"""One module of multi-token prediction (arXiv 2412.19437, section 2.2): a layer that reads a hidden state and the next token."""
+"""A module of multi-token prediction (arXiv 2412.19437, section 2.2): a layer that reads a hidden state and the next
+token."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from policy.cache.cache import LayerCache
+from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, MultiTokenPrediction, Runtime
+from policy.intermediates import LayerAux
 from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
 from policy.ops.norms import norm
 from policy.ops.parameter import normal, weight
 
-# Where the modules stand in the tree of weights, and their layer in Aux.layers.
+# The modules' path in the tree of weights, and their layer's key in Aux.layers.
 NAME = "mtp"
-
-
 LAYER = f"{NAME}.layer"
 
 
 class PredictionModule(nnx.Module):
-    """One depth. Weights: enorm, hnorm, post_norm [E]; eh_proj [2E, E], the half of the embedding first; those of the layer. With
-    hyper-connections the streams begin and end here: what the decoder hands over is one state for each token."""
+    """The module of one depth. Weights: enorm, hnorm, post_norm [E]; eh_proj [2E, E], the half of the embedding first;
+    the weights of the layer. With hyper-connections the streams begin and end in the module, which reads one state for
+    each token."""
 
     def __init__(self, spec: MultiTokenPrediction, config: DecoderConfig, rngs: nnx.Rngs):
         E = config.hidden_size
@@ -34,8 +36,15 @@ class PredictionModule(nnx.Module):
         if spec.final_norm:
             self.post_norm = norm(E, config.norm, rngs)
 
-    def __call__(self, hidden_BTE, embedded_BTE, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """(states before the norm, cache, LayerAux)."""
+    def __call__(
+        self,
+        hidden_BTE: jax.Array,
+        embedded_BTE: jax.Array,
+        step: Step,
+        cache: LayerCache | None,
+        runtime: Runtime,
+    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
+        """Computes (states before the final norm, cache, LayerAux)."""
         x = jnp.concatenate([self.enorm(embedded_BTE), self.hnorm(hidden_BTE)], axis=-1)
         x = x @ self.eh_proj[...].astype(x.dtype)
         x = x if self.streams is None else self.streams.expand(x)

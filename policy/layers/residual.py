@@ -1,4 +1,4 @@
-"""How a part of a layer is joined to the stream: what it reads, and where its output goes."""
+"""Residual connections: the input that a part of a layer reads, and how its output is written back."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from policy.mesh.explicit import reshard_like
 
 
 class Residual(nnx.Module):
-    """The part reads x, and its output is added to x, or takes its place. No weights."""
+    """The part reads x; its output is added to x if `adds`, otherwise it replaces x. It has no weights."""
 
     def __init__(self, adds: bool):
         self.adds = adds
 
     def read(self, x_BTE: jax.Array) -> tuple[jax.Array, None]:
-        """(what the part reads, what `write` needs besides)."""
+        """Returns (input of the part, the mix that `write` needs)."""
         return x_BTE, None
 
     def write(self, x_BTE: jax.Array, out_BTE: jax.Array, mix: None) -> jax.Array:
+        """Writes the output of the part to x."""
         out_BTE = reshard_like(out_BTE, x_BTE)
         return x_BTE + out_BTE if self.adds else out_BTE
 
-    def beside(self, x_BTE: jax.Array, out_BTE: jax.Array, mix: None) -> jax.Array:
-        """Writes the output of a second part that was given the same input; `x_BTE` is what `write` made with the first one."""
+    def write_second(self, x_BTE: jax.Array, out_BTE: jax.Array, mix: None) -> jax.Array:
+        """Writes the output of a second part that read the same input; `x_BTE` is the result of `write` with the
+        first."""
         return self.write(x_BTE, out_BTE, mix)
 
 
 def residual(spec: LayerSpec, config: DecoderConfig, rngs: nnx.Rngs) -> Residual | HyperConnection:
-    """The connection of one part of a layer. Hyper-connections take the place of whichever connection the layers have."""
+    """Creates the residual connection of one part of a layer. Hyper-connections replace the plain connection."""
     return Residual(spec.residual) if config.hyper_connections is None else HyperConnection(config, rngs)

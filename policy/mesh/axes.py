@@ -1,12 +1,20 @@
-"""The names of axes: those of the mesh, and those of weights and activations that are laid over them. Free of jax."""
+"""The names of mesh axes and of logical axes, and the rules that map logical axes to mesh axes. Does not import jax."""
 
 from __future__ import annotations
 
-AXES = ("data", "fsdp", "tensor", "expert", "context")
+# Axis of the mesh -> what its devices share out, for docs/configuration.md.
+DESCRIPTIONS = {
+    "data": "copies of the weights, each for a part of the batch",
+    "fsdp": "parts into which weights, gradients and moments are cut; they split the batch too",
+    "tensor": "parts into which heads and feed-forward layers are cut",
+    "expert": "parts into which the experts are spread",
+    "context": "parts into which sequences are cut",
+}
+AXES = tuple(DESCRIPTIONS)
 
-# Axes of other frameworks that exist here with one device only, and what to use in their place.
+# Axes of other frameworks that exist here with one device only, and their replacement.
 UNUSED: dict[str, str] = {
-    "diloco": "copies of a run that drift apart are not there; use data",
+    "diloco": "a run has no copies that drift apart; use data",
     "stage": "layers are not cut into pipeline stages; use fsdp",
     "fsdp_transpose": "weights are cut along one dimension; use fsdp",
     "context_usp_ulysses": "one way of attention at a time; use context, with model.context_parallel",
@@ -15,8 +23,8 @@ UNUSED: dict[str, str] = {
     "autoregressive": "rollouts use the axes of training; use data or tensor",
 }
 
-# Logical axis of a weight or activation -> mesh axes, first ones first; an axis already used or that does not divide is
-# dropped.
+# Logical axis of a weight or activation -> mesh axes in order of preference. An axis that is already used or that does
+# not divide the dimension is dropped.
 DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "length": ("context",),
@@ -38,14 +46,16 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "cache_heads": ("tensor",),
 }
 
-# Instead, where every device holds a slice of the width of all experts (`expert_parallel: hidden`).
+# The rules that replace defaults where every device holds a slice of the width of all experts (`expert_parallel:
+# hidden`).
 HIDDEN_SPLIT_RULES: dict[str, tuple[str, ...]] = {"exp": ("fsdp", "context"), "mlp_moe": ("expert", "tensor")}
 
-# Laid over the others while rollouts decode, under `generator.rules: stationary`: every product is taken with the part of a weight
-# that a device has, so that rows of activations travel between devices and no weight does. Cut are outputs, of the second of two
-# products inputs; `tensor` first, as in training, so that what changes places stays among the devices that share it. Rows are whole
-# along the axes that cut products; those of a cache are not, and queries go to them: among devices that have the rows anyway, as
-# the axes of a batch come first.
+# The rules that override others while rollouts decode, under `generator.rules: stationary`. Every device multiplies
+# with its own part of a weight, so that rows of activations travel between devices and weights do not. The outputs of a
+# product are cut, or the inputs for the second of two products. `tensor` comes first, as in training, so that
+# resharding stays among the devices that share it. Rows are replicated along the axes that cut products. Rows of a
+# cache are not, and queries are sent to them: among devices that have the rows anyway, because the axes of a batch come
+# first.
 _WIDTH = ("tensor", "fsdp", "context")
 STATIONARY_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "expert"),
@@ -56,5 +66,5 @@ STATIONARY_RULES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Logical axes that are whole unless a rule says otherwise.
-WHOLE = ("norm", "kv", "kv_head_dim", "q_lora_up_proj", "kv_lora_up_proj")
+# Logical axes that are replicated unless a rule says otherwise.
+REPLICATED = ("norm", "kv", "kv_head_dim", "q_lora_up_proj", "kv_lora_up_proj")

@@ -1,58 +1,68 @@
-"""Shardings as parts of types: what is needed by code that is traced while the axes of the mesh are `Explicit`.
+"""Shardings as parts of types: helpers for code that is traced while the axes of the mesh are `Explicit`.
 
-Arrays of a run lie on a mesh whose axes are `Auto`, whatever `mesh.shard_mode` is. Under `explicit` a decoder that is called
-without a cache is traced in another view of that mesh, with the same devices in the same places, whose axes are `Explicit`
-(`with_explicit_axes`): there every array says how it is cut, an operation whose result could be cut in two ways is an error, and data moves
-between devices where a `reshard`, an `out_sharding` or a `shard_map` says so. To enter the view and to leave it moves nothing.
+Arrays of a run live on a mesh whose axes are `Auto`, whatever `mesh.shard_mode` is. Under `explicit` a decoder that is
+called without a cache is traced in another view of that mesh, with the same devices in the same order, whose axes are
+`Explicit` (`with_explicit_axes`). There the type of every array has a sharding, an operation whose result could be
+sharded in two ways is an error, and data moves between devices only at a `reshard`, an `out_sharding` or a `shard_map`.
+Entering and leaving the view moves no data.
 
-What a device can do alone with its own rows and heads runs by itself (`over_devices`). The few operations that no rule of jax
-covers (sorts, random bits) are left to the partitioner between a stated input and a stated output (`auto_axes`).
+Computations of a device on its own rows and heads run in `over_devices`. The few operations that no sharding rule of
+jax covers (sorts, random bits) are left to the partitioner, between inputs and outputs of known sharding (`auto_axes`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 
 def in_explicit_mode() -> bool:
-    """Whether what is traced now has its shardings in its types."""
+    """Tells whether the axes of the current mesh are Explicit, so that types have shardings."""
     return set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Explicit}
 
 
 def spec_of(x: jax.Array) -> PartitionSpec:
-    """How an array is cut, by its type."""
+    """Returns the PartitionSpec in the type of an array."""
     return jax.typeof(x).sharding.spec
 
 
-def with_explicit_axes(function, mesh: Mesh, places):
-    """`function`, traced with the axes of `mesh` Explicit. `places` are the PartitionSpecs of its arguments, or a prefix of their
-    tree; its results are handed back as arrays of the caller's view."""
+def with_explicit_axes(function: Callable, mesh: Mesh, specs: Any) -> Callable:
+    """Returns `function` traced with the axes of `mesh` Explicit. Its results are arrays of the caller's view.
+
+    specs: the PartitionSpecs of the arguments, or a prefix of their tree.
+    """
 
     def run(*arguments):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return jax.sharding.explicit_axes(function, in_sharding=places)(*arguments)
+            return jax.sharding.explicit_axes(function, in_sharding=specs)(*arguments)
 
     return run
 
 
-def over_devices(function, mesh: Mesh | None, in_specs, out_specs, **how):
-    """`jax.shard_map` over the mesh (in explicit mode: the mesh of the types); arguments that are cut in another way than
-    `in_specs` says are resharded first."""
+def over_devices(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any, **options: Any) -> Callable:
+    """Returns `jax.shard_map` of `function` over the mesh (in explicit mode: the mesh of the types).
+
+    In explicit mode, arguments with another sharding than `in_specs` are resharded first.
+    """
     if not in_explicit_mode():
-        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **how)
-    mapped = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, **how)
+        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+    mapped = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, **options)
     return lambda *arguments: mapped(*jax.reshard(arguments, in_specs))
 
 
-def auto_axes(function, out_specs, *arguments):
-    """function(*arguments), within which the partitioner decides; the results are cut as `out_specs` says. Arrays that `function`
-    takes from elsewhere than its arguments are errors. Plainly the function where shardings are not stated."""
+def auto_axes(function: Callable, out_specs: Any, *arguments: Any) -> Any:
+    """Returns function(*arguments), computed with shardings of the partitioner; the results are sharded by `out_specs`.
+
+    `function` must not close over arrays. Outside of explicit mode this is a plain call.
+    """
     if not in_explicit_mode():
         return function(*arguments)
     return jax.sharding.auto_axes(function, out_sharding=out_specs)(*arguments)
 
 
 def reshard_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """x, cut as `other` is, an array of as many dimensions; unchanged where shardings are not stated."""
+    """Reshards x like `other`, an array with as many dimensions. Outside of explicit mode x is returned unchanged."""
     return jax.reshard(x, spec_of(other)) if in_explicit_mode() else x

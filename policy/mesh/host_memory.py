@@ -1,23 +1,24 @@
-"""Arrays that live in host memory: they come to the device when they are needed, a layer at a time, or are computed on where they
-are."""
+"""Arrays in host memory: they are copied to the device a layer at a time, or the host computes with them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import compute_on
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from policy.config import Runtime
 from policy.mesh import processes
 from policy.ops.parameter import RowTable
 
 HOST = "pinned_host"
-# Its name before jax 0.12, where `compute_on` was another function.
-_compute_on = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
+# `compute_on2` is the name before jax 0.12, where `compute_on` was another function.
+_compute_on: Callable[..., Any] = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
 Space = jax.memory.Space
 
 
@@ -26,38 +27,43 @@ class NoHostMemory(ValueError):
 
 
 def belongs_there(axes: tuple[str | None, ...]) -> bool:
-    """Whether an array with these logical axes is worth a place in host memory: matrices are. Norms and biases are little, and TPUs
-    cannot cut one row out of a stack of them there, because rows are stored eight at a time."""
+    """Tells whether an array with these logical axes should be offloaded to host memory: matrices should.
+
+    Norms and biases are small, and TPUs cannot slice one row out of a stack of them there, because rows are stored
+    eight at a time.
+    """
     return len([axis for axis in axes if axis != "layers"]) > 1
 
 
 def in_host_memory(sharding: NamedSharding) -> NamedSharding:
-    """The same pieces on the same devices, in the memory of their hosts.
+    """Returns the same sharding in the memory of the devices' hosts.
 
-    Raises NoHostMemory where the platform has none that programs can read.
+    Raises NoHostMemory where the platform has no host memory that programs can read.
     """
-    # Of several processes each sees the memory of its own devices only.
-    device = sharding.mesh.devices.flat[0] if processes.count() == 1 else sharding.mesh.local_devices[0]
+    mesh = cast(Mesh, sharding.mesh)
+    # Each process sees the memory of its own devices only.
+    device = mesh.devices.flat[0] if processes.count() == 1 else mesh.local_devices[0]
     if not any(memory.kind == HOST for memory in device.addressable_memories()):
         raise NoHostMemory(
-            f"{device.platform} devices have no {HOST} memory, so nothing can be kept there: set model.host_parameters and "
-            "optimizer.host_memory to false, and model.remat to a policy that offloads nothing"
+            f"{device.platform} devices have no {HOST} memory, so nothing can be kept there: set "
+            "model.host_parameters and optimizer.host_memory to false, and model.remat to a policy that offloads nothing"
         )
     return sharding.with_memory_kind(HOST)
 
 
-def fetch(tree):
-    """The arrays, those in host memory copied to device memory. In a jitted function; its gradient goes back to where they were.
+def fetch(tree: Any) -> Any:
+    """Copies arrays in host memory to device memory, inside a jitted function. Gradients return to the memory of the
+    arrays.
 
-    Inside a function under jax.checkpoint the copy is made again for the backward pass, and not kept until then.
+    Under jax.checkpoint the copy is not stored: the backward pass makes it again.
     """
     return jax.tree.map(
         lambda a: jax.device_put(a, Space.Device) if jax.typeof(a).memory_space == Space.Host else a, tree
     )
 
 
-def fetch_layer(weights, runtime: Runtime):
-    """The same for the weights of a layer: a table that `table_memory` keeps in host memory stays there."""
+def fetch_layer(weights: Any, runtime: Runtime) -> Any:
+    """Fetches the weights of a layer, except a table that `table_memory` keeps in host memory."""
 
     def stays(variable) -> bool:
         return runtime.table_memory == "host" and isinstance(variable, RowTable)
@@ -68,25 +74,28 @@ def fetch_layer(weights, runtime: Runtime):
     return jax.tree.map(lambda v: v if stays(v) else fetch(v), weights, is_leaf=is_variable)
 
 
-def put_back(tree, like):
-    """`tree`, each array in the memory of its counterpart in `like`."""
+def put_back(tree: Any, like: Any) -> Any:
+    """Moves each array to the memory of its counterpart in `like`."""
     return jax.tree.map(
         lambda a, b: jax.device_put(a, Space.Host) if jax.typeof(b).memory_space == Space.Host else a, tree, like
     )
 
 
-def to_device(tree):
-    """The arrays in device memory."""
+def to_device(tree: Any) -> Any:
+    """Moves the arrays to device memory."""
     return jax.device_put(tree, Space.Device)
 
 
-def to_host(tree):
-    """The arrays in host memory."""
+def to_host(tree: Any) -> Any:
+    """Moves the arrays to host memory."""
     return jax.device_put(tree, Space.Host)
 
 
-def on_a_device(tree) -> int:
-    """Bytes of arrays, which may be abstract, in the memory of each device; those in host memory count nothing."""
+def on_a_device(tree: Any) -> int:
+    """Counts the bytes of arrays, which may be abstract, in the memory of each device.
+
+    Arrays in host memory count nothing.
+    """
 
     def size(array) -> int:
         place = array.sharding
@@ -98,7 +107,9 @@ def on_a_device(tree) -> int:
     return sum(map(size, jax.tree.leaves(tree)))
 
 
-def on_host(function, *trees):
-    """function(*trees), computed by the host, in the middle of a program on a TPU: only arguments and results move. The arguments
-    are brought there if need be, and the result stays there."""
+def on_host(function: Callable, *trees: Any) -> Any:
+    """Returns function(*trees), computed by the host inside a program on a TPU: only arguments and results move.
+
+    Arguments are copied to host memory if needed, and the result stays there.
+    """
     return _compute_on(function, compute_type="device_host", out_memory_spaces=Space.Host)(*to_host(trees))

@@ -1,14 +1,14 @@
-"""Several processes that compute one run together.
+"""Communication between the processes that compute one run together.
 
-All of them run the same program and take the same decisions, because they take them by the same numbers of the host. Each holds its
-own shards of every array, those of its devices. What the host wants of an array, or one process alone knows, has to reach all of
-them: by the functions below, which every process calls at the same places, in the same order, from its main thread. In a run of one
-process they give back what they are given.
+All processes run the same program and take the same decisions, because they decide from the same values on the host.
+Each process holds the shards of its own devices. The functions below bring the value of an array, or a value that one
+process alone knows, to all processes. Every process must call them at the same places, in the same order, from its main
+thread. In a run of one process they return their argument.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -19,22 +19,22 @@ from policy.mesh import serialization
 
 
 def count() -> int:
-    """How many processes there are. Does not start the devices of a run of one."""
+    """Counts the processes. Does not initialise the devices of a run of one process."""
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 def index() -> int:
-    """The number of this process, from 0."""
+    """Returns the number of this process, from 0."""
     return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
 def first() -> bool:
-    """Whether this process is the one that writes what people read."""
+    """Tells whether this is process 0, which writes logs and reports."""
     return index() == 0
 
 
-def on_host(array) -> np.ndarray:
-    """The whole array, on the host of each process."""
+def on_host(array: Any) -> np.ndarray:
+    """Returns the full array on the host of each process."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     if not isinstance(array.sharding, NamedSharding):
@@ -43,8 +43,9 @@ def on_host(array) -> np.ndarray:
 
 
 def _everywhere(array: jax.Array) -> np.ndarray:
-    """Returns when all devices of this process have it, not only the first: on CPUs programs that overlap may deadlock."""
-    place = NamedSharding(array.sharding.mesh, PartitionSpec(), memory_kind=array.sharding.memory_kind)
+    """Replicates the array. Waits for all devices of this process: on CPUs programs that overlap may deadlock."""
+    sharding = cast(NamedSharding, array.sharding)
+    place = NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
     return np.asarray(jax.block_until_ready(jax.jit(_same, out_shardings=place)(array)))
 
 
@@ -52,9 +53,11 @@ def _same(array):
     return array
 
 
-def device_put_global(tree, sharding: Sharding):
-    """Arrays that every host has, as `sharding` says; each process brings the shards of its own devices there. (`jax.device_put`
-    would first compare the arrays of all processes, at every call.)"""
+def device_put_global(tree: Any, sharding: Sharding) -> Any:
+    """Puts arrays that every host has on the devices of `sharding`. Each process writes the shards of its own devices.
+
+    `jax.device_put` would compare the arrays of all processes at every call.
+    """
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
@@ -66,7 +69,10 @@ def device_put_global(tree, sharding: Sharding):
 
 
 def all_gather_object(value: Any) -> list:
-    """The values of all processes, by the number of the process; of kinds that policy/mesh/serialization.py carries."""
+    """Returns the values of all processes, in the order of their numbers.
+
+    Raises TypeError for a type that policy/mesh/serialization.py does not know.
+    """
     if count() == 1:
         return [value]
     own = np.frombuffer(serialization.write(value), np.uint8)
@@ -77,7 +83,7 @@ def all_gather_object(value: Any) -> list:
 
 
 def _stacked(own: np.ndarray) -> np.ndarray:
-    """[processes, ...] of arrays of the same shape."""
+    """Stacks the arrays of all processes, which have the same shape: [processes, ...]."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.asarray(devices).reshape(count(), -1), ("process", "device"))
     place = NamedSharding(mesh, PartitionSpec("process"))
@@ -85,5 +91,5 @@ def _stacked(own: np.ndarray) -> np.ndarray:
 
 
 def broadcast(value: Any) -> Any:
-    """The value of process 0."""
+    """Returns the value of process 0 on every process."""
     return all_gather_object(value if first() else None)[0]

@@ -1,7 +1,7 @@
-"""Values as bytes, between the processes of a run: JSON, and nothing that could execute anything.
+"""Serialization of values between the processes of a run, as JSON: reading a message never executes code.
 
-What JSON lacks becomes an object with one key, its kind: tuples, dicts with keys of any kind, numpy arrays, paths, and objects of
-the classes that `carried` was told of.
+A value that JSON lacks becomes an object with one key, the name of its type: tuples, dicts with keys of any type, numpy
+arrays, paths, and objects of the classes that `register_type` has registered.
 """
 
 from __future__ import annotations
@@ -10,31 +10,35 @@ import base64
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-_CARRIED: dict[str, type] = {}
+T = TypeVar("T")
+
+_REGISTERED: dict[str, type] = {}
 
 
-def carried(*kinds: type) -> type:
-    """Lets objects of these classes travel: dataclasses and named tuples by their fields, exceptions by their text. Usable as a
-    decorator of one."""
+def register_type(*kinds: type[T]) -> type[T]:
+    """Registers classes whose objects can be serialized. Returns the first, so that it can decorate a class.
+
+    Dataclasses and named tuples are serialized by their fields, exceptions by their text.
+    """
     for kind in kinds:
-        _CARRIED[kind.__name__] = kind
+        _REGISTERED[kind.__name__] = kind
     return kinds[0]
 
 
-carried(OSError)
+register_type(OSError)
 
 
 def write(value: Any) -> bytes:
-    """Raises TypeError for what is of no kind that is carried."""
+    """Serializes a value. Raises TypeError if its type is not registered."""
     return json.dumps(_plain(value)).encode()
 
 
 def read(text: bytes) -> Any:
-    """The value again; numbers of numpy are Python's, and an exception is of the nearest class that is carried."""
+    """Reads a value back. Numpy numbers become Python numbers; an exception gets its nearest registered class."""
     return _value(json.loads(text))
 
 
@@ -51,7 +55,7 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray):
         return {"array": [value.dtype.str, value.shape, base64.b64encode(value.tobytes()).decode()]}
-    if kind := next((each for each in type(value).__mro__ if _CARRIED.get(each.__name__) is each), None):
+    if kind := next((each for each in type(value).__mro__ if _REGISTERED.get(each.__name__) is each), None):
         if isinstance(value, BaseException):
             return {kind.__name__: str(value)}
         fields = [getattr(value, name) for name in _fields(kind)]
@@ -76,8 +80,8 @@ def _value(plain: Any) -> Any:
         return np.frombuffer(base64.b64decode(data), np.dtype(dtype)).reshape(shape)
     if kind == "tuple":
         return tuple(_value(each) for each in content)
-    made = _CARRIED[kind]
-    return made(content) if issubclass(made, BaseException) else made(*map(_value, content))
+    cls = _REGISTERED[kind]
+    return cls(content) if issubclass(cls, BaseException) else cls(*map(_value, content))
 
 
 def _fields(kind: type) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
-"""Where arrays live: the mesh, what its axes cut by a table from logical axis names to them, and the one helper that constrains
-activations."""
+"""Layouts: a mesh, the rules that map logical axes to its axes, and helpers that constrain activations."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from policy.mesh.axes import AXES, DEFAULT_RULES, HIDDEN_SPLIT_RULES, UNUSED
 from policy.mesh.explicit import in_explicit_mode
 
+T = TypeVar("T")
+
+
+class _Step(Protocol):
+    """The part of `policy.cache.step.Step` that `decoded` reads."""
+
+    @property
+    def anywhere(self) -> bool: ...
+
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and its rules (pairs, so that it can be hashed). `moments_over_data`: optimizers cut their states over the axis `data`
-    as well, along which weights are copies (ZeRO stage 1, arXiv 1910.02054). `decodes`: the rules are those of rollouts.
-    `explicit`: a decoder states in types how its arrays are cut (policy/mesh/explicit.py); never on one device."""
+    """A mesh and its rules (pairs, so that a layout can be hashed).
+
+    moments_over_data: optimizers cut their states over the axis `data` too, along which weights are replicated (ZeRO
+        stage 1, arXiv 1910.02054).
+    decodes: the rules are those of rollouts.
+    explicit: a decoder has its shardings in its types (policy/mesh/explicit.py); never on one device.
+    """
 
     mesh: Mesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
@@ -30,27 +43,27 @@ class Layout:
     explicit: bool = False
 
     def spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        """The mesh axes of each dimension of an array with these logical axes."""
+        """Returns the mesh axes of each dimension of an array with these logical axes."""
         rules, used, dims = dict(self.rules), set(), []
         for name, size in zip(axes, shape, strict=True):
             chosen = []
             for axis in rules.get(name, ()) if name else ():
-                degree = self.mesh.shape[axis]
-                if (
-                    degree > 1
-                    and axis not in used
-                    and size % (degree * int(np.prod([self.mesh.shape[a] for a in chosen]))) == 0
-                ):
+                parts = math.prod(self.mesh.shape[a] for a in (*chosen, axis))
+                if self.mesh.shape[axis] > 1 and axis not in used and size % parts == 0:
                     chosen.append(axis)
                     used.add(axis)
             dims.append(tuple(chosen) or None)
         return PartitionSpec(*dims)
 
     def sharding(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding:
+        """Returns the sharding of an array with these logical axes."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
     def used(self, spec: PartitionSpec) -> PartitionSpec:
-        """Where a weight that is stored so lies while it is multiplied: whole along axes over which rows or tokens are cut."""
+        """Returns the spec of a weight in products: replicated along the axes that cut rows or tokens.
+
+        spec: of the stored weight.
+        """
         rules = dict(self.rules)
         tokens = {*rules["batch"], *rules["length"]}
 
@@ -60,8 +73,11 @@ class Layout:
         return PartitionSpec(*(kept(dim) for dim in spec))
 
     def moment_spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        """The mesh axes of the state that an optimizer keeps of a weight: those of the weight, and `data`, if it is to be cut
-        there, on the first dimension that is whole, or else on the first that can be cut further. Layers stay together."""
+        """Returns the mesh axes of an optimizer's state for a weight.
+
+        They are the axes of the weight. With `moments_over_data`, `data` is added on the first dimension that is not
+        cut, or else on the first that can be cut further. The dimension of layers is never cut.
+        """
         spec, data = self.spec(axes, shape), self.mesh.shape["data"]
         if not self.moments_over_data or data == 1:
             return spec
@@ -72,29 +88,38 @@ class Layout:
         return spec
 
     def rows_over(self, axis: str) -> Layout:
-        """With rows cut over this axis too, those of a cache as well, and nothing else of activations."""
+        """Returns the layout whose rows, of activations and of caches, are also cut over `axis`; sequences are not
+        cut."""
         rules = dict(self.rules)
         cut = {name: (*rules[name], axis) for name in ("batch", "cache_batch") if axis not in rules[name]}
         return replace(self, rules=tuple(sorted((rules | cut | {"length": ()}).items())))
 
     def for_rollouts(self, rules: Mapping[str, Sequence[str]], scheme: str) -> Layout:
-        """With these rules laid over its own. In the scheme `hidden` of policy/experts/expert_parallel.py the width of experts stays
-        cut over `expert` first, and their number is whole. Raises ValueError for an unknown mesh axis."""
-        given = {name: _known(f"generator.rules.{name}", axes) for name, axes in rules.items()}
-        if scheme == "hidden" and "mlp_moe" in given:
-            width = tuple(axis for axis in given["mlp_moe"] if axis != "expert")
-            given = {"exp": ()} | given | {"mlp_moe": ("expert", *width)}
-        return replace(self, rules=tuple(sorted((dict(self.rules) | given).items())), decodes=True)
+        """Returns the layout with its rules overridden by `rules`. Raises ValueError for an unknown mesh axis.
+
+        In the scheme `hidden` of policy/experts/expert_parallel.py the width of experts stays cut over `expert` first,
+        and their number is not cut.
+        """
+        overrides = {name: _known(f"generator.rules.{name}", axes) for name, axes in rules.items()}
+        if scheme == "hidden" and "mlp_moe" in overrides:
+            width = tuple(axis for axis in overrides["mlp_moe"] if axis != "expert")
+            overrides = {"exp": ()} | overrides | {"mlp_moe": ("expert", *width)}
+        return replace(self, rules=tuple(sorted((dict(self.rules) | overrides).items())), decodes=True)
 
     @property
     def rows_move(self) -> bool:
-        """Whether rollouts lay the rows of a cache out otherwise than those of activations: queries and new entries then go to the
-        cache, and what they found comes back."""
+        """Tells whether rollouts shard the rows of a cache differently from rows of activations.
+
+        Queries and new entries are then sent to the cache, and the results of attention are sent back.
+        """
         rules = dict(self.rules)
         return self.decodes and rules["batch"] != rules["cache_batch"]
 
     def for_experts(self, scheme: str) -> Layout:
-        """With the rules of a scheme of policy/experts/expert_parallel.py in place of default ones; rules that were set stay."""
+        """Returns the layout with default rules replaced by those of an expert scheme.
+
+        Rules that were set do not change.
+        """
         rules = dict(self.rules)
         if scheme == "hidden":
             rules |= {name: axes for name, axes in HIDDEN_SPLIT_RULES.items() if rules[name] == DEFAULT_RULES[name]}
@@ -102,26 +127,32 @@ class Layout:
 
     @property
     def platform(self) -> str:
-        """cpu, gpu or tpu: that of the mesh, which ahead-of-time compilation may not have at hand."""
+        """Returns the platform of the mesh: cpu, gpu or tpu.
+
+        This machine may have another one when it compiles ahead of time.
+        """
         return self.mesh.devices.flat[0].platform
 
     @property
     def replicated(self) -> NamedSharding:
+        """Returns the sharding of an array that every device has in full."""
         return NamedSharding(self.mesh, PartitionSpec())
 
 
 def layout(
     degrees: dict[str, int] | None = None,
     rules: dict[str, list[str]] | None = None,
-    devices=None,
+    devices: Sequence | None = None,
     *,
     dcn: dict[str, int] | None = None,
     moments_over_data: bool = False,
     explicit: bool = False,
 ) -> Layout:
-    """A layout over `devices` (default: all). `degrees` gives the size of each axis inside a slice (devices joined by a fast
-    network), `dcn` how many times as large it is over the slices, which a slow one joins. One of each may be -1 and takes what is
-    left; devices that know of no slices are taken in blocks of neighbours. `moments_over_data` and `explicit` are those of Layout.
+    """Makes a layout over `devices` (default: all).
+
+    degrees: the size of each axis inside a slice (devices joined by a fast network). dcn: the factor of each axis over
+    slices, which a slow network joins. One size of each may be -1 and takes all remaining devices. Devices without a
+    slice number are divided into blocks of neighbours. `Layout` explains the other arguments.
 
     Raises ValueError when the degrees do not multiply to the number of devices, or a rule names an unknown axis.
     """
@@ -129,7 +160,7 @@ def layout(
     across = _sizes("mesh.dcn", dcn or {}, None)
     slices = _slices(devices, across)
     if -1 in across.values():
-        across = _sizes("mesh.dcn", dcn, len(slices))
+        across = _sizes("mesh.dcn", dcn or {}, len(slices))
     inside = _sizes("mesh", degrees or {"fsdp": -1}, len(slices[0]))
     merged = DEFAULT_RULES | {name: _known(f"mesh.rules.{name}", axes) for name, axes in (rules or {}).items()}
     mesh = Mesh(_arranged(slices, [inside[axis] for axis in AXES], [across[axis] for axis in AXES]), AXES)
@@ -137,14 +168,14 @@ def layout(
 
 
 def _sizes(where: str, degrees: dict[str, int], number: int | None) -> dict[str, int]:
-    """The size of every axis, for so many devices or slices; None: as they were given."""
+    """Returns the size of every axis, for so many devices or slices. None: -1 is not resolved."""
     if unknown := set(degrees) - set(AXES) - set(UNUSED):
         raise ValueError(f"{where}: unknown axis {', '.join(sorted(unknown))}; axes are {', '.join(AXES)}")
     if used := [axis for axis in UNUSED if degrees.get(axis, 1) != 1]:
         raise ValueError(f"{where}.{used[0]}: {degrees[used[0]]} devices, but only 1 is possible: {UNUSED[used[0]]}")
     sizes = {axis: degrees.get(axis, 1) for axis in AXES}
     if wrong := {axis: n for axis, n in sizes.items() if n != -1 and n < 1}:
-        raise ValueError(f"{where}: {wrong} must be at least 1, or -1 for what is left")
+        raise ValueError(f"{where}: {wrong} must be at least 1, or -1 for all that are left")
     open_axes = [axis for axis, n in sizes.items() if n == -1]
     if len(open_axes) > 1:
         raise ValueError(f"{where}: only one axis may be -1, got {', '.join(open_axes)}")
@@ -159,36 +190,41 @@ def _sizes(where: str, degrees: dict[str, int], number: int | None) -> dict[str,
 
 
 def _slices(devices: Sequence, across: dict[str, int]) -> list[list]:
-    """The devices of each slice: by what they say of themselves, or else by process, where there are as many processes as slices
-    are wanted, or in as many blocks of neighbours. Without a number of slices those that do not know are one."""
-    wanted = math.prod(across.values())
-    there = {getattr(device, "slice_index", None) for device in devices if device.platform == "tpu"} - {None}
-    if len(there) > 1 and wanted > 0 and wanted != len(there):
+    """Returns the devices of each slice.
+
+    Slices are taken from the devices' slice numbers; else from their processes, if there are as many processes as
+    requested slices; else they are blocks of neighbours. Without a requested number, devices without a slice number
+    form one slice.
+    """
+    requested = math.prod(across.values())
+    present = {getattr(device, "slice_index", None) for device in devices if device.platform == "tpu"} - {None}
+    if len(present) > 1 and requested > 0 and requested != len(present):
         raise ValueError(
-            f"mesh.dcn: {wanted} slice{'s' * (wanted > 1)} by its sizes, but the TPUs are in {len(there)}, which a slow network "
-            f"joins; say which axis goes over them, as `dcn: {{data: {len(there)}}}`, or {{data: -1}} for as many as there are"
+            f"mesh.dcn: {requested} slice{'s' * (requested > 1)} by its sizes, but the TPUs are in {len(present)}, "
+            f"which a slow network joins; say which axis goes over them, as `dcn: {{data: {len(present)}}}`, or "
+            "{data: -1} for as many as there are"
         )
-    if wanted == 1:
+    if requested == 1:
         return [list(devices)]
     for name in ("slice_index", "process_index"):
         numbers = sorted({getattr(device, name, 0) for device in devices})
-        if len(numbers) == wanted or (wanted < 0 and len(numbers) > 1):
-            found = [[device for device in devices if getattr(device, name) == number] for number in numbers]
+        if len(numbers) == requested or (requested < 0 and len(numbers) > 1):
+            slices = [[device for device in devices if getattr(device, name) == number] for number in numbers]
             break
     else:
-        blocks = max(1, wanted)
+        blocks = max(1, requested)
         if len(devices) % blocks:
             raise ValueError(
                 f"mesh.dcn: {across} needs {blocks} slices, which do not divide the {len(devices)} devices"
             )
-        found = [list(block) for block in np.asarray(devices).reshape(blocks, -1)]
-    if len({len(each) for each in found}) > 1:
-        raise ValueError(f"mesh.dcn: the slices have {[len(each) for each in found]} devices; they must be equal")
-    return found
+        slices = [list(block) for block in np.asarray(devices).reshape(blocks, -1)]
+    if len({len(each) for each in slices}) > 1:
+        raise ValueError(f"mesh.dcn: the slices have {[len(each) for each in slices]} devices; they must be equal")
+    return slices
 
 
 def _arranged(slices: list[list], inside: list[int], across: list[int]) -> np.ndarray:
-    """The devices of a mesh: inside a slice in the order of its network, slices side by side along each axis."""
+    """Arranges the devices of a mesh: in network order inside a slice, and slices one after another along each axis."""
     meshes = [mesh_utils.create_device_mesh(inside, each, allow_split_physical_axes=True) for each in slices]
     blocks = np.stack(meshes).reshape(*across, *inside)
     n = len(inside)
@@ -196,20 +232,22 @@ def _arranged(slices: list[list], inside: list[int], across: list[int]) -> np.nd
 
 
 def axes_of(dim: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes of one dimension of a PartitionSpec."""
+    """Returns the mesh axes of one dimension of a PartitionSpec."""
     return (dim,) if isinstance(dim, str) else dim or ()
 
 
 def _known(where: str, axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes of a rule, without those that have one device only."""
+    """Returns the axes of a rule that exist. Raises ValueError for an unknown axis; `where` names the rule."""
     if unknown := set(axes) - set(AXES) - set(UNUSED):
         raise ValueError(f"{where}: unknown axis {sorted(unknown)}; axes are {', '.join(AXES)}")
     return tuple(axis for axis in axes if axis in AXES)
 
 
 def constrain(x: jax.Array, axes: tuple[str | None, ...], layout: Layout | None) -> jax.Array:
-    """x, laid out by its logical axes; unchanged without a layout or on one device. A hint to the partitioner, or the type of the
-    result where shardings are stated."""
+    """Constrains the sharding of x by its logical axes. Returns x unchanged without a layout or on one device.
+
+    This is a hint to the partitioner, or a reshard in explicit mode.
+    """
     if layout is None or layout.mesh.size == 1:
         return x
     if in_explicit_mode():
@@ -218,32 +256,39 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...], layout: Layout | None)
 
 
 def to_cache(x: jax.Array, layout: Layout | None) -> jax.Array:
-    """Queries or new entries [B, H, ...], where the rows and heads of a cache are."""
+    """Sends queries or new entries [B, H, ...] to the devices that have the rows and heads of the cache."""
     if layout is None or not layout.rows_move:
         return x
     return constrain(x, ("cache_batch", "cache_heads", *[None] * (x.ndim - 2)), layout)
 
 
 def from_cache(x: jax.Array, layout: Layout | None) -> jax.Array:
-    """What queries found there, [B, H, ...], where the next product wants it."""
+    """Sends results of attention [B, H, ...] to the devices that have the rows of activations."""
     if layout is None or not layout.rows_move:
         return x
     return constrain(x, ("batch", "heads", *[None] * (x.ndim - 2)), layout)
 
 
-def decoded(x: jax.Array, step, layout: Layout | None, heads: str | None = None) -> jax.Array:
-    """x [B, T, ...] of a decoding step, or [B, H, T, D] with the logical axis of its heads, where rows of activations are.
-    Positions and what attention finds are where the rows of the cache are: left to the partitioner, so are tables of rotations and
-    residuals, and products of each layer first gather what they read, or their weights. Prompts are left to it: of their many
-    tokens a norm costs more than an exchange."""
+def decoded(x: jax.Array, step: _Step, layout: Layout | None, heads: str | None = None) -> jax.Array:
+    """Constrains x [B, T, ...] of a decoding step, or [B, H, T, D] with the logical axis of its heads, to the
+    activations' rows.
+
+    Positions and the results of attention are sharded by the rows of the cache. Left to itself the partitioner would
+    shard tables of rotations and residuals the same way, and each layer would first gather the inputs of its products,
+    or their weights. Prompts are left to the partitioner: with many tokens, a norm on too few devices costs more than
+    an exchange.
+    """
     if layout is None or not layout.rows_move or step.anywhere:
         return x
     return constrain(x, ("batch", heads, *[None] * (x.ndim - 2)), layout)
 
 
 def own_rows(table_VE: jax.Array, tokens_BT: jax.Array, layout: Layout) -> jax.Array:
-    """table[tokens] where the mesh cuts the table along V: each device reads the rows that it has, and zeros for others, and the
-    devices sum. The partitioner gathers the table instead, 1 GiB for each token of llama3.1-8b."""
+    """Returns table[tokens] where the mesh cuts the table along V.
+
+    Each device reads its own rows, and zeros for others, and the devices sum. The partitioner would gather the table
+    instead.
+    """
     axes, rows = (
         axes_of(layout.spec((name,), sizes[:1])[0])
         for name, sizes in (("vocab", table_VE.shape), ("batch", tokens_BT.shape))
@@ -262,13 +307,13 @@ def own_rows(table_VE: jax.Array, tokens_BT: jax.Array, layout: Layout) -> jax.A
     return constrain(read, ("batch", "length", None), layout)
 
 
-def declare(x: jax.Array, axes: tuple[str | None, ...], layout: Layout) -> jax.Array:
-    """x as `constrain` lays it out where shardings are stated, else as it is: for what has no sharding of its own, as zeros."""
+def annotate(x: jax.Array, axes: tuple[str | None, ...], layout: Layout) -> jax.Array:
+    """Constrains x in explicit mode only, as arrays without a sharding of their own need it (zeros, for example)."""
     return constrain(x, axes, layout) if in_explicit_mode() else x
 
 
-def block_on_cpu_mesh(result, layout: Layout):
-    """`result`, waited for where programs must not overlap: on CPU with several devices overlapping collectives deadlock."""
+def block_on_cpu_mesh(result: T, layout: Layout) -> T:
+    """Waits for `result` on a CPU mesh, where collectives of overlapping programs deadlock. Returns it."""
     if layout.mesh.size > 1 and layout.platform == "cpu":
         jax.block_until_ready(result)
     return result

@@ -1,10 +1,11 @@
-"""Dropout whose bits depend on the row, the layer and the place in it alone: not on how rows are cut into micro-batches or spread
-over devices, nor on whether layers are scanned."""
+"""Dropout whose bits depend only on the row, the layer and the place in the layer: not on micro-batches, on the
+sharding of rows, or on whether layers are scanned."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,11 @@ from policy.mesh.explicit import auto_axes, in_explicit_mode, spec_of
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dropout:
-    """Elements are 0 with probability `rate`, the others divided by 1 - rate. `seeds` uint32[B], one for each row; `layer` is the
-    number of the layer (the embedding is -1). `places` int32[1, T]: the place of each token in its row; None: they are in order."""
+    """The dropout of one layer: elements become 0 with probability `rate`, the others are divided by 1 - rate.
+
+    `seeds` uint32[B], one for each row; `layer` is the number of the layer (the embedding is -1). `places` int32[1, T]:
+    the position of each token in its row; None: tokens are in order.
+    """
 
     seeds: jax.Array
     layer: jax.Array | int = -1
@@ -24,21 +28,22 @@ class Dropout:
     rate: float = field(default=0.0, metadata={"static": True})
 
     def at(self, layer: jax.Array | int) -> Dropout:
+        """Returns the dropout of another layer."""
         return replace(self, layer=layer)
 
 
 def row_seeds(seed: int, update: jax.Array, rows: int) -> jax.Array:
-    """uint32[rows]: the seeds of the rows of one update."""
+    """Returns uint32[rows]: the seeds of the rows of one update."""
     key = jax.random.fold_in(jax.random.key(seed), update)
     return jax.vmap(lambda row: jax.random.bits(jax.random.fold_in(key, row), dtype=jnp.uint32))(jnp.arange(rows))
 
 
 def drop(x_BTE: jax.Array, dropout: Dropout | None, place: int = 0) -> jax.Array:
-    """x with elements dropped; `place` counts the dropouts of one layer."""
+    """Drops elements of x; `place` numbers the dropouts of one layer."""
     if dropout is None or dropout.rate == 0.0:
         return x_BTE
     if in_explicit_mode():
-        return auto_axes(partial(drop, place=place), spec_of(x_BTE), x_BTE, dropout)
+        return cast(jax.Array, auto_axes(partial(drop, place=place), spec_of(x_BTE), x_BTE, dropout))
 
     def keep(seed):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), dropout.layer + 1), place)

@@ -1,23 +1,25 @@
 """Products of activations with weights that may be quantised.
 
-Every such product goes through `linear` (or `policy.experts.grouped.product` where the rows of a product have weights of their
-own). Products that stay as they are do not: routers and gates, norms, the indexer, embedding and head.
+Every such product goes through `linear`, or through `policy.experts.grouped.product` if groups of rows have weights of
+their own. Products that are never quantised do not: routers and gates, norms, the indexer, embedding and head.
 
-A weight is quantised in one of two ways. In training it is an array of floats, and `Runtime.quantization` names the rule by which
-its product is computed (policy/ops/quantization.py). For rollouts it may be a `qwix.QArray` (rollout/engine/weights.py): then it is
-multiplied as floats, in the dtype of the activations, or, with a rule, quantised like the activations. While decoding on CPU it is
-a `Projection`, laid out for that (policy/ops/projection.py).
+In training a weight is an array of floats, and `Runtime.quantization` names the rule by which its product is computed
+(policy/ops/quantization.py). For rollouts it may be a `qwix.QArray` (rollout/engine/weights.py), which is multiplied as
+floats in the dtype of the activations, or, with a rule, by quantised activations. In decoding on CPU it is a
+`Projection`, stored for fast products (policy/ops/projection.py).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from string import ascii_uppercase
 
 import jax
 import jax.numpy as jnp
 import qwix
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from policy.config import Runtime
 from policy.experts import grouped_kernel
@@ -30,15 +32,14 @@ Weight = jax.Array | qwix.QArray | Projection
 
 
 def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax.Array:
-    """einsum(equation, x, weight) in x's dtype. The equation names leading dimensions that only x has "...", or not at all."""
+    """Computes einsum(equation, x, weight) in x's dtype. In the equation "..." may stand for leading dimensions of
+    x."""
     rule = runtime.quantization
-    plain = rule is None and not isinstance(weight, (qwix.QArray, Projection))
-    one_cpu = runtime.layout is not None and runtime.layout.mesh.size == 1 and runtime.layout.platform == "cpu"
-    if plain and not one_cpu:
+    if rule is None and isinstance(weight, jax.Array):
+        if runtime.layout is not None and runtime.layout.mesh.size == 1 and runtime.layout.platform == "cpu":
+            return _by_rows(_spelled(equation, x), x, weight.astype(x.dtype))
         return einsum(equation, x, weight.astype(x.dtype), runtime.layout)
     equation = _spelled(equation, x)
-    if plain:
-        return _by_rows(equation, x, weight.astype(x.dtype))
     if isinstance(weight, Projection):
         return _project(equation, x, weight)
     if not isinstance(weight, qwix.QArray):
@@ -51,10 +52,14 @@ def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax
     return qwix.einsum(equation, x_quantized, weight).astype(x.dtype)
 
 
-def einsum(equation: str, x: jax.Array, weight: jax.Array, layout: Layout | None = None, precision=None) -> jax.Array:
-    """einsum(equation, x, weight), of activations and a weight that stays as it is. Where shardings are stated, the weight is
-    gathered over the axes that cut it for storage only (without a layout: over all that do not cut x), and dimensions of the
-    result are cut as they are in x, or in the weight."""
+def einsum(
+    equation: str, x: jax.Array, weight: jax.Array, layout: Layout | None = None, precision: str | None = None
+) -> jax.Array:
+    """Computes einsum(equation, x, weight) for activations and a weight that is not quantised.
+
+    In explicit mode an all-gather joins the weight over the axes that shard it for storage only (without a layout: over
+    all axes that do not shard x), and dimensions of the result are sharded as in x or in the weight.
+    """
     if not in_explicit_mode():
         return jnp.einsum(equation, x, weight, precision=precision)
     equation = _spelled(equation, x)
@@ -67,14 +72,14 @@ def einsum(equation: str, x: jax.Array, weight: jax.Array, layout: Layout | None
 
 
 def _spelled(equation: str, x: jax.Array) -> str:
-    """The equation with letters in place of dots."""
+    """Replaces the dots of an equation by letters."""
     return equation.replace("...", ascii_uppercase[: x.ndim - len(equation.split(",")[0].replace("...", ""))])
 
 
 def _by_rows(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The same as one product of matrices where nothing else is asked for. XLA's CPU backend computes the gradient of a weight from
-    rows of several dimensions by transposing them first, together with all that is fused into them: of an update of 1M weights a
-    third (137 ms of 768 tokens in place of 96)."""
+    """Computes the einsum as one product of matrices if it is one. For rows of several dimensions XLA's CPU backend
+    transposes them, and all that is fused into them, before it computes the gradient of the weight: a third of the time
+    of a small update (docs/decisions.md)."""
     rows, inputs, outputs = _letters(equation)
     K, outs = math.prod(weight.shape[: len(inputs)]), weight.shape[len(inputs) :]
     if equation.split(",")[1].split("->")[0] != inputs + outputs:
@@ -83,12 +88,14 @@ def _by_rows(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _project(equation: str, x: jax.Array, weight: Projection) -> jax.Array:
-    """The same with a weight whose first dimensions, in the order of the equation, are summed over."""
+    """Computes the einsum with a weight whose first dimensions, in the order of the equation, are summed over."""
     return _through(equation, x, weight.outputs, weight.product)
 
 
-def _through(equation: str, x: jax.Array, outs: tuple[int, ...], product) -> jax.Array:
-    """`equation` by way of `product`, from [M, K] to [M, N]; `outs` are the dimensions of N."""
+def _through(
+    equation: str, x: jax.Array, outs: tuple[int, ...], product: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """Computes `equation` by `product`, which maps [M, K] to [M, N]; `outs` are the dimensions of N."""
     letters, out = equation.split(",")[0], equation.split("->")[1]
     rows, inputs, outputs = _letters(equation)
     x = jnp.einsum(f"{letters}->{rows}{inputs}", x)
@@ -98,7 +105,8 @@ def _through(equation: str, x: jax.Array, outs: tuple[int, ...], product) -> jax
 
 
 def _letters(equation: str) -> tuple[str, str, str]:
-    """(rows, inputs, outputs): dimensions of x alone, those summed over, dimensions of the weight alone."""
+    """Returns (rows, inputs, outputs): the dimensions of x alone, the summed ones, the dimensions of the weight
+    alone."""
     (letters, named), out = equation.split("->")[0].split(","), equation.split("->")[1]
     inputs = "".join(letter for letter in named if letter not in out)
     rows = "".join(letter for letter in letters if letter not in named)
@@ -106,9 +114,11 @@ def _letters(equation: str) -> tuple[str, str, str]:
 
 
 def ragged_linear(rows_ME: jax.Array, weights_GEF: Weight, sizes_G: jax.Array, runtime: Runtime) -> jax.Array:
-    """rows[m] @ weights[group of m], in rows' dtype: [M, F]. The rows of a group lie next to each other, `sizes` of them."""
+    """Computes rows[m] @ weights[group of m] in rows' dtype: [M, F]. The rows of a group are contiguous; `sizes` are
+    their numbers."""
     rule = runtime.quantization
-    if rule is None and not isinstance(weights_GEF, qwix.QArray):
+    assert not isinstance(weights_GEF, Projection)  # expert weights are not projected
+    if rule is None and isinstance(weights_GEF, jax.Array):
         weights = weights_GEF.astype(rows_ME.dtype)
         served = grouped_kernel.served(rows_ME, weights, runtime.layout)
         return (grouped_kernel.product if served else jax.lax.ragged_dot)(rows_ME, weights, sizes_G)
@@ -120,9 +130,10 @@ def ragged_linear(rows_ME: jax.Array, weights_GEF: Weight, sizes_G: jax.Array, r
     return qwix.ragged_dot(rows, weights_GEF, sizes_G).astype(rows_ME.dtype)
 
 
-def rounded(array: Weight, inputs: tuple[int, ...], dtype, runtime: Runtime) -> jax.Array:
-    """The numbers that `linear` multiplies by, as floats, where a product has to be taken in another way. `array` is a weight or
-    an activation, `inputs` are the dimensions that `linear` would sum over."""
+def rounded(array: Weight, inputs: tuple[int, ...], dtype: DTypeLike, runtime: Runtime) -> jax.Array:
+    """Returns the numbers by which `linear` multiplies, as floats of `dtype`, for products that are computed in another
+    way. `array` is a weight or an activation, `inputs` are the dimensions that `linear` would sum over."""
+    assert not isinstance(array, Projection)  # exists in decoding only
     if isinstance(array, qwix.QArray):
         return qwix.dequantize(array.astype(dtype))
     if runtime.quantization is None:

@@ -11,7 +11,8 @@ from policy.ops.parameter import ones, weight, zeros
 
 
 class RMSNorm(nnx.Module):
-    """x * rsqrt(mean(x^2) + eps), scaled by a weight of the last dimension as `Norm.scale` says; statistics in float32."""
+    """Computes x * rsqrt(mean(x^2) + eps), scaled by a weight of the last dimension as `Norm.scale` says; statistics in
+    float32."""
 
     def __init__(self, dim: int, config: Norm, rngs: nnx.Rngs):
         self.config = config
@@ -31,7 +32,8 @@ class RMSNorm(nnx.Module):
 
 
 class MeanNorm(nnx.Module):
-    """(x - mean) * rsqrt(variance + eps) * weight + bias (layer norm); the reductions as `LayerNorm.reductions` says."""
+    """Computes (x - mean) * rsqrt(variance + eps) * weight + bias (layer norm); the reductions as
+    `LayerNorm.reductions` says."""
 
     def __init__(self, dim: int, config: LayerNorm, rngs: nnx.Rngs):
         self.config = config
@@ -47,5 +49,5 @@ class MeanNorm(nnx.Module):
 
 
 def norm(dim: int, config: Norm | LayerNorm, rngs: nnx.Rngs) -> RMSNorm | MeanNorm:
-    """The norm that `config` describes, over a last dimension of `dim`."""
-    return (RMSNorm if isinstance(config, Norm) else MeanNorm)(dim, config, rngs)
+    """Creates the norm that `config` describes, over a last dimension of `dim`."""
+    return RMSNorm(dim, config, rngs) if isinstance(config, Norm) else MeanNorm(dim, config, rngs)

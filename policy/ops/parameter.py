@@ -1,35 +1,39 @@
-"""How a weight is declared: one line gives its shape, its logical axes and its first value."""
+"""Declarations of weights: one line gives the shape, the logical axes and the initial value."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.nn.initializers import Initializer
 
 
 class Constant(nnx.Variable):
-    """A stored number that no gradient moves; always of `kind`, whatever the weights are stored in."""
+    """A stored array that is not trained; always of dtype `kind`, whatever the dtype of the weights."""
 
     kind = "float32"
 
 
 class IntegerConstant(Constant):
-    """The same for whole numbers."""
+    """A stored array of integers that is not trained."""
 
     kind = "int32"
 
 
 class RouterBias(Constant):
-    """A selection bias of a router: moved by a rule of its own."""
+    """A selection bias of a router, updated by a rule of its own."""
 
 
 class RowTable(nnx.Param):
-    """A trained table of which a call reads a few rows, so that it may live in host memory (Runtime.table_memory)."""
+    """A trained table that may live in host memory, since a call reads only a few of its rows
+    (Runtime.table_memory)."""
 
 
-def normal(std: float):
+def normal(std: float) -> Initializer:
+    """Creates an initializer that draws from a normal distribution with this standard deviation."""
     return jax.nn.initializers.normal(std)
 
 
@@ -37,9 +41,9 @@ ones = jax.nn.initializers.ones
 zeros = jax.nn.initializers.zeros
 
 
-def stacked(create, rngs: nnx.Rngs, repeats: int):
-    """The modules that `create(rngs)` makes with a random key each, in one, their weights stacked along a new axis named
-    "layers"."""
+def stacked(create: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs, repeats: int) -> Any:
+    """Creates one module from `repeats` calls of `create(rngs)`, each with a random key of its own; weights are stacked
+    along a new axis named "layers"."""
 
     @nnx.split_rngs(splits=repeats)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
@@ -49,8 +53,9 @@ def stacked(create, rngs: nnx.Rngs, repeats: int):
     return each(rngs)
 
 
-def apart(module: nnx.Module) -> tuple[list[jax.Array], Callable[[list[jax.Array]], nnx.Module]]:
-    """(the arrays of a module, what makes the module of such arrays): to hand them to a function by argument."""
+def split_module(module: nnx.Module) -> tuple[list[jax.Array], Callable[[list[jax.Array]], nnx.Module]]:
+    """Returns (the arrays of a module, a function that rebuilds the module from such arrays), to pass the arrays to a
+    function as arguments."""
     graph, state = nnx.split(module)
     arrays, tree = jax.tree.flatten(state)
     return arrays, lambda arrays: nnx.merge(graph, tree.unflatten(arrays))
@@ -60,13 +65,15 @@ def weight(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
-    init,
+    init: Callable[..., jax.Array],
     kind: type[nnx.Param] = nnx.Param,
     inputs: tuple[int, ...] | None = None,
 ) -> nnx.Param:
-    """A trained array of `shape` whose dimension i carries the logical axis name `axes[i]`; float32 until it is placed. `inputs`
-    are the dimensions that its products sum over, where they go through policy/ops/linear.py: such a weight may be
-    quantised."""
+    """Creates a trained float32 array of `shape` whose dimension i has the logical axis name `axes[i]`.
+
+    `inputs` are the dimensions that its products sum over, if they go through policy/ops/linear.py: such a weight may
+    be quantised. Raises ValueError if `shape` and `axes` differ in length.
+    """
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length")
     return kind(init(rngs.params(), shape, jnp.float32), out_sharding=axes, inputs=inputs)

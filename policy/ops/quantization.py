@@ -1,22 +1,23 @@
-"""Products of numbers of few bits (qwix): what training with `Runtime.quantization` and quantised weights are made of.
+"""Products of quantised numbers (qwix), for training with `Runtime.quantization` and for quantised weights.
 
-A quantised array is a `qwix.QArray`: values of 8 or 4 bits, and one scale for all numbers that a product sums over, which is the
-largest of them in size over the largest that the type can hold. For int8 that is 127, not the 127.5 of qwix: the largest number
-would stand in the middle of two, and programs that differ in a last bit would round it apart (generator and trainer moved 8e-4
-in log-probability by that alone). All scales are float32, whatever the dtype of the activations.
+A quantised array is a `qwix.QArray`: values of 8 or 4 bits, and one scale for all numbers that a product sums over: the
+largest absolute value divided by the largest number of the type. For int8 the divisor is 127, not the 127.5 of qwix,
+with which the largest number lies between two integers and programs that differ in a last bit round it differently
+(8e-4 in log-probability between generator and trainer). All scales are float32, whatever the dtype of the activations.
 
-Training follows qwix's rule for quantised training, by its public functions. (Its provider finds weights by walking the caller's
-frames and comparing shapes, which fails in a layer with three weights of one shape.) With s_x, s_w the scales of
+Training follows qwix's rule for quantised training, through its public functions: its provider identifies weights by
+shape, which fails in a layer with three weights of one shape. With s_x, s_w the scales of
 
     y = sum_i x_i w_i = s_x s_w sum_i q(x_i) q(w_i)
 
-the gradients are those of y in x and w, rounding left out, taken with the same q(x) and q(w) and a gradient of y that is quantised
-too: dx = q(g s_w) q(w), dw = q(g s_x) q(x). q(x) and q(w) carry the name "quantization" for remat policies.
+the gradients in x and w ignore the rounding and use the same q(x) and q(w), and a quantised gradient g of y: dx = q(g
+s_w) q(w), dw = q(g s_x) q(x). q(x) and q(w) have the name "quantization" for remat policies.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,17 +41,18 @@ RULES = {
 }
 
 
-def quantize(array: jax.Array, qtype, inputs: tuple[int, ...]) -> qwix.QArray:
-    """`array` as values of `qtype` with a float32 scale for each position of the dimensions that are not in `inputs`. Where all
-    are 0 the scale is 1."""
-    inputs = {dim % array.ndim for dim in inputs}
-    kept = tuple(dim for dim in range(array.ndim) if dim not in inputs)
+def quantize(array: jax.Array, qtype: Any, inputs: tuple[int, ...]) -> qwix.QArray:
+    """Quantises `array` to `qtype` with a float32 scale for each position of the dimensions that are not in `inputs`.
+    Where all numbers are 0 the scale is 1."""
+    summed = {dim % array.ndim for dim in inputs}
+    kept = tuple(dim for dim in range(array.ndim) if dim not in summed)
     method = _INT8 if qtype == jnp.int8 else "absmax"
     return qwix.quantize(array.astype(jnp.float32), qtype, channelwise_axes=kept, calibration_method=method)
 
 
-def quantize_tiles(array: jax.Array, qtype, tiles: int) -> qwix.QArray:
-    """`array` as values of `qtype` with float32 scales [..., tiles]: one for each of `tiles` equal pieces of the last dimension."""
+def quantize_tiles(array: jax.Array, qtype: Any, tiles: int) -> qwix.QArray:
+    """Quantises `array` to `qtype` with float32 scales [..., tiles], one for each of `tiles` equal pieces of the last
+    dimension."""
     kept, last = tuple(range(array.ndim - 1)), array.ndim - 1
     size = array.shape[-1] // tiles
     return qwix.quantize(array.astype(jnp.float32), qtype, channelwise_axes=kept, tiled_axes={last: size})
@@ -58,7 +60,8 @@ def quantize_tiles(array: jax.Array, qtype, tiles: int) -> qwix.QArray:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def einsum(equation: str, x: jax.Array, weight: jax.Array, rule: str) -> jax.Array:
-    """einsum(equation, x, weight) by the training rule of that name; no dots in the equation, every letter once per operand."""
+    """Computes einsum(equation, x, weight) by the training rule `rule`. The equation has no dots, and every letter once
+    per operand."""
     return _einsum_forward(equation, x, weight, rule)[0]
 
 
@@ -79,24 +82,26 @@ def _einsum_backward(equation: str, rule: str, saved, g: jax.Array):
 einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
-def _gradient(g: jax.Array, outs: str, other: qwix.QArray, others: str, wanted: str, *, qtype) -> jax.Array:
-    """einsum of a gradient and the other operand. The other's scales belong to letters that are summed over here, so they are
-    multiplied into the gradient before that is quantised."""
+def _gradient(g: jax.Array, outs: str, other: qwix.QArray, others: str, letters: str, *, qtype) -> jax.Array:
+    """Computes the gradient with the dimensions `letters` from the gradient g of the output and the other operand. The
+    other operand's scales belong to letters that are summed over here, so g is multiplied by them before it is
+    quantised."""
     kept = [letter for letter in outs if letter in others]
-    scale = jnp.einsum(f"{others}->{''.join(kept)}", other.scale)  # the letters that go have length 1
+    scale = jnp.einsum(f"{others}->{''.join(kept)}", other.scale)  # the dropped letters have length 1
     sizes = dict(zip(outs, g.shape, strict=True))
     g = g * scale.reshape([sizes[letter] if letter in kept else 1 for letter in outs])
-    equation = f"{outs},{others}->{wanted}"
+    equation = f"{outs},{others}->{letters}"
     return qwix.einsum(equation, quantize(g, qtype, _missing(outs, equation)), other.qvalue)
 
 
 def _operands(equation: str) -> tuple[str, str, str]:
     operands, outs = equation.split("->")
-    return *operands.split(","), outs
+    left, right = operands.split(",")
+    return left, right, outs
 
 
 def _missing(letters: str, equation: str) -> tuple[int, ...]:
-    """The dimensions of an operand that the result does not have: those that are summed over."""
+    """Returns the dimensions of an operand that the result does not have, which are summed over."""
     outs = _operands(equation)[2]
     return tuple(dim for dim, letter in enumerate(letters) if letter not in outs)
 
@@ -107,7 +112,7 @@ def _named(array: qwix.QArray) -> qwix.QArray:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def ragged_dot(rows_ME: jax.Array, weights_GEF: jax.Array, sizes_G: jax.Array, rule: str) -> jax.Array:
-    """jax.lax.ragged_dot by the training rule of that name; a weight has one scale for each group and channel."""
+    """Computes jax.lax.ragged_dot by the training rule `rule`; a weight has one scale for each group and channel."""
     return _ragged_forward(rows_ME, weights_GEF, sizes_G, rule)[0]
 
 

@@ -1,4 +1,5 @@
-"""Rotary position embedding (arXiv 2104.09864) and its rescalings for longer contexts; sinusoids to add to an embedding."""
+"""Rotary position embedding (arXiv 2104.09864) and its rescalings for longer contexts; sinusoids to add to an
+embedding."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from policy.config import LinearScaling, Llama3Scaling, ProportionalScaling, Rop
 
 
 def frequencies(rope: Rope) -> np.ndarray:
-    """Angle per position of each rotated pair, float32[dim / 2]."""
+    """Computes the angle per position of each rotated pair, float32[dim / 2]."""
     base = rope.theta ** (-np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
     match rope.scaling:
         case None:
@@ -30,7 +31,7 @@ def frequencies(rope: Rope) -> np.ndarray:
 
 
 def _llama3(base: np.ndarray, s: Llama3Scaling) -> np.ndarray:
-    """Long wavelengths are divided by the factor, short ones kept, those between interpolated."""
+    """Divides low frequencies by the factor, keeps high ones and interpolates those between."""
     wavelength = 2 * math.pi / base
     longest, shortest = s.original_max_position / s.low_freq_factor, s.original_max_position / s.high_freq_factor
     span = s.high_freq_factor - s.low_freq_factor
@@ -40,7 +41,7 @@ def _llama3(base: np.ndarray, s: Llama3Scaling) -> np.ndarray:
 
 
 def _yarn(base: np.ndarray, rope: Rope, s: YarnScaling) -> np.ndarray:
-    """NTK-by-parts (arXiv 2309.00071): dimensions that turn often keep their frequency, slow ones are divided."""
+    """NTK-by-parts (arXiv 2309.00071): keeps high frequencies and divides low ones."""
 
     def dimension(rotations: float) -> float:
         return rope.dim * math.log(s.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -56,23 +57,24 @@ def _yarn(base: np.ndarray, rope: Rope, s: YarnScaling) -> np.ndarray:
 
 
 def rotation(rope: Rope, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), float32[B, T, dim / 2], of the angles at these positions."""
+    """Computes the rotation table of these positions: (cos, sin), float32[B, T, dim / 2]."""
     angles = positions_BT[..., None].astype(jnp.float32) * frequencies(rope)
     factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def made_once(table: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The same numbers as results of a product with the identity, into which nothing is fused. Left to itself XLA on CPU computes
-    cosine and sine again wherever they are used, forward and backward, for every head of every layer: of a decoding step of 64 rows
-    and 4 layers of 4 heads of 32 that was a fifth (15 ns for each pair), of an update of 1M weights a tenth."""
+def materialized(table: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Multiplies a rotation table by the identity, into which XLA fuses nothing. Otherwise XLA on CPU computes cosine
+    and sine again wherever they are used, forward and backward, for every head of every layer: a fifth of a small
+    decoding step (docs/decisions.md)."""
     cos, sin = table
     both = jnp.matmul(jnp.concatenate([cos, sin]), jnp.eye(cos.shape[-1], dtype=jnp.float32), precision="highest")
     return both[: len(cos)], both[len(cos) :]
 
 
 def rotate(x_BHTD: jax.Array, rope: Rope, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the first `rope.dim` of the last dimension of x; the rest passes through. float32 inside, x.dtype outside."""
+    """Rotates the first `rope.dim` of the last dimension of x; the rest passes through. float32 inside, x.dtype
+    outside."""
     cos, sin = (t[:, None] for t in table)
     turned, rest = x_BHTD[..., : rope.dim].astype(jnp.float32), x_BHTD[..., rope.dim :]
     if rope.interleaved:
@@ -87,7 +89,8 @@ def rotate(x_BHTD: jax.Array, rope: Rope, table: tuple[jax.Array, jax.Array]) ->
 
 
 def sinusoids(positions_BT: jax.Array, dim: int) -> jax.Array:
-    """float32[B, T, dim]: [sin | cos] of position / wavelength, wavelengths spaced evenly in logarithm from 1 to 1e4."""
+    """Computes float32[B, T, dim]: [sin | cos] of position / wavelength, with wavelengths spaced evenly in logarithm
+    from 1 to 1e4."""
     half = dim // 2
     inverse = np.exp(-np.arange(half) * math.log(1e4) / max(half - 1, 1)).astype(np.float32)
     angles = positions_BT[..., None].astype(jnp.float32) * inverse

@@ -2,10 +2,9 @@
 
 An algorithm file defines the frozen dataclass `Algorithm`. Its fields are its YAML keys, and it says
 
-    needs_rollouts, needs_reference, needs_critic, needs_entropy, needs_greedy, needs_token_kl, needs_each_reward, needs_pairs,
-    needs_scores
-                                        what the trainer has to provide
-    needs_old_logp(updates_per_step)    whether log-probabilities are taken before the first update
+    stage                               the kind of stage that runs it: a file of rl/stages/
+    inputs, repeated_inputs             names of rl/stages/inputs.py that the stage provides; the second: further ones where a
+                                        step makes several updates
     proximal(Batch or PolicyInputs)     which log-probabilities are the old ones, with rollouts
     controls, controlled(...)           scalars that it moves from update to update, given back as PolicyInputs.controls
     controlled_by_step(...), at(controls)    and those that it moves from step to step; itself under them, on the host
@@ -13,9 +12,10 @@ An algorithm file defines the frozen dataclass `Algorithm`. Its fields are its Y
     loss(PolicyInputs)                  device: (scalar, metrics), differentiable in logp and entropy
     per_token(Tokens)                   device: (loss of each token, metrics), where it is a `PolicyGradient`
     advantages(rewards, lengths)        host, with rollouts: float[P,G], NaN where there is no score -> float[P,G], or
-                                        float[P,G,T] of tokens; what it `needs` besides comes by name
-    advantages_per_token(...), value_loss(...), correct(...), critic_trunk, critic_warmup, value_init_std
-                                        in its place with a critic; see `ppo`
+                                        float[P,G,T] of tokens; further inputs come by name
+    estimate(rewards, lengths, batch)   host: (advantages, returns or None, metrics); calls `advantages` by default
+    value_loss(...), correct(...), critic_trunk, critic_warmup, value_init_std
+                                        with a critic; see `ppo`
 
 so that the trainer knows none of them by name. Nothing here imports jax before `PolicyInputs` or a loss is asked for:
 `get` also serves the check of a configuration.

@@ -32,6 +32,7 @@ class PolicyInputs:
     margin: jax.Array | None = (
         None  # of pairs, by how much the scores are to differ; read at the last token of an answer
     )
+    extra: dict[str, jax.Array] | None = None  # [N,T] further numbers of the data, by name
     segments: jax.Array | None = None  # int[N,T] in 0..T: sequence within the row, 0 is padding; None: one a row
     prompt: jax.Array | None = (
         None  # int[N], or [N,T] of packed rows: number of the prompt (the group); -1: only fills up

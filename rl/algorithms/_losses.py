@@ -147,8 +147,8 @@ def _check_inputs(options, inputs: PolicyInputs) -> None:
         "logp": True,
         "advantages": True,
         "ref_logp": options.kl_coef > 0,
-        "sampler_logp": options.needs_sampler_logp,
-        "entropy": options.needs_entropy,
+        "sampler_logp": "sampler_logp" in options.inputs,
+        "entropy": "entropy" in options.inputs,
         "max_length": options.aggregation == "constant",
     }
     missing = [name for name, need in needed.items() if need and getattr(inputs, name) is None]

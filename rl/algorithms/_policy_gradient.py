@@ -11,7 +11,9 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from rl.algorithms._advantages import combined_advantages, counted, group_advantages
 from rl.algorithms._options import algorithm_options
+from rl.algorithms._sampled import Sampled
 
 _KL_COEF = "kl/coef"
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
@@ -29,7 +31,7 @@ Rejection = Literal[
 
 
 @algorithm_options()
-class PolicyGradient:
+class PolicyGradient(Sampled):
     """What the losses of all policy gradients share. For each token
 
         loss(logp, old_logp, A) * w + kl_coef * KL(policy, reference)
@@ -38,15 +40,6 @@ class PolicyGradient:
     then aggregated, and `entropy_coef` times the mean entropy is taken off. (Shao et al. 2024, arXiv:2402.03300)
     """
 
-    needs_rollouts: ClassVar[bool] = True
-    needs_critic: ClassVar[bool] = False
-    needs_pairs: ClassVar[bool] = False
-    needs_scores: ClassVar[bool] = False
-    needs_greedy: ClassVar[bool] = False  # `advantages` takes the reward of a greedy completion of each prompt
-    needs_token_kl: ClassVar[bool] = False  # `advantages` takes old_logp - ref_logp and the mask, of each token
-    needs_each_reward: ClassVar[bool] = (
-        False  # `advantages` takes the scores of every reward function, and their weights
-    )
     corrects_itself: ClassVar[bool] = False  # `per_token` has the sampler correction in it
 
     aggregation: Literal["token", "sequence", "sequence_sum", "constant", "prompt"] = Field(
@@ -54,18 +47,6 @@ class PolicyGradient:
         description="from tokens to a scalar; constant: over sequences x maximum length (arXiv:2503.20783)",
     )
     count_empty_sequences: bool = Field(True, description="completions without a token count in means over sequences")
-    mask_truncated: bool = Field(
-        False, description="no loss on completions that were cut off; their rewards still count in their group"
-    )
-    dynamic_batches: int = Field(
-        0,
-        ge=0,
-        description="generation batches at most, to fill a step with groups whose rewards differ; the others are dropped, "
-        "those too many kept for the next step (DAPO, arXiv:2503.14476); 0: every group is kept",
-    )
-    dynamic_reward: str | None = Field(
-        None, description="the reward function that has to differ; null: their weighted sum"
-    )
     old_logp: Literal["trainer", "sampler"] = Field(
         "trainer",
         description="old log-probabilities: of the training graph, computed where they are not those of the update itself; or as "
@@ -136,9 +117,7 @@ class PolicyGradient:
             raise ValueError(
                 "old_logp: sampler leaves nothing for correction and rejection: the ratios hold the difference"
             )
-        if self.dynamic_reward is not None and not self.dynamic_batches:
-            raise ValueError("dynamic_reward does nothing without dynamic_batches")
-        if self.reference_every and not self.needs_reference:
+        if self.reference_every and "ref_logp" not in self.inputs:
             raise ValueError("reference_every: there is no reference model without a KL term")
         return self
 
@@ -156,32 +135,28 @@ class PolicyGradient:
         )
 
     @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0
-
-    @property
-    def needs_sampler_logp(self) -> bool:
-        return self.correction is not None or self.rejection is not None or self.old_logp == "sampler"
-
-    @property
     def has_entropy_bonus(self) -> bool:
         return self.entropy_coef != 0 or self.entropy_target is not None
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether the loss cannot do without `entropy`; where it is given anyway it is logged."""
-        return self.has_entropy_bonus or self.top_entropy is not None
+    def inputs(self) -> frozenset[str]:
+        """Names of rl/stages/inputs.py that the loss and the advantages take.
 
-    def needs_old_logp(self, updates_per_step: int) -> bool:
-        """Before the only update of a batch, old and current log-probabilities are the same numbers and one forward is
-        saved.
-
-        The entropy quantile is one of the whole batch, and so are a count without what is rejected and the mean of the weights:
-        they have to be known before the first micro-batch.
+        `old_logp` is among them where the loss uses a number of the full batch that has to be known before the first
+        micro-batch: the entropy quantile, the count of tokens that are not rejected, the mean weight of the correction.
         """
-        if self.top_entropy is not None or self.rejection_changes_denominator or self.correction_normalize:
-            return True
-        return updates_per_step > 1 and self.old_logp == "trainer"
+        uses = {
+            "ref_logp": self.kl_coef > 0,
+            "sampler_logp": self.correction is not None or self.rejection is not None or self.old_logp == "sampler",
+            "entropy": self.has_entropy_bonus or self.top_entropy is not None,
+            "old_logp": self.top_entropy is not None or self.rejection_changes_denominator or self.correction_normalize,
+        }
+        return frozenset(name for name, used in uses.items() if used)
+
+    @property
+    def repeated_inputs(self) -> frozenset[str]:
+        """Further inputs where a step makes several updates. Before a single one, old and current log-probabilities are equal."""
+        return frozenset({"old_logp"} if self.old_logp == "trainer" else ())
 
     def proximal(self, arrays):
         """The old log-probabilities among those of a Batch or a PolicyInputs: the trainer's, or by `old_logp` the sampler's."""
@@ -204,16 +179,6 @@ class PolicyGradient:
             "entropy_coef": min(max(moved, 0.0), self.entropy_coef_max),
             "entropy_bonus_applied": float(low),
         }
-
-    def controlled_by_step(
-        self, controls: dict[str, float], metrics: dict[str, float], completions: int
-    ) -> dict[str, float]:
-        """The controls of the next step, from those and the metrics of the advantages of this one."""
-        return controls
-
-    def at(self, controls: dict[str, float]) -> PolicyGradient:
-        """The algorithm whose `advantages` are those under these controls."""
-        return self
 
     def applied_entropy_coef(self, controls):
         """The weight of the entropy bonus in this update."""
@@ -324,16 +289,11 @@ class KLReward:
         return self if self.kl_target is None else dataclasses.replace(self, kl_reward_coef=controls[_KL_COEF])
 
     @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0 or self.kl_reward_coef > 0
-
-    @property
-    def needs_token_kl(self) -> bool:
-        return True
-
-    def needs_old_logp(self, updates_per_step: int) -> bool:
-        """The rewards hold old log-probabilities, and they are wanted before the first update."""
-        return (self.kl_reward_coef > 0 and self.old_logp == "trainer") or super().needs_old_logp(updates_per_step)
+    def inputs(self) -> frozenset[str]:
+        """The inputs of the loss, the KL of each token, and what that KL is computed from before the first update."""
+        if not self.kl_reward_coef:
+            return super().inputs | {"token_kl"}
+        return super().inputs | {"token_kl", "ref_logp"} | ({"old_logp"} if self.old_logp == "trainer" else set())
 
     def checked(self, token_kl) -> np.ndarray:
         if token_kl is None:
@@ -373,116 +333,13 @@ class GroupRelative:
         return self
 
     @property
-    def needs_each_reward(self) -> bool:
-        """Whether `advantages` takes the scores of every reward function, and their weights."""
-        return self.combine == "normalize_then_sum"
+    def inputs(self) -> frozenset[str]:
+        """The inputs of the loss, and the scores of every reward function where they are normalised one by one."""
+        return super().inputs | ({"each_reward"} if self.combine == "normalize_then_sum" else set())
 
     def advantages(self, rewards, lengths=None, weights=None) -> np.ndarray:
         """float[P,G] rewards, NaN: no score -> float[P,G], as `group_advantages` says; `lengths` plays no part. With `combine:
         normalize_then_sum` they are float[P,G,F], with `weights` float[F] (None: 1 each)."""
-        if self.needs_each_reward:
+        if self.combine == "normalize_then_sum":
             return combined_advantages(rewards, weights, self.std_eps)
         return group_advantages(rewards, self.scale, self.std_eps)
-
-
-def combined_advantages(rewards, weights, std_eps: float) -> np.ndarray:
-    """float[P,G,F] rewards, or float[P,G] of one function -> float[P,G]: the z-score in its group of each function, their
-    weighted sum, and the z-score of that over all completions. A function without a score for a completion takes no part there;
-    a completion without any, and a group in which no function tells its completions apart, get exactly 0."""
-    rewards = np.asarray(rewards)
-    rewards_PGF = rewards[..., None] if rewards.ndim == 2 else rewards
-    dtype = precision(rewards)
-    each_FPG = np.stack(
-        [group_advantages(one, "group", std_eps) for one in np.moveaxis(rewards_PGF.astype(np.float64), -1, 0)]
-    )
-    weights_F = np.ones(len(each_FPG)) if weights is None else np.asarray(weights, np.float64)
-    sums_PG = np.tensordot(weights_F, each_FPG, 1)
-    scored_PG = np.isfinite(rewards_PGF.astype(np.float64)).any(-1)
-    mean, std = moments(sums_PG.reshape(1, -1), scored_PG.reshape(1, -1))
-    told_apart_PG = scored_PG & each_FPG.any(axis=(0, 2))[:, None]
-    return np.where(told_apart_PG & (std > 0), (sums_PG - mean) / (std + std_eps), 0.0).astype(dtype)
-
-
-def group_advantages(rewards, scale: str, std_eps: float) -> np.ndarray:
-    """Rewards minus the mean of their group, over a standard deviation (with n - 1) plus `std_eps`.
-
-    `scale`: group: of the group; batch: of all rewards; none: no division; others: both mean and deviation are of the
-    other completions of the group, and without a deviation there is no division (NeMo-RL).
-    A completion without a score (not finite) takes no part and gets 0. Equal rewards, and a single one, give exactly 0:
-    the rounding of a mean over a small `std_eps` would not.
-    float[P,G] -> float[P,G], computed in float64; float32 stays float32.
-    """
-    rewards = np.asarray(rewards)
-    if rewards.ndim != 2:
-        raise ValueError(f"rewards must have shape [prompts, completions], got {list(rewards.shape)}")
-    dtype = precision(rewards)
-    scored_PG = np.isfinite(rewards.astype(np.float64))
-    rewards_PG = np.where(scored_PG, rewards, 0).astype(np.float64)
-    mean_P1, std_P1 = moments(rewards_PG, scored_PG)
-    varied_P1 = std_P1 > 0
-    if scale == "others":
-        group = rewards_PG.shape[1]
-        others_PGG = scored_PG[:, None, :] & ~np.eye(group, dtype=bool)
-        mean_PG1, std_PG1 = moments(np.broadcast_to(rewards_PG[:, None, :], others_PGG.shape), others_PGG)
-        centred_PG, std = rewards_PG - mean_PG1[..., 0], std_PG1[..., 0]
-        divisor = np.where(std > 0, std + std_eps, 1.0)
-    else:
-        centred_PG = rewards_PG - mean_P1
-        batch_std = moments(rewards_PG.reshape(1, -1), scored_PG.reshape(1, -1))[1]
-        divisor = {"group": std_P1 + std_eps, "batch": batch_std + std_eps, "none": np.ones(1)}[scale]
-    return np.where(scored_PG & varied_P1, centred_PG / np.where(varied_P1, divisor, 1.0), 0.0).astype(dtype)
-
-
-def counted(lengths, token_kl, mask) -> np.ndarray:
-    """bool[P,G,T]: `mask`, or the first `lengths` of as many tokens as `token_kl` has (without it, as the longest has)."""
-    if mask is not None:
-        return np.asarray(mask) != 0
-    if lengths is None:
-        raise ValueError("advantages of tokens need `mask`, or `lengths`")
-    lengths_PG = np.asarray(lengths)
-    width = lengths_PG.max(initial=0) if token_kl is None else np.shape(token_kl)[-1]
-    return np.arange(width) < lengths_PG[..., None]
-
-
-def scored_mean(rewards, weights=None) -> np.ndarray:
-    """float64[P,1]: the mean of each group's scores, weighted; 0 where there is none."""
-    rewards_PG = np.asarray(rewards, np.float64)
-    weights_PG = np.where(np.isfinite(rewards_PG), 1.0 if weights is None else np.asarray(weights, np.float64), 0.0)
-    total_P1 = weights_PG.sum(axis=1, keepdims=True)
-    return (weights_PG * np.nan_to_num(rewards_PG)).sum(axis=1, keepdims=True) / np.where(total_P1 > 0, total_P1, 1.0)
-
-
-def centred(rewards, weights=None) -> np.ndarray:
-    """float[P,G]: rewards less the mean of their group, weighted; exactly 0 in groups of equal rewards, for a single score and
-    without one."""
-    rewards = np.asarray(rewards)
-    dtype = precision(rewards)
-    scored_PG = np.isfinite(rewards.astype(np.float64))
-    varied_P1 = moments(np.where(scored_PG, rewards, 0).astype(np.float64), scored_PG)[1] > 0
-    return np.where(scored_PG & varied_P1, rewards - scored_mean(rewards, weights), 0.0).astype(dtype)
-
-
-def whiten(values, mask) -> np.ndarray:
-    """(values - mean) / sqrt(variance + 1e-8) over masked tokens, with n - 1; 0 elsewhere, for a single token and where all are
-    equal."""
-    values, mask = np.asarray(values), np.asarray(mask) != 0
-    chosen = values[mask].astype(np.float64)
-    whitened = np.zeros(values.shape, values.dtype)
-    if chosen.size > 1 and np.ptp(chosen) > 0:
-        whitened[mask] = (chosen - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)
-    return whitened
-
-
-def precision(rewards) -> type:
-    """Of advantages: float32 for rewards in float32, else float64."""
-    return np.float32 if np.asarray(rewards).dtype == np.float32 else np.float64
-
-
-def moments(values: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation (n - 1) of valid values over the last axis, kept; exactly 0 where all are equal."""
-    count = valid.sum(-1, keepdims=True)
-    mean = np.where(valid, values, 0).sum(-1, keepdims=True) / np.maximum(count, 1)
-    squares = np.where(valid, (values - mean) ** 2, 0).sum(-1, keepdims=True)
-    highest = np.where(valid, values, -np.inf).max(-1, keepdims=True, initial=-np.inf)
-    lowest = np.where(valid, values, np.inf).min(-1, keepdims=True, initial=np.inf)
-    return mean, np.where(highest > lowest, np.sqrt(squares / np.maximum(count - 1, 1)), 0.0)

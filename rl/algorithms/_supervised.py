@@ -1,17 +1,24 @@
-"""What the algorithms share that learn from a dataset alone: they sample nothing."""
+"""What algorithms share that learn from a dataset and sample nothing."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class Supervised:
-    needs_rollouts: ClassVar[bool] = False
-    needs_reference: ClassVar[bool] = False
-    needs_critic: ClassVar[bool] = False
-    needs_entropy: ClassVar[bool] = False
-    needs_pairs: ClassVar[bool] = False  # rows of two answers to a prompt, of which one was preferred
-    needs_scores: ClassVar[bool] = False  # what learns is a score head on a copy of the policy, which itself stays
+    """Defaults of an algorithm that learns from data alone: no inputs, no scalars that move."""
 
-    def needs_old_logp(self, updates_per_step: int) -> bool:
-        return False
+    stage: ClassVar[str] = "supervised"
+    inputs: ClassVar[frozenset[str]] = frozenset()
+    repeated_inputs: ClassVar[frozenset[str]] = frozenset()
+    controls: ClassVar[dict[str, float]] = {}
+
+    def controlled(self, controls: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
+        """Returns the controls of the next update: the same."""
+        return controls
+
+    def with_totals(self, inputs: Any) -> Any:
+        """Returns the `PolicyInputs` of an optimiser batch with its counts; see `PolicyGradient.with_totals`."""
+        from rl.algorithms._inputs import with_totals
+
+        return with_totals(inputs)

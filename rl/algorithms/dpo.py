@@ -38,8 +38,8 @@ class Algorithm(Supervised):
     """The loss of preferred pairs against a reference model, and a term that keeps the chosen answers probable."""
 
     name: ClassVar[str] = "dpo"
-    needs_reference: ClassVar[bool] = True
-    needs_pairs: ClassVar[bool] = True
+    stage: ClassVar[str] = "preference"
+    inputs: ClassVar[frozenset[str]] = frozenset({"ref_logp"})
 
     loss_type: PairLoss = Field("sigmoid", description="function of the two log-ratios of a pair, see algorithms.md")
     beta: float = Field(0.1, gt=0, description="how dear it is to move away from the reference model; ipo: its tau")

@@ -9,8 +9,9 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
+from rl.algorithms._advantages import centred, scored_mean
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._policy_gradient import Clipped, centred, scored_mean
+from rl.algorithms._policy_gradient import Clipped
 
 
 @algorithm_options()

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from rl.algorithms._advantages import centred
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._policy_gradient import Clipped, centred
+from rl.algorithms._policy_gradient import Clipped
 
 
 @algorithm_options()

@@ -13,8 +13,9 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from rl.algorithms._advantages import whiten
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._policy_gradient import Clipped, KLReward, whiten
+from rl.algorithms._policy_gradient import Clipped, KLReward
 
 
 @algorithm_options()
@@ -22,7 +23,6 @@ class Algorithm(KLReward, Clipped):
     """Advantages of each token from a critic, the clipped loss, and the critic's own loss."""
 
     name: ClassVar[str] = "ppo"
-    needs_critic: ClassVar[bool] = True
 
     gamma: float = Field(1.0, ge=0, le=1, description="discount of a reward one token later")
     lam: float = Field(0.95, ge=0, le=1, description="lambda of generalised advantage estimation")
@@ -65,6 +65,17 @@ class Algorithm(KLReward, Clipped):
         if self.bootstrap_truncated and self.mask_truncated:
             raise ValueError("bootstrap_truncated does nothing for completions that mask_truncated leaves out")
         return self
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """The inputs of the loss, what the KL penalty takes, values of a critic, and marks of correct completions."""
+        more = {"values", "correct"} if self.positive_nll_coef else {"values"}
+        return (super().inputs - {"token_kl"}) | more
+
+    def estimate(self, rewards, lengths, batch, **inputs) -> tuple[np.ndarray, np.ndarray | None, dict[str, float]]:
+        """Returns (advantages, returns, metrics) as `advantages_per_token` does, from the arrays of the batch."""
+        arrays = batch.old_logp, batch.ref_logp, batch.old_values, batch.mask, batch.last_values
+        return self.advantages_per_token(np.reshape(rewards, -1), *arrays)
 
     def advantages_per_token(self, scores, old_logp, ref_logp, values, mask, last_values=None):
         """Advantages and returns of each token, and metrics. On the host.

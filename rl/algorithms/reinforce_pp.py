@@ -9,8 +9,9 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
+from rl.algorithms._advantages import centred, counted, precision, whiten
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._policy_gradient import Clipped, KLReward, centred, counted, precision, whiten
+from rl.algorithms._policy_gradient import Clipped, KLReward
 
 
 @algorithm_options(defaults={"kl_reward_coef": 0.0})

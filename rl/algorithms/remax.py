@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from rl.algorithms._advantages import precision
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._policy_gradient import Clipped, precision
+from rl.algorithms._policy_gradient import Clipped
 
 
 @algorithm_options()
@@ -15,7 +16,11 @@ class Algorithm(Clipped):
     """Advantages r - r(greedy), the clipped loss."""
 
     name: ClassVar[str] = "remax"
-    needs_greedy: ClassVar[bool] = True
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """The inputs of the loss, and the reward of a greedy completion of each prompt."""
+        return super().inputs | {"greedy_reward"}
 
     def advantages(self, rewards, lengths=None, greedy=None) -> np.ndarray:
         """float[P,G] rewards and float[P] of the greedy completions, NaN: no score -> float[P,G]; `lengths` plays no part. Where

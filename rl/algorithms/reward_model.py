@@ -21,8 +21,7 @@ class Algorithm(Supervised):
     """The ranking loss of pairs, and a term that keeps their scores around 0."""
 
     name: ClassVar[str] = "reward_model"
-    needs_pairs: ClassVar[bool] = True
-    needs_scores: ClassVar[bool] = True
+    stage: ClassVar[str] = "reward_model"
 
     center_coef: float = Field(
         0.0, ge=0, description="weight of the mean of (c + r)^2, which keeps scores around 0 (arXiv:2312.09244)"

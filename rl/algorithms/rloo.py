@@ -9,8 +9,9 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
+from rl.algorithms._advantages import centred, moments, precision
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._policy_gradient import Clipped, KLReward, centred, moments, precision
+from rl.algorithms._policy_gradient import Clipped, KLReward
 
 
 @algorithm_options(defaults={"ratio": "sequence_sum", "aggregation": "sequence", "kl_reward_coef": 0.0})

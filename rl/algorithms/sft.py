@@ -23,12 +23,6 @@ class Algorithm(Supervised):
         "only; prompts too",
     )
 
-    def with_totals(self, inputs):
-        """`inputs` of a whole optimiser batch with its token count filled in; see `PolicyGradient.with_totals`."""
-        from rl.algorithms._inputs import with_totals
-
-        return with_totals(inputs)
-
     def loss(self, inputs):
         """Mean over the tokens of the whole optimiser batch, and metrics; of `inputs` only logp and mask are needed."""
         from rl.algorithms._losses import supervised_loss

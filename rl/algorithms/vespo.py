@@ -34,7 +34,7 @@ class Algorithm(GroupRelative, PolicyGradient):
         from rl.algorithms import _losses
 
         log_w_NS = tokens.sequences.sum(_losses.clamp(tokens.log_ratio))
-        if tokens.sampler is not None and self.needs_sampler_logp:
+        if tokens.sampler is not None and "sampler_logp" in self.inputs:
             log_weight = jnp.log(jnp.maximum(_losses.correction(self, tokens)[0], math.exp(_LEAST)))
             whole = (self.correction or "").startswith("sequence") and self.rejection is None
             log_w_NS += tokens.sequences.mean(log_weight) if whole else tokens.sequences.sum(log_weight)

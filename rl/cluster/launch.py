@@ -118,7 +118,7 @@ def start(where: Launch) -> Watch:
         raise ResourceError(text) from None
 
 
-serialization.carried(DuetError, *DuetError.__subclasses__())
+serialization.register_type(DuetError, *DuetError.__subclasses__())
 
 
 def _tried(act: Callable[[], Any]) -> tuple[Any, DuetError | None]:

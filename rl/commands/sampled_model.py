@@ -66,7 +66,7 @@ def load(arguments: argparse.Namespace, **changes: Any) -> Loaded:
         )
 
     import policy
-    from policy.huggingface.hf import UnsupportedModel
+    from policy.huggingface.config_fields import UnsupportedModel
     from policy.huggingface.tensorfiles import ModelFileError
     from policy.mesh.sharding import layout
     from rollout import SamplingParams

@@ -9,12 +9,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import rl.stages
 from policy import compatibility, remat
 from policy.config import DecoderConfig
 from policy.huggingface import sources
+from rewards import plugins
 from rl.config import mesh
-from rl.config.run import DataOptions, EvaluationOptions, ModelOptions, RewardSettings, RunConfig, StageOptions
+from rl.config.run import DataOptions, EvaluationOptions, ModelOptions, RewardSettings, RunConfig
 
 _FILE_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -36,17 +39,6 @@ def is_hub_name(path: str) -> bool:
     return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path)) and not path.endswith(_FILE_ENDINGS)
 
 
-def supervised(stage: StageOptions) -> bool:
-    """Whether a stage learns from data alone: it samples nothing and needs no rewards."""
-    return not _algorithm(stage).needs_rollouts
-
-
-def _algorithm(stage: StageOptions):
-    import rl.algorithms
-
-    return rl.algorithms.get(stage.algorithm.name, **stage.algorithm.model_extra)
-
-
 def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     directory = Path(config.run.dir)
     if directory.exists() and not directory.is_dir():
@@ -64,9 +56,15 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         yield from _rewards(("rewards",), config.rewards)
     if config.evaluation:
         yield from _evaluation(config, config.evaluation)
-    for number, stage in enumerate(config.stages):
-        yield from _stage(("stages", number), stage, config)
-        yield from _reward_models(config, number)
+    stages = rl.stages.create(config)
+    trained = [stage.name for stage in stages if not stage.trains_policy]
+    for stage in stages:
+        if stage.options.data:
+            yield from _data((*stage.path, "data"), stage.options.data)
+        if stage.options.rewards:
+            yield from _rewards((*stage.path, "rewards"), stage.options.rewards)
+        yield from stage.check()
+        yield from _reward_models(config, stage, trained)
 
 
 def decoder_of(model: ModelOptions) -> DecoderConfig | None:
@@ -88,10 +86,10 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     yield from ((("model",), text) for text in sorted(said))
     if config.generator.speculative and decoder.multi_token_prediction is None:
         yield ("generator", "speculative"), _NO_MODULES
-    if config.generator.rings and not any(
+    if config.generator.sliding_window_cache and not any(
         getattr(spec.mixer, k, None) for spec in decoder.layers for k in ("window", "chunk")
     ):
-        yield ("generator", "rings"), "no layer of this model looks back a window only; leave it out"
+        yield ("generator", "sliding_window_cache"), "no layer of this model looks back a window only; leave it out"
     indexers = [indexer for spec in decoder.layers if (indexer := getattr(spec.mixer, "indexer", None)) is not None]
     for number, stage in enumerate(config.stages):
         path, training = ("stages", number), stage.indexer.training
@@ -272,44 +270,40 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
             yield (*path, "functions", number, "name"), f"{name[0]} is listed twice"
 
 
-def _reward_models(config: RunConfig, number: int) -> Iterator[tuple[tuple, str]]:
-    """The sources of reward models that the rewards of a stage ask: earlier stages of the run, or directories."""
+def _reward_models(config: RunConfig, stage: Any, trained: list[str]) -> Iterator[tuple[tuple, str]]:
+    """Yields what is wrong with the sources of reward models that the rewards of a stage ask: stages of the run before it, which
+    `trained` names, or directories."""
     from rewards.registry import JUDGED
 
-    stage, names = config.stages[number], config.stage_names
-    settings, path = (stage.rewards, ("stages", number, "rewards")) if stage.rewards else (config.rewards, ("rewards",))
-    if not settings or _algorithm(stage).needs_scores or (supervised(stage) and not config.evaluation):
-        return
-    for place, reward in enumerate(settings.functions):
+    names, settings = config.stage_names, stage.rewards
+    path = (*stage.path, "rewards") if stage.options.rewards else ("rewards",)
+    for place, reward in enumerate(settings.functions if settings else ()):
         source = reward.options.get("source")
         if reward.name != JUDGED or not isinstance(source, str | None):  # another type is refused with the options
             continue
-        trained = [name for name, each in zip(names, config.stages, strict=True) if _algorithm(each).needs_scores]
         here = (*path, "functions", place, "options", "source")
         if source is None:
             yield here[:-1], "reward_model needs `source`: a stage of the run that trains one, or a directory"
-            continue
-        if source in trained:
-            if names.index(source) >= number:
-                text = (
-                    f"{names[number]} comes before stage {source}; name it under `rewards` of the stages that follow it"
-                )
+        elif source in trained:
+            if names.index(source) >= stage.index:
+                text = f"{stage.name} comes before stage {source}; name it under `rewards` of the stages that follow it"
                 yield here, text
-            continue
-        stages = f", and no stage of that name trains a reward model ({', '.join(trained) or 'none does'})"
-        if not (Path(source) / "config.json").is_file():
-            yield here, f"no directory {source} with a config.json{stages}"
-            continue
-        try:
-            decoder = sources.classifier(source)
-        except ValueError as error:
-            yield here, str(error)
-            continue
-        if decoder.max_positions is not None and config.max_length > decoder.max_positions:
-            yield (
-                here,
-                f"max_length {config.max_length} is more than the {decoder.max_positions} positions of this reward model",
-            )
+        else:
+            yield from ((here, text) for text in _reward_model_directory(config, source, trained))
+
+
+def _reward_model_directory(config: RunConfig, source: str, trained: list[str]) -> Iterator[str]:
+    stages = f", and no stage of that name trains a reward model ({', '.join(trained) or 'none does'})"
+    if not (Path(source) / "config.json").is_file():
+        yield f"no directory {source} with a config.json{stages}"
+        return
+    try:
+        decoder = sources.classifier(source)
+    except ValueError as error:
+        yield str(error)
+        return
+    if decoder.max_positions is not None and config.max_length > decoder.max_positions:
+        yield f"max_length {config.max_length} is more than the {decoder.max_positions} positions of this reward model"
 
 
 def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tuple[tuple, str]]:
@@ -319,6 +313,13 @@ def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tu
         yield ("evaluation",), "needs rewards to tell correct completions; add `rewards`"
     if evaluation.samples == 0 and "k" in evaluation.model_fields_set and evaluation.k != [1]:
         yield ("evaluation", "samples"), "pass@k needs sampled completions, at least as many as the largest k"
+    for number, name in enumerate(evaluation.metrics):
+        try:
+            if not plugins.is_plugin(name):
+                raise ValueError(f"{name!r} is no file.py:function and no package.module:function")
+            plugins.load(name, "evaluation metric")
+        except ValueError as error:
+            yield ("evaluation", "metrics", number), str(error)
     for k in evaluation.k:
         if k < 1 or (evaluation.samples and k > evaluation.samples):
             yield ("evaluation", "k"), f"each k lies between 1 and samples ({evaluation.samples}), got {k}"
@@ -332,70 +333,3 @@ def _held_out_alike(config: RunConfig, held_out: DataOptions) -> Iterator[tuple[
             if shares[0] != shares[1]:
                 path = ("evaluation", "data", "options", "eval_share")
                 yield path, f"{shares[1]} here and {shares[0]} in training (None: the default); they must be the same"
-
-
-def _stage(path: tuple, stage: StageOptions, config: RunConfig) -> Iterator[tuple[tuple, str]]:
-    name = stage.algorithm.name
-    if stage.data:
-        yield from _data((*path, "data"), stage.data)
-    if stage.rewards:
-        yield from _rewards((*path, "rewards"), stage.rewards)
-    if not (stage.data or config.data):
-        yield (*path, "data"), f"{name} needs data, here or for the whole run (`data`)"
-    rows = stage.prompts_per_step // stage.updates_per_step
-    if stage.indexer.training == "dense_warmup" and name != "sft":
-        yield (
-            (*path, "indexer", "training"),
-            f"a dense_warmup learns from texts alone, what {name} does is for nothing; use sft",
-        )
-    if _algorithm(stage).needs_scores:
-        given = {
-            "mtp": stage.mtp is not None,
-            "diagnostics": stage.diagnostics,
-            "indexer": stage.indexer.training != "off",
-        }
-        for key in filter(given.get, given):
-            yield (*path, key), f"this is of updates of the policy, which {name} leaves as it is; leave it out"
-    if stage.router_replay and config.generator.exact:
-        yield (
-            (*path, "router_replay"),
-            "exact: true gives the log-probabilities of the model's own routes, and replay those of the generator's; leave one out",
-        )
-    if stage.router_replay and supervised(stage):
-        yield (
-            (*path, "router_replay"),
-            f"{name} learns from data that no generator routed; leave it out, or set it in stages that sample",
-        )
-    if not supervised(stage):
-        rows *= stage.samples_per_prompt
-        if not (stage.rewards or config.rewards):
-            yield (*path, "rewards"), f"{name} needs rewards, here or for the whole run (`rewards`)"
-        if stage.algorithm.model_extra.get("dynamic_batches") and stage.samples_per_prompt == 1:
-            yield (
-                (*path, "samples_per_prompt"),
-                f"a group of one has no difference, so {name} (dynamic_batches) would drop them all",
-            )
-        if stage.sampling.temperature == 0:
-            yield (*path, "sampling", "temperature"), "0 is greedy: nothing to learn from equal completions"
-    if name != "sft":
-        for key in ("capacity_factor", "ragged_buffer_factor"):
-            if getattr(stage.router, key) is not None:
-                yield (
-                    (*path, "router", key),
-                    f"{name} compares the policy with a model that drops nothing (the generator's, or the reference), but with "
-                    f"{key} it would give tokens other probabilities. Leave {key} out, or use it in sft stages only",
-                )
-    if (
-        not supervised(stage) or (config.evaluation and not _algorithm(stage).needs_scores)
-    ) and stage.sampling.max_new_tokens >= config.max_length:
-        yield (
-            (*path, "sampling", "max_new_tokens"),
-            f"{stage.sampling.max_new_tokens} leaves no room for a prompt in max_length ({config.max_length})",
-        )
-    if stage.router.ragged_buffer_factor is not None and config.model.expert_parallel != "all_to_all":
-        yield (
-            (*path, "router", "ragged_buffer_factor"),
-            f"only `model.expert_parallel: all_to_all` has this buffer, the scheme is {config.model.expert_parallel}",
-        )
-    if stage.micro_batch and stage.micro_batch > rows:
-        yield (*path, "micro_batch"), f"{stage.micro_batch} rows, but one update has {rows}; leave it out or lower it"

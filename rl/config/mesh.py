@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
-from policy.mesh.axes import AXES, DEFAULT_RULES, UNUSED, WHOLE
-from rl.config.schema import Strict
-
-
-class SliceOptions(Strict):
-    """How many times as large each axis is over several slices, which a slow network joins; -1 takes as many as there are. Put
-    there what talks little: `data`, or `fsdp` where weights do not fit otherwise."""
-
-    data: int = Field(1, description="copies of the weights, one or more in each slice")
-    fsdp: int = Field(1, description="parts of weights, gradients and moments")
-    tensor: int = Field(1, description="parts of heads and feed-forward layers")
-    expert: int = Field(1, description="parts into which the experts are spread")
-    context: int = Field(1, description="parts of sequences")
+from policy.mesh.axes import AXES, DEFAULT_RULES, DESCRIPTIONS, REPLICATED, UNUSED
+from rl.config.schema import AnySection, Section
 
 
-class MeshOptions(Strict):
-    """Number of devices along each axis; -1 takes what is left. See docs/meshes.md. The axes diloco, stage, fsdp_transpose,
-    context_usp_ulysses, context_autoregressive, tensor_sequence and autoregressive of other frameworks may stand here with 1
+def _with_axes(**sizes: int) -> Callable[[type[AnySection]], type[AnySection]]:
+    """Class decorator: adds a key for each axis of the mesh. `sizes`: defaults other than 1."""
+
+    def complete(section: type[AnySection]) -> type[AnySection]:
+        keys: dict[str, Any] = {
+            axis: (int, Field(sizes.get(axis, 1), description=text)) for axis, text in DESCRIPTIONS.items()
+        }
+        return create_model(
+            section.__name__, __base__=section, __module__=section.__module__, __doc__=section.__doc__, **keys
+        )
+
+    return complete
+
+
+@_with_axes()
+class SliceOptions(Section):
+    """How many times as large each axis is over several slices, which a slow network joins; -1 takes all slices. Choose axes
+    that communicate little: `data`, or `fsdp` where weights do not fit otherwise."""
+
+
+@_with_axes(fsdp=-1)
+class MeshOptions(Section):
+    """Number of devices along each axis; -1 takes all that remain. See docs/meshes.md. The axes diloco, stage, fsdp_transpose,
+    context_usp_ulysses, context_autoregressive, tensor_sequence and autoregressive of other frameworks may be given here with 1
     device."""
 
-    data: int = Field(1, description="copies of the weights, each for a part of the batch")
-    fsdp: int = Field(
-        -1, description="parts into which weights, gradients and moments are cut; they split the batch too"
-    )
-    tensor: int = Field(1, description="parts into which heads and feed-forward layers are cut")
-    expert: int = Field(1, description="parts into which the experts are spread")
-    context: int = Field(1, description="parts into which sequences are cut")
     dcn: SliceOptions | None = Field(
         None, description="the same over slices, times those above; null: one slice, and TPUs in several are refused"
     )
@@ -87,8 +90,8 @@ def rule_problems(rules: dict[str, list[str]], path: tuple) -> Iterator[tuple[tu
     from rewards.suggest import nearest
 
     for logical, names in rules.items():
-        if logical not in DEFAULT_RULES and logical not in WHOLE:
-            known = [*DEFAULT_RULES, *WHOLE]
+        if logical not in DEFAULT_RULES and logical not in REPLICATED:
+            known = [*DEFAULT_RULES, *REPLICATED]
             yield (*path, logical), f"no logical axis {logical}{nearest(logical, known)}"
         for name in names:
             if name not in AXES and name not in UNUSED:

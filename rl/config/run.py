@@ -12,12 +12,13 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 import rl.algorithms
-from policy.config import HyperConnections, Runtime
+import rollout.types
+from policy.config import HyperConnections, MultiTokenPrediction, Runtime
 from policy.huggingface.ngrams import EngramSection
 from policy.mesh.axes import STATIONARY_RULES
 from policy.remat import NAMES as REMAT_POLICIES
 from rl.config.mesh import MeshOptions
-from rl.config.schema import Strict
+from rl.config.schema import Section, Strict, fields_of
 
 
 class WandbOptions(Strict):
@@ -57,23 +58,9 @@ class ProfileOptions(Strict):
         return self
 
 
-class HyperConnectionOptions(Strict):
+@fields_of(HyperConnections)
+class HyperConnectionOptions(Section):
     """Manifold-constrained hyper-connections (arXiv 2512.24880) in place of the residual connections of all layers."""
-
-    streams: int = Field(4, ge=1, description="vectors that stand for a token between the layers")
-    variant: Literal["sinkhorn", "lite"] = Field(
-        "sinkhorn",
-        description="how the streams are mixed: by Sinkhorn iterations, or (lite) an exact mixture of all permutations",
-    )
-    sinkhorn_iterations: int = Field(20, ge=1, description="rounds of normalised columns and rows")
-    eps: float = Field(
-        1e-6, gt=0.0, description="added to each sum of the Sinkhorn iterations and to the weights of reading"
-    )
-    reduce: Literal["sum", "head"] = Field(
-        "sum", description="what the final norm reads: the streams' sum, or weighted by a head"
-    )
-    norm_weight: bool = Field(False, description="whether the norm before each mapping has a weight")
-    norm_eps: float = Field(1e-6, gt=0.0, description="of that norm")
 
     @model_validator(mode="after")
     def _possible(self):
@@ -81,30 +68,10 @@ class HyperConnectionOptions(Strict):
         return self
 
 
-class EngramOptions(Strict):
+@fields_of(EngramSection)
+class EngramOptions(Section):
     """Engram (arXiv 2601.07372): in some layers, a table of vectors that the last tokens look up by their hash. Tokens whose texts
     differ in spelling only (capitals, accents, white space) count as one."""
-
-    layers: list[int] = Field(
-        min_length=1, description="layers with a table, from 0; each is then computed outside of the scan"
-    )
-    vocab_bases: list[int] = Field(
-        min_length=1,
-        description="rows of a head, one number for each length of n-grams from 2 on; the next unused prime is taken",
-    )
-    max_ngram: int = Field(3, ge=2, description="tokens of the longest n-gram")
-    heads: int = Field(8, ge=1, description="hashes of each n-gram")
-    head_dim: int = Field(64, ge=1, description="numbers in a row of the table")
-    kernel_size: int = Field(
-        4, ge=1, description="taps of the convolution over what was found, `max_ngram` tokens apart"
-    )
-    seed: int = Field(0, ge=0, description="of the hashes")
-    integers: Literal["int32", "int64"] = Field(
-        "int32", description="of the hashes; int64 are those of the released demo"
-    )
-    norm_eps: float = Field(1e-6, gt=0.0, description="of the norms of keys and streams")
-    conv_norm_eps: float = Field(1e-5, gt=0.0, description="of the norm before the convolution")
-    outer_norm: bool = Field(False, description="whether the streams pass a norm before all that")
 
     @model_validator(mode="after")
     def _possible(self):
@@ -116,36 +83,31 @@ class EngramOptions(Strict):
 _EXTENSIONS: tuple[str, ...] = ("hyper_connections", "engram", "multi_token_prediction")
 
 
-class MultiTokenPredictionOptions(Strict):
+@fields_of(MultiTokenPrediction, depth=1)
+class MultiTokenPredictionOptions(Section):
     """Modules beside the decoder that predict further tokens, each with a layer like the decoder's last. A directory holds
     their weights as DeepSeek-V3's layer 61 or as a run that had them wrote them; where its config.json announces none
     (`num_nextn_predict_layers` absent or 0) and no file has a part of one, they start from random weights. `missing` is for
     directories that announce modules without weights, and for a depth beyond the modules in the files."""
 
-    depth: int = Field(
-        1, ge=1, description="number of modules; module d predicts the token d places after the next one"
-    )
-    input: Literal["post_norm", "pre_norm"] = Field(
-        "post_norm", description="states the first reads: after or before the final norm"
-    )
-    final_norm: bool = Field(
-        True, description="each module has a norm of its own before the head; false: the decoder's"
-    )
     missing: Literal["refuse", "fresh"] = Field(
         "refuse",
         description="modules that the files should hold and lack: refuse the directory, or start them from random weights",
     )
 
 
-class ModelOptions(Strict):
+# Keys of ModelOptions that are fields of Runtime.
+_RUNTIME = [field.name for field in dataclasses.fields(Runtime) if "description" in field.metadata]
+
+
+@fields_of(Runtime, leave_out=("remat", "remat_tensors"))
+class ModelOptions(Section):
     shorthand: ClassVar[str | None] = "source"
 
     source: str = Field(description="Hugging Face directory, or the name of a file in configs/models/")
     overrides: dict[str, Any] = Field(
         {}, description="keys of the Hugging Face configuration to change; random weights only"
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the matrix products")
-    param_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype in which weights are stored")
     remat: Literal[REMAT_POLICIES] = Field(
         "full",
         description="what the backward pass computes again: full keeps the input of each layer only, none keeps all; the others "
@@ -155,46 +117,10 @@ class ModelOptions(Strict):
         {},
         description="remat: custom only: where each tensor named in memory.md is kept (offload: host memory), or remat",
     )
-    quantization: Literal["int8", "fp8", "fp8_full"] | None = Field(
-        None,
-        description="numbers in which layers multiply; fp8: e4m3, fp8_full: gradients e5m2; weights stay in param_dtype",
-    )
-    scan: bool = Field(True, description="scan over stacked layers when training (False: unrolled)")
-    expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = Field(
-        "auto",
-        description="how tokens and experts meet along the mesh axis `expert`, see docs/experts.md; auto: gather",
-    )
-    context_parallel: Literal["all_gather", "ring", "ulysses"] = Field(
-        "all_gather", description="how attention works along the mesh axis `context`, see docs/meshes.md"
-    )
-    context_load_balance: bool = Field(
-        False,
-        description="each device of that axis takes an early and a late part of every sequence; all_gather and ring",
-    )
-    batch_split: bool = Field(
-        False,
-        description="updates take the rows of each device in two halves, so that in layers with experts the collectives of one "
-        "run under the products of the other; the number of rows of a micro-batch becomes even on each device",
-    )
-    expert_gradients: Literal["float8_e5m2"] | None = Field(
-        None,
-        description="type in which gradients travel back to the devices of the experts (gather and hidden); null: `dtype`. Halves "
-        "what a bfloat16 gradient sends, and rounds each number of it by up to an eighth",
-    )
-    num_vocab_tiling: int | None = Field(
-        None,
-        ge=1,
-        description="chunks of tokens whose logits exist at a time; null: as few as have at most 2^24 logits each",
-    )
-    host_parameters: bool = Field(False, description="weights live in host memory; a layer at a time is on the device")
     hyper_connections: HyperConnectionOptions | None = Field(
         None, description="several residual streams; `{}` for the defaults; random weights only"
     )
     engram: EngramOptions | None = Field(None, description="tables that the last tokens look up; random weights only")
-    table_memory: Literal["device", "host"] = Field(
-        "device",
-        description="where those tables live; host: only the rows that are looked up are brought to the device",
-    )
     multi_token_prediction: MultiTokenPredictionOptions | None = Field(
         None, description="modules that predict further tokens; null: none, or what the directory's config.json says"
     )
@@ -202,22 +128,8 @@ class ModelOptions(Strict):
     @property
     def runtime(self) -> Runtime:
         """How the model is computed."""
-        return Runtime(
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            remat=self.remat,
-            remat_tensors=tuple(self.remat_tensors.items()),
-            scan=self.scan,
-            table_memory=self.table_memory,
-            host_parameters=self.host_parameters,
-            vocab_tiles=self.num_vocab_tiling,
-            expert_parallel=self.expert_parallel,
-            context_parallel=self.context_parallel,
-            context_load_balance=self.context_load_balance,
-            batch_split=self.batch_split,
-            expert_gradients=self.expert_gradients,
-            quantization=self.quantization,
-        )
+        shared = {name: getattr(self, name) for name in _RUNTIME if name != "remat_tensors"}
+        return Runtime(**shared, remat_tensors=tuple(self.remat_tensors.items()))
 
     @property
     def sections(self) -> dict[str, dict]:
@@ -241,50 +153,14 @@ class TokenizerOptions(Strict):
     )
 
 
-class GeneratorOptions(Strict):
-    slots: int = Field(64, ge=1, description="completions decoded at the same time")
-    cache: Literal["contiguous", "paged"] = Field(
-        "contiguous", description="room for max_length tokens in every slot, or pages that slots take as they need them"
-    )
-    page_size: int = Field(32, ge=1, description="tokens of a page; on TPU a multiple of 16")
-    pages: int | None = Field(
-        None,
-        ge=2,
-        description="pages of the cache; null: what full slots need, or half of the memory that is left has room for",
-    )
-    rings: bool = Field(
-        False,
-        description="layers with a window keep only what it can see; then no prompt begins with a part of another",
-    )
-    prefill_chunk: int = Field(256, ge=1, description="prompt tokens per prefill call")
-    prefill_budget: int | None = Field(
-        None,
-        ge=1,
-        description="prompt tokens read in between two dispatches while others decode; null: what a dispatch of all slots makes",
-    )
-    tokens_per_dispatch: int = Field(128, ge=1, description="most decoding steps between two looks of the host")
+@fields_of(rollout.types.GeneratorOptions, leave_out=("record_routes", "record_values"))
+class GeneratorOptions(Section):
+    slots: int = Field(64, ge=1, description="completions decoded at the same time (max_num_seqs)")
     strict_shapes: bool = Field(False, description="a program that was not compiled before the first step is an error")
-    speculative: int = Field(
-        0,
-        ge=0,
-        description="tokens that model.multi_token_prediction drafts a step; 0: none. Completions stay the same",
-    )
-    weights: Literal["int8", "int4", "fp8"] | None = Field(
-        None,
-        description="numbers in which rollouts keep the weights of layers; set a `correction` with it; null: the trained weights",
-    )
-    kv_cache: Literal["int8", "int4", "fp8"] | None = Field(
-        None, description="numbers in which keys, values and latents are kept; set a `correction` with it; null: dtype"
-    )
     rules: dict[str, list[str]] | None = Field(
         None,
-        description="logical axis: mesh axes, laid over `mesh.rules` while rollouts decode; or `stationary`, rules under which no "
-        "weight travels. Weights are copied to these places once a step (docs/meshes.md); null: they stay where they are trained",
-    )
-    exact: bool = Field(
-        False,
-        description="completions that no other key of `generator` changes, with log-probabilities that are the model's bit for "
-        "bit; every completion is scored in programs of fixed shapes, which compute about three tokens for each (docs/exact.md)",
+        description="logical axis: mesh axes, merged over `mesh.rules` while rollouts decode; or `stationary`, rules under which "
+        "no weight is sent. Weights are copied to these shardings once per step (docs/meshes.md); null: the trained shardings",
     )
 
     @field_validator("rules", mode="before")
@@ -338,20 +214,9 @@ class DataOptions(Strict):
         return self
 
 
-class SamplingOptions(Strict):
-    temperature: float = Field(
-        1.0, ge=0.0, description="logits are divided by it; 0 is greedy, from which nothing can be learned"
-    )
-    top_k: int = Field(0, ge=0, description="0: all")
-    top_p: float = Field(
-        1.0, gt=0.0, le=1.0, description="the likeliest tokens that hold this share of the probability"
-    )
-    min_p: float = Field(0.0, ge=0.0, le=1.0, description="tokens at least this share as likely as the likeliest")
-    max_new_tokens: int = Field(
-        256, ge=1, description="tokens of a completion at most; with its prompt within max_length"
-    )
-    stop: list[str] = Field([], description="texts that end a completion")
-    stop_token_ids: list[int] = Field([], description="besides the tokenizer's end-of-sequence token")
+@fields_of(rollout.types.SamplingParams, leave_out=("n",), max_new_tokens=256)
+class SamplingOptions(Section):
+    """How completions are drawn, and where they end besides the tokenizer's end-of-sequence token."""
 
 
 class EvaluationOptions(Strict):
@@ -364,6 +229,9 @@ class EvaluationOptions(Strict):
     k: list[int] = Field([1], description="values of k for eval/pass@k; each at most `samples`")
     temperature: float = Field(1.0, gt=0.0, description="of the sampled completions")
     correct_at: float = Field(1.0, description="a completion counts as correct from this reward on")
+    metrics: list[str] = Field(
+        [], description="further metrics of the greedy completions, each file.py:function or package.module:function"
+    )
 
 
 class RewardOptions(Strict):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections.abc
+import dataclasses
 import types
 import typing
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 
 class Strict(BaseModel):
@@ -41,3 +44,68 @@ def accepted_types(annotation: Any) -> set[Any]:
     if typing.get_origin(annotation) is Literal:
         return {type(choice) for choice in typing.get_args(annotation)}
     return {typing.get_origin(annotation) or annotation}
+
+
+class Section(Strict):
+    """A section whose keys are declared at the component that reads them, see `fields_of`."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def fields_of(
+    component: type, *, leave_out: Iterable[str] = (), **defaults: Any
+) -> Callable[[type[AnySection]], type[AnySection]]:
+    """Class decorator: gives a section the options of a component, each with its default, description and bounds.
+
+    Args:
+        component: a dataclass whose options are declared with `policy.options.option`. Other fields are no keys.
+        leave_out: options of the component that are no keys of the section.
+        defaults: other defaults for a run.
+
+    Raises:
+        TypeError: for a name in `leave_out` or `defaults` that is no option of the component.
+    """
+    options = {field.name: field for field in dataclasses.fields(component) if "description" in field.metadata}
+    if unknown := {*leave_out, *defaults} - options.keys():
+        raise TypeError(f"{component.__name__} has no option {', '.join(sorted(unknown))}")
+
+    def complete(section: type[AnySection]) -> type[AnySection]:
+        keys: dict[str, Any] = {}
+        for name, field in options.items():
+            if name in leave_out or name in section.model_fields:
+                continue
+            annotation, metadata = _as_written(_type_of(component, name)), dict(field.metadata)
+            default = defaults.get(name, field.default)
+            if default is dataclasses.MISSING:
+                keys[name] = annotation, Field(**metadata)
+            else:
+                keys[name] = annotation, Field(list(default) if isinstance(default, tuple) else default, **metadata)
+        return create_model(
+            section.__name__, __base__=section, __module__=section.__module__, __doc__=section.__doc__, **keys
+        )
+
+    return complete
+
+
+def _type_of(component: type, name: str) -> Any:
+    """Resolves the annotation of one field, of the class that declares it."""
+    home = next(base for base in component.__mro__ if name in base.__dict__.get("__annotations__", {}))
+    alone = type("Alone", (), {"__annotations__": {name: home.__annotations__[name]}, "__module__": home.__module__})
+    return typing.get_type_hints(alone)[name]
+
+
+def _as_written(annotation: Any) -> Any:
+    """Returns the type that YAML has for an annotation: a list for a tuple or sequence, a dict for a mapping."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[tuple(_as_written(one) for one in arguments)]  # noqa: UP007
+    if origin in (tuple, collections.abc.Sequence):
+        return list[_as_written(arguments[0])]
+    if origin is collections.abc.Mapping:
+        return dict[arguments[0], _as_written(arguments[1])]
+    return annotation

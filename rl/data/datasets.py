@@ -25,6 +25,8 @@ from rl.errors import ConfigError, DataError
 
 Messages = list[dict[str, Any]]
 
+RowReader = Callable[[str, dict[str, Any], DataOptions], "Example"]
+"""(where, row, options) -> Example."""
 _SHOWN = 20
 """Most rows named in one error."""
 _RESERVED = ("prompt", "prompts", "completion", "completions", "messages")
@@ -80,6 +82,7 @@ def load(
     *,
     demonstrations: bool = False,
     pairs: bool = False,
+    read: RowReader | None = None,
     held_out: bool = False,
     part: tuple[int, int] = (0, 1),
 ) -> Dataset:
@@ -88,6 +91,7 @@ def load(
     Args:
         demonstrations: every row must say what the model is to write (SFT).
         pairs: every row must hold a chosen and a rejected answer.
+        read: makes the Example of a row, in place of the readers for the forms above.
         held_out: the data of an evaluation: of a task the split `eval`, of a dataset with splits `test`.
         part: (i, n): check and keep every n-th row only, from number i on.
 
@@ -100,10 +104,9 @@ def load(
     else:
         rows, name = _path_rows(options, held_out), options.path
     examples, problems = [], _Problems()
-    how = {"options": _task_columns(options)}
-    make = (
-        functools.partial(_pair, **how) if pairs else functools.partial(_example, **how, demonstrations=demonstrations)
-    )
+    options = _task_columns(options)
+    if read is None:
+        read = read_pair if pairs else functools.partial(read_example, demonstrations=demonstrations)
     total = 0
     for number, (where, row) in enumerate(itertools.islice(rows, options.limit)):
         total += 1
@@ -113,7 +116,7 @@ def load(
             problems.add(where, row.text)
             continue
         try:
-            examples.append(make(where, row))
+            examples.append(read(where, row, options))
         except _MissingColumn as error:
             raise DataError(f"{where}: {error}") from None
         except ValueError as error:
@@ -181,7 +184,8 @@ def _task_columns(options: DataOptions) -> DataOptions:
     return options.model_copy(update={"columns": type(options.columns)()}) if options.task else options
 
 
-def _example(where: str, row: dict[str, Any], options: DataOptions, demonstrations: bool) -> Example:
+def read_example(where: str, row: dict[str, Any], options: DataOptions, demonstrations: bool = False) -> Example:
+    """Reads a row with a prompt or a conversation. Raises ValueError for a row that is malformed."""
     names = options.columns
     columns = {key: value for key, value in row.items() if key not in _RESERVED}
     wants_messages = names.messages in row and options.prompt_template is None and names.prompt not in row
@@ -212,8 +216,8 @@ def _example(where: str, row: dict[str, Any], options: DataOptions, demonstratio
     return Example([*prompt, *answer[:-1]], messages=[*prompt, *answer], columns=columns, where=where)
 
 
-def _pair(where: str, row: dict[str, Any], options: DataOptions) -> Example:
-    """A preference. Without a prompt its answers are whole conversations, and the prompt is what both begin with."""
+def read_pair(where: str, row: dict[str, Any], options: DataOptions) -> Example:
+    """Reads a preference. Without a prompt its answers are full conversations, and the prompt is what both begin with."""
     names = options.columns
     chosen, rejected = _answer(row, names.chosen), _answer(row, names.rejected)
     both = f"`{names.chosen}` and `{names.rejected}`"

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-import rl.algorithms
-from rl.config.run import RunConfig, StageOptions
+import rl.stages
+from rl.config.run import RunConfig
 
 REMAT = ("none", "minimal", "save_qkv_proj", "full")
 """Remat policies, from the one that keeps most for the backward pass to the one that keeps least."""
@@ -72,7 +72,7 @@ def knobs(config: RunConfig, meshes: list[dict[str, int]]) -> list[list[Change]]
         [Change({f"stages.{i}.micro_batch": max(1, rows // 2**n) for i, rows in micro}) for n in _halvings(micro)]
     ]
     choices.append(_remat(config))
-    if any(map(needs_rollouts, config.stages)):
+    if any(stage.samples for stage in rl.stages.create(config)):
         for key in ("slots", "prefill_chunk"):
             value = getattr(config.generator, key)
             choices.append([Change({f"generator.{key}": value // 2**n}) for n in (1, 2, 3) if value // 2**n])
@@ -89,17 +89,6 @@ def knobs(config: RunConfig, meshes: list[dict[str, int]]) -> list[list[Change]]
 def together(most_aggressive: list[Change]) -> list[Change]:
     """Combines the first two of these changes, the first three, and so on."""
     return list(accumulate(most_aggressive, Change.__or__))[1:]
-
-
-def needs_rollouts(stage: StageOptions) -> bool:
-    """Returns whether a stage samples completions."""
-    return _algorithm(stage).needs_rollouts
-
-
-def rows(stage: StageOptions) -> int:
-    """Returns the number of sequences of an update."""
-    each = stage.prompts_per_step // stage.updates_per_step
-    return each * (stage.samples_per_prompt if needs_rollouts(stage) else 1)
 
 
 def meshes(config: RunConfig, devices: int, divisors: dict[str, int]) -> Iterator[dict[str, int]]:
@@ -136,13 +125,10 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _algorithm(stage: StageOptions):
-    return rl.algorithms.get(stage.algorithm.name, **(stage.algorithm.model_extra or {}))
-
-
 def _micro(config: RunConfig) -> list[tuple[int, int]]:
     """Lists (number of the stage, rows of a micro-batch) for each stage."""
-    return [(i, min(stage.micro_batch or rows(stage), rows(stage))) for i, stage in enumerate(config.stages)]
+    rows = [stage.rows_per_update for stage in rl.stages.create(config)]
+    return [(i, min(stage.micro_batch or rows[i], rows[i])) for i, stage in enumerate(config.stages)]
 
 
 def _halvings(micro: list[tuple[int, int]]) -> range:
@@ -161,10 +147,6 @@ def _remat(config: RunConfig) -> list[Change]:
 
 
 def _moments(config: RunConfig) -> list[Change]:
-    parts = [(i, name) for i, stage in enumerate(config.stages) for name in _learners(stage)]
+    parts = [(i, name) for i, stage in enumerate(rl.stages.create(config)) for name in stage.optimizers]
     here = [f"stages.{i}.{name}.host_memory" for i, name in parts if not getattr(config.stages[i], name).host_memory]
     return [Change(dict.fromkeys(here, True))] if here else []
-
-
-def _learners(stage: StageOptions) -> list[str]:
-    return ["optimizer", "critic"] if _algorithm(stage).needs_critic else ["optimizer"]

@@ -16,7 +16,6 @@ A program takes the longest of operations, HBM traffic and communication.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 from policy.mesh.sharding import axes_of
 from policy.model import Graph
 from rl.config.run import RunConfig
-from rl.plan.programs import Planned, Sampling, Stage, stages
+from rl.plan.programs import Planned, PlannedStage, Sampling, planned, stages
 from rl.reporting import chips
 from rl.reporting.program_memory import RESHARD
 from rl.run import build
@@ -110,7 +109,9 @@ class Estimator:
 
     def __init__(self, devices: list, chip: chips.Chip | None, memory: float | None):
         self._devices, self._chip, self._memory = devices, chip or chips.CPU, memory
-        self._parts: dict[str, tuple[Weights, list[tuple[Stage, Sampling | None, list[tuple[Planned, Weights]]]]]] = {}
+        self._parts: dict[
+            str, tuple[Weights, list[tuple[PlannedStage, Sampling | None, list[tuple[Planned, Weights]]]]]
+        ] = {}
         self._programs: dict[str, list[tuple[Planned, Weights]]] = {}
 
     def __call__(self, config: RunConfig) -> dict[str, Cost]:
@@ -125,18 +126,14 @@ class Estimator:
 
     def _listed(self, config: RunConfig) -> Iterator[tuple[Planned, Weights]]:
         weights, parts = self._on_mesh(config)
-        for (stage, sampling, made), options in zip(parts, config.stages, strict=True):
+        for (stage, sampling, generating), options in zip(parts, config.stages, strict=True):
             # Only the shape of a batch depends on the rows of a micro-batch.
-            stage = copy.copy(stage)
-            stage.trainer, stage.options = copy.copy(stage.trainer), options
-            stage.trainer.stage = options
-            routes = sampling.routes if sampling and options.router_replay else None
-            for each in stage.programs(sampling.bytes if sampling else 0, routes):
-                yield each, weights
-            yield from made
+            for each in planned(stage.with_options(options), sampling):
+                yield each, weights if each.graph is stage.graph else Weights(each.graph)
+            yield from generating
 
     def _on_mesh(self, config: RunConfig) -> tuple[Weights, list]:
-        """Returns (weights, [(stage, generator, programs of generator and reward models with their weights)]).
+        """Returns (weights, [(stage, generator, programs of the generator with their weights)]).
 
         Ignores the micro-batches of the configuration.
         """
@@ -145,13 +142,12 @@ class Estimator:
         )
         key = plain.model_dump_json()
         if key not in self._parts:
-            planned = list(stages(plain, build.on_mesh(plain, self._devices), self._memory))
-            weights, decoding = Weights(planned[0][0].trainer.graph), {}
-            for sampling in {each for _, each in planned if each}:
+            each_stage = list(stages(plain, build.on_mesh(plain, self._devices), self._memory))
+            weights, decoding = Weights(each_stage[0][0].graph), {}
+            for sampling in {each for _, each in each_stage if each}:
                 decoding[sampling] = Weights(sampling.decoding)
             parts = [
-                (stage, each, list(_not_the_trainers(stage, each, weights, decoding.get(each))))
-                for stage, each in planned
+                (stage, each, list(_generating(stage, each, weights, decoding.get(each)))) for stage, each in each_stage
             ]
             self._parts[key] = weights, parts
         return self._parts[key]
@@ -201,15 +197,10 @@ class Estimator:
         return Cost(planned.resident, temporaries, planned.times * planned.trip_count * seconds)
 
 
-def _not_the_trainers(
-    stage: Stage, sampling: Sampling | None, weights: Weights, decoding: Weights | None
+def _generating(
+    stage: PlannedStage, sampling: Sampling | None, weights: Weights, decoding: Weights | None
 ) -> Iterator[tuple[Planned, Weights]]:
-    """Yields the programs of a stage that are not its trainer's, with their weights.
-
-    Checks compute with the trained weights, other rollouts with the weights in the layout of rollouts.
-    """
-    for each in stage.scores(sampling.rolling if sampling else 0):
-        yield each, Weights(stage.judges[each.kind].graph)
+    """Yields the programs of the generator. Checks read the trained weights, other rollouts those in its own layout."""
     if sampling and sampling.used_by(stage):
         assert decoding is not None  # the weights of this generator
         for each in sampling.programs(stage):

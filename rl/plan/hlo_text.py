@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from policy.experts.expert_parallel import USUALLY_LAST
+from policy.experts.expert_parallel import EXPECTED_LAST
 
 BITS = {
     "pred": 8,
@@ -49,7 +49,7 @@ class Instruction:
                 names = re.findall(r"%([\w.-]+)", branches[1])
             else:
                 names = [self.called("false_computation"), self.called("true_computation")]
-            return names[-1:] if USUALLY_LAST in self.rest else names
+            return names[-1:] if EXPECTED_LAST in self.rest else names
         return names
 
     def called(self, key: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import rl.stages
 from rl.config import yaml_tree
 from rl.config.run import RunConfig
 from rl.errors import ConfigError
@@ -89,7 +90,7 @@ def _as_large(other: Choice, choice: Choice) -> bool:
 
 
 def _changes(config: RunConfig, target: Target) -> Iterator[tuple[Change, tuple[int, int]]]:
-    rows_of_stages = [changes.rows(stage) for stage in config.stages]
+    rows_of_stages = [stage.rows_per_update for stage in rl.stages.create(config)]
     parts = [2**n for n in range(max(rows_of_stages).bit_length())]
     policies = REMAT if config.model.remat in REMAT else (config.model.remat, *REMAT)
     for mesh in changes.meshes(config, target.inside(config), changes.divisors(config)):

@@ -18,11 +18,6 @@ GENERATOR = {"decode": "decode a token", "extend": "prefill, further chunk"}
 RESHARD = "reshard"
 
 
-def judged(source: str) -> str:
-    """What a plan calls the program of this reward model."""
-    return f"scores of {source}"
-
-
 class ProgramMemoryLog:
     """Writes the file whenever a program has been compiled that it does not hold. A run that goes on adds to what it finds."""
 
@@ -37,7 +32,7 @@ class ProgramMemoryLog:
         checks = generator.verifier.executables if generator.verifier else {}
         named = [(stage, *each) for each in programs.items()] + [("generator", *each) for each in checks.items()]
         found = [(f"{whose}: {name}", item) for whose, name, each in named for item in each.memory.items()]
-        made = generator.engine.programs.memory.items()
+        made = generator.engine.runner.memory.items()
         found += [(f"generator: {GENERATOR.get(key[0], key[0])}", (key[1:], memory)) for key, memory in made]
         if generator.weights:
             found.append((f"generator: {RESHARD}", ((len(generator.weights.paths),), generator.weights.memory)))

@@ -2,31 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 import policy
+import rl.stages
 from policy.attention import context_parallel
-from policy.config import DecoderConfig, Runtime
+from policy.config import DecoderConfig
 from policy.execution import batch_split
 from policy.experts import expert_parallel
 from policy.huggingface import sources
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from policy.layers.engram import set_classes
 from policy.mesh.host_memory import NoHostMemory, in_host_memory
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
-from rewards.registry import JUDGED
-from rl.config.run import ModelOptions, RunConfig, StageOptions
-from rl.data.prepare import Prepared, Stage, read_tokenizer
+from rl.config.run import ModelOptions, RunConfig
+from rl.data.reader import read_tokenizer
 from rl.errors import ConfigError, ModelError, ResourceError
-from rl.run.folder import reward_model_of
-from rl.training.reward_model import RewardModelScorer
-from rollout import GeneratorOptions
+from rl.reporting.events import Events
+from rl.reporting.program_memory import ProgramMemoryLog
+from rl.reporting.timeline import CHECKPOINTS, Timeline
+from rl.run.checkpoint import Checkpoints
+from rl.run.folder import RunFolder
+from rl.run.prepare import Prepared
+from rl.run.signals import StopSignal
+from rl.run.state import Run
+from rl.stages.context import Progress
+from rollout import Generator, GeneratorOptions
 from rollout.engine import speculative
 from rollout.text.classes import token_classes
+
+
+@contextmanager
+def run(
+    config: RunConfig, prepared: Prepared, folder: RunFolder, stop: StopSignal, timeline: Timeline
+) -> Iterator[Run]:
+    """Builds what the stages share, or reads it from the newest checkpoint. Closes checkpoints and events at the end."""
+    writing = partial(timeline.span, "writing a checkpoint", CHECKPOINTS)
+    checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints, writing)
+    with timeline.span("looking for a checkpoint"):
+        saved = checkpoints.host()
+    progress = Progress.from_json(saved[1].get("progress")) if saved else Progress()
+    with timeline.span("loading the model"):
+        decoder = model(config, prepared, with_weights=saved is None)
+    generator = Generator(
+        decoder,
+        max_length=config.max_length,
+        slots=config.generator.slots,
+        seed=config.seed,
+        tokenizer=prepared.tokenizer,
+        options=generator_options(config),
+    )
+    events = Events(config, folder.path)
+    try:
+        yield Run(
+            config=config,
+            tokenizer=prepared.tokenizer,
+            stop_ids=prepared.stop_ids,
+            model=decoder,
+            generator=generator,
+            events=events,
+            progress=progress,
+            timeline=timeline,
+            stages=prepared.stages,
+            held_out=prepared.held_out,
+            folder=folder,
+            checkpoints=checkpoints,
+            stop=stop,
+            programs=ProgramMemoryLog(folder.path),
+            saved=saved,
+        )
+    finally:
+        checkpoints.close()
+        events.close()
 
 
 def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model:
@@ -55,37 +109,6 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model
     if classes is not None:
         made.params = set_classes(made.params, classes)
     return made
-
-
-def reward_model_scorers(config: RunConfig, stage: Stage, mesh: Layout) -> dict[str, RewardModelScorer]:
-    """The reward models that the rewards of a stage ask, by the name they ask for. Raises ModelError where one cannot be read."""
-    found = {}
-    for source in stage.runner.sources:
-        directory = reward_model_of(config, source) if source in config.stage_names else Path(source)
-        try:
-            found[source] = RewardModelScorer.read(directory, _judging(config), mesh, config.max_length)
-        except (ModelFileError, UnsupportedModel) as error:
-            raise ModelError(f"reward model {source}: {error}") from None
-    return found
-
-
-def planned_reward_model_scorers(config: RunConfig, stage: StageOptions, graph: Graph) -> dict[str, RewardModelScorer]:
-    """The same without weights, where a stage before may still have to train one on a copy of the policy, whose graph is given."""
-    settings, found = stage.rewards or config.rewards, {}
-    for source in sorted(
-        {each.options["source"] for each in settings.functions if each.name == JUDGED} if settings else ()
-    ):
-        try:
-            trained = source in config.stage_names
-            decoder = sources.trunk(graph.config) if trained else sources.classifier(source)
-        except (ModelFileError, UnsupportedModel) as error:
-            raise ModelError(f"reward model {source}: {error}") from None
-        found[source] = RewardModelScorer(Graph(decoder, _judging(config), graph.layout), None, config.max_length)
-    return found
-
-
-def _judging(config: RunConfig) -> Runtime:
-    return Runtime(dtype=config.model.dtype, param_dtype=config.model.param_dtype)
 
 
 def on_mesh(config: RunConfig, devices=None) -> Layout:
@@ -123,19 +146,19 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
 def generator_options(config: RunConfig) -> GeneratorOptions:
     """How the generator decodes. A critic on the policy's states gives its values while these are there, where they are those of
     the policy's own weights and cache, and every token is drawn in one."""
-    wanted = config.generator.model_dump(exclude={"slots", "strict_shapes"})
-    asked = any(stage.algorithm.model_extra.get("critic_trunk") == "policy" for stage in config.stages)
+    options = config.generator.model_dump(exclude={"slots", "strict_shapes"})
+    critic = any(stage.sampled_values for stage in rl.stages.create(config))
     other = ("exact", "speculative", "weights", "kv_cache")
     return GeneratorOptions(
-        **wanted,
+        **options,
         record_routes=any(stage.router_replay for stage in config.stages),
-        record_values=asked and not any(wanted[name] for name in other),
+        record_values=critic and not any(options[name] for name in other),
     )
 
 
 def check_cut(graph: Graph, tolerance: float) -> Graph:
     """The graph. Raises ConfigError where a mesh that cuts weights leaves more of them whole than it may."""
-    whole = graph.whole
+    whole = graph.replicated
     share = sum(whole.values()) / graph.parameters
     if share > tolerance:
         listed = ", ".join(f"{path} ({number})" for path, number in sorted(whole.items(), key=lambda each: -each[1]))

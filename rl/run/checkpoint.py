@@ -43,12 +43,12 @@ _OS_ERROR = "os_error_code="
 _log = logging.getLogger("duet.checkpoint")
 
 
-@serialization.carried
+@serialization.register_type
 class CheckpointError(ModelError):
     """No checkpoint is undamaged, or the arrays of one are not those that the run asks for."""
 
 
-@serialization.carried
+@serialization.register_type
 class _Good(NamedTuple):
     number: int
     path: Path

@@ -1,4 +1,4 @@
-"""The directory of a run: one process at a time, one configuration from its first event on; and the wish to stop."""
+"""The directory of a run: one process at a time, one configuration from its first event on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,9 +70,9 @@ class RunFolder:
         """Has `write(directory)` write the final weights. `export/` appears in one step, so a run that has it is finished."""
         return self._in_one_step(self._exported, write)
 
-    def export_reward_model(self, stage: str, write: Callable[[Path], None]) -> None:
-        """The same of the reward model that `stage` has trained, unless it is there."""
-        if not on_first((directory := reward_model_of(self._config, stage)).is_dir):
+    def write_once(self, directory: Path, write: Callable[[Path], None]) -> None:
+        """Has `write(directory)` fill a directory, which appears in one step, unless it is there."""
+        if not on_first(directory.is_dir):
             self._in_one_step(directory, write)
 
     def _in_one_step(self, directory: Path, write: Callable[[Path], None]) -> Path:
@@ -127,11 +125,6 @@ class RunFolder:
             ) from None
 
 
-def reward_model_of(config: RunConfig, stage: str) -> Path:
-    """Where the reward model lies that the stage of this name trains."""
-    return Path(config.run.dir) / "reward_models" / stage
-
-
 def _numbers(config: RunConfig) -> dict[str, object]:
     """Every value that makes the run what it is, by dotted key."""
     flat: dict[str, object] = {}
@@ -148,26 +141,3 @@ def _numbers(config: RunConfig) -> dict[str, object]:
 
     walk(config.model_dump(mode="json", exclude=set(_FREE)), "")
     return flat
-
-
-class StopWish:
-    """While entered, SIGTERM and the first Ctrl-C only set `wanted`, for the loop to stop after its step; the second Ctrl-C
-    stops at once."""
-
-    def __init__(self):
-        self.wanted: str | None = None
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> StopWish:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._heard) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _heard(self, number, _frame) -> None:
-        if self.wanted and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.wanted = signal.Signals(number).name

@@ -1,66 +1,119 @@
-"""What the stages of a run share, and how far the run has come."""
+"""A run while it goes on: what its stages share, its checkpoints, and the wish to stop."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from policy.model import Model
-from rl.config.run import RunConfig
-from rl.data.prepare import Prepared
-from rl.errors import ModelError
-from rl.reporting.events import Events
-from rl.reporting.timeline import Timeline
+from policy.mesh import processes
+from rl.errors import Interrupted, ResourceError
+from rl.reporting.program_memory import FILE, ProgramMemoryLog
 from rl.run.checkpoint import Checkpoints
-from rl.run.folder import StopWish
-from rl.stages.dynamic_sampling import Group
-from rollout import Generator
+from rl.run.folder import RunFolder
+from rl.run.signals import StopSignal
+from rl.stages.context import Context
+from rl.stages.stage import StageKind
+
+_FINISHED = """\
+{0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
+to train those weights further, give them to a new run as `model: {0}/export`."""
 
 
 @dataclass
-class Progress:
-    """What a checkpoint holds besides arrays. `prompts`: sampled so far in the run, the id of the next one; `version`: updates of
-    the policy so far. Of the stage: `drawn`, prompts taken from its data; `carried`, groups sampled and not used yet; `controls`,
-    what the algorithm moves from update to update."""
+class Run(Context):
+    """The context of the stages, and what the loop needs besides.
 
-    prompts: int = 0
-    version: int = 0
-    drawn: int = 0
-    carried: list[Group] = field(default_factory=list)
-    controls: dict[str, float] = field(default_factory=dict)
+    saved: (number, host part) of the checkpoint that the run goes on from, or None.
+    """
 
-    def start_stage(self, controls: dict[str, float]) -> None:
-        self.drawn, self.carried, self.controls = 0, [], dict(controls)
-
-    def plain(self) -> dict:
-        """All of it as JSON can hold it."""
-        return dataclasses.asdict(dataclasses.replace(self, carried=[])) | {
-            "carried": [group.plain() for group in self.carried]
-        }
-
-    @classmethod
-    def read(cls, plain: dict | None) -> Progress:
-        """Raises ModelError for what another version of Duet wrote."""
-        names = {each.name for each in dataclasses.fields(cls)}
-        if plain is None or plain.keys() != names:
-            found = "nothing" if plain is None else ", ".join(plain)
-            raise ModelError(
-                f"the newest checkpoint was written by another version of Duet: of the run's progress it holds {found}, where this "
-                f"one wants {', '.join(sorted(names))}. Continue the run with that version, or start a new one in another run.dir"
-            )
-        return cls(**plain | {"carried": [Group.read(each) for each in plain["carried"]]})
-
-
-@dataclass
-class Run:
-    """What the stages of a run share, and how far it has come."""
-
-    config: RunConfig
-    prepared: Prepared
-    model: Model
-    generator: Generator
-    events: Events
+    stages: Sequence[StageKind]
+    held_out: list
+    folder: RunFolder
     checkpoints: Checkpoints
-    stop: StopWish
-    progress: Progress
-    timeline: Timeline
+    stop: StopSignal
+    programs: ProgramMemoryLog
+    saved: tuple[int, dict] | None
+
+    def remaining(self) -> list[tuple[StageKind, dict | None]]:
+        """Returns the stages that are left, the first with the host part of its checkpoint, and cuts the events after it off."""
+        names, events = self.config.stage_names, self.events
+        if self.saved is not None:
+            host = self.saved[1]
+            first = host["stage"]
+            events.truncate_after(names, names[first], host["step"])
+            events.note(f"continuing {self.folder.path} after step {host['step']} of {names[first]}")
+            return [(stage, host if stage.index == first else None) for stage in self.stages[first:]]
+        events.truncate_after(names, names[0], -1)
+        if self.model.fresh:
+            source, seed = self.config.model.source, self.config.seed
+            events.note(
+                f"{source} lacks modules that predict further tokens: they start from random weights, seed {seed}"
+            )
+        return [(stage, None) for stage in self.stages]
+
+    def start(self, stage: StageKind, saved: dict | None) -> Any:
+        """Returns the state of a stage: a fresh one, or the one of the checkpoint whose host part is `saved`."""
+        stage.bind(self.model.graph)
+        stage.load_scorers(self)
+        self.events.start_stage(stage.name, stage.options.steps, saved["step"] if saved else 0)
+        with self.timeline.span("starting the stage" if saved is None else "reading a checkpoint", stage=stage.name):
+            if saved is None:
+                return stage.start(self)
+            restored = self.checkpoints.restore(stage.abstract())
+            assert restored is not None
+            state = stage.start(self, restored[1])
+        self.model.params = state.policy.params
+        return state
+
+    def save(self, stage: StageKind, state: Any, step: int, ended: bool) -> None:
+        """Writes a checkpoint where one is due. Raises Interrupted, once it is written, after a signal to stop."""
+        options = self.config.run
+        signal = next(filter(None, processes.all_gather_object(self.stop.received)), None)  # one process stops all
+        due = ended or signal or (options.checkpoint_every and step % options.checkpoint_every == 0)
+        number = sum(each.options.steps + 1 for each in self.stages[: stage.index]) + step
+        if due and self.events.sync():
+            host = {"stage": stage.index, "step": step, "ended": ended, "progress": self.progress.to_json()}
+            with self.timeline.span("checkpoint", stage=stage.name, step=step):
+                self.checkpoints.save(number, state, host, wait=bool(signal))
+        if signal:
+            newest = self.checkpoints.host()
+            where = f"after step {step} of {stage.name}"
+            if newest is None or newest[0] != number:
+                raise ResourceError(
+                    f"{signal}: NOT saved (see above) {where}; make room, then continue with `rl-train {options.dir}`"
+                )
+            raise Interrupted(f"{signal}: saved {where}; continue with `rl-train {options.dir}`")
+
+    def note_programs(self, stage: StageKind) -> None:
+        """Records the memory of programs that were compiled since the last call, and notes the largest."""
+        if not processes.first():
+            return
+        try:
+            largest = self.programs.look(stage.name, stage.executables(), self.generator)
+        except OSError as error:
+            self.events.note(f"{FILE} cannot be written: {error.strerror}")
+            return
+        if largest:
+            what = f"{largest['name']} ({' x '.join(map(str, largest['shape']))})"
+            self.events.note(
+                f"{FILE}: of the programs new there {what} takes most, {largest['peak'] / 2**20:,.1f} MiB a device"
+            )
+
+    def export(self) -> None:
+        """Writes what the last stage has trained to `export/`, which ends the run."""
+        if not self.events.sync():
+            path = self.folder.path
+            raise ResourceError(f"{path}: the last events have no room; make some, and continue with `rl-train {path}`")
+        last = self.stages[-1]
+        last.context = self
+        with self.timeline.span("export"):
+            exported = self.folder.export(last.export)
+        self.events.note(f"final weights in {exported}")
+
+
+def note_finished(folder: RunFolder) -> bool:
+    """Returns whether the run in this folder is finished, and says so."""
+    if folder.finished and processes.first():
+        print(_FINISHED.format(folder.path))
+    return folder.finished

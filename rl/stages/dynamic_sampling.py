@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rewards import Runner, Scores
 from rl.stages.rollouts import Problem, Rollouts
-from rollout import Completion
+
+if TYPE_CHECKING:
+    from rollout.types import Completion
 
 # What a checkpoint holds of a completion.
 _KEPT = ("finish", "text", "steps")
@@ -38,7 +41,7 @@ class Group:
         found = scores[np.isfinite(scores)]
         return bool(found.size and np.ptp(found) > 0)
 
-    def plain(self) -> dict:
+    def to_json(self) -> dict:
         """All of it as JSON can hold it."""
         completions = [
             {"tokens": [int(token) for token in one.tokens], "logprobs": [float(logp) for logp in one.logprobs]}
@@ -54,7 +57,9 @@ class Group:
         } | numbers
 
     @classmethod
-    def read(cls, plain: dict) -> Group:
+    def from_json(cls, plain: dict) -> Group:
+        from rollout.types import Completion
+
         completions = [Completion(**one) for one in plain["completions"]]
         return cls(
             **plain
@@ -63,7 +68,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Known:
+class ReadyScores:
     """Scores that are there already, in the place of a handle."""
 
     scores: Scores
@@ -122,10 +127,10 @@ class DynamicSampling:
             problems=self._problems([group.row for group in groups]),
             prompt_ids=[group.prompt_id for group in groups],
             completions=[group.completions for group in groups],
-            scores=Known(Scores(rewards, total, self._names, [], metrics)),
+            scores=ReadyScores(Scores(rewards, total, self._names, [], metrics)),
             counts=counts,
             seconds=sum(rollouts.seconds for rollouts, _ in taken),
-            judging=sum(rollouts.judging for rollouts, _ in taken),
+            scoring=sum(rollouts.scoring for rollouts, _ in taken),
             versions=[group.version for group in groups],
         )
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rewards import Runner
+from rewards import plugins
 from rl.config.run import EvaluationOptions
-from rl.stages.rollouts import Problem, collect
-from rollout import Generator, SamplingParams
+from rl.data.encoded import Problem
+from rl.errors import DataError
+from rl.stages.rollouts import Rollouts
+
+if TYPE_CHECKING:
+    from rollout import SamplingParams
 
 # Evaluation draws from keys of its own, so that training sees the same numbers with and without it.
 SEED_OFFSET = 1 << 30
@@ -26,35 +32,76 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 class Evaluation:
     """The problems of an evaluation, and how they are counted: a completion is correct from the reward `correct_at` on."""
 
-    def __init__(self, options: EvaluationOptions, problems: Sequence[Problem], runner: Runner):
-        self.options, self.problems, self._runner = options, problems, runner
+    def __init__(
+        self,
+        options: EvaluationOptions,
+        problems: Sequence[Problem],
+        collect: Callable[[Sequence[Problem], SamplingParams, Sequence[int]], Rollouts],
+        params: SamplingParams,
+    ):
+        """`collect(problems, params, prompt ids)` completes and scores; `params` gives lengths and stops, temperatures come from
+        `options`."""
+        self.options, self.problems, self._collect, self._params = options, problems, collect, params
 
     def due(self, step: int) -> bool:
         """Whether step number `step` (from 1) of a stage is followed by an evaluation, apart from its last."""
         return bool(self.options.every and step % self.options.every == 0)
 
-    def run(self, generator: Generator, params: SamplingParams) -> dict[str, float]:
-        """eval/greedy_accuracy, eval/reward_mean, eval/pass@k; `params` gives lengths and stops, temperatures are ours."""
+    def run(self) -> dict[str, float]:
+        """Returns eval/greedy_accuracy, eval/reward_mean and eval/pass@k."""
         began, options = time.perf_counter(), self.options
-        unfiltered = replace(params, n=1, top_k=0, top_p=1.0, min_p=0.0)
+        unfiltered = replace(self._params, n=1, top_k=0, top_p=1.0, min_p=0.0)
         greedy = replace(unfiltered, temperature=0)
-        totals = self._totals(generator, greedy)[:, 0]
-        found = {
+        rollouts = self._rollouts(greedy)
+        totals = rollouts.scores.result().total
+        metrics = {
             "eval/greedy_accuracy": float(np.mean(self._correct(totals))),
             "eval/reward_mean": float(np.nanmean(totals)) if np.isfinite(totals).any() else float("nan"),
         }
+        for name in options.metrics:
+            metrics |= _own_metric(name, rollouts, totals)
         if options.samples:
             sampled = replace(unfiltered, n=options.samples, temperature=options.temperature)
-            correct = self._correct(self._totals(generator, sampled)).sum(axis=1)
+            correct = self._correct(self._totals(sampled)).sum(axis=1)
             for k in options.k:
-                found[f"eval/pass@{k}"] = float(np.mean([pass_at_k(options.samples, int(c), k) for c in correct]))
-        return found | {"time/eval": time.perf_counter() - began}
+                metrics[f"eval/pass@{k}"] = float(np.mean([pass_at_k(options.samples, int(c), k) for c in correct]))
+        return metrics | {"time/eval": time.perf_counter() - began}
 
     def _correct(self, totals: np.ndarray) -> np.ndarray:
         return np.nan_to_num(totals, nan=-np.inf) >= self.options.correct_at
 
-    def _totals(self, generator: Generator, params: SamplingParams) -> np.ndarray:
+    def _totals(self, params: SamplingParams) -> np.ndarray:
         """Rewards, float[problems, n]; NaN where there is no score."""
+        return self._rollouts(params).scores.result().total.reshape(len(self.problems), params.n)
+
+    def _rollouts(self, params: SamplingParams) -> Rollouts:
         ids = range(SEED_OFFSET, SEED_OFFSET + len(self.problems))
-        rollouts = collect(generator, self._runner, self.problems, params, ids)
-        return rollouts.scores.result().total.reshape(len(self.problems), params.n)
+        return self._collect(self.problems, params, ids)
+
+
+def _own_metric(name: str, rollouts: Rollouts, rewards: np.ndarray) -> dict[str, float]:
+    """Returns what a metric of the user's own says of greedy completions: one number eval/<function>, or several by name.
+
+    The function takes lists (prompts, completions, rewards, **columns), or the part of these that it names. Raises DataError for
+    a result that is no finite number.
+    """
+    function = plugins.load(name, "evaluation metric")
+    examples = [problem.example for problem in rollouts.problems]
+    columns = {key: [each.columns.get(key) for each in examples] for each in examples for key in each.columns}
+    values = columns | {
+        "prompts": [each.prompt for each in examples],
+        "completions": [completion.text for _, completion in rollouts.flat],
+        "rewards": rewards.tolist(),
+    }
+    parameters = inspect.signature(function).parameters
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        values = {key: value for key, value in values.items() if key in parameters}
+    result = function(**values)
+    short = name.rpartition(":")[2]
+    named = {f"{short}/{key}": value for key, value in result.items()} if isinstance(result, dict) else {short: result}
+    try:
+        return {f"eval/{key}": float(value) for key, value in named.items()}
+    except (TypeError, ValueError):
+        raise DataError(
+            f"evaluation metric {name}: gave {result!r}, which is no number and no mapping to numbers"
+        ) from None

@@ -6,28 +6,35 @@ P prompts, G completions of each, F reward functions.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from policy.cache.step import UNKNOWN
 from rewards import Runner, Scores
 from rewards.runner import Handle
 from rl.config.run import SamplingOptions
-from rl.data.datasets import Example
-from rl.training.batch import Batch, pack, spread
+from rl.data.encoded import Problem
 from rl.training.flops import Operations
-from rollout import Completion, Generator, SamplingParams
+
+if TYPE_CHECKING:
+    from rl.training.batch import Batch
+    from rollout import Completion, Generator, SamplingParams
 
 
 @dataclass(frozen=True)
-class Problem:
-    """An example with its prompt as token ids."""
+class Source:
+    """Where completions and their scores come from.
 
-    example: Example
-    ids: list[int]
+    scorers: reward models by name, each a function from sequences of token ids to scores. on_calls: is told the calls that were
+    made for some scores, once these are there.
+    """
+
+    generator: Generator
+    runner: Runner
+    scorers: Mapping[str, Callable[[list[list[int]]], list[float]]] = field(default_factory=dict)
+    on_calls: Callable[[Sequence[Any]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Rollouts:
     counts: Mapping[str, int]
     seconds: float
     versions: Sequence[int]
-    judging: float = 0.0
+    scoring: float = 0.0
 
     @property
     def flat(self) -> list[tuple[int, Completion]]:
@@ -58,6 +65,8 @@ class Rollouts:
     def batch(self, limit: int, *, replay: bool = False, values: bool = False) -> Batch:
         """One row for each completion after its prompt; the mask is on the completion, its stop token included. `replay`: with the
         experts that the generator sent each token to. `values`: with those that it found, if it was asked for any."""
+        from rl.training.batch import pack, spread
+
         rows = [
             (self.problems[p].ids + c.tokens, [0] * len(self.problems[p].ids) + [1] * len(c.tokens))
             for p, c in self.flat
@@ -74,6 +83,8 @@ class Rollouts:
 
 def routes_of(completions: Sequence[Completion], length: int) -> dict[str, np.ndarray]:
     """Batch.routes of these completions after their prompts, in rows of `length` tokens."""
+    from policy.cache.step import UNKNOWN
+
     first = completions[0].routes
     found = {path: np.full((len(completions), length, *a.shape[1:]), UNKNOWN, a.dtype) for path, a in first.items()}
     for row, completion in enumerate(completions):
@@ -84,6 +95,8 @@ def routes_of(completions: Sequence[Completion], length: int) -> dict[str, np.nd
 
 def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes) -> SamplingParams:
     """Those of the configuration, with the tokenizer's own ends of a completion added."""
+    from rollout import SamplingParams
+
     settings = {
         "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,
@@ -97,8 +110,7 @@ def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes
 
 
 def collect(
-    generator: Generator,
-    runner: Runner,
+    source: Source,
     problems: Sequence[Problem],
     params: SamplingParams,
     prompt_ids: Sequence[int],
@@ -106,41 +118,40 @@ def collect(
 ) -> Rollouts:
     """Completes the prompts, by weights of this `version`. A group is scored, in the processes of the rewards, as soon as it is
     there; others are decoded. With reward models all are scored once the last is there: they need the devices too."""
-    began, G = time.perf_counter(), params.n
+    began, G, generator = time.perf_counter(), params.n, source.generator
     examples = [problem.example for problem in problems for _ in range(G)]
     names = sorted({name for example in examples for name in example.columns})
     columns: dict[str, Any] = {name: [example.columns.get(name) for example in examples] for name in names}
     columns |= {"completion_lengths": [0] * len(examples), "truncated": [False] * len(examples)}
     columns["reward_model_scores"] = [{}] * len(examples)
     columns["max_new_tokens"] = params.max_new_tokens
-    handle = runner.open(
-        [example.prompt for example in examples], columns, [p for p in range(len(problems)) for _ in range(G)]
-    )
+    groups = [p for p in range(len(problems)) for _ in range(G)]
+    handle = source.runner.open([example.prompt for example in examples], columns, groups, on_calls=source.on_calls)
     generator.forget()
     before = generator.counts
     completions: list[list[Completion]] = [[None] * G for _ in problems]
 
-    def score(p: int, sample: int, **judged) -> None:
+    def score(p: int, sample: int, **more: Any) -> None:
         completion = completions[p][sample]
         text = _as_written(problems[p].example.prompt, completion.text)
         known = {"completion_lengths": len(completion.tokens), "truncated": completion.finish == "length"}
-        handle.add(p * G + sample, text, **known, **judged)
+        handle.add(p * G + sample, text, **known, **more)
 
     for p, sample, completion in generator.stream([problem.ids for problem in problems], params, ids=prompt_ids):
         completions[p][sample] = completion
-        if not runner.judges:
+        if not source.scorers:
             score(p, sample)
     counts = {name: count - before[name] for name, count in generator.counts.items()}
     counts["tokens"] = sum(len(completion.tokens) for group in completions for completion in group)
     seconds = time.perf_counter() - began
-    judging = 0.0
-    if runner.judges:
+    scoring = 0.0
+    if source.scorers:
         rows = [problems[p].ids + completion.tokens for p, group in enumerate(completions) for completion in group]
-        judged = {source: judge(rows) for source, judge in runner.judges.items()}
-        judging = time.perf_counter() - began - seconds
+        scores = {name: scorer(rows) for name, scorer in source.scorers.items()}
+        scoring = time.perf_counter() - began - seconds
         for i in range(len(rows)):
-            score(*divmod(i, G), reward_model_scores={source: scores[i] for source, scores in judged.items()})
-    return Rollouts(problems, prompt_ids, completions, handle, counts, seconds, [version] * len(problems), judging)
+            score(*divmod(i, G), reward_model_scores={name: each[i] for name, each in scores.items()})
+    return Rollouts(problems, prompt_ids, completions, handle, counts, seconds, [version] * len(problems), scoring)
 
 
 def _as_written(prompt, text: str):
@@ -196,8 +207,8 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
     }
     if "checked" in rollouts.counts:
         found["generator/replaced_share"] = rollouts.counts["replaced"] / max(1, rollouts.counts["checked"])
-    if rollouts.judging:
-        found["time/reward_models"] = rollouts.judging
+    if rollouts.scoring:
+        found["time/reward_models"] = rollouts.scoring
     if drafted:
         steps = sum(c.steps for _, c in rollouts.flat)
         found["speculative/accepted_per_step"] = float(lengths.sum() / steps - 1)

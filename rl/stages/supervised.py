@@ -1,42 +1,68 @@
-"""A step on demonstrations or on preferred pairs: nothing is sampled."""
+"""A stage that learns from demonstrations. Nothing is sampled."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from rl.data.prepare import Stage
-from rl.training.batch import Batch, pack, together
-from rl.training.flops import rates
-from rl.training.trainer import RunState, Trainer
+from rl.stages import inputs
+from rl.stages.stage import Problems, Program, StageKind, abstract_batch, abstract_rows, update_program
 
 if TYPE_CHECKING:
-    from rl.run.state import Run
-from rl.stages.update import _next, _update
+    from policy.model import Graph
+    from rl.data.reader import DataReader
+    from rl.data.shard import Shard
+    from rl.training.batch import Batch
+    from rl.training.trainer import RunState
 
 
-def supervised(run: Run, stage: Stage, trainer: Trainer, state: RunState, step: int) -> tuple[RunState, dict]:
-    """`updates_per_step` updates on the next `prompts_per_step` demonstrations, or pairs."""
-    with run.timeline.span("data"):
-        batch = _demonstrations(run, stage) if stage.pairs is None else _pairs(run, stage)
-    metrics, done = {}, trainer.done
-    if state.reference is not None:
-        with run.timeline.span("log-probabilities") as scoring:
-            batch = batch.replace(ref_logp=trainer.logprobs(state.reference, batch)[0])
-        metrics |= {"time/logprob": scoring.seconds, "time/ref": scoring.seconds}
-        metrics |= rates("logprob", trainer.done - done, batch.real, scoring.seconds, run.model.graph.layout)
-    state, updated = _update(run, trainer, state, batch, critic_only=stage.algorithm.needs_scores)
-    return state, metrics | updated | {"perf/step_tflop": (trainer.done - done) / 1e12}
+class Stage(StageKind):
+    """Updates the policy on rows of a dataset."""
 
+    rows: Shard
 
-def _demonstrations(run: Run, stage: Stage) -> Batch:
-    return pack(stage.demonstrations.take(_next(run, stage, stage.demonstrations.total)), run.config.max_length)
+    def _check_kind(self) -> Problems:
+        yield from self._check_offline()
+        if self.options.algorithm.name != "sft":
+            yield from self._check_no_capacity()
 
+    def prepare(self, data: DataReader) -> None:
+        self.rows = data.demonstrations(self.data, self.algorithm.train_on)
+        self.prepare_rewards(data, [])
 
-def _pairs(run: Run, stage: Stage) -> Batch:
-    """The two answers of a pair in a row."""
-    pairs = stage.pairs.take(_next(run, stage, stage.pairs.total))
-    batch = together([(pair.chosen, pair.rejected) for pair in pairs], 2 * run.config.max_length)
-    margin = np.asarray([pair.margin for pair in pairs], np.float32)
-    return batch.replace(margin=np.broadcast_to(margin[:, None], batch.tokens.shape))
+    def bind(self, graph: Graph) -> None:
+        from rl.training.trainer import Trainer
+
+        state = inputs.state_of(self.inputs)
+        self.trainer = Trainer(graph, self.options, self.algorithm, self.config.seed, state=state)
+
+    def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
+        state, updates = self.abstract(), self.options.updates_per_step
+        batch = self.abstract_batch(abstract_rows(self, updates)[0])
+        yield update_program(self, "update", batch, state.policy, ({}, None), (state.policy, None), updates)
+        yield from inputs.programs(self, state, None)
+
+    def abstract_batch(self, shape: tuple[int, int]) -> Batch:
+        """Returns a packed batch as shapes."""
+        return abstract_batch(shape, None, *inputs.fields(self))
+
+    def batch(self) -> Batch:
+        """Returns the rows of the next step."""
+        from rl.training.batch import pack
+
+        return pack(self.rows.take(self.next_rows(self.rows.total)), self.config.max_length)
+
+    def complete(self, draft: inputs.Draft) -> None:
+        """Changes the batch once its inputs are there. Nothing by default."""
+
+    def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
+        """Makes `updates_per_step` updates on the next `prompts_per_step` rows."""
+        before = self.trainer.total_flops
+        with self.context.timeline.span("data"):
+            draft = inputs.Draft(state, self.batch())
+        if self.inputs:
+            inputs.score(self, draft)
+        self.complete(draft)
+        state, updated = self.update(state, draft.batch)
+        flops: Any = {"perf/step_tflop": (self.trainer.total_flops - before) / 1e12}
+        return state, draft.metrics | updated | flops

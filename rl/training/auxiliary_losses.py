@@ -45,7 +45,7 @@ def auxiliary_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A micro-batch's share of the losses of the parts, each with its coefficient, and their metrics."""
     loss, metrics = jnp.float32(0.0), {}
-    if routing := aux.found("routing"):
+    if routing := aux.by_layer("routing"):
         if stage.router.balance == "sequence":
             balance = sum(each.balance.sum() for each in routing.values()) / jnp.maximum(whole.sequences, 1)
         else:
@@ -53,7 +53,7 @@ def auxiliary_loss(
         metrics["moe/balance"] = balance
         if stage.indexer.training != "dense_warmup":  # a constant there: the routers stay
             loss += stage.router.balance_coef * balance
-    if indexing := aux.found("indexing"):
+    if indexing := aux.by_layer("indexing"):
         per_layer, found = _indexer_terms(list(indexing.values()), whole.tokens)
         loss += stage.indexer.coef * per_layer.sum()
         metrics |= found

@@ -26,7 +26,8 @@ class Batch:
     ref_logp: np.ndarray | None = None
     entropy: np.ndarray | None = None  # at the old weights; gives the threshold of `top_entropy`
     advantages: np.ndarray | None = None  # float32[N] or [N, T]
-    margin: np.ndarray | None = None  # float32[N, T], that of the pair at each of its tokens
+    margin: np.ndarray | None = None  # float32[N, T], margin of the pair at each of its tokens
+    extra: dict[str, np.ndarray] | None = None  # float32[N, T], further numbers of the data by name, at each token
     old_values: np.ndarray | None = None
     returns: np.ndarray | None = None
     correct: np.ndarray | None = None  # float32[N, T], 1 on the tokens of completions that the loss imitates

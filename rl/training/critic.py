@@ -29,7 +29,7 @@ class Critic:
             self.untrained, self.hosted, self.tables = self.trunk.untrained, self.trunk.hosted, self.trunk.tables
             self.axes, self.shardings = self.trunk.axes | self.axes, self.trunk.shardings | self.shardings
             self.sizes |= self.trunk.sizes
-        self.operations = Operations(self.trunk, head=False)
+        self.flops = Operations(self.trunk, head=False)
 
     def init(self, params: dict[str, jax.Array], std: float, seed: int) -> dict[str, jax.Array]:
         """The weights of its own: a fresh value head, normal with deviation `std` (0: every value starts at 0), and a copy of the

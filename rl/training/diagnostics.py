@@ -11,7 +11,7 @@ from policy.intermediates import Activations
 # Part -> what the path of its weights holds; the first that fits counts.
 PARTS = {
     "mtp": ("mtp.",),
-    "engram": (".memory.",),
+    "engram": (".lookup.",),
     "hyper_connections": ("_residual.", "streams."),
     "indexer": (".indexer.",),
     "router": (".router.",),

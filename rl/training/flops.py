@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from policy.config import Attention, GatedDeltaNet, LatentAttention, LayerSpec
-from policy.mesh.sharding import Layout
-from policy.model import Graph
 from rl.reporting import chips
+
+if TYPE_CHECKING:
+    from policy.mesh.sharding import Layout
+    from policy.model import Graph
 
 # Logical axes that matrices outside of policy/ops/linear.py sum over: routers, gates and indexers.
 _INPUTS = {"embed", "q_lora"}

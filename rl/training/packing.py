@@ -77,9 +77,10 @@ class Packing:
         by_token = {name: self.pack(array) for name in OF_TOKENS if (array := getattr(batch, name)) is not None}
         if batch.advantages is not None:
             by_token["advantages"] = (self.spread if np.ndim(batch.advantages) == 1 else self.pack)(batch.advantages)
+        extra = None if batch.extra is None else {name: self.pack(array) for name, array in batch.extra.items()}
         routes = self.routes(batch)
         prompt = self.spread((numbers - np.count_nonzero(prompts < 0)).astype(np.int32), fill=-1)
-        return Batch(**by_token, segments=self.segments, prompt=prompt, routes=routes)
+        return Batch(**by_token, segments=self.segments, prompt=prompt, extra=extra, routes=routes)
 
     def routes(self, batch: Batch) -> dict[str, np.ndarray] | None:
         """Those of the batch, [R, T, ...]."""

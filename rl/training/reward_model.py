@@ -5,10 +5,11 @@ N sequences, T tokens, R rows at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,53 +26,66 @@ from rl.config.run import StageOptions
 from rl.training.batch import Batch, pack
 from rl.training.critic import VALUE_HEAD, Critic
 from rl.training.packing import packing
-from rl.training.trainer import CPU_TOKENS, RunState, Trainer, by_micro_batch, by_rows, num_row_shards
+from rl.training.trainer import CPU_TOKENS, BatchUpdates, by_micro_batch, by_rows, num_row_shards
 from rl.training.updater import OptimizerStep, ParamState
 
 # Tokens that are scored at a time on one device, where it is no CPU.
 SCORED_TOKENS = 16384
 
 
-class RewardModelTrainer(Trainer):
-    """Updates of a stage that trains a reward model. The learner is `RunState.critic`; the policy has no optimizer and stays."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RewardModelState:
+    """Every array of a stage that trains a reward model. `policy` has no optimizer and stays as it is."""
 
-    def __init__(self, graph: Graph, stage: StageOptions, algorithm, seed: int = 0):
-        super().__init__(graph, stage, algorithm, seed)
-        self._critic = Critic(graph)
-        self.critic = OptimizerStep(self._critic, self._score_loss, stage.optimizer, stage, seed)
+    policy: ParamState
+    reward_model: ParamState
 
-    def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
-        """The state at the beginning of the stage: `params`, and a copy of them with a fresh head."""
-        learner = self.critic.start(self._critic.init(params, self.algorithm.score_init_std, seed))
-        return block_on_cpu_mesh(RunState(ParamState(params, None), None, learner), self.graph.layout)
 
-    def abstract(self) -> RunState:
+class RewardModelTrainer(BatchUpdates):
+    """Updates of a reward model: a copy of the policy's trunk with a score head."""
+
+    def __init__(self, graph: Graph, stage: StageOptions, algorithm: Any, seed: int = 0):
+        """Defines the program of the update; `seed`: of the run, for dropout."""
+        super().__init__(graph, stage, algorithm)
+        self.model = Critic(graph)
+        self.reward_model = OptimizerStep(self.model, self._score_loss, stage.optimizer, stage, seed)
+
+    @property
+    def executables(self) -> dict[str, CompiledCache]:
+        """The programs of a step, by the names that a plan gives them."""
+        return {"update of the critic": self.reward_model.program}
+
+    def start(self, params: dict[str, jax.Array], seed: int) -> RewardModelState:
+        """Returns the state at the beginning of the stage: `params`, and a copy of them with a fresh head."""
+        learner = self.reward_model.start(self.model.init(params, self.algorithm.score_init_std, seed))
+        return block_on_cpu_mesh(RewardModelState(ParamState(params, None), learner), self.graph.layout)
+
+    def abstract(self) -> RewardModelState:
+        """Returns the shapes and shardings of the state, for a checkpoint to be read into."""
         shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
-        places = RunState(ParamState(self.graph.shardings, None), None, self.critic.shardings)
+        places = RewardModelState(ParamState(self.graph.shardings, None), self.reward_model.shardings)
         return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
 
     def update(
-        self, state: RunState, batch: Batch, *, critic_only: bool = True, controls=None
-    ) -> tuple[RunState, dict]:
-        """One optimiser update of the reward model from the pairs of `batch`, one a row."""
-        self._did(self._critic.operations, batch, passes=3)
+        self, state: RewardModelState, batch: Batch, *, controls: dict[str, float] | None = None
+    ) -> tuple[RewardModelState, dict]:
+        """Makes one optimiser update of the reward model from the pairs of `batch`, one a row; it has no `controls`."""
+        self.add_flops(self.model.flops, batch, passes=3)
         place, R = self.layout(batch.segments)
         batch = by_rows(place.batch(batch), self.graph.layout)
-        learner, _, metrics = self.critic(state.critic, batch, self._totals(batch), R)
-        return RunState(state.policy, None, learner), metrics | {"perf/packed_share": place.share(R)}
-
-    def _learner(self, state: RunState) -> ParamState:
-        return state.critic
+        learner, _, metrics = self.reward_model(state.reward_model, batch, self.totals(batch), R)
+        return RewardModelState(state.policy, learner), metrics | {"perf/packed_share": place.share(R)}
 
     def _score_loss(self, params, micro: Batch, inputs: PolicyInputs):
-        scores, aux = self._critic.scores(params, micro.tokens, self._step(micro))
+        scores, aux = self.model.scores(params, micro.tokens, self.step_of(micro))
         loss, metrics = self.algorithm.loss(replace(inputs, scores=scores))
-        return loss, metrics, aux
+        return loss, metrics, aux, None
 
-    def export(self, state: RunState, tokenizer, directory: Path) -> None:
-        """The reward model as transformers stores a sequence classification model, with its tokenizer."""
-        params = dict(state.critic.params)
-        score, trunk = params.pop(VALUE_HEAD), self._critic.trunk
+    def export(self, state: RewardModelState, tokenizer: Any, directory: Path) -> None:
+        """Writes the reward model as transformers stores a sequence classification model, with its tokenizer."""
+        params = dict(state.reward_model.params)
+        score, trunk = params.pop(VALUE_HEAD), self.model.trunk
         graph = Graph(sources.trunk(self.graph.config), trunk.runtime, trunk.layout)
         classification.write(directory, graph, params, score, tokenizer.pad_token_id)
         if processes.first():
@@ -114,6 +128,12 @@ class RewardModelScorer:
         place = packing(batch.segments, [-(-N // R) * R])
         (scores,) = by_micro_batch(partial(self.program, self._params), batch, place, R, self._layout)
         return [float(scores[row, len(ids) - 1]) for row, ids in enumerate(sequences)]
+
+    def lowered(self, T: int) -> tuple[tuple[int, int], Callable[[], Any]]:
+        """Returns (shape of a full batch in rows of T tokens, the function that traces its program)."""
+        shape = self.rows(T), T
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+        return shape, lambda: self.program.lower(self.abstract, tokens, tokens, None)
 
     def _scores(self, params, tokens, segments, _):
         tokens = constrain(tokens, ("batch", None), self._layout)

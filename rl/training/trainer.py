@@ -5,8 +5,10 @@ N rows, T tokens, M micro-batches of R rows.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,7 @@ from rl.training.batch import Batch
 from rl.training.critic import VALUE_HEAD, Critic
 from rl.training.flops import Operations, lengths
 from rl.training.packing import Packing, packing, row_counts
-from rl.training.updater import HEAD_GRADIENT, OptimizerStep, ParamState, updates_made
+from rl.training.updater import OptimizerStep, ParamState, updates_made
 
 # Tokens of a micro-batch on CPU.
 CPU_TOKENS = 768
@@ -74,22 +76,111 @@ def by_micro_batch(program, batch: Batch, place: Packing, R: int, layout: Layout
     )
 
 
-class Trainer:
+class BatchUpdates:
+    """What the trainers of a policy and of a reward model share: rows of a micro-batch, totals of a batch, counts of operations."""
+
+    def __init__(self, graph: Graph, stage: StageOptions, algorithm: Any):
+        self.graph, self.stage, self.algorithm = graph, stage, algorithm
+        self.flops, self.total_flops = Operations(graph), 0.0
+        # Only updates may drop choices of experts: the generator, and the log-probabilities compared with it, never do.
+        self._learning = graph.at(**stage.runtime)
+
+    def layout(self, segments_NT: np.ndarray) -> tuple[Packing, int]:
+        """(how these sequences are packed, packed rows of one gradient computation)."""
+        counts, R = self.row_counts(*segments_NT.shape)
+        place = packing(segments_NT, counts, sequence_shards.multiple(self._learning.runtime))
+        return place, R or place.shape[0]
+
+    def row_counts(self, N: int, T: int) -> tuple[list[int], int | None]:
+        """(numbers of packed rows that N sequences in rows of T may come in, rows of one gradient computation; None: all)."""
+        multiple = num_row_shards(self.graph.layout) * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
+        micro = self.stage.micro_batch or self._micro_batch(N, T)
+        if micro is None:
+            return row_counts(N, multiple), None
+        R = -(-min(micro, N) // multiple) * multiple
+        return [-(-N // R) * R], R
+
+    def _micro_batch(self, N: int, T: int) -> int | None:
+        """Rows of a micro-batch where the stage says nothing; None: all. On CPU what a layer leaves for the backward pass then
+        stays in the caches: 64 rows of 96 tokens took 1.4 times as long at once as 8 at a time, for 1M and 25M weights. Balancing
+        experts over the whole batch would cost a forward pass more."""
+        on_cpu = self.graph.layout.platform == "cpu"
+        return -(-N // -(-N * T // CPU_TOKENS)) if on_cpu and self.stage.router.balance == "sequence" else None
+
+    @cached_property
+    def totals(self):
+        """The jitted function (batch, controls) -> PolicyInputs of an optimiser batch, with its totals and without the numbers that
+        the trained model computes."""
+
+        def totals(batch: Batch, controls: dict[str, jax.Array] | None = None) -> PolicyInputs:
+            inputs = PolicyInputs(
+                mask=batch.mask,
+                old_logp=batch.old_logp,
+                sampler_logp=batch.sampler_logp,
+                ref_logp=batch.ref_logp,
+                entropy=batch.entropy,
+                advantages=batch.advantages,
+                margin=batch.margin,
+                extra=batch.extra,
+                segments=batch.segments,
+                prompt=batch.prompt,
+                correct=batch.correct,
+                controls=controls,
+                max_length=self.stage.sampling.max_new_tokens,
+            )
+            return self.algorithm.with_totals(inputs)
+
+        return jax.jit(totals)
+
+    def add_flops(self, operations: Operations, batch: Batch, passes: int) -> None:
+        """Adds `passes` over `batch` to `total_flops`: a forward pass counts one, its gradient two more."""
+        self.total_flops += passes * operations.forward(lengths(batch.segments))
+
+    def check_updates(self, learner: ParamState, metrics: dict[str, float]) -> None:
+        """Raises ModelError if the last update, with these metrics, was skipped, and every update of `learner` before it."""
+        if metrics.get("optim/skipped") == 1.0 and not int(updates_made(learner)):
+            raise ModelError(
+                "no update of this stage was finite, so that nothing was learned. Look for what grows in its events: `loss`, "
+                "`optim/grad_norm`, `reward/mean`. Weights that are not finite, huge rewards and a narrow dtype are usual causes"
+            )
+
+    def step_of(self, micro: Batch) -> Step:
+        step = replace(modes.make_step(micro.tokens, segments=micro.segments), routes=micro.routes)
+        return step if micro.dropout is None else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
+
+
+class Trainer(BatchUpdates):
     """The compiled programs of one stage: updates of policy and critic, log-probabilities and values of a batch."""
 
-    def __init__(self, graph: Graph, stage: StageOptions, algorithm, seed: int = 0):
-        """`seed` is that of the run; dropout needs it."""
-        self.graph, self.stage, self.algorithm = graph, stage, algorithm
-        self.operations, self.done = Operations(graph), 0.0
-        self.temperature = np.float32((stage.sampling.temperature if algorithm.needs_rollouts else 0.0) or 1.0)
-        # Only updates may drop choices of experts: the generator and what is compared with it never do.
-        self._learning = graph.at(**stage.runtime)
+    def __init__(
+        self,
+        graph: Graph,
+        stage: StageOptions,
+        algorithm: Any,
+        seed: int = 0,
+        *,
+        state: Collection[str] = (),
+        temperature: float = 1.0,
+    ):
+        """Defines the programs; nothing compiles yet.
+
+        Args:
+          graph: the model.
+          stage: settings of the stage.
+          algorithm: the loss.
+          seed: seed of the run, for dropout.
+          state: parts of a RunState besides the policy: "reference", "critic".
+          temperature: logits are divided by it before log-probabilities are taken.
+        """
+        super().__init__(graph, stage, algorithm)
+        self.temperature = np.float32(temperature)
+        self._has_reference = "reference" in state
         loss = self._parts_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
         self.critic = head = None
-        if algorithm.needs_critic:
-            self._critic = Critic(graph, shared=algorithm.critic_trunk == "policy")
-            self.critic = OptimizerStep(self._critic, self._critic_loss, stage.critic, stage, seed)
-            head = self.critic if self._critic.shared else None
+        if "critic" in state:
+            self.value_model = Critic(graph, shared=algorithm.critic_trunk == "policy")
+            self.critic = OptimizerStep(self.value_model, self._critic_loss, stage.critic, stage, seed)
+            head = self.critic if self.value_model.shared else None
         self.policy = OptimizerStep(self._learning, loss, stage.optimizer, stage, seed, head)
 
     @property
@@ -98,44 +189,14 @@ class Trainer:
         found = {"update": self.policy.program, "log-probabilities": self._logprobs}
         return found | ({"update of the critic": self.critic.program, "values": self._values} if self.critic else {})
 
-    def scores_first(self, *, exact: bool) -> bool:
-        """Whether log-probabilities of the policy are computed before the updates of a step; `exact`: those of the generator are
-        the model's own."""
-        needed = self.algorithm.needs_old_logp(self.stage.updates_per_step)
-        return needed and (self.algorithm.needs_entropy or not exact)
-
-    def scores_stale(self, *, exact: bool) -> bool:
-        """Whether log-probabilities of the policy are computed in a step with tokens that an older policy sampled.
-
-        `exact` gives those of the weights that sampled; `max_logp_diff` compares the tokens that this policy sampled.
-        """
-        return (exact and self.algorithm.old_logp == "trainer") or self.stage.max_logp_diff is not None
-
-    @property
-    def values_while_sampling(self) -> bool:
-        """Whether the generator can find the critic's values: of completions that the weights of this step have all made."""
-        return self.critic is not None and self._critic.shared and not self.algorithm.dynamic_batches
-
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
         """The state at the beginning of the stage. Takes `params` over; reference and critic are copies of them."""
         reference = critic = None
-        if self.algorithm.needs_reference:
+        if self._has_reference:
             reference = jax.jit(lambda a: jax.tree.map(jnp.copy, fetch(a)), out_shardings=self.graph.shardings)(params)
         if self.critic:
-            critic = self.critic.start(self._critic.init(params, self.algorithm.value_init_std, seed))
+            critic = self.critic.start(self.value_model.init(params, self.algorithm.value_init_std, seed))
         return block_on_cpu_mesh(RunState(self.policy.start(params), reference, critic), self.graph.layout)
-
-    def check_updates(self, state: RunState, metrics: dict[str, float]) -> None:
-        """Raises ModelError if the updates of the last step, whose metrics these are, were skipped, and all before it."""
-        if metrics.get("optim/skipped") == 1.0 and not int(updates_made(self._learner(state))):
-            raise ModelError(
-                "no update of this stage was finite, so that nothing was learned. Look for what grows in its events: `loss`, "
-                "`optim/grad_norm`, `reward/mean`. Weights that are not finite, huge rewards and a narrow dtype are usual causes"
-            )
-
-    def _learner(self, state: RunState) -> ParamState:
-        """The one whose updates are counted in the metrics `optim/`."""
-        return state.policy
 
     def renew_reference(self, state: RunState, mix: float) -> RunState:
         """The state with a reference model of `mix` parts of the policy and 1 - `mix` of what it was."""
@@ -161,28 +222,6 @@ class Trainer:
         )
         return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
 
-    def layout(self, segments_NT: np.ndarray) -> tuple[Packing, int]:
-        """(how these sequences are packed, packed rows of one gradient computation)."""
-        counts, R = self.row_counts(*segments_NT.shape)
-        place = packing(segments_NT, counts, sequence_shards.multiple(self._learning.runtime))
-        return place, R or place.shape[0]
-
-    def row_counts(self, N: int, T: int) -> tuple[list[int], int | None]:
-        """(numbers of packed rows that N sequences in rows of T may come in, rows of one gradient computation; None: all)."""
-        multiple = num_row_shards(self.graph.layout) * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
-        micro = self.stage.micro_batch or self._micro_batch(N, T)
-        if micro is None:
-            return row_counts(N, multiple), None
-        R = -(-min(micro, N) // multiple) * multiple
-        return [-(-N // R) * R], R
-
-    def _micro_batch(self, N: int, T: int) -> int | None:
-        """Rows of a micro-batch where the stage says nothing; None: all. On CPU what a layer leaves for the backward pass then
-        stays in the caches: 64 rows of 96 tokens took 1.4 times as long at once as 8 at a time, for 1M and 25M weights. Balancing
-        experts over the whole batch would cost a forward pass more."""
-        on_cpu = self.graph.layout.platform == "cpu"
-        return -(-N // -(-N * T // CPU_TOKENS)) if on_cpu and self.stage.router.balance == "sequence" else None
-
     def update(
         self, state: RunState, batch: Batch, *, critic_only: bool = False, controls: dict[str, float] | None = None
     ) -> tuple[RunState, dict]:
@@ -194,19 +233,17 @@ class Trainer:
         if self.stage.router_replay and batch.routes is None:
             raise ValueError("router_replay: this batch has no routes; take it from Rollouts.batch(..., replay=True)")
         # A value head learns in the update of the policy, from the states that this one computes in any case.
-        apart = state.critic is not None and (critic_only or not self._critic.shared)
+        apart = state.critic is not None and (critic_only or not self.value_model.shared)
         if not critic_only:
-            self._did(self.operations, batch, passes=3)
+            self.add_flops(self.flops, batch, passes=3)
         if apart:
-            self._did(self._critic.operations, batch, passes=1 if self._critic.shared else 3)
+            self.add_flops(self.value_model.flops, batch, passes=1 if self.value_model.shared else 3)
         place, R = self.layout(batch.segments)
         batch = by_rows(place.batch(batch), self.graph.layout)
         policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": place.share(R)}
-        inputs = self._totals(
-            batch, {name: np.float32(value) for name, value in controls.items()} if controls else None
-        )
+        inputs = self.totals(batch, {name: np.float32(value) for name, value in controls.items()} if controls else None)
         if apart:
-            critic, _, found = self.critic(critic, batch, inputs, R, self._critic.beside(policy.params))
+            critic, _, found = self.critic(critic, batch, inputs, R, self.value_model.beside(policy.params))
             del found["loss"]  # value/loss, and the balance term that value/moe/balance holds
             metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in found.items()}
         if not critic_only:
@@ -215,78 +252,51 @@ class Trainer:
             metrics |= found
         return RunState(policy, state.reference, critic), metrics
 
-    @cached_property
-    def _totals(self):
-        """PolicyInputs of a whole batch with its totals; what a loss needs of it besides the policy's own numbers."""
-
-        def totals(batch: Batch, controls: dict[str, jax.Array] | None = None) -> PolicyInputs:
-            inputs = PolicyInputs(
-                mask=batch.mask,
-                old_logp=batch.old_logp,
-                sampler_logp=batch.sampler_logp,
-                ref_logp=batch.ref_logp,
-                entropy=batch.entropy,
-                advantages=batch.advantages,
-                margin=batch.margin,
-                segments=batch.segments,
-                prompt=batch.prompt,
-                correct=batch.correct,
-                controls=controls,
-                max_length=self.stage.sampling.max_new_tokens,
-            )
-            return self.algorithm.with_totals(inputs)
-
-        return jax.jit(totals)
-
-    def _did(self, operations: Operations, batch: Batch, passes: int) -> None:
-        """Adds passes over `batch` to the operations that this trainer has done: one forward, two more for a gradient."""
-        self.done += passes * operations.forward(lengths(batch.segments))
-
-    def _step(self, micro: Batch) -> Step:
-        step = replace(modes.make_step(micro.tokens, segments=micro.segments), routes=micro.routes)
-        return step if micro.dropout is None else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
-
     def _parts_loss(self, params, micro: Batch, inputs: PolicyInputs):
         """Nothing but what the layers bring along: no head is computed."""
-        return jnp.float32(0.0), {}, self._learning.aux(params, micro.tokens, self._step(micro))
+        return jnp.float32(0.0), {}, self._learning.aux(params, micro.tokens, self.step_of(micro)), None
 
     def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):
-        logp, entropy, aux = self._learning.logprobs(params, micro.tokens, self._step(micro), self.temperature)
+        logp, entropy, aux = self._learning.logprobs(params, micro.tokens, self.step_of(micro), self.temperature)
         loss, metrics = self.algorithm.loss(replace(inputs, logp=logp, entropy=entropy))
+        head_gradient = None
         if VALUE_HEAD in params:
-            metrics |= self._head(params[VALUE_HEAD], aux.states, micro, inputs)
-        return loss, metrics, aux
+            head_gradient, head_metrics = self._head(params[VALUE_HEAD], aux.states, micro, inputs)
+            metrics |= head_metrics
+        return loss, metrics, aux, head_gradient
 
-    def _head(self, head_E, states_BTE, micro: Batch, inputs: PolicyInputs) -> dict[str, jax.Array]:
-        """Metrics of a value head on these states, with the gradient of its loss."""
+    def _head(self, head_E, states_BTE, micro: Batch, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(gradient of the loss of a value head on these states, metrics)."""
 
         def loss(head_E):
-            values = self._critic.values_of(states_BTE, head_E, micro.segments)
+            values = self.value_model.values_of(states_BTE, head_E, micro.segments)
             return self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
 
-        slope, metrics = jax.grad(loss, has_aux=True)(jax.lax.stop_gradient(head_E))
-        return metrics | {HEAD_GRADIENT: slope}
+        return jax.grad(loss, has_aux=True)(jax.lax.stop_gradient(head_E))
 
     def _critic_loss(self, params, micro: Batch, inputs: PolicyInputs):
         step = replace(
-            modes.make_step(micro.tokens, segments=micro.segments), routes=micro.routes if self._critic.shared else None
+            modes.make_step(micro.tokens, segments=micro.segments),
+            routes=micro.routes if self.value_model.shared else None,
         )
-        values, _, aux = self._critic.values(params, micro.tokens, step)
+        values, _, aux = self.value_model.values(params, micro.tokens, step)
         loss, metrics = self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
-        return loss, metrics, aux
+        return loss, metrics, aux, None
 
     def logprobs(self, params, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """(logp, entropy), float32[N, T] on the host, by the training graph under `params`, micro-batch by micro-batch. Where the
         batch has routes its tokens go there."""
-        self._did(self.operations, batch, passes=1)
+        self.add_flops(self.flops, batch, passes=1)
         return self._by_micro_batch(self._logprobs, params, batch)
 
     def values(self, state: RunState, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """The critic's values of the states before and after each token, float32[N, T] on the host."""
-        self._did(self._critic.operations, batch, passes=1)
-        params = self._critic.beside(state.policy.params) | state.critic.params
+        self.add_flops(self.value_model.flops, batch, passes=1)
+        params = self.value_model.beside(state.policy.params) | state.critic.params
         # A critic with a trunk of its own is another model: its routers choose themselves.
-        return self._by_micro_batch(self._values, params, batch if self._critic.shared else batch.replace(routes=None))
+        return self._by_micro_batch(
+            self._values, params, batch if self.value_model.shared else batch.replace(routes=None)
+        )
 
     def _by_micro_batch(self, program, params, batch: Batch) -> tuple[np.ndarray, ...]:
         place, R = self.layout(batch.segments)
@@ -305,7 +315,7 @@ class Trainer:
     def _values(self):
         def run(params, tokens, segments, routes):
             tokens = constrain(tokens, ("batch", None), self.graph.layout)
-            return self._critic.values(
+            return self.value_model.values(
                 params, tokens, replace(modes.make_step(tokens, segments=segments), routes=routes)
             )[:2]
 

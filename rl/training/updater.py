@@ -31,9 +31,6 @@ from rl.training.optimizer import at_once, by_layer, start, stored_as
 from rl.training.optimizer import norm as norm_of
 from rl.training.trainable import MODULES, learned
 
-# Metric of a micro-batch that holds the gradient of a value head.
-HEAD_GRADIENT = "value/gradient"
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -91,9 +88,17 @@ class OptimizerStep:
         seed: int,
         head: OptimizerStep | None = None,
     ):
-        """`loss(params, micro, totals) -> (scalar, metrics, Aux)`: micro-batches are summed. `head`: of a value head on the states
-        that `loss` computes, which may learn in the same program; `loss` finds it among `params` then, and leaves its gradient in
-        the metric HEAD_GRADIENT, its loss in value/loss."""
+        """Defines the update.
+
+        Args:
+          owner: what the weights belong to.
+          loss: (params, micro, totals) -> (scalar, metrics, Aux, gradient of the value head). Micro-batches are summed.
+          options: settings of AdamW.
+          stage: settings of the stage.
+          seed: seed of the run, for dropout.
+          head: update of a value head on the states that `loss` computes. The head may learn in the same program: `loss` then
+            reads it from `params`, returns its gradient (None without a head) and reports its loss as value/loss.
+        """
         self.owner, self._loss, self._options, self._stage, self.head = owner, loss, options, stage, head
         self._learned = learned(owner.axes, owner.runtime)
         self._seed = seed if stage.dropout else None
@@ -188,13 +193,12 @@ class OptimizerStep:
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, updates_made(learner), batch.tokens.shape[0]))
         others = still | (beside or {}) | (head.params if head else {})
-        grads, loss, metrics, routing = self._gradients(trained, others, batch, inputs, micro_rows)
+        grads, head_gradient, loss, metrics, routing = self._gradients(trained, others, batch, inputs, micro_rows)
         if head is not None:
-            slope = {VALUE_HEAD: metrics.pop(HEAD_GRADIENT)}
-            head, found = self.head.apply(head, slope, metrics["value/loss"], {})
-            metrics |= {f"value/{name}": value for name, value in found.items() if name != "loss"}
-        learner, found = self.apply(learner, grads, loss, routing)
-        return learner, head, metrics | found
+            head, head_metrics = self.head.apply(head, {VALUE_HEAD: head_gradient}, metrics["value/loss"], {})
+            metrics |= {f"value/{name}": value for name, value in head_metrics.items() if name != "loss"}
+        learner, step_metrics = self.apply(learner, grads, loss, routing)
+        return learner, head, metrics | step_metrics
 
     def apply(self, learner: ParamState, grads: dict, loss: jax.Array, routing: dict) -> tuple[ParamState, dict]:
         """The learner after a step by these gradients, and what is known of it. Inside a jitted function."""
@@ -203,7 +207,7 @@ class OptimizerStep:
         inside = gradient_norms(squares) if self._internals else {}
         factors, norm, norms = self._clipping(squares)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        # Moments of earlier updates do not move weights that nothing was learnt about: of rewards that are all equal.
+        # Moments of earlier updates do not move weights for which there is nothing to learn: rewards that are all equal.
         good = finite & (sum(squares.values()) > 0)
         arguments = grads, factors, learner.optimizer, trained, good
         weights, states, changes = zip(*by_place(self._stepped, self.owner.tables, *arguments), strict=True)
@@ -243,7 +247,8 @@ class OptimizerStep:
         return step(self._transform, grads, state, self._spread(weights) if step is at_once else weights, good)
 
     def _gradients(self, trained, still, batch: Batch, inputs, R: int):
-        """Sums over the micro-batches, in float32: (gradients, loss, metrics, what the routers did by path of the layer)."""
+        """Sums over the micro-batches, in float32: (gradients, gradient of the value head or None, loss, metrics, Routing by path
+        of the layer)."""
         M = batch.tokens.shape[0] // R
         N = M * R
 
@@ -259,18 +264,19 @@ class OptimizerStep:
             # first micro-batch's gradient.
             def count(_, xs):
                 return None, {
-                    path: each.counts for path, each in self._loss(trained | still, *xs)[2].found("routing").items()
+                    path: each.counts for path, each in self._loss(trained | still, *xs)[2].by_layer("routing").items()
                 }
 
             whole = replace(whole, counts=jax.tree.map(lambda a: a.sum(axis=0), jax.lax.scan(count, None, micros)[1]))
 
         def objective(weights, micro, inputs):
-            loss, metrics, aux = self._loss(weights | still, micro, inputs)
-            besides, found = auxiliary_loss(self._stage, aux, micro, whole)
-            return loss + besides, (
-                metrics | found,
-                aux.found("routing"),
-                aux.found("activations") if self._internals else {},
+            loss, metrics, aux, head_gradient = self._loss(weights | still, micro, inputs)
+            auxiliary, auxiliary_metrics = auxiliary_loss(self._stage, aux, micro, whole)
+            return loss + auxiliary, (
+                metrics | auxiliary_metrics,
+                aux.by_layer("routing"),
+                aux.by_layer("activations") if self._internals else {},
+                head_gradient,
             )
 
         matrices = {path: weight for path, weight in trained.items() if path not in self.owner.tables}
@@ -286,12 +292,13 @@ class OptimizerStep:
 
         # Slopes of tables in host memory lie there, where only a scan can stack them.
         over = jax.lax.scan if self._graph.tables else partial(_over, count=_filled(micros[0].segments))
-        grads, (slopes, found) = over(one, self._spread(_zeros(matrices)), micros)
-        loss, metrics, routing, inside = found
+        grads, (slopes, outputs) = over(one, self._spread(_zeros(matrices)), micros)
+        loss, metrics, routing, inside, head_gradients = outputs
         metrics = rl.algorithms.reduce_metrics(metrics)
         if self._internals:
             metrics |= activation_metrics(inside, batch.segments.reshape(M, R, -1), self.owner.config)
-        return grads | slopes, loss.sum(), metrics, jax.tree.map(lambda a: a.sum(axis=0), routing)
+        head_gradient, routing = jax.tree.map(lambda a: a.sum(axis=0), (head_gradients, routing))
+        return grads | slopes, head_gradient, loss.sum(), metrics, routing
 
 
 def updates_made(learner: ParamState) -> jax.Array:

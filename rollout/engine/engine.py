@@ -1,522 +1,291 @@
-"""Slots: requests are inserted, stepped together, and released. The cache, what its rows hold, and when which program runs.
+"""The engine: runs what the scheduler decides on the model runner, and hands the tokens to their requests.
 
-A turn (`step`) first reads prompts in, at most `prefill_budget` tokens while others decode, so that a long one never stalls them;
-then all slots that have their prompt decode together, many steps of them in one dispatch. A dispatch ends early on the device:
-as soon as slots have ended that other requests wait for, or so many that a program of fewer rows will do. While it runs the host
-does what is to be done with completions that have ended (`start`, then `collect`).
+A turn is `start`, then `collect`. `start` first prefills prompts, at most `prefill_budget` tokens of them while
+others decode, so that a long prompt never stalls the rest; then it starts a multi-step decode of all slots whose
+prompt is in the cache. A decode ends early on the device when enough slots have ended that waiting requests can use,
+or so many that a smaller batch will do. While it runs, the host processes the completions that have ended. `collect`
+waits for it.
 
-Over a paged cache a slot has pages for what it holds and for the next dispatch. When they run out the youngest request pauses: it
-keeps its slot and its tokens, gives its pages back, and is read in again when all that run can have theirs for another dispatch.
-
-S slots, s rows of a dispatch, P prompts of one prefill call, C tokens of it, K decoding steps of one dispatch, M pages of a row.
+S slots, s rows of a batch, P prompts of one prefill call, C tokens of it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rollout.engine.pages import Copy, PagedRows
-from rollout.engine.programs import Made, Programs, prefill_rows, stop_width
-from rollout.engine.scheduler import Request, Rows
+from rollout.engine.active_batch import ActiveBatch
+from rollout.engine.prefixes import Copies, PinStates, RestoreStates, UnpinStates
+from rollout.engine.scheduler import Scheduler, prefill_lengths, prefill_rows
+from rollout.request import Request
 
-# While requests wait, a dispatch ends when this share of its rows has ended: one row in a small batch.
-REFILL_SHARE = 16
+if TYPE_CHECKING:
+    from rollout.engine.programs import StepOutput
+    from rollout.engine.runner import ModelRunner
 
-# Most steps of a dispatch where stop strings are looked for: the host does that, and what is made past one is thrown away.
-WATCHED_STEPS = 16
-
-# Steps that a dispatch takes before requests pause for want of pages.
-FEWEST_STEPS = 16
+StopString = Callable[[list[int], int, tuple[str, ...]], "int | None"]
 
 
-class _View(NamedTuple):
-    """The slots that a dispatch runs on, row by row (None: padding), and their own cache; None: the whole cache."""
-
-    rows: tuple[int | None, ...]
-    part: tuple | None
-
-
-class _Flight(NamedTuple):
-    """A dispatch on its way: the request of each row, and what it makes."""
+class _InFlightStep(NamedTuple):
+    """A multi-step decode that the device works on: the request of each row, and its output."""
 
     requests: tuple[Request | None, ...]
-    made: Made
+    output: StepOutput
+
+
+class _ArrayIdentity:
+    """Notices when other arrays take the place of the last ones. It keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._seen: list[weakref.ref] = []
+
+    def changed(self, arrays: Collection[Any]) -> bool:
+        """Whether these are other arrays than at the last call."""
+        if len(self._seen) == len(arrays) and all(
+            ref() is array for ref, array in zip(self._seen, arrays, strict=True)
+        ):
+            return False
+        self._seen = [weakref.ref(array) for array in arrays]
+        return True
 
 
 class Engine:
-    """S slots over one cache. `weights()` gives the arrays to compute with, asked for at every dispatch; none is kept."""
+    """Runs requests in S slots over one cache.
+
+    counts: decoding steps, rows of all steps, useful rows (that produced a token), prefilled tokens, decodes
+    ("dispatches"), and preempted requests.
+    """
 
     def __init__(
         self,
-        programs: Programs,
+        runner: ModelRunner,
         weights: Callable[[], dict],
         seed: int,
         *,
-        stop_string: Callable | None,
+        stop_string: StopString | None,
         prefill_budget: int,
     ):
-        """`stop_string(tokens, before, strings)`: how many tokens there are up to the one, after the first `before`, that completes
-        one of the strings; None if none does. Without it there can be no stop strings."""
-        self.programs, self._weights, self._seed = programs, weights, seed
+        """weights: returns the arrays to compute with; it is called at every dispatch, and nothing is kept.
+        seed: the seed of the random draws.
+        stop_string: `stop_string(tokens, before, strings)` returns the number of tokens up to the one, after the
+        first `before`, that completes one of the strings; None if none does. Without it requests cannot have stop
+        strings.
+        prefill_budget: prompt tokens that a turn prefills while others decode."""
+        self.runner, self._weights, self._seed = runner, weights, seed
         self._stop_string, self._budget = stop_string, prefill_budget
-        self._rewinds = programs.supports_truncation
         self.counts = {"steps": 0, "rows": 0, "useful": 0, "prefill": 0, "dispatches": 0, "preempted": 0}
-        self._made_by: list[weakref.ref] = []
+        self._weights_seen = _ArrayIdentity()
         self.reset()
 
     def reset(self) -> None:
         """Gives up the cache and all requests."""
-        self._cache, self._view, self._slots, self._flight, self._known = None, None, None, None, None
-        self._running: dict[int, Request] = {}
-        self._pending: dict[int, Request] = {}  # those of which the prompt is not in yet
-        self._after: dict[
-            int, tuple[int, int]
-        ] = {}  # of these, those that begin with so many tokens that another slot will hold
-        self._paused: set[int] = set()  # and those that wait for pages
-        self._copies: list[tuple[int, int]] = []
-        self._page_copies: list[Copy] = []
-        self._following: Request | None = None
-        self._shelf: tuple | None = (
-            None  # the tokens of a prompt, and a cache of one row with what of it is not in pages
-        )
+        self._scheduler: Scheduler | None = None
+        self._batch: ActiveBatch | None = None
+        self._pinned_states = None
+        self._in_flight: _InFlightStep | None = None
 
     @property
-    def _rows(self) -> Rows | PagedRows:
-        """What the slots hold. Made when it is first asked for: how many pages there are depends on the memory that is left."""
-        if self._known is None:
-            self._known = self.programs.rows()
-        return self._known
+    def scheduler(self) -> Scheduler:
+        """The scheduler. It and the batch are made at the first use: the number of pages depends on the memory left
+        then."""
+        if self._scheduler is None:
+            rows = self.runner.rows()
+            self._scheduler = Scheduler(rows, self.runner.limits, self.counts)
+            self._batch = ActiveBatch(self.runner, rows, self._seed)
+        return self._scheduler
 
     @property
-    def free(self) -> int:
-        """Slots that a request can be inserted into: none while one waits for pages."""
-        return 0 if self._paused else self._rows.free
+    def batch(self) -> ActiveBatch:
+        """The active batch, which holds the cache."""
+        assert self.scheduler is not None and self._batch is not None
+        return self._batch
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that a request can be inserted into."""
+        return self.scheduler.free_slots
 
     @property
     def busy(self) -> bool:
-        return bool(self._running)
+        return self._scheduler is not None and bool(self._scheduler.running)
+
+    # Requests.
 
     def insert(self, request: Request) -> int:
-        """The slot that the request runs in from the next step on. ValueError if none is free, or as `check` does."""
+        """Returns the slot that the request runs in from the next step on. Raises ValueError if none is free, or as
+        `check`."""
         self.check(request)
-        if not self.free:
-            waiting, slots = len(self._paused), self.programs.slots
+        scheduler = self.scheduler
+        if not scheduler.free_slots:
+            preempted, slots = len(scheduler.preempted), self.runner.geometry.slots
             why = (
-                f"{waiting} requests wait for pages; step" if waiting else f"all {slots} slots are in use; release one"
+                f"{preempted} requests wait for pages; step"
+                if preempted
+                else f"all {slots} slots are in use; release one"
             )
             raise ValueError(f"insert: {why} first")
-        self._watch_weights()
-        slot, source, same = self._rows.take(request.seen(0, request.needed))
-        self._running[slot] = self._pending[slot] = request
-        self._seat(slot, source, same)
-        return slot
+        if self._weights_seen.changed(self._weights().values()):
+            self.forget()
+        return scheduler.admit(request)
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a prompt that is empty, too long with its completion, or not of this vocabulary, for stop strings
-        without a tokenizer, and for a request that has ended or runs already."""
-        if problem := request.problem(self.programs.vocab_size, self.programs.max_length):
-            raise ValueError(f"a request of which the prompt {problem}")
+        """Raises ValueError for a prompt that is empty, too long with its completion, or not of this vocabulary, for
+        stop strings without a tokenizer, and for a request that has ended or runs already."""
+        if problem := request.problem(self.runner.vocab_size, self.runner.max_length):
+            raise ValueError(f"the prompt of a request {problem}")
         if request.params.stop and self._stop_string is None:
             raise ValueError(
                 "a request with stop strings needs a tokenizer; pass one to Generator, or use stop_token_ids"
             )
         if request.finish or request.left < 1:
             raise ValueError(f"a request that has ended: {len(request.tokens)} tokens, finish {request.finish}")
-        if any(running is request for running in self._running.values()):
+        if self.busy and any(running is request for running in self.scheduler.running.values()):
             raise ValueError("a request that runs already")
 
-    def _seat(self, slot: int, source: int, same: int) -> None:
-        """Lets a request begin, whose first `same` tokens `source` holds."""
-        request = self._running[slot]
-        request.cached = 0
-        if not self._room(slot, same):
-            self._pause(slot)
-        elif source in self._pending and source != slot:
-            self._after[slot] = source, same
-        elif same < request.needed and self._begin_with_kept(slot):
-            self._begin(slot, request.needed)
-        elif same:
-            if self._follow(source, slot, same):
-                self._begin(slot, same)
-        else:
-            self._make_room(slot, request.needed)
-
     def release(self, slot: int) -> Request:
-        """The request that ran there; the slot is free. Its completion may have ended or not."""
-        self._copy()
-        request = self._running.pop(slot)
-        followers = self._unseat(slot)
-        if request.finish is None:
-            self._slots = None
-        elif self.programs.records:
-            request.routes = self._routes(slot)
-        # A state of fixed size is past the tokens where the host alone has ended the request.
-        known = self._rewinds or (request.finish is not None and not request.params.stop)
-        self._rows.give(slot, request.seen(0, request.cached) if known else ())
-        self._reseat(followers)
-        return request
-
-    def _routes(self, slot: int) -> dict:
-        """The experts of the entries of a slot, which are in the cache of the view if it has one."""
-        cache, rows, row = self._cache, self.programs.slots, slot
-        if self._view and self._view.part is not None and slot in self._view.rows:
-            cache, rows, row = self._view.part, len(self._view.rows), self._view.rows.index(slot)
-        tables = self._tables([slot])
-        return self.programs.routes(cache, rows, row, None if tables is None else tables[0])
-
-    def _unseat(self, slot: int) -> list[int]:
-        """Takes a slot out of those that wait; the slots that waited for its prompt, and those that waited for theirs."""
-        left = [slot]
-        for each in left:
-            left += [other for other, (source, _) in self._after.items() if source == each]
-        for each in left:
-            self._after.pop(each, None)
-        self._pending.pop(slot, None)
-        self._paused.discard(slot)
-        return left[1:]
-
-    def _reseat(self, slots: Sequence[int]) -> None:
-        """Lets requests begin anew."""
-        for slot in slots:  # or each would wait for what another, that waits too, was to hold
-            self._rows.drop(slot)
-        for slot in slots:
-            request = self._running[slot]
-            self._seat(slot, *self._rows.again(slot, request.seen(0, request.needed)))
+        """Frees a slot and returns its request, which may have ended or not."""
+        self._update_cache()
+        request = self.scheduler.running[slot]
+        if request.finish is not None and self.runner.records:
+            request.routes = self.batch.routes(slot)
+        return self.scheduler.release(slot)
 
     def cancel(self, request: Request) -> None:
         """Releases the slot of a request, if it has one."""
-        for slot in [slot for slot, running in self._running.items() if running is request]:
+        running = self.scheduler.running if self.busy else {}
+        for slot in [slot for slot, other in running.items() if other is request]:
             self.release(slot)
 
-    def step(self, following: Request | None = None) -> list[int]:
-        """One turn: `start`, and its `collect` at once."""
-        self.start(following)
+    def forget(self) -> None:
+        """Lets no request begin with entries of earlier ones."""
+        self.scheduler.forget()
+
+    # A turn.
+
+    def step(self, next_request: Request | None = None) -> list[int]:
+        """Runs one turn: `start`, and its `collect` at once."""
+        self.start(next_request)
         return self.collect()
 
-    def start(self, following: Request | None = None) -> None:
-        """Reads prompts in and starts a dispatch of all slots that have theirs; the device works while the host goes on. What the
-        last dispatch made must have been collected. `following`: the request that waits for the next free slot, if one does."""
-        if self._flight is not None:
+    def start(self, next_request: Request | None = None) -> None:
+        """Prefills prompts and starts a decode; the device works while the host goes on. next_request: the request
+        that gets the next free slot, if one waits. Raises ValueError if the last decode has not been collected."""
+        if self._in_flight is not None:
             raise ValueError("start: the last dispatch has not been collected")
-        self._following = following
-        self._read_prompts()
-        self._dispatch()
+        self.scheduler.next_request = next_request
+        self._prefill_prompts()
+        self._start_decode()
 
     def collect(self) -> list[int]:
-        """Waits for the dispatch that was started, and gives its tokens to their requests. The slots whose requests ended; they are
-        to be released."""
-        flight, self._flight = self._flight, None
-        return [] if flight is None else self._land(flight)
+        """Waits for the decode that was started and gives its tokens to their requests. Returns the slots whose
+        requests ended; the caller releases them."""
+        step, self._in_flight = self._in_flight, None
+        return [] if step is None else self._process_outputs(step)
 
-    # Pages.
+    def _update_cache(self) -> None:
+        """Runs the updates of the cache that the scheduler has recorded."""
+        runner, batch = self.runner, self.batch
+        for update in self.scheduler.updates.take():
+            match update:
+                case Copies(rows, pages):
+                    if rows:
+                        batch.replace_cache(runner.copy_rows(batch.full_cache(), rows))
+                    if pages:
+                        batch.replace_cache(runner.copy_pages(batch.full_cache(), pages))
+                case PinStates(slot):
+                    self._pinned_states = runner.gather(batch.full_cache(), batch.row_numbers([slot]))
+                case RestoreStates(slot):
+                    numbers = batch.row_numbers([slot])
+                    batch.replace_cache(runner.scatter(batch.full_cache(), self._pinned_states, numbers))
+                case UnpinStates():
+                    self._pinned_states = None
 
-    def _end(self, request: Request, steps: int) -> int:
-        """Entries that the request may have after so many decoding steps."""
-        drafts = self.programs.drafts
-        return request.needed + min(request.left, steps * (1 + drafts)) + drafts
-
-    def _room(self, slot: int, same: int) -> bool:
-        """Whether all that run can have pages for another dispatch, this slot with them."""
-        starts = {s: r.cached for s, r in self._running.items() if s not in self._paused and r.finish is None} | {
-            slot: same
-        }
-        steps = min(FEWEST_STEPS, self.programs.dispatch)
-        if not self._fits(starts, steps) and self._shelf:
-            self._clear_shelf()
-        return self._fits(starts, steps)
-
-    def _fits(self, starts: dict[int, int], steps: int) -> bool:
-        """Whether these slots can have pages for so many steps; each has `start` entries now."""
-        return self._rows.room((slot, start, self._end(self._running[slot], steps)) for slot, start in starts.items())
-
-    def _steps(self, decoding: list[int]) -> int:
-        """Most steps of the next dispatch of these slots. Where pages are short it takes fewer, before requests pause for it."""
-        watched = any(self._running[slot].params.stop for slot in decoding)
-        steps = min(self.programs.dispatch, WATCHED_STEPS) if watched else self.programs.dispatch
-        starts = {slot: self._running[slot].cached for slot in decoding}
-        while steps > FEWEST_STEPS and not self._fits(starts, steps):
-            steps //= 2
-        return steps
-
-    def _make_room(self, slot: int, end: int) -> bool:
-        """Gets pages for what the slot is about to write, up to entry `end`; the youngest pause for it. False if that is itself."""
-        while (copies := self._rows.reserve(slot, self._running[slot].cached, end)) is None:
-            if self._shelf:
-                self._clear_shelf()
-                continue
-            active = (s for s in reversed(self._running) if s not in self._paused and self._running[s].finish is None)
-            youngest = next(active)
-            self.counts["preempted"] += 1
-            self._pause(youngest)
-            if youngest == slot:
-                return False
-        self._page_copies += copies
-        return True
-
-    def _pause(self, slot: int) -> None:
-        """Takes the pages of a slot; its request will be read in again."""
-        self._copy()
-        followers = self._unseat(slot)
-        self._rows.drop(slot)
-        self._running[slot].cached, self._slots = 0, None
-        self._pending[slot] = self._running[slot]
-        self._paused.add(slot)
-        self._reseat(followers)
-
-    def _resume(self) -> None:
-        """Lets requests that wait for pages begin again, the oldest first, as far as there are pages."""
-        for slot in [slot for slot in self._running if slot in self._paused]:
-            self._paused.discard(slot)
-            self._reseat([slot])
-            if slot in self._paused:
-                break
-
-    # Prompts.
-
-    def _begin(self, slot: int, cached: int) -> None:
-        """The first `cached` entries of the request's tokens are there. If that is all of its prompt, those that begin with it get
-        a copy, and then those that begin with theirs; so does the request that still waits for a slot, where a row is of no use to
-        others once it decodes."""
-        self._running[slot].cached = cached
-        begun = [slot]
-        while begun:
-            slot = begun.pop()
-            request = self._running[slot]
-            if not request.ready or slot in self._paused:  # paused for one before it
-                continue
-            del self._pending[slot]
-            self._slots = None
-            tokens = request.seen(0, request.needed)
-            self._rows.filled(slot, tokens)
-            if self.programs.shelves and self._following and self._following.seen(0, self._following.needed) == tokens:
-                self._keep(slot, tokens)
-            for other, same in [(other, same) for other, (source, same) in self._after.items() if source == slot]:
-                if self._after.get(other) == (slot, same):
-                    del self._after[other]
-                    begun += [other] if self._follow(slot, other, same) else []
-
-    def _follow(self, source: int, slot: int, same: int) -> bool:
-        """Gives a slot the first `same` entries of another, or its own; False if it paused for want of pages."""
-        if source != slot:
-            self._rows.share(source, slot, same)
-            self._copies += [(source, slot)] if self.programs.copies_rows else []
-        self._running[slot].cached = same
-        return self._make_room(slot, self._running[slot].needed)
-
-    def _keep(self, slot: int, tokens: tuple[int, ...]) -> None:
-        """Puts what the slot holds on the shelf."""
-        self._copy()
-        self._rows.keep(slot, len(tokens))
-        part = self.programs.enter(self._whole(), np.asarray([slot], np.int32)) if self.programs.copies_rows else None
-        self._shelf = tokens, part
-
-    def _begin_with_kept(self, slot: int) -> bool:
-        """Gives a slot what is on the shelf, if that is the prompt of its request."""
-        request = self._running[slot]
-        if not self._shelf or self._shelf[0] != request.seen(0, request.needed) or not self._rows.begin_with_kept(slot):
-            return False
-        self._copy()
-        if self._shelf[1] is not None:
-            self._cache = self.programs.leave(self._whole(), self._shelf[1], np.asarray([slot], np.int32))
-        return True
-
-    def _clear_shelf(self) -> None:
-        self._shelf = None
-        self._rows.keep(None)
-
-    def _read_prompts(self) -> None:
-        """Prefills what is inserted, chunk after chunk. While slots decode it stops when the budget is spent."""
-        self._resume()
-        spent, budget = 0, self._budget if len(self._running) > len(self._pending) else float("inf")
+    def _prefill_prompts(self) -> None:
+        """Prefills what is admitted, chunk after chunk. While slots decode it stops when the budget is spent."""
+        scheduler = self.scheduler
+        scheduler.resume()
+        decodes = len(scheduler.running) > len(scheduler.prefilling)
+        spent, budget = 0, self._budget if decodes else float("inf")
         while True:
-            self._copy()
-            chosen = self._next_call()
-            if not chosen or spent >= budget:
+            self._update_cache()
+            slots = scheduler.next_prefill()
+            if not slots or spent >= budget:
                 break
-            spent += self._prefill(chosen)
+            spent += self._prefill(slots)
 
-    def _copy(self) -> None:
-        if self._copies:
-            self._cache = self.programs.copy(self._whole(), self._copies)
-            self._copies = []
-        if self._page_copies:
-            self._cache = self.programs.copy_pages(self._whole(), self._page_copies)
-            self._page_copies = []
-
-    def _next_call(self) -> list[int]:
-        """The slots of the next prefill call: the first that can go on, and others of its kind."""
-        able = [slot for slot in self._pending if slot not in self._after and slot not in self._paused]
-        fresh = [slot for slot in able if self._running[slot].cached == 0]
-        kind = fresh if fresh[:1] == able[:1] else [slot for slot in able if self._running[slot].cached]
-        return kind[: prefill_rows(len(kind))]
-
-    def _prefill(self, chosen: list[int]) -> int:
-        """The tokens computed in one call that reads the next chunk of these requests."""
-        requests, programs = [self._running[slot] for slot in chosen], self.programs
-        fresh, P = requests[0].cached == 0, prefill_rows(len(chosen))
+    def _prefill(self, slots: list[int]) -> int:
+        """Prefills the next chunk of these requests in one call. Returns the number of tokens that it computes."""
+        scheduler, runner, batch = self.scheduler, self.runner, self.batch
+        requests = [scheduler.running[slot] for slot in slots]
+        fresh, P = requests[0].cached == 0, prefill_rows(len(slots))
         longest = max(request.needed - request.cached for request in requests)
-        C = programs.prefill_lengths(longest + 1)[-1] if fresh else programs.chunk
-        rows = self._numbers([*chosen, *[None] * (P - len(chosen))])
-        tokens, starts, lengths = (
-            np.zeros((P, C + programs.ahead), np.int32),
-            np.zeros(P, np.int32),
-            np.zeros(P, np.int32),
-        )
+        C = prefill_lengths(longest + 1, runner.chunk)[-1] if fresh else runner.chunk
+        padded = [*slots, *[None] * (P - len(slots))]
+        tokens = np.zeros((P, C + runner.ahead), np.int32)
+        starts, lengths = np.zeros(P, np.int32), np.zeros(P, np.int32)
         for row, request in enumerate(requests):
-            seen = request.seen(request.cached, request.cached + C + programs.ahead)
-            tokens[row, : len(seen)] = seen
+            span = request.span(request.cached, request.cached + C + runner.ahead)
+            tokens[row, : len(span)] = span
             starts[row], lengths[row] = request.cached, request.needed
-        tables = self._tables([*chosen, *[None] * (P - len(chosen))])
-        self._cache = programs.prefill(
-            self._weights(), self._whole(), rows, tokens, starts, lengths, tables, fresh=fresh
-        )
-        for slot, request in zip(chosen, requests, strict=True):
-            if slot not in self._paused:  # for one before it
-                self._begin(slot, min(request.needed, request.cached + C))
+        inputs = batch.row_numbers(padded), tokens, starts, lengths, batch.page_tables(padded)
+        batch.replace_cache(runner.prefill(self._weights(), batch.full_cache(), *inputs, fresh=fresh))
+        for slot, request in zip(slots, requests, strict=True):
+            if slot not in scheduler.preempted:  # for one before it
+                scheduler.prefilled(slot, min(request.needed, request.cached + C))
         self.counts["prefill"] += int(sum(np.minimum(lengths - starts, C)))
         return P * C
 
-    # Decoding.
-
-    @property
-    def _decoding(self) -> list[int]:
-        """The slots that have their prompt, and have not ended as far as the host knows."""
-        return [slot for slot, request in self._running.items() if slot not in self._pending and request.finish is None]
-
-    def _view_fits(self, decoding: list[int]) -> bool:
-        """Whether a dispatch can go on from the last one: with the rows it left, and no change that the device does not know of."""
-        return self._slots is not None and self._size(decoding) == len(self._view.rows)
-
-    def _size(self, decoding: list[int]) -> int:
-        """Rows of a dispatch of these slots, of which each part of the cache has as many."""
-        rows = self._rows.parts * max(Counter(map(self._rows.part, decoding)).values())
-        return next(size for size in self.programs.sizes if size >= rows)
-
-    def _dispatch(self) -> None:
-        """Starts a dispatch if there is something to decode."""
-        steps = self._steps(self._decoding)
-        for slot in self._decoding:
-            if slot not in self._paused:
-                self._make_room(slot, self._end(self._running[slot], steps))
-        self._copy()
-        decoding = self._decoding
+    def _start_decode(self) -> None:
+        """Starts a decode if a slot can decode."""
+        scheduler, batch = self.scheduler, self.batch
+        steps = scheduler.reserve_decode()
+        self._update_cache()
+        decoding = scheduler.decoding
         if not decoding:
             return
-        if not self._view_fits(decoding):
-            self._arrange(decoding)
-            width = max(len(self._running[slot].params.stop_token_ids) for slot in decoding)
-            self._requests = tuple(self._running[slot] if slot in decoding else None for slot in self._view.rows)
-            self._slots = self.programs.slots_of(self._requests, len(self._requests), stop_width(width), self._seed)
+        if batch.prepare(scheduler.running, decoding, changed=scheduler.batch_changed):
             for slot in decoding:
-                self._rows.moves(slot)
-        size, part = len(self._view.rows), self._view.part
-        refill = len(decoding) - 1 - size // REFILL_SHARE
-        smaller = max((s for s in self.programs.sizes if s < size), default=0)
-        if smaller >= len(decoding):  # they are not spread evenly over the parts
-            smaller //= self._rows.parts
-        limits = steps, refill if self._following or self._pending else smaller
-        tables = self._tables(self._view.rows)
-        if tables is not None:
-            self._slots = self.programs.seated(self._slots, self._numbers(self._view.rows), tables)
-        given = self._cache if part is None else part
-        cache, self._slots, made = self.programs.decode(self._weights(), given, self._slots, limits)
-        if part is None:
-            self._cache = cache
-        else:
-            self._view = self._view._replace(part=cache)
+                scheduler.rows.advance(slot)
+        scheduler.batch_changed = False
+        waiting = scheduler.next_request is not None or bool(scheduler.prefilling)
+        output = batch.decode(self._weights(), (steps, batch.min_active(len(decoding), waiting=waiting)))
         self.counts["dispatches"] += 1
-        self._flight = _Flight(self._requests, made)
+        self._in_flight = _InFlightStep(batch.requests, output)
 
-    def _arrange(self, decoding: list[int]) -> None:
-        """Makes a view of these slots. A view that has them all and no row too many stays as it is."""
-        size = self._size(decoding)
-        if self._view and len(self._view.rows) == size and set(decoding) <= set(self._view.rows):
-            return
-        cache, self._slots = self._whole(), None
-        if size == self.programs.slots:
-            self._view = _View(tuple(range(size)), None)
-            return
-        rows: list[int | None] = []
-        for part in range(self._rows.parts):
-            rows += [slot for slot in decoding if self._rows.part(slot) == part]
-            rows += [None] * ((part + 1) * size // self._rows.parts - len(rows))
-        self._view = _View(
-            tuple(rows), self.programs.enter(cache, self._numbers(rows)) if self.programs.copies_views else None
-        )
-
-    def _whole(self):
-        """The whole cache, with what a view has written in its place again."""
-        if self._cache is None:
-            self._cache = self.programs.empty()
-        if self._view and self._view.part is not None:
-            self._cache = self.programs.leave(self._cache, self._view.part, self._numbers(self._view.rows))
-            self._view = self._slots = None
-        return self._cache
-
-    def _numbers(self, rows: Sequence[int | None]) -> np.ndarray:
-        """The slots of these rows as programs take them; padding has numbers past the end, each its own."""
-        return np.asarray([self.programs.slots + n if slot is None else slot for n, slot in enumerate(rows)], np.int32)
-
-    def _tables(self, rows: Sequence[int | None]) -> np.ndarray | None:
-        """The pages of these rows, int32[s, M]; None over a cache without."""
-        width = self.programs.table_width
-        if width is None:
-            return None
-        tables = np.zeros((len(rows), width), np.int32)
-        for row, slot in enumerate(rows):
-            pages = [] if slot is None else self._rows.pages(slot)
-            tables[row, : len(pages)] = pages
-        return tables
-
-    def _land(self, flight: _Flight) -> list[int]:
-        """Takes what a dispatch made; the slots that ended."""
-        made = Made(*(None if array is None else np.asarray(array) for array in flight.made))
-        counts = (made.tokens >= 0).sum(axis=0).tolist()
-        steps = int(np.max(made.opens.sum(axis=0)))
-        for name, number in ("steps", steps), ("rows", steps * len(flight.requests)), ("useful", int(made.opens.sum())):
-            self.counts[name] += number
-        ended, slot_of = [], {id(request): slot for slot, request in self._running.items()}
-        for row, request in enumerate(flight.requests):
-            slot = slot_of.get(id(request))
-            if slot is None or not counts[row] or request.finish is not None:
+    def _process_outputs(self, step: _InFlightStep) -> list[int]:
+        """Appends the output of a decode to its requests. Returns the slots whose requests ended."""
+        output = type(step.output)(*(None if array is None else np.asarray(array) for array in step.output))
+        counts = (output.tokens >= 0).sum(axis=0).tolist()
+        steps = int(np.max(output.starts_step.sum(axis=0)))
+        self.counts["steps"] += steps
+        self.counts["rows"] += steps * len(step.requests)
+        self.counts["useful"] += int(output.starts_step.sum())
+        ended, slots = [], {id(request): slot for slot, request in self.scheduler.running.items()}
+        for row, request in enumerate(step.requests):
+            slot = slots.get(id(request))
+            if request is None or slot is None or not counts[row] or request.finish is not None:
                 continue
-            self._take(request, made.of(row), counts[row])
+            self._append(request, output.row(row), counts[row])
             if request.finish is not None:
                 ended.append(slot)
         return ended
 
-    def _take(self, request: Request, made: Made, count: int) -> None:
-        """Adds what a dispatch made for one request, and says how it ended if it did."""
+    def _append(self, request: Request, output: StepOutput, count: int) -> None:
+        """Appends the first `count` tokens of an output to a request, and notes how it ended if it did."""
         before, params = len(request.tokens), request.params
-        for grown, new in zip((request.tokens, request.logprobs, request.opens, request.values), made, strict=True):
-            grown += [] if new is None else new[:count].tolist()
+        lists = request.tokens, request.logprobs, request.starts_step, request.values
+        for values, new in zip(lists, output, strict=True):
+            values += [] if new is None else new[:count].tolist()
         request.cached = request.needed
-        end = self._stop_string(request.tokens, before, params.stop) if params.stop else None
+        end = self._stop_string(request.tokens, before, params.stop) if params.stop and self._stop_string else None
         if end is not None:
-            del request.tokens[end:], request.logprobs[end:], request.opens[end:], request.values[end:]
-            request.cached, request.finish, self._slots = request.needed, "stop", None
+            for values in lists:
+                del values[end:]
+            request.cached, request.finish, self.scheduler.batch_changed = request.needed, "stop", True
         elif request.tokens[-1] in params.stop_token_ids:
             request.finish = "stop"
         elif request.left == 0:
             request.finish = "length"
-
-    # Weights.
-
-    def _watch_weights(self) -> None:
-        """Entries that other weights have made begin no prompt."""
-        arrays = self._weights().values()
-        known = self._made_by
-        if len(known) == len(arrays) and all(ref() is array for ref, array in zip(known, arrays, strict=True)):
-            return
-        self.forget()
-        self._made_by = [weakref.ref(array) for array in arrays]
-
-    def forget(self) -> None:
-        """Lets no prompt begin with entries of earlier ones."""
-        self._clear_shelf()
-        self._rows.forget()

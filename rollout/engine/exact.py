@@ -1,12 +1,13 @@
-"""Exact completions: drafts of the fast decoder, checked by the program that `Model.logprobs` runs.
+"""Exact completions: drafts of the fast decoder, verified by the program that `Model.logprobs` runs.
 
-The decoder's numbers change in their last bits with the shape of a call: how many rows decode together, where a prompt was cut into
-chunks, how the cache is kept. One token in some ten thousand is then another one, because its random number falls between the two
-versions of a cumulative sum, or two candidates change places. So the completion that the decoder has made is a draft. The scoring
-programs (policy/heads/scoring.py), whose bits depend on the tokens alone, go through it once; at every place the token is drawn again,
-from their logits and by the very number that the decoder used. The first that differs takes the place of the drafted one, what
-follows it is thrown away, and the request goes back to the queue. What is left in the end is a function of the weights, the prompt,
-and (seed, prompt id, sample) only; its log-probabilities are those of `Model.logprobs`, bit for bit.
+The decoder's numbers change in their last bits with the shape of a call: how many rows decode together, where a
+prompt was cut into chunks, how the cache is stored. About one token in ten thousand then differs, because its random
+number falls between the two versions of a cumulative sum, or two candidates change places. So a completion of the
+decoder is a draft. The scoring programs (policy/heads/scoring.py), whose bits depend on the tokens alone, run over it
+once. At every position the token is drawn again, from their logits and by the same random number that the decoder
+used. The first that differs replaces the drafted one, the tokens after it are discarded, and the request goes back to
+the queue. The final completion is a function of the weights, the prompt, and (seed, prompt id, sample) only; its
+log-probabilities equal `Model.logprobs`, bit for bit.
 
 R rows, T tokens of each, E hidden, V vocabulary.
 """
@@ -27,19 +28,21 @@ from policy.heads import head
 from policy.heads.scoring import Scorer
 from policy.mesh.sharding import block_on_cpu_mesh
 from rollout.engine.programs import IDLE
-from rollout.engine.sampling import Draws, SamplingParams, choose
-from rollout.engine.scheduler import Request
+from rollout.engine.sampling import Draws, choose
+from rollout.request import Request
+from rollout.types import SamplingParams
 
 CHECKS = ("check, hidden states", "check, log-probabilities", "check, draws")
-"""What a plan calls the programs of a check: of all layers, and two of the head alone."""
+"""Names of the programs of a check in a plan: one of all layers, and two of the head alone."""
 
-# Drafts that wait for their check while others decode: fewer do not fill the rows of the scoring program.
-ENOUGH = 8
+# While others decode, so many drafts are collected before a check: fewer do not fill the rows of the scoring program.
+MIN_DRAFTS = 8
 
 
 @dataclass(eq=False)
 class _Draft:
-    """A request that the engine has ended. `same`: its drafts were the tokens drawn, as far as they have been compared."""
+    """A request that the engine has ended. same: whether its tokens were the ones drawn, as far as they have been
+    compared."""
 
     request: Request
     finish: str
@@ -51,16 +54,16 @@ class _Draft:
 
     @property
     def begin(self) -> int:
-        """The first token that is still to be checked, the prompt counted."""
-        return len(self.request.prompt) + self.request.settled
+        """The first position that is still to be verified, the prompt counted."""
+        return len(self.request.prompt) + self.request.verified_tokens
 
 
 class Verifier:
-    """Holds the requests that the engine has ended until their tokens are checked.
+    """Holds the requests that the engine has ended until their tokens are verified.
 
-    `counts`: tokens that were checked, those that another has replaced, and those that the decoder computed for it."""
+    counts: checked tokens, replaced tokens, and tokens that the scoring programs computed ("scored")."""
 
-    def __init__(self, scorer: Scorer, seed: int, *, stop_string: Callable):
+    def __init__(self, scorer: Scorer, seed: int, *, stop_string: Callable | None):
         self.scorer, self._seed, self._stop_string = scorer, seed, stop_string
         self._drafts: list[_Draft] = []
         self.counts = {"checked": 0, "replaced": 0, "scored": 0}
@@ -68,37 +71,39 @@ class Verifier:
 
     @property
     def executables(self) -> dict[str, CompiledCache]:
-        """Its programs by the names of CHECKS."""
+        """The programs of a check, by the names of CHECKS."""
         return dict(zip(CHECKS, (self.scorer.states, self.scorer.scores, self._draw), strict=True))
 
-    def listed(self, params, L: int) -> dict[str, tuple]:
-        """What each of them is given at length L by abstract weights `params`."""
+    def program_inputs(self, params: dict, L: int) -> dict[str, tuple]:
+        """The arguments of each program at length L, for abstract weights `params`."""
         R, T = self.scorer.rows(L), L - self.scorer.first(L)
         texts = params, np.zeros((R, L), np.int32), np.zeros(R, np.int32)
-        made = jax.eval_shape(self.scorer.states.jitted, *texts)
-        hidden = jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=self.scorer.graph.layout.replicated)
+        states = jax.eval_shape(self.scorer.states.jitted, *texts)
+        hidden = jax.ShapeDtypeStruct(states.shape, states.dtype, sharding=self.scorer.graph.layout.replicated)
         scored = params, hidden, np.zeros((R, T), np.int32), np.float32(1.0)
-        drawn = params, hidden, *self._drawing([None] * R, L)
+        drawn = params, hidden, *self._draw_inputs([None] * R, L)
         return dict(zip(CHECKS, (texts, scored, drawn), strict=True))
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Takes requests that have ended; they have not, until they come back from `check`."""
+        """Takes requests that have ended. They count as running until `check` returns them."""
         for request in requests:
+            assert request.finish is not None, "a draft is verified when it has ended"
             self._drafts.append(_Draft(request, request.finish))
             request.finish = None
 
     def remove(self, request: Request) -> None:
+        """Removes a request if it is here."""
         self._drafts = [draft for draft in self._drafts if draft.request is not request]
 
     def clear(self) -> None:
         self._drafts.clear()
 
     def due(self, *, waiting: bool) -> bool:
-        """Whether to check what is held now; `waiting`: the engine has more to do than fits into it."""
-        return len(self._drafts) >= (ENOUGH if waiting else 1)
+        """Whether to run a check now. waiting: whether requests wait for a slot."""
+        return len(self._drafts) >= (MIN_DRAFTS if waiting else 1)
 
-    def check(self, params) -> tuple[list[Request], list[Request]]:
-        """(requests that have ended, requests to be continued from the last of their tokens)."""
+    def check(self, params: dict) -> tuple[list[Request], list[Request]]:
+        """Returns (requests that have ended, requests that must continue from their last token)."""
         drafts, self._drafts = self._drafts, []
         for temperature in sorted({_temperature(draft.request.params) for draft in drafts}):
             self._compare(params, [d for d in drafts if _temperature(d.request.params) == temperature], temperature)
@@ -114,23 +119,24 @@ class Verifier:
                 again.append(request)
         return done, again
 
-    def compile_ahead(self, params, longest: int) -> int:
-        """Runs every program that texts of up to `longest` tokens need, on nothing; returns how many there are. On one device those
-        of different lengths are compiled in parallel threads; on several, programs must start in one order everywhere."""
+    def compile_ahead(self, params: dict, longest: int) -> int:
+        """Runs every program that texts of up to `longest` tokens need, on empty rows; returns their number. On one
+        device the lengths are compiled in parallel threads; on several, programs must start in the same order
+        everywhere."""
         lengths, scorer = self.scorer.lengths(longest), self.scorer
 
         def run(L: int) -> None:
             R, T = scorer.rows(L), L - scorer.first(L)
             hidden = scorer.hidden(params, np.zeros((R, L), np.int32), np.zeros(R, np.int32))
             scorer.score(params, hidden, np.zeros((R, T), np.int32), 1.0)
-            self._drawn(params, hidden, [None] * R, L)
+            self._draw_again(params, hidden, [None] * R, L)
 
         with ThreadPoolExecutor(os.cpu_count() if scorer.graph.layout.mesh.size == 1 else 1) as pool:
             list(pool.map(run, lengths))
         return 3 * len(lengths)
 
     def _compare(self, params, drafts: list[_Draft], temperature: float) -> None:
-        """Settles the tokens of each draft up to the first that is not the one drawn, and puts that one in its place."""
+        """Verifies the tokens of each draft up to the first that is not the one drawn, which is replaced."""
         scorer = self.scorer
         for L in scorer.lengths(max(len(draft.text) for draft in drafts)):
             first = scorer.first(L)
@@ -140,52 +146,52 @@ class Verifier:
                 self.counts["scored"] += tokens_RL.size
                 logp, _ = scorer.score(params, hidden, tokens_RL[:, first:], temperature)
                 some = [drafts[i] for i in numbers]
-                drawn = self._drawn(
+                drawn = self._draw_again(
                     params, hidden, [d.request for d in some] + [None] * (len(lengths_R) - len(some)), L
                 )
                 for row, draft in enumerate(some):
                     part = slice(draft.begin - first, lengths_R[row] - first)
-                    self._settle(draft, tokens_RL[row, first:][part], drawn[row, part], logp[row, part])
+                    self._verify(draft, tokens_RL[row, first:][part], drawn[row, part], logp[row, part])
 
-    def _settle(self, draft: _Draft, drafted: np.ndarray, drawn: np.ndarray, logp: np.ndarray) -> None:
+    def _verify(self, draft: _Draft, drafted: np.ndarray, drawn: np.ndarray, logp: np.ndarray) -> None:
         request, wrong = draft.request, np.flatnonzero(drafted != drawn)
         right = int(wrong[0]) if len(wrong) else len(drafted)
-        at = request.settled
+        at = request.verified_tokens
         request.logprobs[at : at + right] = logp[:right].tolist()
-        request.settled += right
+        request.verified_tokens += right
         self.counts["checked"] += min(right + 1, len(drafted))
         if right == len(drafted):
             return
         draft.same = False
         self.counts["replaced"] += 1
-        request.tokens[request.settled :] = [int(drawn[right])]
-        for made in (request.logprobs, request.opens):
-            del made[request.settled + 1 :]
+        request.tokens[request.verified_tokens :] = [int(drawn[right])]
+        for values in (request.logprobs, request.starts_step):
+            del values[request.verified_tokens + 1 :]
 
     def _finish(self, request: Request) -> str | None:
-        """How a request ends with its last token, if it does."""
+        """How a request ends with its last token; None if it goes on."""
         tokens, params = request.tokens, request.params
         if tokens[-1] in params.stop_token_ids:
             return "stop"
-        if params.stop and self._stop_string(tokens, len(tokens) - 1, params.stop) is not None:
+        if params.stop and self._stop_string and self._stop_string(tokens, len(tokens) - 1, params.stop) is not None:
             return "stop"
         return "length" if request.left == 0 else None
 
-    def _drawn(self, params, hidden_RTE: jax.Array, requests: list[Request | None], L: int) -> np.ndarray:
-        """int32[R, T] on the host: the token that each row's request draws at every place."""
-        found = self._draw(params, hidden_RTE, *self._drawing(requests, L))
-        return np.asarray(block_on_cpu_mesh(found, self.scorer.graph.layout))
+    def _draw_again(self, params, hidden_RTE: jax.Array, requests: list[Request | None], L: int) -> np.ndarray:
+        """int32[R, T] on the host: the token that each row's request draws at every position."""
+        tokens = self._draw(params, hidden_RTE, *self._draw_inputs(requests, L))
+        return np.asarray(block_on_cpu_mesh(tokens, self.scorer.graph.layout))
 
-    def _drawing(self, requests: list[Request | None], L: int) -> tuple:
-        """How each row's request draws, and the first place at which it does."""
+    def _draw_inputs(self, requests: list[Request | None], L: int) -> tuple:
+        """The parameters of each row's draws, and the first position."""
         ids = np.asarray([(r.prompt_id, r.sample) if r else (0, 0) for r in requests], np.int32).T
         return *ids, Draws.of([r.params if r else IDLE for r in requests], self._seed), np.int32(self.scorer.first(L))
 
     def _draw_program(self, params, hidden_RTE, prompt_ids_R, samples_R, draws: Draws, first):
-        """A few rows of logits at a time, as the head does it."""
+        """Draws from a few rows of logits at a time, as the head computes them."""
         graph, (R, T, E) = self.scorer.graph, hidden_RTE.shape
         V, M = graph.config.vocab_size, R * T
-        m = head.Tiling(graph.runtime.vocab_tiles).rows(M, V)
+        m = head.Tiling(graph.runtime.num_vocab_tiling).rows(M, V)
         positions = jnp.broadcast_to(first + jnp.arange(T, dtype=jnp.int32), (R, T)).reshape(M)
         each = draws.repeat(T)
         rows = (
@@ -214,5 +220,5 @@ class Verifier:
 
 
 def _temperature(params: SamplingParams) -> float:
-    """At which log-probabilities are given."""
+    """The temperature of the log-probabilities."""
     return params.temperature or 1.0

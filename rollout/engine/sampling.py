@@ -1,51 +1,19 @@
-"""How the next token is drawn. S slots, V vocabulary."""
+"""Sampling of the next token. S slots, V vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """What to draw: `n` completions of each prompt, of at most `max_new_tokens` tokens.
-
-    temperature 0 takes the most likely token (the lowest id among equals). top_k keeps the k most likely tokens (0: all), top_p
-    the fewest most likely ones whose probabilities reach it, min_p those at least min_p times as likely as the likeliest; in this
-    order. A completion ends with a token of `stop_token_ids`, or with the token that completes a string of `stop`.
-    """
-
-    n: int = 1
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in self.stop_token_ids))
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        checks = {
-            "n must be at least 1": self.n >= 1,
-            "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
-            "temperature must be 0 or more": self.temperature >= 0,
-            "top_k must be 0 (all) or more": self.top_k >= 0,
-            "top_p must lie in (0, 1]": 0 < self.top_p <= 1,
-            "min_p must lie in [0, 1]": 0 <= self.min_p <= 1,
-            "stop must not hold an empty string": all(self.stop),
-        }
-        for message, holds in checks.items():
-            if not holds:
-                raise ValueError(f"SamplingParams: {message}")
+from rollout.types import SamplingParams
 
 
-def uniforms(seed: jax.Array, prompt_ids_S, samples_S, positions_S) -> jax.Array:
+def uniforms(seed: jax.Array, prompt_ids_S: jax.Array, samples_S: jax.Array, positions_S: jax.Array) -> jax.Array:
     """One number in [0, 1) for each slot, a function of (seed, prompt id, sample index, position) only."""
 
     def one(prompt_id, sample, position):
@@ -57,8 +25,9 @@ def uniforms(seed: jax.Array, prompt_ids_S, samples_S, positions_S) -> jax.Array
     return jax.vmap(one)(prompt_ids_S, samples_S, positions_S)
 
 
-def keep(logits_SV: jax.Array, top_k, top_p, min_p) -> jax.Array:
-    """bool[S, V]: tokens that top-k, top-p and min-p ([S, 1] each) leave. One as likely as the last that is kept is kept too."""
+def keep(logits_SV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+    """bool[S, V]: the tokens that pass top-k, top-p and min-p ([S, 1] each). Tokens as likely as the last that passes
+    pass too."""
     V = logits_SV.shape[-1]
     ranked = -jnp.sort(-logits_SV, axis=-1)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
@@ -72,10 +41,10 @@ def keep(logits_SV: jax.Array, top_k, top_p, min_p) -> jax.Array:
 
 
 def draw(logits_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
-    """int[S]: the token where the cumulative probability passes `uniforms`. One number a row and a cumulative sum cost a quarter
-    of one Gumbel number for each token."""
+    """int[S]: the token where the cumulative probability passes `uniforms`. One number per row and a cumulative sum
+    cost less than one Gumbel number per token."""
     probs = jax.nn.softmax(logits_SV, axis=-1)
-    # The sum is taken in blocks, whose rounding may raise it at a token of probability 0: those are passed over.
+    # XLA sums in blocks, whose rounding may raise the sum at a token of probability 0: such tokens are skipped.
     cumulative = jnp.where(probs > 0, jnp.cumsum(probs, axis=-1), 0.0)
     passed = cumulative > uniforms_S[:, None] * jnp.max(cumulative, axis=-1, keepdims=True)
     last = logits_SV.shape[-1] - 1
@@ -85,39 +54,40 @@ def draw(logits_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Draws:
-    """How tokens are drawn: a seed for all, and for each row [S] its temperature (0: the likeliest token) and filters."""
+    """How tokens are drawn: one seed, and for each row [S] its temperature (0: the most likely token) and filters.
+    Numpy or jax arrays."""
 
-    seed: jax.Array
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
+    seed: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seed: int) -> Draws:
-        """One row for each of `params`, on the host."""
+        """Builds one row for each of `params`, on the host."""
         rows = np.asarray([(p.temperature, p.top_p, p.min_p) for p in params], np.float32).reshape(-1, 3).T
         return cls(np.uint32(seed % 2**32), rows[0], np.asarray([p.top_k for p in params], np.int32), rows[1], rows[2])
 
     def repeat(self, times: int) -> Draws:
-        """Each row `times` times."""
+        """Repeats each row `times` times."""
         rows = (self.temperature, self.top_k, self.top_p, self.min_p)
         return Draws(self.seed, *(jnp.repeat(row, times) for row in rows))
 
     def filtered(self, logits_SV: jax.Array) -> jax.Array:
-        """The logits with those of tokens that are left out at -inf. Sorted only where a row asks for it."""
+        """Sets the logits of filtered tokens to -inf. Sorts only if a row has a filter."""
 
         def some():
             kept = keep(logits_SV, *(row[:, None] for row in (self.top_k, self.top_p, self.min_p)))
             return jnp.where(kept, logits_SV, -jnp.inf)
 
-        wanted = (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
-        return jax.lax.cond(jnp.any(wanted), some, lambda: logits_SV)
+        has_filter = (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+        return jax.lax.cond(jnp.any(has_filter), some, lambda: logits_SV)
 
 
 def choose(logits_SV: jax.Array, numbers: tuple, draws: Draws) -> tuple[jax.Array, jax.Array]:
-    """(token int[S], its log-probability float32[S] before any filter). `numbers` int[S] each: prompt id, sample index and position
-    of the token, of which its draw is a function."""
+    """Returns (token int[S], its log-probability float32[S] before any filter). numbers: int[S] each, the prompt id,
+    sample index and position of the token; its draw is a function of the seed and these."""
     warm = draws.temperature > 0
     logits_SV = logits_SV / jnp.where(warm, draws.temperature, 1.0)[:, None]
     best = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)

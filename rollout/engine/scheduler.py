@@ -1,229 +1,271 @@
-"""Which request runs next, and what the rows of the cache hold. Pure Python: no arrays, no device, nothing that depends on time."""
+"""The scheduler: which requests run, which wait, and which give up their pages. Pure Python: no arrays, no device,
+and nothing that depends on time.
+
+A request that is admitted gets a slot and keeps it until it is released. It is in one of these states:
+
+- prefilling: its prompt is not all in the cache. It may wait for another slot whose prompt has the same first tokens
+  (PrefixWaiters), or be preempted: it has no pages, because they ran out, and starts again when all that run can have
+  pages for another decode.
+- decoding: all in the cache but the token to feed next.
+- ended: `finish` says how; the engine releases the slot.
+"""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rollout.engine.sampling import SamplingParams
+from rollout.engine.page_table import PagedRows
+from rollout.engine.prefixes import CacheUpdates, PinnedPrefix, PrefixWaiters
+from rollout.engine.rows import Rows
+from rollout.request import Request
+
+# Rows of a prefill call: few sizes, few programs.
+PREFILL_ROWS = (1, 4, 16)
+
+# Tokens of the shortest prefill call; others have twice as many, and so on up to a chunk.
+SHORTEST_PREFILL = 16
+
+# A decode takes so many steps before a request is preempted for want of pages.
+MIN_DECODE_STEPS = 16
+
+# Most steps of a decode in which stop strings are searched: the host does that, and what was decoded past one is
+# discarded.
+MAX_STOP_STRING_STEPS = 16
 
 
-@dataclass(eq=False)
-class Request:
-    """One completion to be made: sample number `sample` of prompt number `prompt_id` of a run. `index` is the caller's number of
-    the prompt.
+def prefill_rows(prompts: int) -> int:
+    """Rows of the next prefill call if so many prompts can go on. Three in a call of four rows cost less than three
+    calls."""
+    return max(rows for rows in PREFILL_ROWS if rows == 1 or prompts >= rows - rows // 4)
 
-    `tokens`, `logprobs`, `opens` (whether a token is the first that its decoding step made) and, where they are recorded, `values`
-    (of the states that tokens were drawn in) grow until `finish` says stop or length. `cached`: tokens of prompt and completion
-    whose entries are in the cache. `settled`: of `tokens`, those that an exact check has confirmed (rollout/engine/exact.py). `routes`:
-    where they are recorded, once it has ended: the experts of its entries, the first `needed` of int[C, R, k] by path of the layer.
+
+def prefill_lengths(longest: int, chunk: int) -> list[int]:
+    """Tokens of the prefill calls that prompts of up to `longest` tokens can need, in chunks of at most `chunk`."""
+    lengths = [min(SHORTEST_PREFILL, chunk)]
+    while lengths[-1] < min(longest - 1, chunk):
+        lengths.append(min(2 * lengths[-1], chunk))
+    return lengths
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What the scheduler must know of the programs.
+
+    decode_steps: steps of one multi-step decode.
+    drafts: tokens past a request's last that a step may write.
+    copies_rows: whether a slot that begins like another needs more than its pages.
+    pins_prefixes: whether a slot that decodes leaves nothing to the next sample of its prompt.
     """
 
-    prompt: tuple[int, ...]
-    params: SamplingParams = SamplingParams()
-    prompt_id: int = 0
-    sample: int = 0
-    index: int = 0
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    opens: list[bool] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-    finish: str | None = None
-    cached: int = 0
-    settled: int = 0
-    routes: dict | None = None
-
-    @property
-    def needed(self) -> int:
-        """Entries that decoding starts from: those of all tokens but the last, which is fed first."""
-        return len(self.prompt) + len(self.tokens) - 1
-
-    @property
-    def ready(self) -> bool:
-        """Whether the next step can be a decoding step."""
-        return self.cached >= self.needed
-
-    @property
-    def last(self) -> int:
-        """The token to feed next."""
-        return self.tokens[-1] if self.tokens else self.prompt[-1]
-
-    @property
-    def left(self) -> int:
-        """Tokens that may still be made."""
-        return self.params.max_new_tokens - len(self.tokens)
-
-    def problem(self, vocab_size: int, max_length: int) -> str | None:
-        """What is wrong with its prompt where rows have room for `max_length` tokens; None: nothing."""
-        if not self.prompt:
-            return "is empty"
-        if min(self.prompt) < 0 or max(self.prompt) >= vocab_size:
-            return f"holds a token id outside 0..{vocab_size - 1}"
-        if len(self.prompt) + self.params.max_new_tokens > max_length:
-            return (
-                f"has {len(self.prompt)} tokens; with max_new_tokens {self.params.max_new_tokens} it is longer than max_length "
-                f"{max_length}"
-            )
-        return None
-
-    def seen(self, start: int, end: int) -> tuple[int, ...]:
-        """Tokens start .. end - 1 of prompt and completion."""
-        n = len(self.prompt)
-        return (*self.prompt[start:end], *self.tokens[max(0, start - n) : max(0, end - n)])
+    decode_steps: int
+    drafts: int = 0
+    copies_rows: bool = True
+    pins_prefixes: bool = False
 
 
-class Queue:
-    """Requests that wait for a slot: those that may have the longest completions first, for a long one that starts last keeps the
-    others waiting; among equals the first that came. The samples of a prompt stay together."""
+class Scheduler:
+    """Admits requests to slots, shares prefixes between them, and preempts the youngest when pages run out.
 
-    def __init__(self):
-        self._heap: list[tuple[int, int, Request]] = []
-        self._count = 0
-
-    def add(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            heapq.heappush(self._heap, (-request.params.max_new_tokens, self._count, request))
-            self._count += 1
-
-    @property
-    def first(self) -> Request | None:
-        return self._heap[0][2] if self._heap else None
-
-    def pop(self) -> Request:
-        return heapq.heappop(self._heap)[2]
-
-    def remove(self, request: Request) -> None:
-        """Takes out a request if it is here."""
-        kept = [entry for entry in self._heap if entry[2] is not request]
-        if len(kept) < len(self._heap):
-            heapq.heapify(kept)
-            self._heap = kept
-
-    def clear(self) -> None:
-        self._heap.clear()
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-
-# A prompt that begins like what another row holds is copied from there, if that saves so many tokens of prefill.
-WORTH_A_COPY = 32
-
-
-def worth_a_copy(same: int, tokens: tuple[int, ...]) -> bool:
-    """Whether to begin these tokens with a copy of the first `same`."""
-    return same >= min(WORTH_A_COPY, max(1, len(tokens)))
-
-
-class Rows:
-    """What the rows of a contiguous cache hold, and which of them are free.
-
-    A row keeps its entries when its request ends, until another takes it, so that a prompt can begin with what is there: the
-    samples of one prompt, the turns of a conversation, prompts with one system message. `supports_truncation`: whether a row can be used up to
-    any of its tokens, and not only as far as it is filled, as states of fixed size can.
+    updates: the changes of the cache that must run before the next program.
+    next_request: the request that gets the next free slot, if one waits.
+    batch_changed: whether a request has joined or left the decoding ones in a way that the device does not know.
     """
 
-    parts = 1
-
-    def __init__(self, slots: int, *, rewinds: bool):
-        self.supports_truncation = rewinds
-        self._free = dict.fromkeys(range(slots))  # those that were given up first stand first
-        self._old: set[int] = set()  # rows in use when everything was forgotten
-        self._held: list[tuple[int, ...]] = [()] * slots
-        self._begun: dict[tuple[int, ...], int] = {}  # the row that was last taken for these tokens
+    def __init__(self, rows: Rows | PagedRows, limits: SchedulerLimits, counts: dict[str, int] | None = None):
+        """counts: where the number of preempted requests is added up, under "preempted"."""
+        self.rows, self._limits = rows, limits
+        self._counts = {"preempted": 0} if counts is None else counts
+        self.running: dict[int, Request] = {}  # by slot, in the order of admission
+        self.prefilling: dict[int, Request] = {}
+        self.preempted: set[int] = set()  # some of those that prefill
+        self.updates = CacheUpdates()
+        self.next_request: Request | None = None
+        self.batch_changed = True
+        self._waiters = PrefixWaiters()
+        self._pinned = PinnedPrefix(rows, self.updates, copies_states=limits.copies_rows)
 
     @property
-    def free(self) -> int:
-        return len(self._free)
+    def free_slots(self) -> int:
+        """Slots that a request can be admitted to: none while a request is preempted."""
+        return 0 if self.preempted else self.rows.num_free
 
-    def find(self, tokens: tuple[int, ...]) -> tuple[int, int]:
-        """(row, how many of these tokens it holds from the first on): the most there are, in a free row rather than in one in use;
-        (-1, 0) if none is worth a copy."""
-        row = self._begun.get(tokens) if tokens else None
-        if row is not None and self._same(row, tokens) == len(tokens):
-            return row, len(tokens)
-        found = max(
-            ((self._same(row, tokens), row in self._free, -row) for row in range(len(self._held))),
-            default=(0, False, 0),
-        )
-        return (-found[2], found[0]) if worth_a_copy(found[0], tokens) else (-1, 0)
+    @property
+    def decoding(self) -> list[int]:
+        """The slots whose prompt is in the cache, and whose request has not ended as far as the host knows."""
+        return [s for s, request in self.running.items() if s not in self.prefilling and request.finish is None]
 
-    def _same(self, row: int, tokens: tuple[int, ...]) -> int:
-        held = self._held[row]
-        same = common(held, tokens)
-        return same if self.supports_truncation or same == len(held) else 0
+    def admit(self, request: Request) -> int:
+        """Returns the slot that the request runs in. There must be a free one."""
+        slot, source, same = self.rows.allocate(request.cacheable)
+        self.running[slot] = self.prefilling[slot] = request
+        self._start(slot, source, same)
+        return slot
 
-    def take(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
-        """(row, source, same): a free row that will hold these tokens, and the row whose first `same` entries it begins with. A row
-        that is free begins with its own; else the one that was given up first is taken."""
-        source, same = self.find(tokens)
-        taken = source if source in self._free else next(iter(self._free))
-        del self._free[taken]
-        self._held[taken], self._begun[tokens] = tokens, taken
-        return taken, source, same
+    def _start(self, slot: int, source: int, same: int) -> None:
+        """Starts a request that shares its first `same` tokens with slot `source`."""
+        request = self.running[slot]
+        request.cached = 0
+        if not self._has_room(slot, same):
+            self._preempt(slot)
+        elif source in self.prefilling and source != slot:
+            self._waiters.add(slot, source, same)
+        elif same < request.needed and self._pinned.start(slot, request.cacheable):
+            self.prefilled(slot, request.needed)
+        elif same:
+            if self._share(source, slot, same):
+                self.prefilled(slot, same)
+        else:
+            self._reserve(slot, request.needed)
 
-    def drop(self, row: int) -> None:
-        """A row in use holds nothing."""
-        self._held[row] = ()
+    def release(self, slot: int) -> Request:
+        """Frees a slot and returns its request, which may have ended or not."""
+        self.updates.barrier()
+        request = self.running.pop(slot)
+        waiters = self._evict(slot)
+        if request.finish is None:
+            self.batch_changed = True
+        # A state of fixed size is past the tokens if the host alone has ended the request.
+        valid = self.rows.supports_truncation or (request.finish is not None and not request.params.stop)
+        self.rows.free(slot, request.span(0, request.cached) if valid else ())
+        self._readmit(waiters)
+        return request
 
-    def again(self, row: int, tokens: tuple[int, ...]) -> tuple[int, int]:
-        """(source, same), as `take` says, for a row in use that holds nothing and will hold these tokens."""
-        source, same = self.find(tokens)
-        self._held[row], self._begun[tokens] = tokens, row
-        return source, same
+    def _evict(self, slot: int) -> list[int]:
+        """Takes a slot out of those that prefill. Returns the slots that waited for its prompt, directly or through
+        others."""
+        waiters = self._waiters.remove(slot)
+        self.prefilling.pop(slot, None)
+        self.preempted.discard(slot)
+        return waiters
 
-    def moves(self, row: int) -> None:
-        """The row goes on from what it was taken for."""
-        if not self.supports_truncation:
-            self._held[row] = ()
-
-    def give(self, row: int, tokens: tuple[int, ...]) -> None:
-        """The row is free; it holds these tokens."""
-        if row in self._free:
-            raise ValueError(f"row {row} is free already")
-        self._free[row] = None
-        self._held[row] = () if row in self._old else tokens
-        self._old.discard(row)
-        if len(self._begun) > 4 * len(self._held):
-            self._begun = {t: r for t, r in self._begun.items() if self._same(r, t) == len(t)}
+    def _readmit(self, slots: Sequence[int]) -> None:
+        """Starts requests again that have a slot and prefill."""
+        for (
+            slot
+        ) in slots:  # all are empty first: otherwise each might wait for what another, that waits too, was to hold
+            self.rows.clear(slot)
+        for slot in slots:
+            self._start(slot, *self.rows.reallocate(slot, self.running[slot].cacheable))
 
     def forget(self) -> None:
-        """What the rows hold is of no use any more. The next to be taken is the first, whatever ran before."""
-        self._free = dict.fromkeys(sorted(self._free))
-        self._old = set(range(len(self._held))) - self._free.keys()
-        self._held = [()] * len(self._held)
-        self._begun.clear()
+        """Lets no request begin with entries of earlier ones."""
+        self._pinned.clear()
+        self.rows.forget()
 
-    # What only pages need (rollout/engine/pages.py): every row has room for all that it may hold.
+    # Preemption.
 
-    def part(self, row: int) -> int:
-        return 0
+    def _end(self, request: Request, steps: int) -> int:
+        """Entries that the request may have after so many decoding steps."""
+        drafts = self._limits.drafts
+        return request.needed + min(request.left, steps * (1 + drafts)) + drafts
 
-    def room(self, wanted) -> bool:
+    def _has_room(self, slot: int, same: int) -> bool:
+        """Whether all that run, and this slot with them, can have pages for another decode."""
+        active = {s: r.cached for s, r in self.running.items() if s not in self.preempted and r.finish is None}
+        starts = active | {slot: same}
+        steps = min(MIN_DECODE_STEPS, self._limits.decode_steps)
+        if not self._fits(starts, steps) and self._pinned:
+            self._pinned.clear()
+        return self._fits(starts, steps)
+
+    def _fits(self, starts: dict[int, int], steps: int) -> bool:
+        """Whether these slots can have pages for so many steps. `starts`: the entries that each has now."""
+        return self.rows.fits((slot, start, self._end(self.running[slot], steps)) for slot, start in starts.items())
+
+    def _reserve(self, slot: int, end: int) -> bool:
+        """Allocates pages for what the slot is about to write, up to entry `end`, and preempts the youngest requests
+        for it. False if the slot itself was preempted."""
+        while (copies := self.rows.reserve(slot, self.running[slot].cached, end)) is None:
+            if self._pinned:
+                self._pinned.clear()
+                continue
+            youngest = next(
+                s for s in reversed(self.running) if s not in self.preempted and self.running[s].finish is None
+            )
+            self._counts["preempted"] += 1
+            self._preempt(youngest)
+            if youngest == slot:
+                return False
+        self.updates.copy_pages(copies)
         return True
 
-    def reserve(self, row: int, start: int, end: int) -> list:
-        return []
+    def _preempt(self, slot: int) -> None:
+        """Takes the pages of a slot. Its request keeps the slot and its tokens, and will be prefilled again."""
+        self.updates.barrier()
+        waiters = self._evict(slot)
+        self.rows.clear(slot)
+        self.running[slot].cached, self.batch_changed = 0, True
+        self.prefilling[slot] = self.running[slot]
+        self.preempted.add(slot)
+        self._readmit(waiters)
 
-    def share(self, source: int, row: int, same: int) -> None: ...
+    def resume(self) -> None:
+        """Starts preempted requests again, the oldest first, as far as there are pages."""
+        for slot in [slot for slot in self.running if slot in self.preempted]:
+            self.preempted.discard(slot)
+            self._readmit([slot])
+            if slot in self.preempted:
+                break
 
-    def filled(self, row: int, tokens: tuple[int, ...]) -> None: ...
+    # Prompts.
 
-    def keep(self, row: int | None, tokens: int = 0) -> None: ...
+    def next_prefill(self) -> list[int]:
+        """The slots of the next prefill call: the first that can go on, and others of its kind (first chunk or later
+        ones)."""
+        able = [slot for slot in self.prefilling if slot not in self._waiters and slot not in self.preempted]
+        fresh = [slot for slot in able if self.running[slot].cached == 0]
+        kind = fresh if fresh[:1] == able[:1] else [slot for slot in able if self.running[slot].cached]
+        return kind[: prefill_rows(len(kind))]
 
-    def begin_with_kept(self, row: int) -> bool:
-        return True
+    def prefilled(self, slot: int, cached: int) -> None:
+        """Notes that the first `cached` entries of a request are in the cache.
 
+        If that is all of its prompt, the slots that wait for it start from it, and then those that wait for them. The
+        prompt is pinned if the next request in the queue has the same and could not start from a slot that decodes."""
+        self.running[slot].cached = cached
+        ready = [slot]
+        while ready:
+            slot = ready.pop()
+            request = self.running[slot]
+            if not request.ready or slot in self.preempted:  # preempted for one before it
+                continue
+            del self.prefilling[slot]
+            self.batch_changed = True
+            tokens = request.cacheable
+            self.rows.filled(slot, tokens)
+            if self._limits.pins_prefixes and self.next_request and self.next_request.cacheable == tokens:
+                self._pinned.pin(slot, tokens)
+            for other, same in self._waiters.of(slot):
+                if self._waiters.start(other, slot, same) and self._share(slot, other, same):
+                    ready.append(other)
 
-def common(a: tuple, b: tuple) -> int:
-    """Number of equal elements at the beginning of both."""
-    if not a or not b or a[0] != b[0]:
-        return 0
-    low, high = 1, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while high - low > 1:  # a[:low] are equal, a[:high] are not
-        middle = (low + high) // 2
-        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle)
-    return low
+    def _share(self, source: int, slot: int, same: int) -> bool:
+        """Lets a slot use the first `same` entries of another, or its own. False if it was preempted for want of
+        pages."""
+        if source != slot:
+            self.rows.share(source, slot, same)
+            if self._limits.copies_rows:
+                self.updates.copy_row(source, slot)
+        self.running[slot].cached = same
+        return self._reserve(slot, self.running[slot].needed)
+
+    # Decoding.
+
+    def reserve_decode(self) -> int:
+        """Allocates pages for the next decode and returns its number of steps; requests may be preempted for it."""
+        steps = self._decode_steps()
+        for slot in self.decoding:
+            if slot not in self.preempted:
+                self._reserve(slot, self._end(self.running[slot], steps))
+        return steps
+
+    def _decode_steps(self) -> int:
+        """Most steps of the next decode. It takes fewer before requests are preempted for want of pages."""
+        decoding = self.decoding
+        searched = any(self.running[slot].params.stop for slot in decoding)
+        steps = min(self._limits.decode_steps, MAX_STOP_STRING_STEPS) if searched else self._limits.decode_steps
+        starts = {slot: self.running[slot].cached for slot in decoding}
+        while steps > MIN_DECODE_STEPS and not self._fits(starts, steps):
+            steps //= 2
+        return steps

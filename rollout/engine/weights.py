@@ -1,123 +1,136 @@
-"""A copy of the policy's weights for rollouts, quantised or laid out for decoding or both, where one is asked for."""
+"""A copy of the policy's weights for rollouts: quantised, resharded for decoding, or both."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, cast
 
 import jax
 import qwix
 
 from policy.config import StoredType
-from policy.execution.compiled_cache import Memory
+from policy.execution.compiled_cache import CompiledCache, Memory
 from policy.mesh.host_memory import fetch, on_a_device
 from policy.mesh.sharding import Layout, block_on_cpu_mesh
 from policy.model import Graph
 from policy.ops.quantization import TYPES, quantize
-
-if TYPE_CHECKING:
-    from rollout.types import GeneratorOptions
+from rollout.types import GeneratorOptions
 
 
 class RolloutWeights:
-    """A view of a policy's weights. With `kind` those of `graph.inputs` are values of 8 or 4 bits, one scale for each output
-    channel (of each expert); with `rules` those that these rules put elsewhere lie there, and what nothing but products read is in
-    the dtype of these. The others are the policy's own arrays.
+    """The weights that the generator computes with: some are copies, the others are the policy's own arrays.
 
-    The view belongs to the arrays that it was made from: asked for others, it is made again, by one compiled program that writes
-    into the buffers of the copy it had.
+    With `kind` the weights of `graph.inputs` are copied as values of 8 or 4 bits, with one scale for each output
+    channel (of each expert). With `rules` the weights whose sharding these rules change are copied to that sharding;
+    those that only products read get the dtype of the products.
+
+    The copies are made again when the policy has other arrays. One compiled program makes them, in the buffers of the
+    old copies.
+
+    paths: the paths of the copied weights. reshards: whether there are rules.
     """
 
     def __init__(self, graph: Graph, kind: StoredType | None, rules: Mapping[str, Sequence[str]] | None = None):
         """Raises ValueError for a rule that names no mesh axis."""
-        self.graph, self.moves = graph, rules is not None
+        self.graph, self.reshards = graph, rules is not None
         self.layout, self._qtype = graph.for_inference(rules).layout, TYPES[kind] if kind else None
-        self.paths = tuple(path for path in graph.paths if (kind and path in graph.inputs) or self._elsewhere(path))
-        self._program = jax.jit(self._make, donate_argnums=1, keep_unused=True)
-        self._first, self.memory = None, None
-        self.drop()
+        self.paths = tuple(path for path in graph.paths if (kind and path in graph.inputs) or self._is_resharded(path))
+        program = jax.jit(self._make, donate_argnums=1, keep_unused=True)
+        self._program = CompiledCache(program, self.layout.platform, shape_of=_shape_of)
+        self.release()
 
     @classmethod
-    def wanted(cls, graph: Graph, options: GeneratorOptions) -> RolloutWeights | None:
-        """Those that these options ask for; None: the policy's own arrays are read."""
+    def from_options(cls, graph: Graph, options: GeneratorOptions) -> RolloutWeights | None:
+        """The weights that these options ask for; None: the policy's own arrays."""
         if options.weights is None and options.rules is None:
             return None
         return cls(graph, options.weights, options.rules)
 
     def of(self, params: dict[str, jax.Array]) -> dict[str, jax.Array | qwix.QArray]:
-        """`params` with the copies in the place of what they were made from."""
-        given = {path: params[path] for path in self.paths}
-        if any(path not in self._sources or self._sources[path]() is not array for path, array in given.items()):
+        """Returns `params` with the copies in the place of their originals. Makes the copies if they are not up to
+        date."""
+        originals = {path: params[path] for path in self.paths}
+        if any(path not in self._sources or self._sources[path]() is not array for path, array in originals.items()):
             old = self._copies
-            self.drop()
-            program = self._first if self._first is not None and old is None else self._program
-            self._copies = block_on_cpu_mesh(program(given, old), self.graph.layout)
-            self._sources = {path: weakref.ref(array) for path, array in given.items()}
+            self.release()
+            self._copies = block_on_cpu_mesh(self._program(originals, old), self.graph.layout)
+            self._sources = {path: weakref.ref(array) for path, array in originals.items()}
         return params | (self._copies or {})
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Gives up the copies."""
         self._sources: dict[str, weakref.ref] = {}
         self._copies: dict[str, jax.Array | qwix.QArray] | None = None
 
     def compile_ahead(self, params: dict[str, jax.Array]) -> None:
-        """Compiles the program that makes the copies where there are none. `memory` then says what it takes."""
-        if not self.paths:
-            return
-        self._first = self.lower(params, again=False).compile()
-        self.memory = Memory.of(self._first, self.layout.platform)
+        """Compiles the program that makes the first copies."""
+        if self.paths:
+            self._program.compile({path: params[path] for path in self.paths}, None)
+
+    @property
+    def memory(self) -> Memory | None:
+        """The memory of the program that makes copies to another sharding where there are none; None: it is not
+        compiled."""
+        return self._program.memory.get((len(self.paths), 0)) if self.reshards else None
 
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct | qwix.QArray]:
-        """Shapes and places of the copies."""
+        """Shapes and shardings of the copies."""
         shapes = jax.eval_shape(self._make, {path: self.graph.shapes[path] for path in self.paths}, None)
         return {
-            path: jax.tree.map(_abstract, array, self._places(path, array, self.layout))
+            path: jax.tree.map(_abstract, array, self._shardings(path, array, self.layout))
             for path, array in shapes.items()
         }
 
     @property
     def bytes(self) -> int:
-        """Of the copies, on each device."""
+        """Bytes of the copies, per device."""
         return on_a_device(self.abstract)
 
     def lower(self, params: dict, *, again: bool) -> jax.stages.Lowered:
-        """The program that makes the copies of these weights; `again`: in the place of earlier ones."""
+        """Traces the program that makes the copies of these weights. again: in the buffers of earlier copies."""
         return self._program.lower({path: params[path] for path in self.paths}, self.abstract if again else None)
 
-    def _elsewhere(self, path: str) -> bool:
-        """Whether the rules of rollouts put a weight elsewhere. Tables in host memory stay where they are."""
+    def _is_resharded(self, path: str) -> bool:
+        """Whether the rules of rollouts change the sharding of a weight. Tables in host memory stay where they are."""
         axes, shape = self.graph.axes[path], self.graph.shapes[path].shape
-        places = [layout.sharding(axes, shape) for layout in (self.graph.layout, self.layout)]
-        return path not in self.graph.tables and not places[0].is_equivalent_to(places[1], len(shape))
+        before, after = (layout.sharding(axes, shape) for layout in (self.graph.layout, self.layout))
+        return path not in self.graph.tables and not before.is_equivalent_to(after, len(shape))
 
-    def _make(self, given: dict[str, jax.Array], old) -> dict[str, jax.Array | qwix.QArray]:
-        """`old` is only given up: its buffers are those of the result."""
-        made = {}
-        for path, array in given.items():
+    def _make(self, originals: dict[str, jax.Array], old) -> dict[str, jax.Array | qwix.QArray]:
+        """Copies the weights. `old` is not read: it is donated, so that the result gets its buffers."""
+        copies = {}
+        for path, array in originals.items():
             array = fetch(array)
             if self._qtype is not None and path in self.graph.inputs:
                 array = quantize(array, self._qtype, self.graph.inputs[path])
             else:
                 array = self.graph.as_multiplied({path: array})[path]
-            if self.layout is not self.graph.layout:  # what is sent is what was made: few bits
-                array = self._placed(path, array, self.graph.layout)
-            made[path] = self._placed(path, array, self.layout)
-        return made
+            if self.layout is not self.graph.layout:  # quantised before it is sent: fewer bytes
+                array = self._constrain(path, array, self.graph.layout)
+            copies[path] = self._constrain(path, array, self.layout)
+        return copies
 
-    def _placed(self, path: str, array, layout: Layout):
-        return jax.lax.with_sharding_constraint(array, self._places(path, array, layout))
+    def _constrain(self, path: str, array, layout: Layout):
+        return jax.lax.with_sharding_constraint(array, self._shardings(path, array, layout))
 
-    def _places(self, path: str, array, layout: Layout):
-        """Values lie where their weight does; a scale has length 1, and so no axis, where the weight's products sum."""
-        axes, place = self.graph.axes[path], layout.sharding
+    def _shardings(self, path: str, array, layout: Layout) -> Any:
+        """The shardings of a copy. Quantised values have the sharding of their weight. A scale has length 1, and so
+        no axis, in the dimensions that products sum over."""
+        axes, sharding = self.graph.axes[path], layout.sharding
         if not isinstance(array, qwix.QArray):
-            return place(axes, array.shape)
-        axes_of_scale = tuple(None if dim in self.graph.inputs[path] else axis for dim, axis in enumerate(axes))
-        return replace(array, qvalue=place(axes, array.qvalue.shape), scale=place(axes_of_scale, array.scale.shape))
+            return sharding(axes, array.shape)
+        scale_axes = tuple(None if dim in self.graph.inputs[path] else axis for dim, axis in enumerate(axes))
+        values, scale = sharding(axes, array.qvalue.shape), sharding(scale_axes, array.scale.shape)
+        return replace(array, qvalue=cast(Any, values), scale=cast(Any, scale))
 
 
-def _abstract(array, place) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
+def _shape_of(originals: dict[str, jax.Array], old: Any) -> tuple[int, int]:
+    """(number of weights, whether there are earlier copies)."""
+    return len(originals), int(old is not None)
+
+
+def _abstract(array, sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

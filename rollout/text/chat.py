@@ -1,6 +1,6 @@
-"""Prompts and conversations to token ids.
+"""Conversion of prompts and conversations to token ids.
 
-What belongs to whom is told by position in the text, never by comparing ids: a padding token may equal the end of
+The author of a token is decided by its position in the text, never by its id: a padding token may equal the end of
 sequence, and a template's marker may occur in a message.
 """
 
@@ -16,11 +16,11 @@ class ChatError(ValueError):
     """A conversation that the tokenizer's chat template cannot render as training needs it."""
 
 
-def render_prompt(tokenizer, prompt: str | Messages, add_generation_prompt: bool = True) -> list[int]:
-    """Token ids of a prompt.
+def render_prompt(tokenizer: Any, prompt: str | Messages, add_generation_prompt: bool = True) -> list[int]:
+    """Converts a prompt to token ids.
 
     Plain text gets the special tokens that the tokenizer itself puts in front (a beginning of sequence, or none) and no
-    end of sequence. Messages go through the chat template, which brings its own.
+    end of sequence. Messages are rendered by the chat template, which adds its own special tokens.
 
     Raises ChatError for messages without a chat template, and for two beginnings of sequence.
     """
@@ -35,12 +35,12 @@ def render_prompt(tokenizer, prompt: str | Messages, add_generation_prompt: bool
     return ids
 
 
-def render_conversation(tokenizer, messages: Messages, first: int = 0) -> tuple[list[int], list[int]]:
-    """Ids of a conversation, and a mask that is 1 on what the assistant writes, its end of turn included.
+def render_conversation(tokenizer: Any, messages: Messages, first: int = 0) -> tuple[list[int], list[int]]:
+    """Converts a conversation to (ids, mask). The mask is 1 on the tokens of the assistant, its end of turn included.
 
-    first: only turns of the assistant from this message on count.
+    first: the number of the message from which on turns of the assistant count.
 
-    Raises ChatError if the template drops or rewrites what the mask would have to cover.
+    Raises ChatError if the template drops or rewrites a turn of the assistant.
     """
     text = _text(tokenizer, messages, False)
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= first]
@@ -56,17 +56,21 @@ def render_conversation(tokenizer, messages: Messages, first: int = 0) -> tuple[
 
 
 def encode_example(
-    tokenizer,
+    tokenizer: Any,
     prompt: str | Messages,
     completion: str | None = None,
     messages: Messages | None = None,
     train_on: str = "assistant",
 ) -> tuple[list[int], list[int]]:
-    """A demonstration as (ids, mask); the mask is 1 on the tokens to learn, among them the end of sequence.
+    """Converts a demonstration to (ids, mask). The mask is 1 on the tokens to train on, the end of sequence included.
 
-    Plain text: prompt, completion, end of sequence, with the prompt tokenized exactly as `render_prompt` does when
-    sampling. `messages`: a conversation with all turns of the assistant, or with `train_on` "last_turn" its last one, which ends it.
-    A prompt of messages with a completion: only that completion. `train_on` "all": every token but the first, which follows nothing.
+    A demonstration is a prompt with a completion, or `messages`. A plain prompt is tokenized exactly as
+    `render_prompt` does for sampling, and the mask covers the completion. In a conversation it covers all turns of
+    the assistant.
+
+    train_on: "assistant"; "last_turn", the last turn of `messages` only; or "all", every token but the first.
+
+    Raises ValueError without completion and messages, ChatError as render_conversation.
     """
     if messages is not None:
         ids, mask = render_conversation(tokenizer, messages, first=len(messages) - 1 if train_on == "last_turn" else 0)
@@ -77,9 +81,9 @@ def encode_example(
     return ids, [0] + [1] * (len(ids) - 1) if train_on == "all" else mask
 
 
-def encode_answer(tokenizer, prompt: str | Messages, answer: str | Messages) -> tuple[list[int], list[int]]:
-    """(ids, mask) of a prompt and an answer to it, the mask on the answer alone: on what the assistant writes of it, where they
-    are messages."""
+def encode_answer(tokenizer: Any, prompt: str | Messages, answer: str | Messages) -> tuple[list[int], list[int]]:
+    """Converts a prompt and an answer to (ids, mask). The mask covers the answer; in an answer of messages, the turns
+    of the assistant."""
     if not isinstance(prompt, str):
         answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         return render_conversation(tokenizer, [*prompt, *answer], first=len(prompt))
@@ -102,7 +106,7 @@ def _text(tokenizer, messages: Messages, add_generation_prompt: bool) -> str:
 
 
 def _span(tokenizer, messages: Messages, turn: int, text: str) -> tuple[int, int]:
-    """First and past-the-end character of a turn in the rendered conversation."""
+    """Returns the first and the past-the-end character of a turn in the rendered conversation."""
     before = _text(tokenizer, messages[:turn], True) if turn else ""
     if not text.startswith(before):
         raise ChatError(
@@ -115,14 +119,14 @@ def _span(tokenizer, messages: Messages, turn: int, text: str) -> tuple[int, int
     if text.startswith(through):
         end = len(through)
     else:
-        # Some templates drop the reasoning of earlier turns, so the turn is looked up by what is left of it.
+        # Some templates drop the reasoning of earlier turns, so the turn is searched by its content.
         place, last = text.find(content, start), through.rfind(content)
         if place < 0 or last < 0:
             raise ChatError(f"the chat template drops the content of message {turn}")
         closing = through[last + len(content) :]
         end = place + len(content)
         end += len(closing) if text.startswith(closing, end) else 0
-    # White space behind the end of a turn is never sampled: generation has stopped by then.
+    # White space after the end of a turn is never sampled, because generation has stopped.
     end = len(text[:end].rstrip())
     if end <= start:
         raise ChatError(f"the chat template writes nothing for message {turn}")

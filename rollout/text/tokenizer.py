@@ -1,21 +1,24 @@
 """Tokenizers: two that are built in code, and any Hugging Face directory.
 
-The built-in ones are ordinary `PreTrainedTokenizerFast` objects: saved with `save_pretrained`, any program reads them
-with `AutoTokenizer`. Code that a tokenizer's directory may hold is never run.
+The built-in ones are ordinary `PreTrainedTokenizerFast` objects: `save_pretrained` writes a directory that
+`AutoTokenizer` loads. Code in a tokenizer's directory is never run.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 """Ids 0 to 7 of the built-in tokenizers."""
 
 BUILT_IN = ("bytes", "characters")
 
-# Turns of the assistant end with the end-of-sequence token, at which generation stops; the others with <|end|>.
+# Turns of the assistant end with the end-of-sequence token, which stops generation; other turns end with <|end|>.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|' + message['role'] + '|>' -}}
@@ -29,8 +32,10 @@ CHAT_TEMPLATE = """\
 """
 
 
-def load_tokenizer(source: str | Path, alphabet: str | None = None, chat_template: str | Path | None = None):
-    """A `PreTrainedTokenizerFast`.
+def load_tokenizer(
+    source: str | Path, alphabet: str | None = None, chat_template: str | Path | None = None
+) -> PreTrainedTokenizerFast:
+    """Builds or loads a tokenizer.
 
     Args:
         source: `characters`, `bytes`, or a directory with a tokenizer.
@@ -38,11 +43,13 @@ def load_tokenizer(source: str | Path, alphabet: str | None = None, chat_templat
         chat_template: file of a jinja template that replaces the tokenizer's own.
 
     Raises:
-        ValueError: no tokenizer there, no end-of-sequence token, or an alphabet that does not fit the source.
+        ValueError: the directory has no tokenizer, the tokenizer has no end-of-sequence token, or the source has no
+        use for an
+            alphabet, or needs one.
     """
     if (source == "characters") != (alphabet is not None):
         raise ValueError("`characters`, and no other tokenizer, needs an alphabet")
-    if source == "characters":
+    if alphabet is not None:
         tokenizer = characters(alphabet)
     elif source == "bytes":
         tokenizer = byte_level()
@@ -55,8 +62,8 @@ def load_tokenizer(source: str | Path, alphabet: str | None = None, chat_templat
     return tokenizer
 
 
-def characters(alphabet: str):
-    """One token for each character of `alphabet`; any other character is <unk>."""
+def characters(alphabet: str) -> PreTrainedTokenizerFast:
+    """Builds a tokenizer with one token for each character of `alphabet`; any other character is <unk>."""
     from tokenizers import Regex, decoders, models, pre_tokenizers
 
     if not alphabet or len(set(alphabet)) < len(alphabet):
@@ -67,8 +74,8 @@ def characters(alphabet: str):
     return _wrapped(models.WordLevel(vocabulary, unk_token="<unk>"), splitter, decoders.Fuse())
 
 
-def byte_level():
-    """One token for each byte of the UTF-8 form, so that any text comes back unchanged."""
+def byte_level() -> PreTrainedTokenizerFast:
+    """Builds a tokenizer with one token for each byte of UTF-8, so that decoding returns any text unchanged."""
     from tokenizers import decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -77,20 +84,35 @@ def byte_level():
     return _wrapped(models.BPE(vocabulary, []), splitter, decoders.ByteLevel())
 
 
-def stop_ids(tokenizer, directory: str | Path | None = None) -> tuple[int, ...]:
-    """Tokens that end a completion: the tokenizer's end of sequence, and those of the model's generation_config.json.
+def stop_ids(tokenizer: Any, directory: str | Path | None = None) -> tuple[int, ...]:
+    """Returns the tokens that end a completion: the tokenizer's end of sequence, and the ids in the model's
+    generation_config.json.
 
-    Chat models list several there (end of turn, end of text); a generator that knows only one runs on.
+    Chat models list several there (end of turn, end of text); a generator that knows only one of them does not stop
+    at the others.
     """
-    found = {tokenizer.eos_token_id}
+    ids = {tokenizer.eos_token_id}
     file = Path(directory) / "generation_config.json" if directory is not None else None
     if file is not None and file.is_file():
         listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        found.update(listed if isinstance(listed, list) else [listed])
-    return tuple(sorted(token for token in found if token is not None))
+        ids.update(listed if isinstance(listed, list) else [listed])
+    return tuple(sorted(token for token in ids if token is not None))
 
 
-def _wrapped(model: Any, splitter: Any, decoder: Any):
+def first_stop(tokenizer: Any, tokens: list[int], before: int, stop: tuple[str, ...]) -> int | None:
+    """Returns the number of tokens up to the one, after the first `before`, that completes a string of `stop`; None
+    if none does."""
+
+    def has_stop(end: int) -> bool:
+        text = tokenizer.decode(tokens[:end], skip_special_tokens=False)
+        return any(s in text for s in stop)
+
+    if not has_stop(len(tokens)):
+        return None
+    return next(end for end in range(before + 1, len(tokens) + 1) if has_stop(end))
+
+
+def _wrapped(model: Any, splitter: Any, decoder: Any) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 

@@ -81,7 +81,7 @@ def main(family: str, topology: str, degrees: dict) -> dict:
 
     def prefill(params, tokens, lengths):
         positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
-        step = Step(positions, (positions < lengths[:, None]).astype(jnp.int32), whole=True)
+        step = Step(positions, (positions < lengths[:, None]).astype(jnp.int32), contiguous=True)
         cache = caches.create(config, ROWS, LENGTH, "bfloat16", scan=True)
         return modes.prefill(graph.decoder(params), tokens, step, cache, graph.runtime)
 

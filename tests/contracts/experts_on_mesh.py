@@ -19,7 +19,7 @@ from flax import nnx
 from policy import families
 from policy.cache.step import Step
 from policy.config import ClampedSwiglu, DecoderConfig, Mlp, Moe, Norm, Router, Runtime
-from policy.experts import expert_parallel, experts
+from policy.experts import expert_parallel, expert_shards, experts
 from policy.experts.moe import MixtureOfExperts
 from policy.mesh.sharding import layout
 from policy.model import Model
@@ -74,10 +74,10 @@ def rows(B: int, T: int, alike: int = 0):
     return x, cotangent, segments.astype(np.int32)
 
 
-def in_usual_room_only(tokens, ready, body, cut):
+def in_expected_room_only(tokens, ready, body, shards):
     """In place of `expert_parallel._in_parts`: what has room for the worst case computes nothing that is a number."""
-    out, dropped = IN_PARTS(tokens, ready, body, cut)
-    return out * jnp.nan if cut.roomy else out, dropped
+    out, dropped = IN_PARTS(tokens, ready, body, shards)
+    return out * jnp.nan if shards.worst_case else out, dropped
 
 
 IN_PARTS = expert_parallel._in_parts
@@ -90,9 +90,9 @@ def computed(
     """Everything that a mixture computes of `rows(*shape)`, by name, on a mesh (null: one device) with room for so many bytes of
     rows at once. `usual`: nothing but the usual room may be taken ("only"), or it is small enough for there to be one ("small"), or
     tokens go through every expert ("every")."""
-    expert_parallel.ROOM, expert_parallel.SPARE = room, 0 if usual else 64
-    expert_parallel._in_parts = in_usual_room_only if usual == "only" else IN_PARTS
-    experts.few = lambda tokens, platform: usual == "every"
+    expert_shards.ROOM, expert_shards.SPARE = room, 0 if usual else 64
+    expert_parallel._in_parts = in_expected_room_only if usual == "only" else IN_PARTS
+    experts.small_batch = lambda tokens, platform: usual == "every"
     graph, weights = mixture(name, skew)
     degrees, how = json.loads(degrees), json.loads(how)
     mesh = layout(degrees) if degrees else layout({"fsdp": 1}, devices=jax.devices()[:1])
@@ -145,8 +145,8 @@ def derived(degrees: str, how: str):
     @partial(jax.value_and_grad, has_aux=True)
     def loss(params, tokens, segments):
         logp, entropy, aux = model.graph.logprobs(params, tokens, make_step(tokens, segments=segments), 0.9)
-        balance = sum(routing.balance.sum() for routing in aux.found("routing").values())
-        counts = jnp.stack([routing.counts.sum(0) for routing in aux.found("routing").values()])
+        balance = sum(routing.balance.sum() for routing in aux.by_layer("routing").values())
+        counts = jnp.stack([routing.counts.sum(0) for routing in aux.by_layer("routing").values()])
         return jnp.sum(cotangent * logp + entropy) + balance, (logp, counts)
 
     (_, (logp, counts)), gradient = jax.block_until_ready(loss(model.params, tokens, segments))
@@ -211,10 +211,10 @@ def rounded_gradients(degrees: dict, rows: int) -> dict:
     share of it, and how many differ at all. Row i is 10^-i times as large as the first, so no row can do with another's scale."""
     mesh = layout(degrees)
     runtime = Runtime(expert_parallel="gather", expert_gradients="float8_e5m2", layout=mesh.for_experts("gather"))
-    cut = expert_parallel.Cut(MIXTURES["groups"], runtime, (rows, 1, E))
+    cut = expert_shards.ExpertShards(MIXTURES["groups"], runtime, (rows, 1, E))
     parts = jax.sharding.PartitionSpec("expert")
     hand_back = jax.shard_map(
-        partial(expert_parallel.hand_back, cut=cut), mesh=mesh.mesh, in_specs=parts, out_specs=parts
+        partial(expert_parallel.hand_back, shards=cut), mesh=mesh.mesh, in_specs=parts, out_specs=parts
     )
     g = np.random.default_rng(0).uniform(0.5, 1.0, (rows, E)) / 10.0 ** np.arange(rows)[:, None]
     g = g.astype(np.float32)

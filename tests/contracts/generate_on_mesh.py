@@ -23,8 +23,8 @@ def main() -> None:
         for _ in range(2):
             out = generator.generate(PROMPTS, GREEDY)
         completions = [[[c.tokens, c.logprobs] for c in group] for group in out]
-        sizes = [key[1] for key in generator.engine.programs.compiled if key[0] == "decode"]
-        parts, preempted = generator.engine._rows.parts, generator.engine.counts["preempted"]
+        sizes = [key[1] for key in generator.engine.runner.memory if key[0] == "decode"]
+        parts, preempted = generator.engine.scheduler.rows.parts, generator.engine.counts["preempted"]
         results.append({"completions": completions, "decoding": sizes, "parts": parts, "preempted": preempted})
     print(json.dumps(results))
 

@@ -65,17 +65,18 @@ def read(model) -> tuple[dict, list]:
     the same buffers, laid out as the program was compiled for; and how many bytes these programs write in place."""
     generator = Generator(model, max_length=32, slots=4)
     completed(generator)  # compiles
-    programs, given = generator.engine.programs, []
+    runner, given = generator.engine.runner, []
     before = {path: pointers(array) for path, array in model.params.items()}
 
-    def watched(key, compiled):
+    def watched(name, compiled):
         def run(*arguments):
-            given.append((key[0], compiled, arguments[0]))
+            given.append((name, compiled, arguments[0]))
             return compiled(*arguments)
 
         return run
 
-    programs._compiled = {key: watched(key, compiled) for key, compiled in programs._compiled.items()}
+    for name, program in runner.programs.items():
+        program._compiled = {shape: watched(name, compiled) for shape, compiled in program._compiled.items()}
     generator.forget()
     made, found = completed(generator), {"prefill": [], "decode": []}
     for name, compiled, params in given:
@@ -87,8 +88,8 @@ def read(model) -> tuple[dict, list]:
             places = {path: place for path, place in compiled.input_shardings[0][0].items() if place is not None}
             laid = [place.is_equivalent_to(params[path].sharding, params[path].ndim) for path, place in places.items()]
             found[name].append(all(same) and all(laid) and (len(laid) == len(same) or name == "prefill"))
-    found["written"] = max(memory.aliased for key, memory in programs.memory.items() if key[0] in ("prefill", "decode"))
-    return found | {"cache": on_a_device(generator.engine._whole())}, made
+    found["written"] = max(memory.aliased for key, memory in runner.memory.items() if key[0] in ("prefill", "decode"))
+    return found | {"cache": on_a_device(generator.engine.batch.full_cache())}, made
 
 
 def elastic(state, folder) -> dict:
@@ -147,13 +148,13 @@ def copied(model) -> dict:
     """Whether a copy of rows over a cut cache is right, and bytes of a device: what its program needs and writes in place, the
     cache, and one row of it."""
     generator = Generator(model, max_length=32, slots=16)
-    programs = generator.engine.programs
+    programs = generator.engine.runner
     cache = programs.empty()
     filled = jax.tree.map(
         lambda a: jax.device_put(np.arange(a.size, dtype=a.dtype).reshape(a.shape), a.sharding), cache
     )
     expected = [np.array(array) for array in jax.tree.leaves(filled)]
-    found = jax.tree.leaves(programs.copy(filled, [(0, 5), (5, 15), (14, 1)]))
+    found = jax.tree.leaves(programs.copy_rows(filled, [(0, 5), (5, 15), (14, 1)]))
     for array in expected:
         array[:, [5, 15, 1]] = array[:, [0, 0, 14]]
     memory, size = programs.memory["copy",], on_a_device(found)

@@ -1,9 +1,9 @@
 """Loads model directories on a mesh of eight CPU devices and compares them with one device: run by test_loading_on_a_mesh.py.
 
-    python load_on_mesh.py with-logits|weights DIRECTORY ...
+    python load_on_mesh.py DIRECTORY ...
 
 Prints a JSON object: for each directory whether all weights have the same bits, the number of weights that are cut into
-pieces, and the largest difference of logits (null for `weights`).
+pieces, and the largest difference of logits.
 """
 
 import json
@@ -16,18 +16,16 @@ import policy
 from policy.mesh.sharding import layout
 
 
-def compare(directory: str, with_logits: bool) -> dict:
+def compare(directory: str) -> dict:
     mesh = layout({"fsdp": 2, "tensor": 2, "expert": 2})
     one, many = policy.load(directory), policy.load(directory, mesh=mesh)
     same = all(np.array_equal(np.asarray(array), np.asarray(many.params[path])) for path, array in one.params.items())
     cut = sum(len({str(s.index) for s in array.addressable_shards}) > 1 for array in many.params.values())
-    difference = None
-    if with_logits:
-        tokens = np.random.default_rng(0).integers(0, one.config.vocab_size, (8, 12))
-        difference = float(np.abs(np.asarray(one.logits(tokens)) - np.asarray(many.logits(tokens))).max())
+    tokens = np.random.default_rng(0).integers(0, one.config.vocab_size, (8, 12))
+    difference = float(np.abs(np.asarray(one.logits(tokens)) - np.asarray(many.logits(tokens))).max())
     return {"same": same, "cut": cut, "weights": len(one.params), "difference": difference}
 
 
 if __name__ == "__main__":
     assert len(jax.devices()) == 8
-    print(json.dumps({directory: compare(directory, sys.argv[1] == "with-logits") for directory in sys.argv[2:]}))
+    print(json.dumps({directory: compare(directory) for directory in sys.argv[1:]}))

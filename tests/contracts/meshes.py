@@ -18,8 +18,9 @@ from jax.extend.core import jaxprs_in_params
 
 from policy import families, modes
 from policy.attention import flash_attention
-from policy.attention.context_parallel import Keys, Limits, attend_cut
-from policy.attention.dot_product_attention import Mask, attend
+from policy.attention.attention_plan import Keys
+from policy.attention.context_parallel import attend_cut
+from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
 from policy.attention.sequence_shards import Order
 from policy.cache import cache as caches
 from policy.cache.pages import Pages
@@ -70,14 +71,14 @@ def on_mesh(degrees: dict, **how):
 
 def attention(degrees: dict, scheme: str, options: dict) -> dict:
     """Attention whose sequences are cut, against attention that has them whole: the largest differences of the output and of the
-    gradients of queries, keys, values and sinks. `options`: Limits, and "heads", "kv_heads", "sinks", "balance", "queries" of a
+    gradients of queries, keys, values and sinks. `options`: AttentionBounds, and "heads", "kv_heads", "sinks", "balance", "queries" of a
     chunk, "kernel": the one for TPUs, interpreted."""
     options = {"heads": 4, "kv_heads": 2, "sinks": False, "balance": False, "queries": 512, "kernel": False} | options
     B, H, K, T, D, V = 4, options["heads"], options["kv_heads"], 512 if options["kernel"] else 32, 6, 5
     rng = np.random.default_rng(0)
     shapes = [(B, H, T, D), (B, K, T, D), (B, K, T, V), (H,), (B, H, T, V)]
     q, k, v, sinks, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
-    limits = Limits(**{name: options[name] for name in Limits._fields if name in options})
+    limits = AttentionBounds(**{name: options[name] for name in AttentionBounds._fields if name in options})
     step = make_step(jnp.zeros((B, T), jnp.int32), None, packed(B, T))
     keep = (np.asarray(step.segments) != 0)[:, None, :, None]
 
@@ -138,7 +139,7 @@ def scored(graph, params, rows, segments):
 
     def loss(params):
         logp, entropy, aux = graph.logprobs(params, rows, make_step(rows, segments=segments), 0.9)
-        balance = sum(routing.balance.sum() for routing in aux.found("routing").values())
+        balance = sum(routing.balance.sum() for routing in aux.by_layer("routing").values())
         return jnp.sum(cotangent[0] * logp + cotangent[1] * entropy) + balance, jnp.stack([logp, entropy])
 
     grads, found = jax.grad(loss, has_aux=True)(params)
@@ -254,7 +255,7 @@ def completions(kind: str, degrees: dict, options: dict, how: dict | None = None
         "logprobs": max(
             float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(one, many, strict=True)
         ),
-        "parts": generator.engine.programs.sizes[0],
+        "parts": generator.engine.runner.geometry.batch_sizes[0],
     }
 
 

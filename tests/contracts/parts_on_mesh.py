@@ -24,7 +24,7 @@ MESHES = {
     "fsdp4_host": ({"fsdp": 4}, "host"),
 }
 SECTION = {"layers": [1], "vocab_bases": [50, 70], "heads": 2, "head_dim": 8, "kernel_size": 3}
-TABLE = "stacks.1.layers.0.memory.table"
+TABLE = "stacks.1.layers.0.lookup.table"
 
 
 def computed(mesh, memory):

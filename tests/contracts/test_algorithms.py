@@ -1,15 +1,18 @@
 """Every algorithm in rl/algorithms, found by listing the folder, keeps the promises that the trainer relies on."""
 
 import dataclasses
+import importlib
 
 import jax
 import numpy as np
 import pytest
 
 import rl.algorithms
+from rl.stages.inputs import INPUTS
 
 ALGORITHMS = rl.algorithms.known()
 ROWS, WIDTH = 4, 3
+PAIRED = ("preference", "reward_model")  # kinds of stage whose rows hold two answers
 
 
 def batch(name):
@@ -23,8 +26,11 @@ def batch(name):
         mask=mask,
         advantages=np.array([1.0, -1.0, 0.5, -0.5], np.float32),
         prompt=np.zeros(ROWS, np.int32),
-        segments=np.array([[1, 1, 2], [1, 2, 0], [1, 2, 2], [1, 1, 2]]) if algorithm.needs_pairs else None,
-        scores=rng.normal(size=mask.shape).astype(np.float32) * mask if algorithm.needs_scores else None,
+        segments=np.array([[1, 1, 2], [1, 2, 0], [1, 2, 2], [1, 1, 2]]) if algorithm.stage in PAIRED else None,
+        scores=rng.normal(size=mask.shape).astype(np.float32) * mask if algorithm.stage == "reward_model" else None,
+        extra={"label": np.array([[1.0], [0.0], [1.0], [0.0]]) * mask, "kl": mask}
+        if algorithm.stage == "unpaired"
+        else None,
         max_length=WIDTH,
         **arrays,
     )
@@ -43,11 +49,11 @@ def test_its_name_is_its_file_and_every_option_has_a_default_and_a_description(n
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_it_says_what_it_needs(name):
     algorithm = rl.algorithms.get(name)
-    for need in ("needs_rollouts", "needs_reference", "needs_critic", "needs_entropy", "needs_pairs", "needs_scores"):
-        assert isinstance(getattr(algorithm, need), bool), need
-    assert isinstance(algorithm.needs_old_logp(1), bool)
-    estimator = "advantages_per_token" if algorithm.needs_critic else "advantages"
-    assert hasattr(algorithm, estimator) == algorithm.needs_rollouts
+    assert isinstance(algorithm.inputs | algorithm.repeated_inputs, frozenset)
+    assert algorithm.inputs | algorithm.repeated_inputs <= INPUTS.keys()
+    assert importlib.import_module(f"rl.stages.{algorithm.stage}").Stage
+    estimator = "advantages_per_token" if "values" in algorithm.inputs else "advantages"
+    assert hasattr(algorithm, estimator) == (algorithm.stage == "online")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -60,12 +66,12 @@ def test_its_loss_compiles_and_gives_finite_float32_scalars(name):
         assert np.isfinite(value), key
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if rl.algorithms.get(name).needs_pairs])
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if rl.algorithms.get(name).stage in PAIRED])
 def test_micro_batches_of_pairs_add_up_and_padding_gets_no_gradient(name):
     """For the others see unit/test_algorithms_properties.py."""
     algorithm = rl.algorithms.get(name)
     arrays = algorithm.with_totals(batch(name))
-    learnt = "scores" if algorithm.needs_scores else "logp"
+    learnt = "scores" if algorithm.stage == "reward_model" else "logp"
     gradient_of = jax.grad(lambda values, part: algorithm.loss(dataclasses.replace(part, **{learnt: values}))[0])
     whole = np.asarray(gradient_of(getattr(arrays, learnt), arrays))
     parts = []
@@ -73,19 +79,21 @@ def test_micro_batches_of_pairs_add_up_and_padding_gets_no_gradient(name):
         part = jax.tree.map(lambda array, row=row: array[row : row + 1] if np.ndim(array) else array, arrays)
         parts.append(gradient_of(getattr(part, learnt), part))
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-6)
-    assert not whole[arrays.mask == 0].any() or algorithm.needs_scores  # a score is read at the last token
+    assert not whole[arrays.mask == 0].any() or algorithm.stage == "reward_model"  # a score is read at the last token
     assert whole.any()
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if hasattr(rl.algorithms.get(name), "advantages")])
+@pytest.mark.parametrize(
+    "name", [name for name in ALGORITHMS if hasattr(rl.algorithms.get(name), "advantages") and name != "raft"]
+)
 def test_equal_and_absent_rewards_have_no_advantage(name):
     """With a group of equal ones whose mean is rounded, a lone score and a gap. ReMax compares with one completion, which has the
     reward of its group here; REINFORCE++ with the whole batch, so its groups are taken one by one."""
     algorithm = rl.algorithms.get(name)
     rewards = np.array([[0.1, 0.1, 0.1], [np.nan, np.nan, 1.0], [0.0, np.nan, 1.0]])
-    given = {"greedy": np.array([0.1, np.nan, 0.5])} if algorithm.needs_greedy else {}
+    given = {"greedy": np.array([0.1, np.nan, 0.5])} if "greedy_reward" in algorithm.inputs else {}
     lengths = np.array([[1, 2, 2], [2, 2, 1], [2, 1, 1]])
-    groups = [range(3)] if not algorithm.needs_token_kl else [[0], [1], [2]]
+    groups = [range(3)] if "token_kl" not in algorithm.inputs else [[0], [1], [2]]
     found = np.concatenate([algorithm.advantages(rewards[rows], lengths[rows], **given) for rows in groups])
     assert found.shape[:2] == rewards.shape
     advantages = found[..., 0] if found.ndim == 3 else found

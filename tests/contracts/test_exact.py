@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from oracles import KINDS, VOCAB, random_model, short
 
-import rollout.engine.engine
 import rollout.engine.programs
 import rollout.engine.sampling
 from policy import families
 from policy.heads import scoring
 from rollout import Generator, GeneratorOptions, SamplingParams
-from rollout.engine.scheduler import Request
+from rollout.request import Request
+
+pytestmark = pytest.mark.xdist_group("exact")
 
 WIDTH, NEW = 80, 20
 # Full attention; windows, latents with experts, a recurrent state.
@@ -148,7 +149,7 @@ def bad_drafts(monkeypatch):
 
     def poor(logits_SV, numbers, draws):
         noise = 0.3 * jnp.sin(jnp.arange(logits_SV.shape[-1]) * (1.0 + numbers[2][:, None]))
-        return rollout.engine.engine.sampling.choose(logits_SV + noise, numbers, draws)
+        return rollout.engine.sampling.choose(logits_SV + noise, numbers, draws)
 
     monkeypatch.setattr(rollout.engine.programs, "choose", poor)
 

@@ -64,6 +64,7 @@ def test_every_scheme_computes_what_one_device_does_unless_its_buffer_is_full():
     assert dropping["choices"] > 24 and dropping["dropped"] == dropping["choices"] - 24
 
 
+@pytest.mark.slow
 def test_the_usual_room_is_taken_where_it_is_enough_and_drops_nothing_where_it_is_not():
     """Four devices with 12 tokens each: of 2 choices a device has 24 rows in the mean, room for 48, and 96 at most, which it needs
     where all tokens choose its two experts. Also a part of the tokens at a time, and with a token for each device: decoding."""
@@ -84,6 +85,7 @@ def test_the_usual_room_is_taken_where_it_is_enough_and_drops_nothing_where_it_i
     assert np.isnan(wrong["difference"])  # what the case "only" does where the usual room is not enough
 
 
+@pytest.mark.slow
 def test_few_tokens_go_through_every_expert_of_a_device():
     """As on a TPU. Devices have experts, or a slice of their width, or of both."""
     every = {"usual": "every"}

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from oracles import KINDS, random_model, short, tokens
+from oracles import KINDS, by_kind, random_model, short, tokens
 
 import policy
 from policy import families, modes
@@ -27,7 +27,7 @@ from policy.cache.step import Step
 from policy.config import DenseAndExperts, LayerSpec, Moe, Router, Runtime
 from policy.heads import head
 from policy.huggingface import sources
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 from policy.mesh.sharding import layout
 from policy.model import Graph
 from policy.modes import make_step
@@ -41,6 +41,10 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request):
     return request.param
+
+
+# For tests that compile.
+of_representative_kinds = pytest.mark.parametrize("kind", by_kind(), scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +165,7 @@ def logits_of(model, rows, segments=None) -> np.ndarray:
     return logits[: rows.shape[0], : rows.shape[1]]
 
 
+@of_representative_kinds
 def test_logits_are_causal_and_padding_is_not_seen(model):
     rows = np.repeat(tokens(1, 10), 3, axis=0)
     rows[1:, 7:] = (rows[1:, 7:] + 1) % 160
@@ -172,6 +177,7 @@ def test_logits_are_causal_and_padding_is_not_seen(model):
     assert np.abs(changed[7:] - plain[7:]).max() > 0.1
 
 
+@of_representative_kinds
 def test_packed_and_padded_documents_equal_the_documents_alone(model, kind):
     """One batch: three documents packed (padding last, padding first), and each alone, padded on the right and on the left."""
     width, lengths = WIDTH, (9, 1, 14)
@@ -190,6 +196,7 @@ def test_packed_and_padded_documents_equal_the_documents_alone(model, kind):
             np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0, err_msg=f"row {row}")
 
 
+@of_representative_kinds
 def test_prefill_and_decoding_equal_the_full_forward(model, kind):
     """Two rows of different length, prefilled with their first tokens in two calls, then fed one token at a time."""
     rows, lengths, start = tokens(2, 10), np.array([10, 8]), 6
@@ -218,6 +225,7 @@ def test_prefill_and_decoding_equal_the_full_forward(model, kind):
         np.testing.assert_allclose(np.asarray(logits)[active], expected[active, t], atol=KINDS[kind].generator, rtol=0)
 
 
+@of_representative_kinds
 def test_log_probabilities_are_those_of_the_logits(model):
     row = tokens(2, 10)
     logits = logits_of(model, row).astype(np.float64) / 0.7
@@ -230,6 +238,7 @@ def test_log_probabilities_are_those_of_the_logits(model):
     assert head.CHUNK_LOGITS >= 160
 
 
+@of_representative_kinds
 def test_router_statistics_count_the_choices(model):
     sparse = [router for layer in model.config.layers if (router := router_of(layer))]
     if not sparse:
@@ -237,12 +246,13 @@ def test_router_statistics_count_the_choices(model):
     row = jnp.asarray(tokens(2, 10))
     segments = jnp.ones_like(row).at[1, 6:].set(0)
     aux = jax.jit(lambda p: model.graph.logprobs(p, row, make_step(row, None, segments), 1.0)[2])(model.params)
-    counts = [np.asarray(found.counts) for found in aux.found("routing").values()]
+    counts = [np.asarray(found.counts) for found in aux.by_layer("routing").values()]
     assert sum(len(each) for each in counts) == len(sparse)
     for each in counts:
         assert (each.sum(-1) == 16 * sparse[0].experts_per_token).all()
 
 
+@pytest.mark.slow
 def test_presets_of_released_models_have_their_number_of_parameters():
     published = tiny.PUBLISHED
     assert set(sources.presets()) == {*published, "tiny-deepseek", "tiny-deepseek-v32"}

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from devices import on_devices
 
-pytestmark = pytest.mark.xdist_group("in_place_on_a_mesh")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("in_place_on_a_mesh")]
 
 
-@pytest.fixture(scope="module", params=["auto", pytest.param("explicit", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["auto", "explicit"])
 def found(request):
     """With each `mesh.shard_mode`."""
     return on_devices(8, Path(__file__).with_name("in_place_on_mesh.py"), request.param)

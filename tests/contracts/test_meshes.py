@@ -45,6 +45,7 @@ def check(*cases: list, devices: int = 8) -> None:
             assert found["logp"] < 2e-5 and found["gradient"] < 2e-5, (case, found)
 
 
+@pytest.mark.slow
 def test_sequences_that_are_cut():
     """Packed and padded rows; grouped heads, also where the axis tensor cuts queries only; 13 tokens, which 4 does not divide."""
     few = {"window": 5, "softcap": 2.0, "sinks": True, "queries": 4}

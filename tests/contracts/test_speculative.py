@@ -11,7 +11,7 @@ import rollout.engine.programs
 from policy import families
 from rollout import Generator, GeneratorOptions, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.xdist_group("speculative")]
 
 # So few tokens that drafts of untrained modules are right now and then.
 VOCAB, WIDTH, NEW = 6, 40, 20
@@ -87,7 +87,7 @@ def test_every_cache_writes_the_same_tokens(name, monkeypatch):
 
 
 # Pages for little more than one of the longest rows.
-FEW_PAGES = {"cache": "paged", "page_size": 8, "pages": 10, "rings": True}
+FEW_PAGES = {"cache": "paged", "page_size": 8, "pages": 10, "sliding_window_cache": True}
 
 
 @pytest.mark.slow
@@ -161,6 +161,7 @@ def chain_generator():
     )
 
 
+@pytest.mark.slow
 def test_drawn_tokens_have_the_distribution_of_the_decoder():
     """Three tokens after a prompt, 64 outcomes whose probabilities are products of P, with a module that is mostly wrong. Rules
     that accept too much, or draw again after a rejection, are off by hundreds."""
@@ -178,6 +179,7 @@ def test_drawn_tokens_have_the_distribution_of_the_decoder():
     np.testing.assert_allclose([completion.logprobs for completion in made], logps, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_drafts_are_accepted_as_often_as_the_documented_coupling_says():
     """Of two tokens only one is drafted: they take one step where it was right."""
     samples, start = 3000, 0

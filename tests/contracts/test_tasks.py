@@ -160,3 +160,21 @@ def test_without_reasoning_gym_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match=r"pip install 'duet-rl\[tasks\]'"):
         tasks.check("chain_sum", {})
+
+
+def test_a_task_of_ones_own_is_a_function_of_a_file(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def double(split, most=3):\n"
+        "    return [{'prompt': f'{n}+{n}=', 'completion': str(2 * n), 'split': split} for n in range(most)]\n"
+        "def broken(split):\n    return ['no mapping']\n"
+    )
+    (first, *_, last) = tasks.problems(f"{file}:double", {"most": 2}, "eval")
+    assert (first.prompt, last.completion, last.columns) == ("0+0=", "2", {"split": "eval"})
+    tasks.check(f"{file}:double", {"most": 2})
+    with pytest.raises(ValueError, match="no option `least`"):
+        tasks.check(f"{file}:double", {"least": 2})
+    with pytest.raises(ValueError, match="task .*no function 'triple'"):
+        tasks.check(f"{file}:triple", {})
+    with pytest.raises(ValueError, match="must be a mapping"):
+        tasks.problems(f"{file}:broken", {}, "train")

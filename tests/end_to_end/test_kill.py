@@ -36,6 +36,7 @@ def reached(directory, stage: str, step: int):
     return moment
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(unbroken, tmp_path):
     directory = tmp_path / "run"
     assert killed(directory, (directory / "checkpoints" / "0000000006").exists)  # after two steps of grpo

@@ -18,18 +18,20 @@ from policy.model import Graph, Model
 from rl.commands import cli
 from rl.config import files
 from rl.config.load import load
-from rl.data.prepare import read_tokenizer
+from rl.data.reader import read_tokenizer
 from rl.plan.children import described
 from rl.plan.estimate import Estimator
 from rl.plan.programs import programs
 from rl.reporting import program_memory
 from rl.run import build
+from rl.stages import scorers
 from rl.training.reward_model import RewardModelScorer
 from rl.training.trainer import Trainer
 from rollout.engine import exact
 from rollout.generator import Generator
 from rollout.types import GeneratorOptions
 
+pytestmark = pytest.mark.xdist_group("plan")
 MESH = ("mesh.fsdp=2", "mesh.tensor=2")
 ONE = (
     "model={source: qwen3-0.6b, overrides: {vocab_size: 32, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}}",
@@ -95,6 +97,7 @@ def test_the_program_that_lays_weights_out_is_planned_and_its_copy_counted(plan)
     ), "it is beside"
 
 
+@pytest.mark.slow
 def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
     """Of an update on one device: weights, moments and what it reads of the batch; the first two are written in place."""
     found = plan("cpu:1")[1]["sft: update"]
@@ -117,6 +120,7 @@ def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_run_says_what_its_own_programs_take_and_a_plan_had_said_so(plan, tmp_path):
     """On one device, quantised weights in rollouts: what rows of `max_length` compile to is what runs."""
     more = (*launch.LIGHT, "stages.0.steps=1", "stages.1.steps=1", "stages.2.steps=0")
@@ -178,6 +182,7 @@ def asking(directory):
     ), source
 
 
+@pytest.mark.slow
 def test_reward_models_and_the_check_of_exact_completions_are_planned_as_they_are_compiled(tmp_path):
     more, source = asking(tmp_path)
     config = load([launch.SMALL], more)
@@ -195,7 +200,7 @@ def test_reward_models_and_the_check_of_exact_completions_are_planned_as_they_ar
     generator.verifier.compile_ahead(generator.model.params, config.max_length)
     assert np.isfinite(judge([[1, 2, 3]] * 3)).all()
     largest = program_memory.ProgramMemoryLog(tmp_path).look(
-        "grpo", {program_memory.judged(source): judge.program}, generator
+        "grpo", {scorers.program_name(source): judge.program}, generator
     )
     assert_ran_as_planned(tmp_path, planned)
     assert largest["peak"] == max(each["peak"] for each in planned.values())
@@ -222,6 +227,7 @@ def test_a_run_that_asks_a_reward_model_and_checks_takes_what_was_planned(plan, 
     )
 
 
+@pytest.mark.slow
 def test_where_it_does_not_fit_settings_are_named_that_fit(numbers, capsys):
     code, found = numbers("cpu:1", *ONE)
     assert code == 0
@@ -239,6 +245,7 @@ def test_where_it_does_not_fit_settings_are_named_that_fit(numbers, capsys):
     assert "stages.0.micro_batch=4 " in shown
 
 
+@pytest.mark.slow
 def test_search_prints_a_file_that_fits(numbers, capsys, tmp_path):
     flags = ("--search", "--memory", "1", "--candidates", "1")
     code, found = numbers("cpu:2", *ONE, flags=flags)

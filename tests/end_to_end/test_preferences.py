@@ -15,13 +15,15 @@ from policy.config import Runtime
 from policy.mesh.sharding import layout
 from rl.commands import cli
 from rl.config.load import load
-from rl.data.prepare import prepare
 from rl.errors import DataError
 from rl.reporting import events
 from rl.run import build
+from rl.run.prepare import prepare
+from rl.stages.scorers import abstract_scorers
 from rl.training.reward_model import RewardModelScorer
 from rollout.text.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.xdist_group("preferences")
 RUN = """
 platform: cpu
 model: {source: MODEL, remat: none, scan: false}
@@ -99,10 +101,10 @@ def test_a_reward_model_is_planned_as_the_stage_leaves_it(finished):
     file, run = finished / "run.yml", finished / "run"
     config = load([file], [f"run.dir={run}"])
     graph = build.graph(config, build.on_mesh(config, jax.devices()[:1]))
-    (planned,) = build.planned_reward_model_scorers(config, config.stages[2], graph).values()
+    (planned,) = abstract_scorers(config, config.stages[2].rewards, graph).values()
     read = RewardModelScorer.read(run / "reward_models" / "reward_model", Runtime(), graph.layout, 24)
     assert planned.graph.config.layers == read.graph.config.layers and planned.abstract == read.abstract
-    assert build.planned_reward_model_scorers(config, config.stages[0], graph) == {}
+    assert abstract_scorers(config, config.stages[0].rewards or config.rewards, graph) == {}
 
 
 def test_a_run_that_is_cut_off_in_it_goes_on_to_the_same_bits(finished, tmp_path):
@@ -136,10 +138,10 @@ def test_a_pair_is_read_up_to_the_last_token_that_a_completion_would_have(tmp_pa
     changes = (tokenizer, dpo, "evaluation=null", f"run.dir={tmp_path / 'run'}")
     read = prepare(load([file], [*changes, "max_length=32"]))
     text = read.tokenizer.decode
-    for pair, expected in zip(read.stages[0].pairs.own, [("four<eos>", "5<eos>"), ("7<eos>", "89<eos>")], strict=True):
+    for pair, expected in zip(read.stages[0].rows.own, [("four<eos>", "5<eos>"), ("7<eos>", "89<eos>")], strict=True):
         for (ids, mask), answer in zip((pair.chosen, pair.rejected), expected, strict=True):
             assert text([i for i, m in zip(ids, mask, strict=True) if m]) == answer and mask[-1] == 1
-    assert text(read.stages[0].pairs.own[0].chosen[0]) == "u1<eos>\na2<eos>\nu3<eos>\nafour<eos>"
+    assert text(read.stages[0].rows.own[0].chosen[0]) == "u1<eos>\na2<eos>\nu3<eos>\nafour<eos>"
     with pytest.raises(DataError, match=r"pairs.jsonl:1: 18 tokens, but only 16 fit"):
         prepare(load([file], [*changes, "max_length=16"]))
 

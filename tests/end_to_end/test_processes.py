@@ -94,6 +94,7 @@ def alone(directory, *more: str):
     return directory
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_a_process_goes_on_to_the_numbers_of_one_process(tmp_path):
     directory = tmp_path / "run"
     first, second = running = start(directory, 2, 2)

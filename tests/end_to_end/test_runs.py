@@ -16,12 +16,13 @@ from oracles import configuration, random_model
 import policy
 from policy import families
 from rl.config.load import load
-from rl.data.prepare import prepare
 from rl.data.tasks import arithmetic
 from rl.reporting import events
 from rl.reporting.timeline import CHECKPOINTS, FILE, RUN, WORKERS
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
+from rl.run.prepare import prepare
+from rl.stages.online import Stage
 from rl.training.trainer import Trainer
 
 SFT = "{algorithm: sft, steps: 3, prompts_per_step: 8, optimizer: {learning_rate: 2e-3}, sampling: {max_new_tokens: 6}}"
@@ -164,6 +165,7 @@ def test_a_run_in_use_is_left_alone(unbroken, capsys):
     assert "in use by another process" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(unbroken, tmp_path):
     directory = tmp_path / "run"
     running = launch.process(*launch.arguments(directory))
@@ -292,7 +294,7 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
 
     sft, grpo = prepared.stages
     trained = {what(problem.example.prompt) for problem in grpo.problems.own}
-    prompts = ([i for i, learnt in zip(ids, mask, strict=True) if not learnt] for ids, mask in sft.demonstrations.own)
+    prompts = ([i for i, learnt in zip(ids, mask, strict=True) if not learnt] for ids, mask in sft.rows.own)
     demonstrated = {what(prepared.tokenizer.decode(ids)) for ids in prompts}
     held_out = {what(problem.example.prompt) for problem in prepared.held_out}
     assert (
@@ -300,9 +302,7 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
     )  # 12+34 and 34+12 are on one side together
     assert len(trained) > 3000 and demonstrated == trained
     assert not held_out & trained
-    texts = {prepared.tokenizer.decode(ids) for ids, _ in sft.demonstrations.own} | {
-        p.example.prompt for p in grpo.problems.own
-    }
+    texts = {prepared.tokenizer.decode(ids) for ids, _ in sft.rows.own} | {p.example.prompt for p in grpo.problems.own}
     assert not any(text.startswith(problem.example.prompt) for problem in prepared.held_out for text in texts)
 
 
@@ -372,6 +372,7 @@ def test_a_run_with_a_critic_that_warms_up(tmp_path):
     assert (launch.numbers(tmp_path / "run"), launch.samples(tmp_path / "run")) == before
 
 
+@pytest.mark.slow
 def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generator(tmp_path, monkeypatch):
     """No pass for values is made, but for one that the end of a completion which was cut off needs; the numbers are those of a run
     that makes it every step."""
@@ -406,7 +407,7 @@ def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generato
     monkeypatch.setattr(Trainer, "values", counted)
     assert train("sampled") == 0
     with monkeypatch.context() as other:
-        other.setattr(Trainer, "values_while_sampling", False)
+        other.setattr(Stage, "sampled_values", False)
         assert train("computed") == 3
     for ours, theirs in zip(launch.numbers(tmp_path / "sampled"), launch.numbers(tmp_path / "computed"), strict=True):
         assert ours[:2] == theirs[:2] and ours[2] == pytest.approx(theirs[2], rel=1e-3, abs=1e-5)

@@ -14,7 +14,7 @@ from oracles import configuration
 from policy import families
 from policy.config import Runtime
 from policy.huggingface.ngrams import is_prime
-from policy.layers.engram import NgramMemory, table_rows
+from policy.layers.engram import NgramLookup, table_rows
 from policy.modes import make_step
 
 torch = pytest.importorskip("torch", reason="the oracle is written in torch: pip install 'duet-rl[test]'")
@@ -71,7 +71,7 @@ SECTIONS = {
 
 def spec_of(section, layer, **more):
     config = families.read(configuration("Llama", **more, duet={"engram": section}))
-    return config, config.layers[layer].memory
+    return config, config.layers[layer].engram
 
 
 @pytest.mark.parametrize("integers", ["int32", "int64"])
@@ -141,9 +141,9 @@ def test_what_is_added_and_its_gradients_are_those_of_the_demo(streams, changes,
     keys = configuration("Llama", hidden_size=24)
     parts = {"engram": section} | ({"hyper_connections": {"streams": streams}} if streams else {})
     config = families.read(keys | {"duet": parts})
-    spec, G, rng = config.layers[2].memory, streams or 1, np.random.default_rng(3)
+    spec, G, rng = config.layers[2].engram, streams or 1, np.random.default_rng(3)
     with nnx.use_eager_sharding(False):
-        graph, state = nnx.split(NgramMemory(spec, config, nnx.Rngs(0)))
+        graph, state = nnx.split(NgramLookup(spec, config, nnx.Rngs(0)))
     shapes = {path[0]: variable.shape for path, variable in nnx.to_flat_state(state)}
     classes = rng.permutation(160).astype(np.int32)
     w = {name: (rng.normal(size=each) * 0.6).astype(np.float32) for name, each in shapes.items() if name != "classes"}

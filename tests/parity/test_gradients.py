@@ -5,7 +5,7 @@ Ours are saved as if they were weights and read by transformers, so that names, 
 
 import numpy as np
 import pytest
-from oracles import KINDS, oracle, reload, saved, tokens, torch_logprobs
+from oracles import KINDS, by_kind, oracle, reload, saved, tokens, torch_logprobs
 
 import policy
 
@@ -51,8 +51,6 @@ def check(kind, directory):
     assert compared > 4
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("Llama", "DeepseekV3"))) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", by_kind(always=("Llama", "DeepseekV3")))
 def test_gradients(kind, tmp_path):
     check(kind, tmp_path)

@@ -3,30 +3,29 @@
 import numpy as np
 import pytest
 import tiny
-from oracles import KINDS, STANDARD, edit_config, oracle, reference_logits, saved, tokens
+from oracles import KINDS, STANDARD, by_kind, edit_config, oracle, reference_logits, saved, tokens
 
 import policy
 
 pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 
 
-def check(kind, keys, directory):
-    model = oracle(kind, **keys)
-    ours, row = policy.load(saved(model, directory)), tokens(2, 70)
-    expected = reference_logits(model, row)
+def check(kind, ours, expected):
     assert expected.std() > 0.5, "the oracle says the same everywhere"
-    np.testing.assert_allclose(np.asarray(ours.logits(row)), expected, atol=KINDS[kind].logits, rtol=0)
+    np.testing.assert_allclose(np.asarray(ours.logits(tokens(2, 70))), expected, atol=KINDS[kind].logits, rtol=0)
 
 
-@pytest.mark.parametrize("kind", STANDARD)
-def test_logits(kind, tmp_path):
-    check(kind, STANDARD[kind], tmp_path)
+@pytest.mark.parametrize("kind", by_kind())
+def test_logits(kind, pair):
+    check(kind, pair(kind).ours, pair(kind).expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tiny.VARIANTS | tiny.WIDE)
 def test_logits_of_variants(name, tmp_path):
-    check(*(tiny.VARIANTS | tiny.WIDE)[name], tmp_path)
+    kind, keys = (tiny.VARIANTS | tiny.WIDE)[name]
+    model = oracle(kind, **keys)
+    check(kind, policy.load(saved(model, tmp_path)), reference_logits(model, tokens(2, 70)))
 
 
 def old_rope(config):

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 import policy
 from policy import families
-from policy.huggingface import hub
+from policy.huggingface import model_directory
 from policy.modes import make_step
 
 torch = pytest.importorskip("torch")
@@ -115,7 +115,7 @@ def test_released_names_are_read_only_where_the_section_asks_for_them(tmp_path):
     plain, one = policy.load(directory), policy.load(directory, sections={"multi_token_prediction": {"depth": 1}})
     assert plain.config.multi_token_prediction is None and not [p for p in plain.params if p.startswith("mtp")]
     assert one.params["mtp.eh_proj"].shape == (1, 64, 32)
-    with pytest.raises(hub.ModelFileError, match=r"model\.layers\.4\.\S+"):
+    with pytest.raises(model_directory.ModelFileError, match=r"model\.layers\.4\.\S+"):
         policy.load(directory, sections={"multi_token_prediction": {"depth": 3}})
 
 
@@ -153,7 +153,7 @@ def test_released_size_keeps_the_released_names(tmp_path):
         "shared_head.norm.weight",
         "mlp.experts.7.down_proj.weight",
     }
-    assert not (tmp_path / hub.MTP_FILE).exists()
+    assert not (tmp_path / model_directory.MTP_FILE).exists()
     reload("DeepseekV3", tmp_path)
     assert policy.load(tmp_path).params.keys() == model.params.keys()
 

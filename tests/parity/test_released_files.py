@@ -8,8 +8,8 @@ from oracles import STANDARD, TINY, edit_config, oracle, reference_logits, reloa
 
 import policy
 from policy import families
-from policy.huggingface import hub
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface import model_directory
+from policy.huggingface.config_fields import UnsupportedModel
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -24,7 +24,7 @@ def assert_same_weights(found, expected):
 def stored_names(directory):
     from safetensors import safe_open
 
-    with safe_open(directory / hub.SINGLE, framework="numpy") as file:
+    with safe_open(directory / model_directory.SINGLE, framework="numpy") as file:
         return list(file.keys())
 
 

@@ -7,17 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from oracles import (
-    STANDARD,
-    VOCAB,
-    configuration,
-    oracle,
-    random_model,
-    reference_logits,
-    saved,
-    tokens,
-    torch_logprobs,
-)
+from oracles import STANDARD, VOCAB, configuration, random_model, reference_logits, tokens, torch_logprobs
 
 import policy
 from policy import families
@@ -172,13 +162,12 @@ def test_remat_and_chunks_keep_the_gradients():
 # From here on the oracle is transformers.
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in KINDS else pytest.mark.slow) for k in oracles.KINDS])
-def test_left_padding_and_log_probabilities_equal_those_of_transformers(kind, tmp_path):
+@pytest.mark.parametrize("kind", oracles.by_kind(always=KINDS))
+def test_left_padding_and_log_probabilities_equal_those_of_transformers(kind, pair):
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-    theirs = oracle(kind, **STANDARD[kind] | oracles.KINDS[kind].padded)
-    ours = policy.load(saved(theirs, tmp_path))
-    row = tokens(2, 12, seed=4)
-    mask = np.ones((2, 12), int)
+    theirs, ours = (found := pair(kind, oracles.KINDS[kind].padded)).theirs, found.ours
+    row = tokens(2, 70, seed=4)
+    mask = np.ones((2, 70), int)
     mask[0, :5] = 0
     positions = np.maximum(mask.cumsum(1) - 1, 0)
     expected = reference_logits(theirs, row, attention_mask=torch.tensor(mask), position_ids=torch.tensor(positions))

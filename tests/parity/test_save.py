@@ -7,6 +7,7 @@ import pytest
 from oracles import (
     KINDS,
     STANDARD,
+    by_kind,
     classes,
     configuration,
     edit_config,
@@ -20,7 +21,7 @@ from oracles import (
 
 import policy
 from policy import families
-from policy.huggingface import hub
+from policy.huggingface import model_directory
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -33,22 +34,22 @@ CASES = {kind: (kind, STANDARD[kind]) for kind in STANDARD} | {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_transformers_loads_what_we_save(name, tmp_path):
+@pytest.mark.parametrize("name", by_kind(CASES))
+def test_transformers_loads_what_we_save(name, tmp_path, pair):
     kind, keys = CASES[name]
     ours = random_model(families.read(configuration(kind, **keys)))
     policy.save(ours, tmp_path)
-    row = tokens(2, 12)
+    row = tokens(2, 70)
     found = reference_logits(reload(kind, tmp_path), row)
+    ours = pair(kind).with_weights_of(ours) if name in STANDARD else ours  # the logits of a pair are compiled already
     np.testing.assert_allclose(found, np.asarray(ours.logits(row)), atol=KINDS[kind].logits, rtol=0)
 
 
-@pytest.mark.parametrize("kind", STANDARD)
-def test_a_model_of_transformers_comes_back_bit_for_bit(kind, tmp_path):
-    theirs = oracle(kind, **STANDARD[kind])
-    policy.save(policy.load(saved(theirs, tmp_path / "in")), tmp_path / "out")
-    back = reload(kind, tmp_path / "out").state_dict()
-    for name, tensor in theirs.state_dict().items():
+@pytest.mark.parametrize("kind", by_kind())
+def test_a_model_of_transformers_comes_back_bit_for_bit(kind, tmp_path, pair):
+    policy.save(pair(kind).ours, tmp_path)
+    back = reload(kind, tmp_path).state_dict()
+    for name, tensor in pair(kind).theirs.state_dict().items():
         assert torch.equal(back[name], tensor), name
 
 
@@ -65,12 +66,12 @@ def test_bfloat16_weights_come_back_as_bfloat16(tmp_path):
 def test_auto_classes_find_the_saved_model_and_several_shards(tmp_path, monkeypatch):
     import transformers
 
-    monkeypatch.setattr(hub, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(model_directory, "SHARD_BYTES", 20_000)
     ours = random_model(families.read(configuration("Qwen3Moe")))
     policy.save(ours, tmp_path)
     shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(shards) > 3
-    assert set(json.loads((tmp_path / hub.INDEX).read_text())["weight_map"].values()) == set(shards)
+    assert set(json.loads((tmp_path / model_directory.INDEX).read_text())["weight_map"].values()) == set(shards)
     row = tokens(1, 12)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", attn_implementation="eager")
     expected = np.asarray(ours.logits(row))
@@ -86,7 +87,7 @@ def test_fused_experts_are_read_like_single_ones(kind, tmp_path):
     single = policy.load(saved(theirs, tmp_path))
     state = {name: tensor.contiguous() for name, tensor in theirs.state_dict().items()}
     assert any(name.endswith("mlp.experts.gate_up_proj") for name in state)
-    save_file(state, tmp_path / hub.SINGLE, metadata={"format": "pt"})
+    save_file(state, tmp_path / model_directory.SINGLE, metadata={"format": "pt"})
     fused = policy.load(tmp_path)
     for path, array in single.params.items():
         np.testing.assert_array_equal(np.asarray(fused.params[path]), np.asarray(array), err_msg=path)
@@ -114,9 +115,9 @@ def test_a_head_on_disk_is_accepted_where_it_is_tied(tmp_path):
 
     theirs = oracle("Qwen3", tie_word_embeddings=True)
     directory = saved(theirs, tmp_path)
-    state = load_file(directory / hub.SINGLE)
+    state = load_file(directory / model_directory.SINGLE)
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-    save_file(state, directory / hub.SINGLE, metadata={"format": "pt"})
+    save_file(state, directory / model_directory.SINGLE, metadata={"format": "pt"})
     row = tokens(1, 12)
     found = np.asarray(policy.load(directory).logits(row))
     np.testing.assert_allclose(found, reference_logits(theirs, row), atol=2e-5, rtol=0)

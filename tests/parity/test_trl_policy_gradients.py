@@ -193,14 +193,14 @@ def ours(case, directories, given, out):
     old = here if "mode" in more else here + noise(given, 0.2, seed=7)
     P = len(tokens) // GROUP
     rewards = given.rewards.reshape(P, GROUP, -1)
-    extra = {"weights": more["weights"]} if algorithm.needs_each_reward else {}
+    extra = {"weights": more["weights"]} if "each_reward" in algorithm.inputs else {}
     reference = None
-    if algorithm.needs_reference:
+    if "ref_logp" in algorithm.inputs:
         other = policy.load(directories[1])
         reference = np.asarray(jax.jit(lambda params: logprobs(params, other)[0])(other.params))
-        if algorithm.needs_token_kl:
+        if "token_kl" in algorithm.inputs:
             extra = {"token_kl": (here - reference).reshape(P, GROUP, -1), "mask": mask.reshape(P, GROUP, -1)}
-    elif algorithm.needs_token_kl:
+    elif "token_kl" in algorithm.inputs:
         extra = {"mask": mask.reshape(P, GROUP, -1)}
     advantages = algorithm.advantages(
         rewards if "weights" in extra else rewards[..., 0], mask.sum(1).reshape(P, GROUP), **extra

@@ -23,7 +23,7 @@ def test_unknown_algorithm():
 def test_unknown_option_names_the_nearest_and_the_valid_ones():
     with pytest.raises(ValueError, match=r"grpo has no option 'epsilom' .nearest: epsilon; .*kl_coef") as caught:
         rl.algorithms.get("grpo", epsilom=0.1)
-    assert "needs_critic" not in str(caught.value)
+    assert "inputs" not in str(caught.value)
 
 
 def test_all_faults_are_reported_at_once_each_with_its_option():
@@ -72,15 +72,15 @@ def test_integers_are_taken_as_numbers_and_algorithms_are_frozen_and_hashable():
 
 def test_what_the_trainer_has_to_provide():
     grpo = rl.algorithms.get("grpo")
-    assert grpo.needs_rollouts
-    assert not (grpo.needs_critic or grpo.needs_reference or grpo.needs_entropy or grpo.needs_old_logp(1))
-    assert grpo.needs_old_logp(2)
-    assert rl.algorithms.get("grpo", kl_coef=0.1).needs_reference
-    assert rl.algorithms.get("grpo", entropy_coef=-0.1).needs_entropy
+    assert grpo.stage == "online"
+    assert not grpo.inputs & {"values", "ref_logp", "entropy", "old_logp"}
+    assert "old_logp" in grpo.repeated_inputs
+    assert "ref_logp" in rl.algorithms.get("grpo", kl_coef=0.1).inputs
+    assert "entropy" in rl.algorithms.get("grpo", entropy_coef=-0.1).inputs
     selective = rl.algorithms.get("grpo", top_entropy=0.2)
-    assert selective.needs_entropy
-    assert selective.needs_old_logp(1)
-    assert not rl.algorithms.get("sft").needs_rollouts
+    assert "entropy" in selective.inputs
+    assert "old_logp" in selective.inputs
+    assert rl.algorithms.get("sft").stage == "supervised"
 
 
 def test_validation_imports_no_jax():

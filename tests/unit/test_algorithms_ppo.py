@@ -7,7 +7,7 @@ from algorithms_fixture import LOGP, MASK, OLD, REF, close, inputs, padded
 
 import rl.algorithms
 from rl.algorithms import ppo
-from rl.stages.rollout import values_at_the_end
+from rl.stages.inputs import values_at_the_end
 
 ROWS = slice(0, 2)
 VALUES = padded([[0.2, 0.3, 0.5, 0.6], [0.1, 0]])
@@ -36,7 +36,7 @@ def test_whitened_advantages():
 
 def test_without_a_kl_penalty_no_log_probabilities_are_needed():
     algorithm = rl.algorithms.get("ppo", kl_reward_coef=0.0, whiten=False, lam=1.0)
-    assert not algorithm.needs_reference
+    assert "ref_logp" not in algorithm.inputs
     _, returns, metrics = algorithm.advantages_per_token([1.0, -2.0], None, None, VALUES, MASK[ROWS])
     close(returns, [[1, 1, 1, 1], [-2, -2, 0, 0]])
     assert "kl/reward" not in metrics
@@ -240,10 +240,9 @@ def test_the_kl_coefficient_moves_towards_its_target(name):
 
 def test_what_the_trainer_has_to_provide():
     algorithm = rl.algorithms.get("ppo")
-    assert (algorithm.needs_rollouts, algorithm.needs_critic, algorithm.needs_reference) == (True, True, True)
-    assert algorithm.needs_old_logp(1)
+    assert algorithm.stage == "online" and {"values", "ref_logp", "old_logp"} <= algorithm.inputs
     bare = rl.algorithms.get("ppo", kl_reward_coef=0.0)
-    assert not bare.needs_reference
-    assert not bare.needs_old_logp(1)
-    assert bare.needs_old_logp(2)
-    assert rl.algorithms.get("ppo", kl_reward_coef=0.0, kl_coef=0.1).needs_reference
+    assert "ref_logp" not in bare.inputs
+    assert "old_logp" not in bare.inputs
+    assert "old_logp" in bare.repeated_inputs
+    assert rl.algorithms.get("ppo", kl_reward_coef=0.0, kl_coef=0.1).inputs >= {"ref_logp"}

@@ -61,7 +61,7 @@ SEEDS = st.integers(0, 2**31)
 
 def cases():
     """(algorithm, options): every algorithm but those of pairs with its defaults, and with some that go with any."""
-    known = [name for name in rl.algorithms.known() if not rl.algorithms.get(name).needs_pairs]
+    known = [name for name in rl.algorithms.known() if rl.algorithms.get(name).stage in ("online", "supervised")]
     found = [(name, {}) for name in known] + [("ppo", {"positive_nll_coef": 0.2, "aggregation": "sequence"})]
     some, of_clipped = itertools.cycle(OPTIONS), itertools.cycle(OF_CLIPPED)
     for name in known:

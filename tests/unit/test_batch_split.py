@@ -27,7 +27,7 @@ def value_and_gradient(model, data, **changes):
             logp, entropy, aux = graph.logprobs(
                 params, data.tokens, make_step(data.tokens, segments=data.segments), 0.9
             )
-            (routing,) = aux.found("routing").values()
+            (routing,) = aux.by_layer("routing").values()
             return jnp.sum(logp * data.sampler_logp + entropy) + routing.balance.sum(), (logp, routing.counts)
 
         return jax.value_and_grad(loss, has_aux=True)(params)
@@ -57,7 +57,7 @@ def test_what_is_recorded_of_a_layer_is_that_of_all_rows():
     def recorded(**changes):
         graph = model.graph.at(record=("hidden", "activations"), **changes)
         _, _, aux = graph.logprobs(model.params, data.tokens, make_step(data.tokens, segments=data.segments), 0.9)
-        return [aux.found(name) for name in ("hidden", "activations")]
+        return [aux.by_layer(name) for name in ("hidden", "activations")]
 
     plain, split = recorded(), recorded(batch_split=True)
     assert all(found for found in plain)

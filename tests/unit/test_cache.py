@@ -8,7 +8,7 @@ from oracles import configuration
 
 from policy import families
 from policy.cache import cache as caches
-from policy.cache.cache import LayerCache, extend
+from policy.cache.layer_cache import LayerCache, extend
 from policy.cache.step import Step
 
 S, K, C, D = 3, 2, 8, 4

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import subprocess
@@ -411,7 +412,9 @@ def test_pages_must_hold_a_completion_and_rings_need_a_window(folder):
     for key in ("pages=9", "page_size=8"):
         assert "add `cache: paged`" in message("run.yml", overrides=[f"generator.{key}"])
     Path("model/config.json").write_text(sources.preset("tiny-deepseek").hf)
-    assert "generator.rings: no layer" in message("run.yml", overrides=["generator.rings=true"])
+    assert "generator.sliding_window_cache: no layer" in message(
+        "run.yml", overrides=["generator.sliding_window_cache=true"]
+    )
     config = load(["run.yml"], ["generator.cache=paged", "generator.page_size=8", "generator.pages=999"])
     assert config.generator.pages == 999
 
@@ -436,8 +439,33 @@ def test_drafts_and_their_training_need_modules_that_predict(folder):
     [
         ("if_given={run: {log_every: 2}}", "if_present"),
         ("stages.0.internal_metrics=true", "diagnostics"),
+        ("generator.rings=true", "sliding_window_cache"),
         ("stages.0.algorithm={name: sft, learnt: all}", "train_on"),
     ],
 )
 def test_a_key_of_an_earlier_version_is_refused_with_its_name_now(folder, override, now):
     assert f"is called `{now}` now" in message("run.yml", overrides=[override])
+
+
+def test_an_option_is_declared_at_the_component_that_reads_it():
+    """A section takes default, description and bounds from there; YAML writes lists where the component has tuples."""
+    from policy.options import option
+    from rl.config.schema import Section, fields_of
+
+    @dataclasses.dataclass(frozen=True)
+    class Component:
+        size: int = option(4, ge=1, description="how many")
+        names: tuple[str, ...] = option((), description="which")
+        internal: int = 3
+
+    @fields_of(Component, size=8)
+    class Options(Section):
+        """A section."""
+
+    assert list(Options.model_fields) == ["size", "names"] and Options.model_fields["size"].description == "how many"
+    assert Options().model_dump() == {"size": 8, "names": []} and Options(names=["a"]).names == ["a"]
+    for wrong in ({"size": 0}, {"internal": 1}, {"names": "a"}):
+        with pytest.raises(ValueError):
+            Options(**wrong)
+    with pytest.raises(TypeError, match="no option sizes"):
+        fields_of(Component, sizes=8)

@@ -12,7 +12,7 @@ import policy
 from policy import families, modes
 from policy.cache import cache as caches
 from policy.config import Runtime
-from policy.execution.decoding import Repeats, laid_out
+from policy.execution.decoding import Repeats, prepare_for_decoding
 from policy.heads import head
 from policy.ops import projection
 from policy.ops.linear import linear
@@ -70,7 +70,7 @@ def test_one_step_of_a_decoder_is_the_same(size, name, rows):
         decoder = model.graph.decoder(params)
         return modes.autoregressive(decoder, tokens, lengths, jnp.ones(rows, bool), cache, model.graph.runtime)
 
-    found = jax.jit(lambda params: step(laid_out(model.graph, params, rows)))(model.params)
+    found = jax.jit(lambda params: step(prepare_for_decoding(model.graph, params, rows)))(model.params)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(model.params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -80,7 +80,7 @@ def test_what_is_laid_out_and_what_is_only_cut():
     seen = {}
 
     def look(graph):
-        jax.eval_shape(lambda params: seen.update(laid_out(graph, params, 1)) or 0, model.params)
+        jax.eval_shape(lambda params: seen.update(prepare_for_decoding(graph, params, 1)) or 0, model.params)
         return {path.rpartition(".")[2]: type(a[0]) for path, a in seen.items() if isinstance(a, Repeats)}
 
     kinds = look(model.graph)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from policy import modes
 from policy.cache import cache as caches
-from policy.cache.cache import LayerCache
+from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, GatedDeltaNet, LayerSpec, Norm, Runtime, Stack
 from policy.intermediates import Aux

@@ -102,7 +102,9 @@ def test_configurations_load_and_their_data_too(document, tmp_path):
         config = load([file, rest])
         for stage in config.stages:
             if stage.data is not None:
-                datasets.load(stage.data, pairs=rl.algorithms.get(stage.algorithm.name).needs_pairs)
+                datasets.load(
+                    stage.data, pairs=rl.algorithms.get(stage.algorithm.name).stage in ("preference", "reward_model")
+                )
         if config.data.path is None or Path(config.data.path).exists():
             wanted = {
                 key

@@ -1,5 +1,6 @@
 """Accuracy and pass@k, with a generator and a reward that say what they are told."""
 
+import functools
 import itertools
 import math
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ import pytest
 
 from rl.config.run import EvaluationOptions
 from rl.data.datasets import Example
+from rl.errors import DataError
+from rl.stages import rollouts
 from rl.stages.evaluation import Evaluation, pass_at_k
 from rl.stages.rollouts import Problem
 from rollout import Completion, SamplingParams
@@ -25,7 +28,7 @@ def test_pass_at_k_is_the_share_of_choices_of_k_that_hold_a_correct_one(samples,
 class Scripted:
     """Generator and runner in one: sample j of problem i gets `scores[i][j]`; remembers what it was asked."""
 
-    counts, judges = {}, {}
+    counts = {}
 
     def __init__(self, greedy, sampled):
         self.scores, self.asked, self.added = {True: greedy, False: sampled}, [], []
@@ -39,7 +42,7 @@ class Scripted:
         for index, sample in reversed(list(itertools.product(range(len(prompts)), range(params.n)))):
             yield index, sample, Completion([5], [0.0], "stop", "x")
 
-    def open(self, prompts, columns, groups):
+    def open(self, prompts, columns, groups, on_calls):
         def total():
             rewards = np.asarray(self.scores[self.asked[-1][0].temperature == 0], float).reshape(-1)
             assert sorted(self.added) == list(range(len(rewards))) and len(prompts) == len(rewards)
@@ -53,7 +56,8 @@ def evaluate(greedy, sampled=None, **options):
     problems = [Problem(Example("1+1=", columns={"answer": "2"}), [7]) for _ in greedy]
     settings = EvaluationOptions.model_validate({"data": {"task": "arithmetic"}} | options)
     params = SamplingParams(n=3, max_new_tokens=9, temperature=0.7, top_k=3, stop=("!",), stop_token_ids=(2,))
-    return Evaluation(settings, problems, script).run(script, params), script.asked
+    collect = functools.partial(rollouts.collect, rollouts.Source(script, script))
+    return Evaluation(settings, problems, collect, params).run(), script.asked
 
 
 def test_a_completion_without_a_score_is_not_correct():
@@ -86,8 +90,23 @@ def test_what_counts_as_correct_can_be_said():
 
 def test_evaluations_are_due_every_so_many_steps():
     def due(steps, **options):
-        evaluation = Evaluation(EvaluationOptions.model_validate({"data": {"task": "arithmetic"}} | options), [], None)
+        evaluation = Evaluation(
+            EvaluationOptions.model_validate({"data": {"task": "arithmetic"}} | options), [], None, None
+        )
         return [step for step in range(1, steps + 1) if evaluation.due(step)]
 
     assert due(7, every=3) == [3, 6]
     assert due(7) == []
+
+
+def test_a_metric_of_ones_own_sees_greedy_completions_with_their_columns(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def seen(prompts, completions, rewards, answer):\n"
+        "    return {'first': rewards[0], 'count': len(prompts)} if answer == ['2', '2'] else None\n"
+        "def wrong(completions):\n    return 'much'\n"
+    )
+    found, _ = evaluate([0.25, 1.0], metrics=[f"{file}:seen"])
+    assert (found["eval/seen/first"], found["eval/seen/count"]) == (0.25, 2.0)
+    with pytest.raises(DataError, match="wrong: gave 'much'"):
+        evaluate([0.0], metrics=[f"{file}:wrong"])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from policy.attention import flash_attention
-from policy.attention.dot_product_attention import Mask, attend
-from policy.cache.cache import Visible
+from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
+from policy.cache.layer_cache import Visible
 from policy.config import Runtime
 from policy.mesh.sharding import Layout, layout
 from policy.modes import make_step
@@ -46,8 +46,10 @@ def test_the_kernel_is_the_portable_form(case, monkeypatch):
     sinks = jax.random.normal(jax.random.key(9), (H,)) if options.pop("sinks", False) else None
     step, seen = make_step(segments, segments=segments), (segments != 0)[:, None, :, None]
 
+    bounds = AttentionBounds(**options)
+
     def kernel(q, k, v, sinks):
-        return flash_attention.splash_attention(q, k, v, jnp.asarray(segments), sinks, interpret=True, **options)
+        return flash_attention.splash_attention(q, k, v, jnp.asarray(segments), sinks, bounds, interpret=True)
 
     def portable(q, k, v, sinks):
         mask = Mask(step, Visible({}, step.positions, step.segments), options.get("window"))

@@ -10,7 +10,8 @@ from rl.config.load import load
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, ResourceError
 from rl.reporting.events import EVENTS
-from rl.run.folder import RunFolder, StopWish
+from rl.run.folder import RunFolder
+from rl.run.signals import StopSignal
 
 
 def config(directory, **keys) -> RunConfig:
@@ -110,16 +111,16 @@ def test_a_run_is_finished_when_its_weights_are_written_completely(tmp_path):
 
 def test_the_first_signal_is_a_wish_and_the_second_ctrl_c_stops_at_once():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with StopWish() as stop:
-        assert stop.wanted is None
+    with StopSignal() as stop:
+        assert stop.received is None
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-        assert stop.wanted == "SIGTERM"
+        assert stop.received == "SIGTERM"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    with StopWish() as stop:
+    with StopSignal() as stop:
         signal.raise_signal(signal.SIGINT)
-        assert stop.wanted == "SIGINT"
+        assert stop.received == "SIGINT"
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from policy.attention import flash_attention, gpu_attention, paged_attention
-from policy.attention.dot_product_attention import Mask, attend
-from policy.cache.cache import LayerCache, Visible
+from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
+from policy.cache.layer_cache import LayerCache, Visible
 from policy.cache.pages import Pool
 from policy.cache.step import Step
 from policy.config import Attention, Runtime
@@ -83,8 +83,8 @@ def test_programs_for_a_gpu_have_the_kernel_of_whole_sequences(monkeypatch):
         make_step(jnp.zeros((2, 256), jnp.int32)),
     )
 
-    def run(q, k, **limits):
-        out = flash_attention.attend(q, k, k, step, runtime, **limits)
+    def run(q, k, sinks_H=None, **bounds):
+        out = flash_attention.attend(q, k, k, step, runtime, AttentionBounds(**bounds), sinks_H)
         return jnp.float32(0) if out is None else out.astype(jnp.float32).sum()
 
     def arrays(heads, dim, dtype=jnp.bfloat16):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rewards import Scores
 from rl.errors import ModelError
-from rl.run.state import Progress
-from rl.stages.dynamic_sampling import DynamicSampling, Group, Known
+from rl.stages.context import Progress
+from rl.stages.dynamic_sampling import DynamicSampling, Group, ReadyScores
 from rl.stages.rollouts import Rollouts
 from rollout import Completion
 
@@ -35,7 +35,13 @@ def source(batches, problems=100):
         )
         counts = {"useful": 1, "rows": 2}
         return Rollouts(
-            [f"p{r}" for r in taken], [10 + r for r in taken], completions, Known(scores), counts, 0.5, [3] * len(taken)
+            [f"p{r}" for r in taken],
+            [10 + r for r in taken],
+            completions,
+            ReadyScores(scores),
+            counts,
+            0.5,
+            [3] * len(taken),
         ), taken
 
     return sample
@@ -89,7 +95,7 @@ def test_a_group_without_scores_does_not_differ():
 
 def test_a_group_survives_a_checkpoint():
     _, (group,), _ = dynamic().fill(1, [], source([[[0, 0, 1], [np.nan, 0.7, 1 / 3]]]))
-    again = Group.read(json.loads(json.dumps(group.plain())))
+    again = Group.from_json(json.loads(json.dumps(group.to_json())))
     assert again.completions == group.completions
     assert (again.row, again.prompt_id, again.version) == (group.row, group.prompt_id, group.version)
     np.testing.assert_array_equal(again.rewards, group.rewards)
@@ -98,10 +104,10 @@ def test_a_group_survives_a_checkpoint():
 
 @pytest.mark.parametrize("kept", [None, ["prompts", "version", "drawn"], ["seen"]])
 def test_progress_that_another_version_wrote_is_a_clear_error(kept):
-    plain = Progress(controls={"kl/coef": 0.1}).plain()
-    assert Progress.read(json.loads(json.dumps(plain))) == Progress(controls={"kl/coef": 0.1})
+    plain = Progress(controls={"kl/coef": 0.1}).to_json()
+    assert Progress.from_json(json.loads(json.dumps(plain))) == Progress(controls={"kl/coef": 0.1})
     with pytest.raises(ModelError, match="written by another version of Duet: .* new one in another run.dir") as raised:
-        Progress.read(None if kept is None else {name: plain.get(name, 0) for name in kept})
+        Progress.from_json(None if kept is None else {name: plain.get(name, 0) for name in kept})
     assert raised.value.exit_code == 4
 
 

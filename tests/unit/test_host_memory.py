@@ -56,7 +56,7 @@ def assert_same_updates(kind, sizes, algorithm, **runtime):
         assert jax.tree.map(lambda a: a.sharding, state) == before
         found[offload] = host(state) | {name: np.float32(value) for name, value in metrics.items()}, kinds(state)
         if offload:
-            lowered = trainer.policy.program.lower(state.policy, data, trainer._totals(data), micro_rows=2)
+            lowered = trainer.policy.program.lower(state.policy, data, trainer.totals(data), micro_rows=2)
             stats = lowered.compile().memory_analysis()
             shards = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.policy))
             assert stats.alias_size_in_bytes + stats.host_alias_size_in_bytes == shards
@@ -162,7 +162,9 @@ def test_without_host_memory_the_model_is_refused():
 
 @pytest.mark.slow
 def test_two_devices_hold_their_parts_in_host_memory():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = os.environ | {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    }
     done = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=600, check=False
     )

@@ -57,9 +57,13 @@ def test_imports_follow_the_arrows(package):
     [
         ("policy", "import rewards", {"rewards"}),
         ("policy", "def f():\n    from rollout.engine.engine import Generator", {"rollout"}),
-        ("policy", "from policy.huggingface import hub\nimport jax", set()),
+        ("policy", "from policy.huggingface import model_directory\nimport jax", set()),
         ("rewards", "import jax.numpy as jnp", {"jax"}),
-        ("rewards", "from importlib import import_module\nimport_module('policy.huggingface.hub')", {"policy"}),
+        (
+            "rewards",
+            "from importlib import import_module\nimport_module('policy.huggingface.model_directory')",
+            {"policy"},
+        ),
         ("rollout", "from rewards import reward\nimport policy\nimport rl.run.loop", {"rl"}),
         ("rl", "import policy, rollout, rewards, tests", {"tests"}),
     ],
@@ -84,7 +88,7 @@ HEAVY = ("jax", "jaxlib", "flax", "torch", "transformers", "datasets", "tokamax"
 @pytest.mark.parametrize(
     "modules",
     [
-        "policy, policy.families, policy.huggingface.hf, policy.config",
+        "policy, policy.families, policy.huggingface.config_fields, policy.config",
         "rl.config.run",
         "rewards",
         "rl.algorithms",

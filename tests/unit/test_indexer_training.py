@@ -16,7 +16,8 @@ from learners import batch, begin, host, stage
 
 from policy import modes
 from policy.attention.indexer import IndexedMask
-from policy.cache.cache import AXES, LayerCache, Visible, take
+from policy.cache.cache import AXES
+from policy.cache.layer_cache import LayerCache, Visible, take
 from policy.config import Indexer
 from policy.mesh.sharding import layout
 from rl.config.checks import problems
@@ -54,7 +55,7 @@ def divergence(model, data, indexer):
     aux = jax.jit(graph.aux)(
         model.params, data.tokens, modes.make_step(jnp.asarray(data.tokens), segments=data.segments)
     )
-    [found] = aux.found("indexing").values()
+    [found] = aux.by_layer("indexing").values()
     return float(found.divergence[0]) / (data.segments != 0).sum()
 
 
@@ -106,7 +107,10 @@ def test_a_critic_never_moves_its_indexer():
 
 def check_meshes(*meshes):
     path = os.pathsep.join((str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]))
-    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
+    }
     command = [sys.executable, __file__, json.dumps(meshes)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -63,7 +63,7 @@ def runtime(*features: str) -> Runtime:
 
 
 def test_every_feature_of_the_table_can_be_switched_on_alone():
-    assert {name for pair in compatibility.APART for name in pair} == set(ON)
+    assert {name for pair in compatibility.INCOMPATIBLE for name in pair} == set(ON)
     for feature in ON:
         config = run(feature)
         decoder = sources.preset(config.model.source, config.model.changes)
@@ -71,11 +71,11 @@ def test_every_feature_of_the_table_can_be_switched_on_alone():
         assert checks.problems(config) == []
 
 
-@pytest.mark.parametrize("pair", compatibility.APART, ids=" + ".join)
+@pytest.mark.parametrize("pair", compatibility.INCOMPATIBLE, ids=" + ".join)
 def test_a_pair_is_refused_with_both_names_and_the_reason(pair):
     config = run(*pair)
     said = [text for _, text in checks.problems(config)]
-    assert said == [f"{pair[0]} does not go with {pair[1]}: {compatibility.APART[pair]}"]
+    assert said == [f"{pair[0]} does not go with {pair[1]}: {compatibility.INCOMPATIBLE[pair]}"]
     decoder = sources.preset(config.model.source, config.model.changes)
     with pytest.raises(compatibility.Conflict, match=pair[0]):
         policy.create(decoder, runtime=runtime(*pair), mesh=runtime(*pair).layout)

@@ -8,7 +8,7 @@ import learners
 import numpy as np
 import pytest
 from learners import batch, begin, stage
-from oracles import KINDS, configuration, random_model, short, tokens
+from oracles import KINDS, by_kind, configuration, random_model, short, tokens
 
 from policy import families
 from policy.config import Runtime
@@ -27,7 +27,7 @@ def graph_of(kind, **runtime):
     return Graph(families.read(short(kind)), Runtime(**runtime), mesh)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_kind())
 def test_intermediate_values_have_the_same_types_scanned_and_unrolled(kind):
     """For every family, what is recorded or not: the same tree, shapes and dtypes; one entry for each layer of each pattern."""
     rows = jnp.zeros((2, 8), jnp.int32)

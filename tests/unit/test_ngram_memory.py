@@ -17,7 +17,7 @@ from policy import families
 from policy.cache import cache as caches
 from policy.cache.step import Step
 from policy.config import Runtime
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 from policy.layers.engram import set_classes
 from policy.model import Graph
 from policy.modes import make_step
@@ -47,7 +47,7 @@ def remembering(config, **how):
     model = random_model(config, **how)
     rng = np.random.default_rng(5)
     for path, array in model.params.items():
-        if ".memory." in path and "classes" not in path:
+        if ".lookup." in path and "classes" not in path:
             model.params[path] = jax.device_put(rng.normal(size=array.shape).astype(array.dtype), array.sharding)
     model.params = set_classes(model.params, CLASSES)
     return model
@@ -61,10 +61,10 @@ def model():
 def test_a_memory_is_a_stack_of_its_own_and_each_has_its_own_hashes():
     config = configured(depth=8, layers=[5, 2])
     assert [(len(stack.pattern), stack.repeats) for stack in config.stacks] == [(1, 2), (1, 1), (1, 2), (1, 1), (1, 2)]
-    first, second = config.layers[5].memory, config.layers[2].memory
+    first, second = config.layers[5].engram, config.layers[2].engram
     assert not set(first.rows) & set(second.rows) and min(first.rows) < min(second.rows)
     assert first.multipliers != second.multipliers
-    assert [i for i, layer in enumerate(config.layers) if layer.memory] == [2, 5]
+    assert [i for i, layer in enumerate(config.layers) if layer.engram] == [2, 5]
 
 
 def test_documents_alone_packed_and_padded_are_the_same(model):
@@ -117,10 +117,13 @@ def fed(model, rows, lengths, calls):
 
 def memory_of(kv):
     """Its state in the cache, by name, [slots, ...]."""
-    return {name: np.asarray(array[0]) for name, array in kv[1][0][0].items() if name.startswith("memory")}
+    return {name: np.asarray(array[0]) for name, array in kv[1][0][0].items() if name.startswith("ngram")}
 
 
-@pytest.mark.parametrize("calls", [[5, 5, 1, 1, 1, 1], [1] * 14], ids=["chunks", "decoding"])
+@pytest.mark.parametrize(
+    "calls",
+    [pytest.param([5, 5, 1, 1, 1, 1], id="chunks"), pytest.param([1] * 14, id="decoding", marks=pytest.mark.slow)],
+)
 def test_with_history_in_the_cache_every_token_is_that_of_the_full_forward(model, calls):
     rows, lengths = tokens(3, 14), np.array([14, 8, 4])
     expected = np.asarray(model.logits(rows))
@@ -136,7 +139,7 @@ def test_a_slot_that_is_not_in_use_keeps_its_state_and_a_copied_prefix_brings_it
         for lengths, calls in (([9, 9, 9], [5, 1, 1, 1, 1]), ([9, 4, 0], [5, 1, 1, 1, 1]), ([4, 4, 0], [5]))
     )
     states = memory_of(whole), memory_of(part), memory_of(short)
-    assert sorted(states[0]) == ["memory_conv", "memory_ids"] and states[0]["memory_ids"].dtype == np.int32
+    assert sorted(states[0]) == ["ngram_conv", "ngram_ids"] and states[0]["ngram_ids"].dtype == np.int32
     for name in states[0]:
         np.testing.assert_array_equal(states[1][name][1], states[2][name][1])
         np.testing.assert_allclose(states[1][name][0], states[0][name][0], atol=1e-5)
@@ -181,7 +184,7 @@ def test_scanned_stacks_around_a_memory_equal_unrolled_ones():
 
 def test_saving_and_loading_keeps_every_number_in_any_dtype(tmp_path):
     model = remembering(configured(streams=2, ids=90, outer_norm=True), runtime=Runtime("bfloat16", "bfloat16"))
-    path = "stacks.1.layers.0.memory.classes"
+    path = "stacks.1.layers.0.lookup.classes"
     assert path in model.graph.untrained and model.params[path].dtype == jnp.int32
     policy.save(model, tmp_path)
     section = json.loads((Path(tmp_path) / "config.json").read_text())["duet"]["engram"]
@@ -201,13 +204,13 @@ def test_one_update_moves_the_rows_that_were_looked_up_and_no_others():
     model = random_model(
         families.read(configuration("Llama", **sizes, duet={"engram": section})), runtime=learners.QUICK
     )
-    data, table = batch(4), "stacks.0.layers.0.memory.table"
+    data, table = batch(4), "stacks.0.layers.0.lookup.table"
     trainer, state = learners.begin(model, stage(optimizer={"weight_decay": 0.0, "eps": 1e-8}), fresh=True)
     before = host(state.policy.params)[f"['{table}']"]
     state, metrics = trainer.update(state, data)
     after = host(state.policy.params)
     moved = (after[f"['{table}']"] != before).any(-1)[0]
-    spec = model.config.layers[0].memory
+    spec = model.config.layers[0].engram
     hit = np.zeros(sum(spec.rows), bool)
     for row, segments in zip(np.asarray(data.tokens), np.asarray(data.segments), strict=True):
         hit[looked_up(spec, row[segments != 0][:-1])] = True  # the last token's state predicts nothing
@@ -234,7 +237,7 @@ def test_a_table_in_host_memory_gives_the_same_numbers_and_learns_the_same(tmp_p
     config = families.read(
         configuration("Llama", **sizes, duet={"engram": SECTION | {"layers": [1], "outer_norm": True}})
     )
-    data, table, found = batch(4), "stacks.1.layers.0.memory.table", {}
+    data, table, found = batch(4), "stacks.1.layers.0.lookup.table", {}
     for memory in ("device", "host"):
         model = random_model(config, runtime=Runtime(table_memory=memory))
         places = {path: array.sharding.memory_kind for path, array in model.params.items()}
@@ -263,7 +266,7 @@ def test_an_update_makes_no_array_as_large_as_a_table_in_host_memory():
     config = families.read(configuration("Llama", **learners.SIZES, duet={"engram": section}))
     model, data = random_model(config, runtime=Runtime(table_memory="host")), batch(4)
     trainer, state = learners.begin(model, stage(micro_batch=2, optimizer=CLIPPED))
-    size, made = model.params["stacks.0.layers.0.memory.table"].size, []
+    size, made = model.params["stacks.0.layers.0.lookup.table"].size, []
 
     def visit(jaxpr):
         for eqn in jaxpr.eqns:
@@ -274,7 +277,7 @@ def test_an_update_makes_no_array_as_large_as_a_table_in_host_memory():
             else:
                 made.extend((eqn.primitive.name, str(v.aval)) for v in eqn.outvars if v.aval.size >= size)
 
-    visit(trainer.policy.program.jitted.trace(state.policy, data, trainer._totals(data), micro_rows=2).jaxpr.jaxpr)
+    visit(trainer.policy.program.jitted.trace(state.policy, data, trainer.totals(data), micro_rows=2).jaxpr.jaxpr)
     assert all("<host>" in aval for _, aval in made)
     assert len([name for name, _ in made if name not in ("squeeze", "device_put")]) == 3, (
         made
@@ -288,7 +291,7 @@ def is_jaxpr(value):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": [3]}, "layers: 3 is not there, the decoder has layers 0 to 2"),
+        ({"layers": [3]}, "layers: 3 does not exist, the decoder has layers 0 to 2"),
         ({"layers": []}, "at least one layer"),
         ({"layers": [1, 1]}, "each once"),
         ({"vocab_bases": [50]}, "each order from 2 to 3"),

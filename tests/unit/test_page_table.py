@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.pages import Copy, PageTable
+from rollout.engine.page_table import PageCopy, PageTable
 
 SIZE = 4
 
@@ -137,7 +137,7 @@ def test_completions_of_one_prompt_write_to_pages_of_their_own():
     first = table.open()
     assert table.reserve(first, 0, 6) == []
     second = table.share(first, 6)
-    assert table.reserve(second, 6, 7) == [Copy(2, 3)] and second.pages == [1, 3]
+    assert table.reserve(second, 6, 7) == [PageCopy(2, 3)] and second.pages == [1, 3]
     assert table.reserve(first, 6, 7) == [] and first.pages == [1, 2]  # alone there now
 
 
@@ -161,12 +161,12 @@ def test_after_a_change_of_weights_nothing_old_is_found():
     assert model.table.find([1] * 5) == []
 
 
-def test_giving_back_what_one_does_not_have_is_an_error():
+def test_a_page_cannot_be_released_twice():
     table = PageTable(4, SIZE)
     chain = table.open()
     table.reserve(chain, 0, 1)
     stolen = list(chain.pages)
     table.close(chain)
     chain.pages = stolen
-    with pytest.raises(ValueError, match="page 1 is given back"):
+    with pytest.raises(ValueError, match="page 1 is released"):
         table.close(chain)

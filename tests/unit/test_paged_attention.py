@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from policy.attention import paged_attention
-from policy.cache.cache import LayerCache
+from policy.cache.layer_cache import LayerCache
 from policy.cache.pages import Pool
 from policy.cache.step import Step
 from policy.config import Attention, Runtime

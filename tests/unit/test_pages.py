@@ -16,9 +16,9 @@ from policy import families
 from policy.attention import paged_attention
 from policy.cache import cache as caches
 from policy.cache import pages
-from policy.cache.cache import LayerCache, extend
+from policy.cache.layer_cache import LayerCache, extend, take
 from policy.cache.pages import Pages, Pool
-from policy.cache.sliding_window import Ring, WithRings
+from policy.cache.sliding_window import WindowEntries, WithSlidingWindows
 from policy.cache.step import Step
 from policy.mesh.sharding import Layout
 
@@ -70,9 +70,9 @@ class Paged:
         self.model, self.size, self.width = model, size, -(-T // size) + 1
         pages = Pages(3 * self.width + 4, size)
         dtype = model.graph.runtime.dtype
-        length = pages if room is None else WithRings(pages, room)
+        length = pages if room is None else WithSlidingWindows(pages, room)
         cache = caches.create(model.config, SLOTS, length, dtype, scan=scan)
-        used = lambda part: isinstance(part, Pool | Ring)  # noqa: E731
+        used = lambda part: isinstance(part, Pool | WindowEntries)  # noqa: E731
         self.cache = jax.tree.map(lambda a: jax.tree.map(lambda a: a + 7, a) if used(a) else a, cache, is_leaf=used)
         self.free = (1 + np.random.default_rng(0).permutation(pages.number - 1)).tolist()
         self.tables = np.zeros((SLOTS, self.width), np.int32)
@@ -153,7 +153,10 @@ def test_every_family_and_page_sizes_in_turns(name, size):
 )
 def test_layers_with_a_window_may_keep_rings_beside_pages(name):
     cache = Paged(model_of(name), 4, room=4).cache
-    assert any(isinstance(leaf, Ring) for leaf in jax.tree.leaves(cache, is_leaf=lambda leaf: isinstance(leaf, Ring)))
+    assert any(
+        isinstance(leaf, WindowEntries)
+        for leaf in jax.tree.leaves(cache, is_leaf=lambda leaf: isinstance(leaf, WindowEntries))
+    )
     check(name, 4, room=4)
 
 
@@ -188,7 +191,7 @@ def test_a_pool_holds_what_a_contiguous_cache_holds(name, quantization):
     np.testing.assert_array_equal(found.arrays["latent"][:, :, :8], seen.arrays["latent"][:, :, :8])
     np.testing.assert_array_equal(found.positions, seen.positions)
     at = jnp.asarray([[[0, 4, 3]], [[2, 1, 4]]])
-    chosen = (caches.take(cache, "latent", at, jnp.float32) for cache in (paged, contiguous))
+    chosen = (take(cache, "latent", at, jnp.float32) for cache in (paged, contiguous))
     np.testing.assert_array_equal(*chosen)
     assert np.abs(found.arrays["latent"]).max() > 1
 

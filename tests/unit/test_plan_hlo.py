@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from policy.experts.expert_parallel import USUALLY_LAST
+from policy.experts.expert_parallel import EXPECTED_LAST
 from rl.plan.compiled import counts
 from rl.plan.hlo import BETWEEN, Program
 from rl.plan.programs import Planned
@@ -126,7 +126,7 @@ def test_of_branches_all_count_or_the_one_that_is_said_to_be_usual(derived):
             function = jax.grad(lambda x, w: jnp.sum(jnp.square(choose(x, w, name))), argnums=(0, 1))
         return Program(compiled(function, (rows, E), (E, E)).as_text()).operations() / (2 * rows * E * E)
 
-    assert products(USUALLY_LAST, M) == (3 if derived else 1)
+    assert products(EXPECTED_LAST, M) == (3 if derived else 1)
     assert products("either", 2 * M) == (12 if derived else 4)
 
 

@@ -106,7 +106,7 @@ def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
     rows, weight = jnp.asarray(tokens(2, 9)), jnp.asarray(np.random.default_rng(0).normal(size=(2, 8)), jnp.float32)
 
     def gradient(tiles):
-        graph = model.graph.at(vocab_tiles=tiles)
+        graph = model.graph.at(num_vocab_tiling=tiles)
 
         def loss(params):
             logp, entropy, _ = graph.logprobs(params, rows, make_step(rows), 0.7)
@@ -126,8 +126,11 @@ def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
         np.testing.assert_allclose(found, expected[path], atol=1e-5 * (1 + np.abs(expected[path]).max()), err_msg=path)
 
 
+@pytest.mark.slow
 def test_devices_exchange_weights_and_no_logits():
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    environment = os.environ | {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    }
     done = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=300, check=False
     )

@@ -9,9 +9,9 @@ from safetensors.numpy import load_file, save_file
 
 import policy
 from policy import families
-from policy.huggingface import hub, names
-from policy.huggingface.hf import UnsupportedModel
-from policy.huggingface.hub import ModelFileError
+from policy.huggingface import model_directory, names
+from policy.huggingface.config_fields import UnsupportedModel
+from policy.huggingface.model_directory import ModelFileError
 
 
 @pytest.fixture
@@ -21,9 +21,9 @@ def directory(tmp_path):
 
 
 def edit_weights(directory, change):
-    state = load_file(directory / hub.SINGLE)
+    state = load_file(directory / model_directory.SINGLE)
     change(state)
-    save_file(state, directory / hub.SINGLE, metadata={"format": "pt"})
+    save_file(state, directory / model_directory.SINGLE, metadata={"format": "pt"})
 
 
 def same_weights(one, other):
@@ -72,7 +72,7 @@ def test_layers_that_predict_further_tokens_are_skipped(directory):
 
 
 def test_directories_without_weights_or_configuration_are_named(directory, tmp_path):
-    (directory / hub.SINGLE).unlink()
+    (directory / model_directory.SINGLE).unlink()
     refused(directory, str(directory), "no *.safetensors file")
     (directory / "config.json").unlink()
     refused(directory, str(directory / "config.json"), "no such file")
@@ -80,24 +80,24 @@ def test_directories_without_weights_or_configuration_are_named(directory, tmp_p
 
 
 def test_a_truncated_file_is_named(directory):
-    path = directory / hub.SINGLE
+    path = directory / model_directory.SINGLE
     path.write_bytes(path.read_bytes()[:-100])
-    refused(directory, str(path), "not a whole safetensors file")
+    refused(directory, str(path), "not a complete safetensors file")
 
 
 def test_a_listed_shard_that_is_absent_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(model_directory, "SHARD_BYTES", 20_000)
     model = random_model(families.read(configuration("Qwen3")))
     policy.save(model, tmp_path)
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.unlink()
-    refused(tmp_path, str(shard), hub.INDEX)
-    (tmp_path / hub.INDEX).write_text("{}")
-    refused(tmp_path, hub.INDEX, "weight_map")
+    refused(tmp_path, str(shard), model_directory.INDEX)
+    (tmp_path / model_directory.INDEX).write_text("{}")
+    refused(tmp_path, model_directory.INDEX, "weight_map")
 
 
 def test_saving_again_leaves_nothing_of_the_old_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(model_directory, "SHARD_BYTES", 20_000)
     policy.save(random_model(families.read(configuration("Qwen3"))), tmp_path)
     monkeypatch.undo()
     model = random_model(families.read(configuration("Llama")), seed=1)
@@ -298,7 +298,7 @@ def gpt2_like(monkeypatch):
 
 def test_a_family_stores_several_weights_in_one_tensor_and_has_a_top_of_its_own(gpt2_like, tmp_path):
     policy.save(gpt2_like, tmp_path)
-    state = load_file(tmp_path / hub.SINGLE)
+    state = load_file(tmp_path / model_directory.SINGLE)
     assert {name for name in state if ".h." not in name} == {"wte.weight", "ln_f.weight", "lm_head.weight"}
     layer = {name.removeprefix("transformer.h.2."): array for name, array in state.items() if ".h.2." in name}
     assert layer["attn.c_attn.weight"].shape == (32, 32 + 16 + 16) and layer["attn.c_attn.bias"].shape == (64,)
@@ -319,7 +319,9 @@ def test_layers_are_written_one_after_the_other(gpt2_like, tmp_path, monkeypatch
     """Only one layer's weights are on the host at a time."""
     seen = []
     monkeypatch.setattr(
-        hub, "_on_host", lambda array, number, real=hub._on_host: seen.append(number) or real(array, number)
+        model_directory,
+        "_on_host",
+        lambda array, number, real=model_directory._on_host: seen.append(number) or real(array, number),
     )
     policy.save(gpt2_like, tmp_path)
     numbers = [n for n in seen if n is not None]

@@ -16,7 +16,7 @@ from oracles import configuration, random_model
 import policy
 from policy import families
 from policy.config import Runtime
-from policy.huggingface import hub
+from policy.huggingface import model_directory
 from policy.huggingface.tensorfiles import TensorFiles
 from policy.mesh.sharding import layout
 from policy.model import Graph
@@ -53,7 +53,7 @@ def memory_of_loading(directory) -> dict:
 def bytes_for_each_shard(directory) -> dict:
     """mesh -> [bytes of a shard, bytes read for it] of every reading, and whether the weights are those of one device."""
     expected = policy.load(directory)
-    real_aligned, real_read, found = hub._aligned, TensorFiles.read, {}
+    real_aligned, real_read, found = model_directory._aligned, TensorFiles.read, {}
     for name, degrees in MESHES.items():
         readings = []
 
@@ -66,7 +66,7 @@ def bytes_for_each_shard(directory) -> dict:
             readings[-1][1] += block.nbytes
             return block
 
-        hub._aligned, TensorFiles.read = aligned, read
+        model_directory._aligned, TensorFiles.read = aligned, read
         model = policy.load(directory, mesh=layout(degrees))
         same = all(np.array_equal(np.asarray(model.params[path]), np.asarray(a)) for path, a in expected.params.items())
         placed = all(array.sharding == model.graph.sharding(path) for path, array in model.params.items())
@@ -99,7 +99,7 @@ def test_the_host_holds_the_weights_once(tmp_path):
     params = {
         path: np.broadcast_to(np.float32(i), graph.shapes[path].shape) for i, path in enumerate(sorted(graph.paths))
     }
-    hub.write(tmp_path, graph, params)
+    model_directory.write(tmp_path, graph, params)
     found = run("memory", tmp_path, devices=1)
     assert found["wrong"] == []
     assert found["weights"] > 280e6

@@ -271,7 +271,7 @@ def test_weights_that_stay_whole_are_listed():
         build.check_cut(graph, 0.02)
     assert build.check_cut(graph, 1.0) is graph
     even = Graph(families.read(configuration("Llama", hidden_size=64, intermediate_size=128)), Runtime(), mesh)
-    assert even.whole and build.check_cut(even, 0.02) is even
+    assert even.replicated and build.check_cut(even, 0.02) is even
 
 
 def test_ulysses_wants_heads_that_divide():

@@ -115,8 +115,8 @@ def test_a_block_is_a_power_of_two_up_to_64(tokens, groups):
 
 
 def test_few_tokens_go_through_every_expert_on_tpu():
-    assert [experts.few(tokens, "tpu") for tokens in (1, 256, 257)] == [True, True, False]
-    assert not experts.few(1, "cpu") and not experts.few(1, "gpu")
+    assert [experts.small_batch(tokens, "tpu") for tokens in (1, 256, 257)] == [True, True, False]
+    assert not experts.small_batch(1, "cpu") and not experts.small_batch(1, "gpu")
 
 
 @pytest.mark.parametrize("rule", [None, "int8"])
@@ -140,7 +140,7 @@ def test_through_every_expert_is_the_same_as_through_the_chosen_ones(name, keys,
     share = jnp.asarray(rng.uniform(0.1, 1.0, choices.shape), jnp.float32)
 
     def chosen(x, share, weights):
-        routed = experts.route(x, choices, share, spec, groups=held, block=None, partial=True)
+        routed = experts.route((x, choices, share), spec, groups=held, block=None, partial=True)
         return experts.unroute(experts.compute(weights, routed, spec, runtime))
 
     def every(x, share, weights):

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 import policy
 from policy import families
-from policy.huggingface import hub, names
-from policy.huggingface.hub import ModelFileError
+from policy.huggingface import model_directory, names
+from policy.huggingface.model_directory import ModelFileError
 from policy.huggingface.quantized import Fp8, Mxfp4, QuantizationError, scheme
 
 RNG = np.random.default_rng(0)
@@ -128,17 +128,17 @@ BLOCK = (16, 24)
 def fp8_model(tmp_path):
     """(directory of a DeepSeek with fp8 projections, its tensors, directory of the same dequantised)."""
     policy.save(random_model(families.read(configuration("DeepseekV3"))), tmp_path / "dense")
-    state, dense = load_file(tmp_path / "dense" / hub.SINGLE), {}
+    state, dense = load_file(tmp_path / "dense" / model_directory.SINGLE), {}
     for name, array in list(state.items()):
         dense[name] = array
         if "_proj" in name:
             values, scales = fp8_pair(array.shape, BLOCK)
             state |= {name: values, f"{name}_scale_inv": scales}
             dense[name] = fp8_by_repetition(values, scales, BLOCK)
-    save_file(dense, tmp_path / "dense" / hub.SINGLE)
+    save_file(dense, tmp_path / "dense" / model_directory.SINGLE)
     directory = tmp_path / "fp8"
     directory.mkdir()
-    save_file(state, directory / hub.SINGLE)
+    save_file(state, directory / model_directory.SINGLE)
     hf = json.loads((tmp_path / "dense" / "config.json").read_text())
     quantization = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}
     (directory / "config.json").write_text(json.dumps(hf | {"quantization_config": quantization}))
@@ -154,7 +154,7 @@ def test_a_model_of_fp8_weights_loads_as_the_dequantised_one_and_is_saved_withou
     fp8_model, tmp_path, monkeypatch
 ):
     directory, _, dense = fp8_model
-    monkeypatch.setattr(hub, "PIECE", 100)
+    monkeypatch.setattr(model_directory, "PIECE", 100)
     model = policy.load(directory)
     assert_same(policy.load(dense), model)
     assert "quantization" not in model.config.hf
@@ -170,7 +170,7 @@ def test_faults_of_fp8_files_are_named(fp8_model):
     def refused(change, *words):
         state = dict(good)
         change(state)
-        save_file(state, directory / hub.SINGLE)
+        save_file(state, directory / model_directory.SINGLE)
         with pytest.raises(ModelFileError) as caught:
             policy.load(directory)
         assert all(word in str(caught.value) for word in words), caught.value
@@ -189,16 +189,16 @@ def test_faults_of_fp8_files_are_named(fp8_model):
     refused(lambda state: None, "is F8_E4M3", "quantization_config")
 
 
-@pytest.mark.parametrize("piece", [10, hub.PIECE])
+@pytest.mark.parametrize("piece", [10, model_directory.PIECE])
 def test_a_model_of_mxfp4_experts_loads_as_the_dequantised_one(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(hub, "PIECE", piece)
+    monkeypatch.setattr(model_directory, "PIECE", piece)
     fused = names.joined(
         "feed_forward.", ("expert_gate_proj", "expert_up_proj"), "mlp.experts.gate_up_proj", "x e f* -> x e f"
     ) | {"feed_forward.expert_down_proj": names.Stored("mlp.experts.down_proj")}
     family = families.get("qwen3_moe")
     monkeypatch.setattr(family, "NAMES", family.NAMES | fused)
     policy.save(random_model(families.read(configuration("Qwen3Moe", moe_intermediate_size=64))), tmp_path)
-    dense, packed = load_file(tmp_path / hub.SINGLE), {}
+    dense, packed = load_file(tmp_path / model_directory.SINGLE), {}
     for name, array in list(dense.items()):
         if "mlp.experts." not in name:
             packed[name] = array
@@ -206,14 +206,14 @@ def test_a_model_of_mxfp4_experts_loads_as_the_dequantised_one(tmp_path, monkeyp
         experts, inputs, outputs = array.shape
         packed[f"{name}_blocks"], packed[f"{name}_scales"] = mxfp4_pair((experts,), outputs, inputs)
         dense[name] = mxfp4_one_by_one(packed[f"{name}_blocks"], packed[f"{name}_scales"])
-    save_file(dense, tmp_path / hub.SINGLE)
+    save_file(dense, tmp_path / model_directory.SINGLE)
     expected = policy.load(tmp_path)
-    save_file(packed, tmp_path / hub.SINGLE)
+    save_file(packed, tmp_path / model_directory.SINGLE)
     with pytest.raises(ModelFileError, match="missing tensor"):
         policy.load(tmp_path)
     edit_config(tmp_path, lambda config: config.update({"quantization_config": {"quant_method": "mxfp4"}}))
     assert_same(expected, policy.load(tmp_path))
     name = "model.layers.0.mlp.experts.down_proj"
-    save_file(packed | {f"{name}_scales": packed[f"{name}_scales"][:1]}, tmp_path / hub.SINGLE)
+    save_file(packed | {f"{name}_scales": packed[f"{name}_scales"][:1]}, tmp_path / model_directory.SINGLE)
     with pytest.raises(ModelFileError, match=f"{name}: _blocks uint8.8, 32, 2, 16"):
         policy.load(tmp_path)

@@ -12,7 +12,7 @@ from oracles import configuration, random_model, short
 
 from policy import families
 from policy.cache import cache as caches
-from policy.cache.cache import LayerCache, extend
+from policy.cache.layer_cache import LayerCache, extend
 from policy.cache.step import Step
 from policy.config import Runtime
 from policy.huggingface import sources
@@ -105,7 +105,7 @@ def test_a_view_lies_where_its_weights_do():
     """On one device; `layout` drops an axis that does not divide, as for a scale that has length 1 where products sum."""
     graph = Graph(small("Llama"), Runtime(), _mesh())
     weights = RolloutWeights(graph, "int8")
-    abstract = jax.eval_shape(weights._program, {path: graph.shapes[path] for path in graph.inputs}, None)
+    abstract = jax.eval_shape(weights._program.jitted, {path: graph.shapes[path] for path in graph.inputs}, None)
     assert abstract["stacks.0.layers.0.mixer.o_proj"].scale.shape == (2, 1, 1, 32)
     assert abstract["stacks.0.layers.0.mixer.q_proj"].scale.shape == (2, 1, 4, 12)
 

@@ -287,16 +287,16 @@ def slow(completions):
     return [1.0] * len(completions)
 """
     with Runner(options(f"{written(tmp_path, text)}:slow", workers=2)) as runner:
-        runner.heard = (heard := []).extend
+        told_calls: list = []
         before = time.time()
-        runner.score(["p"] * 3, ["a", "b", "c"], {}, groups=[0, 1, 1])
+        runner.start(["p"] * 3, ["a", "b", "c"], {}, groups=[0, 1, 1], on_calls=told_calls.extend).result()
         after = time.time()
-    assert sorted(call.completions for call in heard) == [1, 1, 1, 2]  # a group that failed is tried one by one
-    assert {call.function for call in heard} == {"slow"} and {call.worker for call in heard} <= {0, 1}
-    for call in heard:
+    assert sorted(call.completions for call in told_calls) == [1, 1, 1, 2]  # a group that failed is tried one by one
+    assert {call.function for call in told_calls} == {"slow"} and {call.worker for call in told_calls} <= {0, 1}
+    for call in told_calls:
         assert before <= call.began and call.seconds >= 0.05 and call.began + call.seconds <= after + 0.01
     for worker in (0, 1):
-        mine = sorted((call.began, call.seconds) for call in heard if call.worker == worker)
+        mine = sorted((call.began, call.seconds) for call in told_calls if call.worker == worker)
         assert all(a + seconds <= b + 0.01 for (a, seconds), (b, _) in zip(mine, mine[1:], strict=False))
 
 
@@ -384,14 +384,13 @@ def lengths(completions, log):
             return list(told)
 
         with Runner(options((spec, 1.0, {"log": str(log)})), Share(index, 2, gather)) as runner:
-            runner.heard = heard[index].extend
-            return runner.score(["p"] * 5, completions, {}, groups)
+            return runner.start(["p"] * 5, completions, {}, groups, on_calls=told_calls[index].extend).result()
 
-    heard = [], []
+    told_calls = [], []
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(process, range(2))
-    assert heard[0] == heard[1]
-    made = [(call.function, call.worker, call.completions) for call in heard[0]]
+    assert told_calls[0] == told_calls[1]
+    made = [(call.function, call.worker, call.completions) for call in told_calls[0]]
     assert made[:2] == [(name := first.names[0], 0, 2), (name, 0, 1)] and {worker for _, worker, _ in made[2:]} == {1}
     for scores in (first, second):
         np.testing.assert_array_equal(scores.total, [1, 2, 3, 4, math.nan])

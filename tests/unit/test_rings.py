@@ -8,8 +8,8 @@ import tiny
 from oracles import KINDS, configuration, random_model, tokens
 
 from policy import families
-from policy.cache.cache import LayerCache, extend
-from policy.cache.sliding_window import Ring, WithRings
+from policy.cache.layer_cache import LayerCache, extend
+from policy.cache.sliding_window import WindowEntries, WithSlidingWindows
 from policy.cache.step import Step
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -41,7 +41,7 @@ def in_sight(found, row, query):
 
 
 def test_a_query_sees_its_window_wherever_the_ring_stands():
-    cache = LayerCache({"k": Ring(jnp.full((1, 2, 1, C, 1), -1.0))}, 0)
+    cache = LayerCache({"k": WindowEntries(jnp.full((1, 2, 1, C, 1), -1.0))}, 0)
     at = [0, 20]
     for T in (3, 1, 2, 3, 3, 3, 1, 1, 3):
         *_, cache = found = called(cache, [np.arange(start, start + T) for start in at])
@@ -54,7 +54,7 @@ def test_a_query_sees_its_window_wherever_the_ring_stands():
 
 
 def test_what_was_taken_back_is_out_of_sight():
-    cache = LayerCache({"k": Ring(jnp.full((1, 1, 1, C, 1), -1.0))}, 0)
+    cache = LayerCache({"k": WindowEntries(jnp.full((1, 1, 1, C, 1), -1.0))}, 0)
     for start in range(0, 15, 3):
         *_, cache = called(cache, [[start, start + 1, start + 2]])
     *_, cache = called(cache, [[13, 14, 15]])  # 15 and 14 are taken back
@@ -63,7 +63,7 @@ def test_what_was_taken_back_is_out_of_sight():
 
 
 def test_padding_is_not_written_and_a_row_of_it_sees_nothing():
-    cache = LayerCache({"k": Ring(jnp.full((1, 2, 1, C, 1), -1.0))}, 0)
+    cache = LayerCache({"k": WindowEntries(jnp.full((1, 2, 1, C, 1), -1.0))}, 0)
     *_, cache = called(cache, [[0, 1, 2], [0, 1, 2]], [[1, 1, 0], [1, 1, 1]])
     found = called(cache, [[2], [0]], [[1], [0]])
     assert in_sight(found, 0, 2) == [0, 1, 2]
@@ -71,8 +71,8 @@ def test_padding_is_not_written_and_a_row_of_it_sees_nothing():
 
 
 def test_a_call_longer_than_a_ring_is_refused():
-    with pytest.raises(ValueError, match="10 tokens.*ring of 9"):
-        called(LayerCache({"k": Ring(jnp.zeros((1, 1, 1, C, 1)))}, 0), [np.arange(10)])
+    with pytest.raises(ValueError, match="10 tokens.*sliding-window cache of 9"):
+        called(LayerCache({"k": WindowEntries(jnp.zeros((1, 1, 1, C, 1)))}, 0), [np.arange(10)])
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gemma3")) for n in WINDOWED])
@@ -83,6 +83,6 @@ def test_decoding_over_rings_is_the_whole_forward_pass(name):
     back = [spec.mixer.window or spec.mixer.chunk for spec in model.config.layers]
     assert min(w for w in back if w) + 5 < 24, "a ring would be longer than the row"
     whole, _ = stepwise.forward(model, rows)
-    found, _ = stepwise.through_cache(model, rows, lengths, 15, chunk=5, capacity=WithRings(24, 5))
+    found, _ = stepwise.through_cache(model, rows, lengths, 15, chunk=5, capacity=WithSlidingWindows(24, 5))
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(found[row, :length], whole[row, :length], atol=2e-5)

@@ -15,6 +15,7 @@ from oracles import configuration, random_model, short
 
 from policy import families, modes
 from policy.cache import cache as caches
+from policy.cache.entries import ROUTES
 from policy.cache.step import UNKNOWN
 from policy.config import Runtime
 from policy.experts.router import bias_update
@@ -50,7 +51,7 @@ def forward(model):
 def own_routes(model, tokens, segments=None) -> dict[str, np.ndarray]:
     """Batch.routes of these rows: what the whole forward pass chooses."""
     aux = forward(model)(model.params, jnp.asarray(tokens), modes.make_step(jnp.asarray(tokens), segments=segments))
-    return {path: np.moveaxis(np.asarray(a), 0, 2).astype(np.int8) for path, a in aux.found("routes").items()}
+    return {path: np.moveaxis(np.asarray(a), 0, 2).astype(np.int8) for path, a in aux.by_layer("routes").items()}
 
 
 def random_routes(model, data, seed=0, known=1.0) -> dict[str, np.ndarray]:
@@ -116,7 +117,11 @@ def family(kind):
 def test_recorded_routes_are_those_of_the_whole_forward_pass(kind):
     """Prompts in chunks, shared, copied from one another, more requests than slots; completions of different lengths. Also beside
     states of fixed size, and beside dense feed-forwards with rings of a window."""
-    model, how = (learners.experts(), {}) if kind == "one layer" else (family(kind), {"rings": kind == "Gemma4Moe"})
+    model, how = (
+        (learners.experts(), {})
+        if kind == "one layer"
+        else (family(kind), {"sliding_window_cache": kind == "Gemma4Moe"})
+    )
     _, found = recorded(model, **how)
     assert_those_of_the_forward_pass(model, found)
     assert len({len(c.tokens) for group in found for c in group}) > 1
@@ -154,12 +159,12 @@ def test_recording_changes_no_completion_and_without_it_nothing_is_kept():
         [(c.tokens, c.logprobs) for c in group] for group in plain
     ]
     assert plain[0][0].routes is None
-    caches_of = [jax.eval_shape(each.engine.programs._empty_program) for each in (made, other)]
+    caches_of = [each.engine.runner.abstract_cache for each in (made, other)]
     names = [{name for stack in cache for part in stack for layer in part for name in layer} for cache in caches_of]
-    assert names[0] - names[1] == {caches.ROUTES}
+    assert names[0] - names[1] == {ROUTES}
     sizes = [sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache)) for cache in caches_of]
     assert sizes[0] - sizes[1] == 2 * 64 * 2, "a byte for each of the 2 experts of a token"
-    assert "routes" not in {key[0] for key in other.engine.programs.compiled}
+    assert "routes" not in {key[0] for key in other.engine.runner.memory}
 
 
 def test_a_model_without_experts_has_nothing_to_record():
@@ -179,7 +184,7 @@ def test_the_smallest_numbers_that_hold_all_experts_are_kept(experts, bits):
     )
     config = replace(model.config, stacks=stacks)
     cache = caches.create(config, 2, 4, "float32", scan=True, routes=True)
-    assert cache[0][0][0][caches.ROUTES].dtype == f"int{bits}"
+    assert cache[0][0][0][ROUTES].dtype == f"int{bits}"
 
 
 # What is replayed.
@@ -254,7 +259,7 @@ def test_the_batch_split_schedule_changes_nothing_of_given_routes():
     found = []
     for changes in ({}, {"batch_split": True}):
         logp, _, aux = jax.jit(groups().graph.at(**changes).logprobs)(groups().params, data.tokens, step, 1.0)
-        (routing,) = aux.found("routing").values()
+        (routing,) = aux.by_layer("routing").values()
         found.append((logp, routing.counts, routing.replayed.given, routing.replayed.disagreed))
     for a, b in zip(*found, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)

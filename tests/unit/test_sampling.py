@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollout.engine.sampling import Draws, SamplingParams, choose, draw, keep, uniforms
+from rollout import SamplingParams
+from rollout.engine.sampling import Draws, choose, draw, keep, uniforms
 
 DRAWS = 40_000
 # (top_k, top_p, min_p): each alone, all pairs, all three, and the ones that keep everything.

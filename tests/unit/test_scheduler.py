@@ -1,5 +1,6 @@
-"""Slots, rows and the queue under any order of arrivals, ends and withdrawals. No model: the programs are a simulation whose cache
-remembers which tokens each row holds, so that a row read before it is filled, or after another has taken it, is found out."""
+"""Scheduler, pages and batch under any order of arrivals, ends and cancellations. No model and no device: the runner is a
+simulation whose cache remembers which tokens each row holds, so that a row that is read before it is filled, or after another
+request has taken it, fails the test."""
 
 from dataclasses import dataclass
 
@@ -8,12 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rollout.engine.prefix_index
 import rollout.engine.scheduler
+from rollout import SamplingParams
+from rollout.engine.active_batch import ActiveBatch
 from rollout.engine.engine import Engine
-from rollout.engine.pages import PagedRows, PageTable
-from rollout.engine.programs import Made
-from rollout.engine.sampling import SamplingParams
-from rollout.engine.scheduler import Queue, Request, Rows
+from rollout.engine.page_table import PagedRows, PageTable
+from rollout.engine.prefixes import Copies, PinStates, RestoreStates
+from rollout.engine.programs import StepOutput
+from rollout.engine.rows import CacheGeometry, Rows
+from rollout.engine.scheduler import Scheduler, SchedulerLimits
+from rollout.request import Queue, Request
 
 CHUNK, STOP = 4, 0
 
@@ -32,31 +38,29 @@ def written(request: Request) -> list[int]:
 
 
 class Simulation:
-    """The programs over a cache that is a tuple of rows, each the tokens that it holds. `supports_truncation` False: a row can only be used
-    as far as it is filled, as with states of fixed size."""
+    """A model runner over a cache that is a tuple of rows, each the tokens that it holds. Without `supports_truncation` a row can
+    only be used as far as it is filled, as with states of fixed size."""
 
-    ahead, dispatch, chunk, drafts, records = 0, 3, CHUNK, 0, True
+    ahead, chunk, records = 0, CHUNK, True
     vocab_size = max_length = 1000
-    copies_views = copies_rows = True
-    table_width = None
 
-    @property
-    def shelves(self):
-        return not self.copies_views or not self.supports_truncation
-
-    def __init__(self, slots: int, rewinds: bool):
-        self.slots, self.supports_truncation = slots, rewinds
-        self.sizes = (*(1 << n for n in range(slots.bit_length()) if 1 << n < slots), slots)
+    def __init__(self, slots: int, supports_truncation: bool, decode_steps: int = 3):
+        self.slots, self.supports_truncation, self.decode_steps = slots, supports_truncation, decode_steps
+        self.geometry = CacheGeometry(slots, supports_truncation=supports_truncation)
         self.prefilled, self.dispatches = 0, []
 
+    @property
+    def limits(self):
+        geometry = self.geometry
+        return SchedulerLimits(
+            self.decode_steps, copies_rows=geometry.copies_rows, pins_prefixes=geometry.pins_prefixes
+        )
+
     def rows(self):
-        return Rows(self.slots, rewinds=self.supports_truncation)
+        return Rows(self.slots, supports_truncation=self.supports_truncation)
 
     def empty(self):
         return ((),) * self.slots
-
-    def prefill_lengths(self, longest):
-        return [2] if longest <= 3 else [2, CHUNK]
 
     def prefill(self, params, cache, rows, tokens, starts, lengths, tables, *, fresh):
         cache = list(cache)
@@ -75,16 +79,16 @@ class Simulation:
         )
         return held[:count]
 
-    def copy(self, cache, pairs):
+    def copy_rows(self, cache, pairs):
         cache = list(cache)
         for source, target in pairs:
             cache[target] = cache[source]
         return tuple(cache)
 
-    def enter(self, cache, rows):
+    def gather(self, cache, rows):
         return tuple(cache[min(row, self.slots - 1)] for row in rows)
 
-    def leave(self, cache, part, rows):
+    def scatter(self, cache, part, rows):
         cache = list(cache)
         for held, row in zip(part, rows, strict=True):
             if row < self.slots:
@@ -95,14 +99,14 @@ class Simulation:
         assert len(cache) == rows and pages is None
         return cache[row]
 
-    def slots_of(self, requests, size, width, seed):
-        assert size in self.sizes and len(requests) == size
+    def decode_state(self, requests, size, width, seed):
+        assert size in self.geometry.batch_sizes and len(requests) == size
         return tuple(r and Row((*r.prompt, *r.tokens), r.left, r.params.stop_token_ids) for r in requests)
 
     def decode(self, params, cache, slots, limits):
         assert len(cache) == len(slots)
         cache, slots, steps = list(cache), list(slots), 0
-        tokens = np.full((self.dispatch, len(slots)), -1)
+        tokens = np.full((self.decode_steps, len(slots)), -1)
         while steps < limits[0] and len(going := [n for n, row in enumerate(slots) if row and row.active]) > limits[1]:
             for n in going:
                 row = slots[n]
@@ -114,7 +118,7 @@ class Simulation:
                 slots[n] = Row((*row.seen, new), row.left - 1, row.stops, row.left > 1 and new not in row.stops)
             steps += 1
         self.dispatches.append(steps)
-        return tuple(cache), tuple(slots), Made(tokens, np.zeros(tokens.shape), tokens >= 0)
+        return tuple(cache), tuple(slots), StepOutput(tokens, np.zeros(tokens.shape), tokens >= 0)
 
 
 @dataclass(frozen=True)
@@ -128,20 +132,17 @@ class Row:
 class PagedSimulation(Simulation):
     """The same over pages: a dict of the tokens up to each place of each page, beside states by slot where there are some."""
 
-    copies_views = False
-
-    def __init__(self, slots: int, rewinds: bool, pages: int, size: int, parts: int = 1):
-        super().__init__(slots, rewinds)
-        self.sizes = tuple(s for s in self.sizes if s % parts == 0)
-        self.copies_rows, self.size, self.number, self.parts = not rewinds, size, pages, parts
-        self.table_width = pages // parts
+    def __init__(self, slots, supports_truncation, pages: tuple[int, int, int], decode_steps: int = 3):
+        super().__init__(slots, supports_truncation, decode_steps)
+        self.number, self.size, self.parts = pages
+        self.geometry = CacheGeometry(slots, self.parts, supports_truncation, table_width=self.number // self.parts)
 
     def rows(self):
         each = self.number // self.parts
         return PagedRows(
             self.slots,
             [PageTable(each, self.size, n * each) for n in range(self.parts)],
-            rewinds=self.supports_truncation,
+            supports_truncation=self.supports_truncation,
         )
 
     def empty(self):
@@ -178,8 +179,8 @@ class PagedSimulation(Simulation):
     def written(self, cache, slot, state):
         return cache[0], tuple((state or ()) if n == slot else held for n, held in enumerate(cache[1]))
 
-    def copy(self, cache, pairs):
-        return cache[0], super().copy(cache[1], pairs)
+    def copy_rows(self, cache, pairs):
+        return cache[0], super().copy_rows(cache[1], pairs)
 
     def copy_pages(self, cache, copies):
         assert len({copy.target for copy in copies}) == len(copies)
@@ -190,20 +191,20 @@ class PagedSimulation(Simulation):
             )
         return cache
 
-    def enter(self, cache, rows):
-        return super().enter(cache[1], rows)
+    def gather(self, cache, rows):
+        return super().gather(cache[1], rows)
 
-    def leave(self, cache, part, rows):
-        return cache[0], super().leave(cache[1], part, rows)
+    def scatter(self, cache, part, rows):
+        return cache[0], super().scatter(cache[1], part, rows)
 
     def routes(self, cache, rows, row, pages):
         places = ((page, i) for page in pages.tolist() for i in range(self.size))
         return tuple(cache[0][place][-1] for place in places if place in cache[0])
 
-    def slots_of(self, requests, size, width, seed):
-        return super().slots_of(requests, size, width, seed), None, None
+    def decode_state(self, requests, size, width, seed):
+        return super().decode_state(requests, size, width, seed), None, None
 
-    def seated(self, slots, rows, tables):
+    def with_pages(self, slots, rows, tables):
         for row, slot in enumerate(rows.tolist()):
             part = row * self.parts // len(rows)
             assert slot >= self.slots or slot * self.parts // self.slots == part, "a row in another part than its slot"
@@ -230,25 +231,32 @@ class Array:
     """Stands for the weights; another one stands for others."""
 
 
-def engine_of(slots, rewinds=True, budget=6, pages=None):
+def runner_of(slots, supports_truncation=True, pages=None, decode_steps=3):
     """`pages`: (number, tokens of each, parts)."""
+    if pages:
+        return PagedSimulation(slots, supports_truncation, pages, decode_steps)
+    return Simulation(slots, supports_truncation, decode_steps)
+
+
+def engine_of(slots, supports_truncation=True, budget=6, pages=None, decode_steps=3):
     weights = {"w": Array()}
-    programs = PagedSimulation(slots, rewinds, *pages) if pages else Simulation(slots, rewinds)
-    return Engine(programs, lambda: weights, 0, stop_string=None, prefill_budget=budget), weights
+    runner = runner_of(slots, supports_truncation, pages, decode_steps)
+    return Engine(runner, lambda: weights, 0, stop_string=None, prefill_budget=budget), weights
 
 
 def turn(engine, queue):
     """That of rollout.Generator."""
     ended = [engine.release(slot) for slot in engine.collect()]
-    while queue and engine.free:
+    while queue and engine.free_slots:
         engine.insert(queue.pop())
     engine.start(queue.first)
     return ended
 
 
 @pytest.fixture(autouse=True)
-def short_prefixes_are_worth_a_copy(monkeypatch):
-    monkeypatch.setattr(rollout.engine.scheduler, "WORTH_A_COPY", 3)
+def short_prefixes_are_shared_and_chunks_are_short(monkeypatch):
+    monkeypatch.setattr(rollout.engine.prefix_index, "MIN_SHARED_TOKENS", 3)
+    monkeypatch.setattr(rollout.engine.scheduler, "SHORTEST_PREFILL", 2)
 
 
 PROMPTS = [
@@ -278,14 +286,14 @@ POOL = st.builds(
 @settings(max_examples=800, deadline=None)
 @given(
     slots=st.integers(1, 9),
-    rewinds=st.booleans(),
+    supports_truncation=st.booleans(),
     budget=st.integers(1, 20),
     pages=st.none() | POOL,
     events=st.lists(ARRIVAL | OTHER, max_size=30),
 )
-def test_every_request_gets_its_own_completion_whatever_happens_beside_it(slots, rewinds, budget, pages, events):
+def test_every_request_gets_its_own_completion_whatever_else_happens(slots, supports_truncation, budget, pages, events):
     slots += slots % pages[2] if pages else 0
-    (engine, weights), queue, alive, done = engine_of(slots, rewinds, budget, pages), Queue(), [], []
+    (engine, weights), queue, alive, done = engine_of(slots, supports_truncation, budget, pages), Queue(), [], []
 
     def arrive(prompt, new, samples=1):
         made = [Request(prompt, SamplingParams(max_new_tokens=new, stop_token_ids=(STOP,))) for _ in range(samples)]
@@ -317,15 +325,17 @@ def test_every_request_gets_its_own_completion_whatever_happens_beside_it(slots,
         if not alive:
             break
         advance()
-    assert not alive and not engine.busy and engine.free == slots, "a request or a slot was lost"
+    assert not alive and not engine.busy and engine.free_slots == slots, "a request or a slot was lost"
     for request in done:
         assert request.tokens == written(request)
         assert request.finish == ("stop" if request.tokens[-1] == STOP else "length")
-        assert len(request.tokens) == len(request.logprobs) == len(request.opens)
-        assert request.routes[: request.needed] == request.seen(0, request.needed), "the routes of another request"
+        assert len(request.tokens) == len(request.logprobs) == len(request.starts_step)
+        assert request.routes[: request.needed] == request.cacheable, "the routes of another request"
     if pages:
         engine.forget()
-        assert all(table.available == pages[0] // pages[2] - 1 for table in engine._rows._tables), "a page was lost"
+        assert all(table.available == pages[0] // pages[2] - 1 for table in engine.scheduler.rows._tables), (
+            "a page was lost"
+        )
         return
     assert sorted(engine.insert(Request((1,))) for _ in range(slots)) == list(range(slots)), "a slot is given twice"
     with pytest.raises(ValueError, match="slots are in use"):
@@ -341,10 +351,10 @@ def test_a_long_prompt_never_stalls_the_rest(budget):
     queue.add([Request(tuple(range(100)), SamplingParams(max_new_tokens=2))])
     progress, read = [], []
     while engine.busy or queue:
-        before = engine.programs.prefilled
+        before = engine.runner.prefilled
         turn(engine, queue)
-        read.append(engine.programs.prefilled - before)
-        progress.append(len(engine.programs.dispatches))
+        read.append(engine.runner.prefilled - before)
+        progress.append(len(engine.runner.dispatches))
     assert sum(read) == 99 and max(read) <= budget + CHUNK
     waited = progress[: next(i for i in range(len(read)) if sum(read[: i + 1]) == 99)]
     assert len(set(waited)) == len(waited) > 5, "a turn passed without a dispatch"
@@ -357,14 +367,14 @@ def test_the_samples_of_a_prompt_and_what_begins_like_another_are_read_once():
     queue.add([Request((*long, 4, 4), SamplingParams(max_new_tokens=3))])
     while engine.busy or queue:
         turn(engine, queue)
-    assert engine.programs.prefilled == len(long) - 1 + 2
+    assert engine.runner.prefilled == len(long) - 1 + 2
     # After the end of all too, until the weights change.
     for expected in (0, len(long) - 1):
-        before = engine.programs.prefilled
+        before = engine.runner.prefilled
         queue.add([Request(long, SamplingParams(max_new_tokens=3))])
         while engine.busy or queue:
             turn(engine, queue)
-        assert engine.programs.prefilled - before == expected
+        assert engine.runner.prefilled - before == expected
         weights["w"] = Array()
 
 
@@ -414,7 +424,7 @@ def test_a_group_may_have_a_thousand_samples(pages):
     queue.add(requests)
     while engine.busy or queue:
         turn(engine, queue)
-    assert all(request.tokens == written(request) for request in requests) and engine.programs.prefilled == 4
+    assert all(request.tokens == written(request) for request in requests) and engine.runner.prefilled == 4
 
 
 def test_those_who_waited_for_a_prompt_that_is_withdrawn_do_not_wait_for_each_other():
@@ -449,7 +459,7 @@ def test_the_engine_moves_down_while_it_drains():
     sizes = []
     while engine.busy or queue:
         turn(engine, queue)
-        sizes.append(len(engine._view.rows) if engine._view else 0)
+        sizes.append(len(engine.batch.slots))
     assert {8, 4, 2, 1} <= set(sizes)
     assert engine.counts["useful"] / engine.counts["rows"] > 0.9
 
@@ -462,12 +472,11 @@ class Hidden(Request):
         return self.length - len(self.tokens)
 
 
-@pytest.mark.parametrize("dispatch", [16, 128])
-def test_nine_of_ten_rows_make_a_token_where_lengths_have_a_long_tail(dispatch):
+@pytest.mark.parametrize("decode_steps", [16, 128])
+def test_nine_of_ten_rows_make_a_token_where_lengths_have_a_long_tail(decode_steps):
     """Log-normal with mean 32, at most 256; 256 requests over 32 slots. Slots that are only refilled reach 55 to 57% of these."""
     for seed in range(2):
-        (engine, _), queue = engine_of(32, budget=1024), Queue()
-        engine.programs.dispatch = dispatch
+        (engine, _), queue = engine_of(32, budget=1024, decode_steps=decode_steps), Queue()
         drawn = np.random.default_rng(seed).lognormal(np.log(32) - 0.5, 1.0, 256)
         requests = [Hidden((1 + n % 3, 2, n), SamplingParams(max_new_tokens=256)) for n in range(256)]
         for request, length in zip(requests, np.clip(np.round(drawn), 1, 256), strict=True):
@@ -493,12 +502,12 @@ def test_the_longest_goes_first_and_groups_stay_together():
     ]
 
 
-def test_a_row_is_given_back_once():
-    rows = Rows(2, rewinds=True)
-    row, *_ = rows.take((1, 2))
-    rows.give(row, (1, 2, 3))
+def test_a_row_is_freed_once():
+    rows = Rows(2, supports_truncation=True)
+    row, *_ = rows.allocate((1, 2))
+    rows.free(row, (1, 2, 3))
     with pytest.raises(ValueError, match=f"row {row} is free already"):
-        rows.give(row, ())
+        rows.free(row, ())
 
 
 @given(
@@ -506,9 +515,9 @@ def test_a_row_is_given_back_once():
     others=st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=5),
 )
 def test_the_row_that_holds_the_most_is_found(tokens, others):
-    rows = Rows(6, rewinds=True)
-    for row, *_, other in [(*rows.take(tuple(other)), other) for other in others]:
-        rows.give(row, tuple(other))
+    rows = Rows(6, supports_truncation=True)
+    for row, *_, other in [(*rows.allocate(tuple(other)), other) for other in others]:
+        rows.free(row, tuple(other))
     row, same = rows.find(tuple(tokens))
     common = [
         next((i for i, (a, b) in enumerate(zip(o, tokens, strict=False)) if a != b), min(len(o), len(tokens)))
@@ -517,3 +526,180 @@ def test_the_row_that_holds_the_most_is_found(tokens, others):
     best = max(common, default=0)
     assert same == (best if best >= min(3, max(1, len(tokens))) else 0)
     assert (row == -1) == (same == 0)
+
+
+# Parts of the engine, each alone.
+
+
+def scheduler_of(slots, pages=None, supports_truncation=True):
+    runner = runner_of(slots, supports_truncation, pages)
+    return Scheduler(runner.rows(), runner.limits)
+
+
+def test_a_scheduler_preempts_for_want_of_pages_and_starts_again_when_there_is_room():
+    scheduler = scheduler_of(3, pages=(6, 2, 1))  # 5 pages of 2 tokens
+    first, second = (Request((n, 2, 3, 4), SamplingParams(max_new_tokens=6)) for n in (1, 2))
+    slots = [scheduler.admit(request) for request in (first, second)]
+    assert scheduler.preempted == {slots[1]} and second.cached == 0 and not scheduler.free_slots
+    assert scheduler.next_prefill() == slots[:1]
+    scheduler.prefilled(slots[0], 3)
+    assert scheduler.decoding == slots[:1] and scheduler.reserve_decode() == 3
+    scheduler.resume()
+    assert scheduler.preempted == {slots[1]}
+    first.finish = "stop"
+    scheduler.release(slots[0])
+    scheduler.resume()
+    assert not scheduler.preempted and scheduler.next_prefill() == slots[1:] and scheduler.free_slots == 2
+
+
+def test_a_scheduler_counts_the_requests_that_it_preempts():
+    counts, runner = {"preempted": 0}, runner_of(2, pages=(8, 2, 1))
+    scheduler = Scheduler(runner.rows(), SchedulerLimits(decode_steps=1, copies_rows=False), counts)
+    for n in (1, 2):
+        slot = scheduler.admit(Request((n, 2), SamplingParams(max_new_tokens=12)))
+        scheduler.prefilled(slot, 1)
+    while not scheduler.preempted:
+        scheduler.reserve_decode()
+        for slot in scheduler.decoding:
+            request = scheduler.running[slot]
+            request.tokens.append(3)
+            request.cached = request.needed
+    assert scheduler.preempted == {1} and counts == {"preempted": 1}, "the youngest"
+
+
+@pytest.mark.parametrize("supports_truncation", [True, False])
+def test_samples_of_a_prompt_wait_for_the_first_and_copy_its_row(supports_truncation):
+    scheduler = scheduler_of(3, supports_truncation=supports_truncation)
+    slots = [scheduler.admit(Request((1, 2, 3, 4, 5), SamplingParams(max_new_tokens=2))) for _ in range(3)]
+    assert scheduler.next_prefill() == slots[:1]
+    scheduler.prefilled(slots[0], 4)
+    assert scheduler.decoding == slots and not scheduler.next_prefill()
+    (copies,) = scheduler.updates.take()
+    assert isinstance(copies, Copies) and not copies.pages
+    assert {target for _, target in copies.rows} == set(slots[1:])
+
+
+def test_a_prompt_is_pinned_for_a_sample_that_has_no_slot_yet():
+    scheduler = scheduler_of(1, supports_truncation=False)
+    first, second = (Request((1, 2, 3, 4, 5), SamplingParams(max_new_tokens=2)) for _ in range(2))
+    scheduler.next_request = second
+    slot = scheduler.admit(first)
+    scheduler.prefilled(slot, 4)
+    assert scheduler.updates.take() == [PinStates(slot)]
+    scheduler.rows.advance(slot)
+    first.tokens, first.cached, first.finish = [6, 7], 6, "length"
+    scheduler.release(slot)
+    scheduler.next_request = None
+    assert scheduler.admit(second) == slot and second.ready, "nothing of it is prefilled"
+    assert scheduler.updates.take() == [RestoreStates(slot)]
+
+
+def test_a_batch_is_gathered_and_scattered_back():
+    runner, running = runner_of(4), {}
+    rows = runner.rows()
+    batch = ActiveBatch(runner, rows, seed=0)
+    for n in range(4):
+        request = Request((1, 2, n), SamplingParams(max_new_tokens=9), prompt_id=n)
+        request.cached = request.needed
+        running[rows.allocate(request.cacheable)[0]] = request
+    batch.full_cache()
+    batch.replace_cache(tuple(running[slot].cacheable for slot in range(4)))
+    assert batch.prepare(running, [1, 3], changed=True) and batch.slots == (1, 3)
+    assert batch.requests == (running[1], running[3]) and batch.min_active(2, waiting=False) == 1
+    assert not batch.prepare(running, [1, 3], changed=False), "it can go on"
+    output = batch.decode({}, (2, 0))
+    for row, slot in enumerate(batch.slots):
+        tokens = output.row(row).tokens
+        running[slot].tokens += tokens[tokens >= 0].tolist()
+    assert running[1].tokens and running[3].tokens
+    held = tuple(running[slot].cacheable for slot in range(4))
+    assert batch.full_cache() == held and batch.slots == ()
+
+
+# The index of prefixes.
+
+
+class Searched(PagedRows):
+    """PagedRows that look for a prefix slot by slot."""
+
+    def _find(self, part, tokens):
+        begun = self._begun.get(tokens, -1) if tokens else -1
+        if begun >= 0 and begun not in self._free[part] and self.part(begun) == part and self._held[begun] == tokens:
+            return begun, len(tokens), []
+        pages = self._tables[part].find(tokens) if self.supports_truncation else []
+        known, best = len(pages) * self._tables[part].size, (0, 0)
+        for slot, held in enumerate(self._held):
+            if slot in self._free[self.part(slot)] or self.part(slot) != part:
+                continue
+            same = next((i for i, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b), None)
+            same = min(len(held), len(tokens)) if same is None else same
+            if self.supports_truncation or same == len(tokens) == len(held):
+                best = max(best, (same, -slot))
+        enough = best[0] > known and best[0] >= min(3, max(1, len(tokens)))
+        return (-best[1], best[0], []) if enough else (-1, known, pages)
+
+
+TOKENS = st.lists(st.integers(0, 2), max_size=9).map(tuple)
+ROW_EVENTS = st.sampled_from(["allocate", "allocate", "free", "clear", "advance", "forget"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    events=st.lists(st.tuples(ROW_EVENTS, TOKENS, st.integers(0, 99)), max_size=40),
+    supports_truncation=st.booleans(),
+    parts=st.sampled_from([1, 2]),
+)
+def test_pages_find_the_prefix_that_a_search_of_all_slots_finds(events, supports_truncation, parts):
+    both = [
+        kind(6, [PageTable(99, 2, n * 99) for n in range(parts)], supports_truncation=supports_truncation)
+        for kind in (PagedRows, Searched)
+    ]
+    used = []
+    for event, tokens, number in events:
+        if event == "allocate" and both[0].num_free:
+            (slot, source, same), other = (rows.allocate(tokens) for rows in both)
+            assert (slot, source, same) == other
+            used.append(slot)
+            for rows in both:
+                assert rows.reserve(slot, same, len(tokens)) is not None
+                rows.filled(slot, tokens)
+        elif event == "forget":
+            for rows in both:
+                rows.forget()
+        elif used and event != "allocate":
+            slot = used[number % len(used)]
+            for rows in both:
+                getattr(rows, event)(slot, *([rows._held[slot]] if event == "free" else []))
+            if event == "free":
+                used.remove(slot)
+        assert [both[0].pages(slot) for slot in range(6)] == [both[1].pages(slot) for slot in range(6)]
+
+
+def test_a_prefix_is_found_without_looking_at_all_slots(monkeypatch):
+    """A search among a thousand slots makes as many comparisons as among ten."""
+    compared, real = [], rollout.engine.prefix_index.common_length
+    monkeypatch.setattr(rollout.engine.prefix_index, "common_length", lambda a, b: compared.append(a) or real(a, b))
+    counts = []
+    for slots in (10, 1000):
+        rows = PagedRows(slots + 1, [PageTable(9 * slots, 4)], supports_truncation=True)
+        for n in range(slots):
+            rows.reserve(rows.allocate((n // 30 % 9, 2, 3, n, 5))[0], 0, 5)
+        compared.clear()
+        assert rows.allocate((0, 2, 3, 7, 7)) == (slots, 7, 4)
+        counts.append(len(compared))
+    assert counts[0] == counts[1] <= 6
+
+
+@given(entries=st.lists(st.tuples(st.integers(0, 5), TOKENS), max_size=20), tokens=TOKENS)
+def test_the_prefix_index_is_a_search_of_all_its_entries(entries, tokens):
+    index, held = rollout.engine.prefix_index.PrefixIndex(), {}
+    for slot, entry in entries:
+        index.add(slot, entry)
+        held[slot] = entry
+    common = {slot: rollout.engine.prefix_index.common_length(entry, tokens) for slot, entry in held.items()}
+    same = max(common.values(), default=0)
+    assert index.longest(tokens) == ((min(s for s in common if common[s] == same), same) if same else (-1, 0))
+    assert index.exact(tokens) == min((s for s in held if tokens and held[s] == tokens), default=-1)
+    for slot in held:
+        index.remove(slot)
+    assert not index._root.children and index.longest(tokens) == (-1, 0)

@@ -14,7 +14,7 @@ from policy import families
 from policy.attention import sparse_attention
 from policy.attention.indexer import IndexedMask, KeyIndexer
 from policy.attention.sparse_attention import attend_selected
-from policy.cache.cache import LayerCache, Visible
+from policy.cache.layer_cache import LayerCache, Visible
 from policy.cache.step import Step
 from policy.config import Indexer, Rope, Runtime
 from policy.ops.rope import rotation
@@ -220,7 +220,7 @@ def test_decoding_selects_the_keys_that_training_selects():
     _, decoded = stepwise.through_cache(model, rows, [30, 30], prompt=10, record=("selection",))
     clear = margins(model, rows) > 1e-5
     assert clear[..., 3:].mean() > 0.95
-    [(path, trained)] = aux.found("selection").items()
+    [(path, trained)] = aux.by_layer("selection").items()
     same = np.sort(np.asarray(trained)) == np.sort(decoded[path])
     assert same.shape == (2, 2, 30, 4) and same.all(-1)[clear | np.isnan(clear)].all()
     assert (np.asarray(trained)[:, :, 0] == [0, -1, -1, -1]).all()
@@ -234,9 +234,9 @@ def test_the_dense_warm_up_is_dense_and_sparse_training_computes_what_the_policy
     assert np.abs(warm - plain).max() > 0.1
     learning, aux = stepwise.forward(sparse, rows, indexer="sparse", attention_chunk=5)
     np.testing.assert_allclose(learning, plain, atol=1e-5)
-    [indexing] = found.found("indexing").values()
+    [indexing] = found.by_layer("indexing").values()
     assert indexing.divergence.shape == (2,) and (np.asarray(indexing.recall) < 27).all()
-    assert not stepwise.forward(sparse, rows)[1].found("indexing")
+    assert not stepwise.forward(sparse, rows)[1].by_layer("indexing")
 
 
 def gradients(model, rows, of, segments=None, **runtime):
@@ -245,7 +245,7 @@ def gradients(model, rows, of, segments=None, **runtime):
     def loss(params):
         step = stepwise.modes.make_step(jnp.asarray(rows), segments=segments)
         logp, _, aux = graph.logprobs(params, jnp.asarray(rows), step, 1.0)
-        return logp.sum() if of == "logp" else sum(each.divergence.sum() for each in aux.found("indexing").values())
+        return logp.sum() if of == "logp" else sum(each.divergence.sum() for each in aux.by_layer("indexing").values())
 
     return {path: np.asarray(g) for path, g in jax.jit(jax.grad(loss))(model.params).items()}
 
@@ -280,7 +280,7 @@ def test_the_divergence_of_a_packed_row_is_that_of_its_documents(stage):
     segments = np.concatenate([np.repeat([1, 2, 3], lengths), [0, 0, 0]])[None]
 
     def divergence(rows, segments):
-        [found] = stepwise.forward(model, rows, segments, indexer=stage)[1].found("indexing").values()
+        [found] = stepwise.forward(model, rows, segments, indexer=stage)[1].by_layer("indexing").values()
         return np.asarray(found.divergence)
 
     assert (divergence(padded, real) > 0.1).all()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rl.errors import ModelError
-from rl.stages import rollout
+from rl.stages import inputs, online
 
 NOW = 3
 
@@ -24,16 +24,23 @@ class Case:
     own: np.ndarray  # log-probabilities of the policy of this step
 
     def scored(self, *, exact: bool, version: int = NOW):
-        config = SimpleNamespace(generator=SimpleNamespace(exact=exact))
+        """The batch of the step after `Stage._score`'s part on log-probabilities."""
+        stage = online.Stage.__new__(online.Stage)
+        stage.config = SimpleNamespace(generator=SimpleNamespace(exact=exact))
+        stage.options, stage.algorithm, stage.trainer = self.trainer.stage, self.trainer.algorithm, self.trainer
         timeline = SimpleNamespace(span=lambda name: contextlib.nullcontext(SimpleNamespace(seconds=0.0)))
-        run = SimpleNamespace(config=config, progress=SimpleNamespace(version=version), timeline=timeline)
-        stage = SimpleNamespace(algorithm=self.trainer.algorithm, options=self.trainer.stage)
-        return rollout._scored(run, stage, self.trainer, self.state, self.batch, found=None)[0]
+        layout = self.trainer.graph.layout
+        model = SimpleNamespace(graph=SimpleNamespace(layout=layout))
+        progress = SimpleNamespace(version=version)
+        stage.context = SimpleNamespace(progress=progress, timeline=timeline, model=model)
+        draft = inputs.Draft(self.state, self.batch)
+        stage.log_probabilities(draft)
+        return draft.batch
 
 
 def case(algorithm: dict, off: float = 1e-6, stale: float = 0.5, **keys) -> Case:
     """The sampler's log-probabilities are `off` from the policy's on fresh tokens, `stale` on the others."""
-    trainer, state = learners.begin(learners.dense(), learners.stage({"name": "grpo"} | algorithm, **keys))
+    trainer, state = learners.begin(learners.dense(), learners.stage({"name": "dapo"} | algorithm, **keys))
     batch = learners.batch()
     batch = batch.replace(old_logp=None, entropy=None, old_values=None)
     own = trainer.logprobs(state.policy.params, batch)[0]

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import configuration, random_model, short, tokens
+from oracles import by_kind, configuration, random_model, short, tokens
 
 import policy
 from policy import families, modes
 from policy.cache import cache as caches
 from policy.config import HyperConnections, Runtime
-from policy.huggingface.hf import UnsupportedModel
+from policy.huggingface.config_fields import UnsupportedModel
 from policy.mesh.sharding import layout
 from policy.model import Graph
 from policy.modes import make_step
@@ -45,10 +45,8 @@ def model_of(kind):
 
 
 def every(*quick):
-    """All kinds, those that are not `quick` marked as slow."""
-    return pytest.mark.parametrize(
-        "kind", [pytest.param(k, marks=() if k in quick else pytest.mark.slow) for k in KINDS]
-    )
+    """All kinds, of which those that are not `quick` are left out of the default run."""
+    return pytest.mark.parametrize("kind", by_kind(KINDS, always=quick))
 
 
 def gradients(model, **runtime):
@@ -145,7 +143,7 @@ def test_recorded_hidden_states_are_those_of_the_streams():
     params = random_model(config).params
     segments = np.array([[1] * 8, [1] * 5 + [0] * 3])
     aux = jax.jit(lambda p: graph.logprobs(p, ROWS, make_step(ROWS, None, segments), 1.0)[2])(params)
-    (hidden,), (activations,) = aux.found("hidden").values(), aux.found("activations").values()
+    (hidden,), (activations,) = aux.by_layer("hidden").values(), aux.by_layer("activations").values()
     assert hidden.shape == (2, *ROWS.shape, 3, config.hidden_size)
     real = np.asarray(hidden)[:, segments != 0]
     np.testing.assert_allclose(activations.mean, real.mean((1, 2, 3)), atol=1e-5)

@@ -9,10 +9,9 @@ import pytest
 from policy.mesh import serialization
 from rewards.workers.pool import Failure
 from rl.data.datasets import Example
-from rl.data.prepare import Pair
+from rl.data.reader import Pair, Problem
 from rl.errors import DataError, ResourceError
 from rl.run.checkpoint import CheckpointError
-from rl.stages.rollouts import Problem
 
 
 def again(value):

@@ -1,5 +1,6 @@
 """Problems generated in code. Every file in this folder without a leading underscore is a task of that name; any other
-name is looked for in reasoning-gym (extra `tasks`).
+name is looked for in reasoning-gym (extra `tasks`). `file.py:function` and `package.module:function` name a task of the user's own:
+a function (split, **options) that returns or yields mappings with `prompt`, perhaps `completion`, and columns for the rewards.
 
 A task file defines the frozen dataclass `Options`, whose fields are the keys of `data.options`, and
 
@@ -19,6 +20,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rewards import plugins
 from rewards.suggest import nearest
 
 Split = Literal["train", "eval"]
@@ -40,7 +42,9 @@ def names() -> list[str]:
 
 def check(name: str, options: dict[str, Any]) -> None:
     """Raises ValueError for an unknown task or a bad option (in backticks), without generating problems."""
-    if name in names():
+    if plugins.is_plugin(name):
+        plugins.check_options(plugins.load(name, "task"), f"task {name}", options)
+    elif name in names():
         _options(name, options)
     else:
         importlib.import_module("rl.data.tasks._reasoning_gym").check(name, options)
@@ -50,9 +54,20 @@ def problems(name: str, options: dict[str, Any], split: Split) -> list[Problem]:
     """The problems of a task's split, always the same ones in the same order. Raises ValueError as `check` does."""
     if split not in typing.get_args(Split):
         raise ValueError(f"a task has the splits {' and '.join(typing.get_args(Split))}, not {split!r}")
+    if plugins.is_plugin(name):
+        return [_problem(name, number, row) for number, row in enumerate(plugins.load(name, "task")(split, **options))]
     if name in names():
         return importlib.import_module(f"rl.data.tasks.{name}").problems(_options(name, options), split)
     return importlib.import_module("rl.data.tasks._reasoning_gym").problems(name, options, split)
+
+
+def _problem(name: str, number: int, row: Any) -> Problem:
+    if isinstance(row, Problem):
+        return row
+    if not isinstance(row, dict) or "prompt" not in row:
+        raise ValueError(f"task {name}: problem {number} must be a mapping with `prompt`, got {row!r}")
+    columns = {key: value for key, value in row.items() if key not in ("prompt", "completion")}
+    return Problem(row["prompt"], row.get("completion"), columns)
 
 
 def hash_share(text: str) -> float:

@@ -1,11 +1,12 @@
-"""Hugging Face directories in and out: config.json and safetensors, a slice of one layer at a time, by the family's name
-table."""
+"""Reads and writes Hugging Face directories: config.json and safetensors, one slice of one layer at a time, by the
+family's name table."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,20 +30,21 @@ if TYPE_CHECKING:
     from policy.model import Graph
 
 SHARD_BYTES = 5 * 10**9
-PIECE = 2**24  # numbers that are dequantised at once: 64 MB
-# The prediction modules' part of the tree of weights, and a file for them beside those that transformers reads: it takes layers
-# past num_hidden_layers for a mistake, unless the family's PASSED_OVER says otherwise.
+PIECE = 2**24  # how many numbers are dequantised at once: 64 MB
+# The path of prediction modules in the tree of weights, and a file of their own: transformers warns about layers past
+# num_hidden_layers in the files that it reads, unless the family's PASSED_OVER matches them.
 MTP, MTP_FILE = "mtp", "multi_token_prediction.safetensors"
-# What to do where the files lack prediction modules that they should hold.
+# What to do if the files lack prediction modules that they should hold.
 Missing = Literal["refuse", "fresh"]
-# Starts of stored names -> those of the tables, for text models inside multimodal ones. A family's PREFIXES go before these.
+# Prefixes of stored names -> prefixes in the tables, for text models inside multimodal ones. A family's PREFIXES are
+# tried first.
 PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 )
-# Tensors that a text model does without: the towers of other modalities, heads that predict further tokens, copies of embedding and
-# head in prediction modules, and tables of old files that follow from the configuration.
+# Tensors that a text model does not need: the towers of other modalities, heads that predict further tokens, copies of
+# embedding and head in prediction modules, and tables of old files that follow from the configuration.
 SKIP = (
     r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*",
     r"mtp\..*",
@@ -53,8 +55,8 @@ SKIP = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where the weight `path` is stored: in which form, before which prefix, and the numbers of the layers that it stacks (None
-    outside the layers)."""
+    """The place of the weight `path` in the files: the form in which it is stored, the prefix of its names, and the
+    numbers of the layers that it stacks (None outside the layers)."""
 
     graph: Graph
     path: str
@@ -63,36 +65,38 @@ class Place:
     prefix: str = ""
 
     def name(self, stored: names.Stored, layer: int | None, expert: int = 0) -> str:
-        """The tensor of a file that holds that layer and expert."""
+        """Returns the name of the stored tensor that holds a layer and expert."""
         return self.prefix.format(n=layer) + stored.name.format(e=expert)
 
     def parts(self, stored: names.Stored) -> tuple[str, ...]:
-        """The paths of ours that share a tensor in that form, in order; this one is among them."""
+        """Returns the paths of our weights that share the stored tensor, in order, this one included."""
         module = self.path.rpartition(".")[0]
         return tuple(f"{module}.{part}" for part in stored.parts) or (self.path,)
 
     def shape(self, path: str, stored: names.Stored) -> names.Shape:
-        """That of ours which one stored tensor holds: without the axis of layers, nor that of numbered tensors."""
+        """Returns the shape of our weight that one stored tensor holds, without the axis of layers or of numbered
+        tensors."""
         return self.graph.shapes[path].shape[(self.layers is not None) + stored.numbered :]
 
     def read(self, files: TensorFiles, layer: int | None, index: tuple[slice, ...], out: np.ndarray) -> None:
-        """Writes `index` of ours, of one layer, to `out`."""
+        """Reads `index` of one layer of our weight into `out`."""
         stored = next((s for s in (self.stored, *self.stored.also) if self.name(s, layer) in files), self.stored)
         parts = self.parts(stored)
         shapes, part = [self.shape(path, stored) for path in parts], parts.index(self.path)
         if stored.numbered:
-            first, *index = index
-            blocks = ((e, tuple(index), out[i, ...]) for i, e in enumerate(range(first.start, first.stop)))
+            first, inner = index[0], index[1:]
+            blocks = ((e, inner, out[i, ...]) for i, e in enumerate(range(first.start, first.stop)))
         else:
             blocks = ((0, piece, target) for piece, target in _pieces(index, out, stored.same_rows))
-        for expert, wanted, target in blocks:
-            block = stored.block(shapes, part, wanted)
-            whole = np.issubdtype(out.dtype, np.integer)
-            target[...] = block.finish(files.read(self.name(stored, layer, expert), block.shape, block.index, whole))
+        for expert, piece, target in blocks:
+            block = stored.block(shapes, part, piece)
+            integers = np.issubdtype(out.dtype, np.integer)
+            target[...] = block.finish(files.read(self.name(stored, layer, expert), block.shape, block.index, integers))
 
 
 def _pieces(index: tuple[slice, ...], out: np.ndarray, split: bool) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """`index` and `out` in pieces along axis 0 of at most PIECE numbers, so that a dequantised piece stays small."""
+    """Splits `index` and `out` along axis 0 into pieces of at most PIECE numbers, so that a dequantised piece is
+    small."""
     step = max(1, PIECE * len(out) // max(1, out.size)) if split and out.ndim else 0
     if not step or step >= len(out):
         yield index, out
@@ -104,21 +108,22 @@ def _pieces(index: tuple[slice, ...], out: np.ndarray, split: bool) -> Iterator[
 
 
 def places(graph: Graph) -> Iterator[Place]:
-    """Where each weight of `graph` is stored."""
+    """Yields the place of each weight of `graph` in the files."""
     config = graph.config
     family = families.get(config.family)
     top, prefix = getattr(family, "TOP", names.TOP), getattr(family, "LAYER_PREFIX", names.LAYER_PREFIX)
     start = np.cumsum([0, *(len(stack.pattern) * stack.repeats for stack in config.stacks)])
     for path in graph.paths:
-        if found := re.fullmatch(rf"{MTP}\.(.+)", path):
+        if match := re.fullmatch(rf"{MTP}\.(.+)", path):
             part, count = config.multi_token_prediction, len(config.layers)
-            stored = _entry(config, family.NAMES, found[1].removeprefix("layer."), part.layer)
+            assert part is not None  # a graph has such weights only with prediction modules
+            stored = _entry(config, family.NAMES, match[1].removeprefix("layer."), part.layer)
             yield Place(graph, path, stored, tuple(range(count, count + part.depth)), prefix)
             continue
-        if not (found := re.fullmatch(r"stacks\.(\d+)\.layers\.(\d+)\.(.+)", path)):
+        if not (match := re.fullmatch(r"stacks\.(\d+)\.layers\.(\d+)\.(.+)", path)):
             yield Place(graph, path, _entry(config, top, path), None)
             continue
-        s, i, end = int(found[1]), int(found[2]), found[3]
+        s, i, end = int(match[1]), int(match[2]), match[3]
         stack = config.stacks[s]
         numbers = tuple(int(start[s]) + r * len(stack.pattern) + i for r in range(stack.repeats))
         yield Place(graph, path, _entry(config, family.NAMES, end, stack.pattern[i]), numbers, prefix)
@@ -127,37 +132,42 @@ def places(graph: Graph) -> Iterator[Place]:
 def _entry(config: DecoderConfig, table: names.Table, end: str, layer: LayerSpec | None = None) -> names.Stored:
     module, _, rest = end.partition(".")
     kind = type(getattr(layer, module, None)).__name__
-    if (found := table.get(f"{kind}.{rest}", table.get(end, extensions.NAMES.get(end)))) is None:
+    if (stored := table.get(f"{kind}.{rest}", table.get(end, extensions.NAMES.get(end)))) is None:
         raise LookupError(
             f"policy/families/{config.family}.py: no entry for {end} in {'TOP' if layer is None else 'NAMES'}"
         )
-    return found
+    return stored
 
 
 def read_weights(
-    directory, graph: Graph, apart: tuple[str, ...] = (), missing: Missing = "refuse", seed: int = 0
+    directory: str | os.PathLike,
+    graph: Graph,
+    ignore: tuple[str, ...] = (),
+    missing: Missing = "refuse",
+    seed: int = 0,
 ) -> tuple[dict[str, jax.Array], frozenset[str]]:
-    """Reads the weights of `graph` from the safetensors of `directory`, each shard straight to its place on the mesh. Returns them
-    with the paths of those that begin, at least in part, as the random numbers of `seed`: prediction modules that the files lack
-    (`_absent_modules`, which `missing` is for). `apart` are tensors that others read.
+    """Reads the weights of `graph` from the safetensors of `directory`, each shard straight to its place on the mesh.
 
-    The host holds no more than the shards of one weight at a time beside those that live there. Raises ModelFileError.
+    Returns them with the paths of the weights that start, at least in part, as the random numbers of `seed`: prediction
+    modules that the files lack and that `missing` lets start fresh. `ignore` names tensors that the caller reads. The
+    host holds the shards of one weight at a time, and the weights that live in host memory. Raises ModelFileError for
+    tensors that are missing, unexpected or of the wrong shape.
     """
     scheme = sources.scheme(directory)
-    beside = [MTP_FILE] if graph.config.multi_token_prediction and (Path(directory) / MTP_FILE).exists() else []
-    files = TensorFiles(directory, _renamed(families.get(graph.config.family)), scheme, beside)
+    extra_files = [MTP_FILE] if graph.config.multi_token_prediction and (Path(directory) / MTP_FILE).exists() else []
+    files = TensorFiles(directory, _renamed(families.get(graph.config.family)), scheme, extra_files)
     absent = _absent_modules(graph.config, files, missing)
     fresh = frozenset(path for path in graph.paths if absent and path.startswith(f"{MTP}."))
     start = graph.init(seed, fresh) if fresh else {}
     params = {place.path: _on_mesh(graph, place, files, start.get(place.path), absent) for place in places(graph)}
-    files.unread.difference_update(apart)
+    files.unread.difference_update(ignore)
     _refuse_unread(files, graph.config, scheme)
     return params, fresh
 
 
 def _absent_modules(config: DecoderConfig, files: TensorFiles, missing: Missing) -> set[int]:
-    """Returns the numbers of the layers of prediction modules that the files hold no tensor of, and that are to start fresh: all of
-    them where neither config.json nor a file knows of modules; else only with `missing` "fresh". Raises ModelFileError."""
+    """Returns the layer numbers of the prediction modules that the files lack and that start fresh: all of them if
+    neither config.json nor a file mentions modules, otherwise only with `missing` "fresh". Raises ModelFileError."""
     if (part := config.multi_token_prediction) is None:
         return set()
     layers = range(len(config.layers), len(config.layers) + part.depth)
@@ -171,28 +181,30 @@ def _absent_modules(config: DecoderConfig, files: TensorFiles, missing: Missing)
     where = ", ".join(prefix.format(n=number) + "*" for number in held)
     says = f"config.json says {announced}" if announced else "config.json announces none"
     raise ModelFileError(
-        f"{files.directory}: missing tensor {prefix.format(n=min(absent))}eh_proj.weight: multi_token_prediction has depth "
-        f"{part.depth}, and of its {part.depth} modules the files hold {len(held)}{where and f' ({where})'}; {says}. To start the "
-        f"missing ones from random weights, set `model.multi_token_prediction: {{depth: {part.depth}, missing: fresh}}`"
+        f"{files.directory}: missing tensor {prefix.format(n=min(absent))}eh_proj.weight: multi_token_prediction has "
+        f"depth {part.depth}, and of its {part.depth} modules the files hold {len(held)}{where and f' ({where})'}; "
+        f"{says}. To start the missing ones from random weights, set "
+        f"`model.multi_token_prediction: {{depth: {part.depth}, missing: fresh}}`"
     )
 
 
 def _on_mesh(graph: Graph, place: Place, files: TensorFiles, start: jax.Array | None, absent: set[int]) -> jax.Array:
-    """The weight, shard by shard; devices that hold the same shard share one reading of it. Layers with numbers in `absent` are
-    those of `start`."""
+    """Reads a weight shard by shard; devices that hold the same shard share one read. Layers with numbers in `absent`
+    are taken from `start`."""
     if start is not None and place.layers is not None and absent.issuperset(place.layers):
         return start
-    begun = {} if start is None else {shard.device: shard.data for shard in start.addressable_shards}
+    initial = {} if start is None else {shard.device: shard.data for shard in start.addressable_shards}
     shape, dtype, sharding = graph.shapes[place.path].shape, graph.shapes[place.path].dtype, graph.sharding(place.path)
     devices: dict[tuple, list] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
         devices.setdefault(tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)), []).append(device)
     arrays = []
     for bounds, holders in devices.items():
         index = tuple(slice(*each) for each in bounds)
         shard = _aligned([high - low for low, high in bounds], dtype)
-        if begun:
-            shard[...] = np.asarray(begun[holders[0]])
+        if initial:
+            shard[...] = np.asarray(initial[holders[0]])
         if place.layers is None:
             place.read(files, None, index, shard)
         else:
@@ -205,7 +217,7 @@ def _on_mesh(graph: Graph, place: Place, files: TensorFiles, start: jax.Array | 
 
 
 def _aligned(shape: list[int], dtype) -> np.ndarray:
-    """An empty array that starts at a multiple of 64 bytes: such a one jax takes over on CPU, any other it copies."""
+    """Returns an empty array that starts at a multiple of 64 bytes, which jax uses on CPU without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -213,7 +225,8 @@ def _aligned(shape: list[int], dtype) -> np.ndarray:
 
 
 def _renamed(family: ModuleType) -> Callable[[str], str]:
-    """Stored names -> those of the tables: the prefixes of multimodal wrappers, and the family's own."""
+    """Returns a function from stored names to the names of the tables, without the prefixes of multimodal wrappers and
+    of the family."""
     prefixes = (*getattr(family, "PREFIXES", ()), *PREFIXES)
 
     def rename(name: str) -> str:
@@ -237,15 +250,15 @@ def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | N
     if extra:
         more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
         raise ModelFileError(
-            f"{files.directory}: unexpected tensors {', '.join(extra[:5])}{more}: the configuration has no place for them"
+            f"{files.directory}: unexpected tensors {', '.join(extra[:5])}{more}: the configuration has no such weights"
         )
 
 
 def _extra_layer(config: DecoderConfig, name: str) -> int | None:
-    """Returns the number of the tensor's layer if that is past the last one, else None."""
+    """Returns the number of a tensor's layer if it is past the last one, else None."""
     prefix = getattr(families.get(config.family), "LAYER_PREFIX", names.LAYER_PREFIX)
-    found = re.match(re.escape(prefix).replace(r"\{n\}", r"(\d+)"), name)
-    return int(found[1]) if found is not None and int(found[1]) >= len(config.layers) else None
+    match = re.match(re.escape(prefix).replace(r"\{n\}", r"(\d+)"), name)
+    return int(match[1]) if match is not None and int(match[1]) >= len(config.layers) else None
 
 
 @jax.jit
@@ -254,7 +267,7 @@ def _layer(array: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def _on_host(array, number: int | None) -> np.ndarray:
-    """The whole weight, or one of those that it stacks."""
+    """Returns a full weight, or one of the weights that it stacks."""
     if number is None:
         return processes.on_host(array)
     on_device = isinstance(array, jax.Array) and array.sharding.memory_kind != HOST
@@ -262,7 +275,7 @@ def _on_host(array, number: int | None) -> np.ndarray:
 
 
 def _stored(graph: Graph, params) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor as it is stored, by stored name, layer by layer; those without elements last."""
+    """Yields every tensor as it is stored, by stored name, layer by layer; tensors without elements last."""
     work = []
     for place in places(graph):
         if place.path == place.parts(place.stored)[0]:
@@ -279,12 +292,18 @@ def _stored(graph: Graph, params) -> Iterator[tuple[str, np.ndarray]]:
         yield name, np.zeros(shape, np.dtype(graph.runtime.param_dtype))
 
 
-def write(directory, graph, params, tensors: dict[str, np.ndarray] | None = None, keys: dict | None = None) -> None:
-    """config.json and safetensors shards of at most 5 GB (with an index if there are several) in `directory`; with further
-    `tensors` by stored name, and further `keys` of the configuration. Of several processes all give their parts of the weights,
-    and the first writes."""
-    from safetensors.numpy import save_file
+def write(
+    directory: str | os.PathLike,
+    graph: Graph,
+    params: dict[str, jax.Array],
+    tensors: dict[str, np.ndarray] | None = None,
+    keys: dict | None = None,
+) -> None:
+    """Writes config.json and safetensors shards of at most 5 GB (with an index if there are several) to `directory`.
 
+    `tensors` are further tensors by stored name, `keys` further keys of the configuration. All processes take part,
+    since each holds parts of the weights; the first one writes. Raises ValueError for a config that was changed.
+    """
     config = graph.config
     hf = json.loads(config.hf)
     if families.read(hf) != config:
@@ -293,19 +312,31 @@ def write(directory, graph, params, tensors: dict[str, np.ndarray] | None = None
         )
     every = itertools.chain(_stored(graph, params), (tensors or {}).items())
     if not processes.first():
-        for _ in every:  # each is gathered by all processes
+        for _ in every:  # all processes take part in the all-gather of each tensor
             pass
         return
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for old in (*directory.glob("*.safetensors"), *directory.glob("*.safetensors.index.json")):
         old.unlink()
+    _save_tensors(directory, config, every)
+    hf["dtype"] = graph.runtime.param_dtype
+    hf.pop("torch_dtype", None)
+    hf |= keys or {}
+    (directory / "config.json").write_text(json.dumps(hf, indent=2))
+
+
+def _save_tensors(directory: Path, config: DecoderConfig, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
+    """Saves tensors in shards of at most SHARD_BYTES, with an index if there are several, and layers past the last one
+    in MTP_FILE."""
+    from safetensors.numpy import save_file
+
     shards: list[dict[str, np.ndarray]] = [{}]
-    sizes, where, beside = [0], {}, {}
+    sizes, shard_of, extra_layers = [0], {}, {}
     passed_over = getattr(families.get(config.family), "PASSED_OVER", "$.")
-    for name, array in every:
+    for name, array in tensors:
         if _extra_layer(config, name) is not None and not re.match(passed_over, name):
-            beside[name] = array
+            extra_layers[name] = array
             continue
         if sizes[-1] and sizes[-1] + array.nbytes > SHARD_BYTES:
             save_file(shards[-1], directory / f"part-{len(shards):05d}", metadata={"format": "pt"})
@@ -314,18 +345,14 @@ def write(directory, graph, params, tensors: dict[str, np.ndarray] | None = None
             sizes.append(0)
         shards[-1][name] = array
         sizes[-1] += array.nbytes
-        where[name] = len(shards)
+        shard_of[name] = len(shards)
     save_file(shards[-1], directory / f"part-{len(shards):05d}", metadata={"format": "pt"})
     count = len(shards)
     files = {i: SINGLE if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
     for i, name in files.items():
         (directory / f"part-{i:05d}").rename(directory / name)
     if count > 1:
-        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": {name: files[i] for name, i in where.items()}}
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": {name: files[i] for name, i in shard_of.items()}}
         (directory / INDEX).write_text(json.dumps(index, indent=2))
-    if beside:
-        save_file(beside, directory / MTP_FILE, metadata={"format": "pt"})
-    hf["dtype"] = graph.runtime.param_dtype
-    hf.pop("torch_dtype", None)
-    hf |= keys or {}
-    (directory / "config.json").write_text(json.dumps(hf, indent=2))
+    if extra_layers:
+        save_file(extra_layers, directory / MTP_FILE, metadata={"format": "pt"})

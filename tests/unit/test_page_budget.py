@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import pytest
 
-import rollout.engine.pool
+import rollout.engine.page_budget
 from policy.cache import pages
 from policy.mesh.sharding import layout
-from rollout.engine.pool import choose_pool, memory_left
+from rollout.engine.page_budget import choose_page_budget, device_memory_left
 
 SHAPE = (4, 3, 1)  # 4 slots of at most 3 pages
 BYTES = 2 * 3 * 8 * 5 * 4  # of one page: 2 heads, 3 layers, 8 tokens of 5 float32
@@ -21,17 +21,17 @@ def empty(number: pages.Pages):
     [(None, None, 13), (10**12, None, 13), (2 * 9 * BYTES, None, 9), (0, None, 4), (0, 6, 6), (10**12, 99, 99)],
 )
 def test_pages_are_as_many_as_wished_for_needed_or_possible(monkeypatch, left, wish, number):
-    monkeypatch.setattr(rollout.engine.pool, "memory_left", lambda device: left)
-    found = choose_pool(empty, layout({}), SHAPE, (wish, 8))
-    assert found.pages == (number, 8) and found.wanted == 13 and found.bytes == number * BYTES
+    monkeypatch.setattr(rollout.engine.page_budget, "device_memory_left", lambda device: left)
+    found = choose_page_budget(empty, layout({}), SHAPE, (wish, 8))
+    assert found.pages == (number, 8) and found.full == 13 and found.bytes == number * BYTES
     assert ("all that full slots need" in str(found)) == (number >= 13)
 
 
 def test_less_than_one_row_of_each_part_needs_is_refused():
     with pytest.raises(ValueError, match=r"generator\.pages: 3 pages of 8 tokens are less than the 4"):
-        choose_pool(empty, layout({}), SHAPE, (3, 8))
+        choose_page_budget(empty, layout({}), SHAPE, (3, 8))
     with pytest.raises(ValueError, match="6 pages of 8 tokens are less than the 8"):
-        choose_pool(empty, layout({}), (4, 3, 2), (7, 8))
+        choose_page_budget(empty, layout({}), (4, 3, 2), (7, 8))
 
 
 class Device:
@@ -42,5 +42,5 @@ class Device:
 
 
 def test_memory_left_is_what_the_device_says():
-    assert memory_left(Device({"bytes_limit": 100, "bytes_in_use": 30})) == 70
-    assert memory_left(Device(None)) is None
+    assert device_memory_left(Device({"bytes_limit": 100, "bytes_in_use": 30})) == 70
+    assert device_memory_left(Device(None)) is None

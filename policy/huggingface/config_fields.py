@@ -1,11 +1,16 @@
-"""Parts of a Hugging Face configuration that many families share, read into ours. Free of jax."""
+"""Reads the fields of a Hugging Face configuration that many families share. Free of jax.
+
+`hf` is always such a configuration with the defaults of its class.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 from policy.config import (
+    Activation,
     Attention,
     DecoderConfig,
     GatedDeltaNet,
@@ -19,8 +24,8 @@ from policy.config import (
     YarnScaling,
 )
 
-# `hidden_act` of a configuration -> the name of policy.config.Mlp.
-ACTIVATIONS = {
+# `hidden_act` of a configuration -> the name in policy.config.Mlp.
+ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -31,31 +36,33 @@ ACTIVATIONS = {
 
 
 class UnsupportedModel(ValueError):
-    """A configuration that asks for something the decoder does not compute."""
+    """Raised for a configuration that the decoder does not compute."""
 
 
-def first(hf: dict, *keys: str, default=None):
-    """The value of the first key that is there and not null."""
+def first(hf: dict, *keys: str, default: Any = None) -> Any:
+    """Returns the value of the first key that is present and not null, else `default`."""
     return next((hf[key] for key in keys if hf.get(key) is not None), default)
 
 
-def activation(hf: dict, key: str = "hidden_act") -> str:
-    """The name in policy.config.Mlp of the activation that the configuration names under `key`."""
+def activation(hf: dict, key: str = "hidden_act") -> Activation:
+    """Returns the name in policy.config.Mlp of the activation under `key`. Raises UnsupportedModel for an unknown
+    one."""
     if hf[key] not in ACTIVATIONS:
         raise UnsupportedModel(f"{key} {hf[key]!r} is not supported; known: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[hf[key]]
 
 
 def head_dim(hf: dict) -> int:
-    """`head_dim`, by default the hidden size over the heads."""
+    """Returns `head_dim`, by default the hidden size divided by the number of heads."""
     return first(hf, "head_dim", default=hf["hidden_size"] // hf["num_attention_heads"])
 
 
-def attention(hf: dict, **features) -> Attention:
-    """The attention that the common keys describe: scores over the root of the head dimension, by default as many key-value
-    heads as heads and no biases. `features` are other fields of Attention, or other values of these."""
+def attention(hf: dict, **features: Any) -> Attention:
+    """Creates the attention that the common keys describe: scores divided by the root of the head dimension, by default
+    as many key-value heads as heads and no biases. `features` are fields of Attention that add to these or replace
+    them."""
     heads, dim, bias = hf["num_attention_heads"], head_dim(hf), bool(hf.get("attention_bias", False))
-    common = {
+    common: dict[str, Any] = {
         "heads": heads,
         "kv_heads": first(hf, "num_key_value_heads", default=heads),
         "head_dim": dim,
@@ -67,7 +74,8 @@ def attention(hf: dict, **features) -> Attention:
 
 
 def layer_types(hf: dict, known: tuple[str, ...], derived: list[str]) -> list[str]:
-    """The kind of each layer: `layer_types` of the configuration, one of `known` for each layer, or else `derived`."""
+    """Returns the kind of each layer: `layer_types` of the configuration, by default `derived`. Raises UnsupportedModel
+    for a kind that is not in `known` or a wrong number of layers."""
     kinds, layers = first(hf, "layer_types", default=derived), hf["num_hidden_layers"]
     if len(kinds) != layers or (unknown := set(kinds) - set(known)):
         wrong = f"{len(kinds)} entries for {layers} layers" if len(kinds) != layers else ", ".join(sorted(unknown))
@@ -76,15 +84,15 @@ def layer_types(hf: dict, known: tuple[str, ...], derived: list[str]) -> list[st
 
 
 def sparse_layers(hf: dict, experts: int) -> list[bool]:
-    """Whether each layer has experts: every `decoder_sparse_step`-th, but those in `mlp_only_layers`."""
+    """Returns whether each layer has experts: every `decoder_sparse_step`-th layer, except `mlp_only_layers`."""
     step, dense = hf["decoder_sparse_step"], hf["mlp_only_layers"] or []
     return [experts > 0 and i not in dense and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
 
 
 def rope_parameters(hf: dict, layer_type: str | None = None) -> dict:
-    """The rotary settings (of one layer type, where each has its own) as one dict with `rope_type`, `rope_theta`,
-    `partial_rotary_factor` and `original_max_position_embeddings`: transformers 5 writes `rope_parameters`, older files
-    `rope_theta` and `rope_scaling`, which wins where both are there, as in transformers.
+    """Returns the rotary settings (of one layer type, if each has its own) as one dict with `rope_type`, `rope_theta`,
+    `partial_rotary_factor` and `original_max_position_embeddings`. transformers 5 writes `rope_parameters`, older files
+    `rope_theta` and `rope_scaling`, which wins if both are present, as in transformers.
     """
     settings = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     nested = [key for key, value in settings.items() if isinstance(value, dict)]
@@ -104,16 +112,16 @@ def rope_parameters(hf: dict, layer_type: str | None = None) -> dict:
 
 
 def rope(hf: dict, dim: int, *, layer_type: str | None = None, interleaved: bool = False) -> Rope:
-    """The rotary embedding of heads of `dim` dimensions that this configuration asks for; `layer_type` for families whose
-    configuration has settings for each. Raises UnsupportedModel where only a part of a head would rotate."""
+    """Creates the rotary embedding of heads of `dim` dimensions; `layer_type` is for families whose configuration has
+    settings for each type. Raises UnsupportedModel if only a part of a head would rotate."""
     settings = rope_parameters(hf, layer_type)
     if settings["rope_type"] != "proportional" and settings["partial_rotary_factor"] != 1.0:
         raise UnsupportedModel("partial_rotary_factor is not supported by this family: all of a head rotates")
-    return rope_of(settings, dim, interleaved=interleaved)
+    return rope_from_settings(settings, dim, interleaved=interleaved)
 
 
-def rope_of(s: dict, dim: int, *, interleaved: bool = False) -> Rope:
-    """The same from settings as `rope_parameters` gives them; `partial_rotary_factor` of a head rotates."""
+def rope_from_settings(s: dict, dim: int, *, interleaved: bool = False) -> Rope:
+    """Creates the rotary embedding from the result of `rope_parameters`; `partial_rotary_factor` of a head rotates."""
     partial = s["partial_rotary_factor"]
     match s["rope_type"]:
         case "default":
@@ -146,11 +154,11 @@ def rope_of(s: dict, dim: int, *, interleaved: bool = False) -> Rope:
 
 
 def hybrid_mixers(hf: dict) -> list[Attention | GatedDeltaNet]:
-    """The mixer of each layer of a hybrid of gated delta nets (keys `linear_*`) and gated attention: every
-    `full_attention_interval`-th layer attends, or as `layer_types` says."""
+    """Returns the mixer of each layer of a hybrid of gated delta nets (keys `linear_*`) and gated attention: every
+    `full_attention_interval`-th layer attends, unless `layer_types` says otherwise."""
     gated = attention(
         hf,
-        rope=rope_of(rope_parameters(hf), hf["head_dim"]),
+        rope=rope_from_settings(rope_parameters(hf), hf["head_dim"]),
         qk_norm=Norm(hf["rms_norm_eps"], "zero_centred"),
         gate=True,
     )
@@ -168,11 +176,13 @@ def hybrid_mixers(hf: dict) -> list[Attention | GatedDeltaNet]:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """Computes yarn's attention scale (arXiv 2309.00071)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def yarn_attention_factor(s: dict) -> float:
-    """What multiplies cos and sin: the explicit value; else the ratio of the two mscales; else the one of mscale 1."""
+    """Returns the factor of cos and sin: the explicit value, else the ratio of the two mscales, else that for mscale
+    1."""
     if s.get("attention_factor") is not None:
         return float(s["attention_factor"])
     factor = float(s["factor"])
@@ -182,9 +192,8 @@ def yarn_attention_factor(s: dict) -> float:
 
 
 def stacks(layers: list[LayerSpec]) -> tuple[Stack, ...]:
-    """The fewest repeating patterns that spell these layers: at each place the pattern (of at most 8 layers) that
-    covers most."""
-    found, start = [], 0
+    """Groups layers into repeating patterns: at each place the pattern of at most 8 layers that covers most."""
+    groups, start = [], 0
     while start < len(layers):
         best = (1, 1)
         for period in range(1, 9):
@@ -194,14 +203,15 @@ def stacks(layers: list[LayerSpec]) -> tuple[Stack, ...]:
             if repeats > 1 and period * repeats > best[0] * best[1]:
                 best = (period, repeats)
         period, repeats = best
-        found.append(Stack(tuple(layers[start : start + period]), repeats))
+        groups.append(Stack(tuple(layers[start : start + period]), repeats))
         start += period * repeats
-    return tuple(found)
+    return tuple(groups)
 
 
-def decoder(family: str, stored: dict, hf: dict, layers: list[LayerSpec], **parts) -> DecoderConfig:
-    """A decoder of these layers. `stored` is the configuration as it was written, `hf` the same with the defaults of its class;
-    `parts` are fields of DecoderConfig, by default a plain norm with `rms_norm_eps`."""
+def decoder(family: str, stored: dict, hf: dict, layers: list[LayerSpec], **parts: Any) -> DecoderConfig:
+    """Creates the decoder of these layers. `stored` is the configuration as it is stored, `hf` the same with the
+    defaults of its class; `parts` are further fields of DecoderConfig; the default `norm` is a plain one with
+    `rms_norm_eps`."""
     return DecoderConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],

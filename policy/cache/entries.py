@@ -1,0 +1,90 @@
+"""The arrays that each layer stores in a cache: their names, shapes and dtypes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from policy.config import Attention, DecoderConfig, Engram, GatedDeltaNet, LatentAttention, LayerSpec, StoredType
+from policy.ops.quantization import TYPES
+
+# The experts of each token: an entry by position of layers with a mixture of experts.
+ROUTES = "routes"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One array of a layer, [heads, length, dim] per slot.
+
+    length: None for one entry per token (the length of the cache); a number for a state of fixed size.
+    dtype: None for the dtype of the cache.
+    tile: how many numbers of a token share one scale when the cache is quantised; None: never quantised.
+    window: how many tokens a query looks back at most, itself included; None: no limit.
+    """
+
+    heads: int
+    dim: int
+    length: int | None = None
+    dtype: str | None = None
+    tile: int | None = None
+    window: int | None = None
+
+    @property
+    def bits(self) -> int:
+        """Returns the bits of one number. `dtype` must be set."""
+        dtype = jnp.dtype(self.dtype)
+        return 4 if dtype == jnp.int4 else 8 * dtype.itemsize
+
+
+def entries(spec: LayerSpec, config: DecoderConfig) -> dict[str, Entry]:
+    """Lists the entries of a layer by name, before dtypes and quantisation are decided."""
+    return _mixer_entries(spec) | _engram_entries(spec.engram, config)
+
+
+def stored_entries(
+    spec: LayerSpec, config: DecoderConfig, dtype: DTypeLike, quantization: StoredType | None, routes: bool = False
+) -> dict[str, Entry]:
+    """Lists the entries of a layer with known dtypes. A quantised entry "k" has its scales under "k.scale".
+
+    routes: whether the experts of each token are stored too.
+    """
+    stored = _routes_entry(spec) if routes else {}
+    for name, entry in entries(spec, config).items():
+        if quantization is None or entry.tile is None:
+            stored[name] = replace(entry, dtype=entry.dtype or jnp.dtype(dtype).name)
+        else:
+            stored[name] = replace(entry, dtype=jnp.dtype(TYPES[quantization]).name)
+            stored[f"{name}.scale"] = Entry(entry.heads, entry.dim // entry.tile, dtype="float32", window=entry.window)
+    return stored
+
+
+def _engram_entries(engram: Engram | None, config: DecoderConfig) -> dict[str, Entry]:
+    if engram is None:
+        return {}
+    G = 1 if config.hyper_connections is None else config.hyper_connections.streams
+    ids = Entry(1, 1, len(engram.multipliers) - 1, "int32")
+    return {"ngram_ids": ids, "ngram_conv": Entry(1, G * config.hidden_size, engram.history)}
+
+
+def _mixer_entries(spec: LayerSpec) -> dict[str, Entry]:
+    match spec.mixer:
+        case Attention(kv_heads=heads, head_dim=dim, window=window, chunk=chunk):
+            back = min((w for w in (window, chunk) if w), default=None)
+            return {name: Entry(heads, dim, tile=dim, window=back) for name in "kv"}
+        case LatentAttention(kv_lora_rank=rank, rope=rope, indexer=indexer):
+            keys = {} if indexer is None else {"index": Entry(1, indexer.head_dim)}
+            # No tile holds numbers of both the normed latent and the rotated key, which differ in size.
+            return {"latent": Entry(1, rank + rope.dim, tile=math.gcd(rank, rope.dim))} | keys
+        case GatedDeltaNet(key_heads=K, value_heads=H, key_dim=D, value_dim=V, conv_width=width):
+            return {"conv": Entry(1, 2 * K * D + H * V, width - 1), "state": Entry(H, V, D, "float32")}
+    return {}
+
+
+def _routes_entry(spec: LayerSpec) -> dict[str, Entry]:
+    if spec.moe is None:
+        return {}
+    router = spec.moe.router
+    return {ROUTES: Entry(1, router.experts_per_token, dtype="int8" if router.experts <= 128 else "int16")}

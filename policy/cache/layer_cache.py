@@ -1,0 +1,193 @@
+"""The part of a cache that one layer reads and writes in a call.
+
+A layer hands its new keys and values (or latents) to `extend` and gets back everything visible; it never asks for a
+mode. Without a cache the tokens of the call itself are visible. With a cache, the entries of earlier calls are visible
+as well.
+
+Keys, values and latents may be stored quantised, as values of 8 or 4 bits and their scales ("k" and "k.scale"):
+`extend` quantises what it writes and returns floats. Keys of an index selector and states of fixed size are never
+quantised.
+
+Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension, B rows, T tokens, M pages of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import qwix
+from jax.typing import DTypeLike
+
+from policy.cache import pages, sliding_window
+from policy.cache.entries import ROUTES
+from policy.cache.pages import Pool
+from policy.cache.sliding_window import WindowEntries
+from policy.cache.step import Step
+from policy.mesh.sharding import Layout
+from policy.ops.quantization import quantize_tiles
+
+# One array of a cache: contiguous [R, S, K, C, D], a pool of pages, or a sliding window.
+CacheArray = jax.Array | Pool | WindowEntries
+
+
+class Visible(NamedTuple):
+    """Everything the queries of a call may look at: named arrays [B, K, C, D], and positions and segments int32[B,
+    C]."""
+
+    arrays: dict[str, jax.Array]
+    positions: jax.Array
+    segments: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """The entries of one layer in a call.
+
+    arrays: arrays [R, S, K, C, D] by name; this layer owns [index]. In a paged cache entries by position are in pools,
+        and this layer owns pages [:, index].
+    table: int32[B, M], the pages of the rows of the call, for a paged cache.
+    layout: how a mesh cuts rows and pages.
+    anywhere: `Step.anywhere` of the call.
+    """
+
+    arrays: dict[str, CacheArray]
+    index: jax.Array | int
+    table: jax.Array | None = None
+    layout: Layout | None = field(default=None, metadata={"static": True})
+    anywhere: bool = field(default=False, metadata={"static": True})
+
+    @classmethod
+    def of(cls, arrays: dict[str, CacheArray], index: jax.Array | int, step: Step, layout: Layout | None) -> LayerCache:
+        """Makes the cache of layer `index` for a call over the tokens of `step`."""
+        return cls(arrays, index, step.pages, layout, step.anywhere)
+
+
+def layout_of(cache: LayerCache | None, layout: Layout | None) -> Layout | None:
+    """Returns the layout that routes queries and new entries to cache rows.
+
+    None: queries and entries stay on their devices, and devices read the pages of all rows.
+    """
+    return None if cache is not None and cache.table is not None and cache.anywhere else layout
+
+
+def extend(
+    cache: LayerCache | None, step: Step, *, back: int | None = None, **new: jax.Array
+) -> tuple[Visible, LayerCache | None]:
+    """Adds `new` ([B, K, T, D] each, row b for slot b) at the step's positions. Returns everything visible and the
+    cache.
+
+    back: how many tokens a query looks back at most, itself included. Only the pages that such queries see are then
+    read.
+
+    Padding is not written: its position is moved past the end and the scatter drops it. Entries past a query's own
+    position may be left over from an earlier owner of the slot; attention masks them, because their position is larger.
+    """
+    if cache is None:
+        return Visible(new, step.positions, step.segments), None
+    arrays: dict[str, CacheArray] = {}
+    seen: dict[str, jax.Array] = {}
+    B, T = step.positions.shape
+    rows = jnp.arange(B)[:, None]
+    # XLA makes a slice update of a scatter of one entry, which on CPU costs three copies of the array in every step of
+    # a loop. A second entry, past the end, keeps it a scatter in place.
+    more = B * T == 1 and isinstance(cache.index, int)
+    looking, first = cache, 0
+    if cache.table is not None and back is not None and isinstance(pool := cache.arrays[next(iter(new))], Pool):
+        table, first = pages.looking_back(cache.table, step, back, pool.array.shape[3])
+        looking = replace(cache, table=table)
+    for name, value in new.items():
+        for part, written in _parts(cache.arrays, name, value).items():
+            array = cache.arrays[part]
+            if isinstance(array, Pool | WindowEntries):
+                arrays[part] = _write(cache, array, step, written)
+                continue
+            at = jnp.where(step.segments != 0, step.positions, array.shape[3] + jnp.arange(T))
+            written = jnp.swapaxes(written, 1, 2).astype(array.dtype)
+            if more:
+                at = jnp.pad(at, ((0, 0), (0, 1)), constant_values=array.shape[3] + 1)
+                written = jnp.repeat(written, 2, axis=1)
+            arrays[part] = array.at[cache.index, rows, :, at].set(written, mode="drop", unique_indices=True)
+        seen[name] = read(arrays, name, partial(_all_entries, looking), value.dtype)
+    length, cache = next(iter(seen.values())).shape[2], replace(cache, arrays=cache.arrays | arrays)
+    if isinstance(next(iter(arrays.values())), WindowEntries):
+        positions = sliding_window.positions(step, length)
+        return Visible(seen, positions, (positions >= 0).astype(jnp.int32)), cache
+    positions = first + jnp.broadcast_to(jnp.arange(length), (B, length))
+    return Visible(seen, positions, jnp.ones_like(positions)), cache
+
+
+def remember(cache: LayerCache | None, step: Step, routes_BTK: jax.Array | None) -> LayerCache | None:
+    """Writes the experts of the step's tokens, if the cache stores them. Returns the cache."""
+    if cache is None or ROUTES not in cache.arrays:
+        return cache
+    assert routes_BTK is not None, "a cache that stores routes needs a runtime that records them"
+    return extend(cache, step, back=None, **{ROUTES: routes_BTK[:, None]})[1]
+
+
+def take(cache: LayerCache, name: str, at_BTk: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Reads the entries at positions `at` of an array with one head, row b of slot b: [B, T, k, D].
+
+    The entries are read in place: slicing the layer out of a stacked array first would copy all of it. Slots are a
+    batch dimension of the gather: with an index for them, a mesh that cuts the cache by slots would exchange it.
+    """
+    dims = jax.lax.GatherDimensionNumbers(
+        offset_dims=(3,),
+        collapsed_slice_dims=(0, 2, 3),
+        start_index_map=(0, 3),
+        operand_batching_dims=(1,),
+        start_indices_batching_dims=(0,),
+    )
+    index = jnp.stack([jnp.broadcast_to(cache.index, at_BTk.shape), at_BTk], axis=-1)
+
+    def pick(array):
+        if cache.table is not None:
+            return pages.pick(array, cache.index, at_BTk, cache.table, cache.layout, cache.anywhere)
+        return jax.lax.gather(array, index, dims, (1, 1, 1, 1, array.shape[-1]), mode="promise_in_bounds")
+
+    return read(cache.arrays, name, pick, dtype)
+
+
+def read(
+    arrays: dict[str, CacheArray], name: str, pick: Callable[[CacheArray], jax.Array], dtype: DTypeLike
+) -> jax.Array:
+    """Returns `pick(array)` for the entries `name`, dequantised to `dtype` if they are stored quantised.
+
+    `pick` returns a part of the array that holds full vectors [..., D].
+    """
+    if f"{name}.scale" not in arrays:
+        return pick(arrays[name])
+    return qwix.dequantize(qwix.QArray(pick(arrays[name]), pick(arrays[f"{name}.scale"]))).astype(dtype)
+
+
+def _write(cache: LayerCache, array: Pool | WindowEntries, step: Step, value_BKTD: jax.Array) -> Pool | WindowEntries:
+    if isinstance(array, WindowEntries):
+        return sliding_window.write(array, cache.index, step, value_BKTD)
+    if cache.table is None:
+        raise ValueError("a call over a paged cache needs the pages of its rows: Step.pages")
+    return pages.write(array, cache.index, cache.table, step, value_BKTD, cache.layout)
+
+
+def _all_entries(cache: LayerCache, array: CacheArray) -> jax.Array:
+    """Returns the layer's part of one of its arrays for every row of a call: [B, K, C, D]."""
+    match array:
+        case Pool():
+            assert cache.table is not None, "a pool is read by the table of the call"
+            return pages.gather(array, cache.index, cache.table, cache.layout, cache.anywhere)
+        case WindowEntries():
+            return array.array[cache.index]
+    return cast(jax.Array, array)[cache.index]
+
+
+def _parts(arrays: dict[str, CacheArray], name: str, value: jax.Array) -> dict[str, jax.Array]:
+    """Returns the arrays that the cache stores for `value`, by name: itself, or quantised values and scales."""
+    if f"{name}.scale" not in arrays:
+        return {name: value}
+    values, scales = jax.tree.leaves((arrays[name], arrays[f"{name}.scale"]))
+    quantized = quantize_tiles(value, values.dtype, scales.shape[-1])
+    return {name: quantized.qvalue, f"{name}.scale": quantized.scale}

@@ -1,0 +1,284 @@
+"""The parts of a layer, as data: norms, rotary embeddings, mixers, feed-forwards, n-gram tables. An absent part is
+None."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Root-mean-square norm. `scale` says how the weight w acts on r = x * rsqrt(mean(x^2) + eps), computed in float32.
+
+    after_cast: r.astype(dtype) * w. zero_centred: (r * (1 + w)).astype(dtype). before_cast: (r * w).astype(dtype).
+    none: r.astype(dtype), no weight.
+    """
+
+    eps: float = 1e-6
+    scale: Literal["after_cast", "zero_centred", "before_cast", "none"] = "after_cast"
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """(x - mean) * rsqrt(variance + eps) * weight + bias, with mean and variance in float32 or in the activation
+    dtype."""
+
+    eps: float = 1e-5
+    reductions: Literal["float32", "activation"] = "float32"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding over the first `dim` dimensions: base frequencies theta^(-2i/dim), rescaled by
+    `scaling`. `interleaved` rotates the pairs (2i, 2i+1), otherwise (i, i + dim/2)."""
+
+    dim: int
+    theta: float
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """All frequencies divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Low frequencies divided by `factor`, high ones kept, those between interpolated."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """NTK-by-parts (arXiv 2309.00071). `attention_factor` multiplies cos and sin."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Only the first `fraction` of the frequencies rotate; the other pairs stay as they are. All are divided by
+    `factor`."""
+
+    fraction: float
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class QueryTemperature:
+    """A factor on queries that grows with their position: 1 + scale * log(1 + floor((position + 1) / floor))."""
+
+    scale: float
+    floor: float
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention: query head h reads key-value head h // (heads / kv_heads).
+
+    A query sees at most `window` tokens back (itself counted), or only its own `chunk` of so many positions. `qk_norm`
+    acts on each head before rotation, on all heads of a token together, or on each head after rotation. `softcap` c
+    bounds scores by c tanh(s / c). `sinks`: one learned score for each head that takes part in the softmax and stands
+    for no token. `gate`: the output is multiplied by a sigmoid of a second query projection. `values_are_keys`: there
+    is no value projection; values are the projected keys before their norm and rotation.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope | None = None
+    qk_norm: Norm | None = None
+    qk_norm_over: Literal["head", "all_heads", "rotated_head"] = "head"
+    v_norm: Norm | None = None
+    values_are_keys: bool = False
+    bias: bool = False
+    out_bias: bool = False
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    gate: bool = False
+    temperature: QueryTemperature | None = None
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (arXiv 2405.04434): keys and values are projected from one small latent per token."""
+
+    heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_dim: int
+    v_dim: int
+    scale: float
+    rope: Rope
+    norm: Norm = Norm(eps=1e-6)
+    bias: bool = False
+    indexer: Indexer | None = None
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Chooses the `topk` keys that a query of latent attention may see (arXiv 2512.02556): the largest sum over `heads`
+    of w_h relu(q_h . k / sqrt(head_dim)), with q from the query latent, one key of `head_dim` per token, and w from the
+    token."""
+
+    heads: int
+    head_dim: int
+    topk: int
+    rope: Rope
+    norm: LayerNorm = LayerNorm(eps=1e-6)
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """Gated delta net (arXiv 2412.06464, equation 10): linear attention with a state S [key_dim, value_dim] for each
+    value head.
+
+    S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q.  g = -exp(A_log) softplus(a + dt_bias), beta =
+    sigmoid(b), and q, k of unit length, q times key_dim^-1/2. q, k and v pass a causal depthwise convolution over
+    `conv_width` tokens and a silu first; o is normed over value_dim and multiplied by silu(z). Value head h reads key
+    head h // (value_heads / key_heads).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    norm: Norm
+
+    def __post_init__(self):
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"GatedDeltaNet: {self.value_heads} value heads cannot be shared by {self.key_heads} key heads"
+            )
+
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "linear"]
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Feed-forward of width `width`; gated: down(act(gate(x)) * up(x)), plain: down(act(up(x)))."""
+
+    width: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Feed-forward of one square matrix: x W."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """Chooses the experts of each token and their weights. Scores are float32.
+
+    score: softmax over all experts, or a sigmoid of each. `bias` is part of the scores, `correction_bias` is added for
+    the choice only. With groups, the experts of the `topk_groups` best groups are eligible; a group's score is its
+    largest (`max`) or the sum of its two largest (`top2`). `renormalize` divides the chosen weights by their sum (+
+    1e-20 for sigmoid scores); `scale` multiplies them, and `expert_scale` multiplies them by a learned number for each
+    expert. `input_norm` is a norm of the router's own; its result is divided by sqrt(hidden size).
+    """
+
+    experts: int
+    experts_per_token: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    bias: bool = False
+    correction_bias: bool = False
+    groups: int = 1
+    topk_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    renormalize: bool = True
+    scale: float = 1.0
+    input_norm: Norm | None = None
+    expert_scale: bool = False
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up between -limit and limit."""
+
+    limit: float
+    alpha: float = 1.702
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Mixture of gated experts of width `width`, plus shared experts (one gated feed-forward that every token passes).
+
+    `shared_gate` multiplies the shared experts by a sigmoid of one projection. `weigh` says what a router's weight
+    multiplies: the expert's output or its input. With `clamp` the experts compute ClampedSwiglu instead of
+    act(gate) * up.
+    """
+
+    router: Router
+    width: int
+    shared: Mlp | None = None
+    activation: Activation = "silu"
+    bias: bool = False
+    shared_gate: bool = False
+    weigh: Literal["output", "input"] = "output"
+    clamp: ClampedSwiglu | None = None
+
+
+@dataclass(frozen=True)
+class DenseAndExperts:
+    """The sum of a dense feed-forward and a mixture of experts, each between two norms of its own. The router reads the
+    input without a norm."""
+
+    dense: Mlp
+    experts: Moe
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class Engram:
+    """Hashed n-gram tables (arXiv 2601.07372): vectors that the last tokens look up, gated by the residual stream and
+    added to it.
+
+    The n-gram of n = 2..N tokens ending at a token is hashed to XOR_j multipliers[j] id_j, with id_j the class of the
+    token j places back, and N = len(multipliers). That hash modulo each of `primes[n - 2]` is a row of one table of
+    rows of `head_dim` numbers. `ids` is the number of token classes, and `pad_id` is the class that stands for what
+    precedes a document. `integers` is the type in which the products are computed. The values pass a causal depthwise
+    convolution over `kernel_size` tokens with a stride of N. `norm` is applied to keys and streams, `conv_norm` before
+    the convolution, `outer_norm` (None: none) before everything.
+    """
+
+    multipliers: tuple[int, ...]
+    primes: tuple[tuple[int, ...], ...]
+    head_dim: int
+    kernel_size: int
+    ids: int
+    pad_id: int
+    integers: Literal["int32", "int64"]
+    norm: Norm
+    conv_norm: Norm
+    outer_norm: Norm | None
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The number of table rows of each head, in order."""
+        return tuple(prime for order in self.primes for prime in order)
+
+    @property
+    def history(self) -> int:
+        """How many tokens before the current one the convolution reaches."""
+        return (self.kernel_size - 1) * len(self.multipliers)

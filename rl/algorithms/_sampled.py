@@ -1,0 +1,70 @@
+"""What algorithms share that learn from sampled completions: options of the stage, and defaults of its interface."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from rl.algorithms._options import algorithm_options
+
+Self = TypeVar("Self", bound="Sampled")
+
+
+@algorithm_options()
+class Sampled:
+    """An algorithm of an online stage: no inputs, no scalars that move, no critic."""
+
+    stage: ClassVar[str] = "online"
+    critic_warmup: ClassVar[int] = 0  # first steps in which only a critic learns
+    reference_every: ClassVar[int] = 0  # steps after which the reference model is renewed
+    inputs: ClassVar[frozenset[str]] = frozenset()
+    repeated_inputs: ClassVar[frozenset[str]] = frozenset()
+    controls: ClassVar[dict[str, float]] = {}
+
+    mask_truncated: bool = Field(
+        False, description="no loss on completions that were cut off; their rewards still count in their group"
+    )
+    dynamic_batches: int = Field(
+        0,
+        ge=0,
+        description="generation batches at most, to fill a step with groups whose rewards differ; the others are dropped, "
+        "those too many kept for the next step (DAPO, arXiv:2503.14476); 0: every group is kept",
+    )
+    dynamic_reward: str | None = Field(
+        None, description="the reward function that has to differ; null: their weighted sum"
+    )
+
+    @model_validator(mode="after")
+    def _consistent_groups(self):
+        if self.dynamic_reward is not None and not self.dynamic_batches:
+            raise ValueError("dynamic_reward does nothing without dynamic_batches")
+        return self
+
+    def proximal(self, arrays: Any) -> Any:
+        """Returns the old log-probabilities among the arrays of a Batch or a PolicyInputs."""
+        return arrays.old_logp
+
+    def controlled(self, controls: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
+        """Returns the controls of the next update, from the controls and the metrics of this one."""
+        return controls
+
+    def controlled_by_step(
+        self, controls: dict[str, float], metrics: dict[str, float], completions: int
+    ) -> dict[str, float]:
+        """The controls of the next step, from those and the metrics of the advantages of this one."""
+        return controls
+
+    def at(self: Self, controls: dict[str, float]) -> Self:
+        """The algorithm whose `advantages` are those under these controls."""
+        return self
+
+    def estimate(self, rewards, lengths, batch, **inputs) -> tuple[np.ndarray, np.ndarray | None, dict[str, float]]:
+        """Returns (advantages float[N] or float[N,T], returns that a critic learns or None, metrics) of the N = P G completions.
+
+        rewards: float[P,G]. lengths: int[P,G], tokens. batch: the Batch of all completions. inputs: what the providers of
+        rl/stages/inputs.py give for `advantages`.
+        """
+        advantages = self.advantages(rewards, lengths, **inputs)
+        return advantages.reshape(-1, *advantages.shape[2:]), None, {}

@@ -1,0 +1,67 @@
+"""Rejection-sampling fine-tuning (RAFT, Dong et al. 2023, arXiv:2304.06767): the best completions of each prompt are
+demonstrations.
+
+Of the G completions of a prompt, the `keep` with the highest rewards are kept, as far as their reward is above `threshold`. The loss
+is the mean of -logp over the tokens of all kept completions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from rl.algorithms._advantages import precision
+from rl.algorithms._options import algorithm_options
+from rl.algorithms._sampled import Sampled
+
+
+@algorithm_options()
+class Algorithm(Sampled):
+    """Advantages 1 for kept completions and 0 for others, the loss of demonstrations."""
+
+    name: ClassVar[str] = "raft"
+    loss_type: ClassVar[str] = "nll"
+    corrects_itself: ClassVar[bool] = False
+
+    keep: int = Field(1, ge=1, description="completions of a prompt that are learned, at most: those of highest reward")
+    threshold: float | None = Field(
+        None, description="rewards of completions that are learned are above this; null: any"
+    )
+
+    def advantages(self, rewards: Any, lengths: Any = None) -> np.ndarray:
+        """Returns float[P,G]: 1 where a completion is kept, else 0. Of equal rewards the first is kept.
+
+        rewards: float[P,G], NaN: no score, which is never kept. lengths: without effect.
+        """
+        rewards = np.asarray(rewards)
+        scores_PG = np.where(np.isfinite(rewards.astype(np.float64)), rewards, -np.inf).astype(np.float64)
+        rank_PG = np.argsort(np.argsort(-scores_PG, axis=1, kind="stable"), axis=1, kind="stable")
+        least = -np.inf if self.threshold is None else self.threshold
+        return ((rank_PG < self.keep) & (scores_PG > least)).astype(precision(rewards))
+
+    def with_totals(self, inputs: Any) -> Any:
+        """Returns the `PolicyInputs` of an optimiser batch with a mask of kept completions and its counts."""
+        from rl.algorithms import _inputs
+
+        return _inputs.with_totals(self._kept(inputs))
+
+    def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns the mean over the tokens of kept completions of the optimiser batch, and metrics.
+
+        Raises ValueError where `logp` or `advantages` are absent.
+        """
+        from rl.algorithms import _losses
+
+        return _losses.supervised_loss(self, self._kept(inputs))
+
+    def _kept(self, inputs: Any) -> Any:
+        import jax.numpy as jnp
+
+        if inputs.advantages is None:
+            raise ValueError("PolicyInputs.advantages missing: they say which completions are kept")
+        kept = jnp.asarray(inputs.advantages) > 0
+        mask = jnp.asarray(inputs.mask)
+        return dataclasses.replace(inputs, mask=jnp.where(kept[:, None] if kept.ndim == 1 else kept, mask, 0.0))

@@ -1,0 +1,211 @@
+"""What the stages of a run read, checked before a model is built: the tokenizer, rows of data as token ids, reward workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from policy.huggingface import sources
+from policy.mesh import processes, serialization
+from rewards import RewardError, Runner, RunnerOptions, Share, registry
+from rewards.workers.pool import Call, Failure
+from rl.config.run import DataOptions, EvaluationOptions, RewardSettings, RunConfig, StageOptions
+from rl.data import datasets
+from rl.data.datasets import Example
+from rl.data.encoded import Pair, Problem, Row
+from rl.data.shard import Shard
+from rl.errors import ConfigError, DataError
+from rollout.text import chat
+from rollout.text.tokenizer import load_tokenizer, stop_ids
+
+T = TypeVar("T")
+
+# Types that the processes of a run send to each other: rows of data, calls of rewards, and scores that failed.
+serialization.register_type(Example, Problem, Pair, Call, Failure)
+
+
+def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
+    """Returns (tokenizer of the run, token ids that end a completion). Raises ConfigError."""
+    directory = config.model.source if Path(config.model.source).is_dir() else None
+    try:
+        if config.tokenizer is None:
+            tokenizer = load_tokenizer(directory)
+        else:
+            tokenizer = load_tokenizer(
+                config.tokenizer.source, config.tokenizer.alphabet, config.tokenizer.chat_template
+            )
+        return tokenizer, stop_ids(tokenizer, directory)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"tokenizer: {error}") from None
+
+
+def _runner(settings: RewardSettings) -> Runner:
+    functions = tuple((f.name, f.weight, f.options) for f in settings.functions)
+    try:
+        options = RunnerOptions(functions, settings.workers, settings.timeout_s, settings.on_error)
+        return Runner(options, Share(processes.index(), processes.count(), processes.all_gather_object))
+    except RewardError as error:
+        raise ConfigError(f"rewards: {error}") from None
+
+
+def _check_reward_models(directories: Sequence[str], tokenizer) -> None:
+    """Raises ConfigError where a reward model has another vocabulary than the policy, whose tokens it reads."""
+    for directory in directories:
+        where = f"rewards: reward_model: {directory}"
+        if len(tokenizer) > (size := sources.classifier(directory).vocab_size):
+            raise ConfigError(
+                f"{where} has a vocabulary of {size}, the tokenizer has {len(tokenizer)} tokens; they must be the same"
+            )
+        try:
+            theirs = load_tokenizer(directory).get_vocab()
+        except (ValueError, OSError):
+            continue  # it holds none
+        if different := sorted(theirs.items() ^ tokenizer.get_vocab().items()):
+            raise ConfigError(
+                f"{where} was trained with another tokenizer ({len(different)} entries differ, e.g. {different[0][0]!r}); it "
+                "reads the tokens of the policy, so both must have the same"
+            )
+
+
+def _check_columns(settings: RewardSettings, problems: Sequence[Problem]) -> None:
+    """Raises DataError where a row lacks a column that a reward takes, before the first rollout."""
+    first: dict[frozenset, Example] = {}
+    for problem in problems:
+        first.setdefault(frozenset(problem.example.columns), problem.example)
+    for columns, example in first.items():
+        for function in settings.functions:
+            try:
+                registry.check(function.name, function.options, columns)
+            except RewardError as error:
+                raise DataError(f"{example.where}: {error}") from None
+
+
+class DataReader:
+    """Reads datasets as token ids, checks them against `max_length`, and starts reward workers. What several stages use is read
+    once."""
+
+    def __init__(self, config: RunConfig):
+        """Reads the tokenizer. Raises ConfigError."""
+        self._config = config
+        self.tokenizer, self.stop_ids = read_tokenizer(config)
+        self.held_out: list[Problem] = []
+        self._read: dict[tuple, Any] = {}
+        self._runners: dict[str, Runner] = {}
+
+    def close(self) -> None:
+        """Ends the reward workers."""
+        for runner in self._runners.values():
+            runner.close()
+
+    def read_held_out(self, options: EvaluationOptions, stages: Sequence[StageOptions]) -> None:
+        """Reads the problems of the evaluations that `stages` make, into `held_out`."""
+        longest = max(stages, key=lambda stage: stage.sampling.max_new_tokens)
+        self.held_out = list(self.problems(options.data, longest, held_out=True).own[: options.problems])
+
+    def reward_runner(self, settings: RewardSettings, problems: Sequence[Problem]) -> Runner:
+        """Returns the workers of these reward functions, which `problems` and the held-out problems are scored by.
+
+        Raises ConfigError for a reward or reward model that cannot be used, DataError for a column that a reward does not get.
+        """
+        for scored in (problems, self.held_out):
+            _check_columns(settings, scored)
+        key = settings.model_dump_json()
+        if key not in self._runners:
+            self._runners[key] = _runner(settings)
+        runner = self._runners[key]
+        trained = self._config.stage_names
+        _check_reward_models([source for source in runner.sources if source not in trained], self.tokenizer)
+        return runner
+
+    def problems(self, source: DataOptions, stage: StageOptions, *, held_out: bool = False) -> Shard:
+        """Reads prompts that leave room for a completion of the stage."""
+        dataset = self._load(source, held_out=held_out)
+        encoded = self._once(
+            ("problems", source.model_dump_json(), held_out), lambda: [self._problem(e) for e in dataset]
+        )
+        lengths = {id(p.example): len(p.ids) for p in encoded}
+        longest = self._config.max_length - stage.sampling.max_new_tokens
+        advice = (
+            f"raise max_length ({self._config.max_length}) or lower sampling.max_new_tokens "
+            f"({stage.sampling.max_new_tokens})"
+        )
+        datasets.check_lengths(dataset, lambda example: lengths[id(example)], longest, advice)
+        return Shard(encoded, dataset.total)
+
+    def demonstrations(self, source: DataOptions, train_on: str) -> Shard:
+        """Reads a Row for each demonstration; `train_on`: which tokens are trained on, as in rl/algorithms/sft.py."""
+
+        def encode(example: Example) -> Row:
+            given = example.prompt, example.completion, example.messages
+            return self.guarded(example, lambda: chat.encode_example(self.tokenizer, *given, train_on))
+
+        return self.rows(source, ("demonstrations", train_on), encode, lambda row: len(row[0]), demonstrations=True)
+
+    def pairs(self, source: DataOptions) -> Shard:
+        """Reads a Pair for each preference."""
+        return self.rows(
+            source, ("pairs",), self._pair, lambda pair: max(len(pair.chosen[0]), len(pair.rejected[0])), pairs=True
+        )
+
+    def rows(
+        self, source: DataOptions, key: tuple, encode: Callable[[Example], T], length: Callable[[T], int], **form: Any
+    ) -> Shard:
+        """Reads a dataset in the `form` that `datasets.load` takes, encodes each example and checks its length in tokens.
+
+        key: names what `encode` gives, so that stages with the same source and key share it.
+        """
+        dataset = self._load(source, **form)
+        encoded = self._once((*key, source.model_dump_json()), lambda: [encode(example) for example in dataset])
+        lengths = {id(example): length(each) for example, each in zip(dataset, encoded, strict=True)}
+        advice = f"raise max_length ({self._config.max_length}) or leave these rows out"
+        datasets.check_lengths(dataset, lambda example: lengths[id(example)], self._config.max_length, advice)
+        return Shard(encoded, dataset.total)
+
+    def _load(self, source: DataOptions, **kind: Any) -> datasets.Dataset:
+        """Loads a dataset. Every process holds all held-out data, because it completes all of it at once."""
+        part = (0, 1) if kind.get("held_out") else (processes.index(), processes.count())
+        return self._once(
+            ("data", source.model_dump_json(), *kind.items()), lambda: datasets.load(source, part=part, **kind)
+        )
+
+    def _once(self, key: tuple, make):
+        if key not in self._read:
+            self._read[key] = make()
+        return self._read[key]
+
+    def _problem(self, example: Example) -> Problem:
+        ids = self.guarded(example, lambda: chat.render_prompt(self.tokenizer, example.prompt))
+        if not ids:
+            raise DataError(f"{example.where}: the prompt is empty: there is no token to go on from")
+        return Problem(example, ids)
+
+    def answer(self, example: Example, answer: Any) -> Row:
+        """Encodes the prompt of an example and an answer to it, up to the last token that the assistant writes.
+
+        Raises DataError for an answer without a token.
+        """
+        ids, mask = self.guarded(example, lambda: chat.encode_answer(self.tokenizer, example.prompt, answer))
+        if not any(mask):
+            raise DataError(f"{example.where}: an answer has no token of its own")
+        end = len(mask) - mask[::-1].index(1)
+        return ids[:end], mask[:end]
+
+    def _pair(self, example: Example) -> Pair:
+        assert example.pair is not None
+        rows = [self.answer(example, answer) for answer in example.pair]
+        if rows[0] == rows[1]:
+            raise DataError(
+                f"{example.where}: both answers are the same tokens: there is nothing to learn from this pair"
+            )
+        if not rows[0][1][0] == rows[1][1][0] == 0:
+            raise DataError(f"{example.where}: the prompt is empty: there is no token to go on from")
+        return Pair(rows[0], rows[1], example.margin)
+
+    @staticmethod
+    def guarded(example: Example, encode: Callable[[], T]) -> T:
+        """Returns `encode()`. Raises DataError, which names the row, where it raises ValueError."""
+        try:
+            return encode()
+        except ValueError as error:
+            raise DataError(f"{example.where}: {error}") from None

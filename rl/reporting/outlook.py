@@ -1,0 +1,38 @@
+"""Where the seconds of a step go, and how long a stage still takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from rl.training.flops import rates
+
+if TYPE_CHECKING:
+    from policy.mesh.sharding import Layout
+
+COMPILED = 3
+"""The first steps of a stage compile; from this one on they take as long as the others."""
+_PARTS = ("sync", "sample", "reward_models", "logprob", "reward", "update")
+"""Parts of a step, named as in time/<part>. The remainder is idle time."""
+
+
+def step_metrics(metrics: Mapping[str, float], seconds: float, layout: Layout) -> dict[str, float]:
+    """Returns the time and the rates of a step that took `seconds`, from its other metrics."""
+    idle = max(0.0, seconds - sum(metrics.get(f"time/{part}", 0.0) for part in _PARTS))
+    work = metrics["perf/step_tflop"] * 1e12, metrics["perf/step_tokens"]
+    return {"time/step": seconds, "time/idle": idle} | rates("step", *work, seconds, layout)
+
+
+def outlook(metrics: Mapping[str, float], left: int) -> str:
+    """Says where the seconds of a step go, and how many are left for `left` steps."""
+    seconds = metrics["time/step"]
+    parts = {name: metrics.get(f"time/{name}", 0.0) / seconds for name in _PARTS}
+    shown = ", ".join(
+        f"{name} {share:.0%}" for name, share in sorted(parts.items(), key=lambda part: -part[1]) if share >= 0.01
+    )
+    used = f", {metrics['perf/mfu_step']:.0%} of the devices' rate" if "perf/mfu_step" in metrics else ""
+    tokens, operations = metrics["perf/step_tokens_per_s"], metrics["perf/step_tflops_per_s"] * 1000
+    rate = f"{tokens:.3g} tokens/s and {operations:.3g} GFLOP/s a device{used}"
+    remaining = timedelta(seconds=round(left * seconds))
+    return f"a step takes {seconds:.2g} s ({shown}; {rate}); {left} more: about {remaining}"

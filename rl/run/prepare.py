@@ -1,0 +1,59 @@
+"""Reads what a run needs before its model is built: tokenizer, data of every stage, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import rl.stages
+from rl.cluster.launch import raise_on_all
+from rl.config.run import RunConfig
+from rl.data.encoded import Problem
+from rl.data.reader import DataReader
+from rl.stages.stage import StageKind
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The stages with their data, and the problems of evaluations."""
+
+    data: DataReader
+    stages: Sequence[StageKind]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the run."""
+        return self.data.tokenizer
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Token ids that end a completion."""
+        return self.data.stop_ids
+
+    @property
+    def held_out(self) -> list[Problem]:
+        """The problems of evaluations."""
+        return self.data.held_out
+
+    def close(self) -> None:
+        """Ends the reward workers."""
+        self.data.close()
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Reads tokenizer and data and checks every length. Each process reads the rows that it holds; a problem of one is raised on all.
+
+    Raises ConfigError for a tokenizer or reward that cannot be used, DataError for data that is malformed, empty or too long.
+    """
+    return raise_on_all(lambda: _prepared(config))
+
+
+def _prepared(config: RunConfig) -> Prepared:
+    data, stages = DataReader(config), rl.stages.create(config)
+    evaluated = [stage.options for stage in stages if stage.trains_policy]
+    if config.evaluation and evaluated:
+        data.read_held_out(config.evaluation, evaluated)
+    for stage in stages:
+        stage.prepare(data)
+    return Prepared(data, stages)

@@ -1,0 +1,84 @@
+"""What a run shares with its stages: the model, the generator, where events go, and how far the run has come."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rl.errors import ModelError
+from rl.stages.dynamic_sampling import Group
+
+if TYPE_CHECKING:
+    from policy.model import Model
+    from rl.config.run import RunConfig
+    from rl.reporting.events import Events
+    from rl.reporting.timeline import Timeline
+    from rollout import Generator
+
+
+@dataclass
+class Progress:
+    """What a checkpoint holds besides arrays.
+
+    prompts: prompts sampled so far in the run, which is the id of the next one. version: updates of the policy so far.
+    The rest belongs to the stage. drawn: rows taken from its data. carried: groups that are sampled and not used yet. controls:
+    scalars that the algorithm moves from update to update.
+    """
+
+    prompts: int = 0
+    version: int = 0
+    drawn: int = 0
+    carried: list[Group] = field(default_factory=list)
+    controls: dict[str, float] = field(default_factory=dict)
+
+    def start_stage(self, controls: dict[str, float]) -> None:
+        """Resets what belongs to the stage."""
+        self.drawn, self.carried, self.controls = 0, [], dict(controls)
+
+    def to_json(self) -> dict:
+        """Returns the progress as values that JSON can hold."""
+        carried = [group.to_json() for group in self.carried]
+        return dataclasses.asdict(dataclasses.replace(self, carried=[])) | {"carried": carried}
+
+    @classmethod
+    def from_json(cls, values: dict | None) -> Progress:
+        """Reads what `to_json` gave. Raises ModelError for what another version of Duet wrote."""
+        names = {each.name for each in dataclasses.fields(cls)}
+        if values is None or values.keys() != names:
+            stored = "nothing" if values is None else ", ".join(values)
+            raise ModelError(
+                f"the newest checkpoint was written by another version of Duet: of the run's progress it holds {stored}, "
+                f"where this version reads {', '.join(sorted(names))}. Continue the run with that version, or start a new "
+                "one in another run.dir"
+            )
+        return cls(**values | {"carried": [Group.from_json(each) for each in values["carried"]]})
+
+
+@dataclass
+class Context:
+    """What the stages of a run share."""
+
+    config: RunConfig
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    model: Model
+    generator: Generator
+    events: Events
+    progress: Progress
+    timeline: Timeline
+
+    @contextmanager
+    def resharded(self) -> Iterator[dict[str, float]]:
+        """Keeps the weights in the layout of `generator.rules` while rollouts read them. Yields the metrics of that."""
+        if self.config.generator.rules is None:
+            yield {}
+            return
+        with self.timeline.span("laying out weights") as span:
+            self.generator.reshard_for_rollout()
+        try:
+            yield {"time/sync": span.seconds}
+        finally:
+            self.generator.release()

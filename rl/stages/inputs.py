@@ -1,0 +1,245 @@
+"""Inputs that an algorithm names in `inputs`: each name is provided by one function of this file.
+
+A provider reads and extends the Draft of a step. What is declared beside it says when it runs, which fields of the batch it fills,
+which part of the RunState it reads and which compiled program it calls; state, compilation and plans follow from that.
+
+Shapes: P prompts, G completions of one prompt, N = P G completions, T tokens, F reward functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl.stages.stage import Program, StageKind, abstract_batch, abstract_rows
+from rl.training.flops import rates
+
+if TYPE_CHECKING:
+    from rewards import Scores
+    from rl.stages.rollouts import Rollouts
+
+SAMPLING, SCORING, REWARDS = "sampling", "scoring", "rewards"
+"""When a provider runs: while the generator samples; before the rewards arrive; once they are there."""
+LOGPROBS, VALUES = "log-probabilities", "values"
+
+
+@dataclass
+class Draft:
+    """A step while it is made.
+
+    state: arrays of the stage. batch: rows of the step. rollouts, scores: completions and what rewards say of them. rewards:
+    float[P,G] for `advantages` (float[P,G,F] under `each_reward`). arguments: further arguments of `advantages` by name. stale:
+    whether older weights sampled a token that is trained on. current: the batch with the log-probabilities of the policy as it is
+    now, where `current_logp` provides them.
+    """
+
+    state: Any
+    batch: Any = None
+    rollouts: Rollouts | None = None
+    scores: Scores | None = None
+    rewards: np.ndarray | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    stale: bool = False
+    current: Any = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Input:
+    """A provider with what it takes. occasional: whether only some steps call the program. skips: whether a stage gets the input
+    without the provider."""
+
+    provide: Callable[[StageKind, Draft], None]
+    when: str
+    fields: tuple[str, ...] = ()
+    state: str | None = None
+    program: str | None = None
+    occasional: bool = False
+    skips: Callable[[StageKind], bool] = lambda stage: False
+
+
+INPUTS: dict[str, Input] = {}
+"""Name of an input -> its provider, in the order in which they run."""
+
+
+def provides(*names: str, when: str, **declared: Any) -> Callable:
+    """Registers a function as the provider of inputs; `declared`: fields of Input."""
+
+    def register(function: Callable[[StageKind, Draft], None]) -> Callable[[StageKind, Draft], None]:
+        INPUTS.update(dict.fromkeys(names, Input(function, when, **declared)))
+        return function
+
+    return register
+
+
+def used(stage: StageKind) -> list[Input]:
+    """Returns the providers that a step of the stage runs. Raises KeyError for an input without a provider."""
+    wanted = {id(INPUTS[name]) for name in stage.inputs}
+    providers = {id(each): each for each in INPUTS.values() if id(each) in wanted}
+    return [each for each in providers.values() if not each.skips(stage)]
+
+
+def state_of(names: Iterable[str]) -> set[str]:
+    """Returns the parts of a RunState that these inputs read, besides the policy."""
+    return {part for name in names if (part := INPUTS[name].state) is not None}
+
+
+def fields(stage: StageKind) -> list[str]:
+    """Returns the fields of the batch that the inputs of a stage fill, all float32[N,T]."""
+    return list(dict.fromkeys(name for each in used(stage) for name in each.fields))
+
+
+def provide(stage: StageKind, draft: Draft, when: str) -> None:
+    """Runs the providers of one moment."""
+    for each in used(stage):
+        if each.when == when:
+            each.provide(stage, draft)
+
+
+def score(stage: StageKind, draft: Draft) -> None:
+    """Runs the providers of SCORING: passes of the policy, the reference and the critic over the batch."""
+    context, before = stage.context, stage.trainer.total_flops
+    with context.timeline.span(LOGPROBS) as span:
+        provide(stage, draft, SCORING)
+    draft.metrics["time/logprob"] = span.seconds
+    if (flops := stage.trainer.total_flops - before) > 0:
+        draft.metrics |= rates("logprob", flops, draft.batch.real, span.seconds, context.model.graph.layout)
+
+
+def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Program]:
+    """Yields the programs that the providers call, over all sequences of a step, before it is cut into updates."""
+    (rows, T), R = abstract_rows(stage, 1)
+    micro, passes, trainer = abstract_batch((R, T), routes), rows // R, stage.trainer
+    calls = [each.program for each in used(stage)]
+    always = [each.program for each in used(stage) if not each.occasional]
+    rest = micro.tokens, micro.segments
+
+    def program(kind: str, params: dict, routes: dict | None, times: int) -> Program:
+        def lower() -> Any:
+            return trainer.executables[kind].lower(params, *rest, routes)
+
+        return Program(kind, (R, T), lower, trainer.graph, params, times)
+
+    params = state.policy.params
+    if LOGPROBS in calls:
+        yield program(LOGPROBS, params, micro.routes, passes * always.count(LOGPROBS))
+    if VALUES in calls:
+        model = trainer.value_model
+        both = model.beside(params) | state.critic.params
+        yield program(VALUES, both, micro.routes if model.shared else None, passes)
+
+
+# Providers.
+
+
+@provides("greedy_reward", when=SAMPLING)
+def greedy_reward(stage: StageKind, draft: Draft) -> None:
+    """float[P]: the reward of the greedy completion of each prompt."""
+    assert draft.rollouts is not None
+    params = stage.sampling_params(n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    scores = stage.collect(draft.rollouts.problems, params, draft.rollouts.prompt_ids).scores.result()
+    draft.arguments["greedy"] = greedy = scores.total
+    draft.metrics["reward/greedy"] = float(np.nanmean(greedy)) if np.isfinite(greedy).any() else float("nan")
+
+
+@provides("sampler_logp", when=SCORING)
+def sampler_logp(stage: StageKind, draft: Draft) -> None:
+    """Log-probabilities as the generator computed them: they come with the completions."""
+    assert draft.batch.sampler_logp is not None
+
+
+def _generator_is_exact(stage: StageKind) -> bool:
+    """Whether the generator's log-probabilities are the trainer's, and nothing else of the pass is used."""
+    exact = stage.samples and stage.config.generator.exact
+    return "old_logp" not in stage.inputs or (exact and "entropy" not in stage.inputs)
+
+
+@provides(
+    "old_logp",
+    "entropy",
+    when=SCORING,
+    fields=("old_logp", "entropy"),
+    program=LOGPROBS,
+    skips=_generator_is_exact,
+)
+def old_logp(stage: StageKind, draft: Draft) -> None:
+    """Log-probabilities and entropy under the policy before the updates of the step."""
+    logp, entropy = stage.trainer.logprobs(draft.state.policy.params, draft.batch)
+    draft.batch = draft.batch.replace(old_logp=logp, entropy=entropy)
+
+
+@provides("current_logp", when=SCORING, program=LOGPROBS, occasional=True)
+def current_logp(stage: StageKind, draft: Draft) -> None:
+    """Log-probabilities under the policy as it is now, in steps with tokens that an older policy sampled. Stale tokens take them
+    for their old log-probabilities under `exact`; for the others generator and trainer are compared."""
+    stale_NT = stale_tokens(draft.batch, stage.context.progress.version)
+    if not stale_NT.any():
+        return
+    draft.current = draft.batch
+    if draft.batch.old_logp is None:
+        logp, entropy = stage.trainer.logprobs(draft.state.policy.params, draft.batch)
+        draft.current = draft.batch.replace(old_logp=logp, entropy=entropy)
+
+
+def stale_tokens(batch: Any, version: int) -> np.ndarray:
+    """Returns bool[N, T]: the tokens of the mask that a policy older than `version` sampled."""
+    return (batch.mask != 0) & (batch.version != version)
+
+
+@provides("ref_logp", when=SCORING, fields=("ref_logp",), state="reference", program=LOGPROBS)
+def ref_logp(stage: StageKind, draft: Draft) -> None:
+    """Log-probabilities under the reference model. It is another model, so its routers choose experts themselves."""
+    with stage.context.timeline.span("log-probabilities of the reference") as span:
+        logp = stage.trainer.logprobs(draft.state.reference, draft.batch.replace(routes=None))[0]
+    draft.batch = draft.batch.replace(ref_logp=logp)
+    draft.metrics["time/ref"] = span.seconds
+
+
+@provides("values", when=SCORING, fields=("old_values", "returns"), state="critic", program=VALUES)
+def values(stage: StageKind, draft: Draft) -> None:
+    """Values of a critic before each token, unless the generator computed them, and after the last token of a completion that was
+    cut off."""
+    assert draft.rollouts is not None
+    cut = [completion.finish == "length" for _, completion in draft.rollouts.flat]
+    if draft.batch.old_values is not None and not (stage.algorithm.bootstrap_truncated and any(cut)):
+        return
+    before, after = stage.trainer.values(draft.state, draft.batch)
+    last = values_at_the_end(after, draft.batch.mask, cut)
+    draft.batch = draft.batch.replace(old_values=before, last_values=last)
+
+
+def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, cut_N: Any) -> np.ndarray:
+    """Returns float[N]: the value after the last token of the mask where a completion was cut off, else 0."""
+    last_N = mask_NT.shape[1] - 1 - np.argmax(mask_NT[:, ::-1] != 0, axis=1)
+    return np.where(cut_N, after_NT[np.arange(len(last_N)), last_N], 0.0)
+
+
+@provides("each_reward", when=REWARDS)
+def each_reward(stage: StageKind, draft: Draft) -> None:
+    """float[P,G,F]: the scores of every reward function, and their weights. A completion on which one failed takes no part."""
+    assert draft.scores is not None and draft.rewards is not None
+    scored = np.isfinite(draft.scores.total)[:, None]
+    draft.rewards = np.where(scored, draft.scores.rewards, np.nan).reshape(*draft.rewards.shape, -1)
+    draft.arguments["weights"] = [weight for _, weight, _ in stage.runner.options.functions]
+
+
+@provides("token_kl", when=REWARDS)
+def token_kl(stage: StageKind, draft: Draft) -> None:
+    """float[P,G,T]: the mask of each token, and old_logp - ref_logp where the rewards hold a penalty for it."""
+    assert draft.rewards is not None
+    batch, shape = draft.batch, (*draft.rewards.shape[:2], -1)
+    draft.arguments["mask"] = batch.mask.reshape(shape)
+    if stage.algorithm.kl_reward_coef:
+        difference = np.where(batch.mask != 0, batch.old_logp - batch.ref_logp, 0.0)
+        draft.arguments["token_kl"] = difference.reshape(shape)
+        draft.metrics["kl/reward"] = float(difference.sum() / max(1, np.count_nonzero(batch.mask)))
+
+
+@provides("correct", when=REWARDS, fields=("correct",))
+def correct(stage: StageKind, draft: Draft) -> None:
+    """float[N,T]: 1 on the tokens of completions that the loss imitates."""
+    assert draft.scores is not None
+    draft.batch = draft.batch.replace(correct=stage.algorithm.correct(draft.scores.total, draft.batch.mask))

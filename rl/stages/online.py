@@ -1,0 +1,267 @@
+"""A stage that samples completions, scores them and learns from the scores.
+
+N completions, P prompts of G each, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rl.errors import ConfigError, ModelError
+from rl.stages import inputs, rollouts
+from rl.stages.dynamic_sampling import DynamicSampling
+from rl.stages.inputs import Draft
+from rl.stages.rollouts import Rollouts
+from rl.stages.stage import Problems, Program, StageKind, abstract_batch, abstract_rows, update_program
+from rl.training.flops import memory_share, rates
+
+if TYPE_CHECKING:
+    from policy.model import Graph
+    from rl.data.reader import DataReader
+    from rl.data.shard import Shard
+    from rl.training.batch import Batch
+    from rl.training.trainer import RunState
+
+
+class Stage(StageKind):
+    """Updates the policy, and a critic where the algorithm has one, on completions of its own."""
+
+    samples = True
+    problems: Shard
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """With the log-probabilities of the policy as it is now, where groups may be stale and something depends on that."""
+        exact = self.config.generator.exact and self.algorithm.old_logp == "trainer"
+        compared = exact or self.options.max_logp_diff is not None
+        return super().inputs | ({"current_logp"} if self.algorithm.dynamic_batches and compared else frozenset())
+
+    @property
+    def rows_per_update(self) -> int:
+        return super().rows_per_update * self.options.samples_per_prompt
+
+    @property
+    def sampled_values(self) -> bool:
+        """Whether the generator can compute the critic's values: the critic reads the policy's states, and the weights of this
+        step sample every completion."""
+        on_policy = "values" in self.inputs and self.algorithm.critic_trunk == "policy"
+        return on_policy and not self.algorithm.dynamic_batches
+
+    def _check_kind(self) -> Problems:
+        stage, name = self.options, self.options.algorithm.name
+        if not self.rewards:
+            yield (*self.path, "rewards"), f"{name} needs rewards, here or for the whole run (`rewards`)"
+        if self.algorithm.dynamic_batches and stage.samples_per_prompt == 1:
+            yield (
+                (*self.path, "samples_per_prompt"),
+                f"a group of one has no difference, so {name} (dynamic_batches) would drop them all",
+            )
+        if stage.sampling.temperature == 0:
+            yield (*self.path, "sampling", "temperature"), "0 is greedy: nothing to learn from equal completions"
+        yield from self._check_no_capacity()
+        yield from self._check_room()
+
+    def prepare(self, data: DataReader) -> None:
+        self.problems = data.problems(self.data, self.options)
+        self.prepare_rewards(data, self.prompts())
+        reward = self.algorithm.dynamic_reward
+        if reward is not None and reward not in self.runner.names:
+            names = ", ".join(self.runner.names)
+            raise ConfigError(f"{self.name}: dynamic_reward: no reward function {reward!r}; they are {names}")
+
+    def prompts(self) -> list:
+        return list(self.problems.own)
+
+    def bind(self, graph: Graph) -> None:
+        from rl.training.trainer import Trainer
+
+        how = {"state": inputs.state_of(self.inputs), "temperature": self.options.sampling.temperature or 1.0}
+        self.trainer = Trainer(graph, self.options, self.algorithm, self.config.seed, **how)
+
+    def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
+        state, updates = self.abstract(), self.options.updates_per_step
+        routes = routes if self.options.router_replay else None
+        names = ("sampler_logp", "advantages", *inputs.fields(self))
+        batch = self._with_old_logp(abstract_batch(abstract_rows(self, updates)[0], routes, *names))
+        policy, critic, trainer = state.policy, state.critic, self.trainer
+        head = critic if trainer.policy.head else None
+        if critic is not None and (head is None or self.algorithm.critic_warmup):
+            trunk = trainer.value_model.beside(policy.params)
+            # A head learns in a program of its own only in steps in which the policy stays.
+            times = updates if head is None else 0
+            yield update_program(self, "update of the critic", batch, critic, (trunk, None), (critic, trunk), times)
+        yield update_program(self, "update", batch, policy, ({}, head), (policy, head), updates)
+        for each in inputs.programs(self, state, routes):
+            sampled = each.kind == inputs.VALUES and values and self.sampled_values
+            if not sampled or self.algorithm.bootstrap_truncated:
+                yield each
+
+    def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
+        """Samples groups, scores them, and makes `updates_per_step` updates of full groups each."""
+        draft, before = Draft(state), self.trainer.total_flops
+        self._sample(draft)
+        self._make_batch(draft)
+        self._score(draft)
+        advantages = self._advantages(draft)
+        state, updated = self._update(draft, n)
+        if not draft.stale:  # otherwise the weights have moved, and `_score` has compared the other tokens
+            self._check_difference(updated.get("sampler/logp_diff_mean"))
+        state = self._renew_reference(state, n)
+        return state, self._log(draft, advantages, updated, n, before)
+
+    def _sample(self, draft: Draft) -> None:
+        """Completes the prompts of the step; rewards are computed meanwhile."""
+        context = self.context
+        if self.sampled_values and context.generator.options.record_values:
+            from policy.modes import VALUE_HEAD
+
+            context.generator.value_by(draft.state.critic.params[VALUE_HEAD])
+        with context.resharded() as metrics, context.timeline.span("sampling"):
+            draft.rollouts, chosen = self._groups()
+            draft.metrics |= chosen
+            inputs.provide(self, draft, inputs.SAMPLING)
+        draft.metrics |= metrics
+
+    def _groups(self) -> tuple[Rollouts, dict[str, float]]:
+        """Returns the groups of a step, and metrics of how they were chosen."""
+        algorithm, progress = self.algorithm, self.context.progress
+        params = self.sampling_params(n=self.options.samples_per_prompt)
+
+        def sample() -> tuple[Rollouts, list[int]]:
+            rows = self.next_rows(self.problems.total)
+            ids = range(progress.prompts, progress.prompts + len(rows))
+            progress.prompts += len(rows)
+            with self.context.timeline.span("data"):
+                problems = self.problems.take(rows)
+            return self.collect(problems, params, ids, progress.version), rows
+
+        if not algorithm.dynamic_batches:
+            return sample()[0], {}
+        reward = algorithm.dynamic_reward
+        sampling = DynamicSampling(algorithm.dynamic_batches, reward, self.problems.take, self.runner)
+        groups, left, metrics = sampling.fill(self.options.prompts_per_step, progress.carried, sample)
+        # Routes are large: a checkpoint does not hold those of groups that are left over, so these are dropped.
+        progress.carried = [] if self.options.router_replay else left
+        return groups, metrics
+
+    def _make_batch(self, draft: Draft) -> None:
+        """Puts the completions into rows for the device."""
+        samples, replay = draft.rollouts, self.options.router_replay
+        assert samples is not None
+        with self.context.timeline.span("batch"):
+            batch = samples.batch(self.config.max_length, replay=replay, values=self.sampled_values)
+        if self.algorithm.mask_truncated:
+            whole = np.asarray([[completion.finish != "length"] for _, completion in samples.flat], np.float32)
+            batch = batch.replace(mask=batch.mask * whole)
+        draft.batch = batch
+
+    def _score(self, draft: Draft) -> None:
+        """Computes what the algorithm takes of the policy, the reference and the critic, and waits for the rewards."""
+        samples, context = draft.rollouts, self.context
+        assert samples is not None
+        self.log_probabilities(draft)
+        with context.timeline.span("waiting for rewards") as span:
+            draft.scores = samples.scores.result()
+        draft.metrics["time/reward"] = span.seconds
+        draft.batch = draft.batch.without(~np.isfinite(draft.scores.total))
+        draft.rewards = draft.scores.total.reshape(len(samples.completions), self.options.samples_per_prompt)
+        inputs.provide(self, draft, inputs.REWARDS)
+        self._measure_staleness(draft)
+
+    def log_probabilities(self, draft: Draft) -> None:
+        """Adds the old, reference and critic outputs that the algorithm asks for. Raises ModelError beyond `max_logp_diff`."""
+        inputs.score(self, draft)
+        if draft.current is not None:
+            self._check_difference(_difference(draft.current, self.context.progress.version))
+        draft.batch = self._with_old_logp(draft.batch, draft.current)
+
+    def _with_old_logp(self, batch: Batch, current: Batch | None = None) -> Batch:
+        """Returns the batch with the old log-probabilities of the ratio.
+
+        Under `exact` they are the generator's, at the weights that sampled; stale tokens take those of `current`.
+        """
+        if not self.config.generator.exact:
+            return batch.replace(old_logp=self.algorithm.proximal(batch))
+        old_logp = batch.sampler_logp
+        if current is not None:
+            stale_NT = inputs.stale_tokens(batch, self.context.progress.version)
+            old_logp = np.where(stale_NT, self.algorithm.proximal(current), old_logp)
+        return batch.replace(old_logp=old_logp)
+
+    def _advantages(self, draft: Draft) -> np.ndarray:
+        """Adds advantages to the batch. Returns their mean in each completion, float[N]."""
+        samples, batch, rewards = draft.rollouts, draft.batch, draft.rewards
+        assert samples is not None and rewards is not None
+        algorithm = self.algorithm.at(self.context.progress.controls)
+        lengths = np.asarray([len(completion.tokens) for _, completion in samples.flat]).reshape(rewards.shape[:2])
+        with self.context.timeline.span("advantages"):
+            advantages, returns, metrics = algorithm.estimate(rewards, lengths, batch, **draft.arguments)
+        per_sample = advantages
+        if advantages.ndim == 2:
+            per_sample = advantages.sum(axis=1) / np.maximum((batch.mask != 0).sum(axis=1), 1)
+        returns = batch.returns if returns is None else returns.astype(np.float32)
+        draft.batch = batch.replace(advantages=advantages.astype(np.float32), returns=returns)
+        draft.metrics |= metrics
+        return per_sample
+
+    def _update(self, draft: Draft, n: int) -> tuple[RunState, dict[str, float]]:
+        """Makes the updates of the step, of the critic alone during its warm-up, and moves what moves from step to step."""
+        batch, progress = draft.batch, self.context.progress
+        critic_only = draft.state.critic is not None and n <= self.algorithm.critic_warmup
+        state, updated = self.update(draft.state, batch, critic_only=critic_only)
+        if not critic_only and batch.mask.any():  # otherwise nothing has moved the policy
+            moved = self.algorithm.controlled_by_step(progress.controls, draft.metrics, len(batch.mask))
+            progress.controls = moved
+        return state, updated
+
+    def _check_difference(self, difference: float | None) -> None:
+        """Raises ModelError where generator and trainer differ by more than `max_logp_diff`."""
+        limit = self.options.max_logp_diff
+        if limit is not None and difference is not None and not difference <= limit:
+            raise ModelError(
+                f"the log-probabilities of generator and trainer differ by {difference:.3g} a token in the mean, more than "
+                f"max_logp_diff ({limit:g}). Use `generator.exact: true`, `router_replay: true` or a wider dtype; the last "
+                "checkpoint is from before"
+            )
+
+    def _renew_reference(self, state: RunState, n: int) -> RunState:
+        """Returns the state with a reference that has moved to the policy, where this step is one that does so."""
+        every = self.algorithm.reference_every
+        if not every or n % every:
+            return state
+        with self.context.timeline.span("new reference"):
+            return self.trainer.renew_reference(state, self.algorithm.reference_mix)
+
+    def _measure_staleness(self, draft: Draft) -> None:
+        """Counts the updates between the weights that sampled each token of the mask and those before this step."""
+        stale = self.context.progress.version - draft.batch.version[draft.batch.mask != 0]
+        draft.stale = bool(stale.any())
+        if stale.size:
+            draft.metrics |= {
+                "async/staleness_mean": float(stale.mean()),
+                "async/staleness_max": float(stale.max()),
+            }
+
+    def _log(self, draft: Draft, advantages: np.ndarray, updated: dict, n: int, before: float) -> dict[str, float]:
+        """Writes the samples. Returns the metrics of the step; `before`: total_flops of the trainer at its start."""
+        samples, scores, context = draft.rollouts, draft.scores, self.context
+        assert samples is not None and scores is not None
+        with context.timeline.span("writing samples"):
+            context.events.samples(rollouts.records(samples, scores, advantages, self.name, n))
+        metrics, layout = draft.metrics, context.model.graph.layout
+        flops, seconds = samples.operations(self.trainer.flops), samples.seconds
+        metrics |= rates("sample", flops, samples.counts["tokens"], seconds, layout)
+        metrics |= memory_share(samples.counts["steps"] * context.generator.weight_bytes, seconds, layout)
+        metrics |= {f"advantage/{name}": float(getattr(advantages, name)()) for name in ("mean", "std", "min", "max")}
+        metrics["perf/step_tflop"] = (flops + self.trainer.total_flops - before) / 1e12
+        drafted = self.config.generator.speculative > 0
+        return rollouts.metrics(samples, scores, drafted=drafted) | metrics | updated
+
+
+def _difference(batch: Batch, version: int) -> float | None:
+    """Returns the mean of |old_logp - sampler_logp| over the tokens of the mask that are not stale; None without any."""
+    fresh_NT = (batch.mask != 0) & ~inputs.stale_tokens(batch, version)
+    return float(np.abs(batch.old_logp - batch.sampler_logp)[fresh_NT].mean()) if fresh_NT.any() else None

@@ -1,0 +1,42 @@
+"""A stage that learns from preferred pairs: two answers to a prompt, of which one is chosen. Nothing is sampled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rl.data.encoded import Pair
+from rl.stages import inputs, supervised
+from rl.stages.stage import abstract_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl.data.reader import DataReader
+    from rl.training.batch import Batch
+
+
+class Stage(supervised.Stage):
+    """Updates the policy on pairs, both answers of a pair in one row."""
+
+    sequences_per_row = 2
+
+    def prepare(self, data: DataReader) -> None:
+        self.rows = data.pairs(self.data)
+        self.prepare_rewards(data, [])
+
+    def abstract_batch(self, shape: tuple[int, int]) -> Batch:
+        return abstract_batch(shape, None, *inputs.fields(self), "margin")
+
+    def batch(self) -> Batch:
+        return batch_of(self.rows.take(self.next_rows(self.rows.total)), self.config.max_length)
+
+
+def batch_of(pairs: Sequence[Pair], max_length: int) -> Batch:
+    """Returns a batch of pairs: the chosen answer of a row is segment 1, the rejected one segment 2."""
+    from rl.training.batch import together
+
+    batch = together([(pair.chosen, pair.rejected) for pair in pairs], 2 * max_length)
+    margin = np.asarray([pair.margin for pair in pairs], np.float32)
+    return batch.replace(margin=np.broadcast_to(margin[:, None], batch.tokens.shape))

@@ -1,0 +1,77 @@
+"""A stage that trains a reward model on preferred pairs. The policy stays as it is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.stages.preference import batch_of
+from rl.stages.scorers import reward_model_of
+from rl.stages.stage import Problems, Program, StageKind, abstract_batch, abstract_rows, update_program
+
+if TYPE_CHECKING:
+    from policy.model import Graph
+    from rl.data.reader import DataReader
+    from rl.data.shard import Shard
+    from rl.training.reward_model import RewardModelState
+
+
+class Stage(StageKind):
+    """Updates a copy of the policy with a score head."""
+
+    trains_policy = False
+    sequences_per_row = 2
+    pairs: Shard
+
+    def _check_kind(self) -> Problems:
+        stage = self.options
+        options = {
+            "mtp": stage.mtp is not None,
+            "diagnostics": stage.diagnostics,
+            "indexer": stage.indexer.training != "off",
+        }
+        for key in filter(options.get, options):
+            text = f"this is of updates of the policy, which {stage.algorithm.name} leaves as it is; leave it out"
+            yield (*self.path, key), text
+        yield from self._check_offline()
+        yield from self._check_no_capacity()
+
+    def prepare(self, data: DataReader) -> None:
+        self.pairs = data.pairs(self.data)
+
+    def bind(self, graph: Graph) -> None:
+        from rl.training.reward_model import RewardModelTrainer
+
+        self.trainer = RewardModelTrainer(graph, self.options, self.algorithm, self.config.seed)
+
+    def learner(self, state: RewardModelState) -> Any:
+        return state.reward_model
+
+    def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
+        state, updates = self.abstract(), self.options.updates_per_step
+        batch = abstract_batch(abstract_rows(self, updates)[0], None, "margin")
+        learner = state.reward_model
+        yield update_program(self, "update of the critic", batch, learner, ({}, None), (learner, {}), updates)
+
+    def step(self, state: RewardModelState, n: int) -> tuple[RewardModelState, dict[str, float]]:
+        """Makes `updates_per_step` updates on the next `prompts_per_step` pairs."""
+        before = self.trainer.total_flops
+        with self.context.timeline.span("data"):
+            batch = batch_of(self.pairs.take(self.next_rows(self.pairs.total)), self.config.max_length)
+        state, metrics = self.update(state, batch)
+        return state, metrics | {"perf/step_tflop": (self.trainer.total_flops - before) / 1e12}
+
+    def finish(self, state: RewardModelState, write: Callable[[Path, Callable[[Path], None]], Any]) -> None:
+        export = partial(self.trainer.export, state, self.context.tokenizer)
+        with self.context.timeline.span("export", stage=self.name):
+            write(reward_model_of(self.config, self.name), export)
+        super().finish(state, write)
+
+    def export(self, directory: Path) -> None:
+        from policy.mesh import processes
+
+        if processes.first():
+            shutil.copytree(reward_model_of(self.config, self.name), directory)

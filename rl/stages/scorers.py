@@ -1,0 +1,66 @@
+"""The reward models that the rewards of a stage ask: where they lie, and what scores completions with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from policy.config import Runtime
+from policy.huggingface import sources
+from policy.huggingface.config_fields import UnsupportedModel
+from policy.huggingface.tensorfiles import ModelFileError
+from rewards.registry import JUDGED
+from rl.config.run import RewardSettings, RunConfig
+from rl.errors import ModelError
+
+if TYPE_CHECKING:
+    from policy.mesh.sharding import Layout
+    from policy.model import Graph
+    from rl.training.reward_model import RewardModelScorer
+
+
+def reward_model_of(config: RunConfig, stage: str) -> Path:
+    """Returns the directory of the reward model that the stage of this name trains."""
+    return Path(config.run.dir) / "reward_models" / stage
+
+
+def program_name(source: str) -> str:
+    """Returns what a plan calls the program of a reward model."""
+    return f"scores of {source}"
+
+
+def load_scorers(config: RunConfig, names: Iterable[str], mesh: Layout) -> dict[str, RewardModelScorer]:
+    """Loads reward models: stages of the run, or directories. Raises ModelError where one cannot be read."""
+    from rl.training.reward_model import RewardModelScorer
+
+    scorers = {}
+    for source in names:
+        directory = reward_model_of(config, source) if source in config.stage_names else Path(source)
+        try:
+            scorers[source] = RewardModelScorer.read(directory, _runtime(config), mesh, config.max_length)
+        except (ModelFileError, UnsupportedModel) as error:
+            raise ModelError(f"reward model {source}: {error}") from None
+    return scorers
+
+
+def abstract_scorers(config: RunConfig, rewards: RewardSettings | None, graph: Graph) -> dict[str, RewardModelScorer]:
+    """Returns the same without weights, for a plan. A stage that has not run yet trains its reward model on a copy of the policy,
+    whose graph is given."""
+    from policy.model import Graph
+    from rl.training.reward_model import RewardModelScorer
+
+    names = {each.options["source"] for each in rewards.functions if each.name == JUDGED} if rewards else set()
+    scorers = {}
+    for source in sorted(names):
+        try:
+            trained = source in config.stage_names
+            decoder = sources.trunk(graph.config) if trained else sources.classifier(source)
+        except (ModelFileError, UnsupportedModel) as error:
+            raise ModelError(f"reward model {source}: {error}") from None
+        scorers[source] = RewardModelScorer(Graph(decoder, _runtime(config), graph.layout), None, config.max_length)
+    return scorers
+
+
+def _runtime(config: RunConfig) -> Runtime:
+    return Runtime(dtype=config.model.dtype, param_dtype=config.model.param_dtype)

@@ -1,0 +1,386 @@
+"""The interface of a stage: all that the loop, the planner, checkpoints and the configuration know.
+
+A stage goes through five phases, and each method belongs to one:
+
+    check                      configuration: what is wrong with it; without jax
+    prepare                    data: reads rows, starts reward workers
+    bind, abstract, programs   model: defines the compiled programs, for a run or a plan
+    start, step, evaluate      run: a state, and one step after the other
+    finish, export             files
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from rl.data import datasets
+from rl.stages import algorithm_of, rollouts
+from rl.stages.evaluation import Evaluation
+from rl.training.flops import rates
+
+if TYPE_CHECKING:
+    from policy.execution.compiled_cache import CompiledCache
+    from policy.model import Graph
+    from rl.config.run import RunConfig, StageOptions
+    from rl.data.reader import DataReader
+    from rl.stages.context import Context
+    from rl.training.batch import Batch
+    from rl.training.reward_model import RewardModelScorer
+    from rollout import SamplingParams
+
+Problems = Iterator[tuple[tuple, str]]
+"""(path of keys, what is wrong and how to mend it) of each problem of a configuration."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One compiled program of a step, for a plan.
+
+    kind: its name. shape: of the arrays that it computes on. lower: traces it. graph: the model that it computes. resident:
+    abstract arguments that the run keeps on the devices all the time. times: runs per step. trip_count: of its outermost loop,
+    whose length the device computes (micro-batches). rollout_memory: the generator holds its temporary copies meanwhile.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    lower: Callable[[], Any]
+    graph: Graph
+    resident: Any
+    times: float
+    trip_count: int = 1
+    rollout_memory: bool = False
+
+
+class StageKind(ABC):
+    """One stage of a run."""
+
+    samples: ClassVar[bool] = False
+    """Whether a step samples completions."""
+    trains_policy: ClassVar[bool] = True
+    """Whether a step changes the policy, which is then evaluated."""
+    sequences_per_row: ClassVar[int] = 1
+    """Sequences of at most `max_length` tokens in one row of a batch."""
+
+    def __init__(self, config: RunConfig, index: int):
+        """Reads nothing but the configuration; `index`: number of the stage in the run."""
+        self.config, self.index = config, index
+        self.name, self.options = config.stage_names[index], config.stages[index]
+        self.algorithm = algorithm_of(self.options)
+        self.path = ("stages", index)
+        self.runner: Any = None
+        self.scorers: dict[str, RewardModelScorer] = {}
+        self.trainer: Any = None
+        self.context: Context
+
+    # Configuration.
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """Names of rl/stages/inputs.py that a step provides to the algorithm."""
+        repeated = self.algorithm.repeated_inputs if self.options.updates_per_step > 1 else frozenset()
+        return self.algorithm.inputs | repeated
+
+    @property
+    def data(self) -> Any:
+        """The DataOptions of the stage, or of the run."""
+        return self.options.data or self.config.data
+
+    @property
+    def rewards(self) -> Any:
+        """The RewardSettings of the stage, or of the run; None where the stage scores nothing."""
+        scores = self.samples or (self.config.evaluation is not None and self.trains_policy)
+        return (self.options.rewards or self.config.rewards) if scores else None
+
+    @property
+    def optimizers(self) -> list[str]:
+        """Keys of the stage that hold OptimizerOptions in use."""
+        return ["optimizer", "critic"] if "values" in self.inputs else ["optimizer"]
+
+    @property
+    def sampled_values(self) -> bool:
+        """Whether the generator could compute the critic's values while it samples."""
+        return False
+
+    @property
+    def rows_per_update(self) -> int:
+        """Rows of the batch of one update."""
+        return self.options.prompts_per_step // self.options.updates_per_step
+
+    def check(self) -> Problems:
+        """Yields what is wrong with the stage in this configuration. Quick, and without jax."""
+        stage, config, name = self.options, self.config, self.options.algorithm.name
+        if not self.data:
+            yield (*self.path, "data"), f"{name} needs data, here or for the whole run (`data`)"
+        if stage.indexer.training == "dense_warmup" and name != "sft":
+            yield (
+                (*self.path, "indexer", "training"),
+                f"a dense_warmup learns from texts alone, what {name} does is for nothing; use sft",
+            )
+        if stage.router_replay and config.generator.exact:
+            yield (
+                (*self.path, "router_replay"),
+                "exact: true gives the log-probabilities of the model's own routes, and replay those of the generator's; "
+                "leave one out",
+            )
+        yield from self._check_kind()
+        if stage.router.ragged_buffer_factor is not None and config.model.expert_parallel != "all_to_all":
+            yield (
+                (*self.path, "router", "ragged_buffer_factor"),
+                f"only `model.expert_parallel: all_to_all` has this buffer, the scheme is {config.model.expert_parallel}",
+            )
+        if stage.micro_batch and stage.micro_batch > (rows := self.rows_per_update):
+            text = f"{stage.micro_batch} rows, but one update has {rows}; leave it out or lower it"
+            yield (*self.path, "micro_batch"), text
+
+    def _check_kind(self) -> Problems:
+        """Yields what the kind of stage adds to `check`."""
+        yield from ()
+
+    def _check_offline(self) -> Problems:
+        """Yields the problems of a stage that samples nothing."""
+        if self.options.router_replay:
+            yield (
+                (*self.path, "router_replay"),
+                f"{self.options.algorithm.name} learns from data that no generator routed; leave it out, or set it in "
+                "stages that sample",
+            )
+        if self.config.evaluation and self.trains_policy:
+            yield from self._check_room()
+
+    def _check_room(self) -> Problems:
+        new, limit = self.options.sampling.max_new_tokens, self.config.max_length
+        if new >= limit:
+            text = f"{new} leaves no room for a prompt in max_length ({limit})"
+            yield (*self.path, "sampling", "max_new_tokens"), text
+
+    def _check_no_capacity(self) -> Problems:
+        """Yields a problem where updates may drop tokens that another computation of the same log-probabilities keeps."""
+        for key in ("capacity_factor", "ragged_buffer_factor"):
+            if getattr(self.options.router, key) is not None:
+                yield (
+                    (*self.path, "router", key),
+                    f"{self.options.algorithm.name} compares the policy with a model that drops nothing (the generator's, or "
+                    f"the reference), but with {key} it would give tokens other probabilities. Leave {key} out, or use it in "
+                    "sft stages only",
+                )
+
+    # Data.
+
+    @abstractmethod
+    def prepare(self, data: DataReader) -> None:
+        """Reads the rows of the stage. Raises ConfigError or DataError."""
+
+    def prompts(self) -> list:
+        """Returns the problems that this process holds and the generator completes in a step."""
+        return []
+
+    def prepare_rewards(self, data: DataReader, problems: list) -> None:
+        """Starts the reward workers where the stage scores `problems` or evaluates."""
+        if self.rewards and (problems or data.held_out):
+            self.runner = data.reward_runner(self.rewards, problems)
+
+    # Model.
+
+    @abstractmethod
+    def bind(self, graph: Graph) -> None:
+        """Defines the programs of the stage for a model. Nothing compiles yet."""
+
+    def abstract(self) -> Any:
+        """Returns the shapes and shardings of the state, for a checkpoint to be read into. `policy.params` are the weights of
+        the policy in every state."""
+        return self.trainer.abstract()
+
+    def executables(self) -> Mapping[str, CompiledCache]:
+        """Returns the programs of a step and of reward models, by the names that a plan gives them."""
+        from rl.stages.scorers import program_name
+
+        scoring = {program_name(source): scorer.program for source, scorer in self.scorers.items()}
+        return self.trainer.executables | scoring
+
+    @abstractmethod
+    def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
+        """Yields the programs of a step, each for the largest shape that it has.
+
+        routes: Batch.routes of one token, abstract. values: the generator computes values of a critic while it samples.
+        """
+
+    def scoring_programs(self) -> Iterator[Program]:
+        """Yields the programs of reward models, on full rows of all completions of a step."""
+        from rl.stages.scorers import program_name
+
+        completions = self.options.prompts_per_step * self.options.samples_per_prompt * self.samples
+        for source, scorer in self.scorers.items():
+            shape, lower = scorer.lowered(self.config.max_length)
+            times = -(-completions // shape[0])
+            yield Program(program_name(source), shape, lower, scorer.graph, scorer.abstract, times, rollout_memory=True)
+
+    def with_options(self, options: StageOptions) -> StageKind:
+        """Returns the stage with other rows of a micro-batch, for a plan. The programs are defined once."""
+        other, other.trainer = copy.copy(self), copy.copy(self.trainer)
+        other.options = other.trainer.stage = options
+        return other
+
+    # Run.
+
+    def start(self, context: Context, restored: Any = None) -> Any:
+        """Returns the state before the first step, or before the next one where `restored` holds the arrays of a checkpoint."""
+        self.context = context
+        if restored is not None:
+            return restored
+        context.progress.start_stage(self.algorithm.controls)
+        return self.trainer.start(context.model.params, self.config.seed + self.index)
+
+    def load_scorers(self, context: Context) -> None:
+        """Loads the reward models that the rewards ask."""
+        from rl.stages.scorers import load_scorers
+
+        if self.runner and self.runner.sources:
+            with context.timeline.span("loading reward models", stage=self.name):
+                self.scorers = load_scorers(self.config, self.runner.sources, context.model.graph.layout)
+
+    @abstractmethod
+    def step(self, state: Any, n: int) -> tuple[Any, dict[str, float]]:
+        """Makes step number `n`, from 1. Returns the new state and its metrics, numbers only."""
+
+    def sampling_params(self, **changes: Any) -> SamplingParams:
+        """Returns how completions are drawn, with `changes`."""
+        return rollouts.sampling_params(self.options.sampling, self.context.stop_ids, **changes)
+
+    def collect(self, problems, params: SamplingParams, ids, version: int = 0) -> rollouts.Rollouts:
+        """Completes problems and starts to score the completions."""
+        context = self.context
+        return rollouts.collect(
+            rollouts.Source(context.generator, self.runner, self._timed_scorers(), context.timeline.calls),
+            problems,
+            params,
+            ids,
+            version,
+        )
+
+    def _timed_scorers(self) -> dict[str, Callable[[list[list[int]]], list[float]]]:
+        def score(source: str, scorer: RewardModelScorer, sequences: list[list[int]]) -> list[float]:
+            with self.context.timeline.span("reward model", source=source, completions=len(sequences)):
+                return scorer(sequences)
+
+        return {source: partial(score, source, scorer) for source, scorer in self.scorers.items()}
+
+    def evaluation(self, held_out: list) -> Evaluation | None:
+        """Returns the evaluation of the policy, or None where the run has none or the stage leaves the policy as it is."""
+        options = self.config.evaluation
+        if options is None or not self.trains_policy:
+            return None
+        return Evaluation(options, held_out, self.collect, self.sampling_params())
+
+    def next_rows(self, total: int) -> list[int]:
+        """Returns the rows of the next `prompts_per_step` examples of `total`. Each stage has its own order of the data."""
+        progress, count = self.context.progress, self.options.prompts_per_step
+        first, seed = progress.drawn, self.config.seed * 1000 + self.index
+        progress.drawn += count
+        return [datasets.order(seed, total, number) for number in range(first, first + count)]
+
+    def update(self, state: Any, batch: Batch, **how: Any) -> tuple[Any, dict[str, float]]:
+        """Makes `updates_per_step` updates, each on an equal part of the rows. Returns the state and the means of the metrics.
+
+        The model sees the new weights at once: they are the same arrays.
+        """
+        import jax
+
+        context, updates = self.context, self.options.updates_per_step
+        progress, rows, before = context.progress, len(batch.prompt) // updates, self.trainer.total_flops
+        controls, moves = dict(progress.controls), self.trains_policy and not how.get("critic_only")
+        every = []
+        with context.timeline.span("updates") as span:
+            for u in range(updates):
+                part = batch.rows(slice(u * rows, (u + 1) * rows))
+                state, metrics = self.trainer.update(state, part, controls=progress.controls, **how)
+                context.model.params = state.policy.params
+                progress.version += moves
+                if controls and moves:  # the controls of the next update follow from the metrics of this one
+                    metrics = jax.device_get(metrics)
+                    progress.controls = self.algorithm.controlled(progress.controls, metrics)
+                every.append(metrics)
+            every = jax.device_get(every)
+        means = {key: float(np.mean([metrics[key] for metrics in every])) for key in every[0]}
+        means |= {"time/update": span.seconds, "perf/step_tokens": float(batch.real)}
+        flops = self.trainer.total_flops - before
+        return state, controls | means | rates("train", flops, batch.real, span.seconds, context.model.graph.layout)
+
+    def learner(self, state: Any) -> Any:
+        """Returns the ParamState that the metrics `optim/` are about."""
+        return state.policy
+
+    def check_learned(self, state: Any, metrics: dict[str, float]) -> None:
+        """Raises ModelError after the last step of a stage in which every update was skipped; `metrics`: of that step."""
+        self.trainer.check_updates(self.learner(state), metrics)
+
+    # Files.
+
+    def finish(self, state: Any, write: Callable[[Path, Callable[[Path], None]], Any]) -> None:
+        """Writes what the stage leaves behind besides the policy; `write(directory, function)` has `function` fill a directory,
+        which appears in one step. Releases programs and reward models."""
+        self.trainer, self.scorers = None, {}
+
+    def export(self, directory: Path) -> None:
+        """Writes what the stage has trained, where it is the last of the run: the policy in Hugging Face form."""
+        import policy
+        from policy.mesh import processes
+
+        policy.save(self.context.model, directory)
+        if processes.first():
+            self.context.tokenizer.save_pretrained(directory)
+
+
+def abstract_rows(stage: StageKind, parts: int) -> tuple[tuple[int, int], int]:
+    """Returns ((packed rows, tokens of each) of one of `parts` equal parts of a step, rows of a micro-batch)."""
+    from rl.training.batch import padded_length
+
+    limit = stage.config.max_length * stage.sequences_per_row
+    N = stage.options.prompts_per_step // parts * (stage.options.samples_per_prompt if stage.samples else 1)
+    T = padded_length(limit, limit)
+    counts, R = stage.trainer.row_counts(N, T)
+    rows = min(count for count in counts if count >= N)
+    return (rows, T), R or rows
+
+
+def update_program(
+    stage: StageKind, kind: str, batch: Batch, leading: Any, trailing: tuple, resident: Any, times: float
+) -> Program:
+    """Returns the Program of an update: (leading, batch, totals, *trailing) with the rows of a micro-batch."""
+    import jax
+
+    trainer = stage.trainer
+    rows, T = batch.tokens.shape
+    R = abstract_rows(stage, stage.options.updates_per_step)[1]
+    controls = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.controls}
+    arguments = leading, batch, jax.eval_shape(trainer.totals, batch, controls or None), *trailing
+
+    def lower():
+        return trainer.executables[kind].lower(*arguments, micro_rows=R)
+
+    return Program(kind, (rows, T), lower, trainer.graph, resident, times, trip_count=rows // R)
+
+
+def abstract_batch(shape: tuple[int, int], routes: dict | None, *names: str, extra: tuple[str, ...] = ()) -> Batch:
+    """Returns a packed batch as shapes, with the float32[N,T] fields `names`. routes: of one token, abstract."""
+    import jax
+    import jax.numpy as jnp
+
+    from rl.training.batch import Batch
+
+    ids, floats = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
+    batch = Batch(tokens=ids, segments=ids, mask=floats, prompt=ids, **dict.fromkeys(names, floats))
+    if extra:
+        batch = replace(batch, extra=dict.fromkeys(extra, floats))
+    if routes is None:
+        return batch
+    return replace(
+        batch, routes={path: jax.ShapeDtypeStruct((*shape, *a.shape), a.dtype) for path, a in routes.items()}
+    )

@@ -1,0 +1,125 @@
+"""A stage that learns from single answers that are labelled good or bad. Nothing is sampled.
+
+Rows hold `prompt`, `completion` and `label` (true, false, 1 or 0), or pairs as in preferences, of which each answer counts alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl.data import datasets
+from rl.stages import inputs, supervised
+from rl.stages.stage import Problems, abstract_batch
+
+if TYPE_CHECKING:
+    from rl.config.run import DataOptions
+    from rl.data.datasets import Example
+    from rl.data.encoded import Row
+    from rl.data.reader import DataReader
+    from rl.training.batch import Batch
+
+_LABELS = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0}
+Answer = tuple["Row", float]
+"""(token ids and mask of a prompt with its answer, label)."""
+
+
+class Stage(supervised.Stage):
+    """Updates the policy on labelled answers. While inputs are computed, a row also holds the answer to another prompt."""
+
+    sequences_per_row = 2
+
+    def _check_kind(self) -> Problems:
+        yield from super()._check_kind()
+        if "old_logp" in self.inputs and self.rows_per_update < 2:
+            yield (
+                (*self.path, "prompts_per_step"),
+                "the KL is estimated from answers to other prompts, so an update needs at least 2 rows",
+            )
+
+    def prepare(self, data: DataReader) -> None:
+        from policy.mesh import processes
+
+        def encode(example: Example) -> list[Answer]:
+            if example.pair is not None:
+                return [
+                    (data.answer(example, each), label) for each, label in zip(example.pair, (1.0, 0.0), strict=True)
+                ]
+            answer = example.messages[-1:] if example.messages else example.completion
+            return [(data.answer(example, answer), _LABELS[_key(example.columns["label"])])]
+
+        def length(answers: list[Answer]) -> int:
+            return max(len(row[0]) for row, _ in answers)
+
+        self.rows = data.rows(self.data, ("answers",), encode, length, read=read_answer)
+        counts = {len(answers) for answers in self.rows.own}
+        self.answers_per_row = max(max(each, default=0) for each in processes.all_gather_object(counts))
+        self.prepare_rewards(data, [])
+
+    def abstract_batch(self, shape: tuple[int, int]) -> Batch:
+        extra = ("label", "kl") if "old_logp" in self.inputs else ("label",)
+        return abstract_batch(shape, None, *inputs.fields(self), extra=extra)
+
+    def batch(self) -> Batch:
+        each = self.answers_per_row
+        numbers = self.next_rows(self.rows.total * each)
+        rows = self.rows.take([number // each for number in numbers])
+        answers = [row[number % each] for row, number in zip(rows, numbers, strict=True)]
+        size = self.rows_per_update if "old_logp" in self.inputs else None
+        return batch_of(answers, self.config.max_length, size)
+
+    def complete(self, draft: inputs.Draft) -> None:
+        if "old_logp" in self.inputs:
+            draft.batch = with_kl(draft.batch)
+
+
+def read_answer(where: str, row: dict[str, Any], options: DataOptions) -> Example:
+    """Reads a labelled answer, or a pair where there is no label. Raises ValueError for a row that is malformed."""
+    if "label" not in row and options.columns.chosen in row:
+        return datasets.read_pair(where, row, options)
+    if _key(row.get("label")) not in _LABELS:
+        raise ValueError(f"`label` must be true or false (1 or 0), got {row.get('label')!r}")
+    return datasets.read_example(where, row, options, demonstrations=True)
+
+
+def _key(label: Any) -> Any:
+    return label.strip().lower() if isinstance(label, str) else label
+
+
+def batch_of(answers: list[Answer], max_length: int, rotate: int | None) -> Batch:
+    """Returns a batch of labelled answers, one a row.
+
+    rotate: rows of an update. Segment 2 of a row then holds the prompt of the row with the answer of the row before it in the
+    same update (of the last row for the first), cut at `max_length`. None: no such segment.
+    """
+    from rl.training.batch import together
+
+    rows: list[list[Row]] = []
+    for i, (row, _) in enumerate(answers):
+        rows.append([row])
+        if rotate is not None:
+            first = i - i % rotate
+            other = answers[first + (i - first - 1) % rotate][0]
+            rows[-1].append(_mismatched(row, other, max_length))
+    batch = together(rows, 2 * max_length)
+    labels = np.asarray([label for _, label in answers], np.float32)[:, None]
+    return batch.replace(extra={"label": np.broadcast_to(labels, batch.tokens.shape)})
+
+
+def _mismatched(row: Row, other: Row, max_length: int) -> Row:
+    """Returns the prompt of one row with the answer of another."""
+    ids, mask = ([*a[: row[1].index(1)], *b[other[1].index(1) :]] for a, b in zip(row, other, strict=True))
+    return ids[:max_length], mask[:max_length]
+
+
+def with_kl(batch: Batch) -> Batch:
+    """Returns the batch without the answers to other prompts, and their log-ratio to the reference as `extra["kl"]`."""
+    other = batch.segments == 2
+    ratio = np.where(other & (batch.mask != 0), batch.old_logp - batch.ref_logp, 0.0).sum(axis=1, keepdims=True)
+    kl = np.broadcast_to(ratio.astype(np.float32), batch.tokens.shape)
+    return batch.replace(
+        segments=np.where(other, 0, batch.segments),
+        mask=np.where(other, 0, batch.mask).astype(np.float32),
+        extra=batch.extra | {"kl": kl},
+    )

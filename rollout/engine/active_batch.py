@@ -1,0 +1,147 @@
+"""The active batch: which slots decode together, and the cache that they decode on.
+
+The batch stays as it is from one decode to the next as long as its rows are the right ones, so that the state of its
+rows never leaves the device. This module handles caches and states as opaque values; it needs no device itself.
+
+S slots, s rows of a batch, M pages of a row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollout.engine.page_table import PagedRows
+from rollout.engine.rows import Rows
+from rollout.request import Request
+
+if TYPE_CHECKING:
+    from rollout.engine.runner import ModelRunner
+
+# While requests wait, a decode ends when this share of its rows has ended: one row in a small batch.
+REFILL_SHARE = 16
+
+
+def stop_width(tokens: int) -> int:
+    """Columns of DecodeState.stops for so many stop tokens: few widths, few programs."""
+    return max(4, 1 << (tokens - 1).bit_length()) if tokens else 4
+
+
+class ActiveBatch:
+    """Owns the cache of all slots and, while fewer decode, a cache of the batch alone.
+
+    slots: the slot of each row of the batch; None: padding.
+    requests: the request of each row.
+    """
+
+    def __init__(self, runner: ModelRunner, rows: Rows | PagedRows, seed: int):
+        """seed: the seed of the random draws."""
+        self._runner, self._geometry, self._rows, self._seed = runner, runner.geometry, rows, seed
+        self.slots: tuple[int | None, ...] = ()
+        self.requests: tuple[Request | None, ...] = ()
+        self._cache: Any = None
+        self._batch_cache: Any = None  # None: the batch decodes on the cache of all slots
+        self._state: Any = None  # None: it must be built again
+
+    # The cache of all slots.
+
+    def full_cache(self) -> Any:
+        """The cache of all slots. The cache of the batch is scattered back first; the next decode gathers it again."""
+        if self._cache is None:
+            self._cache = self._runner.empty()
+        if self._batch_cache is not None:
+            self._cache = self._runner.scatter(self._cache, self._batch_cache, self.row_numbers(self.slots))
+            self.slots, self._batch_cache, self._state = (), None, None
+        return self._cache
+
+    def replace_cache(self, cache: Any) -> None:
+        """Takes what a program made of `full_cache()`, which was donated to it."""
+        self._cache = cache
+
+    def routes(self, slot: int) -> dict[str, Any]:
+        """The experts of the entries of a slot, which are in the cache of the batch if it has the slot."""
+        cache, rows, row = self._cache, self._geometry.slots, slot
+        if self._batch_cache is not None and slot in self.slots:
+            cache, rows, row = self._batch_cache, len(self.slots), self.slots.index(slot)
+        tables = self.page_tables([slot])
+        return self._runner.routes(cache, rows, row, None if tables is None else tables[0])
+
+    # Rows.
+
+    def size_for(self, slots: Sequence[int]) -> int:
+        """Rows of a batch of these slots; each part of the cache has as many."""
+        rows = self._rows.parts * max(Counter(map(self._rows.part, slots)).values())
+        return next(size for size in self._geometry.batch_sizes if size >= rows)
+
+    def prepare(self, running: Mapping[int, Request], decoding: Sequence[int], *, changed: bool) -> bool:
+        """Makes the batch one of these slots of those that run. False if it can go on from the last decode: it has
+        the right number of rows, and there is no change (`changed`) that the device does not know of."""
+        if self._state is not None and not changed and self.size_for(decoding) == len(self.slots):
+            return False
+        self._gather(decoding)
+        width = max(len(running[slot].params.stop_token_ids) for slot in decoding)
+        chosen = set(decoding)
+        self.requests = tuple(None if slot is None or slot not in chosen else running[slot] for slot in self.slots)
+        self._state = self._runner.decode_state(
+            self.requests, len(self.requests), width=stop_width(width), seed=self._seed
+        )
+        return True
+
+    def _gather(self, decoding: Sequence[int]) -> None:
+        """Gathers these slots. A batch that has them all and no row too many stays as it is."""
+        size = self.size_for(decoding)
+        if len(self.slots) == size and set(decoding) <= set(self.slots):
+            return
+        cache = self.full_cache()
+        if size == self._geometry.slots:
+            self.slots = tuple(range(size))
+            return
+        rows: list[int | None] = []
+        for part in range(self._rows.parts):
+            rows += [slot for slot in decoding if self._rows.part(slot) == part]
+            rows += [None] * ((part + 1) * size // self._rows.parts - len(rows))
+        self.slots = tuple(rows)
+        if self._geometry.copies_batch:
+            self._batch_cache = self._runner.gather(cache, self.row_numbers(rows))
+
+    def min_active(self, decoding: int, *, waiting: bool) -> int:
+        """The number of active rows at which a decode of so many slots ends early: if requests wait for a slot, as
+        soon as a share of the rows is free for them; else as soon as a smaller batch will do."""
+        size = len(self.slots)
+        if waiting:
+            return decoding - 1 - size // REFILL_SHARE
+        smaller = max((s for s in self._geometry.batch_sizes if s < size), default=0)
+        return smaller // self._rows.parts if smaller >= decoding else smaller  # the parts may not be filled evenly
+
+    def decode(self, params: dict[str, Any], limits: tuple[int, int]) -> Any:
+        """Starts a decode and returns its StepOutput, whose arrays are on the device. limits: as in
+        ModelRunner.decode."""
+        tables = self.page_tables(self.slots)
+        if tables is not None:
+            self._state = self._runner.with_pages(self._state, self.row_numbers(self.slots), tables)
+        cache = self._cache if self._batch_cache is None else self._batch_cache
+        cache, self._state, output = self._runner.decode(params, cache, self._state, limits)
+        if self._batch_cache is None:
+            self._cache = cache
+        else:
+            self._batch_cache = cache
+        return output
+
+    def row_numbers(self, slots: Sequence[int | None]) -> np.ndarray:
+        """int32[s]: the slots of these rows. Padding has numbers past the end, each its own."""
+        total = self._geometry.slots
+        return np.asarray([total + n if slot is None else slot for n, slot in enumerate(slots)], np.int32)
+
+    def page_tables(self, slots: Sequence[int | None]) -> np.ndarray | None:
+        """int32[s, M]: the pages of these rows; None over a contiguous cache."""
+        width = self._geometry.table_width
+        if width is None:
+            return None
+        tables = np.zeros((len(slots), width), np.int32)
+        for row, slot in enumerate(slots):
+            pages = [] if slot is None else self._rows.pages(slot)
+            tables[row, : len(pages)] = pages
+        return tables

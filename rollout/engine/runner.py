@@ -1,0 +1,303 @@
+"""The model runner: calls the compiled programs of a generator.
+
+A contiguous cache has S rows, one per slot. A decode runs on s = 1, 2, 4, ... S of them. To decode on fewer than S,
+the engine gathers them into a cache of their own first, and scatters them back when it goes on with others. Over a
+paged cache a call of s rows takes their page table, and gathers only their states of fixed size.
+
+S slots, s rows of one call, P prompts of one prefill call, C tokens of it, M pages of a row.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policy import modes
+from policy.cache import cache as caches
+from policy.execution.compiled_cache import CompiledCache, Memory
+from policy.mesh import processes
+from policy.mesh.sharding import Layout, block_on_cpu_mesh
+from policy.model import Graph
+from rollout.engine import prefix_index
+from rollout.engine.page_budget import PageBudget, choose_page_budget
+from rollout.engine.page_table import PageCopy, PagedRows, PageTable
+from rollout.engine.programs import DecoderPrograms, DecodeState, StepOutput
+from rollout.engine.rows import CacheGeometry, Rows
+from rollout.engine.scheduler import PREFILL_ROWS, SchedulerLimits, prefill_lengths, prefill_rows
+from rollout.engine.speculative import SpeculativePrograms
+from rollout.request import Request
+from rollout.types import GeneratorOptions
+
+_LOG = logging.getLogger("duet.generator")
+
+
+class LateCompilation(RuntimeError):
+    """A program is needed that was not compiled ahead."""
+
+
+class ModelRunner:
+    """Runs the generator's programs over a cache that the caller holds. Caches are donated to the programs.
+
+    programs: the compiled programs, by name.
+    value_head: float32[E], the head of the values that are recorded.
+    reserved_bytes: memory per device that something else will take after the number of pages is chosen.
+    sealed: whether programs were compiled ahead, so that another one is a warning or an error.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        options: GeneratorOptions,
+        slots: int,
+        max_length: int,
+        memory_left: float | None = None,
+    ):
+        """memory_left: bytes per device that a paged cache may share with an update; None: what the devices report."""
+        kind = SpeculativePrograms if options.speculative else DecoderPrograms
+        self.traced = traced = kind(graph, options, slots, max_length)
+        self.graph, self.options, self._memory_left = traced.graph, options, memory_left
+        self.max_length, self.vocab_size = max_length, graph.config.vocab_size
+        self.chunk, self.ahead, self.records = traced.chunk, traced.ahead, traced.records
+        self.decode_steps, self.most_prompts = traced.decode_steps, prefill_rows(slots)
+        table_width = -(-(max_length + traced.drafts) // options.page_size) if traced.paged else None
+        layout = self.graph.layout
+        parts = slots // layout.sharding(("cache_batch",), (slots,)).shard_shape((slots,))[0]
+        sizes = None if options.batch_sizes is None else tuple(options.batch_sizes)
+        self.geometry = CacheGeometry(slots, parts, traced.supports_truncation, table_width, sizes)
+        self.value_head: jax.Array | None = None
+        self.reserved_bytes, self.sealed, self._strict = 0, False, False
+        jitted = {
+            "empty": jax.jit(self._empty_cache),
+            "prefill": jax.jit(traced.prefill, donate_argnums=1),
+            "extend": jax.jit(traced.extend, donate_argnums=1),
+            "copy": jax.jit(traced.copy_rows, donate_argnums=0),
+            "copy_pages": jax.jit(caches.copy_pages, donate_argnums=0),
+            "gather": jax.jit(traced.gather),
+            "scatter": jax.jit(traced.scatter, donate_argnums=0),
+            "decode": jax.jit(traced.decode, donate_argnums=1),
+            "routes": jax.jit(traced.routes),
+        }
+        self.programs = {name: CompiledCache(function, layout.platform) for name, function in jitted.items()}
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """What the scheduler must know of the programs."""
+        geometry = self.geometry
+        return SchedulerLimits(
+            self.decode_steps, self.traced.drafts, geometry.copies_rows, pins_prefixes=geometry.pins_prefixes
+        )
+
+    @cached_property
+    def page_budget(self) -> PageBudget | None:
+        """The pages of the cache, chosen at the first use from the memory that is left then; None: the cache is
+        contiguous."""
+        geometry, options = self.geometry, self.options
+        if geometry.table_width is None:
+            return None
+        shape = geometry.slots, geometry.table_width, geometry.parts
+        pages = options.pages, options.page_size
+        return choose_page_budget(
+            self.traced.empty, self.graph.layout, shape, pages, self._memory_left, self.reserved_bytes
+        )
+
+    def rows(self) -> Rows | PagedRows:
+        """The book-keeping of the slots of an empty cache."""
+        slots, parts, truncation = self.geometry.slots, self.geometry.parts, self.geometry.supports_truncation
+        budget = self.page_budget
+        if budget is None:
+            return Rows(slots, supports_truncation=truncation)
+        number, size = budget.pages
+        tables = [PageTable(number // parts, size, n * number // parts) for n in range(parts)]
+        return PagedRows(slots, tables, supports_truncation=truncation, ample=number >= budget.full)
+
+    def _empty_cache(self):
+        budget = self.page_budget
+        return self.traced.pinned(self.traced.empty(self.max_length if budget is None else budget.pages))
+
+    def empty(self) -> Any:
+        """An empty cache of all slots."""
+        return self._run("empty", ())
+
+    def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM, *, fresh: bool) -> Any:
+        """The cache after a chunk of prompts in these rows; rows past the end are padding. Each prompt's tokens start
+        .. start + C
+        - 1 are computed, as far as its length goes.
+
+        fresh: every start is 0, and earlier entries of the rows are ignored. pages_PM: the pages of the rows; None if
+        the cache is contiguous."""
+        inputs = rows, tokens_PC, starts, lengths, pages_PM
+        return self._run("prefill" if fresh else "extend", tokens_PC.shape, params, cache, *inputs)
+
+    def copy_rows(self, cache, pairs: Sequence[tuple[int, int]]) -> Any:
+        """The cache after copying row a to row b for each pair (a, b), one after the other."""
+        slots = self.geometry.slots
+        for start in range(0, len(pairs), slots):
+            some = pairs[start : start + slots]
+            array = np.zeros((slots, 2), np.int32)
+            array[: len(some)] = some
+            cache = self._run("copy", (), cache, array, np.int32(len(some)))
+        return cache
+
+    def copy_pages(self, cache, copies: Sequence[PageCopy]) -> Any:
+        """The cache after copying pages. No page is the target of two copies."""
+        slots, budget = self.geometry.slots, self.page_budget
+        assert budget is not None, "a contiguous cache has no pages"
+        for start in range(0, len(copies), slots):
+            some = copies[start : start + slots]
+            source = np.zeros(slots, np.int32)
+            target = budget.pages.number + np.arange(slots, dtype=np.int32)
+            source[: len(some)], target[: len(some)] = zip(*((copy.source, copy.target) for copy in some), strict=True)
+            cache = self._run("copy_pages", (), cache, source, target)
+        return cache
+
+    def gather(self, cache, rows: np.ndarray) -> Any:
+        """A cache of these rows alone, without pools of pages. Rows past the end are padding."""
+        return self._run("gather", rows.shape, cache, rows)
+
+    def scatter(self, cache, part, rows: np.ndarray) -> Any:
+        """The cache with these rows replaced by those of `part`."""
+        return self._run("scatter", rows.shape, cache, part, rows)
+
+    def routes(self, cache, rows: int, row: int, pages_M: np.ndarray | None) -> dict[str, jax.Array]:
+        """The experts of all entries of a row (policy.cache.cache.routes) of a cache with so many rows. The transfer
+        to the host is started. pages_M: the pages of the row; None if the cache is contiguous."""
+        routes = self._run("routes", (rows,), cache, np.int32(row), pages_M)
+        for array in routes.values():
+            array.copy_to_host_async()
+        return routes
+
+    def decode(self, params, cache, state: DecodeState, limits: tuple[int, int]) -> tuple[Any, DecodeState, StepOutput]:
+        """(cache, state, output) after up to `limits[0]` steps, as long as more than `limits[1]` rows are active. The
+        arrays are on the device."""
+        head = {modes.VALUE_HEAD: self.value_head} if self.options.record_values else {}
+        return self._run("decode", state.stops.shape, params | head, cache, state, np.asarray(limits, np.int32))
+
+    def decode_state(self, requests: Sequence[Request | None], size: int, width: int, seed: int) -> DecodeState:
+        """The state of `size` rows, row i for request i. width: columns of the stop tokens."""
+        state = DecodeState.of(requests, size, width, seed, self.traced.recent)
+        layout = self.graph.layout
+        return state if layout.mesh.size == 1 else processes.device_put_global(state, layout.replicated)
+
+    def with_pages(self, state: DecodeState, rows: np.ndarray, pages_sM: np.ndarray) -> DecodeState:
+        """The state of rows over a paged cache: which slots they are, and their pages."""
+        layout = self.graph.layout
+        if layout.mesh.size > 1:
+            rows, pages_sM = processes.device_put_global((rows, pages_sM), layout.replicated)
+        return replace(state, rows=rows, pages=pages_sM)
+
+    # Compilation.
+
+    def _run(self, name: str, shape: tuple[int, ...], *arguments):
+        program = self.programs[name]
+        if self.sealed and shape not in program.memory:
+            self._report_late(name, shape)
+        return block_on_cpu_mesh(program.run(shape, *arguments), self.graph.layout)
+
+    def _report_late(self, name: str, shape: tuple[int, ...]) -> None:
+        subject = " x ".join(map(str, shape)) or "its cache"
+        message = f"the generator's program {name} for {subject} was not compiled ahead"
+        if self._strict:
+            raise LateCompilation(f"{message}; strict_shapes forbids to compile it now")
+        _LOG.warning("%s; it is now, and the run waits", message)
+
+    @property
+    def memory(self) -> dict[tuple, Memory | None]:
+        """The memory of each compiled program, by (name, *shape)."""
+        return {(name, *shape): m for name, each in self.programs.items() for shape, m in each.memory.items()}
+
+    def compile_ahead(self, params: dict[str, Any], longest: int, stop_widths: Iterable[int], *, strict: bool) -> int:
+        """Compiles all programs that prompts of up to `longest` tokens need, in parallel threads; returns their
+        number. From here on another program is a warning, or LateCompilation if `strict`.
+
+        stop_widths: numbers of columns of DecodeState.stops. One thread traces the programs, because tracing is
+        Python."""
+        compiled = self.memory
+        missing = [each for each in program_inputs(self, params, longest, stop_widths) if each[0] not in compiled]
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            traced = ((key, inputs, self.programs[key[0]].lower(*inputs)) for key, inputs in missing)
+            list(pool.map(lambda each: self.programs[each[0][0]].compile_shape(each[0][1:], *each[1:]), traced))
+        self.sealed, self._strict = True, strict
+        return len(self.memory)
+
+    @cached_property
+    def abstract_cache(self) -> Any:
+        """The shapes and shardings of the cache."""
+        return _abstract(jax.eval_shape(self.programs["empty"].jitted), self.graph.layout)
+
+
+def _abstract(cache: Any, layout: Layout) -> Any:
+    """The shapes of a cache with the shardings that its programs give it."""
+
+    def one(axes, array):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout.sharding(axes, array.shape))
+
+    return caches.by_axes(one, cache)
+
+
+def program_inputs(
+    runner: ModelRunner, params: dict[str, Any], longest: int, stop_widths: Iterable[int]
+) -> Iterator[tuple[tuple, tuple]]:
+    """((name, *shape), abstract arguments) of every program that prompts of up to `longest` tokens need, the slowest
+    to compile first. `params`: the weights, abstract or not."""
+    cache, geometry = runner.abstract_cache, runner.geometry
+    slots, width = geometry.slots, geometry.table_width
+
+    def rows_alone(rows: int):
+        return _abstract(jax.eval_shape(runner.programs["gather"].jitted, cache, _int32(rows)), runner.graph.layout)
+
+    def decoded(rows: int):
+        return cache if rows == slots or not geometry.copies_batch else rows_alone(rows)
+
+    for s in geometry.batch_sizes:
+        for stops in stop_widths:
+            yield ("decode", s, stops), (params | _value_head(runner), decoded(s), _state(runner, s, stops), _int32(2))
+    lengths = prefill_lengths(longest, runner.chunk)
+    for P in (rows for rows in PREFILL_ROWS if rows <= runner.most_prompts):
+        pages = None if width is None else _int32(P, width)
+        for C in lengths:
+            shape = P, C + runner.ahead
+            inputs = params, cache, _int32(P), _int32(*shape), _int32(P), _int32(P), pages
+            yield ("prefill", *shape), inputs
+            if lengths[-1] == C and longest - 1 > min(prefix_index.MIN_SHARED_TOKENS, runner.chunk):
+                yield ("extend", *shape), inputs
+    batches = geometry.batch_sizes[:-1] if geometry.copies_batch else ()
+    for s in sorted({*batches, *(() if geometry.supports_truncation else (1,))}):
+        yield ("gather", s), (cache, _int32(s))
+        yield ("scatter", s), (cache, rows_alone(s), _int32(s))
+    if geometry.copies_rows:
+        yield ("copy",), (cache, _int32(slots, 2), _int32())
+    if width is not None:
+        yield ("copy_pages",), (cache, _int32(slots), _int32(slots))
+    if runner.records:
+        for s in geometry.batch_sizes if geometry.copies_batch else (slots,):
+            yield ("routes", s), (decoded(s), _int32(), None if width is None else _int32(width))
+    yield ("empty",), ()
+
+
+def _value_head(runner: ModelRunner) -> dict[str, jax.ShapeDtypeStruct]:
+    if not runner.options.record_values:
+        return {}
+    shape, sharding = (runner.graph.config.hidden_size,), runner.graph.layout.replicated
+    return {modes.VALUE_HEAD: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)}
+
+
+def _state(runner: ModelRunner, rows: int, stop_width: int) -> DecodeState:
+    """The abstract state of a decode."""
+    state, layout = DecodeState.of([], rows, stop_width, 0, runner.traced.recent), runner.graph.layout
+    if (width := runner.geometry.table_width) is not None:
+        state = replace(state, rows=np.zeros(rows, np.int32), pages=np.zeros((rows, width), np.int32))
+    sharding = layout.replicated if layout.mesh.size > 1 else None
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), state)
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

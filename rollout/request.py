@@ -1,0 +1,122 @@
+"""Requests, and the queue in which they wait for a slot. Pure Python: no arrays, no device."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.types import SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """One completion to sample: sample number `sample` of prompt number `prompt_id` of a run. `index` is the caller's
+    number of the prompt.
+
+    The engine appends to four lists until `finish` is "stop" or "length":
+
+    - tokens: the completion.
+    - logprobs: the log-probability of each token.
+    - starts_step: whether a token is the first that its decoding step produced.
+    - values: where they are recorded, the value of the state that each token was drawn from.
+
+    cached: how many tokens of prompt and completion have entries in the cache.
+    verified_tokens: how many tokens an exact check has confirmed (rollout/engine/exact.py).
+    routes: where they are recorded, once the request has ended: the experts of its entries, the first `needed` rows of
+    int[C, R, k], by path of the layer.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    prompt_id: int = 0
+    sample: int = 0
+    index: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    starts_step: list[bool] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    finish: str | None = None
+    cached: int = 0
+    verified_tokens: int = 0
+    routes: dict[str, Any] | None = None
+
+    @property
+    def needed(self) -> int:
+        """Number of cache entries that decoding starts from: all tokens but the last, which is fed first."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next step can be a decoding step."""
+        return self.cached >= self.needed
+
+    @property
+    def last(self) -> int:
+        """The token to feed next."""
+        return self.tokens[-1] if self.tokens else self.prompt[-1]
+
+    @property
+    def left(self) -> int:
+        """Number of tokens that may still be sampled."""
+        return self.params.max_new_tokens - len(self.tokens)
+
+    @property
+    def cacheable(self) -> tuple[int, ...]:
+        """The tokens that must be in the cache before decoding starts: the first `needed`."""
+        return self.span(0, self.needed)
+
+    def span(self, start: int, end: int) -> tuple[int, ...]:
+        """Tokens start .. end - 1 of prompt and completion."""
+        n = len(self.prompt)
+        return (*self.prompt[start:end], *self.tokens[max(0, start - n) : max(0, end - n)])
+
+    def problem(self, vocab_size: int, max_length: int) -> str | None:
+        """Says what is wrong with the prompt for rows of `max_length` tokens. None: nothing."""
+        if not self.prompt:
+            return "is empty"
+        if min(self.prompt) < 0 or max(self.prompt) >= vocab_size:
+            return f"holds a token id outside 0..{vocab_size - 1}"
+        if len(self.prompt) + self.params.max_new_tokens > max_length:
+            return (
+                f"has {len(self.prompt)} tokens; with max_new_tokens {self.params.max_new_tokens} it is longer than "
+                f"max_length {max_length}"
+            )
+        return None
+
+
+class Queue:
+    """Requests that wait for a slot. Those with the largest max_new_tokens go first, because a long completion that
+    starts last keeps the others waiting; equal ones go in order of arrival, so the samples of a prompt stay
+    together."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Request]] = []
+        self._count = 0
+
+    def add(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            heapq.heappush(self._heap, (-request.params.max_new_tokens, self._count, request))
+            self._count += 1
+
+    @property
+    def first(self) -> Request | None:
+        """The request that `pop` would return; None if the queue is empty."""
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> Request:
+        return heapq.heappop(self._heap)[2]
+
+    def remove(self, request: Request) -> None:
+        """Removes a request if it is in the queue."""
+        others = [entry for entry in self._heap if entry[2] is not request]
+        if len(others) < len(self._heap):
+            heapq.heapify(others)
+            self._heap = others
+
+    def clear(self) -> None:
+        self._heap.clear()
+
+    def __len__(self) -> int:
+        return len(self._heap)

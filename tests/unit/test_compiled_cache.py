@@ -1,0 +1,32 @@
+"""Programs that are compiled once for each kind of arguments and then called."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from policy.execution.compiled_cache import CompiledCache
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4, jnp.int8])
+def test_arguments_of_few_bits_are_taken_at_the_first_call_and_the_next(dtype):
+    """Committed arrays, as weights are: jax checks the layouts of these alone."""
+
+    def product(weights, rows, *, times):
+        return times * (rows @ weights.astype(jnp.float32))
+
+    program = CompiledCache(jax.jit(product, static_argnames="times"), "cpu")
+    weights = jax.device_put(np.arange(16).reshape(4, 4).clip(0, 7).astype(dtype), jax.devices()[0])
+    rows = np.ones((2, 4), np.float32)
+    for times in (1, 2, 1):
+        np.testing.assert_array_equal(
+            program(weights, rows, times=times), times * (rows @ np.asarray(weights, np.float32))
+        )
+    assert program.number == 2 and program.memory[rows.shape].arguments > 0
+
+
+def test_keys_of_random_numbers_are_arguments_as_others_are():
+    program = CompiledCache(jax.jit(lambda key, rows: rows + jax.random.uniform(key)), "cpu")
+    assert program(jax.random.key(0), jnp.zeros(2)).shape == (2,) and program.number == 1
