@@ -1,14 +1,14 @@
-"""Runs a reward on its examples: what `rl reward test file.py:function` does.
+"""Runs a reward on its examples, for `rl reward test file.py:function`.
 
-Examples stand beside the function, in a list of the module:
+The module of the function lists the examples:
 
     EXAMPLES = [
         {"prompt": "2 + 2?", "completion": "4", "answer": "4", "score": 1.0},
         {"prompt": "2 + 2?", "completion": "5", "answer": "4", "score": 0.0},
     ]
 
-`prompt`, `completion` and the expected `score` (None: not applicable) are always there; `options` are the function's
-options; every other key is a column. A module with several rewards has a dict of such lists, by function name.
+`prompt`, `completion` and the expected `score` (None: not applicable) are required. `options` holds options of the
+function. Every other key is a column. A module with several rewards has a dict from function name to such a list.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from rewards import registry
 from rewards.registry import RewardError
-from rewards.runner import Fault, Runner, RunnerOptions
+from rewards.runner import Runner, RunnerOptions
+from rewards.workers.scores import Fault
 
 _TOLERANCE = 1e-6
 _OWN_KEYS = ("prompt", "completion", "score", "options")
@@ -36,7 +37,11 @@ _HOW_TO = """\
 
 @dataclass(frozen=True)
 class Outcome:
-    """One example: `expected` and `got` are scores or None; `fault` if it has none because the function failed."""
+    """The outcome of one example.
+
+    expected, got: scores, or None where the reward does not apply.
+    fault: the failure of the function, or None.
+    """
 
     example: dict
     expected: float | None
@@ -47,8 +52,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
-    """`outcomes` of the examples that ran; `skipped`: number of those after a hang, which were not run; `advice`: what
-    to do about missing examples."""
+    """The outcomes of all examples of a reward.
+
+    skipped: number of examples that did not run, because one before them hung.
+    advice: what to do about missing examples, or None.
+    """
 
     spec: str
     outcomes: list[Outcome]
@@ -57,14 +65,15 @@ class Report:
 
     @property
     def passed(self) -> bool:
+        """Tells whether there were examples and all of them ran and passed."""
         return bool(self.outcomes) and not self.skipped and all(outcome.passed for outcome in self.outcomes)
 
 
 def run_examples(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> Report:
-    """Calls the reward on each of its examples in a worker process. `options` lie under those of an example.
+    """Calls the reward on each of its examples in a worker process. Options of an example override `options`.
 
-    Stops at the first example that takes more than `timeout_s` seconds. Without examples the function is called on two
-    generic samples, where it needs no column. Raises RewardError as `registry.check` does, and for malformed examples.
+    Stops at the first example that takes more than `timeout_s` seconds. A reward without examples is called on two
+    generic samples if it needs no column. Raises RewardError as `registry.check` does, and for malformed examples.
     """
     located = registry.locate(spec)
     examples = _examples(located)
@@ -84,21 +93,21 @@ def run_examples(spec: str, options: dict | None = None, timeout_s: float = 1.0)
 
 
 def main(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> int:
-    """Prints the outcome of every example. Returns 0 if all passed, 1 if not, 2 if the reward cannot be used at all."""
+    """Prints the outcome of every example. Returns 0 if all passed, 1 if not, 2 if the reward cannot be used."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(soft_wrap=True)
     log = logging.getLogger("duet.rewards")
-    log.addFilter(_nothing)  # faults are printed below
+    log.addFilter(_drop_record)  # faults are printed below
     try:
         report = run_examples(spec, options, timeout_s)
     except RewardError as error:
         console.print(Text(str(error), style="red"))
         return 2
     finally:
-        log.removeFilter(_nothing)
+        log.removeFilter(_drop_record)
     table = Table("", "prompt", "completion", "expected", "got")
     for outcome in report.outcomes:
         sign = Text("ok", style="green") if outcome.passed else Text("FAIL", style="red")
@@ -134,7 +143,7 @@ def _examples(located: registry.Located) -> list[dict] | None:
 
 
 def _run(spec: str, examples: list[dict], options: dict, timeout_s: float) -> Report:
-    """Examples of equal options share a worker."""
+    """Runs the examples. Examples with equal options share a worker."""
     runners: dict[str, Runner] = {}
     outcomes = []
     try:
@@ -171,7 +180,7 @@ def _outcome(runner: Runner, example: dict) -> Outcome:
     return Outcome(example, expected, got, fault, passed)
 
 
-def _nothing(record: logging.LogRecord) -> bool:
+def _drop_record(record: logging.LogRecord) -> bool:
     return False
 
 

@@ -1,4 +1,4 @@
-"""1.0 where the answer in the completion equals the `answer` column as text."""
+"""Compares the answer in the completion with the `answer` column, as text."""
 
 import re
 
@@ -36,15 +36,20 @@ def _compile(pattern: str) -> None:
 
 @reward(check=_check)
 def exact_answer(
-    prompts, completions, answer, pattern: str | None = None, strip: str | None = None, ignore_case: bool = False
-):
-    """1.0 if the last answer in the completion equals `answer`, else 0.0; None where `answer` is None.
+    prompts: list,
+    completions: list,
+    answer: list,
+    pattern: str | None = None,
+    strip: str | None = None,
+    ignore_case: bool = False,
+) -> list[float | None]:
+    """Returns 1.0 if the last answer in the completion equals `answer`, else 0.0; None where `answer` is None.
 
-    answer: column of texts or numbers (compared as text), or lists of them, any of which is right.
-    pattern: regular expression whose group 1 is the answer, last match counts. Without one, the answer is the inside of
-        the last `<answer>...</answer>`, else what follows the last `####`, else the whole completion.
+    answer: column of texts or numbers (compared as text), or of lists with all accepted answers.
+    pattern: regular expression whose group 1 is the answer; the last match counts. Without a pattern, the answer is the
+        inside of the last `<answer>...</answer>`, else the text after the last `####`, else the full completion.
     strip: characters to remove from both ends of both texts; None: white space.
-    ignore_case: compare without case.
+    ignore_case: ignore upper and lower case.
     """
 
     def normal(text: object) -> str:

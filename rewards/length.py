@@ -1,4 +1,4 @@
-"""A price on length, in tokens: for each token, or for each token away from a target."""
+"""Subtracts a penalty for each token, or for each token of difference from a target."""
 
 from rewards.registry import reward
 
@@ -20,27 +20,27 @@ EXAMPLES = [
 
 def _check(penalty: float = 0.001, target: int | None = None, **_) -> None:
     if penalty < 0:
-        raise ValueError(f"penalty={penalty} would pay for length; give a number that is not negative")
+        raise ValueError(f"penalty={penalty} would pay for length; use a number that is not negative")
     if target is not None and target < 0:
-        raise ValueError(f"target={target} tokens")
+        raise ValueError(f"target={target}: use a number of tokens that is not negative")
 
 
 @reward(check=_check)
 def length(
-    prompts,
-    completions,
-    completion_lengths,
+    prompts: list,
+    completions: list,
+    completion_lengths: list[int],
     penalty: float = 0.001,
     target: int | None = None,
     only_longer: bool = False,
     floor: float | None = None,
-):
-    """-penalty * tokens; with a target -penalty * |tokens - target|, never below `floor`.
+) -> list[float]:
+    """Returns -penalty * tokens, or with a target -penalty * |tokens - target|, but at least `floor`.
 
-    completion_lengths: tokens of each completion, its stop token included; given by the run.
-    penalty: price of one token, not negative.
-    target: number of tokens that costs nothing.
-    only_longer: what is shorter than the target costs nothing either.
+    completion_lengths: tokens of each completion, its stop token included; the run passes them.
+    penalty: penalty per token, not negative.
+    target: number of tokens without a penalty.
+    only_longer: completions shorter than the target have no penalty.
     floor: lowest score.
     """
     scores = []

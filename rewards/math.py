@@ -1,4 +1,4 @@
-"""1.0 where the completion's mathematical answer equals the `answer` column."""
+"""Compares the answer in the completion with the `answer` column, mathematically."""
 
 import functools
 import importlib.util
@@ -52,12 +52,13 @@ def _prepare() -> None:
 
 
 @reward(check=_check, prepare=_prepare)
-def math(prompts, completions, answer, verifier: str = "auto"):
-    """1.0 if the answer in the completion is mathematically equal to `answer`, else 0.0; None where `answer` is None.
+def math(prompts: list, completions: list, answer: list, verifier: str = "auto") -> list[float | None]:
+    """Returns 1.0 if the answer in the completion equals `answer` mathematically, else 0.0; None if `answer` is None.
 
-    verifier: "math-verify" (symbolic comparison by that package), "text" (the rule below), or "auto": math-verify where
-    it is installed. Text: the inside of the last \\boxed{}, else of `<answer>`, else what follows `####`, else the last
-    number, compared without spaces, `$`, \\left, \\right and \\text; numbers and fractions by value.
+    verifier: "math-verify" (symbolic comparison by that package), "text" (the rule below), or "auto": math-verify if it
+        is installed, else text. Text compares the inside of the last \\boxed{}, else of `<answer>`, else the text after
+        `####`, else the last number, without spaces, `$`, \\left, \\right and \\text. Numbers and fractions are
+        compared by value.
     """
     symbolic = verifier == "math-verify" or (verifier == "auto" and _installed())
     equal = _equal_symbolic if symbolic else _equal_text
@@ -68,13 +69,13 @@ def math(prompts, completions, answer, verifier: str = "auto"):
 
 
 def _equal_symbolic(completion: str, right: str) -> float | None:
-    """By math-verify, its own timeouts off: they use signals, and the runner's deadline is a hard one."""
+    """Compares with math-verify. Its timeouts use signals and are off; the runner enforces the deadline."""
     from math_verify import parse, verify
 
     expected = _parsed(right)
     if not expected:
         return None
-    last = boxed(completion)  # of several boxes math-verify makes a set
+    last = boxed(completion)  # math-verify makes a set of several boxes
     given = parse(completion if last is None else f"\\boxed{{{last}}}", parsing_timeout=None)
     return float(verify(expected, given, timeout_seconds=None))
 
@@ -103,12 +104,14 @@ def _equal_text(completion: str, right: str) -> float | None:
 
 
 def _marked(text: str) -> str:
-    """The part of a text that is marked as its answer, or all of it."""
+    """Returns the part of a text that is marked as its answer, or all of the text."""
     inside = boxed(text)
-    return answer_span(text) if inside is None else inside
+    if inside is None:
+        inside = answer_span(text)
+    return text if inside is None else inside
 
 
 def _plain(text: str) -> str:
-    """Text of an answer without what only sets it in type."""
-    undecorated = _DECORATION.sub(lambda found: found[1] or found[2] or "", text)
+    """Returns the text of an answer without typesetting commands and white space."""
+    undecorated = _DECORATION.sub(lambda match: match[1] or match[2] or "", text)
     return re.sub(r"\s", "", undecorated).rstrip(".")

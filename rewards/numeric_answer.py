@@ -1,4 +1,4 @@
-"""1.0 where the last number in the completion equals the `answer` column as a number."""
+"""Compares the last number in the completion with the `answer` column, by value."""
 
 import re
 from fractions import Fraction
@@ -26,22 +26,25 @@ _NUMBER = re.compile(
     rf"(?:\s?/\s?(?P<below>{_PLAIN}))?\s?(?P<percent>\\?%)?"
 )
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}")
-_LONGEST = 400  # digits of a number; longer ones are no answer to anything and cost quadratic time
+_LONGEST = 400  # digits of a number; longer numbers are ignored, because reading them takes quadratic time
 
 
 def _check(tolerance: float = 1e-6, relative_tolerance: float = 0.0, **_) -> None:
     if tolerance < 0 or relative_tolerance < 0:
-        raise ValueError("tolerance and relative_tolerance are distances and cannot be negative")
+        raise ValueError("tolerance and relative_tolerance cannot be negative")
 
 
 @reward(check=_check)
-def numeric_answer(prompts, completions, answer, tolerance: float = 1e-6, relative_tolerance: float = 0.0):
-    """1.0 if the last number of the completion is within the tolerance of `answer`, else 0.0; None where `answer` holds
-    no number.
+def numeric_answer(
+    prompts: list, completions: list, answer: list, tolerance: float = 1e-6, relative_tolerance: float = 0.0
+) -> list[float | None]:
+    """Returns 1.0 if the last number of the completion is within the tolerance of `answer`, else 0.0.
 
-    Read as numbers: 1,234.5, $5, -3, 2e5, 3/4, \\frac{3}{4}, 75%. A number with a percent sign equals the number itself
-    and a hundredth of it, for data sets are of two minds; two numbers with the sign are compared as they are.
-    tolerance: largest |difference|, exact for whole numbers of any size. relative_tolerance: the same, times |answer|.
+    Returns None where `answer` holds no number. Accepts 1,234.5, $5, -3, 2e5, 3/4, \\frac{3}{4} and 75% as numbers. If
+    one of the two has a percent sign, its number and a hundredth of it both match, because datasets do not agree; two
+    numbers with a percent sign are compared as written.
+    tolerance: largest |difference|, exact for integers of any size.
+    relative_tolerance: added to the tolerance, times |answer|.
     """
     scores = []
     for completion, right in zip(completions, answer, strict=True):
@@ -55,15 +58,15 @@ def numeric_answer(prompts, completions, answer, tolerance: float = 1e-6, relati
 
 
 def _last_number(text: str) -> tuple[Fraction, bool] | None:
-    """(value, whether a percent sign follows) of the last number, or None."""
+    """Returns (value, whether a percent sign follows) for the last number of a text, or None."""
     text = _FRACTION.sub(r"\1/\2", text.replace("−", "-").replace("\\$", "$"))
-    for found in reversed(list(_NUMBER.finditer(text))):
-        if len(found.group()) > _LONGEST:
+    for match in reversed(list(_NUMBER.finditer(text))):
+        if len(match.group()) > _LONGEST:
             continue
-        value = Fraction(found["value"].replace(",", "") + (found["exponent"] or ""))
-        below = Fraction((found["below"] or "1").replace(",", ""))
+        value = Fraction(match["value"].replace(",", "") + (match["exponent"] or ""))
+        below = Fraction((match["below"] or "1").replace(",", ""))
         if below:
-            return (-value if found["sign"] else value) / below, found["percent"] is not None
+            return (-value if match["sign"] else value) / below, match["percent"] is not None
     return None
 
 

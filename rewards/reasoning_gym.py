@@ -1,8 +1,10 @@
-"""The score that a reasoning-gym task gives itself (package reasoning-gym, extra `tasks`)."""
+"""Scores an answer with the scorer of its reasoning-gym task (package reasoning-gym, extra `tasks`)."""
 
 import functools
+import importlib
 import importlib.util
 import json
+from collections.abc import Callable
 
 from rewards.registry import reward
 from rewards.text import answer_span, text_of
@@ -27,23 +29,24 @@ def _check(**_) -> None:
 
 
 def _prepare() -> None:
-    import reasoning_gym  # noqa: F401  (2 s; paid here, not in the first call)
+    importlib.import_module("reasoning_gym")  # slow; outside the deadline of the first call
 
 
 @functools.lru_cache(maxsize=256)
-def _scorer(task: str):
-    import reasoning_gym
-
-    return reasoning_gym.get_score_answer_fn(task)
+def _scorer(task: str) -> Callable[..., float]:
+    return importlib.import_module("reasoning_gym").get_score_answer_fn(task)
 
 
 @reward(check=_check, prepare=_prepare)
-def reasoning_gym(prompts, completions, task, entry, pattern: str | None = None):
-    """`score_answer` of the task, 0 to 1, on the answer in the completion.
+def reasoning_gym(
+    prompts: list, completions: list, task: list[str], entry: list[str], pattern: str | None = None
+) -> list[float]:
+    """Returns the task's `score_answer`, 0 to 1, of the answer in the completion.
 
-    task: column with the task's name; entry: column with the problem as a JSON text, as the task made it.
-    pattern: regular expression whose group 1 is the answer; without one, the inside of the last `<answer>...</answer>`,
-        else what follows the last `####`, else the whole completion.
+    task: column with the name of the task.
+    entry: column with the problem, as the task's JSON text.
+    pattern: regular expression whose group 1 is the answer. Without a pattern, the answer is the inside of the last
+        `<answer>...</answer>`, else the text after the last `####`, else the full completion.
     """
     scores = []
     for completion, name, problem in zip(completions, task, entry, strict=True):

@@ -1,4 +1,4 @@
-"""1.0 where the completion has the form that a regular expression says."""
+"""Checks the form of a completion with a regular expression."""
 
 import re
 
@@ -36,12 +36,14 @@ def _check(pattern: str = "", match: str = "fullmatch", **_) -> None:
 
 
 @reward(check=_check)
-def regex_format(prompts, completions, pattern: str, match: str = "fullmatch", ignore_case: bool = False):
-    """1.0 if `pattern` matches, else 0.0.
+def regex_format(
+    prompts: list, completions: list, pattern: str, match: str = "fullmatch", ignore_case: bool = False
+) -> list[float]:
+    """Returns 1.0 if `pattern` matches, else 0.0.
 
     pattern: regular expression in Python's syntax; `.` matches newlines too.
-    match: "fullmatch" (all of the completion, white space at its ends apart) or "search" (anywhere in it).
-    ignore_case: match without case.
+    match: "fullmatch" (all of the completion without white space at its ends) or "search" (any part of it).
+    ignore_case: ignore upper and lower case.
     """
     compiled = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
     matches = compiled.fullmatch if match == "fullmatch" else compiled.search

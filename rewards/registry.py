@@ -1,14 +1,14 @@
-"""Finds reward functions by name, module, file or entry point, and checks them before a run starts.
+"""Looks up reward functions by name, module, file or entry point, and checks them before a run starts.
 
-Four forms of a specification (`spec`):
+Forms of a specification (`spec`):
 
 - `exact_answer`: a name registered with `@reward`, a built-in (a file of this folder), or an installed entry point of
-  the group `duet.rewards`; looked up in this order;
-- `package.module:function`: imported; the current folder is looked at after `sys.path`;
-- `path/to/file.py:function`: loaded from that file, relative to the current folder; the file's own folder is looked at
-  after `sys.path`, so that it can import its neighbours. `function` may also be a name that the file registers.
+  the group `duet.rewards`, looked up in this order;
+- `package.module:function`: imported, with the current folder appended to `sys.path`;
+- `path/to/file.py:function`: loaded from that file, relative to the current folder. The folder of the file is appended
+  to `sys.path`, so that it can import its neighbours. `function` may also be a name that the file registers.
 
-Imports the standard library only: worker processes import this file each time they start.
+Imports the standard library only, because every worker process imports this file when it starts.
 """
 
 from __future__ import annotations
@@ -23,37 +23,44 @@ import threading
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from rewards.suggest import nearest
 
-RewardFunction = Callable[..., "list[float | None]"]
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+RewardFunction = Callable[..., "Sequence[float | None]"]
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 ENTRY_POINTS = "duet.rewards"
 TEXTS = ("prompts", "completions")
 GIVEN = ("completion_lengths", "truncated", "max_new_tokens", "reward_model_scores")
-JUDGED = "reward_model"  # the reward that is the score of a model
+REWARD_MODEL = "reward_model"  # name of the reward that returns the score of a reward model
 _FOLDER = Path(__file__).resolve().parent
 _FILE_MODULES = "duet_reward_file_"
-_loading = (
-    threading.RLock()
-)  # of files: who comes second waits until the first has run all of it; a file may load another
+# Held while a file is loaded: other threads wait for the complete module. Reentrant, because a file may load another.
+_loading = threading.RLock()
 
 
 class RewardError(ValueError):
-    """A reward that cannot be used: unknown, not importable, wrong options, or data that it cannot take."""
+    """A reward cannot be used: unknown, not importable, wrong options, or data that it does not accept."""
 
 
 class RewardFailed(RewardError):
-    """A reward that faulted on a sample while `on_error` is "stop"; the message holds the traceback."""
+    """A reward failed on a sample while `on_error` is "stop". The message holds the traceback."""
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a reward may bring along: `check(**options)` raises ValueError before the run, `prepare()` is called once in
-    each worker process before the first call, outside the deadline of a call."""
+    """Optional functions of a reward.
+
+    check: called with the options before the run; raises ValueError.
+    prepare: called once in each worker process before the first call, outside the deadline of a call.
+    """
 
     check: Callable[..., None] | None = None
     prepare: Callable[[], None] | None = None
@@ -61,7 +68,7 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Located:
-    """A reward that was found: the function, the spec under which any process finds it, a short name for metrics."""
+    """A reward function, the spec (`address`) by which any process loads it, and a short name for metrics."""
 
     function: RewardFunction
     address: str
@@ -70,33 +77,56 @@ class Located:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Arguments of a reward: `names` all that it names, `required` those without a default other than prompts and
-    completions, `open` if it takes any (**kwargs)."""
+    """Arguments of a reward.
+
+    names: all named arguments.
+    required: the arguments without a default, except prompts and completions.
+    open: whether it takes any further argument (**kwargs).
+    """
 
     names: tuple[str, ...]
     required: tuple[str, ...]
     open: bool
 
     def takes(self, name: str) -> bool:
+        """Tells whether the reward accepts an argument of this name."""
         return self.open or name in self.names
 
 
 _registered: dict[str, RewardFunction] = {}
 
 
-def reward(name: str | RewardFunction | None = None, *, check=None, prepare=None):
+@overload
+def reward(name: AnyFunction) -> AnyFunction: ...
+
+
+@overload
+def reward(
+    name: str | None = None,
+    *,
+    check: Callable[..., None] | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> Callable[[AnyFunction], AnyFunction]: ...
+
+
+def reward(
+    name: str | Callable[..., Any] | None = None,
+    *,
+    check: Callable[..., None] | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> Callable[..., Any]:
     """Registers a reward function under a name, by default its own: `@reward`, `@reward("name")`.
 
-    `check(**options)` is called before a run with the options of the configuration and may raise ValueError;
-    `prepare()` is called once in each worker, where slow imports and model loading belong.
-    Raises RewardError if the name belongs to another function already.
+    `check(**options)` is called before a run with the options of the configuration and may raise ValueError.
+    `prepare()` is called once in each worker; put slow imports and model loading there.
+    Raises RewardError if the name belongs to another function.
     """
     if callable(name):
         return _register(name, name.__name__, Hooks())
     return lambda function: _register(function, name or function.__name__, Hooks(check, prepare))
 
 
-def _register(function: RewardFunction, name: str, hooks: Hooks) -> RewardFunction:
+def _register(function: AnyFunction, name: str, hooks: Hooks) -> AnyFunction:
     if not re.fullmatch(r"[\w.-]+", name):
         raise RewardError(f"reward name {name!r}: use letters, digits, `_`, `-` and `.` only")
     file = _source(function)
@@ -110,17 +140,17 @@ def _register(function: RewardFunction, name: str, hooks: Hooks) -> RewardFuncti
 
 
 def known() -> list[str]:
-    """Names that `load` accepts without a module or file, sorted: registered, built-in and installed ones."""
+    """Returns the names that `load` accepts without a module or file, sorted: registered, built-in and installed."""
     return sorted({*_registered, *_builtins(), *_entry_points()})
 
 
 def load(spec: str) -> RewardFunction:
-    """The function that `spec` names (see the top of this file). Raises RewardError, which says what was looked for."""
+    """Returns the function that `spec` names (forms: top of this file). Raises RewardError."""
     return locate(spec).function
 
 
 def locate(spec: str) -> Located:
-    """As `load`, with the address under which a worker process finds the same function."""
+    """Returns the function that `spec` names, and the address by which a worker loads it. Raises RewardError."""
     if not isinstance(spec, str) or not spec.strip():
         raise RewardError(f"a reward is named by text such as 'exact_answer' or 'my_rewards.py:score', not {spec!r}")
     place, _, name = spec.rpartition(":")
@@ -133,30 +163,32 @@ def locate(spec: str) -> Located:
 
 
 def parameters(function: RewardFunction, spec: str) -> Parameters:
-    """The arguments that `function` takes. Raises RewardError if it cannot be called with completions by keyword."""
+    """Returns the arguments of `function`. Raises RewardError if it cannot be called with completions by keyword."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise RewardError(f"reward {spec}: its arguments cannot be read ({error}); wrap it in a def") from None
     keyword = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    found = Parameters(
+    parameters = Parameters(
         names=tuple(p.name for p in keyword),
         required=tuple(p.name for p in keyword if p.default is p.empty and p.name not in TEXTS),
         open=any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()),
     )
     hidden = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY]
-    if hidden or not found.takes("completions"):
+    if hidden or not parameters.takes("completions"):
         raise RewardError(
             f"reward {spec}: its signature is {signature}; arguments are passed by name, so it must be "
             "`def f(prompts, completions, **columns)`, or name the columns that it uses"
         )
-    return found
+    return parameters
 
 
 def check(spec: str, options: dict | None = None, columns: Iterable[str] | None = None) -> None:
-    """Raises RewardError if `spec` is not found or not importable, does not take `options`, or needs a column that is
-    not among `columns` (names of the data's columns; None: not checked). Imports the user's file; calls nothing in it
-    but the check that it registered itself."""
+    """Checks a reward before a run. Imports the user's file and calls nothing in it but its registered check.
+
+    columns: names of the columns of the data; None: not checked.
+    Raises RewardError if `spec` is unknown or cannot be imported, does not accept `options`, or needs another column.
+    """
     options = dict(options or {})
     function = locate(spec).function
     takes = parameters(function, spec)
@@ -193,7 +225,7 @@ def require_columns(spec: str, takes: Parameters, options: Iterable[str], column
 
 
 def prepare(function: RewardFunction) -> None:
-    """Runs what the reward registered with `@reward(prepare=...)`, in the worker."""
+    """Calls the function that the reward registered with `@reward(prepare=...)`, in the worker."""
     hook = getattr(function, "__duet_hooks__", Hooks()).prepare
     if hook is not None:
         hook()
@@ -216,23 +248,23 @@ def _named(name: str) -> Located:
 
 
 def _builtins() -> dict[str, str]:
-    """Name -> file of the built-in rewards: files of this folder with a function of their own name under @reward."""
-    found = {}
+    """Returns name -> file of the built-in rewards: files of this folder with a @reward function of their name."""
+    files = {}
     for path in sorted(_FOLDER.glob("*.py")):
         pattern = rf"^@reward\b.*\n(?:async )?def {re.escape(path.stem)}\("
         if re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE):
-            found[path.stem] = str(path)
-    return found
+            files[path.stem] = str(path)
+    return files
 
 
-def _entry_points() -> dict:
+def _entry_points() -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points
 
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
 
 
 def _address(function: RewardFunction, name: str) -> str:
-    """How another process finds a function that was registered here by the decorator."""
+    """Returns the spec by which another process loads a function that was registered in this one."""
     module = function.__module__
     importable = module != "__main__" and not module.startswith(_FILE_MODULES)
     if importable and getattr(sys.modules.get(module), "__spec__", None) is not None:
@@ -240,7 +272,8 @@ def _address(function: RewardFunction, name: str) -> str:
     file = _source(function)
     if not os.path.isfile(file):
         raise RewardError(
-            f"reward {name!r} was defined in {file}, which is no file; put it in one, so that worker processes can import it"
+            f"reward {name!r} was defined in {file}, which is not a file; "
+            "put it in one, so that worker processes can import it"
         )
     return f"{file}:{name}"
 
@@ -257,7 +290,7 @@ def _from_module(module: str, spec: str) -> types.ModuleType:
 
 
 def _from_file(path: Path, spec: str) -> types.ModuleType:
-    """The module of a file, loaded once per process under a name of its own, so that it shadows no other module."""
+    """Loads the module of a file once per process, under a name of its own, so that it shadows no other module."""
     import hashlib
 
     if not path.is_file():
@@ -269,18 +302,20 @@ def _from_file(path: Path, spec: str) -> types.ModuleType:
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
         description = importlib.util.spec_from_file_location(name, path)
+        assert description is not None and description.loader is not None  # it exists for every file that ends in .py
+        run_module = description.loader.exec_module
         module = importlib.util.module_from_spec(description)
         sys.modules[name] = module
         try:
-            _guarded(lambda: description.loader.exec_module(module), spec, str(path))
+            _guarded(lambda: run_module(module), spec, str(path))
         except BaseException:
             del sys.modules[name]
             raise
     return module
 
 
-def _guarded(importing: Callable, spec: str, file: str | None):
-    """Runs an import of the user's code; whatever it raises, SystemExit included, becomes a RewardError."""
+def _guarded(importing: Callable[[], Any], spec: str, file: str | None) -> Any:
+    """Runs an import of the user's code. Turns any exception, also SystemExit, into a RewardError."""
     try:
         return importing()
     except KeyboardInterrupt:
@@ -304,23 +339,23 @@ def _member(module: types.ModuleType, name: str, spec: str) -> RewardFunction:
     raise RewardError(f"reward {spec}: no function {name!r} there{nearest(name, {*own, *here})}")
 
 
-def _callable(value: object, spec: str) -> RewardFunction:
+def _callable(value: Any, spec: str) -> RewardFunction:
     if not callable(value) or inspect.isclass(value):
         raise RewardError(f"reward {spec}: is a {type(value).__name__}, not a function")
-    return value
+    return cast(RewardFunction, value)
 
 
 def _hints(function: RewardFunction) -> dict:
     try:
         return typing.get_type_hints(function)
-    except Exception:  # annotations are the user's and may name what is not importable; they are a help, not a duty
+    except Exception:  # annotations are optional, and the user's may name what cannot be imported
         return {}
 
 
 def _fits(value: object, hint: object) -> bool:
-    """Whether a value from YAML has the annotated type; of annotations, plain types and unions of them are judged."""
+    """Tells whether a value from YAML has the annotated type. Checks plain types and unions of them only."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    arms = typing.get_args(hint) if union else (hint,)
+    arms: tuple[Any, ...] = typing.get_args(hint) if union else (hint,)
     plain = (bool, int, float, str, type(None))
     if any(arm not in plain for arm in arms):
         return True

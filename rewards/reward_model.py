@@ -1,4 +1,4 @@
-"""The score of a trained reward model, which the run computes on its own devices once all completions are there."""
+"""Returns the score of a trained reward model. The run computes it on its devices after all completions are sampled."""
 
 from rewards.registry import reward
 
@@ -18,9 +18,12 @@ for example in EXAMPLES:
 
 
 @reward
-def reward_model(prompts, completions, reward_model_scores, source: str):
-    """reward_model_scores: of each completion, its score by each model; given by the run.
+def reward_model(
+    prompts: list, completions: list, reward_model_scores: list[dict[str, float]], source: str
+) -> list[float]:
+    """Returns the scores of the model `source`.
 
-    source: a directory of a sequence classification model with one label, or an earlier stage `reward_model` of the run.
+    reward_model_scores: for each completion, source -> score; the run passes them.
+    source: directory of a sequence classification model with one label, or an earlier stage `reward_model` of the run.
     """
     return [scores[source] for scores in reward_model_scores]

@@ -1,18 +1,18 @@
 """Scores completions in worker processes, so that no fault of a reward reaches the run.
 
-One call is one function on one group of completions, under a deadline of `timeout_s` seconds (starting the worker and
-importing the function do not count). What a fault costs:
+One call is one function on one group of completions, with a deadline of `timeout_s` seconds (the start of the worker
+and the import of the function do not count). The consequences of a fault:
 
-- a score that is NaN, infinite or no number: this sample has no score;
-- a score or a weighted sum beyond float32, in which the run learns: the function with the largest score has faulted;
-- a call that raises, ends the process or returns the wrong length or type: the completions of the group are scored once
-  more, one by one, so that only those that fail alone have no score. A function that compares the completions of a
-  group sees one of them then. A single completion is tried again only if the process ended, which may have come from
-  outside (out of memory, a scheduler that signals every process);
-- a call that exceeds its deadline: the worker is killed with its children and replaced, and the completions are scored
-  one by one too, all of them within another `timeout_s`: each gets an equal share of what is left of it.
+- a score that is NaN, infinite or not a number: this sample has no score;
+- a score or a weighted sum beyond float32, the type of the loss: the function with the largest score has faulted;
+- a call that raises, ends the process or returns the wrong length or type: the completions of the group are scored
+  again, one by one, so that only those that fail alone have no score. A function that compares the completions of a
+  group then sees one of them at a time. A single completion is tried again only if the process ended, because the
+  cause may lie outside (out of memory, a scheduler that signals every process);
+- a call that exceeds its deadline: the worker and its children are killed and replaced, and the completions are scored
+  one by one too, all within another `timeout_s`: each gets an equal share of the remaining time.
 
-A sample on which any function faulted has no total. None from a function means not applicable and is no fault.
+A sample on which any function faulted has no total. None from a function means not applicable and is not a fault.
 
 Shapes: N completions, F functions.
 """
@@ -30,19 +30,24 @@ import numpy as np
 
 from rewards import registry
 from rewards.registry import RewardError, RewardFailed
-from rewards.workers.pool import Batch, Call, Failure, Function, Lane
+from rewards.workers.columns import plain, split_groups
+from rewards.workers.scores import Fault, Scores
+from rewards.workers.threads import Call, Failure, Function, Result, ScoringBatch, WorkerThread
 
 _LOG = logging.getLogger("duet.rewards")
 _SHOWN_FAULTS = 3
-_SHOWN_CHARACTERS = 500
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """`functions`: (spec, weight, options) each, see `registry`; an option wins over a column of the same name.
-    `timeout_s`: seconds of one call. `on_error`: "continue" (the sample has no score) or "stop" (RewardFailed).
-    `memory_limit_mb`: address space of a worker in MiB; None: no limit."""
+    """Options of a Runner. Raises RewardError for invalid ones.
+
+    functions: (spec, weight, options) each, see `registry`. An option overrides a column of the same name.
+    timeout_s: deadline of one call in seconds.
+    on_error: "continue" (the sample has no score) or "stop" (RewardFailed).
+    memory_limit_mb: limit of the address space of a worker in MiB; None: no limit.
+    """
 
     functions: tuple[tuple[str, float, dict], ...]
     workers: int = 2
@@ -61,76 +66,65 @@ class RunnerOptions:
 
 @dataclass(frozen=True)
 class Share:
-    """Which calls a Runner makes where `count` processes score the same completions: every count-th, from number `index` on.
-    `gather(value)` gives what each process has given, by its number; all have to call it."""
+    """The part of the calls that this process makes: every count-th, from number `index` on.
+
+    count: number of processes that score the same completions.
+    gather: returns the values of all processes in their order; all processes must call it.
+    """
 
     index: int = 0
     count: int = 1
     gather: Callable[[object], list] = lambda value: [value]
 
 
-@dataclass(frozen=True)
-class Fault:
-    """One sample that one function gave no score for. `kind`: raised, timeout, died (of the process), wrong_type,
-    wrong_length, not_finite, or load (the function could not be imported in the worker)."""
-
-    function: str
-    sample: int
-    kind: str
-    traceback: str
-    prompt: object
-    completion: object
-
-
-@dataclass(frozen=True)
-class Scores:
-    """`rewards` float64[N, F], NaN: no score; `total` float64[N]: weighted sum of the scores that are there, NaN if
-    there is none or any function faulted; `names` of the F functions; `faults` by function, then sample; `metrics`."""
-
-    rewards: np.ndarray
-    total: np.ndarray
-    names: tuple[str, ...]
-    faults: list[Fault]
-    metrics: dict[str, float]
-
-
 class Handle:
-    """Scores that are being computed. `result()` waits for them; `done()` tells whether it would wait."""
+    """Scores that are being computed. `result()` waits for them; `done()` tells whether they are complete."""
 
     def __init__(
         self,
         runner: Runner,
-        batch: Batch,
+        batch: ScoringBatch,
         calls: list[list[int]],
         own: list[list[int]],
         on_calls: Callable[[Sequence[Call]], None] | None = None,
     ):
-        """`own`: the calls that this process makes. `on_calls`: is told the calls of all processes once the scores are there."""
+        """Tracks a batch.
+
+        calls: samples of each call.
+        own: the part of the calls that this process makes.
+        on_calls: called with the calls of all processes once the scores are complete.
+        """
         self._on_calls = on_calls
         self._runner = runner
         self._batch = batch
-        self._scores = None
+        self._scores: Scores | None = None
         self._own = {id(call): call for call in own}
         self._call_of = {sample: call for call in calls for sample in call}
         self._missing = {id(call): len(call) for call in calls}
 
     def add(self, sample: int, completion: object, **columns: object) -> None:
-        """The completion of a batch that `Runner.open` began, and its values in columns that were not known then. The functions
-        are called as soon as all completions of its group are there."""
-        given, call = self._batch.given, self._call_of[sample]
-        given["completions"][sample] = _plain(completion, "completions")
+        """Adds the completion of a sample that `Runner.open` announced, and its values in further columns.
+
+        The functions are called when the completions of the group are complete.
+        """
+        inputs, call = self._batch.inputs, self._call_of[sample]
+        inputs["completions"][sample] = plain(completion, "completions")
         for name, value in columns.items():
-            if name in given:
-                given[name][sample] = _plain(value, name)
+            if name in inputs:
+                inputs[name][sample] = plain(value, name)
         self._missing[id(call)] -= 1
         if self._missing[id(call)] == 0 and id(call) in self._own:
             self._runner._put(self._batch, call)
 
     def done(self) -> bool:
+        """Tells whether the calls of this process have ended."""
         return self._batch.done.is_set()
 
     def result(self) -> Scores:
-        """Raises RewardFailed if a function faulted and `on_error` is "stop"; RewardError if the runner was closed."""
+        """Waits for the scores and returns them.
+
+        Raises RewardFailed if a function faulted and `on_error` is "stop", RewardError if the runner was closed.
+        """
         if self._scores is None:
             self._batch.done.wait()
             self._runner._exchange(self._batch, [sample for call in self._own.values() for sample in call])
@@ -141,13 +135,13 @@ class Handle:
 
 
 class Runner:
-    """Worker processes for the functions of `options`. Use as a context manager, or call `close()`.
+    """Worker processes for the functions of `options`. Use it as a context manager, or call `close()`.
 
-    Construction checks every function and its options (RewardError) and starts nothing; workers start with the first
-    call and are kept. Results do not depend on which worker finished first.
+    The constructor checks every function and its options (RewardError) and starts nothing. Workers start with the first
+    call and are kept. Results do not depend on the order in which workers finish.
 
-    With a `share` each completion is scored by one process only; `start` and `open` are given all completions on every process, and
-    results are those of all, on every process.
+    With a `share` one process scores each completion. Every process passes all completions to `start` or `open`, and
+    gets the scores of all.
     """
 
     def __init__(self, options: RunnerOptions, share: Share = Share()):
@@ -156,15 +150,16 @@ class Runner:
         self._functions = _resolve(options.functions)
         self.names = tuple(function.name for function in self._functions)
         self._calls: queue.Queue = queue.Queue()
-        self._lanes: list[Lane] = []
-        self._shown: Counter = Counter()
+        self._threads: list[WorkerThread] = []
+        self._shown: Counter[str] = Counter()
         self._warned: set[str] = set()
         self._closed = False
 
     @property
     def sources(self) -> list[str]:
-        """The reward models that `reward_model_scorers` must hold before completions are scored."""
-        return sorted({options["source"] for name, _, options in self.options.functions if name == registry.JUDGED})
+        """Sources of the reward models whose scores the functions need."""
+        functions = self.options.functions
+        return sorted({options["source"] for name, _, options in functions if name == registry.REWARD_MODEL})
 
     def __enter__(self) -> Runner:
         return self
@@ -175,7 +170,7 @@ class Runner:
     def score(
         self, prompts: list, completions: list, columns: dict[str, list], groups: list[int] | None = None
     ) -> Scores:
-        """Scores N completions: `start` and its `result()` at once."""
+        """Scores N completions: `start`, then `result`."""
         return self.start(prompts, completions, columns, groups).result()
 
     def start(
@@ -186,16 +181,16 @@ class Runner:
         groups: list[int] | None = None,
         on_calls: Callable[[Sequence[Call]], None] | None = None,
     ) -> Handle:
-        """Starts scoring N completions and returns at once, so that decoding may go on meanwhile.
+        """Starts scoring N completions and returns immediately, so that decoding can continue.
 
         prompts, completions: N strings, or N lists of messages ({"role", "content"}).
-        columns: column of the data -> N values that JSON can hold (numpy arrays and scalars are converted). Besides,
-            where functions name them: "completion_lengths" (N ints, tokens), "truncated" (N bools), "max_new_tokens"
-            (one int) and "reward_model_scores" (N mappings from source to score). A function receives the columns that
-            it names, or all if it takes **kwargs.
-        groups: N ids; completions of one id are scored in one call. None: each by itself.
-        on_calls: is told the calls that were made, by all processes, once the scores are there.
-        Raises RewardError if lengths differ, a column that a function needs is missing or a value has another type.
+        columns: column of the data -> N values that JSON can hold (numpy arrays and scalars are converted). Functions
+            can also name "completion_lengths" (N ints, tokens), "truncated" (N bools), "max_new_tokens" (one int) and
+            "reward_model_scores" (N mappings from source to score). A function receives the columns that it names, or
+            all if it takes **kwargs.
+        groups: N ids; the completions of one id are scored in one call. None: each completion is its own group.
+        on_calls: called with the calls of all processes once the scores are complete.
+        Raises RewardError if lengths differ, a required column is missing or a value has another type.
         """
         handle = self._begin(prompts, completions, columns, groups, on_calls)
         for call in handle._own.values():
@@ -209,47 +204,60 @@ class Runner:
         groups: list[int] | None = None,
         on_calls: Callable[[Sequence[Call]], None] | None = None,
     ) -> Handle:
-        """Begins to score completions that are still being written: each is given to `Handle.add`. Columns that only the completion
-        tells (their lengths, for one) hold anything of their type until then. The rest is as in `start`."""
+        """Prepares to score completions that are still being sampled; pass each to `Handle.add`.
+
+        Columns that depend on the completion, for instance its length, hold placeholders of their type until then. All
+        else is as in `start`.
+        """
         return self._begin(prompts, [None] * len(prompts), columns, groups, on_calls)
 
-    def _begin(self, prompts: list, completions: list, columns: dict[str, list], groups, on_calls) -> Handle:
+    def _begin(
+        self,
+        prompts: list,
+        completions: list,
+        columns: dict[str, list],
+        groups: list[int] | None,
+        on_calls: Callable[[Sequence[Call]], None] | None,
+    ) -> Handle:
         if self._closed:
             raise RewardError("this Runner is closed")
-        given = self._given(prompts, completions, columns)
-        calls = _split(len(prompts), groups)
+        inputs = self._inputs(prompts, completions, columns)
+        calls = split_groups(len(prompts), groups)
         own = calls[self._share.index :: self._share.count]
         count = len(own) * len(self._functions)
-        batch = Batch(given, [[None] * len(self._functions) for _ in prompts], count)
+        batch = ScoringBatch(inputs, [[None] * len(self._functions) for _ in prompts], count)
         if not count:
             batch.done.set()
         options = self.options
-        while (lanes := len(self._lanes)) < min(options.workers, count):
-            number = self._share.index * options.workers + lanes
-            self._lanes.append(Lane(number, self._calls, self._functions, options.timeout_s, options.memory_limit_mb))
+        while (threads := len(self._threads)) < min(options.workers, count):
+            number = self._share.index * options.workers + threads
+            self._threads.append(
+                WorkerThread(number, self._calls, self._functions, options.timeout_s, options.memory_limit_mb)
+            )
         return Handle(self, batch, calls, own, on_calls)
 
-    def _put(self, batch: Batch, samples: list[int]) -> None:
+    def _put(self, batch: ScoringBatch, samples: list[int]) -> None:
         for slot in range(len(self._functions)):
             self._calls.put((batch, slot, samples))
 
     def close(self) -> None:
-        """Ends all workers, those in the middle of a call too. Can be called twice."""
+        """Ends all workers, also during a call. Can be called twice."""
         self._closed = True
-        for lane in self._lanes:
-            lane.stop()
-        for _ in self._lanes:
+        for worker in self._threads:
+            worker.stop()
+        for _ in self._threads:
             self._calls.put(None)
-        for lane in self._lanes:
-            lane.thread.join()
-        self._lanes = []
+        for worker in self._threads:
+            worker.thread.join()
+        self._threads = []
 
-    def _given(self, prompts: list, completions: list, columns: dict) -> dict:
+    def _inputs(self, prompts: list, completions: list, columns: dict) -> dict:
+        """Checks prompts, completions and columns. Returns those that a function can receive, as plain values."""
         count = len(prompts)
         for name, column in {"completions": completions, **columns}.items():
             if name != "max_new_tokens" and (not hasattr(column, "__len__") or len(column) != count):
                 raise RewardError(f"{name!r} must be a list with one value for each of the {count} prompts")
-        given = {"prompts": _plain(prompts, "prompts"), "completions": _plain(completions, "completions")}
+        inputs = {"prompts": plain(prompts, "prompts"), "completions": plain(completions, "completions")}
         for function in self._functions:
             registry.require_columns(function.name, function.takes, function.options, columns)
         for name, column in columns.items():
@@ -257,42 +265,42 @@ class Runner:
             if not named and not any(function.takes.open for function in self._functions):
                 continue
             try:
-                given[name] = _plain(column, name)
+                inputs[name] = plain(column, name)
             except RewardError as error:
                 if named:
                     raise
                 if name not in self._warned:
                     self._warned.add(name)
                     _LOG.warning("rewards do not receive column %r: %s", name, error)
-        return given
+        return inputs
 
-    def _exchange(self, batch: Batch, own: list[int]) -> None:
-        """Completes a batch of which this process has scored the samples `own` by what the others have scored."""
+    def _exchange(self, batch: ScoringBatch, own: list[int]) -> None:
+        """Adds the results of the other processes to a batch. `own`: the samples that this process has scored."""
         if self._share.count == 1:
             return
-        batch_of = self._share.gather(({sample: batch.cells[sample] for sample in own}, batch.calls, batch.retried))
-        batch.calls = [call for _, calls, _ in batch_of for call in calls]
-        batch.retried = sum(retried for _, _, retried in batch_of)
-        for cells, _, _ in batch_of:
-            for sample, row in cells.items():
-                batch.cells[sample] = row
+        parts = self._share.gather(({sample: batch.results[sample] for sample in own}, batch.calls, batch.retried))
+        batch.calls = [call for _, calls, _ in parts for call in calls]
+        batch.retried = sum(retried for _, _, retried in parts)
+        for results, _, _ in parts:
+            for sample, row in results.items():
+                batch.results[sample] = row
 
-    def _collect(self, batch: Batch) -> Scores:
-        for row in batch.cells:
+    def _collect(self, batch: ScoringBatch) -> Scores:
+        """Returns the scores of a complete batch. Raises as `Handle.result`."""
+        for row in batch.results:
             self._refuse_overflow(row)
+        prompts, completions = batch.inputs["prompts"], batch.inputs["completions"]
         faults = [
-            Fault(
-                name, sample, cell.kind, cell.text, batch.given["prompts"][sample], batch.given["completions"][sample]
-            )
+            Fault(name, sample, result.kind, result.text, prompts[sample], completions[sample])
             for slot, name in enumerate(self.names)
-            for sample, cell in enumerate(row[slot] for row in batch.cells)
-            if isinstance(cell, Failure)
+            for sample, result in enumerate(row[slot] for row in batch.results)
+            if isinstance(result, Failure)
         ]
         if any(fault.kind == "closed" for fault in faults):
             raise RewardError("the Runner was closed before these completions were scored")
         rewards = np.array(
-            [[cell if isinstance(cell, float) else math.nan for cell in row] for row in batch.cells], np.float64
-        ).reshape(len(batch.cells), len(self.names))
+            [[each if isinstance(each, float) else math.nan for each in row] for row in batch.results], np.float64
+        ).reshape(len(batch.results), len(self.names))
         missing = np.isnan(rewards)
         weights = np.array([function.weight for function in self._functions])
         total = np.where(missing, 0.0, rewards * weights).sum(axis=1)
@@ -302,20 +310,21 @@ class Runner:
         if faults and self.options.on_error == "stop":
             fault = faults[0]
             raise RewardFailed(
-                f"reward {fault.function} failed ({fault.kind}) on\n{_sample_text(fault)}\n{fault.traceback}"
+                f"reward {fault.function} failed ({fault.kind}) on\n{fault.sample_text()}\n{fault.traceback}"
             )
         return Scores(rewards, total, self.names, faults, self._metrics(batch, rewards, faults))
 
-    def _refuse_overflow(self, row: list[float | Failure | None]) -> None:
-        """Puts Failures in the place of the largest scores of a sample until the others, weighted and not, fit in float32, and so
-        does their sum."""
-        weighted = {
-            slot: cell * self._functions[slot].weight for slot, cell in enumerate(row) if isinstance(cell, float)
-        }
-        size = {slot: max(abs(row[slot]), abs(share)) for slot, share in weighted.items()}
-        while size and max(*size.values(), abs(sum(weighted[slot] for slot in size))) > _LARGEST:
-            largest = max(size, key=size.get)
-            text = f"{row[largest]:.3g}, times its weight {weighted[largest]:.3g}: this, or the sum of all, does not fit in float32"
+    def _refuse_overflow(self, row: list[Result]) -> None:
+        """Replaces the largest scores of a sample by Failures until all, and their weighted sum, fit in float32."""
+        scores = {slot: result for slot, result in enumerate(row) if isinstance(result, float)}
+        weighted = {slot: score * self._functions[slot].weight for slot, score in scores.items()}
+        size = {slot: max(abs(scores[slot]), abs(weighted[slot])) for slot in scores}
+        while size and max([*size.values(), abs(sum(weighted[slot] for slot in size))]) > _LARGEST:
+            largest = max(size, key=lambda slot: size[slot])
+            text = (
+                f"{scores[largest]:.3g}, times its weight {weighted[largest]:.3g}: "
+                "this, or the sum of all, does not fit in float32"
+            )
             row[largest] = Failure("not_finite", text)
             del size[largest]
 
@@ -327,10 +336,10 @@ class Runner:
                 note = "; further ones are only counted, in reward/faults" if number == _SHOWN_FAULTS else ""
                 _LOG.warning(
                     "reward %s failed (%s), the sample has no score%s\n%s\n%s",
-                    *(fault.function, fault.kind, note, _sample_text(fault), fault.traceback),
+                    *(fault.function, fault.kind, note, fault.sample_text(), fault.traceback),
                 )
 
-    def _metrics(self, batch: Batch, rewards: np.ndarray, faults: list[Fault]) -> dict[str, float]:
+    def _metrics(self, batch: ScoringBatch, rewards: np.ndarray, faults: list[Fault]) -> dict[str, float]:
         metrics = {}
         for slot, name in enumerate(self.names):
             scores = rewards[~np.isnan(rewards[:, slot]), slot]
@@ -339,7 +348,7 @@ class Runner:
                 metrics[f"rewards/{name}/std"] = float(scores.std())
         metrics["reward/faults"] = float(len(faults))
         metrics["reward/timeouts"] = float(sum(fault.kind == "timeout" for fault in faults))
-        metrics["reward/not_applicable"] = float(sum(cell is None for row in batch.cells for cell in row))
+        metrics["reward/not_applicable"] = float(sum(each is None for row in batch.results for each in row))
         metrics["reward/retried"] = float(batch.retried)
         if seconds := [call.seconds for call in batch.calls]:
             metrics["time/reward_calls"] = float(sum(seconds))
@@ -349,50 +358,16 @@ class Runner:
 
 
 def _resolve(functions: tuple[tuple[str, float, dict], ...]) -> tuple[Function, ...]:
-    resolved, seen = [], Counter()
+    """Checks and locates the functions. A name that occurs again gets a number. Raises RewardError."""
+    resolved: list[Function] = []
+    seen: Counter[str] = Counter()
     for spec, weight, options in functions:
         registry.check(spec, options)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise RewardError(f"reward {spec}: weight {weight!r} is not a finite number")
-        found = registry.locate(spec)
-        seen[found.name] += 1
-        name = found.name if seen[found.name] == 1 else f"{found.name}-{seen[found.name]}"
-        plain = _plain(dict(options), f"options of {spec}")
-        resolved.append(Function(name, found.address, float(weight), plain, registry.parameters(found.function, spec)))
+        located = registry.locate(spec)
+        seen[located.name] += 1
+        name = located.name if seen[located.name] == 1 else f"{located.name}-{seen[located.name]}"
+        values, takes = plain(dict(options), f"options of {spec}"), registry.parameters(located.function, spec)
+        resolved.append(Function(name, located.address, float(weight), values, takes))
     return tuple(resolved)
-
-
-def _split(count: int, groups: list[int] | None) -> list[list[int]]:
-    """Samples of each call, in the order in which the groups first occur."""
-    if groups is None:
-        return [[sample] for sample in range(count)]
-    if len(groups) != count:
-        raise RewardError(f"there are {count} prompts, but {len(groups)} groups")
-    members: dict[int, list[int]] = {}
-    for sample, group in enumerate(groups):
-        members.setdefault(int(group), []).append(sample)
-    return list(members.values())
-
-
-def _plain(value: object, where: str) -> object:
-    """The value with numpy arrays, numpy scalars and tuples turned into what JSON has. RewardError for other types."""
-    if value is None or (isinstance(value, (str, int, float)) and not isinstance(value, np.generic)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, dict) and all(type(key) is str for key in value):
-        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufUO":
-        return _plain(value.tolist(), where)
-    raise RewardError(
-        f"{where} is a {type(value).__name__}; rewards receive text, numbers, booleans, None, lists and dicts of them"
-    )
-
-
-def _sample_text(fault: Fault) -> str:
-    return f"prompt: {_shortened(fault.prompt)}\ncompletion: {_shortened(fault.completion)}"
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"

@@ -1,4 +1,4 @@
-"""Soft overlong punishment: a price that rises over the last tokens before the limit (DAPO, arXiv:2503.14476)."""
+"""Soft overlong punishment: a penalty that grows over the last tokens before the limit (DAPO, arXiv:2503.14476)."""
 
 from rewards.registry import reward
 
@@ -20,16 +20,21 @@ def _check(limit: int | None = None, cache: int | None = None, **_) -> None:
 
 @reward(check=_check)
 def soft_overlong(
-    prompts, completions, completion_lengths, max_new_tokens=None, limit: int | None = None, cache: int | None = None
-):
-    """0 up to limit - cache tokens, then falling in a line to -1 at the limit, -1 above it.
+    prompts: list,
+    completions: list,
+    completion_lengths: list[int],
+    max_new_tokens: int | None = None,
+    limit: int | None = None,
+    cache: int | None = None,
+) -> list[float]:
+    """Returns 0 up to limit - cache tokens, falls linearly to -1 at the limit, and stays at -1 beyond it.
 
-    completion_lengths, max_new_tokens: tokens of each completion, and the most that are sampled; given by the run.
+    completion_lengths: tokens of each completion; max_new_tokens: most tokens of a completion; the run passes both.
     limit: tokens, default max_new_tokens.
-    cache: tokens over which it falls, default a fifth of the limit (4096 of 20480 in the paper), at least 1.
+    cache: tokens over which the score falls, default a fifth of the limit (4096 of 20480 in the paper), at least 1.
     """
     most = max_new_tokens if limit is None else limit
     if most is None:
-        raise ValueError("soft_overlong needs the option `limit` where the run gives no max_new_tokens")
+        raise ValueError("soft_overlong needs the option `limit` if the run passes no max_new_tokens")
     span = max(most // 5, 1) if cache is None else cache
     return [max(-1.0, min(0.0, (most - span - tokens) / span)) for tokens in completion_lengths]

@@ -1,4 +1,4 @@
-"""Suggests the nearest valid name for one that does not exist. Every "unknown ..." message uses it."""
+"""Suggests the nearest valid name for an unknown name. Every "unknown ..." message uses it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Iterable
 
 
 def nearest(name: object, valid: Iterable[object]) -> str:
-    """Returns the hint ` (nearest: x; valid: x, y, z)`, without `nearest` if no name is close, or "" if nothing is valid."""
+    """Returns the hint ` (nearest: x; valid: x, y, z)`.
+
+    The hint has no `nearest` if no name is close, and is "" if there is no valid name.
+    """
     names = sorted(map(str, valid))
     if not names:
         return ""

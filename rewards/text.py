@@ -1,4 +1,4 @@
-"""What a reward reads in a completion: its text, and the answer in it."""
+"""Extracts the text of a completion, and the answer in a text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def text_of(completion: str | list[dict]) -> str:
-    """Text of a completion or prompt: a string as it is; of a list of messages what the assistant said.
+    """Returns the text of a completion or prompt: a string unchanged, or the assistant's part of a list of messages.
 
-    Several assistant messages (a completion with tool calls in between) are joined by newlines; where no message is the
-    assistant's (a prompt), all messages are. A message's content may be a string or a list of parts, of which those
-    with a `text` count.
+    Several assistant messages (a completion with tool calls between) are joined by newlines. If no message is the
+    assistant's (a prompt), all messages are joined. The content of a message is a string or a list of parts; parts
+    without `text` are ignored.
     """
     if isinstance(completion, str):
         return completion
@@ -27,10 +27,10 @@ def _content(content: str | list | None) -> str:
 
 
 def answer_span(text: str, pattern: str | None = None) -> str | None:
-    """The part of `text` that is its answer, or None where `pattern` occurs nowhere.
+    """Returns the part of `text` that is its answer, or None if `pattern` has no match.
 
-    With a pattern: group 1 of its last match (the whole match if it has no group). Without: the inside of the last
-    `<answer>...</answer>`, else what follows the last `####` (GSM8K), else all of the text.
+    With a pattern, this is group 1 of the last match (the full match if the pattern has no group). Without a pattern,
+    it is the inside of the last `<answer>...</answer>`, else the text after the last `####` (GSM8K), else all of it.
     """
     if pattern is not None:
         matches = list(re.finditer(pattern, text, re.DOTALL))
@@ -42,7 +42,7 @@ def answer_span(text: str, pattern: str | None = None) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    """Inside of the last complete `\\boxed{...}` of `text`, braces matched; None where there is none."""
+    """Returns the inside of the last complete `\\boxed{...}` of `text`, braces matched, or None."""
     end = len(text)
     while (start := text.rfind("\\boxed{", 0, end)) >= 0:
         depth = 0

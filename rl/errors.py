@@ -1,7 +1,7 @@
-"""The errors that end a run in a known way, each with the exit code of the command line.
+"""Defines the errors that end a run in a known way, each with its exit code.
 
-The command line prints one of these as plain text and exits with its code; any other exception is a bug, shows its
-traceback and exits 1.
+The command line prints such an error as plain text and exits with its code. Any other exception is a bug: Python shows
+its traceback and exits with code 1.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DuetError(Exception):
-    """Base class. The text of an instance says what is wrong, where, and how to mend it."""
+    """Base class. The message says what is wrong, where, and what to do."""
 
     exit_code = 1
     heading = "error"
 
 
 class ConfigError(DuetError):
-    """A missing configuration file, a bad key or value, a name that nothing answers to."""
+    """A missing configuration file, an invalid key or value, or an unknown name."""
 
     exit_code = 2
     heading = "error in the configuration"
 
 
 class DataError(DuetError):
-    """A malformed, incomplete or empty dataset, or a prompt that does not fit."""
+    """A malformed, incomplete or empty dataset, or a prompt that is too long."""
 
     exit_code = 3
     heading = "error in the data"
 
 
 class ModelError(DuetError):
-    """A model directory that cannot be read or that disagrees with its configuration, or a stage without one finite update."""
+    """A model directory that cannot be read or contradicts its configuration, or a stage without any finite update."""
 
     exit_code = 4
     heading = "error in the model"
@@ -48,29 +48,31 @@ class ResourceError(DuetError):
 
 
 class RewardStop(DuetError):
-    """A reward function failed and the configuration says `on_error: stop`."""
+    """A reward function failed and `rewards.on_error` is `stop`."""
 
     exit_code = 6
     heading = "stopped by a reward"
 
 
 class ProcessLost(DuetError):
-    """Another process of the run has died or fallen silent, or has ended by an error that this one did not find. Started again, all
-    together, the run goes on from its newest checkpoint."""
+    """Another process of the run died, fell silent, or ended with an error that did not occur in this one.
+
+    The run continues from its newest checkpoint when all processes start again.
+    """
 
     exit_code = 76
     heading = "lost a process"
 
 
 class Interrupted(DuetError):
-    """The run was asked to stop, has saved its state, and can be continued (75 is EX_TEMPFAIL of sysexits.h)."""
+    """The run was asked to stop. Its state is saved and it can continue (75 is EX_TEMPFAIL of sysexits.h)."""
 
     exit_code = 75
     heading = "interrupted"
 
 
 def no_room(error: BaseException) -> bool:
-    """Tells whether an error says that a disk or a quota is full. Libraries raise errors of their own that quote the system's."""
+    """Tells whether an error reports a full disk or quota. Libraries raise their own errors with the system's text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _NO_ROOM
     return any(os.strerror(number) in str(error) for number in _NO_ROOM)

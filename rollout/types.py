@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from policy.config import StoredType
-from policy.ops.quantization import TYPES
 from policy.options import option
 
 
@@ -91,8 +90,10 @@ class GeneratorOptions:
 
     def __post_init__(self) -> None:
         for name in ("weights", "kv_cache"):
-            if getattr(self, name) not in (None, *TYPES):
-                raise ValueError(f"GeneratorOptions.{name}: {getattr(self, name)!r} is none of {', '.join(TYPES)}")
+            if getattr(self, name) not in (None, *get_args(StoredType)):
+                raise ValueError(
+                    f"GeneratorOptions.{name}: {getattr(self, name)!r} is none of {', '.join(get_args(StoredType))}"
+                )
         if self.cache not in ("contiguous", "paged"):
             raise ValueError(f"GeneratorOptions.cache: {self.cache!r} is neither 'contiguous' nor 'paged'")
         if self.page_size < 1 or (self.pages is not None and self.pages < 2):

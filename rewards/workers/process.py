@@ -1,4 +1,4 @@
-"""The run's end of a worker process: starts it, talks to it under a deadline, kills it with all that it started."""
+"""Controls a worker process: starts it, sends it calls with a deadline, and kills it with all its children."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ main(*json.loads(sys.argv[2]))
 
 
 class WorkerLost(Exception):
-    """The worker gave no answer and has to be replaced. `kind` is "timeout" or "died"."""
+    """The worker gave no answer and must be replaced. `kind` is "timeout" or "died"."""
 
     def __init__(self, kind: str, text: str):
         super().__init__(text)
@@ -36,11 +36,13 @@ class WorkerLost(Exception):
 
 
 class WorkerProcess:
-    """One process in a session of its own: Ctrl-C in the terminal does not reach it, and killing its group takes the
-    children of the reward along. What it prints is read while a call runs, and the last 4,000 bytes are kept.
-    A reward that uses jax gets the CPU, for the accelerators are the run's own.
+    """One worker process in a session of its own.
 
-    Used by one thread; only `kill` may be called from another.
+    Ctrl-C in the terminal does not reach it, and killing its group also kills the children of the reward. Its output is
+    read while a call runs, and the last 4,000 bytes are kept. A reward that uses jax runs on the CPU, because the run
+    uses the accelerators.
+
+    One thread uses the object; only `kill` may be called from others.
     """
 
     def __init__(self, memory_limit_mb: int | None = None):
@@ -67,7 +69,9 @@ class WorkerProcess:
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
-        self._output = self._process.stdout.fileno()
+        assert self._process.stdout is not None  # stdout=PIPE
+        self._stdout = self._process.stdout
+        self._output = self._stdout.fileno()
         self._tail = bytearray()
         self._incoming = bytearray()
         self._ended = None
@@ -81,8 +85,11 @@ class WorkerProcess:
             self._selector.register(self._ended, selectors.EVENT_READ)
 
     def ask(self, message: dict, timeout_s: float) -> dict:
-        """Sends one message and returns the answer to it. Raises WorkerLost after `timeout_s` seconds without one, or
-        when the process ends or breaks the protocol; the caller then closes this object."""
+        """Sends one message and returns its answer.
+
+        Raises WorkerLost after `timeout_s` seconds without an answer, or if the process ends or breaks the protocol.
+        The caller then closes this object.
+        """
         deadline = time.monotonic() + timeout_s
         outgoing = memoryview(pack(message))
         self._selector.register(self._request, selectors.EVENT_WRITE)
@@ -102,21 +109,21 @@ class WorkerProcess:
                     answer = self._receive()
                     if answer is not None:
                         return answer
-                if self._ended in ready:  # a child of the reward may hold the pipe open, so that its end is not enough
+                if self._ended in ready:  # a child of the reward may hold the pipe open
                     raise self._death()
         finally:
             if self._request in self._selector.get_map():
                 self._selector.unregister(self._request)
 
     def kill(self) -> None:
-        """Kills the process, its group and what else carries its mark. Safe from any thread, at any time."""
+        """Kills the process, its group and all other processes with its mark. Safe from any thread, at any time."""
         with self._lock:
-            if self._process.returncode is None:  # the id of a process that was waited for may be another's by now
+            if self._process.returncode is None:  # after a wait the id may belong to another process
                 kill_group(self._process.pid)
         kill_marked(self._mark)
 
     def close(self, grace: bool = False) -> None:
-        """Ends the process and frees what it holds. With `grace` an idle worker gets half a second to end by itself."""
+        """Ends the process and closes its pipes. With `grace` an idle worker has half a second to end by itself."""
         os.close(self._request)
         if grace:
             self._exit_status()
@@ -124,7 +131,7 @@ class WorkerProcess:
         with self._lock:
             self._process.wait()
         self._selector.close()
-        self._process.stdout.close()
+        self._stdout.close()
         for descriptor in (self._response, self._lifeline, self._ended):
             if descriptor is not None:
                 os.close(descriptor)
@@ -138,12 +145,12 @@ class WorkerProcess:
             raise self._death() from None
 
     def _receive(self) -> dict | None:
-        """The next answer, once it is complete."""
+        """Returns the next answer, or None if it is not complete yet."""
         while piece := _read_available(self._response):
             self._incoming += piece
             if len(self._incoming) < HEAD_BYTES:
                 continue
-            size = frame_length(self._incoming[:HEAD_BYTES])
+            size = frame_length(bytes(self._incoming[:HEAD_BYTES]))
             if size > _ANSWER_LIMIT:
                 raise WorkerLost("died", "the worker's answer is damaged: the reward wrote to the worker's own pipe")
             if len(self._incoming) >= HEAD_BYTES + size:
@@ -163,7 +170,7 @@ class WorkerProcess:
         return bool(piece)
 
     def _printed(self) -> str:
-        for _ in range(64):  # what is still in the pipe; a process that goes on printing must not hold the run
+        for _ in range(64):  # reads the rest of the pipe; bounded, because the process may go on printing
             if self._output not in self._selector.get_map() or not self._drain_output():
                 break
         text = self._tail.decode(errors="replace").strip()
@@ -176,9 +183,11 @@ class WorkerProcess:
         how = "exit code" if status.si_code == os.CLD_EXITED else "killed by signal"
         return WorkerLost("died", f"the worker process ended ({how} {status.si_status}){self._printed()}")
 
-    def _exit_status(self):
-        """How the process ended, or None if it does not within half a second. Leaves it to be waited for: until then
-        its id, which is the id of its group, belongs to nobody else."""
+    def _exit_status(self) -> os.waitid_result | None:
+        """Returns how the process ended, or None if it does not end within half a second.
+
+        Does not reap the process, so that its id, which is also the id of its group, is not reused.
+        """
         if not hasattr(os, "waitid"):  # macOS before Python 3.13
             return None
         until = time.monotonic() + _GRACE_S
@@ -191,14 +200,14 @@ class WorkerProcess:
 
 
 def _search_path() -> str:
-    """Where a worker looks for modules: where this process does, and for this package wherever it was found."""
+    """Returns the worker's sys.path as JSON: the sys.path of this process, and the folder of this package."""
     package = str(Path(__file__).resolve().parents[2])
     path = [entry or os.getcwd() for entry in sys.path]
     return json.dumps(path if package in path else [*path, package])
 
 
 def _read_available(descriptor: int) -> bytes | None:
-    """What can be read now: b"" at the end of the pipe, None if there is nothing yet."""
+    """Reads the available bytes: b"" at the end of the pipe, None if there are none yet."""
     try:
         return os.read(descriptor, _CHUNK)
     except BlockingIOError:

@@ -1,16 +1,15 @@
-"""The process in which rewards run: reads calls from one pipe, writes answers to another, owns nothing that matters.
+"""Runs rewards in a worker process: reads calls from one pipe and writes answers to another.
 
-Frames are JSON behind a length of 4 bytes, on pipes of their own, so that what a reward prints cannot be taken for an
-answer, and nothing that comes back can execute anything in the run (no pickle). Two kinds of call:
+Frames are JSON after a length of 4 bytes, on separate pipes, so that the output of a reward cannot be mistaken for an
+answer, and no answer can execute code in the run (no pickle). There are two kinds of call:
 
     {"load": slot, "spec": ..., "options": {...}}  -> {"ok": true} or {"error": kind, "text": traceback}
     {"call": slot, "count": n, "arguments": {...}} -> {"values": [...], "bad": [[index, kind, text], ...]} or error
 
-Every answer says besides how many child processes there are, so that the run can replace a worker that gathers them.
+Every answer also says how many child processes the worker has, so that the run can replace a worker with too many.
 
-Beside the worker stands its guard, a fork that does nothing but wait for the end of the run or of the worker, and then
-kills whatever the worker left: a reward that hangs inside C code holds the interpreter lock, so that no thread of the
-worker could do it.
+Each worker has a guard, a fork that waits for the end of the run or of the worker, and then kills what the worker
+started. No thread of the worker could do this: a reward that hangs inside C code holds the interpreter lock.
 
 Imports the standard library and `registry`, no numpy: a worker starts in about 50 ms.
 """
@@ -18,6 +17,7 @@ Imports the standard library and `registry`, no numpy: a worker starts in about 
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import math
 import numbers
@@ -28,9 +28,14 @@ import struct
 import sys
 import time
 import traceback
+from collections.abc import Awaitable
 from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
 
 from rewards import registry
+
+if TYPE_CHECKING:
+    import asyncio
 
 MARKER = "DUET_REWARD_WORKER"
 _TEXT_LIMIT = 8000
@@ -39,20 +44,26 @@ HEAD_BYTES = _LENGTH.size
 
 
 def pack(message: dict) -> bytes:
+    """Returns the frame of a message."""
     body = json.dumps(message).encode()
     return _LENGTH.pack(len(body)) + body
 
 
 def frame_length(head: bytes) -> int:
+    """Returns the number of bytes that follow the head of a frame."""
     return _LENGTH.unpack(head)[0]
 
 
 def main(request: int, response: int, lifeline: int, parent: int, memory_limit_mb: int | None) -> None:
-    """Serves calls until the request pipe ends. The arguments are three file descriptors, the process id of the run
-    and the limit of the address space in MiB."""
+    """Serves calls until the request pipe ends.
+
+    request, response, lifeline: file descriptors.
+    parent: process id of the run.
+    memory_limit_mb: limit of the address space in MiB, or None.
+    """
     for descriptor in (request, response, lifeline):
         os.set_inheritable(descriptor, False)
-    sys.stdout.reconfigure(line_buffering=True)
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     _start_guard(request, response, lifeline, parent)
     if memory_limit_mb is not None:
         import resource
@@ -63,8 +74,8 @@ def main(request: int, response: int, lifeline: int, parent: int, memory_limit_m
     while (message := _read(request)) is not None:
         answer = _load(message, loaded) if "load" in message else _call(message, loaded)
         answer["children"] = _children()
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the reward left behind would end the next call
-        if os.getpid() != own:  # a fork of the reward that came back here instead of ending
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the reward set would end the next call
+        if os.getpid() != own:  # a fork of the reward that returned here
             os._exit(0)
         _write(response, pack(answer))
 
@@ -73,7 +84,7 @@ def _load(message: dict, loaded: dict) -> dict:
     try:
         function = registry.load(message["spec"])
         registry.prepare(function)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt of user code are faults of it as well
+    except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code are faults too
         return {"error": "load", "text": _text_of_error(error)}
     loaded[message["load"]] = (function, message["options"])
     return {"ok": True}
@@ -84,18 +95,18 @@ def _call(message: dict, loaded: dict) -> dict:
     try:
         result = function(**message["arguments"], **options)
         if inspect.isawaitable(result):
-            result = _event_loop().run_until_complete(_awaited(result))
+            result = _event_loop().run_until_complete(_await(result))
         return _values(result, message["count"])
-    except BaseException as error:  # SystemExit and KeyboardInterrupt of user code are faults of it as well
+    except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code are faults too
         return {"error": "raised", "text": _text_of_error(error)}
 
 
-async def _awaited(result):
+async def _await(result: Awaitable[object]) -> object:
     return await result
 
 
-def _event_loop():
-    """One loop for the life of the worker, so that a client which a reward keeps between calls stays usable."""
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop of the worker. It lives as long as the worker, so that a reward can keep clients open."""
     import asyncio
 
     global _loop
@@ -104,11 +115,11 @@ def _event_loop():
     return _loop
 
 
-_loop = None
+_loop: asyncio.AbstractEventLoop | None = None
 
 
-def _values(result: object, count: int) -> dict:
-    """Turns what a reward returned into floats; wrong elements are named one by one, a wrong whole as one error."""
+def _values(result: Any, count: int) -> dict:
+    """Turns the return value of a reward into floats. Lists wrong elements; a wrong type or length is one error."""
     if not isinstance(result, (list, tuple)):
         if type(getattr(result, "ndim", None)) is not int or result.ndim != 1:
             text = f"returned a {type(result).__name__}; expected a list of {count} numbers, one for each completion"
@@ -127,8 +138,8 @@ def _values(result: object, count: int) -> dict:
     return {"values": values, "bad": bad}
 
 
-def _number(element: object) -> float:
-    """A finite float. TypeError: not a real number; ArithmeticError: NaN, infinite, or too large for float64."""
+def _number(element: Any) -> float:
+    """Returns a finite float. Raises TypeError for other types, ArithmeticError for NaN, infinity and overflow."""
     if not isinstance(element, numbers.Real) and callable(getattr(element, "item", None)):
         element = element.item()  # scalars and arrays of one element of numpy, torch and jax
     if not isinstance(element, numbers.Real):
@@ -145,7 +156,7 @@ def _short(element: object) -> str:
 
 
 def _text_of_error(error: BaseException) -> str:
-    """The traceback from the first frame of the user's code on; its end, where it is long."""
+    """Returns the traceback from the first frame of the user's code on, cut to its last characters."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -154,7 +165,7 @@ def _text_of_error(error: BaseException) -> str:
 
 
 def _children() -> int:
-    """Number of child processes, the guard and those ended but not waited for too; 0 where the system does not say."""
+    """Counts child processes, including the guard and zombies. Returns 0 if the system does not tell."""
     count = 0
     with suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
@@ -185,17 +196,20 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def _start_guard(request: int, response: int, lifeline: int, parent: int) -> None:
-    """Forks the guard. It sees the end of the run by the lifeline, a pipe whose other end only the run holds, and by
-    the process itself where the system offers that (Linux), in case a fork of the run still holds the pipe."""
+    """Forks the guard.
+
+    The guard notices the end of the run by the lifeline, a pipe whose other end only the run holds. On Linux it also
+    watches the process of the run, because a fork of the run may still hold the pipe.
+    """
     worker = os.getpid()
     if os.fork():
         os.close(lifeline)
         return
     os.close(request)
     os.close(response)
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
-        os.dup2(nowhere, descriptor)
+        os.dup2(null, descriptor)
     watched = select.poll()
     watched.register(lifeline, select.POLLIN)
     with suppress(AttributeError, OSError):
@@ -209,23 +223,26 @@ def _start_guard(request: int, response: int, lifeline: int, parent: int) -> Non
 
 
 def kill_group(group: int) -> None:
+    """Kills all processes of a process group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
 def kill_marked(mark: str) -> None:
-    """Kills the processes, but this one, that inherited this mark in their environment: those too that left the
-    worker's process group. Linux only; elsewhere killing the group has to do. Repeated until two looks in a row find
-    none: one may fork meanwhile, and in the middle of an exec a process shows no environment."""
-    wanted = f"{MARKER}={mark}".encode()
-    looks_left = 2
+    """Kills all other processes that inherited this mark in their environment, also outside the worker's group.
+
+    Does nothing on systems other than Linux. Scans until two scans in a row see no such process: a process may fork
+    meanwhile, and shows no environment during an exec.
+    """
+    entry = f"{MARKER}={mark}".encode()
+    scans_left = 2
     for _ in range(20):
-        found = [process for process in _processes() if process != os.getpid() and _carries(process, wanted)]
-        for process in found:
+        marked = [process for process in _processes() if process != os.getpid() and _has_variable(process, entry)]
+        for process in marked:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
-        looks_left = 2 if found else looks_left - 1
-        if not looks_left:
+        scans_left = 2 if marked else scans_left - 1
+        if not scans_left:
             return
         time.sleep(0.005)
 
@@ -237,9 +254,9 @@ def _processes() -> list[int]:
         return []
 
 
-def _carries(process: int, wanted: bytes) -> bool:
+def _has_variable(process: int, entry: bytes) -> bool:
     try:
         with open(f"/proc/{process}/environ", "rb") as file:
-            return wanted in file.read().split(b"\0")
+            return entry in file.read().split(b"\0")
     except OSError:
         return False

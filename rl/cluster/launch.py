@@ -1,7 +1,7 @@
-"""The processes of a run: how they find each other.
+"""Connects the processes of a run.
 
-Clusters say how many processes there are and where the first one is (SLURM, Open MPI, Cloud TPU, GKE: what `jax.distributed` can
-detect); anywhere else the command line does. Process 0 also is the coordinator through which jax connects them.
+A cluster announces the number of processes and the address of the first (SLURM, Open MPI, Cloud TPU, GKE: all that
+`jax.distributed` can detect). Elsewhere the command line does. Process 0 is also the coordinator of jax.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ from rl.errors import ConfigError, DuetError, ResourceError
 if TYPE_CHECKING:
     from rl.cluster.watchdog import Watch
 
-# Seconds in which all processes have to be there, and after which one that sends jax no heartbeat is lost: rl/cluster/watchdog.py is quicker.
+# Seconds for all processes to connect, and without a heartbeat until jax declares a process lost.
+# rl/cluster/watchdog.py notices a lost process earlier.
 START, HEARTBEAT = 300, 25
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a process joins the others: the address of process 0 as "host:port", how many there are, and its own number. `devices`:
-    those of this machine that are its own, None: all."""
+    """How a process connects to the others.
+
+    coordinator: address of process 0 as "host:port".
+    count: number of processes.
+    index: number of this process, from 0.
+    devices: the local devices that it uses; None: all.
+    """
 
     coordinator: str
     count: int
@@ -37,32 +43,33 @@ class Launch:
 
 
 def launch(count: int | None, index: int | None, coordinator: str | None) -> Launch | None:
-    """What the command line says, or the cluster where that says nothing; None: a run of one process.
+    """Returns how this process connects, from the command line or else the cluster; None: the run has one process.
 
-    Raises ConfigError for numbers that do not fit each other.
+    Raises ConfigError for options that contradict each other.
     """
-    given = {"--processes": count, "--process": index, "--coordinator": coordinator}
+    options = {"--processes": count, "--process": index, "--coordinator": coordinator}
     if count == 1 and not index:
         return None
-    if all(value is None for value in given.values()):
-        return None if "jax" in sys.modules else _detected()  # a program that has imported jax has made its choice
-    if missing := [name for name, value in given.items() if value is None]:
+    if all(value is None for value in options.values()):
+        return None if "jax" in sys.modules else _detected()  # jax detects clusters only before it starts
+    missing = [name for name, value in options.items() if value is None]
+    if count is None or index is None or coordinator is None:
         raise ConfigError(f"{', '.join(missing)}: --processes, --process and --coordinator go together")
     if not 0 <= index < count:
         raise ConfigError(f"--process {index}: {count} processes have the numbers 0 to {count - 1}")
     if not coordinator.rpartition(":")[2].isdigit() or not coordinator.rpartition(":")[0]:
         raise ConfigError(
-            f"--coordinator {coordinator}: wanted HOST:PORT, a port of the machine of process 0 that is free"
+            f"--coordinator {coordinator}: use HOST:PORT, the machine of process 0 and a port that is free there"
         )
     return Launch(coordinator, count, index)
 
 
 def _detected() -> Launch | None:
-    """What the cluster says, if there is one and it has started several processes."""
+    """Returns what the cluster announces, or None if there is no cluster or it started one process."""
     environment = os.environ
-    here = _on_one_machine(environment)
+    loopback = _on_one_machine(environment)
     several = int(environment.get("SLURM_NTASKS", 1)) > 1 or int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
-    # A pod of any other kind is none of several; jax would ask Kubernetes, and fail.
+    # For any other pod jax would ask Kubernetes, and fail.
     pods = "JOB_COMPLETION_INDEX" in environment
     tpu = any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
     if not (several or pods or tpu):
@@ -71,18 +78,18 @@ def _detected() -> Launch | None:
 
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
     try:
-        address, count, index, devices = detect(here, None, None, None, None, START)
-    except Exception as error:  # Kubernetes' and Google's clients have errors of their own
+        address, count, index, devices = detect(loopback, None, None, None, None, START)
+    except Exception as error:  # the clients of Kubernetes and Google raise their own errors
         raise ResourceError(
-            f"the cluster does not say which processes there are: {error} (--processes 1: do not ask)"
+            f"the cluster does not announce its processes: {error} (--processes 1: do not ask it)"
         ) from None
-    if address is None or not count or count == 1:
+    if address is None or index is None or not count or count == 1:
         return None
     return Launch(address, count, index, None if devices is None else tuple(devices))
 
 
 def _on_one_machine(environment: Mapping[str, str]) -> str | None:
-    """An address for process 0 that no other machine reaches, where the launcher has started all processes on this one."""
+    """Returns a loopback address for process 0 if the launcher started all processes on this machine, else None."""
     slurm = environment.get("SLURM_STEP_NUM_NODES") == "1"
     mpi = environment.get("OMPI_COMM_WORLD_SIZE", "") == environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if not (slurm or mpi):
@@ -93,7 +100,7 @@ def _on_one_machine(environment: Mapping[str, str]) -> str | None:
 
 
 def start(where: Launch) -> Watch:
-    """Joins the others, before anything of jax has run. Raises ResourceError where they are not found."""
+    """Connects to the other processes. Call it before any jax computation. Raises ResourceError on failure."""
     import jax
 
     from rl.cluster.watchdog import Watch
@@ -114,7 +121,7 @@ def start(where: Launch) -> Watch:
         )
         return Watch(host.strip("[]"), host in _LOOPBACK)
     except (RuntimeError, OSError) as error:
-        text = f"process {where.index} of {where.count} has not met the others at {where.coordinator}: {error}"
+        text = f"process {where.index} of {where.count} cannot connect to the others at {where.coordinator}: {error}"
         raise ResourceError(text) from None
 
 
@@ -122,7 +129,7 @@ serialization.register_type(DuetError, *DuetError.__subclasses__())
 
 
 def _tried(act: Callable[[], Any]) -> tuple[Any, DuetError | None]:
-    """(what `act()` gives, None), or (None, the one of rl.errors that it raised)."""
+    """Returns (result of `act()`, None), or (None, the DuetError that it raised)."""
     try:
         return act(), None
     except DuetError as error:
@@ -130,21 +137,21 @@ def _tried(act: Callable[[], Any]) -> tuple[Any, DuetError | None]:
 
 
 def raise_on_all(act: Callable[[], Any]) -> Any:
-    """What `act()` gives on each process; if it raises one of rl.errors on one, all raise that."""
+    """Returns the result of `act()` on each process. If it raises a DuetError on one process, all raise it."""
     from policy.mesh import processes
 
-    found, error = _tried(act)
+    result, error = _tried(act)
     for one in processes.all_gather_object(error):
         if one is not None:
             raise one
-    return found
+    return result
 
 
 def on_first(act: Callable[[], Any]) -> Any:
-    """What `act()` gives on process 0, which alone does it; if it raises one of rl.errors, all do."""
+    """Calls `act()` on process 0 and returns its result on all. If it raises a DuetError, all raise it."""
     from policy.mesh import processes
 
-    found, error = processes.broadcast(_tried(act if processes.first() else lambda: None))
+    result, error = processes.broadcast(_tried(act if processes.first() else lambda: None))
     if error is not None:
         raise error
-    return found
+    return result

@@ -1,11 +1,11 @@
-"""How the processes of a run end when one of them is lost.
+"""Ends all processes of a run when one of them is lost.
 
-Left alone, jax ends the others in one of three ways: a collective fails with a message about a socket, it waits for ever, or missed
-heartbeats abort the process. None says which process it was. So process 0 keeps a connection to each of the others here. A process
-that dies takes its connections with it, at once; one whose machine is gone falls silent. Process 0 tells the rest, and all end
-with the text and the exit code of `ProcessLost`.
+Without this module, jax ends the others in one of three ways: a collective fails with a message about a socket, it
+waits forever, or missed heartbeats abort the process. None of them names the lost process. Therefore process 0 keeps a
+connection to each other process. The connection of a process that dies closes immediately; the connection of a machine
+that is gone falls silent. Process 0 tells the rest, and all end with the message and exit code of `ProcessLost`.
 
-A process that ends by an error of its own says so first, and leaves the others a moment: most errors are found by all.
+A process that ends with its own error announces it and gives the others a few seconds: most errors occur on all.
 """
 
 from __future__ import annotations
@@ -26,49 +26,56 @@ from dataclasses import dataclass, field
 from policy.mesh import processes
 from rl.errors import DuetError, ProcessLost
 
-# Seconds: between two signs of life, and of silence after which a process is lost.
+# Seconds between two heartbeats, and without a message until a process counts as lost.
 BEAT, SILENCE = 1.0, 12.0
-# Seconds for a process to come to its own end once another has said why it ends.
+# Seconds in which a process can end with its own error after another has announced its end.
 GRACE = 4.0
-# Seconds to connect.
+# Seconds in which a process must connect.
 START = 60.0
 
 
 @dataclass(eq=False)
 class _Peer:
-    """A connection to another process. It carries lines of JSON; {} is a sign of life."""
+    """A connection to another process. It carries lines of JSON; {} is a heartbeat."""
 
     socket: socket.socket
     name: str = ""
-    heard: float = field(default_factory=time.monotonic)
+    last_message: float = field(default_factory=time.monotonic)
     rest: bytes = b""
 
-    def say(self, **message) -> None:
-        with contextlib.suppress(OSError):  # who has gone is noticed by listening
+    def send(self, **message: object) -> None:
+        """Sends a message. Ignores a closed connection, which `receive` reports."""
+        with contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def hear(self) -> list[dict] | None:
-        """What it has said; None: it has gone."""
+    def receive(self) -> list[dict] | None:
+        """Returns the messages that have arrived, or None if the connection is closed."""
         try:
-            found = self.socket.recv(1 << 16)
+            data = self.socket.recv(1 << 16)
         except OSError:
             return None
-        self.heard = time.monotonic()
-        *lines, self.rest = (self.rest + found).split(b"\n")
-        return [json.loads(line) for line in lines] if found else None
+        self.last_message = time.monotonic()
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        return [json.loads(line) for line in lines] if data else None
 
 
 class Watch:
-    """Connections between process 0 and each of the others, and the thread that listens to them. Entered around what all do
-    together; `leave` ends the process afterwards."""
+    """Connections between process 0 and each other process, and the thread that reads them.
+
+    The context manager encloses the work of all processes; `leave` ends the process afterwards.
+    """
 
     def __init__(self, host: str, local: bool):
-        """Connects, with the help of all. `host`: the machine of process 0; `local`: no other machine may reach it."""
+        """Connects; all processes must call this.
+
+        host: machine of process 0.
+        local: whether process 0 accepts connections from its own machine only.
+        """
         self.index, self.count = processes.index(), processes.count()
         self.name = f"process {self.index} of {self.count} ({socket.gethostname()}, pid {os.getpid()})"
-        self._leaving, self._saying, self._silent = threading.Lock(), threading.Lock(), False
-        self._doom: tuple[float, str] | None = None  # when this process ends, and why
-        self._doomed, self._over = threading.Event(), threading.Event()
+        self._exiting, self._sending, self._silent = threading.Lock(), threading.Lock(), False
+        self._end: tuple[float, str] | None = None  # time at which this process ends, and the reason
+        self._end_set, self._all_done = threading.Event(), threading.Event()
         if self.index == 0:
             with socket.create_server((host if local else "", 0), backlog=self.count) as server:
                 server.settimeout(START)
@@ -76,112 +83,114 @@ class Watch:
                 processes.broadcast((server.getsockname()[1], token))
                 self._peers: list[_Peer] = []
                 while len(self._peers) < self.count - 1:
-                    self._peers += self._met(server.accept()[0], token)
+                    self._peers += self._handshake(server.accept()[0], token)
         else:
             port, token = processes.broadcast(None)
-            self._peers = self._met(socket.create_connection((host, port), timeout=START), token)
-        # Where process 0 is gone jax aborts within 0.1 s, before a thread of Python could say why. With this handler the thread of
-        # jax sleeps first, for as many seconds as the number of the signal is, 6.
+            self._peers = self._handshake(socket.create_connection((host, port), timeout=START), token)
+        # When process 0 is gone, jax aborts before a Python thread can print the reason. With this handler the thread
+        # of jax first sleeps for as many seconds as the number of the signal, 6.
         libc = ctypes.CDLL(None)
         libc.signal(signal.SIGABRT, libc.sleep)
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
-    def _met(self, connection: socket.socket, token: str) -> list[_Peer]:
-        """The process at the other end, after both have said who they are; none if it is a stranger."""
+    def _handshake(self, connection: socket.socket, token: str) -> list[_Peer]:
+        """Exchanges token and name. Returns the peer, or an empty list if the token is wrong."""
         connection.settimeout(SILENCE)
         peer = _Peer(connection)
-        peer.say(token=token, name=self.name)
-        said: list[dict] | None = []
-        while said == []:
+        peer.send(token=token, name=self.name)
+        messages: list[dict] | None = []
+        while messages == []:
             with contextlib.suppress(ValueError):
-                said = peer.hear()
-        if not said or said[0].get("token") != token:
+                messages = peer.receive()
+        if not messages or messages[0].get("token") != token:
             connection.close()
             return []
-        peer.name = said[0]["name"]
+        peer.name = messages[0]["name"]
         return [peer]
 
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(self, kind, error, _) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is None:
             return
         from jax.errors import JaxRuntimeError
 
-        # A collective that failed, or a barrier that was not reached: in a moment it is known for whom, and this process ends.
-        if isinstance(error, (JaxRuntimeError, TimeoutError)) and self._doomed.wait(2 * BEAT):
+        # After a failed collective or barrier, wait until the reader knows the lost process and ends this one.
+        if isinstance(error, (JaxRuntimeError, TimeoutError)) and self._end_set.wait(2 * BEAT):
             time.sleep(60)
-        text = f"{error.heading}: {error}" if isinstance(error, DuetError) else f"{kind.__name__}: {error}"
-        self._tell(lost=f"{self.name} ended: {text}", grace=GRACE)
+        text = f"{error.heading}: {error}" if isinstance(error, DuetError) else f"{type(error).__name__}: {error}"
+        self._send_all(lost=f"{self.name} ended: {text}", grace=GRACE)
 
     def leave(self, code: int) -> None:
-        """Ends the process with this exit code, after the others have been told; returns if it is 0 and all have done."""
+        """Tells the others and ends the process with this exit code. Returns only for code 0, once all are done."""
         if code == 0:
             import jax
 
-            with self._saying:
+            with self._sending:
                 self._silent = True
                 for peer in self._peers:
-                    peer.say(done=True)
-            self._over.wait()  # until all have said so
+                    peer.send(done=True)
+            self._all_done.wait()
             jax.distributed.shutdown()
             return
         self._exit(code)
 
-    def _tell(self, **message) -> None:
-        """Nothing follows `done`: what a process has not read when it closes a connection takes away what the other has not."""
-        with self._saying:
+    def _send_all(self, **message: object) -> None:
+        """Sends a message to all peers, none after `done`: a socket that is closed with unread data loses output."""
+        with self._sending:
             for peer in () if self._silent else self._peers:
-                peer.say(**message)
+                peer.send(**message)
 
     def _listen(self) -> None:
-        """The thread: what the others say, and whether they do."""
+        """Reads messages and checks heartbeats, in a thread of its own."""
         selector, beat = selectors.DefaultSelector(), 0.0
         for peer in self._peers:
             selector.register(peer.socket, selectors.EVENT_READ, peer)
         watched = list(self._peers)
-        while watched or self._doom or not self._silent:
+        while watched or self._end or not self._silent:
             for key, _ in selector.select(BEAT / 2):
-                if self._take(key.data):
+                if self._process_messages(key.data):
                     selector.unregister(key.fileobj)
                     watched.remove(key.data)
             now = time.monotonic()
             if now >= beat:
-                self._tell()
+                self._send_all()
                 beat = now + BEAT
             for peer in watched:
-                if now - peer.heard > SILENCE:
+                if now - peer.last_message > SILENCE:
                     self._lose(f"{peer.name} has been silent for {SILENCE:.0f} s")
-            if self._doom and now >= self._doom[0]:
-                print(f"{ProcessLost.heading}: {self._doom[1]}", file=sys.stderr)
+            if self._end and now >= self._end[0]:
+                print(f"{ProcessLost.heading}: {self._end[1]}", file=sys.stderr)
                 self._exit(ProcessLost.exit_code)
-        self._over.set()
+        self._all_done.set()
 
-    def _take(self, peer: _Peer) -> bool:
-        """Hears a process; whether that was its last word."""
-        said = peer.hear()
-        if said is None:
+    def _process_messages(self, peer: _Peer) -> bool:
+        """Processes the messages of a peer. Returns whether it has sent its last."""
+        messages = peer.receive()
+        if messages is None:
             self._lose(f"{peer.name} has gone without a word")
-        gone = said is None
-        for message in said or ():
+        gone = messages is None
+        for message in messages or ():
             gone = gone or "done" in message
             if "lost" in message:
                 self._lose(message["lost"], message["grace"])
         return gone
 
     def _lose(self, text: str, grace: float = 0.0) -> None:
-        """Lets this process end after the grace, and process 0 tell the others. What came first is the reason."""
-        if self._doom is None:
+        """Schedules the end of this process in `grace` seconds; process 0 tells the others. The first reason counts."""
+        if self._end is None:
             if self.index == 0:
-                self._tell(lost=text, grace=grace)
-            self._doom = time.monotonic() + grace, text
-            self._doomed.set()
+                self._send_all(lost=text, grace=grace)
+            self._end = time.monotonic() + grace, text
+            self._end_set.set()
 
     def _exit(self, code: int) -> None:
-        """Ends the process without jax's own farewell, which waits for all. Process 0 goes last: without a coordinator jax aborts
-        the others before they have said why they end."""
-        with self._leaving:  # of two threads the first; it never comes back
+        """Ends the process without jax's shutdown, which waits for all.
+
+        Process 0 ends last: without a coordinator jax aborts the others before they print their reason.
+        """
+        with self._exiting:  # held by the first thread, which does not return
             until = time.monotonic() + GRACE + 1
             while any(list(map(_alive, self._peers))) and self.index == 0 and time.monotonic() < until:
                 time.sleep(0.02)
@@ -191,7 +200,7 @@ class Watch:
 
 
 def _alive(peer: _Peer) -> bool:
-    """Whether the other end is still open. What it says is of no matter any more."""
+    """Tells whether the other end is still open. Discards its messages."""
     try:
         peer.socket.setblocking(False)
         return peer.socket.recv(1 << 16) != b""

@@ -1,4 +1,4 @@
-"""`rl chat`: a conversation with a model in the terminal."""
+"""`rl chat`: talks with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl.commands.environment import choose_platform, default_program_cache, use_
 from rl.errors import ConfigError, ModelError
 
 SUMMARY = "talk with a model"
-HELP = "A line is a turn of yours. /reset begins a new conversation; the end of the input (Ctrl-D) ends the program."
+HELP = "Each line is your next turn. /reset begins a new conversation; the end of the input (Ctrl-D) ends the program."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,12 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampled_model.add_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     parser.add_argument(
-        "--max-length", type=int, default=4096, metavar="N", help="tokens of the longest conversation (4096)"
+        "--max-length", type=int, default=4096, metavar="N", help="most tokens of a conversation (4096)"
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Answers the lines of standard input, each as the next turn of one conversation."""
+    """Answers the lines of standard input, each as the next turn of a conversation."""
     choose_platform(arguments.platform)
     use_program_cache(default_program_cache())
     from rollout import Generator
@@ -40,11 +40,11 @@ def run(arguments: argparse.Namespace) -> None:
     first = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(first)
     print(HELP, file=sys.stderr)
-    for turn, said in enumerate(_turns()):
-        if said == "/reset":
+    for turn, text in enumerate(_turns()):
+        if text == "/reset":
             messages = list(first)
             continue
-        messages.append({"role": "user", "content": said})
+        messages.append({"role": "user", "content": text})
         try:
             [[completion]] = generator.generate([render_prompt(tokenizer, messages)], params, ids=[turn])
         except ValueError as error:
@@ -59,8 +59,8 @@ def _turns() -> Iterator[str]:
     """Reads the lines of standard input that are not empty; a terminal shows a prompt."""
     while True:
         try:
-            said = input("> " if sys.stdin.isatty() else "").strip()
+            text = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
-        if said:
-            yield said
+        if text:
+            yield text

@@ -1,4 +1,4 @@
-"""Sets what jax and transformers read from the environment when they are imported."""
+"""Sets the environment variables that jax and transformers read when they are imported."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PLATFORMS = {"cpu": "cpu", "tpu": "tpu,cpu", "gpu": "cuda,cpu"}
 
 
 def choose_platform(platform: str) -> None:
-    """Sets JAX_PLATFORMS, which jax reads when it is imported. `auto` leaves the choice to jax or to the caller's environment."""
-    # Only the tokenizers of transformers are used here: its notice that there is no PyTorch would mislead.
+    """Sets JAX_PLATFORMS. `auto` leaves the choice to jax or to the environment."""
+    # This project uses only the tokenizers of transformers, so its advice to install PyTorch would mislead.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # Forced CPU devices wait for each other on threads, by default one a device. A program may run two collectives at once: it hangs
-    # when some devices wait in the first and the rest in the second.
+    # Forced CPU devices wait for each other on threads, by default one per device. A program with two concurrent
+    # collectives hangs when some devices wait in the first and the rest in the second.
     if forced := re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")):
         os.environ.setdefault("PJRT_NPROC", str(8 * int(forced[1])))
     if platform not in _PLATFORMS:
@@ -45,7 +45,8 @@ def use_program_cache(directory: str | None) -> None:
 def _add_missing_times(folder: Path) -> None:
     """Writes the time of last use of every cached program that has none.
 
-    Under a size limit jax writes the time after the program. After a kill between the two, jax would cache nothing again.
+    With a size limit jax writes the time after the program. After a kill between the two, jax would never write to the
+    cache again.
     """
     for program in folder.glob("*-cache"):
         used = program.with_name(program.name.removesuffix("-cache") + "-atime")
@@ -58,4 +59,4 @@ def default_program_cache() -> str | None:
     """Returns the default of `run.program_cache`."""
     from rl.config.run import RunOptions
 
-    return RunOptions().program_cache
+    return RunOptions.model_validate({}).program_cache

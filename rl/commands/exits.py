@@ -1,4 +1,4 @@
-"""Turns errors into messages and exit codes: 0 done, 1 a bug, those of `rl.errors`, 130 after Ctrl-C."""
+"""Turns errors into messages and exit codes: 0 done, 1 a bug, 130 after Ctrl-C, others as in `rl.errors`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rl.errors import ConfigError, DuetError
 
 
 def run_guarded(act: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace) -> int:
-    """Runs a verb and returns its exit code. Errors of rl.errors are printed; any other error is a bug and propagates."""
-    atexit.register(gc.freeze)  # skips the last garbage collection over all objects of jax: 0.7 s
+    """Runs a verb and returns its exit code. Prints errors of rl.errors; any other error is a bug and propagates."""
+    atexit.register(gc.freeze)  # skips the slow last garbage collection over all objects of jax
     try:
         return act(arguments) or 0
     except DuetError as error:
@@ -25,7 +25,7 @@ def run_guarded(act: Callable[[argparse.Namespace], int | None], arguments: argp
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of the pipe is gone (`rl-train ... | head`). Python would complain again at exit.
+        # The reader of the pipe is gone (`rl-train ... | head`). Without this, Python reports it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

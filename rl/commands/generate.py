@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rl.commands import sampled_model
 from rl.commands.environment import choose_platform, default_program_cache, use_program_cache
 from rl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from rollout import Completion
 
 SUMMARY = "complete prompts with a model, as JSON lines"
 
@@ -23,19 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         required=True,
         metavar="FILE",
-        help="*.jsonl: an object with `prompt`, a text or a list of messages, on each line; any other file, and - for standard "
-        "input: a prompt on each line",
+        help="*.jsonl: on each line an object with `prompt`, a text or a list of messages; any other file, or - for "
+        "standard input: a prompt on each line",
     )
-    parser.add_argument("--output", metavar="FILE", help="JSON lines, one for each completion (standard output)")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="completions of each prompt (1)")
     parser.add_argument(
-        "--slots", type=int, default=16, metavar="N", help="completions that are made at the same time (16)"
+        "--output", metavar="FILE", help="file for the JSON lines, one per completion (standard output)"
+    )
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="completions per prompt (1)")
+    parser.add_argument(
+        "--slots", type=int, default=16, metavar="N", help="completions that are decoded at the same time (16)"
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Writes `samples` completions of each prompt as JSON lines with `prompt`, `sample`, `completion`, `tokens`, `logprobs` and
-    `finish`. A prompt is written as soon as it and all prompts before it are done."""
+    """Writes `samples` completions of each prompt as JSON lines.
+
+    A line holds `prompt`, `sample`, `completion`, `tokens`, `logprobs` and `finish`. The lines of a prompt are written
+    as soon as it and all prompts before it are complete.
+    """
     choose_platform(arguments.platform)
     use_program_cache(default_program_cache())
     from rollout import Generator
@@ -57,12 +66,13 @@ def run(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     try:
-        made = generator.stream(ids, params)
+        completions = generator.stream(ids, params)
     except ValueError as error:
         raise DataError(f"{arguments.prompts}: {error}") from None
-    done, written = [[None] * params.n for _ in ids], 0
+    done: list[list[Completion | None]] = [[None] * params.n for _ in ids]
+    written = 0
     with _output(arguments.output) as out:
-        for prompt, sample, completion in made:
+        for prompt, sample, completion in completions:
             done[prompt][sample] = completion
             while written < len(ids) and None not in done[written]:
                 for line in _lines(prompts[written], done[written]):
@@ -72,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _prompts(file: str) -> Iterator[str | list[dict]]:
-    """Raises DataError, with the number of the line, for a file that cannot be read as prompts."""
+    """Yields the prompts of a file. Raises DataError with file and line for a prompt that cannot be read."""
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -95,16 +105,16 @@ def _prompts(file: str) -> Iterator[str | list[dict]]:
         yield prompt
 
 
-def _output(file: str | None):
+def _output(file: str | None) -> contextlib.AbstractContextManager[TextIO]:
     if file is None:
-        return nullcontext(sys.stdout)
+        return contextlib.nullcontext(sys.stdout)
     try:
         return open(file, "w", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {file}: {error}") from None
 
 
-def _lines(prompt, completions) -> Iterator[str]:
+def _lines(prompt: str | list[dict], completions: Sequence[Any]) -> Iterator[str]:
     for sample, completion in enumerate(completions):
         yield json.dumps(
             {

@@ -1,4 +1,4 @@
-"""`rl plan`: what a run needs on a slice, without the slice."""
+"""`rl plan`: computes the memory and time that a run needs on a slice, without the slice."""
 
 from __future__ import annotations
 

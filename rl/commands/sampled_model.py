@@ -1,4 +1,4 @@
-"""The model of `rl generate` and `rl chat`: the arguments that both verbs share, and how they load it."""
+"""Adds the arguments that `rl generate` and `rl chat` share, and loads their model."""
 
 from __future__ import annotations
 
@@ -33,36 +33,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens; 0: from all"
     )
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest tokens that have this probability"
+        "--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest tokens with this total probability"
     )
     parser.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="draw from tokens this share as likely as the likeliest"
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="draw from tokens at least P times as likely as the likeliest",
     )
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends a completion; may be given several times"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the draw; equal seeds give equal completions (0)"
+        "--seed", type=int, default=0, metavar="N", help="seed of sampling; equal seeds give equal completions (0)"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and products (float32)"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="type of weights and matrix products (float32)",
     )
     parser.add_argument(
-        "--platform", choices=("auto", "cpu", "tpu", "gpu"), default="auto", help="where to compute (auto)"
+        "--platform", choices=("auto", "cpu", "tpu", "gpu"), default="auto", help="platform of jax (auto)"
     )
 
 
 def load(arguments: argparse.Namespace, **changes: Any) -> Loaded:
     """Loads the model that the arguments name. `changes` override sampling parameters.
 
-    Raises ModelError for a directory without a readable model or tokenizer, ConfigError for invalid sampling parameters.
+    Raises ModelError for a directory without a readable model or tokenizer, ConfigError for invalid sampling
+    parameters.
     """
     directory = Path(arguments.model)
     if (directory / "export" / "config.json").is_file():
         directory = directory / "export"
     if not (directory / "config.json").is_file():
         raise ModelError(
-            f"{arguments.model}: no config.json there; give a Hugging Face directory, or the directory of a finished run"
+            f"{arguments.model}: no config.json there; use a Hugging Face directory, or the directory of a finished run"
         )
 
     import policy
@@ -72,11 +80,11 @@ def load(arguments: argparse.Namespace, **changes: Any) -> Loaded:
     from rollout import SamplingParams
     from rollout.text.tokenizer import load_tokenizer, stop_ids
 
-    drawn = {
+    options = {
         name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
     }
     try:
-        params = SamplingParams(**drawn | changes)
+        params = SamplingParams(**options | changes)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     try:

@@ -1,4 +1,4 @@
-"""`rl-train`, also `rl train`: trains as a configuration says."""
+"""`rl-train`, also `rl train`: trains a model with a configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rl.cluster.watchdog import Watch
     from rl.config.run import RunConfig
 
-SUMMARY = "train as a configuration says (the same as rl-train)"
+SUMMARY = "train with a configuration (the same as rl-train)"
 HELP = """\
 CONFIG is a YAML file, the name of a packaged one (quickstart, tiny), or the directory of a run, which is continued.
 Several are merged from left to right; key=value overrides come last:
@@ -30,15 +30,16 @@ Several are merged from left to right; key=value overrides come last:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the verb."""
     parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="files first, then overrides")
     parser.add_argument("--check", action="store_true", help="check the configuration, print it, and stop")
     group = parser.add_argument_group(
-        "several processes (docs/processes.md)", "by default what the cluster says, if there is one"
+        "several processes (docs/processes.md)", "by default, the cluster announces them, if there is one"
     )
     group.add_argument(
-        "--processes", type=int, metavar="N", help="how many compute the run together; 1: do not ask the cluster"
+        "--processes", type=int, metavar="N", help="number of processes of the run; 1: do not ask the cluster"
     )
-    group.add_argument("--process", type=int, metavar="I", help="the number of this one, from 0")
+    group.add_argument("--process", type=int, metavar="I", help="number of this process, from 0")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="machine of process 0, and a port that is free there")
 
 
@@ -49,6 +50,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Checks the configuration, trains, and returns the exit code."""
     from rl.cluster import launch
     from rl.config import files
     from rl.config.load import load

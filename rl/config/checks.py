@@ -1,6 +1,6 @@
-"""What a configuration says that its schema cannot judge: names, paths, and numbers that must fit each other.
+"""Checks what the schema of a configuration cannot: names, paths, and values that depend on each other.
 
-Quick and free of jax: it runs before anything is built, and for `rl-train --check`.
+The checks are fast and import no jax. They run before anything is built, and for `rl-train --check`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _BUILT_IN_TOKENIZERS = ("bytes", "characters")
 
 
 def problems(config: RunConfig) -> list[tuple[tuple, str]]:
-    """Everything wrong as (path of keys, what and how to mend it)."""
+    """Returns (path of keys, message) for each problem of a configuration."""
     return list(_problems(config))
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path that does not exist can be the name of a dataset on the Hugging Face hub.
+    """Tells whether a path that does not exist can be the name of a dataset on the Hugging Face hub.
 
-    `data/trian` beside a folder `data` is a misspelt path.
+    `data/trian` is a misspelt path if there is a folder `data`.
     """
     if "/" in path and Path(path).parent.is_dir():
         return False
@@ -68,7 +68,7 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
 
 
 def decoder_of(model: ModelOptions) -> DecoderConfig | None:
-    """What is trained; None where it cannot be read, which is said elsewhere."""
+    """Returns the decoder of a model, or None if it cannot be read; `_model` reports that."""
     try:
         if Path(model.source).is_dir():
             return sources.read_config(model.source, model.sections)
@@ -78,12 +78,12 @@ def decoder_of(model: ModelOptions) -> DecoderConfig | None:
 
 
 def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
-    """What model, stages and generator want of each other."""
+    """Checks that model, stages and generator fit each other."""
     if (decoder := decoder_of(config.model)) is None:
         return
     explicit = config.mesh.shard_mode == "explicit"
-    said = set(compatibility.conflicts(decoder, config.model.runtime, explicit=explicit))
-    yield from ((("model",), text) for text in sorted(said))
+    reported = set(compatibility.conflicts(decoder, config.model.runtime, explicit=explicit))
+    yield from ((("model",), text) for text in sorted(reported))
     if config.generator.speculative and decoder.multi_token_prediction is None:
         yield ("generator", "speculative"), _NO_MODULES
     if config.generator.sliding_window_cache and not any(
@@ -94,7 +94,7 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     for number, stage in enumerate(config.stages):
         path, training = ("stages", number), stage.indexer.training
         for text in compatibility.conflicts(decoder, replace(config.model.runtime, **stage.runtime), explicit=explicit):
-            if text not in said:
+            if text not in reported:
                 yield path, text
         if stage.mtp and decoder.multi_token_prediction is None:
             yield (*path, "mtp"), _NO_MODULES
@@ -108,8 +108,8 @@ def _features(config: RunConfig) -> Iterator[tuple[tuple, str]]:
         elif training == "sparse" and (topk := min(each.topk for each in indexers)) >= config.max_length:
             yield (
                 (*path, "indexer", "training"),
-                f"sparse, but with max_length {config.max_length} every query sees all keys: the indexers select {topk}; "
-                "raise max_length, lower model.overrides.index_topk, or use dense_warmup",
+                f"sparse, but with max_length {config.max_length} every query sees all keys: "
+                f"the indexers select {topk}; raise max_length, lower model.overrides.index_topk, or use dense_warmup",
             )
 
 
@@ -171,8 +171,8 @@ def _memory(model: ModelOptions, platform: str) -> Iterator[tuple[tuple, str]]:
 
 
 def _quantization(config: RunConfig) -> Iterator[tuple[tuple, str]]:
-    """With a training rule the generator multiplies what it stores by activations of that rule's type; exact completions are not
-    those of quantised numbers."""
+    """Checks quantised rollouts: with a training rule the generator must store the types that the rule multiplies, and
+    exact completions need the trained weights."""
     rule, weights = config.model.quantization, config.generator.weights
     if config.generator.exact:
         for name in ("weights", "kv_cache"):
@@ -184,8 +184,8 @@ def _quantization(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     if rule and weights and not rule.startswith(weights):
         yield (
             ("generator", "weights"),
-            f"{weights} weights cannot be multiplied by the {rule} activations of model.quantization; leave it out, or use the "
-            "same numbers",
+            f"{weights} weights cannot be multiplied by the {rule} activations of model.quantization; "
+            "leave it out, or use the same numbers",
         )
 
 
@@ -200,8 +200,8 @@ def _pages(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     if options.pages is not None and options.pages < least:
         yield (
             ("generator", "pages"),
-            f"{options.pages} pages of {options.page_size} tokens hold no completion of max_length {config.max_length}; at least "
-            f"{least} are needed, one of which stays empty",
+            f"{options.pages} pages of {options.page_size} tokens hold no completion of max_length "
+            f"{config.max_length}; at least {least} are needed, one of which stays empty",
         )
 
 
@@ -246,6 +246,7 @@ def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
     else:
         from rl.config.packaged import packaged
 
+        assert data.path is not None  # DataOptions has a task or a path
         if data.options:
             yield (*path, "options"), "only a task takes options"
         if not Path(data.path).exists() and not packaged(data.path) and not is_hub_name(data.path):
@@ -253,7 +254,7 @@ def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
 
 
 def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str]]:
-    from rewards.registry import JUDGED, RewardError, check
+    from rewards.registry import REWARD_MODEL, RewardError, check
 
     for number, reward in enumerate(settings.functions):
         try:
@@ -263,7 +264,8 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
             option = [("options", key) for key in reward.options if f"option {key!r}" in text]
             yield (*path, "functions", number, *(option[0] if option else ("name",))), text
     names = [
-        (reward.name, reward.options.get("source") if reward.name == JUDGED else None) for reward in settings.functions
+        (reward.name, reward.options.get("source") if reward.name == REWARD_MODEL else None)
+        for reward in settings.functions
     ]
     for number, name in enumerate(names):
         if name in names[:number]:
@@ -271,15 +273,18 @@ def _rewards(path: tuple, settings: RewardSettings) -> Iterator[tuple[tuple, str
 
 
 def _reward_models(config: RunConfig, stage: Any, trained: list[str]) -> Iterator[tuple[tuple, str]]:
-    """Yields what is wrong with the sources of reward models that the rewards of a stage ask: stages of the run before it, which
-    `trained` names, or directories."""
-    from rewards.registry import JUDGED
+    """Checks the sources of the reward models that a stage's rewards use.
+
+    trained: names of the stages that train a reward model. Any other source is a directory.
+    """
+    from rewards.registry import REWARD_MODEL
 
     names, settings = config.stage_names, stage.rewards
     path = (*stage.path, "rewards") if stage.options.rewards else ("rewards",)
     for place, reward in enumerate(settings.functions if settings else ()):
         source = reward.options.get("source")
-        if reward.name != JUDGED or not isinstance(source, str | None):  # another type is refused with the options
+        # The options of the reward refuse a source of another type.
+        if reward.name != REWARD_MODEL or not isinstance(source, str | None):
             continue
         here = (*path, "functions", place, "options", "source")
         if source is None:
@@ -308,7 +313,7 @@ def _reward_model_directory(config: RunConfig, source: str, trained: list[str]) 
 
 def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tuple[tuple, str]]:
     yield from _data(("evaluation", "data"), evaluation.data)
-    yield from _held_out_alike(config, evaluation.data)
+    yield from _held_out_share(config, evaluation.data)
     if config.rewards is None and not all(stage.rewards for stage in config.stages):
         yield ("evaluation",), "needs rewards to tell correct completions; add `rewards`"
     if evaluation.samples == 0 and "k" in evaluation.model_fields_set and evaluation.k != [1]:
@@ -325,8 +330,8 @@ def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[tu
             yield ("evaluation", "k"), f"each k lies between 1 and samples ({evaluation.samples}), got {k}"
 
 
-def _held_out_alike(config: RunConfig, held_out: DataOptions) -> Iterator[tuple[tuple, str]]:
-    """A problem is held out by its hash and `eval_share`: with another share, training would see evaluation's."""
+def _held_out_share(config: RunConfig, held_out: DataOptions) -> Iterator[tuple[tuple, str]]:
+    """Checks that training and evaluation have the same `eval_share`, which decides the problems that are held out."""
     for data in [config.data, *(stage.data for stage in config.stages)]:
         if data and data.task == held_out.task is not None:
             shares = [one.options.get("eval_share") for one in (data, held_out)]

@@ -1,16 +1,16 @@
-"""Configuration files and overrides in, a checked `RunConfig` out; everything wrong is reported at once.
+"""Merges configuration files and overrides, and validates the result. Reports all problems at once.
 
-Layers are laid over each other from left to right: the files in the order given, then the overrides `a.b=value`,
-whose values are YAML. Mappings merge, everything else replaces; a list is changed by index (`stages.1.steps=3`).
-`every_stage` of a layer is laid over each stage there is at that point, and `if_present` over those sections that there
-are. Relative paths inside a file start at the
-working directory.
+Layers merge from left to right: the files in their order, then the overrides `a.b=value`, whose values are YAML.
+Mappings merge, any other value replaces; an index changes an entry of a list (`stages.1.steps=3`). `every_stage` of a
+layer merges into each stage that exists at that point, and `if_present` into the sections that exist. Relative paths
+inside a file start at the working directory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ import rl.algorithms
 from rewards.suggest import nearest
 from rl.config import yaml_tree
 from rl.config.packaged import packaged, presets, run_names
+from rl.config.renamed import RENAMED
 from rl.config.run import AlgorithmOptions, RunConfig
-from rl.config.schema import accepted_types
+from rl.config.schema import Strict, accepted_types
 from rl.config.yaml_tree import Item
 from rl.errors import ConfigError
 
@@ -30,20 +31,21 @@ RESOLVED = "config.yml"
 
 
 Problem = tuple[tuple, str]
-"""Path of keys and indices, and what is wrong there."""
+"""(path of keys and indices, message)."""
 
 
 def resolved_yaml(config: RunConfig) -> str:
-    """The whole configuration, defaults included, as YAML that loads to an equal `RunConfig`."""
+    """Returns the full configuration, with defaults, as YAML that loads to an equal `RunConfig`."""
     return yaml_tree.dump(config.model_dump())
 
 
 def changed_yaml(config: RunConfig) -> str:
-    """The part of the configuration that differs from the defaults, for people."""
+    """Returns the part of the configuration that differs from the defaults, as YAML for people."""
     changed = config.model_dump(exclude_defaults=True)
     for stage, shown in zip(config.stages, changed["stages"], strict=True):
         defaults = dataclasses.asdict(rl.algorithms.get(stage.algorithm.name))
-        options = {key: value for key, value in stage.algorithm.model_extra.items() if value != defaults[key]}
+        extra = stage.algorithm.model_extra or {}
+        options = {key: value for key, value in extra.items() if value != defaults[key]}
         shown["algorithm"] = {"name": stage.algorithm.name} | options
     return yaml_tree.dump(changed)
 
@@ -52,6 +54,7 @@ def changed_yaml(config: RunConfig) -> str:
 
 
 def _merged(paths: list[str | Path], overrides: list[str]) -> Item:
+    """Merges files and overrides. Raises ConfigError with all problems."""
     layers, run_dir, problems = [], None, []
     resumes = [text.partition("=")[2].strip() for text in overrides if text.partition("=")[0].strip() == "resume"]
     for path in [*resumes, *paths]:
@@ -75,7 +78,7 @@ def _merged(paths: list[str | Path], overrides: list[str]) -> Item:
             problems.append(str(error))
     if run_dir is not None:
         layers.append(Item({"run": Item({"dir": Item(run_dir, run_dir, run_dir)}, run_dir, run_dir)}, run_dir))
-    tree = None
+    tree: Item | None = None
     for layer in layers:
         try:
             tree = _with_if_present(
@@ -83,7 +86,7 @@ def _merged(paths: list[str | Path], overrides: list[str]) -> Item:
             )
         except ConfigError as error:
             problems.append(str(error))
-    if problems:
+    if problems or tree is None:
         raise ConfigError("\n".join(problems))
     return _with_presets(tree)
 
@@ -137,14 +140,16 @@ def _with_every_stage(tree: Item) -> Item:
     if not isinstance(over.value, dict):
         raise ConfigError(f"{over.place}: every_stage: must be a mapping of the keys of a stage")
     if stages is None or not isinstance(stages.value, list):
-        raise ConfigError(f"{over.place}: every_stage: there are no stages to lay it over; name this file after theirs")
+        raise ConfigError(
+            f"{over.place}: every_stage: there are no stages; name this file after the file that has them"
+        )
     merged = [yaml_tree.merge(s, over, shorthand, ("stages", i)) for i, s in enumerate(stages.value)]
     rest = {key: item for key, item in tree.value.items() if key != "every_stage"}
     return Item(rest | {"stages": Item(merged, stages.where, stages.key_where)}, tree.where)
 
 
 def _with_presets(tree: Item) -> Item:
-    """Stages whose algorithm names a preset, laid over that file of configs/presets/."""
+    """Merges each stage whose algorithm names a preset into that file of configs/presets/."""
     stages = tree.value.get("stages")
     if stages is None or not isinstance(stages.value, list):
         return tree
@@ -156,14 +161,14 @@ def _over_preset(stage: Item, path: tuple) -> Item:
     algorithm = stage.value.get("algorithm") if isinstance(stage.value, dict) else None
     if algorithm is None or not isinstance(algorithm.value, dict) or "preset" not in algorithm.value:
         return stage
-    wanted, known = algorithm.value["preset"], presets()
-    if wanted.value not in known:
+    preset, known = algorithm.value["preset"], presets()
+    if preset.value not in known:
         dotted = ".".join(map(str, path))
         raise ConfigError(
-            f"{wanted.place}: {dotted}.algorithm.preset: no preset {wanted.value!r}{nearest(wanted.value, known)}"
+            f"{preset.place}: {dotted}.algorithm.preset: no preset {preset.value!r}{nearest(preset.value, known)}"
         )
     base = yaml_tree.parse(
-        known[wanted.value].read_text(encoding="utf-8"), lambda line: f"configs/presets/{wanted.value}.yml:{line}"
+        known[preset.value].read_text(encoding="utf-8"), lambda line: f"configs/presets/{preset.value}.yml:{line}"
     )
     own = Item(
         {key: item for key, item in algorithm.value.items() if key != "preset"}, algorithm.where, algorithm.key_where
@@ -177,19 +182,19 @@ def _with_if_present(tree: Item) -> Item:
         return tree
     if not isinstance(over.value, dict):
         raise ConfigError(f"{over.place}: if_present: must be a mapping of sections of a run")
-    given = {key: item for key, item in over.value.items() if key in tree.value and tree.value[key].value is not None}
+    present = {key: item for key, item in over.value.items() if key in tree.value and tree.value[key].value is not None}
     rest = Item({key: item for key, item in tree.value.items() if key != "if_present"}, tree.where)
-    return yaml_tree.merge(rest, Item(given, over.where), shorthand) if given else rest
+    return yaml_tree.merge(rest, Item(present, over.where), shorthand) if present else rest
 
 
 def shorthand(path: tuple) -> str | None:
-    """The key for which a plain text at `path` stands (`model` -> source), or None."""
+    """Returns the key that a plain text at `path` sets (`model` -> source), or None."""
     model = _model_at(path)
-    return model.shorthand if model else None
+    return model.shorthand if model and issubclass(model, Strict) else None
 
 
 def _model_at(path: tuple) -> type[BaseModel] | None:
-    """The schema's model at a path of keys and indices, or None where there is none."""
+    """Returns the model of the schema at a path of keys and indices, or None."""
     annotation: Any = RunConfig
     for part in path:
         models = [kind for kind in accepted_types(annotation) if _is_model(kind)]
@@ -210,18 +215,18 @@ def _is_model(kind: Any) -> bool:
 
 
 def validate(tree: Item) -> tuple[RunConfig | None, list[Problem]]:
-    """The configuration, and what the schema has against the tree.
+    """Validates a tree. Returns (configuration, problems).
 
-    What the schema refuses is left out and the rest tried again, so that names and paths are checked in the same go;
-    the configuration is None where that fails, for instance because a required key is wrong.
+    Validates again without the refused keys, so that names and paths can be checked too. The configuration is None if
+    that fails, for instance because a required key is wrong.
     """
     values = yaml_tree.plain(tree)
     try:
         return RunConfig.model_validate(values), []
     except ValidationError as error:
-        # A misspelt key is also a missing one: the misspelling first.
-        found = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
-    problems = [problem for one in found for problem in _problems(one)]
+        # A misspelt key is also a missing one: report the misspelling first.
+        errors = sorted(error.errors(include_url=False), key=lambda one: one["type"] == "missing")
+    problems = [problem for one in errors for problem in _problems(one)]
     if not all(_left_out(values, path) for path, _ in problems):
         return None, problems
     try:
@@ -231,7 +236,7 @@ def validate(tree: Item) -> tuple[RunConfig | None, list[Problem]]:
 
 
 def _left_out(values: Any, path: tuple) -> bool:
-    """Takes the key at `path` out of `values`; False if it is not a key there."""
+    """Removes the key at `path` from `values`. Returns False if there is no such key."""
     for part in path[:-1]:
         values = values[part] if isinstance(values, (dict, list)) else None
     if not isinstance(values, dict) or not path or path[-1] not in values:
@@ -240,7 +245,8 @@ def _left_out(values: Any, path: tuple) -> bool:
     return True
 
 
-def _problems(error: dict) -> list[Problem]:
+def _problems(error: Mapping[str, Any]) -> list[Problem]:
+    """Returns the problems of one error of pydantic."""
     path, kind = tuple(error["loc"]), error["type"]
     if kind == "extra_forbidden":
         model = _model_at(path[:-1])
@@ -253,34 +259,26 @@ def _problems(error: dict) -> list[Problem]:
         choices = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         return [(path, f"must not be {error['input']!r}{nearest(error['input'], choices)}")]
     if kind == "value_error":
-        said = error["ctx"]["error"]
-        if isinstance(said, ValidationError):
-            return [(path + found, text) for one in said.errors() for found, text in _problems(one)]
-        return [((*path, "name") if _model_at(path) is AlgorithmOptions else path, str(said))]
+        cause = error["ctx"]["error"]
+        if isinstance(cause, ValidationError):
+            return [(path + inner, text) for one in cause.errors() for inner, text in _problems(one)]
+        return [((*path, "name") if _model_at(path) is AlgorithmOptions else path, str(cause))]
     if kind == "unknown_option":
         if path[-1] in RENAMED:
             return [(path, f"this option is called `{RENAMED[path[-1]]}` now")]
         return [(path, error["msg"])]
-    given = error["input"]
-    shown = repr(given) if given is None or isinstance(given, (str, int, float, bool)) else f"a {type(given).__name__}"
+    value = error["input"]
+    shown = repr(value) if value is None or isinstance(value, (str, int, float, bool)) else f"a {type(value).__name__}"
     return [(path, f"{_MESSAGES.get(kind) or error['msg'].replace('Input should', 'must')}, got {shown}")]
 
-
-# Keys of earlier versions -> their names now.
-RENAMED = {
-    "internal_metrics": "diagnostics",
-    "if_given": "if_present",
-    "rings": "sliding_window_cache",
-    "learnt": "train_on",
-}
 
 _MESSAGES = {
     "model_type": "must be a mapping of keys to values",
     "dict_type": "must be a mapping of keys to values",
     "list_type": "must be a list",
     "string_type": "must be a text (quote it if it looks like a number)",
-    "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
     "float_type": "must be a number",
     "bool_type": "must be true or false",
 }
@@ -291,7 +289,7 @@ def _report(tree: Item, problems: list[Problem]) -> str:
     for path, text in problems:
         place = yaml_tree.locate(tree, path)
         dotted = ".".join(map(str, path))
-        # One line of `every_stage` is wrong in every stage: say it once.
+        # Report a wrong line of `every_stage` once, not for every stage.
         key = (place, text, path[2:] if path[:1] == ("stages",) else path)
         lines.setdefault(key, f"{place}: {dotted}: {text}".replace("\n", "\n    "))
     return "\n".join(lines.values())

@@ -1,4 +1,4 @@
-"""Loads a run's configuration: files and overrides in, a checked `RunConfig` out."""
+"""Loads the configuration of a run from files and overrides."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> RunConfi
     """Reads, merges and checks a configuration. Imports no jax.
 
     Args:
-        paths: YAML files, or the directory of a run, which stands for its saved configuration. A file that does not
-            exist is looked for among the packaged ones (`tiny`, `quickstart.yml`, `configs/quickstart.yml`).
-        overrides: texts `key.path=value`; `resume=DIRECTORY` is the same as naming that directory first.
+        paths: YAML files, or the directory of a run, for its saved configuration. A name that is no file can be a
+            packaged configuration (`tiny`, `quickstart.yml`, `configs/quickstart.yml`).
+        overrides: texts `key.path=value`. `resume=DIRECTORY` is equal to that directory as the first path.
 
     Raises:
-        ConfigError: with one line for each thing wrong, `file:line: key.path: what (hint)`.
+        ConfigError: with one line per problem, `file:line: key.path: what (hint)`.
     """
     from rl.config import checks
 
     tree = _merged(list(paths), list(overrides))
     config, problems = validate(tree)
     if config is not None:
-        # What disagrees with a value that was left out, and so stood at its default, is no finding.
+        # The schema refused some values, which have their defaults here: ignore problems near them.
         left_out = [path[:-1] for path, text in problems if not text.startswith("unknown")]
-        found = checks.problems(config)
-        problems += [one for one in found if not any(near and one[0][: len(near)] == near for near in left_out)]
-    if problems:
+        checked = checks.problems(config)
+        problems += [one for one in checked if not any(near and one[0][: len(near)] == near for near in left_out)]
+    if problems or config is None:
         raise ConfigError(_report(tree, problems))
     return config

@@ -1,4 +1,4 @@
-"""docs/configuration.md, written from the schema: `python -m rl.config.reference > docs/configuration.md`."""
+"""Writes docs/configuration.md from the schema: `python -m rl.config.reference > docs/configuration.md`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 import rl.algorithms
 from rl.config.run import AlgorithmOptions, RunConfig
@@ -20,28 +19,29 @@ from rl.config.schema import Strict, accepted_types
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m rl.config.reference` from the schema; edit the descriptions in rl/config/run.py and rl/algorithms/. -->
+<!-- Written by `python -m rl.config.reference` from the schema; edit the descriptions where options are declared. -->
 
-A run is described by YAML files and overrides, laid over each other from left to right:
+YAML files and overrides describe a run. They merge from left to right:
 
 ```bash
 rl-train --check configs/quickstart.yml seed=1 stages.1.steps=3
 ```
 
-`--check` checks keys, values, names and paths, prints what differs from the defaults, and stops; data are read when the run
-starts. Mappings merge; any other value replaces the one before. A list is changed by index (`stages.1.steps=3`); `every_stage`
-is laid over all stages, `if_present` over sections that exist. Unknown keys are refused with file, line and the nearest valid
-key, and all errors are said at once. `1e-5` is a number. An empty section is its defaults. A file has at most
-262,144 characters and 20,000 values (an alias counts as all that it repeats), nested at most 32 deep. Relative paths start at the
-working directory. The resolved file is saved as `config.yml` in the run's folder, and running it again is the same run.
+`--check` checks keys, values, names and paths, prints the values that differ from the defaults, and stops; data are
+read when the run starts. Mappings merge; any other value replaces the earlier one. An index changes an entry of a
+list (`stages.1.steps=3`). `every_stage` merges into all stages, `if_present` into the sections that exist. Unknown
+keys are refused with file, line and the nearest valid key, and all errors are reported at once. `1e-5` is a number.
+An empty section has its defaults. A file has at most 262,144 characters and 20,000 values (an alias counts as all
+values that it repeats), nested at most 32 deep. Relative paths start at the working directory. The resolved
+configuration is saved as `config.yml` in the run's folder; running that file repeats the run.
 
-Where a section has a *short form*, a plain text stands for that one key: `model: tiny-deepseek` is
+If a section has a *short form*, a plain text sets that one key: `model: tiny-deepseek` is
 `model: {source: tiny-deepseek}`.
 """
 
 
 def markdown() -> str:
-    """The whole document."""
+    """Returns the document."""
     parts = [_INTRODUCTION]
     for model, paths in _sections().items():
         parts.append(_section(model, paths))
@@ -50,26 +50,26 @@ def markdown() -> str:
     return "\n".join(parts)
 
 
-# The algorithm whose table the others refer to.
+# The algorithm whose table the other tables refer to.
 SHARED = "grpo"
 
 
 def _sections() -> dict[type[BaseModel], list[str]]:
-    """Every model of the schema with the places where it stands, in the order in which they first occur."""
-    found: dict[type[BaseModel], list[str]] = {}
+    """Returns every model of the schema -> its paths, in the order of their first occurrence."""
+    sections: dict[type[BaseModel], list[str]] = {}
 
     def visit(model: type[BaseModel], path: str) -> None:
-        found.setdefault(model, []).append(path)
+        sections.setdefault(model, []).append(path)
         for name, field in model.model_fields.items():
             for inner, is_list in _models(field.annotation):
                 visit(inner, ".".join(filter(None, (path, name, "N" if is_list else ""))))
 
     visit(RunConfig, "")
-    return found
+    return sections
 
 
 def _models(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
-    """The models in an annotation, and whether they are the entries of a list."""
+    """Yields (model, whether it is the entry of a list) for each model in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, False
     for argument in typing.get_args(annotation):
@@ -83,20 +83,20 @@ def _section(model: type[BaseModel], paths: list[str]) -> str:
         lines += [inspect.cleandoc(model.__doc__), ""]
     if model is AlgorithmOptions:
         lines += ["The name of an algorithm, and the options of that algorithm, which follow.", ""]
-    if getattr(model, "shorthand", None):
-        lines += [f"Short form: `{model.shorthand}`.", ""]
+    if shorthand := getattr(model, "shorthand", None):
+        lines += [f"Short form: `{shorthand}`.", ""]
     return "\n".join([*lines, *_table(model.model_fields), ""])
 
 
 def _algorithm(name: str) -> str:
-    """All options of the first of the kind, SHARED; of the others those that differ from its."""
+    """Returns the table of an algorithm: all options of SHARED, and for others the options that differ from SHARED."""
     fields, shared = (type(rl.algorithms.get(each)).__pydantic_fields__ for each in (name, SHARED))
     lines = [f"### Options of `{name}`", ""]
     common = [option for option in fields if option in shared and _same(fields[option], shared[option])]
     if name == SHARED or not common:
         return "\n".join([*lines, *_table(fields), ""])
     absent = [f"`{option}`" for option in shared if option not in fields]
-    lines += [f"Those of `{SHARED}`{' except ' + ', '.join(absent) if absent else ''}, and:", ""]
+    lines += [f"The options of `{SHARED}`{' except ' + ', '.join(absent) if absent else ''}, and:", ""]
     different = {option: field for option, field in fields.items() if option not in common}
     return "\n".join([*lines, *_table(different), ""])
 
@@ -113,7 +113,7 @@ def _table(fields: dict[str, FieldInfo]) -> list[str]:
 
 
 def _value(field: FieldInfo) -> str:
-    """What may stand there, in words, with its bounds."""
+    """Describes the accepted values in words, with their bounds."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     bounds = [
         f"{sign} {getattr(one, key):g}" for one in field.metadata for key, sign in signs.items() if hasattr(one, key)
@@ -132,7 +132,7 @@ def _kind(annotation: Any) -> str:
     if any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in accepted_types(annotation)):
         return "section"
     names = {
-        int: "whole number",
+        int: "integer",
         float: "number",
         str: "text",
         bool: "true or false",
@@ -145,7 +145,7 @@ def _kind(annotation: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.default if field.default is not PydanticUndefined else field.default_factory()
+    value = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(value, BaseModel):
         return "its defaults"
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""What every section of a run's YAML file has in common."""
+"""Defines the base class of the sections of a run's YAML file."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 
 class Strict(BaseModel):
-    """Unknown keys and values of another type are refused; `1e3` is a whole number where one is wanted."""
+    """A section that refuses unknown keys and values of another type. It accepts `1e3` as an integer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     shorthand: ClassVar[str | None] = None
-    """Key for which a plain text stands: `model: tiny` is `model: {source: tiny}`."""
+    """Key that a plain text sets: `model: tiny` is `model: {source: tiny}`."""
 
     @model_validator(mode="before")
     @classmethod
-    def _as_people_write(cls, values):
+    def _as_people_write(cls, values: Any) -> Any:
         if isinstance(values, str) and cls.shorthand:
             return {cls.shorthand: values}
         if not isinstance(values, dict):
@@ -38,7 +38,7 @@ class Strict(BaseModel):
 
 
 def accepted_types(annotation: Any) -> set[Any]:
-    """The members of a union, or the type itself; `list[int]` counts as list."""
+    """Returns the members of a union, or the type itself; `list[int]` counts as list."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return {kind for member in typing.get_args(annotation) for kind in accepted_types(member)}
     if typing.get_origin(annotation) is Literal:

@@ -1,8 +1,8 @@
-"""YAML read into trees that remember where every key and value was written, and the merging of such trees.
+"""Parses YAML into trees that know the line of every key and value, and merges such trees.
 
-Numbers, booleans and null are those of YAML 1.2's core schema: `1e-5` is a number (YAML 1.1, and so PyYAML, reads a
-text), and `on`, `off`, `yes` and `no` are texts. Keys are always texts. Nothing is constructed but plain values. Size, depth and
-the number of values are bounded, so that no text takes long to refuse.
+Numbers, booleans and null follow the core schema of YAML 1.2: `1e-5` is a number (YAML 1.1, and so PyYAML, reads a
+text), and `on`, `off`, `yes` and `no` are texts. Keys are always texts. The parser constructs plain values only. Size,
+depth and number of values are bounded, so that every text is refused quickly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rl.errors import ConfigError
 MAX_CHARACTERS = 2**18
 MAX_DEPTH = 32
 MAX_VALUES = 20_000
-"""Bounds of one text. Values are counted as often as aliases repeat them; nested aliases make 9^9 values from one line."""
+"""Bounds of one text. A value counts as often as aliases repeat it: nested aliases make 9^9 values from one line."""
 
 _RESOLVERS = (
     ("tag:yaml.org,2002:null", r"(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
@@ -38,7 +38,7 @@ class _TooDeep(yaml.MarkedYAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes of at most MAX_DEPTH: the composer of PyYAML recurses until Python stops it."""
+    """Composes nodes up to MAX_DEPTH. The composer of PyYAML has no bound but Python's recursion limit."""
 
     yaml_implicit_resolvers: dict = {}
     _depth = 0
@@ -67,35 +67,36 @@ for _first_character, _pairs in yaml.SafeDumper.yaml_implicit_resolvers.items():
 
 @dataclass(frozen=True)
 class Item:
-    """A value and where it was written ("file:line", "override 2"); a mapping or list holds Items."""
+    """A value and the place where it was written ("file:line", "override 2"). A mapping or list holds Items."""
 
     value: Any
     where: str
     key_where: str | None = None
-    """Where the key of the value was written; None in lists and at the root."""
+    """Place of the key of the value; None in lists and at the root."""
 
     @property
     def place(self) -> str:
+        """Place of the key, or of the value if it has none."""
         return self.key_where or self.where
 
 
 def parse(text: str, place: Callable[[int], str]) -> Item:
-    """The tree of one YAML document. `place(line)` names a line (from 1) in messages.
+    """Parses one YAML document. `place(line)` returns the name of a line (from 1) for messages.
 
-    Raises ConfigError for text that is not YAML, for a key written twice, for tags beyond plain values, and beyond MAX_CHARACTERS,
-    MAX_DEPTH or MAX_VALUES.
+    Raises ConfigError for text that is not YAML, a key that is written twice, a tag that is not a plain value, and
+    beyond MAX_CHARACTERS, MAX_DEPTH or MAX_VALUES.
     """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{place(1)}: a configuration has at most {MAX_CHARACTERS:,} characters")
     try:
         node = _Loader(text).get_single_node()
     except _TooDeep as error:
-        raise _too_deep(place(error.problem_mark.line + 1)) from None
+        raise _too_deep(place(error.problem_mark.line + 1 if error.problem_mark else 1)) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        said = " ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{place(line)}: not valid YAML (column {column}): {said}") from None
+        reason = " ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{place(line)}: not valid YAML (column {column}): {reason}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{place(1)}: not valid YAML: {error}") from None
     reader = _Reader(place)
@@ -106,7 +107,7 @@ def parse(text: str, place: Callable[[int], str]) -> Item:
 
 
 class _Reader:
-    """Turns nodes into Items, collects what is wrong with them, and counts them."""
+    """Turns nodes into Items, collects their problems, and counts them."""
 
     def __init__(self, place: Callable[[int], str]):
         self.problems: list[str] = []
@@ -172,12 +173,12 @@ def _scalar(node, where: str, problems: list[str]) -> Any:
 
 
 def dump(value: Any) -> str:
-    """YAML text that `parse` reads back to an equal value."""
+    """Returns YAML text that `parse` turns into an equal value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def plain(item: Item) -> Any:
-    """The values alone."""
+    """Returns the values of a tree without their places."""
     if isinstance(item.value, dict):
         return {key: plain(child) for key, child in item.value.items()}
     if isinstance(item.value, list):
@@ -186,7 +187,7 @@ def plain(item: Item) -> Any:
 
 
 def locate(tree: Item, path: tuple) -> str:
-    """Where the value at `path` was written, or its nearest ancestor that was."""
+    """Returns the place of the value at `path`, or of its nearest ancestor that was written."""
     for part in path:
         value = tree.value
         if isinstance(value, dict) and str(part) in value:
@@ -199,10 +200,10 @@ def locate(tree: Item, path: tuple) -> str:
 
 
 def merge(base: Item, over: Item, shorthand: Callable[[tuple], str | None], path: tuple = ()) -> Item:
-    """`over` laid over `base`: mappings merge key by key, anything else replaces.
+    """Merges `over` into `base`: mappings merge key by key, any other value replaces.
 
-    A mapping laid over a list changes its entries by index (`stages: {1: {steps: 3}}`). `shorthand(path)` names the key
-    for which a plain text at `path` stands, so that `model: tiny` and `model: {dtype: bfloat16}` merge.
+    A mapping changes the entries of a list by index (`stages: {1: {steps: 3}}`). `shorthand(path)` returns the key that
+    a plain text at `path` sets, so that `model: tiny` and `model: {dtype: bfloat16}` merge.
     """
     key = shorthand(path)
     if key and (isinstance(base.value, dict) or isinstance(over.value, dict)):

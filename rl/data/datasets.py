@@ -1,26 +1,24 @@
-"""Datasets: rows of a file, a folder, the Hugging Face hub or a generated task, as prompts and demonstrations.
+"""Loads datasets: rows of a file, a folder, the Hugging Face hub or a generated task, as prompts and demonstrations.
 
-Four forms of a row: a prompt alone; a prompt and a completion; a conversation (`messages`, each a mapping of `role` and
-`content`); a prompt with a chosen and a rejected answer. Prompt, completion and answers may themselves be lists of messages.
-Every row is checked when the dataset is loaded; what is wrong is said with file and line.
+A row has one of four forms: a prompt alone; a prompt and a completion; a conversation (`messages`, each a mapping of
+`role` and `content`); a prompt with a chosen and a rejected answer. Prompt, completion and answers may be lists of
+messages. Every row is checked when the dataset is loaded. Malformed rows are listed with file and line.
 """
 
 from __future__ import annotations
 
-import csv
 import functools
 import itertools
-import json
 import math
 import string
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rl.config.run import DataOptions
+from rl.data.rows import Malformed, read_rows
 from rl.errors import ConfigError, DataError
 
 Messages = list[dict[str, Any]]
@@ -28,9 +26,9 @@ Messages = list[dict[str, Any]]
 RowReader = Callable[[str, dict[str, Any], DataOptions], "Example"]
 """(where, row, options) -> Example."""
 _SHOWN = 20
-"""Most rows named in one error."""
+"""Most rows in one error message."""
 _RESERVED = ("prompt", "prompts", "completion", "completions", "messages")
-"""Names that a reward function gets from the run itself, so no columns of these names are handed to it."""
+"""Columns that rewards do not receive, because the run passes arguments of these names."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,12 @@ class Example:
 
     prompt: text, or messages for the chat template.
     completion: demonstration as text, or None.
-    messages: the whole conversation of a demonstration in messages form, or None; `prompt` is then what precedes the
+    messages: the full conversation of a demonstration in messages form, or None. `prompt` holds the messages before the
         last answer.
-    pair: (chosen, rejected), the answers to `prompt` of a preference, each a text or messages, or None. margin: of the pair.
-    columns: the row's columns, for rewards. where: file:line or the like.
+    pair: (chosen, rejected) answers to `prompt`, each a text or messages, or None.
+    margin: margin of the pair.
+    columns: the row's columns, for rewards.
+    where: place of the row for messages, e.g. file:line.
     """
 
     prompt: str | Messages
@@ -56,7 +56,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Examples in the order of their source; `order` says which is used when. `total`: how many there are, in all parts."""
+    """Examples in the order of their source; `order` shuffles them. `total`: number of rows in all parts."""
 
     examples: list[Example]
     name: str
@@ -70,7 +70,7 @@ class Dataset:
 
     @property
     def columns(self) -> set[str]:
-        """Names of the columns that every row has, as rewards can ask for them."""
+        """Names of the columns that every row has."""
         return set.intersection(*(set(example.columns) for example in self.examples))
 
     def __iter__(self) -> Iterator[Example]:
@@ -89,20 +89,17 @@ def load(
     """Reads and checks a dataset.
 
     Args:
-        demonstrations: every row must say what the model is to write (SFT).
-        pairs: every row must hold a chosen and a rejected answer.
-        read: makes the Example of a row, in place of the readers for the forms above.
-        held_out: the data of an evaluation: of a task the split `eval`, of a dataset with splits `test`.
-        part: (i, n): check and keep every n-th row only, from number i on.
+        demonstrations: every row must have an answer (SFT).
+        pairs: every row must have a chosen and a rejected answer.
+        read: makes the Example of a row, instead of the readers for the forms above.
+        held_out: read data of an evaluation: the split `eval` of a task, or `test` of a dataset with splits.
+        part: (i, n): check and keep every n-th row only, from row i on.
 
     Raises:
-        ConfigError: no such file, task or column names that contradict each other.
-        DataError: malformed rows, a column that does not exist, a dataset without rows.
+        ConfigError: a file or task does not exist, or column names contradict each other.
+        DataError: rows are malformed, a column does not exist, or the dataset has no rows.
     """
-    if options.task is not None:
-        rows, name = _task_rows(options, held_out), f"task {options.task}"
-    else:
-        rows, name = _path_rows(options, held_out), options.path
+    rows, name = read_rows(options, held_out), f"task {options.task}" if options.task is not None else str(options.path)
     examples, problems = [], _Problems()
     options = _task_columns(options)
     if read is None:
@@ -112,7 +109,7 @@ def load(
         total += 1
         if number % part[1] != part[0]:
             continue
-        if isinstance(row, _Malformed):
+        if isinstance(row, Malformed):
             problems.add(where, row.text)
             continue
         try:
@@ -128,9 +125,9 @@ def load(
 
 
 def order(seed: int, rows: int, index: int) -> int:
-    """The row that the `index`-th prompt of a run takes: each epoch is a permutation of all rows.
+    """Returns the row of the `index`-th prompt of a run: each epoch is a permutation of all rows.
 
-    A function of its arguments alone, so that a resumed run goes on with the prompt that was next.
+    The result depends on the arguments only, so that a resumed run continues with the next prompt.
     """
     epoch, place = divmod(index, rows)
     return int(_permutation(seed, rows, epoch)[place])
@@ -142,7 +139,7 @@ def _permutation(seed: int, rows: int, epoch: int) -> np.ndarray:
 
 
 def check_lengths(dataset: Dataset, length: Callable[[Example], int], longest: int, advice: str) -> None:
-    """Raises DataError, naming rows, if `length(example)` in tokens passes `longest` for any example."""
+    """Raises DataError, with a list of rows, if `length(example)` in tokens exceeds `longest` for any example."""
     problems = _Problems()
     for example in dataset:
         tokens = length(example)
@@ -155,15 +152,12 @@ def check_lengths(dataset: Dataset, length: Callable[[Example], int], longest: i
 
 
 class _MissingColumn(ValueError):
-    pass
-
-
-@dataclass(frozen=True)
-class _Malformed:
-    text: str
+    """A row lacks a column that the options ask for."""
 
 
 class _Problems:
+    """Collects malformed rows for one error message."""
+
     def __init__(self):
         self.lines: list[str] = []
         self.count = 0
@@ -180,24 +174,27 @@ class _Problems:
 
 
 def _task_columns(options: DataOptions) -> DataOptions:
-    """A task's rows have the standard columns, whatever the file they stand in for."""
-    return options.model_copy(update={"columns": type(options.columns)()}) if options.task else options
+    """Replaces the names of columns by the defaults for a task, whose rows have these columns."""
+    if options.task is None:
+        return options
+    columns = type(options.columns).model_validate({})
+    return options.model_copy(update={"columns": columns})
 
 
 def read_example(where: str, row: dict[str, Any], options: DataOptions, demonstrations: bool = False) -> Example:
     """Reads a row with a prompt or a conversation. Raises ValueError for a row that is malformed."""
     names = options.columns
     columns = {key: value for key, value in row.items() if key not in _RESERVED}
-    wants_messages = names.messages in row and options.prompt_template is None and names.prompt not in row
-    if wants_messages:
+    is_conversation = names.messages in row and options.prompt_template is None and names.prompt not in row
+    if is_conversation:
         messages = _with_system(_messages(row[names.messages], names.messages), options)
         answered = messages[-1]["role"] == "assistant"
         if answered and len(messages) == 1:
             raise ValueError(f"`{names.messages}` holds an answer only")
         if demonstrations and not answered:
             raise ValueError(f"the last of `{names.messages}` must be the assistant's, to learn from")
-        prompt, whole = (messages[:-1], messages) if answered else (messages, None)
-        return Example(prompt, messages=whole, columns=columns, where=where)
+        prompt, full = (messages[:-1], messages) if answered else (messages, None)
+        return Example(prompt, messages=full, columns=columns, where=where)
     prompt = _prompt(row, options)
     if names.completion not in row or row[names.completion] is None:
         if demonstrations:
@@ -217,7 +214,7 @@ def read_example(where: str, row: dict[str, Any], options: DataOptions, demonstr
 
 
 def read_pair(where: str, row: dict[str, Any], options: DataOptions) -> Example:
-    """Reads a preference. Without a prompt its answers are full conversations, and the prompt is what both begin with."""
+    """Reads a preference. Without a prompt, the answers are full conversations; the prompt is their common start."""
     names = options.columns
     chosen, rejected = _answer(row, names.chosen), _answer(row, names.rejected)
     both = f"`{names.chosen}` and `{names.rejected}`"
@@ -253,7 +250,7 @@ def _answer(row: dict[str, Any], name: str) -> str | Messages:
 
 
 def _margin(row: dict[str, Any], name: str) -> float:
-    """Also of a CSV file, where it is a text; 0 where there is none."""
+    """Returns the margin as a number, also from the text of a CSV file; 0 if the row has none."""
     if row.get(name) is None:
         return 0.0
     try:
@@ -289,7 +286,7 @@ def _with_system(messages: Messages, options: DataOptions) -> Messages:
 
 
 def _filled(template: str, row: dict[str, Any]) -> str:
-    """`template` with {column} replaced; only plain names, so that a template cannot reach into objects."""
+    """Replaces each {column} of `template`. Accepts plain names only, so that a template cannot read attributes."""
     parts = []
     try:
         fields = list(string.Formatter().parse(template))
@@ -320,163 +317,3 @@ def _messages(value: Any, name: str) -> Messages:
         if not isinstance(message.get("content"), str):
             raise ValueError(f"`{name}`: the content of message {number} must be a text")
     return [dict(message) for message in value]
-
-
-# Sources of rows: (where, row) or (where, _Malformed)
-
-Rows = Iterator[tuple[str, "dict[str, Any] | _Malformed"]]
-
-
-def _task_rows(options: DataOptions, held_out: bool) -> Rows:
-    import rl.data.tasks
-
-    try:
-        problems = rl.data.tasks.problems(
-            options.task, options.options, options.split or ("eval" if held_out else "train")
-        )
-    except ValueError as error:
-        raise ConfigError(f"data: {error}") from None
-    for number, problem in enumerate(problems):
-        row = {"prompt": problem.prompt, "completion": problem.completion, **problem.columns}
-        yield f"task {options.task}, problem {number}", row
-
-
-def _path_rows(options: DataOptions, held_out: bool) -> Rows:
-    from rl.config.checks import is_hub_name
-    from rl.config.packaged import packaged
-
-    path = Path(options.path)
-    if not path.exists():
-        path = packaged(path) or path
-    if path.is_dir():
-        return _library_rows(options, held_out, path)
-    if path.is_file():
-        kind = path.suffix.lower()
-        if kind not in _READERS:
-            raise DataError(f"{path}: unknown kind of file; there are {', '.join(_READERS)}")
-        return _READERS[kind](path)
-    if not is_hub_name(options.path):
-        raise ConfigError(f"no such file or directory: {options.path} (from {Path.cwd()})")
-    return _library_rows(options, held_out, None)
-
-
-def _text_lines(path: Path) -> Iterator[tuple[int, str | _Malformed]]:
-    """Numbered lines; bytes that are not UTF-8 spoil their line only."""
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                yield number, _Malformed(f"not UTF-8: {error.reason} at byte {error.start}")
-
-
-def _jsonl_rows(path: Path) -> Rows:
-    for number, line in _text_lines(path):
-        where = f"{path}:{number}"
-        if isinstance(line, _Malformed):
-            yield where, line
-        elif line.strip():
-            yield where, _json_row(line)
-
-
-def _json_row(line: str) -> dict[str, Any] | _Malformed:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        said = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        return _Malformed(f"not valid JSON: {said}")
-    return row if isinstance(row, dict) else _Malformed(f"must be an object {{...}}, is {type(row).__name__}")
-
-
-def _json_rows(path: Path) -> Rows:
-    """A .json file is one list of objects, or JSON lines under another name."""
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            rows = json.load(file)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        rows = None
-    if not isinstance(rows, list):
-        yield from _jsonl_rows(path)
-        return
-    for number, row in enumerate(rows):
-        wrong = _Malformed(f"must be an object {{...}}, is {type(row).__name__}")
-        yield f"{path}: entry {number}", row if isinstance(row, dict) else wrong
-
-
-def _csv_rows(path: Path) -> Rows:
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    lines = ((line if isinstance(line, str) else "\ufffd\n") for _, line in _text_lines(path))
-    reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
-    while True:
-        try:
-            row = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield f"{path}:{reader.line_num}", _Malformed(f"not valid CSV: {error}")
-            continue
-        where = f"{path}:{reader.line_num}"
-        names = len(reader.fieldnames)
-        if None in row or None in row.values():
-            have = names + len(row[None]) if None in row else sum(value is not None for value in row.values())
-            yield where, _Malformed(f"{have} fields, but the header has {names}")
-        elif any("\ufffd" in value for value in row.values()):
-            yield where, _Malformed("not UTF-8")
-        else:
-            yield where, row
-
-
-def _parquet_rows(path: Path) -> Rows:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        number = 0
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    yield f"{path}: row {number}", row
-                    number += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable Parquet file: {error}") from None
-
-
-_READERS: dict[str, Callable[[Path], Rows]] = {
-    ".jsonl": _jsonl_rows,
-    ".json": _json_rows,
-    ".csv": _csv_rows,
-    ".tsv": _csv_rows,
-    ".parquet": _parquet_rows,
-}
-
-
-def _library_rows(options: DataOptions, held_out: bool, directory: Path | None) -> Rows:
-    """A saved dataset, a folder of data files, or (directory None) the hub, read by `datasets`."""
-    import datasets
-
-    split = options.split or ("test" if held_out else "train")
-    try:
-        saved = directory is not None and any(
-            (directory / name).is_file() for name in ("state.json", "dataset_dict.json")
-        )
-        if saved:
-            dataset: Any = datasets.load_from_disk(str(directory))
-            if isinstance(dataset, datasets.DatasetDict):
-                if split not in dataset:
-                    raise DataError(f"{directory}: no split {split!r}, there are {', '.join(dataset)}; set data.split")
-                dataset = dataset[split]
-            elif options.split is not None:
-                raise DataError(f"{directory}: holds one dataset without splits, so data.split cannot be {split!r}")
-        else:
-            dataset = datasets.load_dataset(str(directory or options.path), options.subset, split=split)
-    except DataError:
-        raise
-    except Exception as error:  # `datasets` raises its own errors, those of pyarrow, of fsspec and of the network
-        where = directory or f"{options.path} (no such file here, so looked for on the Hugging Face hub)"
-        raise DataError(f"{where}: split {split!r} cannot be loaded: {type(error).__name__}: {error}") from None
-    return _numbered(dataset, str(directory or options.path))
-
-
-def _numbered(rows: Iterable[dict[str, Any]], name: str) -> Rows:
-    for number, row in enumerate(rows):
-        yield f"{name}: row {number}", dict(row)

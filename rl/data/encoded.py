@@ -1,4 +1,4 @@
-"""Rows of data as token ids."""
+"""Defines rows of data as token ids."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to a prompt, each with the prompt before it, as token ids. They end with the last token that the assistant
-    writes, as a sampled completion does."""
+    """Two answers to a prompt as token ids, each after the prompt.
+
+    Like a sampled completion, an answer ends with the last token that the assistant writes.
+    """
 
     chosen: Row
     rejected: Row

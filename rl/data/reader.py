@@ -1,4 +1,4 @@
-"""What the stages of a run read, checked before a model is built: the tokenizer, rows of data as token ids, reward workers."""
+"""Reads the tokenizer and the data of a run as token ids, and starts its reward workers, before a model is built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from policy.huggingface import sources
 from policy.mesh import processes, serialization
 from rewards import RewardError, Runner, RunnerOptions, Share, registry
-from rewards.workers.pool import Call, Failure
+from rewards.workers.threads import Call, Failure
 from rl.config.run import DataOptions, EvaluationOptions, RewardSettings, RunConfig, StageOptions
 from rl.data import datasets
 from rl.data.datasets import Example
@@ -30,7 +30,7 @@ def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
     directory = config.model.source if Path(config.model.source).is_dir() else None
     try:
         if config.tokenizer is None:
-            tokenizer = load_tokenizer(directory)
+            tokenizer = load_tokenizer(directory or config.model.source)
         else:
             tokenizer = load_tokenizer(
                 config.tokenizer.source, config.tokenizer.alphabet, config.tokenizer.chat_template
@@ -49,8 +49,8 @@ def _runner(settings: RewardSettings) -> Runner:
         raise ConfigError(f"rewards: {error}") from None
 
 
-def _check_reward_models(directories: Sequence[str], tokenizer) -> None:
-    """Raises ConfigError where a reward model has another vocabulary than the policy, whose tokens it reads."""
+def _check_reward_models(directories: Sequence[str], tokenizer: Any) -> None:
+    """Raises ConfigError for a reward model with another tokenizer: it scores the token ids of the policy."""
     for directory in directories:
         where = f"rewards: reward_model: {directory}"
         if len(tokenizer) > (size := sources.classifier(directory).vocab_size):
@@ -60,16 +60,17 @@ def _check_reward_models(directories: Sequence[str], tokenizer) -> None:
         try:
             theirs = load_tokenizer(directory).get_vocab()
         except (ValueError, OSError):
-            continue  # it holds none
+            continue  # the directory has no tokenizer
         if different := sorted(theirs.items() ^ tokenizer.get_vocab().items()):
             raise ConfigError(
-                f"{where} was trained with another tokenizer ({len(different)} entries differ, e.g. {different[0][0]!r}); it "
-                "reads the tokens of the policy, so both must have the same"
+                f"{where} was trained with another tokenizer "
+                f"({len(different)} entries differ, e.g. {different[0][0]!r}); "
+                "it reads the tokens of the policy, so both must have the same"
             )
 
 
 def _check_columns(settings: RewardSettings, problems: Sequence[Problem]) -> None:
-    """Raises DataError where a row lacks a column that a reward takes, before the first rollout."""
+    """Raises DataError if a row lacks a column that a reward needs."""
     first: dict[frozenset, Example] = {}
     for problem in problems:
         first.setdefault(frozenset(problem.example.columns), problem.example)
@@ -82,8 +83,10 @@ def _check_columns(settings: RewardSettings, problems: Sequence[Problem]) -> Non
 
 
 class DataReader:
-    """Reads datasets as token ids, checks them against `max_length`, and starts reward workers. What several stages use is read
-    once."""
+    """Reads datasets as token ids, checks their lengths, and starts reward workers.
+
+    Datasets and workers that several stages use are read and started once.
+    """
 
     def __init__(self, config: RunConfig):
         """Reads the tokenizer. Raises ConfigError."""
@@ -104,9 +107,9 @@ class DataReader:
         self.held_out = list(self.problems(options.data, longest, held_out=True).own[: options.problems])
 
     def reward_runner(self, settings: RewardSettings, problems: Sequence[Problem]) -> Runner:
-        """Returns the workers of these reward functions, which `problems` and the held-out problems are scored by.
+        """Returns the workers that score `problems` and the held-out problems with these functions.
 
-        Raises ConfigError for a reward or reward model that cannot be used, DataError for a column that a reward does not get.
+        Raises ConfigError for a reward or reward model that cannot be used, DataError for a column that is missing.
         """
         for scored in (problems, self.held_out):
             _check_columns(settings, scored)
@@ -137,8 +140,8 @@ class DataReader:
         """Reads a Row for each demonstration; `train_on`: which tokens are trained on, as in rl/algorithms/sft.py."""
 
         def encode(example: Example) -> Row:
-            given = example.prompt, example.completion, example.messages
-            return self.guarded(example, lambda: chat.encode_example(self.tokenizer, *given, train_on))
+            texts = example.prompt, example.completion, example.messages
+            return self.guarded(example, lambda: chat.encode_example(self.tokenizer, *texts, train_on))
 
         return self.rows(source, ("demonstrations", train_on), encode, lambda row: len(row[0]), demonstrations=True)
 
@@ -151,9 +154,9 @@ class DataReader:
     def rows(
         self, source: DataOptions, key: tuple, encode: Callable[[Example], T], length: Callable[[T], int], **form: Any
     ) -> Shard:
-        """Reads a dataset in the `form` that `datasets.load` takes, encodes each example and checks its length in tokens.
+        """Reads a dataset in the `form` that `datasets.load` takes, encodes each example and checks its length.
 
-        key: names what `encode` gives, so that stages with the same source and key share it.
+        key: identifies the result of `encode`, so that stages with the same source and key share it.
         """
         dataset = self._load(source, **form)
         encoded = self._once((*key, source.model_dump_json()), lambda: [encode(example) for example in dataset])
@@ -163,13 +166,13 @@ class DataReader:
         return Shard(encoded, dataset.total)
 
     def _load(self, source: DataOptions, **kind: Any) -> datasets.Dataset:
-        """Loads a dataset. Every process holds all held-out data, because it completes all of it at once."""
+        """Loads a dataset. Every process loads all held-out rows, because it samples completions for all of them."""
         part = (0, 1) if kind.get("held_out") else (processes.index(), processes.count())
         return self._once(
             ("data", source.model_dump_json(), *kind.items()), lambda: datasets.load(source, part=part, **kind)
         )
 
-    def _once(self, key: tuple, make):
+    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
         if key not in self._read:
             self._read[key] = make()
         return self._read[key]
@@ -204,7 +207,7 @@ class DataReader:
 
     @staticmethod
     def guarded(example: Example, encode: Callable[[], T]) -> T:
-        """Returns `encode()`. Raises DataError, which names the row, where it raises ValueError."""
+        """Returns `encode()`. Turns its ValueError into a DataError that names the row."""
         try:
             return encode()
         except ValueError as error:

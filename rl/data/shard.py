@@ -1,4 +1,4 @@
-"""The rows of a dataset, spread over the processes of a run."""
+"""Distributes the rows of a dataset over the processes of a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from policy.mesh import processes
 
 @dataclass(frozen=True)
 class Shard:
-    """`own`: the rows that this process holds, every n-th of n processes from its number on; `total`: how many there are in all."""
+    """The rows of a dataset.
+
+    own: the rows of this process: every n-th row from its index on, for n processes.
+    total: number of rows on all processes.
+    """
 
     own: Sequence[Any]
     total: int
 
     def take(self, numbers: Sequence[int]) -> list[Any]:
-        """The rows of these numbers, which all processes ask for at once: who holds one tells the others."""
+        """Returns the rows with these numbers on all processes. All processes must call this with the same numbers."""
         index, count = processes.index(), processes.count()
         mine = {number: self.own[number // count] for number in numbers if number % count == index}
-        found = {number: row for part in processes.all_gather_object(mine) for number, row in part.items()}
-        return [found[number] for number in numbers]
+        rows = {number: row for part in processes.all_gather_object(mine) for number, row in part.items()}
+        return [rows[number] for number in numbers]

@@ -1,8 +1,9 @@
-"""The record of a run: append-only JSON lines, and the mirrors that show them elsewhere.
+"""Records a run as append-only JSON lines, and shows them in mirrors.
 
-events.jsonl holds one object a step, `{"stage", "step", "metrics": {...}}`; samples.jsonl one a completion. Both are
-strict JSON: a number that is not finite is written as null. Every line is one write, so that a killed process leaves
-at most one torn line, the last, which `truncate_after` removes when the run goes on. On a full disk lines wait in memory.
+events.jsonl has one object per step, `{"stage", "step", "metrics": {...}}`; samples.jsonl has one per completion. Both
+are strict JSON: a number that is not finite is written as null. Every line is one write, so that a killed process
+leaves at most one torn line, the last. `truncate_after` removes it when the run continues. On a full disk lines wait in
+memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ _LOG = logging.getLogger("duet.events")
 
 
 class EventLog:
-    """Appends to the two files of a run's directory, which is made if it does not exist."""
+    """Appends to the two files of a run's directory, and creates the directory if it does not exist."""
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
@@ -39,19 +40,19 @@ class EventLog:
         self._waiting = dict.fromkeys(self._files, b"")
 
     def step(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """One line of events.jsonl. Metrics are numbers, or arrays of one number."""
+        """Writes one line of events.jsonl. Metrics are numbers, or arrays with one number."""
         self._write(EVENTS, [{"stage": stage, "step": step, "metrics": dict(metrics)}])
 
     def samples(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """One line of samples.jsonl for each completion, all of them in one write."""
+        """Writes one line of samples.jsonl per completion, all in one write."""
         self._write(SAMPLES, records)
 
     def truncate_after(self, stages: Sequence[str], stage: str, step: int) -> None:
-        """Drops the lines that a checkpoint taken after `step` of `stage` does not know, and torn last lines.
+        """Removes all lines after `step` of `stage`, and torn last lines, to match a checkpoint.
 
-        `stages` are the names of the run's stages in order. Each file is replaced in one step, so a kill in between
-        leaves the old file or the new one. Raises ValueError for a damaged line that is not the last, ResourceError without
-        room for the new one.
+        `stages` lists the names of the run's stages in order. Each file is replaced atomically, so that a kill leaves
+        the old file or the new one. Raises ValueError for a damaged line before the last, ResourceError for a full
+        disk.
         """
         last = (stages.index(stage), step)
         for name, file in self._files.items():
@@ -66,8 +67,10 @@ class EventLog:
             _close(file)
 
     def sync(self) -> bool:
-        """Returns when what was written is on the disk; False if the disk does not take it. Called before a checkpoint: one that
-        knows of lines that are not there could not be continued from."""
+        """Writes all lines to the disk and waits for it. Returns False if the disk is full.
+
+        Call this before a checkpoint is saved: the run can continue from it only if the lines before it exist.
+        """
         try:
             for name, file in self._files.items():
                 self._flush(name, file)
@@ -78,7 +81,7 @@ class EventLog:
         return True
 
     def close(self) -> None:
-        """Writes what waits, if there is room by now. A line that is lost belongs to no checkpoint."""
+        """Writes the waiting lines if there is room. No checkpoint depends on a line that is lost."""
         while self._files:
             name, file = self._files.popitem()
             with contextlib.suppress(OSError):
@@ -105,7 +108,7 @@ class EventLog:
 
 
 class Events:
-    """The event log and its mirrors, as the loop uses them. Of several processes only the first writes."""
+    """The event log and its mirrors, for the loop. Only process 0 writes."""
 
     def __init__(self, config: RunConfig, directory: str | Path):
         first = processes.first()
@@ -113,7 +116,7 @@ class Events:
         self._mirrors: list[Mirror] = mirrors(config, Path(directory)) if first else []
 
     def start_stage(self, name: str, steps: int, first_step: int = 0) -> None:
-        """Says that a stage of `steps` steps begins, or goes on after `first_step` of them."""
+        """Announces that a stage of `steps` steps begins, or continues after step `first_step`."""
         for mirror in self._mirrors:
             mirror.start_stage(name, steps, first_step)
 
@@ -132,20 +135,21 @@ class Events:
             self.log.samples(records)
 
     def note(self, text: str) -> None:
-        """Shows a line to whoever watches; it is no part of the record."""
+        """Shows a line in the mirrors. The record does not contain it."""
         for mirror in self._mirrors:
             mirror.note(text)
 
     def truncate_after(self, stages: Sequence[str], stage: str, step: int) -> None:
-        """As `EventLog.truncate_after`."""
+        """Calls `EventLog.truncate_after`."""
         if self.log is not None:
             self.log.truncate_after(stages, stage, step)
 
     def sync(self) -> bool:
-        """As `EventLog.sync`; the same on all processes."""
+        """Calls `EventLog.sync` and returns its result on all processes."""
         return processes.broadcast(self.log is not None and self.log.sync())
 
     def close(self) -> None:
+        """Closes the mirrors and the log."""
         for mirror in self._mirrors:
             mirror.close()
         if self.log is not None:
@@ -153,12 +157,12 @@ class Events:
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The complete lines of an event or sample file; a torn last one is left out. ValueError for other damage."""
+    """Returns the complete lines of an event or sample file, without a torn last line. Raises ValueError for damage."""
     return [json.loads(line) for line in _complete_lines(Path(path))]
 
 
 def number(value: Any) -> float | int | None:
-    """A metric as a plain number; None stays None. Takes numpy and jax scalars."""
+    """Converts a metric, also a numpy or jax scalar, to a Python number; None stays None."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return value.item()
@@ -169,13 +173,13 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Plain values for strict JSON: arrays become lists, numbers that are not finite null."""
+    """Converts a value for strict JSON: arrays become lists, numbers that are not finite become None."""
     if isinstance(value, Mapping):
         return {str(key): _finite(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(child) for child in value]
     if isinstance(value, str):
-        # Half of a surrogate pair, which a byte-level model can write, has no UTF-8.
+        # A byte-level model can write half of a surrogate pair, which has no UTF-8.
         return value.encode("utf-8", "replace").decode()
     if hasattr(value, "tolist"):
         return _finite(value.tolist())
@@ -183,21 +187,22 @@ def _finite(value: Any) -> Any:
 
 
 def _complete_lines(path: Path) -> list[bytes]:
-    """The lines of a file, without a last one that was cut off. Raises ValueError for damage before the last line."""
+    """Returns the lines of a file without a torn last line. Raises ValueError for damage before the last line."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for index, line in enumerate(lines):
         try:
-            whole = line.endswith(b"\n") and isinstance(json.loads(line), dict)
+            complete = line.endswith(b"\n") and isinstance(json.loads(line), dict)
         except ValueError:
-            whole = False
-        if not whole:
+            complete = False
+        if not complete:
             if index < len(lines) - 1:
                 raise ValueError(f"{path}:{index + 1}: damaged line; mend or delete it to go on")
             return lines[:index]
     return lines
 
 
-def _rewrite(path: Path, keep) -> None:
+def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Replaces a file by its complete lines that `keep` accepts."""
     lines = [line for line in _complete_lines(path) if keep(json.loads(line))]
     temporary = path.with_suffix(".jsonl.new")
     try:
@@ -213,5 +218,5 @@ def _rewrite(path: Path, keep) -> None:
 
 
 def _close(file: int) -> None:
-    with contextlib.suppress(OSError):  # what a full disk has not taken was told when it was written or synced
+    with contextlib.suppress(OSError):  # an error of a full disk has been reported by the write or sync
         os.close(file)

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go, and how long a stage still takes."""
+"""Computes the rates of a step, and estimates the remaining time of a stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
 
 COMPILED = 3
-"""The first steps of a stage compile; from this one on they take as long as the others."""
+"""First step of a stage that compiles nothing: its time predicts the time of the others."""
 _PARTS = ("sync", "sample", "reward_models", "logprob", "reward", "update")
 """Parts of a step, named as in time/<part>. The remainder is idle time."""
 
@@ -25,7 +25,7 @@ def step_metrics(metrics: Mapping[str, float], seconds: float, layout: Layout) -
 
 
 def outlook(metrics: Mapping[str, float], left: int) -> str:
-    """Says where the seconds of a step go, and how many are left for `left` steps."""
+    """Returns a line with the parts of a step's time, its rates, and the remaining time for `left` steps."""
     seconds = metrics["time/step"]
     parts = {name: metrics.get(f"time/{name}", 0.0) / seconds for name in _PARTS}
     shown = ", ".join(

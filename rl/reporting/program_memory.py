@@ -1,4 +1,4 @@
-"""programs.json of a run: the memory that the programs take which it really runs, in the words of a plan (docs/plan.md)."""
+"""Writes programs.json of a run: the memory of its compiled programs, under the names of a plan (docs/plan.md)."""
 
 from __future__ import annotations
 
@@ -14,43 +14,48 @@ from rollout import Generator
 
 FILE = "programs.json"
 GENERATOR = {"decode": "decode a token", "extend": "prefill, further chunk"}
-"""What a plan calls programs of the generator that have another name there."""
+"""Name of a generator program -> its name in a plan, where they differ."""
 RESHARD = "reshard"
 
 
 class ProgramMemoryLog:
-    """Writes the file whenever a program has been compiled that it does not hold. A run that goes on adds to what it finds."""
+    """Writes the file when new programs have been compiled. A continued run adds to the existing file."""
 
     def __init__(self, directory: Path):
-        self._file, self._entries = directory / FILE, {}
+        self._file = directory / FILE
+        self._entries: dict[tuple[str, tuple[int, ...]], dict] = {}
         if self._file.exists():
             self._entries = {_key(each): each for each in json.loads(self._file.read_text())["programs"]}
 
     def look(self, stage: str, programs: Mapping[str, CompiledCache], generator: Generator) -> dict | None:
-        """At what has been compiled by now, of the stage and of the generator. The largest of those that are new to the file; None:
-        there is none."""
+        """Records the memory analysis of the programs that were compiled since the last call.
+
+        Returns the entry of the largest new program, or None if there is none.
+        """
         checks = generator.verifier.executables if generator.verifier else {}
         named = [(stage, *each) for each in programs.items()] + [("generator", *each) for each in checks.items()]
-        found = [(f"{whose}: {name}", item) for whose, name, each in named for item in each.memory.items()]
-        made = generator.engine.runner.memory.items()
-        found += [(f"generator: {GENERATOR.get(key[0], key[0])}", (key[1:], memory)) for key, memory in made]
+        analyses = [(f"{owner}: {name}", item) for owner, name, each in named for item in each.memory.items()]
+        rollout = generator.engine.runner.memory.items()
+        analyses += [(f"generator: {GENERATOR.get(key[0], key[0])}", (key[1:], memory)) for key, memory in rollout]
         if generator.weights:
-            found.append((f"generator: {RESHARD}", ((len(generator.weights.paths),), generator.weights.memory)))
-        entries = [{"name": name, "shape": list(shape), **asdict(memory)} for name, (shape, memory) in found if memory]
+            analyses.append((f"generator: {RESHARD}", ((len(generator.weights.paths),), generator.weights.memory)))
+        entries = [
+            {"name": name, "shape": list(shape), **asdict(memory)} for name, (shape, memory) in analyses if memory
+        ]
         new = [each for each in entries if self._entries.get(_key(each)) != each]
         if not new:
             return None
         self._entries |= {_key(each): each for each in new}
-        beside = self._file.with_suffix(".new")
+        temporary = self._file.with_suffix(".new")
         try:
-            beside.write_text(json.dumps({"programs": list(self._entries.values())}, indent=1) + "\n")
-            os.replace(beside, self._file)
+            temporary.write_text(json.dumps({"programs": list(self._entries.values())}, indent=1) + "\n")
+            os.replace(temporary, self._file)
         except OSError:
             with contextlib.suppress(OSError):
-                beside.unlink()
+                temporary.unlink()
             raise
         return max(new, key=lambda each: each["peak"])
 
 
-def _key(entry: dict) -> tuple:
+def _key(entry: dict) -> tuple[str, tuple[int, ...]]:
     return entry["name"], tuple(entry["shape"])

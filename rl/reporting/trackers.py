@@ -1,6 +1,6 @@
-"""Where the events of a run are shown besides events.jsonl: the console, TensorBoard, Weights & Biases.
+"""Shows the events of a run in mirrors: the console, TensorBoard, Weights & Biases.
 
-A mirror that fails says so once and is left out from then on; it never stops a run.
+A mirror that fails warns once and is then left out. It never stops a run.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import secrets
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from rl.config.run import RunConfig
+from rl.config.run import RunConfig, WandbOptions
 
 Metrics = Mapping[str, "float | int | None"]
 
@@ -33,11 +33,11 @@ _SHOWN = (
     "optim/grad_norm",
     "loss",
 )
-"""Metrics of a line on the console, in this order. A loss is last: under GRPO its value is near 0 by construction."""
+"""Metrics in a line of the console, in this order. The loss is last: under GRPO its value is near 0 by construction."""
 
 
 class Mirror(Protocol):
-    """What a mirror is told."""
+    """Interface of a mirror."""
 
     def start_stage(self, name: str, steps: int, first_step: int) -> None: ...
 
@@ -49,79 +49,89 @@ class Mirror(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a stage stands in its run: its steps, and the number that its step 0 (the evaluation before its first update)
-    has when the steps of all stages are counted through."""
+class StageSteps:
+    """The steps of a stage within its run.
+
+    steps: number of updates.
+    before: number of its step 0 (the evaluation before its first update), counted over all stages.
+    """
 
     steps: int
     before: int
 
 
-def places(config: RunConfig) -> dict[str, Place]:
-    """The place of every stage by its name; the same for a run that is continued."""
-    found, before = {}, 0
+def stage_steps(config: RunConfig) -> dict[str, StageSteps]:
+    """Returns stage name -> its steps; equal for a continued run."""
+    stages, before = {}, 0
     for name, stage in zip(config.stage_names, config.stages, strict=True):
-        found[name] = Place(stage.steps, before)
+        stages[name] = StageSteps(stage.steps, before)
         before += stage.steps + 1
-    return found
+    return stages
 
 
 def mirrors(config: RunConfig, directory: Path) -> list[Mirror]:
-    """The mirrors that a configuration asks for; the console always."""
-    stages = places(config)
+    """Returns the console and the mirrors that a configuration asks for."""
+    stages = stage_steps(config)
     console = LiveConsole if sys.stdout.isatty() else PlainConsole
-    wanted = [_Guarded("the console", lambda: console(stages, config.run.log_every))]
+    guarded: list[Mirror] = [_Guarded("the console", lambda: console(stages, config.run.log_every))]
     if config.run.tensorboard:
-        wanted.append(_Guarded("TensorBoard", lambda: TensorBoard(stages, directory / "tensorboard")))
-    if config.run.wandb is not None:
-        wanted.append(_Guarded("wandb", lambda: Wandb(stages, config, directory)))
-    return wanted
+        guarded.append(_Guarded("TensorBoard", lambda: TensorBoard(stages, directory / "tensorboard")))
+    if (options := config.run.wandb) is not None:
+        guarded.append(_Guarded("wandb", lambda: Wandb(stages, config, options, directory)))
+    return guarded
 
 
 class _Guarded:
     """A mirror that is dropped, with one warning, as soon as it fails."""
 
-    def __init__(self, name: str, make):
+    def __init__(self, name: str, make: Callable[[], Mirror]):
         self._name = name
         self._mirror: Mirror | None = None
-        self._try(lambda: setattr(self, "_mirror", make()))
+        try:
+            self._mirror = make()
+        except Exception as error:  # as in _try
+            self._drop(error)
 
     def start_stage(self, name: str, steps: int, first_step: int) -> None:
-        self._try(lambda: self._mirror.start_stage(name, steps, first_step))
+        self._try(lambda mirror: mirror.start_stage(name, steps, first_step))
 
     def step(self, stage: str, step: int, metrics: Metrics) -> None:
-        self._try(lambda: self._mirror.step(stage, step, metrics))
+        self._try(lambda mirror: mirror.step(stage, step, metrics))
 
     def note(self, text: str) -> None:
-        self._try(lambda: self._mirror.note(text))
+        self._try(lambda mirror: mirror.note(text))
 
     def close(self) -> None:
-        self._try(lambda: self._mirror.close())
+        self._try(lambda mirror: mirror.close())
 
-    def _try(self, act) -> None:
-        if self._name is None:
+    def _try(self, act: Callable[[Mirror], None]) -> None:
+        if self._mirror is None:
             return
         try:
-            act()
-        except Exception as error:  # whatever a third party's logger, its disk or its network raises
-            warnings.warn(f"{self._name} failed and is left out from here on: {error!r}", stacklevel=2)
-            self._name = None
+            act(self._mirror)
+        except Exception as error:  # any error of a third party's logger, its disk or its network
+            self._drop(error)
+
+    def _drop(self, error: Exception) -> None:
+        warnings.warn(f"{self._name} failed and is left out from here on: {error!r}", stacklevel=2)
+        self._mirror = None
 
 
 def line(stage: str, step: int, steps: int, metrics: Metrics) -> str:
-    """`grpo 12/250  reward/mean 0.412  kl/ref 0.001  0.4s`."""
+    """Returns a line for the console: `grpo 12/250  reward/mean 0.412  kl/ref 0.001  0.4s`."""
     parts = [f"{stage} {step}/{steps}"]
-    parts += [f"{name} {_short(metrics[name])}" for name in _SHOWN if metrics.get(name) is not None]
-    parts += [f"{name} {_short(value)}" for name, value in metrics.items() if name.startswith("eval/pass@")]
+    parts += [f"{name} {_short(value)}" for name in _SHOWN if (value := metrics.get(name)) is not None]
+    passes = [(name, value) for name, value in metrics.items() if name.startswith("eval/pass@") and value is not None]
+    parts += [f"{name} {_short(value)}" for name, value in passes]
     if metrics.get("time/step") is not None:
         parts.append(f"{metrics['time/step']:.1f}s")
     return "  ".join(parts)
 
 
 class PlainConsole:
-    """One line every `log_every` steps, and for each step that evaluated and the last."""
+    """Prints a line every `log_every` steps, for each step with an evaluation, and for the last step."""
 
-    def __init__(self, stages: Mapping[str, Place], log_every: int):
+    def __init__(self, stages: Mapping[str, StageSteps], log_every: int):
         self._stages = stages
         self._every = log_every
 
@@ -141,9 +151,9 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """A progress bar for a terminal; steps that evaluated, and notes, scroll above it."""
+    """Shows a progress bar in a terminal. Steps with an evaluation, and notes, scroll above it."""
 
-    def __init__(self, stages: Mapping[str, Place], log_every: int):
+    def __init__(self, stages: Mapping[str, StageSteps], log_every: int):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._stages = stages
@@ -174,7 +184,7 @@ class LiveConsole:
     def close(self) -> None:
         self._progress.stop()
 
-    def _task(self, stage: str):
+    def _task(self, stage: str) -> Any:
         if stage not in self._tasks:
             for task in self._tasks.values():
                 self._progress.stop_task(task)
@@ -184,24 +194,26 @@ class LiveConsole:
 
 
 class TensorBoard:
-    """Scalars at the running number of the step over all stages."""
+    """Writes scalars for TensorBoard, with the steps of all stages numbered in sequence."""
 
-    def __init__(self, stages: Mapping[str, Place], directory: Path):
+    def __init__(self, stages: Mapping[str, StageSteps], directory: Path):
         from tensorboardX.event_file_writer import EventsWriter
 
         self._stages = stages
         directory.mkdir(parents=True, exist_ok=True)
-        # The thread and the exit handler of a SummaryWriter show tracebacks on a full disk. The file is named by the second: a run
-        # continued at once would overwrite what it had written.
+        # A SummaryWriter has a thread and an exit handler that show tracebacks on a full disk. The suffix is random
+        # because the name of the file holds the time in seconds: a run that continues within a second would overwrite
+        # its file.
         self._writer = EventsWriter(str(directory / "events"), filename_suffix=f".{secrets.token_hex(4)}")
 
     def start_stage(self, name: str, steps: int, first_step: int) -> None:
         pass
 
     def step(self, stage: str, step: int, metrics: Metrics) -> None:
-        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto import event_pb2
         from tensorboardX.summary import scalar
 
+        Event = cast(Any, event_pb2).Event  # made by protobuf at import
         at, now = self._stages[stage].before + step, time.time()
         for name, value in _numbers(metrics).items():
             self._writer.write_event(Event(wall_time=now, step=at, summary=scalar(name, value)))
@@ -215,17 +227,18 @@ class TensorBoard:
 
 
 class Wandb:
-    """A Weights & Biases run; `mode: offline` writes to the run's directory and needs no account. A run that is continued
-    goes on under the id it had."""
+    """Logs to Weights & Biases. A continued run keeps its id.
 
-    def __init__(self, stages: Mapping[str, Place], config: RunConfig, directory: Path):
+    `mode: offline` writes to the run's directory and needs no account.
+    """
+
+    def __init__(self, stages: Mapping[str, StageSteps], config: RunConfig, options: WandbOptions, directory: Path):
         import wandb
 
         self._stages = stages
         file = directory / "wandb-id"
         if not file.exists():
             file.write_text(secrets.token_hex(4))
-        options = config.run.wandb
         self._run = wandb.init(
             id=file.read_text(),
             resume="allow",

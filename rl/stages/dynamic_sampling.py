@@ -38,8 +38,8 @@ class Group:
     def differs(self, column: int | None) -> bool:
         """Whether its scores, of one reward function or in sum, are not all the same."""
         scores = self.total if column is None else self.rewards[:, column]
-        found = scores[np.isfinite(scores)]
-        return bool(found.size and np.ptp(found) > 0)
+        result = scores[np.isfinite(scores)]
+        return bool(result.size and np.ptp(result) > 0)
 
     def to_json(self) -> dict:
         """All of it as JSON can hold it."""
@@ -88,32 +88,32 @@ class DynamicSampling:
         self._column = None if reward is None else runner.names.index(reward)
 
     def fill(
-        self, wanted: int, carried: list[Group], sample: Callable[[], tuple[Rollouts, list[int]]]
+        self, count: int, carried: list[Group], sample: Callable[[], tuple[Rollouts, list[int]]]
     ) -> tuple[Rollouts, list[Group], dict[str, float]]:
-        """(rollouts of `wanted` groups, those left over for the next step, metrics).
+        """(rollouts of `count` groups, those left over for the next step, metrics).
 
         `carried` are taken first; then `sample()` gives further rollouts, and the rows of their prompts in the data. Where that is
         not enough, groups without a difference fill the step: they have no advantage.
         """
         kept, dropped, taken = list(carried), [], []
-        while len(kept) < wanted and len(taken) < self._most:
+        while len(kept) < count and len(taken) < self._most:
             rollouts, rows = sample()
             scores = rollouts.scores.result()
             taken.append((rollouts, scores))
             for group in _split(rollouts, scores, rows):
                 (kept if group.differs(self._column) else dropped).append(group)
-        groups = kept[:wanted] + dropped[: max(0, wanted - len(kept))]
+        groups = kept[:count] + dropped[: max(0, count - len(kept))]
         totals = np.concatenate([scores.total for _, scores in taken]) if taken else np.zeros(0)
         tried = sum(len(rollouts.problems) for rollouts, _ in taken)
         metrics = {
             "dynamic/batches": float(len(taken)),
             "dynamic/kept_share": 1.0 - len(dropped) / tried if tried else 1.0,
             "dynamic/carried": float(len(carried)),
-            "dynamic/without_difference": float(max(0, wanted - len(kept))),
+            "dynamic/without_difference": float(max(0, count - len(kept))),
         }
         if np.isfinite(totals).any():
             metrics["dynamic/reward_mean"] = float(np.nanmean(totals))
-        return self._together(groups, taken), kept[wanted:], metrics
+        return self._together(groups, taken), kept[count:], metrics
 
     def _together(self, groups: Sequence[Group], taken: Sequence[tuple[Rollouts, Scores]]) -> Rollouts:
         """Rollouts of these groups; counts, time and metrics of the rewards are those of the calls that were made for them."""
@@ -137,10 +137,10 @@ class DynamicSampling:
 
 def _split(rollouts: Rollouts, scores: Scores, rows: Sequence[int]) -> list[Group]:
     G = len(rollouts.completions[0])
-    found = []
+    result = []
     for p, (row, prompt_id) in enumerate(zip(rows, rollouts.prompt_ids, strict=True)):
         own = slice(p * G, (p + 1) * G)
-        found.append(
+        result.append(
             Group(
                 row,
                 int(prompt_id),
@@ -150,4 +150,4 @@ def _split(rollouts: Rollouts, scores: Scores, rows: Sequence[int]) -> list[Grou
                 scores.total[own],
             )
         )
-    return found
+    return result

@@ -1,6 +1,6 @@
 """Inputs that an algorithm names in `inputs`: each name is provided by one function of this file.
 
-A provider reads and extends the Draft of a step. What is declared beside it says when it runs, which fields of the batch it fills,
+A provider reads and extends the Draft of a step. Its declaration says when it runs, which fields of the batch it fills,
 which part of the RunState it reads and which compiled program it calls; state, compilation and plans follow from that.
 
 Shapes: P prompts, G completions of one prompt, N = P G completions, T tokens, F reward functions.
@@ -77,8 +77,8 @@ def provides(*names: str, when: str, **declared: Any) -> Callable:
 
 def used(stage: StageKind) -> list[Input]:
     """Returns the providers that a step of the stage runs. Raises KeyError for an input without a provider."""
-    wanted = {id(INPUTS[name]) for name in stage.inputs}
-    providers = {id(each): each for each in INPUTS.values() if id(each) in wanted}
+    named = {id(INPUTS[name]) for name in stage.inputs}
+    providers = {id(each): each for each in INPUTS.values() if id(each) in named}
     return [each for each in providers.values() if not each.skips(stage)]
 
 

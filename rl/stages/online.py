@@ -154,8 +154,8 @@ class Stage(StageKind):
         with self.context.timeline.span("batch"):
             batch = samples.batch(self.config.max_length, replay=replay, values=self.sampled_values)
         if self.algorithm.mask_truncated:
-            whole = np.asarray([[completion.finish != "length"] for _, completion in samples.flat], np.float32)
-            batch = batch.replace(mask=batch.mask * whole)
+            complete = np.asarray([[completion.finish != "length"] for _, completion in samples.flat], np.float32)
+            batch = batch.replace(mask=batch.mask * complete)
         draft.batch = batch
 
     def _score(self, draft: Draft) -> None:

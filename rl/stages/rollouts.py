@@ -64,19 +64,19 @@ class Rollouts:
 
     def batch(self, limit: int, *, replay: bool = False, values: bool = False) -> Batch:
         """One row for each completion after its prompt; the mask is on the completion, its stop token included. `replay`: with the
-        experts that the generator sent each token to. `values`: with those that it found, if it was asked for any."""
+        experts that the generator sent each token to. `values`: with the values of a critic, if the generator computed them."""
         from rl.training.batch import pack, spread
 
         rows = [
             (self.problems[p].ids + c.tokens, [0] * len(self.problems[p].ids) + [1] * len(c.tokens))
             for p, c in self.flat
         ]
-        batch, found = pack(rows, limit), [c.values for _, c in self.flat]
+        batch, values_of = pack(rows, limit), [c.values for _, c in self.flat]
         return batch.replace(
             prompt=np.asarray([p for p, _ in self.flat], np.int32),
             sampler_logp=spread([c.logprobs for _, c in self.flat], batch.mask),
             version=np.asarray([self.versions[p] for p, _ in self.flat], np.int32)[:, None] * (batch.mask != 0),
-            old_values=spread(found, batch.mask) if values and None not in found else None,
+            old_values=spread(values_of, batch.mask) if values and None not in values_of else None,
             routes=routes_of([c for _, c in self.flat], batch.tokens.shape[1]) if replay else None,
         )
 
@@ -86,11 +86,11 @@ def routes_of(completions: Sequence[Completion], length: int) -> dict[str, np.nd
     from policy.cache.step import UNKNOWN
 
     first = completions[0].routes
-    found = {path: np.full((len(completions), length, *a.shape[1:]), UNKNOWN, a.dtype) for path, a in first.items()}
+    result = {path: np.full((len(completions), length, *a.shape[1:]), UNKNOWN, a.dtype) for path, a in first.items()}
     for row, completion in enumerate(completions):
         for path, experts in completion.routes.items():
-            found[path][row, : len(experts)] = experts
-    return found
+            result[path][row, : len(experts)] = experts
+    return result
 
 
 def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes) -> SamplingParams:
@@ -192,7 +192,7 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
     lengths = np.asarray([len(c.tokens) for _, c in rollouts.flat])
     ended = np.asarray([c.finish == "stop" for _, c in rollouts.flat])
     flat_groups = [np.ptp(group[np.isfinite(group)]) == 0 if np.isfinite(group).any() else True for group in totals]
-    found = {
+    result = {
         "reward/mean": float(scored.mean()) if scored.size else float("nan"),
         "reward/std": float(scored.std(ddof=1)) if scored.size > 1 else 0.0,
         "reward/frac_zero_std": float(np.mean(flat_groups)),
@@ -206,15 +206,15 @@ def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, f
         "generator/preempted": float(rollouts.counts["preempted"]),
     }
     if "checked" in rollouts.counts:
-        found["generator/replaced_share"] = rollouts.counts["replaced"] / max(1, rollouts.counts["checked"])
+        result["generator/replaced_share"] = rollouts.counts["replaced"] / max(1, rollouts.counts["checked"])
     if rollouts.scoring:
-        found["time/reward_models"] = rollouts.scoring
+        result["time/reward_models"] = rollouts.scoring
     if drafted:
         steps = sum(c.steps for _, c in rollouts.flat)
-        found["speculative/accepted_per_step"] = float(lengths.sum() / steps - 1)
+        result["speculative/accepted_per_step"] = float(lengths.sum() / steps - 1)
     if ended.any():
-        found |= {
+        result |= {
             f"completion/{name}_terminated_length": float(getattr(lengths[ended], name)())
             for name in ("mean", "min", "max")
         }
-    return found | scores.metrics
+    return result | scores.metrics

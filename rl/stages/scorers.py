@@ -10,7 +10,7 @@ from policy.config import Runtime
 from policy.huggingface import sources
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
-from rewards.registry import JUDGED
+from rewards.registry import REWARD_MODEL
 from rl.config.run import RewardSettings, RunConfig
 from rl.errors import ModelError
 
@@ -50,7 +50,7 @@ def abstract_scorers(config: RunConfig, rewards: RewardSettings | None, graph: G
     from policy.model import Graph
     from rl.training.reward_model import RewardModelScorer
 
-    names = {each.options["source"] for each in rewards.functions if each.name == JUDGED} if rewards else set()
+    names = {each.options["source"] for each in rewards.functions if each.name == REWARD_MODEL} if rewards else set()
     scorers = {}
     for source in sorted(names):
         try:

@@ -59,8 +59,8 @@ class Program:
     rollout_memory: bool = False
 
 
-class StageKind(ABC):
-    """One stage of a run."""
+class ConfiguredStage:
+    """A stage as its configuration describes it. Free of jax."""
 
     samples: ClassVar[bool] = False
     """Whether a step samples completions."""
@@ -75,12 +75,6 @@ class StageKind(ABC):
         self.name, self.options = config.stage_names[index], config.stages[index]
         self.algorithm = algorithm_of(self.options)
         self.path = ("stages", index)
-        self.runner: Any = None
-        self.scorers: dict[str, RewardModelScorer] = {}
-        self.trainer: Any = None
-        self.context: Context
-
-    # Configuration.
 
     @property
     def inputs(self) -> frozenset[str]:
@@ -171,6 +165,18 @@ class StageKind(ABC):
                     f"the reference), but with {key} it would give tokens other probabilities. Leave {key} out, or use it in "
                     "sft stages only",
                 )
+
+
+class StageKind(ConfiguredStage, ABC):
+    """One stage of a run."""
+
+    context: Context
+
+    def __init__(self, config: RunConfig, index: int):
+        super().__init__(config, index)
+        self.runner: Any = None
+        self.scorers: dict[str, RewardModelScorer] = {}
+        self.trainer: Any = None
 
     # Data.
 

@@ -37,7 +37,7 @@ class Operations:
     def active_weights(self) -> float:
         """Numbers of the matrices that one token is multiplied with: of E routed experts the k that it goes to. Tables in which
         rows are looked up count nothing, norms, biases and convolutions neither."""
-        found, config = 0.0, self.graph.config
+        result, config = 0.0, self.graph.config
         head = ({"embed_tokens"} if config.tied_head else {"lm_head"}) if self.head else set()
         for path, shape in self.graph.shapes.items():
             if path not in head and path not in self.graph.inputs and not _INPUTS & set(self.graph.axes[path]):
@@ -46,8 +46,8 @@ class Operations:
             if "exp" in self.graph.axes[path]:
                 router = self._layer(path).moe.router
                 share = router.experts_per_token / router.experts
-            found += share * math.prod(shape.shape)
-        return found
+            result += share * math.prod(shape.shape)
+        return result
 
     def forward(self, lengths, weighed: float | None = None) -> float:
         """Of one pass over sequences of these lengths. `weighed`: tokens that are multiplied with the weights, where they are
@@ -99,8 +99,8 @@ def rates(part: str, operations: float, tokens: float, seconds: float, layout: L
     devices = layout.mesh.devices
     each = seconds * devices.size
     rate, chip = operations / each / 1e12, chips.of(devices.flat[0].device_kind)
-    found = {f"perf/{part}_tokens_per_s": tokens / each, f"perf/{part}_tflops_per_s": rate}
-    return found | ({f"perf/mfu_{part}": rate / chip.tflops} if chip else {})
+    result = {f"perf/{part}_tokens_per_s": tokens / each, f"perf/{part}_tflops_per_s": rate}
+    return result | ({f"perf/mfu_{part}": rate / chip.tflops} if chip else {})
 
 
 def memory_share(bytes_: float, seconds: float, layout: Layout) -> dict[str, float]:
@@ -114,5 +114,5 @@ def lengths(segments_NT: np.ndarray) -> np.ndarray:
     """Tokens of each sequence in these rows, where they are numbered 1, 2, ..."""
     segments = np.asarray(segments_NT)
     counts = [np.count_nonzero(segments == number, axis=1) for number in range(1, int(segments.max(initial=0)) + 1)]
-    found = np.concatenate(counts) if counts else np.zeros(0, int)
-    return found[found > 0]
+    result = np.concatenate(counts) if counts else np.zeros(0, int)
+    return result[result > 0]

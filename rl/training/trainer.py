@@ -103,7 +103,7 @@ class BatchUpdates:
     def _micro_batch(self, N: int, T: int) -> int | None:
         """Rows of a micro-batch where the stage says nothing; None: all. On CPU what a layer leaves for the backward pass then
         stays in the caches: 64 rows of 96 tokens took 1.4 times as long at once as 8 at a time, for 1M and 25M weights. Balancing
-        experts over the whole batch would cost a forward pass more."""
+        experts over the full batch would cost a forward pass more."""
         on_cpu = self.graph.layout.platform == "cpu"
         return -(-N // -(-N * T // CPU_TOKENS)) if on_cpu and self.stage.router.balance == "sequence" else None
 
@@ -186,8 +186,8 @@ class Trainer(BatchUpdates):
     @property
     def executables(self) -> dict[str, CompiledCache]:
         """The programs of a step by the names that a plan gives them."""
-        found = {"update": self.policy.program, "log-probabilities": self._logprobs}
-        return found | ({"update of the critic": self.critic.program, "values": self._values} if self.critic else {})
+        programs = {"update": self.policy.program, "log-probabilities": self._logprobs}
+        return programs | ({"update of the critic": self.critic.program, "values": self._values} if self.critic else {})
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
         """The state at the beginning of the stage. Takes `params` over; reference and critic are copies of them."""
@@ -243,13 +243,13 @@ class Trainer(BatchUpdates):
         policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": place.share(R)}
         inputs = self.totals(batch, {name: np.float32(value) for name, value in controls.items()} if controls else None)
         if apart:
-            critic, _, found = self.critic(critic, batch, inputs, R, self.value_model.beside(policy.params))
-            del found["loss"]  # value/loss, and the balance term that value/moe/balance holds
-            metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in found.items()}
+            critic, _, result = self.critic(critic, batch, inputs, R, self.value_model.beside(policy.params))
+            del result["loss"]  # value/loss, and the balance term that value/moe/balance holds
+            metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in result.items()}
         if not critic_only:
-            policy, head, found = self.policy(policy, batch, inputs, R, head=None if apart else critic)
+            policy, head, result = self.policy(policy, batch, inputs, R, head=None if apart else critic)
             critic = critic if apart else head
-            metrics |= found
+            metrics |= result
         return RunState(policy, state.reference, critic), metrics
 
     def _parts_loss(self, params, micro: Batch, inputs: PolicyInputs):

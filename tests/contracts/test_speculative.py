@@ -187,3 +187,9 @@ def test_drafts_are_accepted_as_often_as_the_documented_coupling_says():
     rate, expected = np.mean([completion.steps == 1 for completion in made]), coupling(P[start], P[WRONG[start]])
     assert abs(rate - expected) < 4 * (expected * (1 - expected) / samples) ** 0.5
     assert expected < np.minimum(P[start], P[WRONG[start]]).sum() < 1
+
+
+def test_rows_that_draft_are_used_as_far_as_they_are_filled():
+    """The state that the modules read is of fixed size, also in a model whose own cache has entries by position only."""
+    assert not generator_of("llama", 1).engine.runner.geometry.supports_truncation
+    assert generator_of("llama", 0).engine.runner.geometry.supports_truncation

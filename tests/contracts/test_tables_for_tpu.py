@@ -57,7 +57,7 @@ def compiled_sizes() -> dict[str, int]:
     def abstract(a):
         return jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=mesh.replicated)
 
-    arguments = jax.tree.map(abstract, (data, jax.eval_shape(trainer._totals, data)))
+    arguments = jax.tree.map(abstract, (data, jax.eval_shape(trainer.totals, data)))
     compiled = trainer.policy.program.lower(trainer.abstract().policy, *arguments, micro_rows=4).compile()
     (table,) = (graph.shapes[path] for path in graph.tables)
     return {"table": table.size * 4 // mesh.mesh.size, "temporary": compiled.memory_analysis().temp_size_in_bytes}

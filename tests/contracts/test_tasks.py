@@ -125,7 +125,7 @@ def test_problems_of_several_lengths_come_in_the_parts_that_decay_says():
         with pytest.raises(ValueError, match="`decay` must lie above 0 and at most at 1"):
             tasks.check("arithmetic", options | {"decay": wrong})
     for wrong in (1, 5, 2.0, True):
-        with pytest.raises(ValueError, match="`min_terms` must be a whole number from 2 to `terms`"):
+        with pytest.raises(ValueError, match="`min_terms` must be an integer from 2 to `terms`"):
             tasks.check("arithmetic", options | {"min_terms": wrong})
 
 

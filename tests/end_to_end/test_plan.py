@@ -24,7 +24,7 @@ from rl.plan.estimate import Estimator
 from rl.plan.programs import programs
 from rl.reporting import program_memory
 from rl.run import build
-from rl.stages import scorers
+from rl.stages.scorers import program_name
 from rl.training.reward_model import RewardModelScorer
 from rl.training.trainer import Trainer
 from rollout.engine import exact
@@ -199,9 +199,7 @@ def test_reward_models_and_the_check_of_exact_completions_are_planned_as_they_ar
     generator = Generator(Model(graph, graph.init(0)), max_length=config.max_length, slots=1, options=options)
     generator.verifier.compile_ahead(generator.model.params, config.max_length)
     assert np.isfinite(judge([[1, 2, 3]] * 3)).all()
-    largest = program_memory.ProgramMemoryLog(tmp_path).look(
-        "grpo", {scorers.program_name(source): judge.program}, generator
-    )
+    largest = program_memory.ProgramMemoryLog(tmp_path).look("grpo", {program_name(source): judge.program}, generator)
     assert_ran_as_planned(tmp_path, planned)
     assert largest["peak"] == max(each["peak"] for each in planned.values())
     assert [planned[name]["times"] for name in (f"grpo: scores of {source}", *CHECKS)] == [1, 4, 4, 4]

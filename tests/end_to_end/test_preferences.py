@@ -19,6 +19,7 @@ from rl.errors import DataError
 from rl.reporting import events
 from rl.run import build
 from rl.run.prepare import prepare
+from rl.stages import create
 from rl.stages.scorers import abstract_scorers
 from rl.training.reward_model import RewardModelScorer
 from rollout.text.tokenizer import load_tokenizer
@@ -104,7 +105,7 @@ def test_a_reward_model_is_planned_as_the_stage_leaves_it(finished):
     (planned,) = abstract_scorers(config, config.stages[2].rewards, graph).values()
     read = RewardModelScorer.read(run / "reward_models" / "reward_model", Runtime(), graph.layout, 24)
     assert planned.graph.config.layers == read.graph.config.layers and planned.abstract == read.abstract
-    assert abstract_scorers(config, config.stages[0].rewards or config.rewards, graph) == {}
+    assert abstract_scorers(config, create(config)[0].rewards, graph) == {}
 
 
 def test_a_run_that_is_cut_off_in_it_goes_on_to_the_same_bits(finished, tmp_path):

@@ -30,3 +30,26 @@ def test_arguments_of_few_bits_are_taken_at_the_first_call_and_the_next(dtype):
 def test_keys_of_random_numbers_are_arguments_as_others_are():
     program = CompiledCache(jax.jit(lambda key, rows: rows + jax.random.uniform(key)), "cpu")
     assert program(jax.random.key(0), jnp.zeros(2)).shape == (2,) and program.number == 1
+
+
+def test_a_program_of_a_known_shape_is_compiled_once_ahead_and_listed_by_its_shape():
+    cache = CompiledCache(jax.jit(lambda rows, times: rows * times), "cpu")
+    abstract = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    cache.compile_shape((2,), abstract, cache.lower(*abstract))
+    for times in (2, 3):
+        np.testing.assert_array_equal(cache.run((2,), np.ones((2, 3), np.float32), np.int32(times)), times)
+    assert cache.number == 1 and cache.shapes == ((2,),)
+    cache.run((4,), np.ones((4, 3), np.float32), np.int32(2))
+    assert cache.number == 2 and cache.memory[4,].arguments > cache.memory[2,].arguments
+
+
+def test_a_call_runs_what_was_compiled_for_its_arguments():
+    cache = CompiledCache(
+        jax.jit(lambda rows, old: rows), "cpu", shape_of=lambda rows, old: (len(rows), int(old is not None))
+    )
+    rows = jnp.ones(3)
+    cache.compile(rows, None)
+    cache(rows, None)
+    assert cache.number == 1 and cache.shapes == ((3, 0),)
+    cache(rows, rows)
+    assert cache.number == 2 and cache.shapes == ((3, 0), (3, 1))

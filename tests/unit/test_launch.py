@@ -28,7 +28,7 @@ OPEN_MPI = {
         ((None, 0, None), "--processes, --coordinator: "),
         ((2, 2, "a:1"), "--process 2: 2 processes have the numbers 0 to 1"),
         ((2, -1, "a:1"), "--process -1"),
-        ((2, 0, "a"), "--coordinator a: wanted HOST:PORT"),
+        ((2, 0, "a"), "--coordinator a: use HOST:PORT"),
         ((2, 0, ":80"), "--coordinator :80"),
     ],
 )

@@ -216,7 +216,9 @@ def test_log_probabilities_and_values_come_back_to_their_places():
     @jax.jit
     def apart(policy, critic, tokens, segments):
         step = modes.make_step(tokens, segments=segments)
-        return *trainer.graph.logprobs(policy, tokens, step, 1.0)[:2], trainer._critic.values(critic, tokens, step)[0]
+        return *trainer.graph.logprobs(policy, tokens, step, 1.0)[:2], trainer.value_model.values(critic, tokens, step)[
+            0
+        ]
 
     logp, entropy, values = apart(state.policy.params, params, data.tokens, data.segments)
     found = trainer.logprobs(state.policy.params, data)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from rewards import RewardError, RewardFailed, Runner, RunnerOptions, Share
-from rewards.workers import pool
+from rewards.workers import threads
 
 BAD = Path(__file__).with_name("bad_rewards.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,7 +187,7 @@ def test_workers_start_with_the_first_call_are_kept_and_end_with_the_runner(mark
 
 @LINUX
 def test_a_worker_with_too_many_children_is_replaced(mark, monkeypatch):
-    monkeypatch.setattr(pool, "_MOST_CHILDREN", 6)
+    monkeypatch.setattr(threads, "_MOST_CHILDREN", 6)
     with Runner(options(f"{BAD}:leaves_children")) as runner:
         for _ in range(12):
             assert runner.score(["p"], ["ab"], {}).total[0] == 2.0

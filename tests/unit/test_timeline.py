@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rewards.workers.pool import Call
+from rewards.workers.threads import Call
 from rl.config.run import ProfileOptions
 from rl.reporting.timeline import CHECKPOINTS, FILE, PROFILES, Timeline
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from policy.mesh import serialization
-from rewards.workers.pool import Failure
+from rewards.workers.threads import Failure
 from rl.data.datasets import Example
 from rl.data.reader import Pair, Problem
 from rl.errors import DataError, ResourceError

@@ -1,13 +1,14 @@
-"""Problems generated in code. Every file in this folder without a leading underscore is a task of that name; any other
-name is looked for in reasoning-gym (extra `tasks`). `file.py:function` and `package.module:function` name a task of the user's own:
-a function (split, **options) that returns or yields mappings with `prompt`, perhaps `completion`, and columns for the rewards.
+"""Generates problems. Every file in this folder without a leading underscore is a task of that name; any other name is
+a task of reasoning-gym (extra `tasks`). `file.py:function` and `package.module:function` name the user's own task: a
+function (split, **options) that returns or yields mappings with `prompt`, optionally `completion`, and columns for the
+rewards.
 
 A task file defines the frozen dataclass `Options`, whose fields are the keys of `data.options`, and
 
     problems(options, split) -> list[Problem]     deterministic; no problem occurs in both splits
 
-The split of a problem follows from a hash of its text (`is_held_out`), never from a seed, so that a problem that
-evaluation uses can occur in no prompt and no demonstration of training.
+A hash of its text decides the split of a problem (`is_held_out`), not a seed, so that no problem of the evaluation
+occurs in training.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Split = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, a demonstration of the answer (None if the task has none), and the columns for the rewards."""
+    """A prompt, a demonstration of its answer (None if the task has none), and the columns for rewards."""
 
     prompt: str
     completion: str | None
@@ -36,7 +37,7 @@ class Problem:
 
 
 def names() -> list[str]:
-    """Names of the tasks of this folder, sorted."""
+    """Returns the names of the tasks of this folder, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
@@ -51,7 +52,7 @@ def check(name: str, options: dict[str, Any]) -> None:
 
 
 def problems(name: str, options: dict[str, Any], split: Split) -> list[Problem]:
-    """The problems of a task's split, always the same ones in the same order. Raises ValueError as `check` does."""
+    """Returns the problems of a split, always the same in the same order. Raises ValueError as `check` does."""
     if split not in typing.get_args(Split):
         raise ValueError(f"a task has the splits {' and '.join(typing.get_args(Split))}, not {split!r}")
     if plugins.is_plugin(name):
@@ -71,16 +72,16 @@ def _problem(name: str, number: int, row: Any) -> Problem:
 
 
 def hash_share(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone, the same on every machine."""
+    """Returns a number in [0, 1) that depends on the text only, equal on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
 def is_held_out(text: str, share: float) -> bool:
-    """Whether the problem that `text` identifies belongs to evaluation."""
+    """Tells whether the problem that `text` identifies belongs to the evaluation."""
     return hash_share(text) < share
 
 
-def _options(name: str, options: dict[str, Any]):
+def _options(name: str, options: dict[str, Any]) -> Any:
     kind = importlib.import_module(f"rl.data.tasks.{name}").Options
     valid = [one.name for one in dataclasses.fields(kind)]
     unknown = [key for key in options if key not in valid]

@@ -1,11 +1,12 @@
-"""Any task of reasoning-gym by name (https://github.com/open-thought/reasoning-gym), with its own scorer as reward.
+"""Generates the problems of any reasoning-gym task (https://github.com/open-thought/reasoning-gym).
 
-`options` are the task's own configuration, and besides
+`options` are the configuration of the task, and
 
-    size: problems of the training split (10000); evaluation has `eval_size` (1000)
+    size: number of training problems (10000)
+    eval_size: number of evaluation problems (1000)
 
-Both splits are generated from seeds of their own; a problem whose text hashes into the held-out tenth is left to
-evaluation, the rest to training, so that the splits share none even where a task has few distinct problems.
+Each split has its own seed. A problem whose text hashes into the held-out tenth belongs to the evaluation, any other to
+training, so that the splits share no problem even if a task has few distinct ones.
 """
 
 from __future__ import annotations
@@ -25,37 +26,39 @@ _OWN_OPTIONS = {"size": 10_000, "eval_size": 1_000}
 
 
 def check(name: str, options: dict[str, Any]) -> None:
-    """Raises ValueError for an unknown task, a bad option, or where reasoning-gym is not installed."""
+    """Raises ValueError for an unknown task, a bad option, or if reasoning-gym is not installed."""
     _configured(name, options, "train", 1)
 
 
 def problems(name: str, options: dict[str, Any], split: Split) -> list[Problem]:
-    """`size` (train) or `eval_size` (eval) distinct problems, fewer where the task has no more."""
-    wanted = (_OWN_OPTIONS | options)["eval_size" if split == "eval" else "size"]
-    # One in ten lands in the held-out part, duplicates are dropped, and a task with few problems must come to an end.
-    dataset = _configured(name, options, split, wanted * (30 if split == "eval" else 3))
-    found: dict[str, Problem] = {}
+    """Returns `size` (train) or `eval_size` (eval) distinct problems, fewer if the task has fewer."""
+    size = (_OWN_OPTIONS | options)["eval_size" if split == "eval" else "size"]
+    # One problem in ten is held out and duplicates are dropped. The bound ends the loop for a task with few problems.
+    dataset = _configured(name, options, split, size * (30 if split == "eval" else 3))
+    distinct: dict[str, Problem] = {}
     for index in range(len(dataset)):
         entry = dataset[index]
         question = entry["question"]
-        if question in found or is_held_out(question, _EVAL_SHARE) != (split == "eval"):
+        if question in distinct or is_held_out(question, _EVAL_SHARE) != (split == "eval"):
             continue
         columns = {"task": name, "entry": json.dumps(entry, default=str), "answer": entry["answer"]}
-        found[question] = Problem(question, entry["answer"], columns)
-        if len(found) == wanted:
+        distinct[question] = Problem(question, entry["answer"], columns)
+        if len(distinct) == size:
             break
-    return list(found.values())
+    return list(distinct.values())
 
 
-def _configured(name: str, options: dict[str, Any], split: Split, size: int):
+def _configured(name: str, options: dict[str, Any], split: Split, size: int) -> Any:
+    """Returns the dataset of a task. Raises ValueError as `check` does."""
     try:
-        # Importing it prints notices of optional packages.
+        # The import prints notices about optional packages.
         with contextlib.redirect_stdout(io.StringIO()):
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(
-            f"no task {name}{nearest(name, names())}; the tasks of reasoning-gym need pip install 'duet-rl[tasks]' ({error})"
+            f"no task {name}{nearest(name, names())}; "
+            f"the tasks of reasoning-gym need pip install 'duet-rl[tasks]' ({error})"
         ) from None
     if name not in DATASETS:
         raise ValueError(f"no task {name}, neither own nor of reasoning-gym{nearest(name, [*names(), *DATASETS])}")
@@ -65,7 +68,7 @@ def _configured(name: str, options: dict[str, Any], split: Split, size: int):
             raise ValueError(f"task {name} has no option `{key}`{nearest(key, [*valid, 'eval_size'])}")
     for key in _OWN_OPTIONS:
         if type(options.get(key, 1)) is not int or options.get(key, 1) < 1:
-            raise ValueError(f"`{key}` must be a whole number of at least 1, got {options[key]!r}")
+            raise ValueError(f"`{key}` must be an integer of at least 1, got {options[key]!r}")
     own = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
     try:
         return reasoning_gym.create_dataset(name, **own, seed=_SEEDS[split], size=size)

@@ -1,8 +1,7 @@
-"""Sums, differences and products of small whole numbers, as a model that starts from random weights can learn them.
+"""Generates sums, differences and products of small integers, which a model with random weights can learn.
 
-The problems are all expressions `a op b [op c ...]` with operands from `min_operand` to `max_operand`. They are
-numbered (mixed radix), so that there is a definite, countable set of them; if it is larger than `problems`, that many
-are drawn from it, the same ones always.
+The problems are all expressions `a op b [op c ...]` with operands from `min_operand` to `max_operand`, numbered in
+mixed radix. If there are more than `problems`, a fixed random sample of that size is drawn.
 """
 
 from __future__ import annotations
@@ -21,36 +20,36 @@ _DRAW = 20250601
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the problems and their demonstrations look like."""
+    """Options of the problems and their demonstrations. Raises ValueError for invalid ones."""
 
     operations: list[str] = field(default_factory=lambda: ["+"])
     """Any of + - *; products bind tighter than sums."""
     terms: int = 2
-    """Operands of one problem."""
+    """Number of operands of a problem."""
     min_terms: int | None = None
-    """Fewest operands, for problems of several lengths; null: every problem has `terms` of them."""
+    """Fewest operands, for problems of several lengths; null: every problem has `terms` operands."""
     decay: float = 1.0
-    """With `min_terms`: problems of one operand more, for each of one fewer. Below 1 long ones are rare."""
+    """With `min_terms`: number of problems with n + 1 operands per problem with n. Below 1, long problems are rare."""
     min_operand: int = 0
     max_operand: int = 99
     style: Literal["plain", "reversed", "scratchpad", "steps"] = "plain"
-    """Demonstration of 57+68: `125`; `521`, digits from the units up; `15+110=125`, sums of the columns first. Of 2+3*4+5 in steps,
-    one operation each: `2+12+5=14+5=19`."""
+    """Form of the demonstration. For 57+68: plain `125`; reversed `521`, units first; scratchpad `15+110=125`, sums of
+    the columns first. For 2+3*4+5: steps `2+12+5=14+5=19`, one operation per step."""
     prompt: str = "{problem}="
     """Text of the prompt."""
     end: str = ""
-    """Text put behind the demonstration."""
+    """Text after the demonstration."""
     eval_share: float = 0.1
-    """Share of the problems held out for evaluation, chosen by a hash of the problem."""
+    """Share of the problems for evaluation, chosen by a hash of the problem."""
     problems: int = 50_000
-    """Most distinct problems of both splits together."""
+    """Most distinct problems in both splits together."""
 
     def __post_init__(self):
         for name in ("terms", "min_operand", "max_operand", "problems"):
             if type(getattr(self, name)) is not int:
-                raise ValueError(f"`{name}` must be a whole number, got {getattr(self, name)!r}")
+                raise ValueError(f"`{name}` must be an integer, got {getattr(self, name)!r}")
         if self.min_terms is not None and (type(self.min_terms) is not int or not 2 <= self.min_terms <= self.terms):
-            raise ValueError(f"`min_terms` must be a whole number from 2 to `terms`, got {self.min_terms!r}")
+            raise ValueError(f"`min_terms` must be an integer from 2 to `terms`, got {self.min_terms!r}")
         if not isinstance(self.decay, (int, float)) or not 0 < self.decay <= 1:
             raise ValueError(f"`decay` must lie above 0 and at most at 1, got {self.decay!r}")
         if not isinstance(self.operations, list) or not self.operations or set(self.operations) - set("+-*"):
@@ -72,22 +71,22 @@ class Options:
 
 
 def count(options: Options) -> int:
-    """Number of distinct expressions of `terms` operands that the options allow."""
+    """Returns the number of distinct expressions with `terms` operands."""
     operands = options.max_operand - options.min_operand + 1
     return len(set(options.operations)) ** (options.terms - 1) * operands**options.terms
 
 
 def problems(options: Options, split: Split) -> list[Problem]:
-    """The problems of a split; those of evaluation in the order of their hash, so that the first n are a fair draw."""
+    """Returns the problems of a split. The hash orders the evaluation's, so that the first n are a random sample."""
     expressions = [expression(number, one) for one in _by_length(options) for number in _numbers(one)]
-    wanted = [e for e in expressions if is_held_out(identity(e), options.eval_share) == (split == "eval")]
+    chosen = [e for e in expressions if is_held_out(identity(e), options.eval_share) == (split == "eval")]
     if split == "eval":
-        wanted.sort(key=lambda e: (hash_share(identity(e)), e))
-    return [_problem(e, options) for e in wanted]
+        chosen.sort(key=lambda e: (hash_share(identity(e)), e))
+    return [_problem(e, options) for e in chosen]
 
 
 def expression(number: int, options: Options) -> str:
-    """The expression of `terms` operands with a number in 0 .. count - 1, e.g. `12+34`."""
+    """Returns the expression with a number in 0 .. count - 1, e.g. `12+34`."""
     operations = sorted(set(options.operations))
     operands = options.max_operand - options.min_operand + 1
     parts = []
@@ -101,17 +100,17 @@ def expression(number: int, options: Options) -> str:
 
 
 def identity(text: str) -> str:
-    """What makes two expressions the same problem: `34+12` is `12+34`, and `3*4+5` is `5+4*3`."""
+    """Returns a text that is equal for equal problems, such as `34+12` and `12+34`, or `3*4+5` and `5+4*3`."""
     return "".join(sorted(sign + "*".join(sorted(factors)) for sign, factors in _summands(text)))
 
 
 def value(text: str) -> int:
-    """The number that an expression stands for."""
+    """Returns the value of an expression."""
     return sum(_values(text))
 
 
 def demonstration(text: str, style: str) -> str:
-    """How the answer is written."""
+    """Returns the demonstration of an expression in a style of `Options`."""
     answer = str(value(text))
     if style == "reversed":
         return answer[::-1]
@@ -130,7 +129,7 @@ def _problem(text: str, options: Options) -> Problem:
 
 
 def _by_length(options: Options) -> list[Options]:
-    """The options of each number of operands, with its share of the problems."""
+    """Returns the options of each number of operands, with its share of the problems."""
     lengths = range(options.min_terms or options.terms, options.terms + 1)
     shares = [options.decay ** (n - lengths[0]) for n in lengths]
     counts = [math.ceil(options.problems * share / sum(shares)) for share in shares]
@@ -146,7 +145,7 @@ def _numbers(options: Options) -> list[int]:
         return list(range(total))
     generator, drawn = np.random.Generator(np.random.Philox(_DRAW)), {}
     while len(drawn) < options.problems:
-        # Python integers: three operands up to 10**6 pass 64 bits.
+        # Python integers, because three operands up to 10**6 exceed 64 bits.
         words = generator.integers(0, 2**32, size=(options.problems, 6), dtype=np.uint64).tolist()
         for row in words:
             number = sum(word << (32 * i) for i, word in enumerate(row)) % total
@@ -157,12 +156,12 @@ def _numbers(options: Options) -> list[int]:
 
 
 def _summands(text: str) -> list[tuple[str, list[str]]]:
-    """Signed products: `2*3-4` -> [("+", ["2", "3"]), ("-", ["4"])]."""
+    """Returns the signed products: `2*3-4` -> [("+", ["2", "3"]), ("-", ["4"])]."""
     return [(sign or "+", product.split("*")) for sign, product in re.findall(r"([+-]?)([\d*]+)", text)]
 
 
 def _values(text: str) -> list[int]:
-    """The signed values of the summands."""
+    """Returns the signed values of the summands."""
     values = []
     for sign, factors in _summands(text):
         product = 1
@@ -173,7 +172,7 @@ def _values(text: str) -> list[int]:
 
 
 def _columns(text: str) -> list[list[int]]:
-    """Lists of numbers, each list with the value of `text` as its sum: products worked out, then columns summed."""
+    """Returns lists of numbers whose sums equal the value of `text`: its products, then the sums of its columns."""
     summands, values = _summands(text), _values(text)
     steps = []
     if len(values) == 1 and len(summands[0][1]) == 2:
@@ -189,17 +188,17 @@ def _columns(text: str) -> list[list[int]]:
 
 
 def _one_by_one(text: str) -> list[str]:
-    """`text` after each of its operations: the products from the left, then the sums from the left."""
+    """Returns `text` after each of its operations: products from the left, then sums from the left."""
     numbers, operations = [int(number) for number in re.findall(r"\d+", text)], re.findall(r"[+*-]", text)
-    found = []
+    steps = []
     while operations:
         at = operations.index("*") if "*" in operations else 0
         left, right = numbers[at], numbers.pop(at + 1)
         operation = operations.pop(at)
         numbers[at] = left * right if operation == "*" else left + right if operation == "+" else left - right
         rest = zip(operations, numbers[1:], strict=True)
-        found.append(str(numbers[0]) + "".join(f"{operation}{number}" for operation, number in rest))
-    return found
+        steps.append(str(numbers[0]) + "".join(f"{operation}{number}" for operation, number in rest))
+    return steps
 
 
 def _sum_text(numbers: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Calls of rewards, and the threads that put them to worker processes one after another."""
+"""Calls rewards in worker processes: one thread per process, which sends one call after another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_CHILDREN = 256
 
 @dataclass(frozen=True)
 class Function:
-    """One reward of a run: short name, address for the worker, weight in the total, options, arguments it takes."""
+    """One reward of a run: its short name, address for the worker, weight in the total, options and arguments."""
 
     name: str
     address: str
@@ -30,16 +30,24 @@ class Function:
 
 @dataclass(frozen=True)
 class Failure:
-    """Stands in a cell in place of a score; `kind` as in `runner.Fault`, or "closed": the runner was closed."""
+    """The result of a sample without a score. `kind`: as in `scores.Fault`, or "closed" if the runner was closed."""
 
     kind: str
     text: str
 
 
+Result = float | None | Failure
+"""A score, None (not applicable), or a Failure."""
+
+
 @dataclass(frozen=True)
 class Call:
-    """One call of a function in a worker process, counted through all processes that share completions. `began`: as time.time()
-    gives it; `seconds`: until the answer, or until there was none."""
+    """One call of a function in a worker process.
+
+    worker: number of the worker, unique among all processes that share completions.
+    began: start as time.time() returns it.
+    seconds: time until the answer, or until the call failed.
+    """
 
     function: str
     completions: int
@@ -49,11 +57,15 @@ class Call:
 
 
 @dataclass
-class Batch:
-    """Completions on their way: what the functions are given, and what came back so far."""
+class ScoringBatch:
+    """Completions that are being scored.
 
-    given: dict
-    cells: list[list[float | None | Failure]]
+    inputs: argument name -> column of one value per completion.
+    results: for each completion, one result per function: a score, None (not applicable), or a Failure.
+    """
+
+    inputs: dict
+    results: list[list[Result]]
     calls_left: int
     calls: list[Call] = field(default_factory=list)
     retried: int = 0
@@ -61,17 +73,18 @@ class Batch:
     done: threading.Event = field(default_factory=threading.Event)
 
     def finish_call(self) -> None:
+        """Counts down the calls, and sets `done` after the last."""
         with self.lock:
             self.calls_left -= 1
             if self.calls_left == 0:
                 self.done.set()
 
 
-class Lane:
-    """One thread and the worker process that it talks to.
+class WorkerThread:
+    """One thread and its worker process.
 
-    Consumes calls from the queue; produces cells of their batches; waits for the worker, never longer than a deadline;
-    is unblocked by the answer, the deadline, the end of the worker or `stop`. Ends at None in the queue.
+    The thread takes calls from the queue and stores results in their batches. It waits for the worker, at most until
+    the deadline. The answer, the deadline, the end of the worker or `stop` unblocks it. It ends at None in the queue.
     """
 
     def __init__(
@@ -82,7 +95,7 @@ class Lane:
         timeout_s: float,
         memory_limit_mb: int | None,
     ):
-        """`number`: by which its calls are told from those of other workers."""
+        """Starts the thread. `number` identifies the worker in `Call.worker`."""
         self._number = number
         self._calls = calls
         self._functions = functions
@@ -97,7 +110,7 @@ class Lane:
         self.thread.start()
 
     def stop(self) -> None:
-        """Makes a call that is running and all that wait end as "closed", without waiting for it."""
+        """Ends the running call and all queued calls as "closed". Does not wait for them."""
         with self._lock:
             self._stopped = True
             if self._busy and self._process is not None:
@@ -107,21 +120,21 @@ class Lane:
         while (call := self._calls.get()) is not None:
             batch, slot, samples = call
             try:
-                cells = self._score(batch, slot, samples)
-            except Exception as error:  # whatever it is, the run waits for these cells and must hear of it
+                results = self._score(batch, slot, samples)
+            except Exception as error:  # the run waits for these results, so that any error must reach it
                 _LOG.exception("scoring failed outside the reward")
-                cells = [Failure("died", f"scoring failed outside the reward: {error!r}")] * len(samples)
+                results = [Failure("died", f"scoring failed outside the reward: {error!r}")] * len(samples)
                 self._drop()
-            for sample, cell in zip(samples, cells, strict=True):
-                batch.cells[sample][slot] = cell
+            for sample, result in zip(samples, results, strict=True):
+                batch.results[sample][slot] = result
             batch.finish_call()
         self._drop(grace=True)
 
-    def _score(self, batch: Batch, slot: int, samples: list[int]) -> list[float | None | Failure]:
-        """Cells of the samples. What is tried again, and how long that may take, is said at the top of `runner`."""
-        cells, failure, _ = self._attempt(batch, slot, samples, self._timeout_s)
+    def _score(self, batch: ScoringBatch, slot: int, samples: list[int]) -> list[Result]:
+        """Scores samples. The top of `runner` says which calls are tried again, and for how long."""
+        results, failure, _ = self._attempt(batch, slot, samples, self._timeout_s)
         if failure is None:
-            return cells
+            return results
         if failure.kind in ("load", "closed") or (len(samples) == 1 and failure.kind != "died"):
             return [failure] * len(samples)
         with batch.lock:
@@ -130,38 +143,40 @@ class Lane:
         results = []
         for position, sample in enumerate(samples):
             limit = self._timeout_s if budget is None else budget / (len(samples) - position)
-            cells, failure, seconds = self._attempt(batch, slot, [sample], limit)
-            results.append(cells[0] if failure is None else failure)
+            scores, failure, seconds = self._attempt(batch, slot, [sample], limit)
+            results.append(scores[0] if failure is None else failure)
             if budget is not None:
                 budget -= min(limit, seconds)
             elif failure is not None and failure.kind == "timeout":
                 budget = self._timeout_s
         return results
 
-    def _attempt(self, batch: Batch, slot: int, samples: list[int], timeout_s: float):
-        """One call in the worker: (cells of its samples, or why there are none, seconds)."""
-        failure = self._ready(slot)
-        if failure is not None:
-            return [], failure, 0.0
-        arguments = _arguments(self._functions[slot], batch.given, samples)
+    def _attempt(
+        self, batch: ScoringBatch, slot: int, samples: list[int], timeout_s: float
+    ) -> tuple[list[Result], Failure | None, float]:
+        """Makes one call in the worker. Returns (results of its samples, failure of the call or None, seconds)."""
+        process = self._ready(slot)
+        if isinstance(process, Failure):
+            return [], process, 0.0
+        arguments = _arguments(self._functions[slot], batch.inputs, samples)
         message = {"call": slot, "count": len(samples), "arguments": arguments}
         at, began = time.time(), time.monotonic()
         try:
-            answer = self._process.ask(message, timeout_s)
-            cells, failure = _checked(answer, len(samples))
+            answer = process.ask(message, timeout_s)
+            results, failure = _checked(answer, len(samples))
             seconds = time.monotonic() - began
-            if answer.get("children", 0) > _MOST_CHILDREN:  # a reward that starts processes and never ends them
+            if answer.get("children", 0) > _MOST_CHILDREN:  # the reward starts processes and does not end them
                 self._drop()
         except WorkerLost as lost:
             seconds = time.monotonic() - began
-            cells, failure = [], self._lost(lost, lost.kind)
+            results, failure = [], self._lost(lost, lost.kind)
         with batch.lock:
             batch.calls.append(Call(self._functions[slot].name, len(samples), self._number, at, seconds))
         self._busy = False
-        return cells, failure, seconds
+        return results, failure, seconds
 
-    def _ready(self, slot: int) -> Failure | None:
-        """Has a worker with the function loaded, or says why not."""
+    def _ready(self, slot: int) -> WorkerProcess | Failure:
+        """Returns a worker process with the function loaded, or the reason why there is none."""
         with self._lock:
             if self._stopped:
                 return Failure("closed", "")
@@ -171,18 +186,19 @@ class Lane:
                     self._process = WorkerProcess(self._memory_limit_mb)
                 except OSError as error:
                     return Failure("load", f"no worker process can be started: {error}")
+            process = self._process
         if slot in self._loaded:
-            return None
+            return process
         function = self._functions[slot]
         message = {"load": slot, "spec": function.address, "options": function.options}
         try:
-            answer = self._process.ask(message, max(_LOAD_LIMIT_S, self._timeout_s))
+            answer = process.ask(message, max(_LOAD_LIMIT_S, self._timeout_s))
         except WorkerLost as lost:
             return self._lost(lost, "load")
         if "error" in answer:
             return Failure("load", str(answer.get("text")))
         self._loaded.add(slot)
-        return None
+        return process
 
     def _lost(self, lost: WorkerLost, kind: str) -> Failure:
         self._drop()
@@ -196,23 +212,27 @@ class Lane:
             process.close(grace)
 
 
-def _arguments(function: Function, given: dict, samples: list[int]) -> dict:
-    """What one call is given: the arguments that the function takes, options apart, of these samples."""
+def _arguments(function: Function, inputs: dict, samples: list[int]) -> dict:
+    """Returns the arguments of one call on these samples, without the options."""
     arguments = {}
-    for name, column in given.items():
+    for name, column in inputs.items():
         if function.takes.takes(name) and name not in function.options:
             arguments[name] = column if name == "max_new_tokens" else [column[sample] for sample in samples]
     return arguments
 
 
-def _checked(answer: dict, count: int) -> tuple[list, Failure | None]:
-    """Cells of an answer. The worker ran code of others, so its answer is looked at again on this side."""
+def _checked(answer: dict, count: int) -> tuple[list[Result], Failure | None]:
+    """Returns (results, failure) of an answer. Validates it, because the worker ran the code of the user."""
     if "error" in answer:
         return [], Failure(str(answer["error"]), str(answer.get("text")))
     values, bad = answer.get("values"), answer.get("bad")
-    finite = isinstance(values, list) and all(v is None or (isinstance(v, float) and math.isfinite(v)) for v in values)
-    if not finite or len(values) != count or not isinstance(bad, list):
+    if not isinstance(values, list) or not isinstance(bad, list) or len(values) != count or not _finite(values):
         raise WorkerLost("died", "the worker's answer is damaged: the reward wrote to the worker's own pipe")
+    results: list[Result] = list(values)
     for index, kind, text in bad:
-        values[index] = Failure(kind, text)
-    return values, None
+        results[index] = Failure(kind, text)
+    return results, None
+
+
+def _finite(values: list) -> bool:
+    return all(value is None or (isinstance(value, float) and math.isfinite(value)) for value in values)
