@@ -44,8 +44,8 @@ def through_cache(model, tokens_BT, lengths_B, prompt, *, chunk=None, capacity=N
     for start, end in zip(starts, [*starts[1:], T], strict=True):
         positions = np.broadcast_to(np.arange(start, end), (B, end - start))
         step = Step(jnp.asarray(positions), jnp.asarray(positions < lengths, jnp.int32))
-        found, cache, selected = run(model.params, jnp.asarray(tokens[:, start:end]), step, cache)
-        hidden.append(np.asarray(found))
+        result, cache, selected = run(model.params, jnp.asarray(tokens[:, start:end]), step, cache)
+        hidden.append(np.asarray(result))
         selections.append(selected)
     return np.concatenate(hidden, axis=1), {
         path: np.concatenate([np.asarray(each[path]) for each in selections], axis=2) for path in selections[0]

@@ -143,12 +143,12 @@ class Estimator:
         )
         key = plain.model_dump_json()
         if key not in self._parts:
-            each_stage = list(stages(plain, build.on_mesh(plain, self._devices), self._memory))
-            weights, decoding = Weights(each_stage[0][0].graph), {}
-            for sampling in {each for _, each in each_stage if each}:
+            pairs = list(stages(plain, build.on_mesh(plain, self._devices), self._memory))
+            weights, decoding = Weights(pairs[0][0].graph), {}
+            for sampling in {each for _, each in pairs if each}:
                 decoding[sampling] = Weights(sampling.decoding)
             parts = [
-                (stage, each, list(_generating(stage, each, weights, decoding.get(each)))) for stage, each in each_stage
+                (stage, each, list(_generating(stage, each, weights, decoding.get(each)))) for stage, each in pairs
             ]
             self._parts[key] = weights, parts
         return self._parts[key]
@@ -201,7 +201,10 @@ class Estimator:
 def _generating(
     stage: PlannedStage, sampling: Sampling | None, weights: Weights, decoding: Weights | None
 ) -> Iterator[tuple[Planned, Weights]]:
-    """Yields the programs of the generator. Checks read the trained weights, other rollouts those in its own layout."""
+    """Yields the programs of the generator with their weights.
+
+    Checks compute with the trained weights, other rollouts with the weights in the layout of rollouts.
+    """
     if sampling and sampling.used_by(stage):
         assert decoding is not None  # the weights of this generator
         for each in sampling.programs(stage):

@@ -95,12 +95,12 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
         *stage.programs(routes, build.generator_options(own.stage.config).record_values),
         *stage.scoring_programs(),
     ):
-        held = own.bytes
+        resident = own.bytes
         if sampling:
-            held += sampling.rolling if each.rollout_memory else sampling.bytes
-        other = held - on_a_device(each.resident)
+            resident += sampling.rolling if each.rollout_memory else sampling.bytes
+        other = resident - on_a_device(each.resident)
         made = Planned(
-            own.name, each.kind, each.shape, each.lower, held, other, each.times, each.trip_count, graph=each.graph
+            own.name, each.kind, each.shape, each.lower, resident, other, each.times, each.trip_count, graph=each.graph
         )
         yield replace(made, occupancy=_occupancy(each.graph, made))
 

@@ -57,17 +57,17 @@ def compiled(split: bool, rule: str | None) -> str:
     options = batch_split.compiler_options(Graph(config, asked, mesh).runtime)
     graph = Graph(config, asked, mesh).at(batch_split=split)
 
-    def placed(shape, dtype, *axes):
+    def put(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(axes, shape))
 
     def loss(trained, still, tokens, segments):
         hidden, *_ = graph.decoder(trained | still)(tokens, make_step(tokens, segments=segments), None, graph.runtime)
         return jnp.sum(jnp.square(hidden.astype(jnp.float32)))
 
-    params = {path: placed(s.shape, s.dtype, *graph.axes[path]) for path, s in graph.shapes.items()}
+    params = {path: put(s.shape, s.dtype, *graph.axes[path]) for path, s in graph.shapes.items()}
     trained = {path: p for path, p in params.items() if path not in graph.untrained}
     still = {path: p for path, p in params.items() if path in graph.untrained}
-    tokens = placed((ROWS, LENGTH), jnp.int32, "batch", None)
+    tokens = put((ROWS, LENGTH), jnp.int32, "batch", None)
     places = {path: p.sharding for path, p in trained.items()}
     jax.jit(jax.grad(loss), out_shardings=places).lower(trained, still, tokens, tokens).compile(
         compiler_options=options
@@ -83,10 +83,10 @@ class Program:
 
     def __init__(self, text: str):
         entry = text[re.search(r"^ENTRY ", text, re.M).start() :]
-        self.lines = [found for line in entry.splitlines() if (found := _instruction(line))]
+        self.lines = [result for line in entry.splitlines() if (result := _instruction(line))]
         self.same: dict[str, str] = {}  # gathers that are not the first of their micro-batch
-        while found := self._recognised():
-            self.same |= found
+        while result := self._recognised():
+            self.same |= result
 
     def moves(self) -> list[list]:
         """See the docstring of the file."""
@@ -113,9 +113,9 @@ class Program:
                 continue
             if operation == "tuple":
                 elements[name] = [owners[operand] for operand in operands]
-            found = {owners.get(operand) for operand in operands} - {None}
-            owners[name] = found.pop() if len(found) == 1 else None
-            if not found and owners[name] is None and self._gathers_tokens(kind, operation, shapes):
+            result = {owners.get(operand) for operand in operands} - {None}
+            owners[name] = result.pop() if len(result) == 1 else None
+            if not result and owners[name] is None and self._gathers_tokens(kind, operation, shapes):
                 owners[name] = self.same.get(name, name)
         return owners
 
@@ -142,10 +142,10 @@ class Program:
 
 def _instruction(line: str):
     """(name, "product", a collective or None, operation, shapes of the result, operands, index) of a line of a program."""
-    found = re.match(r"\s*(?:ROOT )?%(\S+) = (.*?) ([\w-]+)\((.*)", line)
-    if not found:
+    result = re.match(r"\s*(?:ROOT )?%(\S+) = (.*?) ([\w-]+)\((.*)", line)
+    if not result:
         return None
-    name, shapes, operation, rest = found.groups()
+    name, shapes, operation, rest = result.groups()
     operands = re.findall(r"%([\w.-]+)", rest.split(")")[0])
     index = re.search(r"index=(\d+)", rest.split(")", 1)[-1])
     collective = re.match(r"(all-gather|reduce-scatter)", name)
@@ -157,8 +157,8 @@ def _of_tokens(shapes: str, kind: str) -> bool:
     """Whether a collective moves hidden states: its result is [tokens, hidden] of all devices, or of one."""
     dims = [int(d) for d in re.search(r"\[([\d,]*)\]", shapes)[1].split(",") if d]
     tokens = math.prod(dims) // SIZES["hidden_size"]
-    whole = ROWS * LENGTH // (1 if kind == "all-gather" else DEVICES)
-    return dims[-1:] == [SIZES["hidden_size"]] and tokens in (whole, whole // batch_split.PARTS)
+    full = ROWS * LENGTH // (1 if kind == "all-gather" else DEVICES)
+    return dims[-1:] == [SIZES["hidden_size"]] and tokens in (full, full // batch_split.PARTS)
 
 
 if __name__ == "__main__":

@@ -69,17 +69,17 @@ def report(preset: str, topology: str, degrees: dict, rows: int, width: int, rul
     mesh = layout(degrees, rules, devices=devices)
     graph = Graph(sources.preset(preset), Runtime(dtype="bfloat16", param_dtype="bfloat16"), mesh)
 
-    def placed(array, axes):
+    def put(array, axes):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=mesh.sharding(axes, array.shape))
 
     def ids(*shape):
-        return placed(jax.ShapeDtypeStruct(shape, jnp.int32), ("batch", None)[: len(shape)])
+        return put(jax.ShapeDtypeStruct(shape, jnp.int32), ("batch", None)[: len(shape)])
 
     parts = math.prod(degrees.get(axis, 1) for axis in ("data", "fsdp", "expert"))
     number = parts * (rows // parts * width + 1)
     cache = jax.eval_shape(lambda: caches.create(graph.config, rows, Pages(number, SIZE), "bfloat16", scan=True))
-    cache = jax.tree.map(lambda array: placed(array, pages.AXES), cache)
-    params = {path: placed(shape, graph.axes[path]) for path, shape in graph.shapes.items()}
+    cache = jax.tree.map(lambda array: put(array, pages.AXES), cache)
+    params = {path: put(shape, graph.axes[path]) for path, shape in graph.shapes.items()}
     arguments = (params, cache, ids(rows), ids(rows), ids(rows), ids(rows, width))
     compiled = jax.jit(decoding(graph), donate_argnums=1).lower(*arguments).compile()
     text = max(Path(dump.name).glob("*.after_optimizations.txt"), key=lambda file: file.stat().st_size).read_text()
@@ -93,20 +93,20 @@ def report(preset: str, topology: str, degrees: dict, rows: int, width: int, rul
     program = Program(text, {kernel: formula})
     moved = program.moved()
     shapes = {tuple(p.sharding.shard_shape(p.shape)) for p in params.values()}
-    whole = sum(size * pools[0][name].dim // pools[0][name].array.shape[-1] for name, size in layer.items())
+    full = sum(size * pools[0][name].dim // pools[0][name].array.shape[-1] for name, size in layer.items())
     strangers = [
         (m.name, array, size)
         for m in moved
         for array, size in m.arrays
-        if size >= whole and array != kernel and dims(array) not in shapes
+        if size >= full and array != kernel and dims(array) not in shapes
     ]
-    cached = whole * sum(pool.array.shape[1] for part in pools for pool in list(part.values())[:1])
+    cached = full * sum(pool.array.shape[1] for part in pools for pool in list(part.values())[:1])
     weights = sum(2 * local(p) for path, p in params.items() if path != "embed_tokens")
     return {
         "bytes": sum(m.bytes for m in moved) / STEPS,
         "ideal": weights + cached,
         "kernel_calls": sum(m.times for m in moved if m.arrays and m.arrays[0][0] == kernel) / STEPS,
-        "layer": whole,
+        "layer": full,
         "temporary": compiled.memory_analysis().temp_size_in_bytes,
         "strangers": strangers,
         "most": [(m.name, m.times, m.bytes) for m in sorted(moved, key=lambda m: -m.bytes)[:20]],

@@ -42,15 +42,15 @@ def main(scheme: str, degrees: dict, topology: str) -> None:
         config, spec = DecoderConfig(16, E, (), Norm(), "none", "{}"), Moe(Router(16, 4, score="sigmoid"), 256)
         graph, state = nnx.split(nnx.eval_shape(lambda: MixtureOfExperts(spec, config, nnx.Rngs(0))))
 
-    def placed(shape, dtype, *axes):
+    def put(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(axes, shape))
 
     def weight(path, leaf):
         axes = AXES.get(path[0].key.removeprefix("expert_").removesuffix("_proj"), (None,) * len(leaf.shape))
-        return placed(leaf.shape, leaf.dtype, *axes)
+        return put(leaf.shape, leaf.dtype, *axes)
 
     weights = jax.tree_util.tree_map_with_path(weight, state)
-    x, segments = placed((B, T, E), jnp.bfloat16, "batch", None, None), placed((B, T), jnp.int32, "batch", None)
+    x, segments = put((B, T, E), jnp.bfloat16, "batch", None, None), put((B, T), jnp.int32, "batch", None)
 
     def loss(weights, x, segments):
         out, _ = nnx.merge(graph, weights)(x, Step(segments, segments), runtime)

@@ -68,13 +68,13 @@ def main(family: str, topology: str, degrees: dict) -> dict:
         config, Runtime(dtype="bfloat16", param_dtype="bfloat16", scan=True, remat="full", attention_chunk=CHUNK), mesh
     )
 
-    def placed(shape, dtype, *axes):
+    def put(shape, dtype, *axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh.sharding(axes, shape))
 
     params = {
         path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=graph.shardings[path]) for path, a in graph.shapes.items()
     }
-    rows = placed((ROWS, LENGTH), jnp.int32, "batch", None)
+    rows = put((ROWS, LENGTH), jnp.int32, "batch", None)
 
     def loss(params, tokens, segments):
         return jnp.sum(graph.logprobs(params, tokens, modes.make_step(tokens, segments=segments), 1.0)[0])
@@ -85,7 +85,7 @@ def main(family: str, topology: str, degrees: dict) -> dict:
         cache = caches.create(config, ROWS, LENGTH, "bfloat16", scan=True)
         return modes.prefill(graph.decoder(params), tokens, step, cache, graph.runtime)
 
-    lengths = placed((ROWS,), jnp.int32, "batch")
+    lengths = put((ROWS,), jnp.int32, "batch")
     jax.jit(jax.grad(loss)).lower(params, rows, rows).compile()
     jax.jit(prefill).lower(params, rows, lengths).compile()
     tokens = ROWS * LENGTH // math.prod(degrees.values())

@@ -110,11 +110,11 @@ def computed(
             return out, *back(cotangent), routing
 
     out, d_weights, d_x, routing = jax.block_until_ready(jax.jit(run)(weights, *rows(*shape)))
-    found = {"out": out, "d_x": d_x, "counts": routing.counts, "balance": routing.balance, "share": routing.share}
-    found |= {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(d_weights)}
+    result = {"out": out, "d_x": d_x, "counts": routing.counts, "balance": routing.balance, "share": routing.share}
+    result |= {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(d_weights)}
     if routing.dropped is not None:
-        found["dropped"] = routing.dropped
-    return {name: np.asarray(a) for name, a in found.items()}
+        result["dropped"] = routing.dropped
+    return {name: np.asarray(a) for name, a in result.items()}
 
 
 def layer(degrees: dict, scheme: str, name: str, options: dict) -> dict:
@@ -180,8 +180,8 @@ def trained(degrees: str, changes: str, options: str):
         state, metrics = trainer.update(state, learners.batch(seed=seed))
     generator = Generator(Model(model.graph, state.policy.params), max_length=24, slots=6)
     written = generator.generate(PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0))
-    found = {path: np.asarray(a) for path, a in state.policy.params.items()}
-    return found, {name: float(m) for name, m in metrics.items()}, [c for (c,) in written], cut
+    result = {path: np.asarray(a) for path, a in state.policy.params.items()}
+    return result, {name: float(m) for name, m in metrics.items()}, [c for (c,) in written], cut
 
 
 def update(degrees: dict, scheme: str, options: dict) -> dict:
@@ -219,8 +219,8 @@ def rounded_gradients(degrees: dict, rows: int) -> dict:
     g = np.random.default_rng(0).uniform(0.5, 1.0, (rows, E)) / 10.0 ** np.arange(rows)[:, None]
     g = g.astype(np.float32)
     sums = jnp.zeros((rows * degrees["expert"], E))
-    (found,) = jax.jit(lambda sums, g: jax.vjp(hand_back, sums)[1](g))(sums, g)
-    shares = np.abs(np.asarray(found).reshape(-1, rows, E) - g) / g
+    (result,) = jax.jit(lambda sums, g: jax.vjp(hand_back, sums)[1](g))(sums, g)
+    shares = np.abs(np.asarray(result).reshape(-1, rows, E) - g) / g
     return {"share": float(shares.max()), "differ": int((shares > 0).sum())}
 
 

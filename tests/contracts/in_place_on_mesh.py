@@ -78,38 +78,40 @@ def read(model) -> tuple[dict, list]:
     for name, program in runner.programs.items():
         program._compiled = {shape: watched(name, compiled) for shape, compiled in program._compiled.items()}
     generator.forget()
-    made, found = completed(generator), {"prefill": [], "decode": []}
+    made, result = completed(generator), {"prefill": [], "decode": []}
     for name, compiled, params in given:
-        if name in found:
+        if name in result:
             same = [
                 params[path] is array and pointers(params[path]) == before[path] for path, array in model.params.items()
             ]
             # None where it is not used: prefill needs no more of the last layer than its keys.
             places = {path: place for path, place in compiled.input_shardings[0][0].items() if place is not None}
-            laid = [place.is_equivalent_to(params[path].sharding, params[path].ndim) for path, place in places.items()]
-            found[name].append(all(same) and all(laid) and (len(laid) == len(same) or name == "prefill"))
-    found["written"] = max(memory.aliased for key, memory in runner.memory.items() if key[0] in ("prefill", "decode"))
-    return found | {"cache": on_a_device(generator.engine.batch.full_cache())}, made
+            sharded = [
+                place.is_equivalent_to(params[path].sharding, params[path].ndim) for path, place in places.items()
+            ]
+            result[name].append(all(same) and all(sharded) and (len(sharded) == len(same) or name == "prefill"))
+    result["written"] = max(memory.aliased for key, memory in runner.memory.items() if key[0] in ("prefill", "decode"))
+    return result | {"cache": on_a_device(generator.engine.batch.full_cache())}, made
 
 
 def elastic(state, folder) -> dict:
     """Mesh -> whether every array of a checkpoint comes back there with its bits, at its place."""
     checkpoints = Checkpoints(Path(folder) / "checkpoints", keep=1)
     checkpoints.save(1, state, {"progress": 3}, wait=True)
-    expected, found = learners.host(state), {}
+    expected, result = learners.host(state), {}
     for name, (degrees, how) in OTHERS.items():
         devices = jax.devices()[: int(np.prod(list(degrees.values())))]
         model = learners.dense(mesh=layout(degrees, devices=devices, **how))
         template = learners.trainer(model, learners.stage("ppo")).abstract()
         number, restored, host = checkpoints.restore(template)
         same = learners.same_bits(learners.host(restored), expected) and (number, host) == (1, {"progress": 3})
-        placed = jax.tree.map(lambda array, wanted: array.sharding == wanted.sharding, restored, template)
-        found[name] = bool(same and all(jax.tree.leaves(placed)))
+        put = jax.tree.map(lambda array, requested: array.sharding == requested.sharding, restored, template)
+        result[name] = bool(same and all(jax.tree.leaves(put)))
         if name == "one":  # and from there back to all devices
             checkpoints.save(2, restored, {}, wait=True)
     back = checkpoints.restore(state)[1]
     checkpoints.close()
-    return found | {"back": learners.same_bits(learners.host(back), expected)}
+    return result | {"back": learners.same_bits(learners.host(back), expected)}
 
 
 def laid_out(model, plain: list) -> dict:
@@ -140,8 +142,8 @@ def quantised(model) -> dict:
     same = [learners.same_bits(learners.host(plain[path]), learners.host(moved[path])) for path in model.params]
     graph = model.graph.for_inference(STATIONARY_RULES)
     values = {path: moved[path].qvalue if path in graph.inputs else moved[path] for path in model.params}
-    placed = [values[path].sharding.is_equivalent_to(graph.sharding(path), values[path].ndim) for path in model.params]
-    return {"same": all(same), "placed": all(placed)}
+    put = [values[path].sharding.is_equivalent_to(graph.sharding(path), values[path].ndim) for path in model.params]
+    return {"same": all(same), "placed": all(put)}
 
 
 def copied(model) -> dict:
@@ -154,25 +156,25 @@ def copied(model) -> dict:
         lambda a: jax.device_put(np.arange(a.size, dtype=a.dtype).reshape(a.shape), a.sharding), cache
     )
     expected = [np.array(array) for array in jax.tree.leaves(filled)]
-    found = jax.tree.leaves(programs.copy_rows(filled, [(0, 5), (5, 15), (14, 1)]))
+    result = jax.tree.leaves(programs.copy_rows(filled, [(0, 5), (5, 15), (14, 1)]))
     for array in expected:
         array[:, [5, 15, 1]] = array[:, [0, 0, 14]]
-    memory, size = programs.memory["copy",], on_a_device(found)
-    rows = found[0].sharding.shard_shape(found[0].shape)[1]
-    same = all(np.array_equal(array, other) for array, other in zip(found, expected, strict=True))
+    memory, size = programs.memory["copy",], on_a_device(result)
+    rows = result[0].sharding.shard_shape(result[0].shape)[1]
+    same = all(np.array_equal(array, other) for array, other in zip(result, expected, strict=True))
     return {"same": same, "needed": memory.temporaries, "written": memory.aliased, "cache": size, "row": size // rows}
 
 
 def main() -> None:
     trainer, state, model = trained(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:
-        found = {"in place": in_place(trainer, state), "elastic": elastic(state, folder)}
-    found["read"], made = read(model)
-    found["copied"] = copied(model)
+        result = {"in place": in_place(trainer, state), "elastic": elastic(state, folder)}
+    result["read"], made = read(model)
+    result["copied"] = copied(model)
     experts = learners.experts(mesh=layout({"fsdp": 2, "tensor": 2, "expert": 2}))
     plain = completed(Generator(experts, max_length=32, slots=4))
-    found["laid out"] = {"dense": laid_out(model, made), "experts": laid_out(experts, plain)}
-    print(json.dumps(found | {"quantised": quantised(experts)}))
+    result["laid out"] = {"dense": laid_out(model, made), "experts": laid_out(experts, plain)}
+    print(json.dumps(result | {"quantised": quantised(experts)}))
 
 
 main()

@@ -82,7 +82,7 @@ def attention(degrees: dict, scheme: str, options: dict) -> dict:
     step = make_step(jnp.zeros((B, T), jnp.int32), None, packed(B, T))
     keep = (np.asarray(step.segments) != 0)[:, None, :, None]
 
-    def whole(q, k, v, sinks):
+    def full(q, k, v, sinks):
         mask = Mask(step, Step(step.positions, step.segments), limits.window, limits.chunk)
         return attend(q, k, v, mask, T, limits.softcap, sinks if options["sinks"] else None)
 
@@ -100,22 +100,22 @@ def attention(degrees: dict, scheme: str, options: dict) -> dict:
         out = attend_cut(q, Keys((k, v)), seated, runtime, limits, sinks if options["sinks"] else None)
         return out[:, :, np.argsort(places)]
 
-    (served, kernel), found = (flash_attention.served, flash_attention._kernel), []
+    (served, kernel), result = (flash_attention.served, flash_attention._kernel), []
     flash_attention.served = lambda *_: options["kernel"]
     flash_attention._kernel = lambda H, places, devices, limits, _=False: kernel(
         H, places, devices, limits, interpret=True
     )
-    for function in (whole, cut):
+    for function in (full, cut):
 
         def both(*arguments, function=function):
             out, pull = jax.vjp(lambda *a: jnp.where(keep, function(*a), 0), *arguments)
             return out, *pull(g)
 
         with jax.default_matmul_precision("highest"):
-            found.append(jax.block_until_ready(jax.jit(both)(q, k, v, sinks)))
+            result.append(jax.block_until_ready(jax.jit(both)(q, k, v, sinks)))
     flash_attention.served, flash_attention._kernel = served, kernel
     return {
-        "difference": max(float(np.abs(a - b).max() / max(1.0, np.abs(a).max())) for a, b in zip(*found, strict=True))
+        "difference": max(float(np.abs(a - b).max() / max(1.0, np.abs(a).max())) for a, b in zip(*result, strict=True))
     }
 
 
@@ -129,8 +129,8 @@ def derived(kind: str, degrees: str, how: str):
     run = jax.jit(
         partial(scored, model.graph), out_shardings=(None, {path: model.graph.sharding(path) for path in model.params})
     )
-    found, grads = jax.block_until_ready(run(model.params, tokens(8, 13), packed(8, 13)))
-    return np.asarray(found), {path: np.asarray(g) for path, g in grads.items()}
+    result, grads = jax.block_until_ready(run(model.params, tokens(8, 13), packed(8, 13)))
+    return np.asarray(result), {path: np.asarray(g) for path, g in grads.items()}
 
 
 def scored(graph, params, rows, segments):
@@ -142,28 +142,28 @@ def scored(graph, params, rows, segments):
         balance = sum(routing.balance.sum() for routing in aux.by_layer("routing").values())
         return jnp.sum(cotangent[0] * logp + cotangent[1] * entropy) + balance, jnp.stack([logp, entropy])
 
-    grads, found = jax.grad(loss, has_aux=True)(params)
-    return found, grads
+    grads, result = jax.grad(loss, has_aux=True)(params)
+    return result, grads
 
 
 def products(kind: str, degrees: dict, how: dict) -> dict:
     """Of `scored`: how many products of matrices there are, by the type of the mesh's axes in the type of their result; and how
     what is carried from layer to layer is cut."""
     graph = random_model(families.read(MODELS[kind]()), runtime=Runtime(**how), mesh=on_mesh(degrees)).graph
-    found, carried = {}, set()
+    result, carried = {}, set()
 
     def walk(jaxpr):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
                 types = sorted({each.name for each in eqn.outvars[0].aval.sharding.mesh.axis_types}) or ["Auto"]
-                found["+".join(types)] = found.get("+".join(types), 0) + 1
+                result["+".join(types)] = result.get("+".join(types), 0) + 1
             if eqn.primitive.name == "scan" and eqn.outvars[0].aval.shape == (8, 13, graph.config.hidden_size):
                 carried.add(str(eqn.outvars[0].aval.sharding.spec))
             for inner in jaxprs_in_params(eqn.params):
                 walk(inner)
 
     walk(jax.make_jaxpr(partial(scored, graph))(graph.shapes, tokens(8, 13), packed(8, 13)).jaxpr)
-    return {"products": found, "carried": sorted(carried)}
+    return {"products": result, "carried": sorted(carried)}
 
 
 def gathered(kind: str, degrees: dict, how: dict) -> dict:
@@ -179,7 +179,7 @@ def gathered(kind: str, degrees: dict, how: dict) -> dict:
 def sent(kind: str, degrees: dict) -> dict:
     """How many collectives of each kind a dense layer takes while one token of each of 16 rows is decoded over pages, under
     stationary rules: what two layers more have more of."""
-    rows, width, size, found = 16, 2, 4, []
+    rows, width, size, result = 16, 2, 4, []
     for layers in (2, 4):
         config = MODELS[kind]() | {"num_hidden_layers": layers, "first_k_dense_replace": layers}
         graph = random_model(families.read(config), mesh=on_mesh(degrees)).graph.for_inference(STATIONARY_RULES)
@@ -188,20 +188,20 @@ def sent(kind: str, degrees: dict) -> dict:
             logits, cache = modes.autoregressive(graph.decoder(params), ids, ids, ids, cache, graph.runtime, table)
             return jnp.argmax(logits, axis=-1), caches.constrained(cache, graph.layout)
 
-        def placed(array, axes, graph=graph):
+        def put(array, axes, graph=graph):
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=graph.layout.sharding(axes, array.shape))
 
         pool = Pages(8 * (rows // 8 * width + 1), size)
         cache = jax.eval_shape(
             lambda graph=graph, pool=pool: caches.create(graph.config, rows, pool, "float32", scan=False)
         )
-        params = {path: placed(shape, graph.axes[path]) for path, shape in graph.shapes.items()}
+        params = {path: put(shape, graph.axes[path]) for path, shape in graph.shapes.items()}
         ids, table = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows,), (rows, width)))
-        arguments = params, caches.by_axes(lambda axes, a, placed=placed: placed(a, axes), cache)
-        arguments += placed(ids, ("cache_batch",)), placed(table, ("cache_batch", None))
+        arguments = params, caches.by_axes(lambda axes, a, put=put: put(a, axes), cache)
+        arguments += put(ids, ("cache_batch",)), put(table, ("cache_batch", None))
         exchanged = Program(jax.jit(step, donate_argnums=1).lower(*arguments).compile().as_text()).exchanged()
-        found.append(Counter(each.kind for each in exchanged for _ in range(each.times)))
-    two, four = found
+        result.append(Counter(each.kind for each in exchanged for _ in range(each.times)))
+    two, four = result
     return {name: (number - two[name]) / 2 for name, number in four.items() if number != two[name]}
 
 
@@ -209,28 +209,28 @@ def decoder(kind: str, degrees: dict, how: dict) -> dict:
     """`derived` on a mesh against one device: the largest difference of a log-probability or entropy, and of a gradient as a share
     of the largest number in it (at least a thousandth of the largest of all)."""
     expected, one = derived(kind, "null", "{}")
-    found, many = derived(kind, json.dumps(degrees), json.dumps(how))
+    result, many = derived(kind, json.dumps(degrees), json.dumps(how))
     largest = {path: float(np.abs(gradient).max()) for path, gradient in one.items()}
     floor = 1e-3 * max(largest.values())
     shares = {path: float(np.abs(many[path] - one[path]).max()) / max(floor, largest[path]) for path in one}
     worst = max(shares, key=shares.get)
-    return {"logp": float(np.abs(found - expected).max()), "gradient": shares[worst], "worst": worst}
+    return {"logp": float(np.abs(result - expected).max()), "gradient": shares[worst], "worst": worst}
 
 
 def moments(degrees: dict, options: dict) -> dict:
     """Two updates in micro-batches on a mesh that cuts the optimizer's state over `data`, against one device: the largest
     difference of a weight and of a metric, bytes of moments that a device has as a share of all, and the ways in which the compiled
     update exchanges matrices."""
-    found = []
+    result = []
     for mesh in (None, on_mesh(degrees, moments_over_data=True)):
         model = learners.experts(**({} if mesh is None else {"mesh": mesh}))
         trainer, state = learners.begin(model, learners.stage(micro_batch=4, **options), fresh=True)
         for seed in (0, 1):
             state, metrics = trainer.update(state, learners.batch(seed=seed))
         params = {path: np.asarray(array) for path, array in state.policy.params.items()}
-        found.append((params, {name: float(value) for name, value in metrics.items()}))
+        result.append((params, {name: float(value) for name, value in metrics.items()}))
     arrays = [array for array in jax.tree.leaves(state.policy.optimizer) if array.ndim]
-    (one, logged), (many, also) = found
+    (one, logged), (many, also) = result
     return {
         "weights": max(float(np.abs(many[path] - one[path]).max()) for path in one),
         "metrics": max(abs(also[name] - value) for name, value in logged.items() if name != "perf/packed_share"),
@@ -242,14 +242,14 @@ def moments(degrees: dict, options: dict) -> dict:
 def completions(kind: str, degrees: dict, options: dict, how: dict | None = None) -> dict:
     """Greedy completions on a mesh against one device: whether the tokens are equal, the largest difference of a log-probability,
     and into how many parts the slots were cut. `how`: fields of the runtime on the mesh."""
-    config, found = families.read(MODELS[kind]()), []
+    config, result = families.read(MODELS[kind]()), []
     if options.get("rules") == "stationary":
         options = options | {"rules": STATIONARY_RULES}
     for mesh, runtime in ((None, Runtime()), (on_mesh(degrees), Runtime(**(how or {})))):
         model = random_model(config, seed=3, mesh=mesh, runtime=runtime)
         generator = Generator(model, max_length=32, slots=8, options=GeneratorOptions(**options))
-        found.append([c for (c,) in generator.generate(PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0))])
-    one, many = found
+        result.append([c for (c,) in generator.generate(PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0))])
+    one, many = result
     return {
         "equal": [c.tokens for c in one] == [c.tokens for c in many],
         "logprobs": max(

@@ -54,28 +54,28 @@ def computed(kind: str, mesh):
     for rows, start, end in calls:
         positions = jnp.broadcast_to(jnp.arange(start, end), (len(rows), end - start))
         step = Step(positions, jnp.ones_like(positions), pages=jnp.asarray(TABLE[rows]), anywhere=start < PROMPT)
-        found, cache = block_on_cpu_mesh(run(model.params, text[rows, start:end], step, cache), graph.layout)
-        hidden[rows, start:end] = found
+        result, cache = block_on_cpu_mesh(run(model.params, text[rows, start:end], step, cache), graph.layout)
+        hidden[rows, start:end] = result
     pool = jax.tree.leaves(cache)[0]
     return hidden, len({str(index) for index in pool.sharding.devices_indices_map(pool.shape).values()})
 
 
 def compare() -> dict:
-    mesh, found, calls = layout({"expert": 2, "tensor": 2}), {}, []
+    mesh, result, calls = layout({"expert": 2, "tensor": 2}), {}, []
     expected = {kind: computed(kind, None)[0] for kind in CASES}
 
     def different(kind: str) -> dict:
         hidden, cut = computed(kind, mesh)
         return {"difference": float(np.abs(hidden - expected[kind]).max()), "cut": cut}
 
-    found |= {kind: different(kind) for kind in CASES}
+    result |= {kind: different(kind) for kind in CASES}
     kernel = paged_attention.latent_kernel
     paged_attention.latent_kernel = lambda *args, **how: calls.append(args[1].shape) or kernel(*args, **how)
     Layout.platform = "tpu"
     with pltpu.force_tpu_interpret_mode():
-        found["kernel"] = different("DeepseekV3")
-    found["kernel"]["pool"] = calls[0]
-    return found
+        result["kernel"] = different("DeepseekV3")
+    result["kernel"]["pool"] = calls[0]
+    return result
 
 
 if __name__ == "__main__":

@@ -41,9 +41,9 @@ def computed(mesh, memory):
         return logp.sum(), logp
 
     def gradient(params):
-        at, found = row_tables.read_rows(graph, params, rows, segments)
-        grads, logp = jax.grad(loss, has_aux=True)(weights | found)
-        slopes = row_tables.gradients(graph, at, {path: grads.pop(path) for path in found})
+        at, result = row_tables.read_rows(graph, params, rows, segments)
+        grads, logp = jax.grad(loss, has_aux=True)(weights | result)
+        slopes = row_tables.gradients(graph, at, {path: grads.pop(path) for path in result})
         return grads | on_host(lambda one: row_tables.summed(jax.tree.map(lambda a: a[None], one)), slopes), logp
 
     places = {path: graph.sharding(path) for path in graph.paths if path not in graph.untrained}
@@ -53,17 +53,17 @@ def computed(mesh, memory):
 
 def compare() -> dict:
     _, expected, logp = computed(None, "device")
-    largest, found = max(np.abs(grad).max() for grad in expected.values()), {}
+    largest, result = max(np.abs(grad).max() for grad in expected.values()), {}
     for name, (degrees, memory) in MESHES.items():
         model, grads, other = computed(layout(degrees), memory)
         table = model.params[TABLE]
-        found[name] = {
+        result[name] = {
             "logp": float(np.abs(other - logp).max()),
             "gradient": max(float(np.abs(grads[path] - grad).max() / largest) for path, grad in expected.items()),
             "cut": len({str(shard.index) for shard in table.addressable_shards}),
             "memory": table.sharding.memory_kind,
         }
-    return found
+    return result
 
 
 if __name__ == "__main__":

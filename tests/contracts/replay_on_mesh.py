@@ -55,13 +55,13 @@ def run(degrees, how) -> dict:
 
 
 def main() -> None:
-    found = {name: run(*mesh) for name, mesh in MESHES.items()}
-    one = found.pop("one")
+    result = {name: run(*mesh) for name, mesh in MESHES.items()}
+    one = result.pop("one")
 
     def difference(each, key):
         return float(np.abs(np.asarray(each[key], np.float64) - one[key]).max())
 
-    print(json.dumps({name: {key: difference(each, key) for key in one} for name, each in found.items()}))
+    print(json.dumps({name: {key: difference(each, key) for key in one} for name, each in result.items()}))
 
 
 main()

@@ -71,16 +71,16 @@ def test_micro_batches_of_pairs_add_up_and_padding_gets_no_gradient(name):
     """For the others see unit/test_algorithms_properties.py."""
     algorithm = rl.algorithms.get(name)
     arrays = algorithm.with_totals(batch(name))
-    learnt = "scores" if algorithm.stage == "reward_model" else "logp"
-    gradient_of = jax.grad(lambda values, part: algorithm.loss(dataclasses.replace(part, **{learnt: values}))[0])
-    whole = np.asarray(gradient_of(getattr(arrays, learnt), arrays))
+    trained = "scores" if algorithm.stage == "reward_model" else "logp"
+    gradient_of = jax.grad(lambda values, part: algorithm.loss(dataclasses.replace(part, **{trained: values}))[0])
+    full = np.asarray(gradient_of(getattr(arrays, trained), arrays))
     parts = []
     for row in range(ROWS):
         part = jax.tree.map(lambda array, row=row: array[row : row + 1] if np.ndim(array) else array, arrays)
-        parts.append(gradient_of(getattr(part, learnt), part))
-    np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-6)
-    assert not whole[arrays.mask == 0].any() or algorithm.stage == "reward_model"  # a score is read at the last token
-    assert whole.any()
+        parts.append(gradient_of(getattr(part, trained), part))
+    np.testing.assert_allclose(np.concatenate(parts), full, atol=1e-6)
+    assert not full[arrays.mask == 0].any() or algorithm.stage == "reward_model"  # a score is read at the last token
+    assert full.any()
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_equal_and_absent_rewards_have_no_advantage(name):
     given = {"greedy": np.array([0.1, np.nan, 0.5])} if "greedy_reward" in algorithm.inputs else {}
     lengths = np.array([[1, 2, 2], [2, 2, 1], [2, 1, 1]])
     groups = [range(3)] if "token_kl" not in algorithm.inputs else [[0], [1], [2]]
-    found = np.concatenate([algorithm.advantages(rewards[rows], lengths[rows], **given) for rows in groups])
-    assert found.shape[:2] == rewards.shape
-    advantages = found[..., 0] if found.ndim == 3 else found
-    assert not found[:2].any()
-    assert not found[2, 1].any()
+    result = np.concatenate([algorithm.advantages(rewards[rows], lengths[rows], **given) for rows in groups])
+    assert result.shape[:2] == rewards.shape
+    advantages = result[..., 0] if result.ndim == 3 else result
+    assert not result[:2].any()
+    assert not result[2, 1].any()
     assert advantages[2, 0] < 0 < advantages[2, 2]

@@ -36,20 +36,20 @@ def found_by(*arguments: str) -> dict:
 
 
 def test_a_product_in_pieces_counts_as_the_whole():
-    found = found_by("v6e:2x4", str(TOKENS))
-    assert found["loops"] > 1, "the compiler takes no product in pieces here"
-    assert found["operations"] == pytest.approx(3 * LAYERS * 2 * TOKENS / 8 * HIDDEN * WIDTH, rel=0.02)
+    result = found_by("v6e:2x4", str(TOKENS))
+    assert result["loops"] > 1, "the compiler takes no product in pieces here"
+    assert result["operations"] == pytest.approx(3 * LAYERS * 2 * TOKENS / 8 * HIDDEN * WIDTH, rel=0.02)
     # Pieces go around in both directions, one of them a step ahead, and are sent once more after their last product.
     piece = 3 * LAYERS * HIDDEN * WIDTH * 2 / 8
-    assert found["exchanged"] == pytest.approx((8 + 1) * piece, rel=0.02)
+    assert result["exchanged"] == pytest.approx((8 + 1) * piece, rel=0.02)
 
 
 def test_a_gather_under_products_counts_once():
     """With few tokens weights are put together before their product, each while the one before is multiplied."""
-    found = found_by("v5e:4x4", "2048")
-    assert found["fusions"], "the compiler gathers nothing under other products here"
-    assert found["exchanged"] == 3 * LAYERS * HIDDEN * WIDTH * 2
-    assert found["operations"] == pytest.approx(3 * LAYERS * 2 * 2048 / 16 * HIDDEN * WIDTH, rel=0.02)
+    result = found_by("v5e:4x4", "2048")
+    assert result["fusions"], "the compiler gathers nothing under other products here"
+    assert result["exchanged"] == 3 * LAYERS * HIDDEN * WIDTH * 2
+    assert result["operations"] == pytest.approx(3 * LAYERS * 2 * 2048 / 16 * HIDDEN * WIDTH, rel=0.02)
 
 
 def test_what_goes_between_slices_counts_apart():
@@ -79,9 +79,9 @@ def between() -> dict[str, float]:
         return jax.grad(lambda weight: jnp.sum(jnp.square(x @ weight)))(weight)
 
     def layers(x, weights):
-        whole = NamedSharding(parts, P())
+        full = NamedSharding(parts, P())
         return jax.lax.scan(
-            lambda x, w: (jnp.tanh(x @ jax.lax.with_sharding_constraint(w, whole))[:, :HIDDEN], None), x, weights
+            lambda x, w: (jnp.tanh(x @ jax.lax.with_sharding_constraint(w, full))[:, :HIDDEN], None), x, weights
         )
 
     cut = given(copies, jnp.float32, (HIDDEN, WIDTH), "fsdp")
@@ -94,12 +94,12 @@ def between() -> dict[str, float]:
             given(parts, jnp.bfloat16, (LAYERS, HIDDEN, WIDTH), None, "fsdp"),
         ),
     ]
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for program in programs:
         for each in Program(program.compile().as_text()).exchanged():
             if each.kind.endswith(BETWEEN):
-                found[each.kind] = found.get(each.kind, 0) + each.bytes * each.times
-    return found
+                result[each.kind] = result.get(each.kind, 0) + each.bytes * each.times
+    return result
 
 
 def counted(topology: str, tokens: int) -> dict[str, float]:

@@ -38,8 +38,8 @@ def test_a_step_reads_weights_and_cache_once(case):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["kernel_calls"] == LAYERS[preset]
-    assert not found["strangers"], "arrays of the size of a layer's cache are read or written beside the kernel"
-    assert found["temporary"] < found["layer"], found
-    assert found["ideal"] <= found["bytes"] < 1.3 * found["ideal"], found["most"]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["kernel_calls"] == LAYERS[preset]
+    assert not result["strangers"], "arrays of the size of a layer's cache are read or written beside the kernel"
+    assert result["temporary"] < result["layer"], result
+    assert result["ideal"] <= result["bytes"] < 1.3 * result["ideal"], result["most"]

@@ -72,9 +72,9 @@ def baseline(kind, params=PLAIN):
 def same(found, expected):
     """Tokens, log-probabilities to the last bit, and ends."""
     parts = ("tokens", "logprobs", "finish")
-    for group, wanted in zip(found, expected, strict=True):
+    for group, requested in zip(found, expected, strict=True):
         assert [[getattr(c, part) for part in parts] for c in group] == [
-            [getattr(c, part) for part in parts] for c in wanted
+            [getattr(c, part) for part in parts] for c in requested
         ]
 
 
@@ -98,10 +98,10 @@ def test_log_probabilities_do_not_depend_on_how_the_tokens_are_laid_out(kind):
     single = [bits(model, text[None], None)[:, 0] for text in texts]
     for width, left in ((103, False), (128, True)):
         tokens, segments = laid_out(texts[::-1], width, rng, left=left)
-        found = bits(model, tokens, segments)
+        result = bits(model, tokens, segments)
         for row, expected in enumerate(single[::-1]):
-            np.testing.assert_array_equal(found[:, row][:, segments[row] != 0], expected)
-        assert not found[:, segments == 0].any()
+            np.testing.assert_array_equal(result[:, row][:, segments[row] != 0], expected)
+        assert not result[:, segments == 0].any()
     packed, numbers = np.concatenate(texts), np.repeat(np.arange(1, 6), [len(text) for text in texts])
     np.testing.assert_array_equal(bits(model, packed[None], numbers[None])[:, 0], np.concatenate(single, axis=1))
     # What follows is not seen, and rows that are documents to their end need no segments.
@@ -115,9 +115,11 @@ def test_documents_that_are_not_plain_are_computed_as_they_are():
     model, row = model_of("Llama"), np.arange(10)[None]
     torn = np.array([[1, 1, 1, 2, 2, 1, 1, 1, 0, 0]])
     for given in ({"segments": torn}, {"positions": row + 3}):
-        found = model.logprobs(row, **given)
+        result = model.logprobs(row, **given)
         step = model._arguments(row, given.get("positions"), given.get("segments"))
-        np.testing.assert_array_equal(np.stack(found), np.stack(model._logprobs(model.params, *step, jnp.float32(1.0))))
+        np.testing.assert_array_equal(
+            np.stack(result), np.stack(model._logprobs(model.params, *step, jnp.float32(1.0)))
+        )
 
 
 @pytest.mark.parametrize("kind", EACH)
@@ -159,24 +161,24 @@ def test_wrong_drafts_change_nothing(bad_drafts):
     generator = generator_of("Llama", **ALONE)
     for params in (PLAIN, FILTERED):
         before, expected = generator.counts, baseline("Llama", params)
-        found = generator.generate(PROMPTS, params)
-        same(found, expected)
+        result = generator.generate(PROMPTS, params)
+        same(result, expected)
         assert generator.counts["replaced"] - before["replaced"] > 3
-        assert all(completion.steps == len(completion.tokens) for (completion,) in found)
+        assert all(completion.steps == len(completion.tokens) for (completion,) in result)
     stops = tuple(completion.tokens[n] for (completion,), n in zip(baseline("Llama"), (7, 12, 3, 19), strict=True))
-    for (completion,), (whole,) in zip(
+    for (completion,), (full,) in zip(
         generator.generate(PROMPTS, dataclasses.replace(PLAIN, stop_token_ids=stops)), baseline("Llama"), strict=True
     ):
-        end = next(n for n, token in enumerate(whole.tokens, 1) if token in stops)
+        end = next(n for n, token in enumerate(full.tokens, 1) if token in stops)
         assert (completion.tokens, completion.logprobs, completion.finish) == (
-            whole.tokens[:end],
-            whole.logprobs[:end],
+            full.tokens[:end],
+            full.logprobs[:end],
             "stop",
         )
     tokens = baseline("Llama")[0][0].tokens
     text = Letters().decode(tokens)
-    ((found,),) = generator.generate([PROMPTS[0]], dataclasses.replace(PLAIN, stop=(text[9:11],)))
-    assert found.finish == "stop" and found.tokens == tokens[: text.index(text[9:11]) + 2]
+    ((result,),) = generator.generate([PROMPTS[0]], dataclasses.replace(PLAIN, stop=(text[9:11],)))
+    assert result.finish == "stop" and result.tokens == tokens[: text.index(text[9:11]) + 2]
 
 
 @pytest.mark.slow

@@ -30,18 +30,18 @@ def compiled(scheme: str, degrees: dict, topology: str = "v5p:2x2x1") -> dict[st
 
 def test_rows_travel_by_ragged_all_to_all():
     """There and back, and both again for the gradient; the counts of all devices are the only other thing that travels."""
-    found = compiled("all_to_all", {"expert": 4})
-    assert found["ragged-all-to-all"] == 4
-    assert not found.keys() & {"all-gather", "reduce-scatter", "all-to-all"}
+    result = compiled("all_to_all", {"expert": 4})
+    assert result["ragged-all-to-all"] == 4
+    assert not result.keys() & {"all-gather", "reduce-scatter", "all-to-all"}
 
 
 @pytest.mark.parametrize("scheme", ["gather", "hidden"])
 def test_tokens_are_gathered_and_gradients_of_weights_scattered(scheme):
     """Gathered: tokens, ids, weights of choices, the cotangent of the result, and three weights over fsdp. Scattered: the result,
     the gradients of tokens and of the weights of choices, and of the three weights, which no all-reduce touches."""
-    found = compiled(scheme, {"fsdp": 2, "expert": 2})
-    assert found["reduce-scatter"] == 6 and found["all-gather"] == 7
-    assert found.get("all-reduce", 0) <= 1  # the gradient of the router
+    result = compiled(scheme, {"fsdp": 2, "expert": 2})
+    assert result["reduce-scatter"] == 6 and result["all-gather"] == 7
+    assert result.get("all-reduce", 0) <= 1  # the gradient of the router
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_tokens_are_gathered_and_gradients_of_weights_scattered(scheme):
 )
 def test_products_are_those_of_kernels(topology, kernels):
     """Three products, and two of the gradient of each; on v6e those of policy/experts/grouped_kernel.py."""
-    found = compiled("all_to_all", {"expert": 4}, topology)
-    assert {name: count for name, count in found.items() if name in ("ragged-dot-none", "gmm", "tgmm")} == kernels
+    result = compiled("all_to_all", {"expert": 4}, topology)
+    assert {name: count for name, count in result.items() if name in ("ragged-dot-none", "gmm", "tgmm")} == kernels
 
 
 def beside_the_other(*arguments: str) -> set[tuple[str, str]]:

@@ -35,8 +35,8 @@ def on_devices(number: int, cases: list) -> list[dict]:
 
 
 def check_layers(number: int, cases: list) -> None:
-    for case, found in zip(cases, on_devices(number, cases), strict=True):
-        assert found["difference"] < case[4].get("tolerance", 1e-5) and found["dropped"] == 0, (case, found)
+    for case, result in zip(cases, on_devices(number, cases), strict=True):
+        assert result["difference"] < case[4].get("tolerance", 1e-5) and result["dropped"] == 0, (case, result)
 
 
 def test_every_scheme_computes_what_one_device_does_unless_its_buffer_is_full():
@@ -45,7 +45,7 @@ def test_every_scheme_computes_what_one_device_does_unless_its_buffer_is_full():
     rows of float32 it works through its tokens one or two at a time."""
     little = {"room": 16 * 64}
     full = {"how": {"ragged_buffer_factor": 1.0}, **SKEWED}
-    rounded, *found, dropping = on_devices(
+    rounded, *result, dropping = on_devices(
         4,
         [
             ["rounded_gradients", {"expert": 4}, 8],
@@ -57,7 +57,7 @@ def test_every_scheme_computes_what_one_device_does_unless_its_buffer_is_full():
             ["layer", {"expert": 4}, "all_to_all", "biases", full],
         ],
     )
-    assert all(each["difference"] < 1e-5 and each["dropped"] == 0 for each in found), found
+    assert all(each["difference"] < 1e-5 and each["dropped"] == 0 for each in result), result
     assert (
         rounded["differ"] > 0 and rounded["share"] < 0.126
     )  # two bits after the point: an eighth, and what the scale rounds
@@ -79,8 +79,8 @@ def test_the_usual_room_is_taken_where_it_is_enough_and_drops_nothing_where_it_i
         ["layer", {"expert": 4}, "gather", "biases", small | little],
         ["layer", {"expert": 4}, "gather", "biases", {"usual": "small", "shape": [4, 1]}],
     ]
-    *found, wrong = on_devices(4, [*cases, ["layer", {"expert": 4}, "gather", "biases", only | SKEWED]])
-    for case, each in zip(cases, found, strict=True):
+    *result, wrong = on_devices(4, [*cases, ["layer", {"expert": 4}, "gather", "biases", only | SKEWED]])
+    for case, each in zip(cases, result, strict=True):
         assert each["difference"] < 1e-5 and each["dropped"] == 0, (case, each)
     assert np.isnan(wrong["difference"])  # what the case "only" does where the usual room is not enough
 
@@ -142,8 +142,8 @@ def test_every_scheme_on_every_mesh(number):
 def test_experts_of_limited_capacity_drop_the_same_on_a_mesh():
     how = {"how": {"capacity_factor": 0.75}}
     cases = [["layer", mesh, scheme, "groups", how] for mesh in MESHES[4] for scheme in SCHEMES]
-    for found in on_devices(4, cases):
-        assert found["difference"] < 1e-5 and found["dropped"] > 0, found
+    for result in on_devices(4, cases):
+        assert result["difference"] < 1e-5 and result["dropped"] > 0, result
 
 
 SPLIT = {"batch_split": True}
@@ -160,10 +160,10 @@ def test_updates_in_micro_batches_move_biases_exactly_as_on_one_device_and_compl
         cases += [
             ["update", {"expert": 2}, "gather", options | {"how": SPLIT}] for options in (balance, {"dropout": 0.2})
         ]
-    for case, found in zip(cases, on_devices(number, cases), strict=True):
-        assert found["biases"] == 0 and found["equal"], (case, found)
-        assert found["cut"] > 5, (case, found)
-        assert max(found["weights"], found["metrics"], found["logprobs"]) < 1e-4, (case, found)
+    for case, result in zip(cases, on_devices(number, cases), strict=True):
+        assert result["biases"] == 0 and result["equal"], (case, result)
+        assert result["cut"] > 5, (case, result)
+        assert max(result["weights"], result["metrics"], result["logprobs"]) < 1e-4, (case, result)
 
 
 @pytest.mark.slow
@@ -173,6 +173,6 @@ def test_the_batch_split_schedule_computes_what_plain_layers_do():
     ways = [{}, {"expert_parallel": "hidden"}, {"scan": False, "remat": "none"}, {"remat": "minimal"}]
     cases = [["gradients", mesh, SPLIT | how] for how, mesh in zip(ways, itertools.cycle(MESHES[4]), strict=False)]
     cases.append(["gradients", {"fsdp": 2, "expert": 2}, SPLIT | {"quantization": "fp8_full"}])
-    for case, found in zip(cases, on_devices(4, cases), strict=True):
-        assert found["counts"] == 0 and found["logprobs"] < 1e-5, (case, found)
-        assert found["gradient"] < (0.075 if "quantization" in case[2] else 1e-5), (case, found)
+    for case, result in zip(cases, on_devices(4, cases), strict=True):
+        assert result["counts"] == 0 and result["logprobs"] < 1e-5, (case, result)
+        assert result["gradient"] < (0.075 if "quantization" in case[2] else 1e-5), (case, result)

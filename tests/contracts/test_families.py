@@ -68,14 +68,14 @@ def test_no_two_families_claim_a_configuration(name):
 
 def code_words(source: str) -> set[str]:
     """Identifiers, and the words of texts that are not docstrings."""
-    tree, found = ast.parse(source), set()
+    tree, result = ast.parse(source), set()
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     documents = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
     for node in ast.walk(tree):
         for text in (getattr(node, field, None) for field in ("id", "attr", "value", "module")):
             if isinstance(text, str) and text not in documents:
-                found |= set(re.findall(r"\w+", text))
-    return found
+                result |= set(re.findall(r"\w+", text))
+    return result
 
 
 def test_no_family_is_named_in_the_code_outside_its_own_file():
@@ -192,8 +192,8 @@ def test_packed_and_padded_documents_equal_the_documents_alone(model, kind):
     for number in range(1, 4):
         expected = logits[1 + number][segments[1 + number] != 0]
         for row, segment in ((0, number), (1, number), (4 + number, 1)):
-            found = logits[row][segments[row] == segment]
-            np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0, err_msg=f"row {row}")
+            result = logits[row][segments[row] == segment]
+            np.testing.assert_allclose(result, expected, atol=tolerance, rtol=0, err_msg=f"row {row}")
 
 
 @of_representative_kinds
@@ -231,8 +231,8 @@ def test_log_probabilities_are_those_of_the_logits(model):
     logits = logits_of(model, row).astype(np.float64) / 0.7
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     logp, entropy = (np.asarray(a) for a in model.logprobs(row, temperature=0.7))
-    wanted = np.take_along_axis(log_p[:, :-1], row[:, 1:, None], -1)[..., 0]
-    np.testing.assert_allclose(logp[:, 1:], wanted, atol=1e-5, rtol=0)
+    expected = np.take_along_axis(log_p[:, :-1], row[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(logp[:, 1:], expected, atol=1e-5, rtol=0)
     np.testing.assert_allclose(entropy[:, 1:], -(np.exp(log_p) * log_p).sum(-1)[:, :-1], atol=1e-5, rtol=0)
     assert not logp[:, 0].any() and not entropy[:, 0].any()
     assert head.CHUNK_LOGITS >= 160
@@ -246,7 +246,7 @@ def test_router_statistics_count_the_choices(model):
     row = jnp.asarray(tokens(2, 10))
     segments = jnp.ones_like(row).at[1, 6:].set(0)
     aux = jax.jit(lambda p: model.graph.logprobs(p, row, make_step(row, None, segments), 1.0)[2])(model.params)
-    counts = [np.asarray(found.counts) for found in aux.by_layer("routing").values()]
+    counts = [np.asarray(result.counts) for result in aux.by_layer("routing").values()]
     assert sum(len(each) for each in counts) == len(sparse)
     for each in counts:
         assert (each.sum(-1) == 16 * sparse[0].experts_per_token).all()

@@ -29,7 +29,7 @@ def test_kernels_take_whole_sequences(case):
     command = [sys.executable, Path(__file__).with_name("compile_flash_for_tpu.py"), family, topology, json.dumps(mesh)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
     for name, kinds in {"gradient": {"fwd", "dq", "dkv"}, "prefill": {"fwd"}}.items():
-        assert not found[name]["scores"] and not found[name]["logits"], found
-        assert all(any(kind in call for call in found[name]["kernels"]) for kind in kinds), found
+        assert not result[name]["scores"] and not result[name]["logits"], result
+        assert all(any(kind in call for call in result[name]["kernels"]) for kind in kinds), result

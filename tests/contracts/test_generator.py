@@ -74,7 +74,7 @@ def margins(model, tokens, segments):
     from policy.experts.router import TopKRouter
     from policy.modes import make_step
 
-    real, best, found = TopKRouter.__call__, IndexedMask._best, []
+    real, best, result = TopKRouter.__call__, IndexedMask._best, []
 
     def gap(values, kept):
         ranked = -jnp.sort(-values, axis=-1)
@@ -86,22 +86,22 @@ def margins(model, tokens, segments):
         if spec.groups > 1:
             grouped = choice.reshape(-1, spec.groups, spec.experts // spec.groups)
             best = jax.lax.top_k(grouped, 2)[0].sum(-1) if spec.group_score == "top2" else grouped.max(-1)
-            found.append(gap(best, spec.topk_groups))
+            result.append(gap(best, spec.topk_groups))
             choice = jnp.where(self._eligible(choice), choice, -1e9)
-        found.append(gap(choice, spec.experts_per_token))
+        result.append(gap(choice, spec.experts_per_token))
         return experts, weights, scores
 
     def watched_keys(self, visible, scores):
         ranked = -jnp.sort(jnp.where(visible, -scores, jnp.inf), axis=-1).reshape(-1, scores.shape[-1])
         last, next_ = ranked[:, self.topk - 1], ranked[:, self.topk]
-        found.append(jnp.where(jnp.isinf(next_), jnp.inf, last - next_))
+        result.append(jnp.where(jnp.isinf(next_), jnp.inf, last - next_))
         return best(self, visible, scores)
 
     def run(params, tokens, segments):
         runtime = dataclasses.replace(model.graph.runtime, scan=False, remat="none")
         with model.graph.precision():
             model.graph.decoder(params)(tokens, make_step(tokens, None, segments), None, runtime)
-        return jnp.min(jnp.stack(found), axis=0)
+        return jnp.min(jnp.stack(result), axis=0)
 
     TopKRouter.__call__, IndexedMask._best = watched, watched_keys
     try:
@@ -119,23 +119,23 @@ def assert_logprobs_equal(name, out, temperature):
     model, tolerance = model_of(name), tolerance_of(name)
     tokens, segments, written = rows_of(out)
     expected = np.asarray(model.logprobs(tokens, segments=segments, temperature=temperature)[0])[written]
-    found = np.concatenate([np.asarray(completion.logprobs) for completion, *_ in out])
+    result = np.concatenate([np.asarray(completion.logprobs) for completion, *_ in out])
     assert expected.std() > 0.2, "the model says the same everywhere"
-    compared = np.ones(len(found), bool)
-    if np.abs(found - expected).max() > tolerance:
+    compared = np.ones(len(result), bool)
+    if np.abs(result - expected).max() > tolerance:
         unsure = np.logical_or.accumulate(margins(model, tokens, segments) < TOLERANCE, axis=1)
         compared = ~np.pad(unsure[:, :-1], ((0, 0), (1, 0)))[written]
     left_out = int((~compared).sum())
-    assert left_out <= len(found) // 4, f"{left_out} of {len(found)} tokens have a router margin below {TOLERANCE}"
-    np.testing.assert_allclose(found[compared], expected[compared], atol=tolerance, rtol=0)
+    assert left_out <= len(result) // 4, f"{left_out} of {len(result)} tokens have a router margin below {TOLERANCE}"
+    np.testing.assert_allclose(result[compared], expected[compared], atol=tolerance, rtol=0)
 
 
 def assert_same(found, expected, tolerance=TOLERANCE):
     """The same tokens, with log-probabilities equal up to rounding."""
-    for group, wanted in zip(found, expected, strict=True):
-        assert [c.tokens for c in group] == [c.tokens for c in wanted]
-        assert [c.finish for c in group] == [c.finish for c in wanted]
-        for a, b in zip(group, wanted, strict=True):
+    for group, requested in zip(found, expected, strict=True):
+        assert [c.tokens for c in group] == [c.tokens for c in requested]
+        assert [c.finish for c in group] == [c.finish for c in requested]
+        for a, b in zip(group, requested, strict=True):
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=tolerance, rtol=0)
 
 
@@ -230,8 +230,8 @@ MODELS_AND_WAYS = [pytest.param(*pair, id=pair[0]) for pair in zip(MODELS, itert
 def check_way(name, way):
     generator = generator_of(name, **way)
     for temperature in (0, 1.0):
-        found = generator.generate(PROMPTS, SamplingParams(max_new_tokens=NEW, temperature=temperature))
-        assert_same(found, baseline(name, temperature), tolerance_of(name))
+        result = generator.generate(PROMPTS, SamplingParams(max_new_tokens=NEW, temperature=temperature))
+        assert_same(result, baseline(name, temperature), tolerance_of(name))
     assert bool(generator.engine.counts["preempted"]) == ("pages" in way)
 
 
@@ -284,12 +284,12 @@ def test_bfloat16_is_finite_and_near_the_forward_pass(name):
     model = model_of(name, dtype="bfloat16", param_dtype="bfloat16")
     out = Generator(model, max_length=WIDTH, slots=6).generate(PROMPTS, SamplingParams(max_new_tokens=NEW))
     tokens, segments, written = rows_of(out)
-    found = np.concatenate([c.logprobs for c, *_ in out])
-    assert found.shape == (NEW * len(PROMPTS),) and np.isfinite(found).all() and (found <= 0).all()
+    result = np.concatenate([c.logprobs for c, *_ in out])
+    assert result.shape == (NEW * len(PROMPTS),) and np.isfinite(result).all() and (result <= 0).all()
     assert ((tokens >= 0) & (tokens < VOCAB)).all()
     # Where the choice of experts flips at low precision a token is far off; most are not.
     expected = np.asarray(model.logprobs(tokens, segments=segments)[0])[written]
-    assert np.median(np.abs(found - expected)) < 0.1
+    assert np.median(np.abs(result - expected)) < 0.1
 
 
 def on_eight_devices(*meshes):
@@ -310,15 +310,15 @@ def on_eight_devices(*meshes):
 
 
 def check_meshes(*meshes, **options):
-    found = on_eight_devices(*((mesh, options) for mesh in meshes))
+    results = on_eight_devices(*((mesh, options) for mesh in meshes))
     expected = [[[c.tokens, c.logprobs] for c in group] for group in baseline("deepseek-v3-groups-yarn", 0)]
-    for mesh, result in zip(meshes, found, strict=True):
+    for mesh, result in zip(meshes, results, strict=True):
         if options:
             assert result["parts"] == 4 and result["preempted"], f"{mesh}: {result['parts']} parts of the cache"
         else:
             assert result["decoding"] == [8], f"{mesh}: decoding was compiled for {result['decoding']} rows"
-        for group, wanted in zip(result["completions"], expected, strict=True):
-            for (tokens, logps), (wanted_tokens, wanted_logps) in zip(group, wanted, strict=True):
+        for group, requested in zip(result["completions"], expected, strict=True):
+            for (tokens, logps), (wanted_tokens, wanted_logps) in zip(group, requested, strict=True):
                 assert tokens == wanted_tokens, mesh
                 np.testing.assert_allclose(logps, wanted_logps, atol=TOLERANCE, rtol=0, err_msg=str(mesh))
 

@@ -34,15 +34,15 @@ def in_mode(mode: str, degrees: dict) -> dict:
 def check(*cases: list, devices: int = 8) -> None:
     """Attention, entropies and log-probabilities within 2e-5, gradients within 2e-5 of their largest number: sums over devices
     round otherwise, and each layer makes more of it."""
-    for case, found in zip(cases, run(*cases, devices=devices), strict=True):
+    for case, result in zip(cases, run(*cases, devices=devices), strict=True):
         if case[0] == "attention":
-            assert found["difference"] < 2e-5, (case, found)
+            assert result["difference"] < 2e-5, (case, result)
         elif case[0] == "products":
-            assert found["products"].keys() == {"Explicit", "Manual"} and found["carried"] == [
+            assert result["products"].keys() == {"Explicit", "Manual"} and result["carried"] == [
                 "P('fsdp', None, None)"
-            ], found
+            ], result
         else:
-            assert found["logp"] < 2e-5 and found["gradient"] < 2e-5, (case, found)
+            assert result["logp"] < 2e-5 and result["gradient"] < 2e-5, (case, result)
 
 
 @pytest.mark.slow
@@ -135,9 +135,9 @@ def test_every_way_of_attention(kind, mode):
 def test_moments_cut_over_copies_of_the_weights(mode):
     cases = [["moments", {"data": 8}, {}], ["moments", {"data": 2, "fsdp": 2, "tensor": 2}, {"dropout": 0.2}]]
     cases = [[what, in_mode(mode, degrees), options] for what, degrees, options in cases]
-    for case, found in zip(cases, run(*cases), strict=True):
-        assert found["weights"] < 1e-4 and found["metrics"] < 1e-4, (case, found)
-        assert found["share"] < 0.17 and found["same"], (case, found)
+    for case, result in zip(cases, run(*cases), strict=True):
+        assert result["weights"] < 1e-4 and result["metrics"] < 1e-4, (case, result)
+        assert result["share"] < 0.17 and result["same"], (case, result)
 
 
 @pytest.mark.slow
@@ -146,8 +146,8 @@ def test_completions_where_devices_share_the_rows(mode):
     cases = [["completions", kind, in_mode(mode, CONTEXT), {}] for kind in ("dense", "latent", "recurrent")]
     paged = {"cache": "paged", "page_size": 4, "prefill_chunk": 4}
     cases.append(["completions", "latent", in_mode(mode, {"expert": 2, "context": 4}), paged])
-    for case, found in zip(cases, run(*cases), strict=True):
-        assert found["equal"] and found["logprobs"] < 1e-4 and found["parts"] == 8, (case, found)
+    for case, result in zip(cases, run(*cases), strict=True):
+        assert result["equal"] and result["logprobs"] < 1e-4 and result["parts"] == 8, (case, result)
 
 
 # Rules that keep rows where training has them, and cut what is multiplied over the axes that are left.
@@ -180,8 +180,8 @@ LAID_OUT = {
 @pytest.mark.parametrize("kind", LAID_OUT)
 def test_completions_where_weights_are_laid_out_for_decoding(kind):
     cases = [["completions", kind, *way] for way in LAID_OUT[kind]]
-    for case, found in zip(cases, run(*cases), strict=True):
-        assert found["equal"] and found["logprobs"] < 1e-4, (case, found)
+    for case, result in zip(cases, run(*cases), strict=True):
+        assert result["equal"] and result["logprobs"] < 1e-4, (case, result)
 
 
 # Queries, new keys and values to the rows of the cache, what is found back; sums behind two products. Latents come from products

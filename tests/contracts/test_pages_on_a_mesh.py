@@ -8,8 +8,8 @@ from devices import on_devices
 
 @pytest.mark.slow
 def test_pages_on_four_devices_are_those_of_one():
-    found = on_devices(4, Path(__file__).with_name("pages_on_mesh.py"))
-    assert all(case["difference"] < 2e-5 for case in found.values()), found
+    result = on_devices(4, Path(__file__).with_name("pages_on_mesh.py"))
+    assert all(case["difference"] < 2e-5 for case in result.values()), result
     cut = {"DeepseekV3": 2, "Gemma3": 4, "DeepseekV32": 2, "kernel": 2}  # latents have one head, keys and values two
-    assert {name: case["cut"] for name, case in found.items()} == cut, found
-    assert found["kernel"]["pool"][1] == 10, "each device reads its own half of the pages of the one layer of a stack"
+    assert {name: case["cut"] for name, case in result.items()} == cut, result
+    assert result["kernel"]["pool"][1] == 10, "each device reads its own half of the pages of the one layer of a stack"

@@ -54,13 +54,13 @@ def check(name, sampling, **how):
     """What both write, and that drafts were accepted, unevenly. Returns the completions."""
     kind, _, _, drafts = MODELS[name]
     expected = generator_of(name, 0).generate(PROMPTS, sampling)
-    found = generator_of(name, drafts, **how).generate(PROMPTS, sampling)
-    for group, wanted in zip(found, expected, strict=True):
-        for a, b in zip(group, wanted, strict=True):
+    result = generator_of(name, drafts, **how).generate(PROMPTS, sampling)
+    for group, requested in zip(result, expected, strict=True):
+        for a, b in zip(group, requested, strict=True):
             assert (a.tokens, a.finish) == (b.tokens, b.finish) and len(b.tokens) == b.steps
             assert len(a.tokens) / (drafts + 1) <= a.steps <= len(a.tokens)
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=KINDS[kind].generator, rtol=0)
-    every = [completion for group in found for completion in group]
+    every = [completion for group in result for completion in group]
     assert len({round(c.steps / len(c.tokens), 3) for c in every}) > 1, "no slot accepts more than another"
     return every
 

@@ -30,8 +30,8 @@ def test_a_chip_has_no_room_for_a_table_in_host_memory():
         [sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["temporary"] < found["table"] / 4, found
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["temporary"] < result["table"] / 4, result
 
 
 def compiled_sizes() -> dict[str, int]:

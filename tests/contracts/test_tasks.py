@@ -103,23 +103,23 @@ def test_all_problems_are_counted_and_reached():
     options = arithmetic.Options(operations=["+", "*"], terms=3, min_operand=2, max_operand=4)
     expressions = {arithmetic.expression(number, options) for number in range(arithmetic.count(options))}
     assert len(expressions) == arithmetic.count(options) == 4 * 27
-    found = tasks.problems("arithmetic", dataclasses.asdict(options), "train")
-    found += tasks.problems("arithmetic", dataclasses.asdict(options), "eval")
-    assert {problem.columns["problem"] for problem in found} == expressions
+    result = tasks.problems("arithmetic", dataclasses.asdict(options), "train")
+    result += tasks.problems("arithmetic", dataclasses.asdict(options), "eval")
+    assert {problem.columns["problem"] for problem in result} == expressions
 
 
 def test_problems_of_several_lengths_come_in_the_parts_that_decay_says():
     options = {"min_terms": 2, "terms": 4, "max_operand": 30, "problems": 2400}
-    found = [p for split in ("train", "eval") for p in tasks.problems("arithmetic", options, split)]
-    lengths = [problem.columns["problem"].count("+") + 1 for problem in found]
+    result = [p for split in ("train", "eval") for p in tasks.problems("arithmetic", options, split)]
+    lengths = [problem.columns["problem"].count("+") + 1 for problem in result]
     assert {n: lengths.count(n) for n in set(lengths)} == {2: 800, 3: 800, 4: 800}
-    assert len({problem.prompt for problem in found}) == 2400
-    found = [
+    assert len({problem.prompt for problem in result}) == 2400
+    result = [
         p
         for split in ("train", "eval")
         for p in tasks.problems("arithmetic", options | {"decay": 0.5, "problems": 1400}, split)
     ]
-    lengths = [problem.columns["problem"].count("+") + 1 for problem in found]
+    lengths = [problem.columns["problem"].count("+") + 1 for problem in result]
     assert {n: lengths.count(n) for n in set(lengths)} == {2: 800, 3: 400, 4: 200}
     for wrong in (0, 1.5, "half"):
         with pytest.raises(ValueError, match="`decay` must lie above 0 and at most at 1"):

@@ -21,13 +21,13 @@ from policy.huggingface.tensorfiles import TensorFiles  # noqa: E402
 from policy.mesh.sharding import layout  # noqa: E402
 from rl.run.checkpoint import Checkpoints  # noqa: E402
 
-whole, read = TensorFiles.read, []
+full, read = TensorFiles.read, []
 
 
 def counted(*given, **named):
-    found = whole(*given, **named)
-    read.append(found.nbytes)
-    return found
+    result = full(*given, **named)
+    read.append(result.nbytes)
+    return result
 
 
 TensorFiles.read = counted
@@ -37,8 +37,8 @@ held = sum(shard.data.nbytes for array in model.params.values() for shard in arr
 
 def restored() -> int:
     """Bytes that tensorstore has read of files so far."""
-    found = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value.get("value", 0) for metric in found for value in metric["values"])
+    result = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value.get("value", 0) for metric in result for value in metric["values"])
 
 
 checkpoints = Checkpoints(f"{directory}/checkpoints", 1)

@@ -81,14 +81,14 @@ def test_groups_left_over_are_used_after_a_kill(tmp_path):
     """A run that is killed after its second step goes on as one that was not, with the groups that it carried."""
     reward = "rewards={functions: [tests/end_to_end/own_rewards.py:seldom], workers: 1}"
     given = (*DENSE, f"stages={json.dumps([stage('dapo', steps=4)])}", reward, "data.options.problems=10000")
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    code, _, err = launch.finish(launch.process(*launch.arguments(whole), *given))
+    full, broken = tmp_path / "whole", tmp_path / "broken"
+    code, _, err = launch.finish(launch.process(*launch.arguments(full), *given))
     assert code == 0, err
     running = launch.process(*launch.arguments(broken), *given)
     launch.wait_for((broken / "checkpoints" / "0000000002").exists, running)
     os.killpg(running.pid, signal.SIGKILL)
     running.communicate()
     assert cli.train_main([str(broken)]) == 0
-    launch.assert_same_run(broken, whole)
-    metrics = [row["metrics"] for row in events.read(whole / "events.jsonl") if row["step"] > 2]
+    launch.assert_same_run(broken, full)
+    metrics = [row["metrics"] for row in events.read(full / "events.jsonl") if row["step"] > 2]
     assert any(each["dynamic/carried"] and each["async/staleness_max"] for each in metrics)

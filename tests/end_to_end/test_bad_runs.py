@@ -33,9 +33,9 @@ def no_model(monkeypatch):
 def refused(capsys, code, *words, arguments) -> str:
     """Runs the command, which ends with this exit code and an error that holds these words and no traceback."""
     capsys.readouterr()
-    found = cli.train_main(arguments)
+    result = cli.train_main(arguments)
     said = capsys.readouterr().err
-    assert found == code, said
+    assert result == code, said
     for word in words:
         assert word in said, said
     assert "Traceback" not in said
@@ -147,9 +147,9 @@ def test_a_platform_that_is_not_here_is_exit_code_5(tmp_path):
 
 def test_a_reward_that_fails_stops_the_run_if_that_is_wanted(tmp_path, capsys):
     more = [ONE_STEP, f"rewards.functions=['{OWN}:always_raises']", "rewards.on_error=stop", *launch.LIGHT]
-    found = cli.train_main(launch.arguments(tmp_path / "run", *more))
+    result = cli.train_main(launch.arguments(tmp_path / "run", *more))
     said = capsys.readouterr().err
-    assert found == 6 and said.startswith("stopped by a reward: reward always_raises failed (raised)")
+    assert result == 6 and said.startswith("stopped by a reward: reward always_raises failed (raised)")
     assert "ZeroDivisionError: this one never works" in said and "own_rewards.py" in said and "prompt:" in said
 
 

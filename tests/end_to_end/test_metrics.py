@@ -60,14 +60,14 @@ def of_the_losses() -> set[str]:
     others = [rl.algorithms.get(name) for name in rl.algorithms.known()]
     inputs = dataclasses.replace(inputs, extra={"label": ones, "kl": ones})
     pairs = dataclasses.replace(inputs, segments=jnp.array([[1, 1, 2]] * 2), scores=ones)
-    found = {
+    result = {
         name
         for each in others
         for name in each.loss(pairs if each.stage in ("preference", "reward_model") else inputs)[1]
     } | set(algorithm.loss(inputs)[1])
-    found |= set(algorithm.value_loss(ones, ones, ones, inputs)[1])
+    result |= set(algorithm.value_loss(ones, ones, ones, inputs)[1])
     host = np.ones((2, 3))
-    return found | set(algorithm.advantages_per_token(np.ones(2), -host, -host, host, host)[2])
+    return result | set(algorithm.advantages_per_token(np.ones(2), -host, -host, host, host)[2])
 
 
 def test_every_metric_of_a_run_is_documented(unbroken):

@@ -33,8 +33,8 @@ def drawn(directory) -> list[tuple]:
 @pytest.mark.slow
 def test_a_run_of_four_devices_goes_on_with_two_or_eight(tmp_path):
     """The same prompts and demonstrations, each once, and the same numbers up to rounding."""
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    finish(start(4, *launch.arguments(whole, *RUN)))
+    full, stopped = tmp_path / "whole", tmp_path / "stopped"
+    finish(start(4, *launch.arguments(full, *RUN)))
     running = start(4, *launch.arguments(stopped, *RUN))
     launch.wait_for(lambda: launch.lines(stopped) >= 2, running)
     running.send_signal(signal.SIGTERM)
@@ -45,5 +45,5 @@ def test_a_run_of_four_devices_goes_on_with_two_or_eight(tmp_path):
         directory = tmp_path / f"on{devices}"
         shutil.copytree(stopped, directory)
         assert f"continuing {directory} after step {done} of grpo" in finish(start(devices, str(directory)))
-        assert drawn(directory) == drawn(whole)
-        assert_same_numbers(directory, whole)
+        assert drawn(directory) == drawn(full)
+        assert_same_numbers(directory, full)

@@ -65,42 +65,44 @@ def plan(numbers, capsys):
     """(exit code, programs by name, standard output and error) of a plan of the small run."""
 
     def run(topology, *more):
-        code, found = numbers(topology, *more)
-        return code, {each["name"]: each for each in found["programs"]}, capsys.readouterr()
+        code, result = numbers(topology, *more)
+        return code, {each["name"]: each for each in result["programs"]}, capsys.readouterr()
 
     return run
 
 
 def test_every_program_of_every_stage_is_planned(plan, tmp_path):
-    code, found, shown = plan("cpu:4", *MESH)
+    code, result, shown = plan("cpu:4", *MESH)
     assert code == 0
-    assert {"sft: update", "grpo: update", "grpo: prefill"} <= found.keys() and any("decode" in name for name in found)
-    for name, each in found.items():
+    assert {"sft: update", "grpo: update", "grpo: prefill"} <= result.keys() and any(
+        "decode" in name for name in result
+    )
+    for name, each in result.items():
         assert each["operations"] > 0 and each["moved"] > 0 and each["arguments"] > 0, name
         assert each["peak"] >= each["arguments"], name
         assert name in shown.out
-    assert {"all-gather", "all-reduce"} <= found["grpo: update"]["exchanged"].keys()
+    assert {"all-gather", "all-reduce"} <= result["grpo: update"]["exchanged"].keys()
     assert not (tmp_path / "run").exists(), "a plan leaves no run behind"
     again = plan("cpu:4", *MESH)[1]
-    assert again == found, "what is known is not compiled again"
+    assert again == result, "what is known is not compiled again"
 
 
 @pytest.mark.slow
 def test_the_program_that_lays_weights_out_is_planned_and_its_copy_counted(plan):
-    found, laid = (plan("cpu:4", *MESH, *more)[1] for more in ((), ("generator.rules=stationary",)))
-    assert laid["grpo: update"] == found["grpo: update"], "the copy is dropped before"
-    reshard, decode = laid["grpo: reshard"], "grpo: decode a token"
-    assert reshard["times"] == 1 and reshard["exchanged"] and reshard["outputs"] > 0 and "grpo: reshard" not in found
+    result, sharded = (plan("cpu:4", *MESH, *more)[1] for more in ((), ("generator.rules=stationary",)))
+    assert sharded["grpo: update"] == result["grpo: update"], "the copy is dropped before"
+    reshard, decode = sharded["grpo: reshard"], "grpo: decode a token"
+    assert reshard["times"] == 1 and reshard["exchanged"] and reshard["outputs"] > 0 and "grpo: reshard" not in result
     assert (
-        laid[decode]["non_argument"] + laid[decode]["arguments"]
-        > found[decode]["non_argument"] + found[decode]["arguments"]
+        sharded[decode]["non_argument"] + sharded[decode]["arguments"]
+        > result[decode]["non_argument"] + result[decode]["arguments"]
     ), "it is beside"
 
 
 @pytest.mark.slow
 def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
     """Of an update on one device: weights, moments and what it reads of the batch; the first two are written in place."""
-    found = plan("cpu:1")[1]["sft: update"]
+    result = plan("cpu:1")[1]["sft: update"]
     file, *more = launch.arguments(tmp_path / "run", *launch.LIGHT)
     config = load([file], more)
     options = config.stages[0]
@@ -110,9 +112,9 @@ def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     N, T = options.prompts_per_step, config.max_length
     place, _ = trainer.layout(np.ones((N, T), np.int32))
-    assert found["aliased"] == held
+    assert result["aliased"] == held
     read = 3 * 4 * place.shape[0] * place.shape[1] + 4  # tokens, segments and mask, and how many tokens count
-    assert found["arguments"] == held + read
+    assert result["arguments"] == held + read
     estimated = Estimator(jax.devices()[:1], None, None)(config)
     assert estimated["sft: update"].resident == held, "what lies there all the time is known without compiling"
     assert estimated["grpo: prefill"].resident == estimated["grpo: update"].resident > 1.3 * held, (
@@ -170,8 +172,8 @@ def asking(directory):
     trunk = Graph(sources.trunk(graph.config), graph.runtime, graph.layout)
     classification.write(source, trunk, trunk.init(1), np.ones(32, np.float32), pad_id=None)
     read_tokenizer(config)[0].save_pretrained(source)
-    judge = {"functions": [{"name": "reward_model", "options": {"source": source}}], "workers": 1}
-    stage = {"algorithm": "grpo", "steps": 1, "prompts_per_step": 4, "samples_per_prompt": 4, "rewards": judge}
+    scorer = {"functions": [{"name": "reward_model", "options": {"source": source}}], "workers": 1}
+    stage = {"algorithm": "grpo", "steps": 1, "prompts_per_step": 4, "samples_per_prompt": 4, "rewards": scorer}
     stages = [stage | {"sampling": {"max_new_tokens": 6}}]
     return (
         model,
@@ -187,19 +189,19 @@ def test_reward_models_and_the_check_of_exact_completions_are_planned_as_they_ar
     more, source = asking(tmp_path)
     config = load([launch.SMALL], more)
     mesh = build.on_mesh(config, jax.devices()[:1])
-    wanted = {f"grpo: scores of {source}", *CHECKS}
-    listed = {each.name: each for each in programs(config, mesh, None) if each.name in wanted}
-    assert listed.keys() == wanted
+    expected = {f"grpo: scores of {source}", *CHECKS}
+    listed = {each.name: each for each in programs(config, mesh, None) if each.name in expected}
+    assert listed.keys() == expected
     planned = {
         name: asdict(Memory.of(each.lower().compile(), "cpu")) | {"shape": each.shape, "times": each.times}
         for name, each in listed.items()
     }
-    graph, judge = build.graph(config, mesh), RewardModelScorer.read(source, Runtime(), mesh, config.max_length)
+    graph, scorer = build.graph(config, mesh), RewardModelScorer.read(source, Runtime(), mesh, config.max_length)
     options = GeneratorOptions(exact=True)
     generator = Generator(Model(graph, graph.init(0)), max_length=config.max_length, slots=1, options=options)
     generator.verifier.compile_ahead(generator.model.params, config.max_length)
-    assert np.isfinite(judge([[1, 2, 3]] * 3)).all()
-    largest = program_memory.ProgramMemoryLog(tmp_path).look("grpo", {program_name(source): judge.program}, generator)
+    assert np.isfinite(scorer([[1, 2, 3]] * 3)).all()
+    largest = program_memory.ProgramMemoryLog(tmp_path).look("grpo", {program_name(source): scorer.program}, generator)
     assert_ran_as_planned(tmp_path, planned)
     assert largest["peak"] == max(each["peak"] for each in planned.values())
     assert [planned[name]["times"] for name in (f"grpo: scores of {source}", *CHECKS)] == [1, 4, 4, 4]
@@ -227,14 +229,14 @@ def test_a_run_that_asks_a_reward_model_and_checks_takes_what_was_planned(plan, 
 
 @pytest.mark.slow
 def test_where_it_does_not_fit_settings_are_named_that_fit(numbers, capsys):
-    code, found = numbers("cpu:1", *ONE)
+    code, result = numbers("cpu:1", *ONE)
     assert code == 0
-    (update,) = found["programs"]
+    (update,) = result["programs"]
     limit = (update["peak"] - 1) / 2**30
-    code, found = numbers("cpu:1", *ONE, flags=("--memory", repr(limit), "--candidates", "1"))
+    code, result = numbers("cpu:1", *ONE, flags=("--memory", repr(limit), "--candidates", "1"))
     shown = capsys.readouterr().out
     assert code == 1 and "sft: update" in shown.partition("does not fit")[2]
-    (each,) = found["suggestions"]
+    (each,) = result["suggestions"]
     assert (
         each["needs"] <= limit * 2**30
         and not each["changes_results"]
@@ -246,9 +248,9 @@ def test_where_it_does_not_fit_settings_are_named_that_fit(numbers, capsys):
 @pytest.mark.slow
 def test_search_prints_a_file_that_fits(numbers, capsys, tmp_path):
     flags = ("--search", "--memory", "1", "--candidates", "1")
-    code, found = numbers("cpu:2", *ONE, flags=flags)
-    assert code == 0 and found["pruned"] == 0 and len(found["candidates"]) == 1
-    best = found["candidates"][0]
+    code, result = numbers("cpu:2", *ONE, flags=flags)
+    assert code == 0 and result["pruned"] == 0 and len(result["candidates"]) == 1
+    best = result["candidates"][0]
     assert best["fits"] and best["seconds"] > 0 and best["settings"]["mesh.fsdp"] * best["settings"]["mesh.tensor"] == 2
     file = tmp_path / "best.yml"
     file.write_text(capsys.readouterr().out.partition("configuration:\n\n")[2])
@@ -280,14 +282,14 @@ def test_a_search_for_a_tpu_slice_ends_with_settings_that_a_plan_finds_to_need_t
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
     sizes = "{num_hidden_layers: 2, hidden_size: 128, intermediate_size: 128, vocab_size: 512, head_dim: 128}"
     more = (f"model={{source: qwen3-0.6b, overrides: {sizes}}}", ONE[1])
-    code, found = numbers("v5p:2x2x1", *more, flags=("--search", "--candidates", "2"))
-    best, other = found["candidates"]
+    code, result = numbers("v5p:2x2x1", *more, flags=("--search", "--candidates", "2"))
+    best, other = result["candidates"]
     assert code == 0 and best["fits"] and other["fits"] and 0 < best["seconds"] <= other["seconds"]
-    assert best["needs"] <= found["memory"] == 95.73 * 2**30
+    assert best["needs"] <= result["memory"] == 95.73 * 2**30
     settings = [f"{key}={json.dumps(value)}" for key, value in best["settings"].items()]
     monkeypatch.setenv("DUET_PLAN_CACHE", str(tmp_path / "new"))  # what is known already would only be read again
-    code, found = numbers("v5p:2x2x1", *more, *settings)
-    assert code == 0 and max(each["peak"] + each["non_argument"] for each in found["programs"]) == best["needs"]
+    code, result = numbers("v5p:2x2x1", *more, *settings)
+    assert code == 0 and max(each["peak"] + each["non_argument"] for each in result["programs"]) == best["needs"]
 
 
 @pytest.mark.parametrize(
@@ -301,5 +303,5 @@ def test_a_search_for_a_tpu_slice_ends_with_settings_that_a_plan_finds_to_need_t
     ],
 )
 def test_what_cannot_be_planned_is_refused(plan, topology, more, code, text):
-    found, _, shown = plan(topology, *more)
-    assert found == code and text in shown.err
+    result, _, shown = plan(topology, *more)
+    assert result == code and text in shown.err

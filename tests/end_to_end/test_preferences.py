@@ -173,7 +173,7 @@ def test_a_run_that_ends_with_a_reward_model_exports_it(finished, tmp_path):
     changes = ["evaluation=null", "stages=[{algorithm: reward_model, steps: 0, prompts_per_step: 3, data: PAIRS}]"]
     changes[1] = changes[1].replace("PAIRS", str(finished / "pairs.jsonl"))
     assert cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}", *changes]) == 0
-    judge = RewardModelScorer.read(
+    scorer = RewardModelScorer.read(
         tmp_path / "run" / "export", Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]), 16
     )
-    assert np.isfinite(judge([[9, 10, 2], [9]])).all()
+    assert np.isfinite(scorer([[9, 10, 2], [9]])).all()

@@ -161,9 +161,9 @@ def test_a_process_reads_of_a_directory_and_of_a_checkpoint_what_its_devices_hol
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ | on_devices(2)}
     done = finish([subprocess.Popen(each, cwd=launch.ROOT, start_new_session=True, **how) for each in given])
     assert [code for code, _, _ in done] == [0, 0], done
-    found = [json.loads(out.splitlines()[-1]) for _, out, _ in done]
-    for each in found:
+    result = [json.loads(out.splitlines()[-1]) for _, out, _ in done]
+    for each in result:
         assert each["weights"] == sum(array.nbytes for array in model.params.values())
         # Devices of a process share the reading of what both hold; norms and routers are held by all.
         assert each["read"] <= each["held"] < 0.6 * each["weights"] and each["restored"] < 0.6 * each["weights"], each
-    assert found[0]["read"] + found[1]["read"] < 1.1 * found[0]["weights"]
+    assert result[0]["read"] + result[1]["read"] < 1.1 * result[0]["weights"]

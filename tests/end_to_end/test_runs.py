@@ -199,14 +199,14 @@ def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(unbroken
 
 
 def spans(directory) -> list[dict]:
-    found = json.loads((directory / FILE).read_text().rstrip(",\n") + "]")
-    return [event for event in found if event["ph"] == "X"]
+    result = json.loads((directory / FILE).read_text().rstrip(",\n") + "]")
+    return [event for event in result if event["ph"] == "X"]
 
 
 def test_the_timeline_covers_the_run_and_every_call_of_a_reward(unbroken):
-    found = spans(unbroken)
+    result = spans(unbroken)
     every = sorted(
-        ((s["ts"], s["ts"] + s["dur"], s["name"]) for s in found if s["tid"] == RUN), key=lambda s: (s[0], -s[1])
+        ((s["ts"], s["ts"] + s["dur"], s["name"]) for s in result if s["tid"] == RUN), key=lambda s: (s[0], -s[1])
     )
     names = {
         *(
@@ -224,16 +224,16 @@ def test_the_timeline_covers_the_run_and_every_call_of_a_reward(unbroken):
     for start, stop, _ in every:
         covered, end = covered + max(0.0, stop - max(start, end)), max(end, stop)
     assert covered > 0.9 * (end - every[0][0])
-    saved = [s for s in found if s["tid"] == CHECKPOINTS]
+    saved = [s for s in result if s["tid"] == CHECKPOINTS]
     assert {s["name"] for s in saved} == {"writing a checkpoint"} and len(saved) == sum(
         n == "checkpoint" for _, _, n in every
     )
-    calls = [s for s in found if s["tid"] == WORKERS]
+    calls = [s for s in result if s["tid"] == WORKERS]
     evaluations = sum(name == "evaluation" for _, _, name in every)
     assert sum(s["args"]["completions"] for s in calls) == launch.lines(unbroken, events.SAMPLES) + evaluations * 8 * (
         1 + 2
     )
-    assert {s["name"] for s in calls} == {"digits"} and len(found) == len(every) + len(saved) + len(calls)
+    assert {s["name"] for s in calls} == {"digits"} and len(result) == len(every) + len(saved) + len(calls)
     meant = [(a, b) for a, b, name in every if name in ("step", "evaluation")]
     assert all(any(a <= s["ts"] and s["ts"] + s["dur"] <= b + 1e4 for a, b in meant) for s in calls)
 
@@ -444,9 +444,9 @@ def test_modules_that_the_weights_lack_start_fresh_and_go_on_as_they_are_saved(t
         return "start from random weights" in "".join(capfd.readouterr())
 
     assert train("run", tmp_path / "model")
-    whole = launch.weights(tmp_path / "run"), launch.numbers(tmp_path / "run")
+    full = launch.weights(tmp_path / "run"), launch.numbers(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "export")
     shutil.rmtree(max((tmp_path / "run" / "checkpoints").iterdir()))
     assert not train("run", tmp_path / "model")
-    assert (launch.weights(tmp_path / "run"), launch.numbers(tmp_path / "run")) == whole
+    assert (launch.weights(tmp_path / "run"), launch.numbers(tmp_path / "run")) == full
     assert not train("further", tmp_path / "run" / "export")

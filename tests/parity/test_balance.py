@@ -27,6 +27,6 @@ def test_the_balance_of_a_batch_is_that_of_mixtral_over_k(X, k):
         routing[f"layer {layer}"] = routing_statistics(jnp.asarray(experts), jnp.asarray(scores), jnp.asarray(segments))
         flat = torch.tensor(logits[layer].reshape(-1, X))
         expected += float(load_balancing_loss_func((flat,), X, k, torch.tensor(segments))) / k
-    whole = Totals(jnp.int32(3), jnp.int32(segments.sum()), segments, segments)
-    np.testing.assert_allclose(float(batch_balance(routing, whole)), expected, rtol=1e-5)
+    full = Totals(jnp.int32(3), jnp.int32(segments.sum()), segments, segments)
+    np.testing.assert_allclose(float(batch_balance(routing, full)), expected, rtol=1e-5)
     assert expected > 2.01, "an even load cannot tell a wrong form from a right one"

@@ -27,11 +27,11 @@ def test_transformers_gives_the_scores_of_what_we_write(kind, tmp_path):
     head = rng.normal(size=config.hidden_size).astype(np.float32)
     classification.write(tmp_path, graph, {path: weights[path] for path in graph.paths}, head, pad_id=0)
     sequences = [rng.integers(1, 159, length).tolist() for length in (5, 9, 3)]
-    found = RewardModelScorer.read(tmp_path, Runtime(), mesh, 16)(sequences)
+    result = RewardModelScorer.read(tmp_path, Runtime(), mesh, 16)(sequences)
     model, info = AutoModelForSequenceClassification.from_pretrained(
         tmp_path, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
     )
     assert {key: list(value) for key, value in info.items() if value} == {} and "Classification" in graph.config.hf
     with torch.no_grad():
         expected = [model.eval()(torch.tensor([ids])).logits.item() for ids in sequences]
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_allclose(result, expected, atol=2e-5)

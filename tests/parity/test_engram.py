@@ -51,12 +51,12 @@ class Hashing:
         ids, T = ids_BT.astype(self.dtype), ids_BT.shape[1]
         before = [np.pad(ids, ((0, 0), (j, 0)), constant_values=self.pad)[:, :T] for j in range(self.longest)]
         products = [each * self.dtype(factor) for each, factor in zip(before, self.factors[layer], strict=True)]
-        offsets, found = np.concatenate([[0], np.cumsum(self.sizes[layer])[:-1]]), []
+        offsets, result = np.concatenate([[0], np.cumsum(self.sizes[layer])[:-1]]), []
         for n in range(2, self.longest + 1):
             mixed = np.bitwise_xor.reduce(products[:n])
             for size in self.sizes[layer][(n - 2) * heads : (n - 1) * heads]:
-                found.append(mixed % self.dtype(size))
-        return np.stack(found, axis=-1) + offsets
+                result.append(mixed % self.dtype(size))
+        return np.stack(result, axis=-1) + offsets
 
 
 SECTION = {"layers": [0, 2], "vocab_bases": [50, 70], "max_ngram": 3, "heads": 2, "head_dim": 4, "seed": 0}
@@ -89,10 +89,10 @@ def test_the_rows_of_the_table_are_those_of_the_demo(name, integers):
             np.pad(ids, ((0, 0), (j, 0)), constant_values=spec.pad_id)[:, : ids.shape[1]]
             for j in range(len(spec.multipliers))
         ]
-        found = jax.jit(lambda shifted, spec=spec: table_rows(spec, shifted))(
+        result = jax.jit(lambda shifted, spec=spec: table_rows(spec, shifted))(
             [jnp.asarray(a, jnp.int32) for a in shifted]
         )
-        np.testing.assert_array_equal(found, oracle.rows(layer, ids))
+        np.testing.assert_array_equal(result, oracle.rows(layer, ids))
 
 
 def test_primes_are_told_from_other_numbers():
@@ -106,10 +106,10 @@ def their_memory(x, rows, w, kernel, dilation, eps):
     def rms(value, scale, eps):
         return torch.nn.functional.rms_norm(value, value.shape[-1:], scale, eps)
 
-    (B, T, G, E), found = x.shape, w["table"][rows].flatten(-2)
-    value, gated = found @ w["value_proj"] + w["value_bias"], []
+    (B, T, G, E), result = x.shape, w["table"][rows].flatten(-2)
+    value, gated = result @ w["value_proj"] + w["value_bias"], []
     for g in range(G):
-        key = rms(found @ w["key_proj"][g] + w["key_bias"][g], w["key_norm"][g], eps[0])
+        key = rms(result @ w["key_proj"][g] + w["key_bias"][g], w["key_norm"][g], eps[0])
         score = (key * rms(x[:, :, g], w["query_norm"][g], eps[0])).sum(-1) / math.sqrt(E)
         gate = torch.sigmoid(score.abs().clamp_min(1e-6).sqrt() * score.sign())
         gated.append(gate[..., None] * value)

@@ -48,14 +48,14 @@ def forced(model, routes_LBTk):
 
 def random_routes(config, rng) -> dict[str, np.ndarray]:
     """[B, T, R, k] by path of the layer, in the order of the layers."""
-    found = {}
+    result = {}
     for s, stack in enumerate(config.stacks):
         for i, spec in enumerate(stack.pattern):
             if spec.moe:
                 X, k = spec.moe.router.experts, spec.moe.router.experts_per_token
                 shape = (B, T, stack.repeats, X)
-                found[f"stacks.{s}.layers.{i}"] = rng.permuted(np.broadcast_to(np.arange(X), shape), axis=-1)[..., :k]
-    return found
+                result[f"stacks.{s}.layers.{i}"] = rng.permuted(np.broadcast_to(np.arange(X), shape), axis=-1)[..., :k]
+    return result
 
 
 @pytest.mark.parametrize(
@@ -80,13 +80,13 @@ def test_given_routes_give_what_transformers_gives_with_the_same(kind, keys, tmp
         logp, entropy, _ = ours.graph.logprobs(params, row, step, 0.7)
         return (WEIGHTS[0] * logp[:, 1:] + WEIGHTS[1] * entropy[:, 1:]).sum(), (logp[:, 1:], entropy[:, 1:])
 
-    (_, found), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(ours.params)
+    (_, result), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(ours.params)
     free, _ = torch_logprobs(theirs(torch.tensor(row), use_cache=False).logits, row, 0.7)
     with forced(theirs, [numbered[n] for n in sorted(numbered)]):
         expected = torch_logprobs(theirs(torch.tensor(row), use_cache=False).logits, row, 0.7)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(result, expected, strict=True):
         np.testing.assert_allclose(a, b.detach().numpy(), atol=2e-5)
-    assert abs(np.asarray(found[0]) - free.detach().numpy()).max() > 1e-2, "other experts give the same"
+    assert abs(np.asarray(result[0]) - free.detach().numpy()).max() > 1e-2, "other experts give the same"
 
     (torch.tensor(WEIGHTS[0]) * expected[0] + torch.tensor(WEIGHTS[1]) * expected[1]).sum().backward()
     policy.save(policy.Model(ours.graph, gradients), tmp_path / "gradients")

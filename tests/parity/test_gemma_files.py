@@ -47,15 +47,15 @@ def multimodal(kind, keys):
     ],
 )
 def test_the_text_model_of_a_multimodal_one_is_read_alone(kind, keys, tmp_path):
-    whole, text = multimodal(kind, STANDARD[kind] | keys)
-    directory = saved(whole, tmp_path / "in")
+    full, text = multimodal(kind, STANDARD[kind] | keys)
+    directory = saved(full, tmp_path / "in")
     stored = json.loads((directory / "config.json").read_text())
-    assert stored["architectures"] == [type(whole).__name__] and "text_config" in stored
+    assert stored["architectures"] == [type(full).__name__] and "text_config" in stored
     ours = policy.load(directory)
     row = tokens(2, 12)
-    found = np.asarray(ours.logits(row))
-    np.testing.assert_allclose(found, reference_logits(text, row), atol=KINDS[kind].logits, rtol=0)
-    np.testing.assert_allclose(found, reference_logits(whole, row), atol=KINDS[kind].logits, rtol=0)
+    result = np.asarray(ours.logits(row))
+    np.testing.assert_allclose(result, reference_logits(text, row), atol=KINDS[kind].logits, rtol=0)
+    np.testing.assert_allclose(result, reference_logits(full, row), atol=KINDS[kind].logits, rtol=0)
     policy.save(ours, tmp_path / "out")
     back, info = type(text).from_pretrained(tmp_path / "out", output_loading_info=True, attn_implementation="eager")
     assert {key: list(value) for key, value in info.items() if value} == {}
@@ -112,9 +112,9 @@ def test_a_released_gemma3_says_little_and_means_the_defaults_of_the_class():
     said = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
     said |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
     wrapper = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": said}
-    found, preset = families.read(wrapper), sources.preset("gemma3-4b")
-    assert (found.stacks, found.vocab_size, found.norm) == (preset.stacks, preset.vocab_size, preset.norm)
-    assert found.tied_head and found.family == "gemma3"
+    result, preset = families.read(wrapper), sources.preset("gemma3-4b")
+    assert (result.stacks, result.vocab_size, result.norm) == (preset.stacks, preset.vocab_size, preset.norm)
+    assert result.tied_head and result.family == "gemma3"
 
 
 @pytest.mark.parametrize("k_is_v", [True, False])

@@ -39,15 +39,15 @@ def check(kind, directory):
     theirs = oracle(kind, **KINDS[kind].standard | KINDS[kind].short)
     ours = policy.load(saved(theirs, directory / "model"))
     row = tokens(2, LENGTH, seed=4)
-    found, expected = our_gradients(kind, ours, row, directory / "ours"), their_gradients(theirs, row)
-    assert found.keys() == expected.keys()
+    result, expected = our_gradients(kind, ours, row, directory / "ours"), their_gradients(theirs, row)
+    assert result.keys() == expected.keys()
     compared = 0
     for name, gradient in expected.items():
         if gradient is None or not gradient.any():
-            assert not found[name].any(), name
+            assert not result[name].any(), name
             continue
         compared += 1
-        np.testing.assert_allclose(found[name], gradient, atol=1e-4 * np.abs(gradient).max(), rtol=0, err_msg=name)
+        np.testing.assert_allclose(result[name], gradient, atol=1e-4 * np.abs(gradient).max(), rtol=0, err_msg=name)
     assert compared > 4
 
 

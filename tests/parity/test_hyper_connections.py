@@ -82,8 +82,8 @@ def test_a_connection_reads_and_writes_as_that_of_transformers(G, rounds, eps, n
 
         @jax.jit
         def run(x, y, weights, cotangent):
-            _, back, found = jax.vjp(joined, x, y, weights, has_aux=True)
-            return found, back(cotangent)
+            _, back, result = jax.vjp(joined, x, y, weights, has_aux=True)
+            return result, back(cotangent)
 
         cotangent = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
         (read, post, matrix, out), grads = run(x, y, weights, cotangent)

@@ -64,13 +64,13 @@ def test_the_divergence_is_that_of_the_attention_weights_and_index_scores_of_tra
         model = oracle("DeepseekV32", seed=1, index_topk=100, **KEYS)  # the same weights; sees everything
     else:
         np.testing.assert_allclose(np.asarray(ours.logits(rows)), reference_logits(model, rows), atol=2e-5)
-    found = stepwise.forward(ours, rows, indexer=stage, attention_chunk=8)[1].by_layer("indexing").values()
+    result = stepwise.forward(ours, rows, indexer=stage, attention_chunk=8)[1].by_layer("indexing").values()
     expected = [expected_of(*layer, dense) for layer in of_transformers(model, rows, monkeypatch)]
-    divergence = np.concatenate([each.divergence for each in found])
+    divergence = np.concatenate([each.divergence for each in result])
     np.testing.assert_allclose(divergence, [each[0] for each in expected], rtol=1e-4)
     if dense:
         np.testing.assert_allclose(
-            np.concatenate([each.recall for each in found]), [each[1] for each in expected], rtol=1e-4
+            np.concatenate([each.recall for each in result]), [each[1] for each in expected], rtol=1e-4
         )
 
 

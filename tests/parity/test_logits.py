@@ -52,8 +52,8 @@ def test_every_name_of_the_number_of_experts_is_read(kind, name, tmp_path):
     directory = saved(oracle(kind, num_hidden_layers=2), tmp_path)
 
     def rename(config):
-        found = [config.pop(k) for k in ("num_experts", "num_local_experts", "n_routed_experts") if k in config]
-        config[name] = found[0]
+        result = [config.pop(k) for k in ("num_experts", "num_local_experts", "n_routed_experts") if k in config]
+        config[name] = result[0]
 
     edit_config(directory, rename)
     assert policy.load(directory).config.layers[1].feed_forward.router.experts == 8
@@ -78,7 +78,7 @@ def test_bfloat16_compute_is_close_and_keeps_the_correction_bias_in_float32(tmp_
     kept = {path for path, array in ours.params.items() if str(array.dtype) == "float32"}
     assert kept == ours.graph.untrained and kept
     row = tokens(2, 12)
-    found, expected = np.asarray(ours.logits(row)), reference_logits(model, row)
-    assert found.dtype == np.float32
+    result, expected = np.asarray(ours.logits(row)), reference_logits(model, row)
+    assert result.dtype == np.float32
     # Rows whose choice of experts flips at low precision are far off; most rows are not.
-    assert np.median(np.abs(found - expected)) < 0.05
+    assert np.median(np.abs(result - expected)) < 0.05

@@ -75,9 +75,9 @@ def ours(model, rows, segments=None, **runtime):
     segments = np.ones_like(rows) if segments is None else segments
     pad = ((0, ROWS - rows.shape[0]), (0, WIDTH - rows.shape[1]))
     rows_BT, segments_BT = np.pad(rows, pad).astype(np.int32), np.pad(segments, pad)
-    found = program(model.graph, **runtime)(model.params, rows_BT, make_step(rows_BT, None, segments_BT))
-    assert not np.asarray(found.logp)[:, segments_BT == 0].any()
-    return tuple(np.asarray(a)[:, : rows.shape[0], : rows.shape[1]] for a in (found.logp, found.agrees))
+    result = program(model.graph, **runtime)(model.params, rows_BT, make_step(rows_BT, None, segments_BT))
+    assert not np.asarray(result.logp)[:, segments_BT == 0].any()
+    return tuple(np.asarray(a)[:, : rows.shape[0], : rows.shape[1]] for a in (result.logp, result.agrees))
 
 
 def theirs(kind, row):
@@ -165,16 +165,16 @@ def test_packed_documents_equal_the_documents_alone(models):
         at = sum(lengths[:number])
         alone[number, :n] = packed[0, at : at + n] = tokens(1, n, seed=n)[0]
         segments[0, at : at + n] = number + 1
-    found = ours(models["DeepseekV3"], packed, segments)
+    result = ours(models["DeepseekV3"], packed, segments)
     expected = ours(models["DeepseekV3"], alone, (np.arange(WIDTH) < np.array(lengths)[:, None]).astype(int))
     for number, n in enumerate(lengths):
         at = sum(lengths[:number])
-        np.testing.assert_allclose(found[0][:, 0, at : at + n], expected[0][:, number, :n], atol=1e-5, rtol=0)
-        np.testing.assert_array_equal(found[1][:, 0, at : at + n], expected[1][:, number, :n])
+        np.testing.assert_allclose(result[0][:, 0, at : at + n], expected[0][:, number, :n], atol=1e-5, rtol=0)
+        np.testing.assert_array_equal(result[1][:, 0, at : at + n], expected[1][:, number, :n])
 
 
 @pytest.mark.slow
 def test_unrolled_layers_give_the_same(models):
     rows = tokens(2, 9)
-    found = ours(models["Llama"], rows, scan=False, remat="none")[0]
-    np.testing.assert_allclose(found, ours(models["Llama"], rows)[0], atol=1e-6, rtol=0)
+    result = ours(models["Llama"], rows, scan=False, remat="none")[0]
+    np.testing.assert_allclose(result, ours(models["Llama"], rows)[0], atol=1e-6, rtol=0)

@@ -22,6 +22,6 @@ def test_the_final_norm_rounds_where_that_of_transformers_does(kind, tmp_path):
     x = torch.randn(200, ours.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.no_grad():
         expected = norm(x).float().numpy()
-    found = np.asarray(ours.graph.decoder(ours.params).norm(jnp.asarray(x.float().numpy(), jnp.bfloat16)), np.float32)
+    result = np.asarray(ours.graph.decoder(ours.params).norm(jnp.asarray(x.float().numpy(), jnp.bfloat16)), np.float32)
     # A root that differs in its last bit moves a rounding now and then; another order of cast and weight moves a quarter of them.
-    assert (found != expected).mean() < 0.01
+    assert (result != expected).mean() < 0.01

@@ -26,7 +26,7 @@ def counted(model, row) -> int:
         model(torch.from_numpy(row), use_cache=False)
     by_module = counter.get_flop_counts()
     rotary = [
-        sum(found.values()) for name, found in by_module.items() if name.endswith(("rotary_emb", "rotary_emb_local"))
+        sum(result.values()) for name, result in by_module.items() if name.endswith(("rotary_emb", "rotary_emb_local"))
     ]
     return counter.get_total_flops() - sum(rotary)
 
@@ -83,8 +83,8 @@ def test_rates_are_of_one_device_and_a_share_of_what_it_can_do():
     def on(kind, count):
         return SimpleNamespace(mesh=SimpleNamespace(devices=np.full(count, SimpleNamespace(device_kind=kind))))
 
-    found = rates("train", 918e12, 4000, 2.0, on("TPU v6 lite", 4))
-    assert found == {"perf/train_tokens_per_s": 500.0, "perf/train_tflops_per_s": 114.75, "perf/mfu_train": 0.125}
+    result = rates("train", 918e12, 4000, 2.0, on("TPU v6 lite", 4))
+    assert result == {"perf/train_tokens_per_s": 500.0, "perf/train_tflops_per_s": 114.75, "perf/mfu_train": 0.125}
     assert rates("train", 1e12, 3, 2.0, on("cpu", 1)) == {
         "perf/train_tokens_per_s": 1.5,
         "perf/train_tflops_per_s": 0.5,

@@ -65,12 +65,12 @@ def test_packed_documents_equal_the_documents_alone(model, padding_first):
         n = len(document)
         expected = np.asarray(model.logits(alone, segments=fill))[0, :n]
         np.testing.assert_allclose(logits[0, here], expected, atol=1e-5, rtol=0)
-        for found, want in zip((logp, entropy), training_pass(model, alone, fill, 0.7), strict=True):
-            np.testing.assert_allclose(found[0, here], np.asarray(want)[0, :n], atol=1e-5, rtol=0)
-            assert found[0, here][0] == 0.0
-    for found in (logp, entropy):
-        assert np.isfinite(found).all()
-        assert not found[segments == 0].any()
+        for result, want in zip((logp, entropy), training_pass(model, alone, fill, 0.7), strict=True):
+            np.testing.assert_allclose(result[0, here], np.asarray(want)[0, :n], atol=1e-5, rtol=0)
+            assert result[0, here][0] == 0.0
+    for result in (logp, entropy):
+        assert np.isfinite(result).all()
+        assert not result[segments == 0].any()
 
 
 def test_a_batch_of_one_equals_its_row_in_a_batch(model):
@@ -101,8 +101,8 @@ def test_wrong_shapes_are_refused_by_name(model):
 def test_another_way_to_compute_gives_the_same_logits(model, changes):
     row, segments, _ = packed((9, 1, 14), 30)
     expected = np.asarray(model.logits(row, segments=segments))[segments != 0]
-    found = np.asarray(with_runtime(model, **changes).logits(row, segments=segments))[segments != 0]
-    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+    result = np.asarray(with_runtime(model, **changes).logits(row, segments=segments))[segments != 0]
+    np.testing.assert_allclose(result, expected, atol=1e-5, rtol=0)
 
 
 def gradients(model, row, segments):
@@ -145,8 +145,8 @@ def test_every_way_to_compute_gives_the_same_gradients(kind):
     expected = gradients(with_runtime(model, remat="none"), row, segments)
     assert all(np.isfinite(g).all() for g in expected.values())
     for changes in WAYS:
-        found = gradients(with_runtime(model, **changes), row, segments)
-        assert_same_gradients(found, expected, 2e-5)
+        result = gradients(with_runtime(model, **changes), row, segments)
+        assert_same_gradients(result, expected, 2e-5)
 
 
 def test_remat_and_chunks_keep_the_gradients():
@@ -155,8 +155,8 @@ def test_remat_and_chunks_keep_the_gradients():
     row, segments, _ = packed((5, 9), 16)
     row, segments = jnp.asarray(row), jnp.asarray(segments)
     expected = gradients(model, row, segments)
-    found = gradients(with_runtime(model, remat="minimal", attention_chunk=8), row, segments)
-    assert_same_gradients(found, expected, 2e-5)
+    result = gradients(with_runtime(model, remat="minimal", attention_chunk=8), row, segments)
+    assert_same_gradients(result, expected, 2e-5)
 
 
 # From here on the oracle is transformers.
@@ -165,22 +165,22 @@ def test_remat_and_chunks_keep_the_gradients():
 @pytest.mark.parametrize("kind", oracles.by_kind(always=KINDS))
 def test_left_padding_and_log_probabilities_equal_those_of_transformers(kind, pair):
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
-    theirs, ours = (found := pair(kind, oracles.KINDS[kind].padded)).theirs, found.ours
+    theirs, ours = (result := pair(kind, oracles.KINDS[kind].padded)).theirs, result.ours
     row = tokens(2, 70, seed=4)
     mask = np.ones((2, 70), int)
     mask[0, :5] = 0
     positions = np.maximum(mask.cumsum(1) - 1, 0)
     expected = reference_logits(theirs, row, attention_mask=torch.tensor(mask), position_ids=torch.tensor(positions))
-    found = np.asarray(ours.logits(row, segments=mask))
+    result = np.asarray(ours.logits(row, segments=mask))
     tolerance = oracles.KINDS[kind].logits
-    np.testing.assert_allclose(found[mask != 0], expected[mask != 0], atol=tolerance, rtol=0)
+    np.testing.assert_allclose(result[mask != 0], expected[mask != 0], atol=tolerance, rtol=0)
     for temperature in (1.0, 0.7):
-        wanted = torch_logprobs(torch.tensor(expected), row, temperature)
+        requested = torch_logprobs(torch.tensor(expected), row, temperature)
         scored = (mask[:, :-1] != 0) & (mask[:, 1:] != 0)
-        for found in (
+        for result in (
             ours.logprobs(row, segments=mask, temperature=temperature),
             training_pass(ours, row, mask, temperature),
         ):
-            for a, want in zip(map(np.asarray, found), wanted, strict=True):
+            for a, want in zip(map(np.asarray, result), requested, strict=True):
                 np.testing.assert_allclose(a[:, 1:][scored], want.numpy()[scored], atol=tolerance, rtol=0)
                 assert not a[:, 1:][~scored].any() and not a[:, 0].any()

@@ -40,9 +40,9 @@ def test_transformers_loads_what_we_save(name, tmp_path, pair):
     ours = random_model(families.read(configuration(kind, **keys)))
     policy.save(ours, tmp_path)
     row = tokens(2, 70)
-    found = reference_logits(reload(kind, tmp_path), row)
+    result = reference_logits(reload(kind, tmp_path), row)
     ours = pair(kind).with_weights_of(ours) if name in STANDARD else ours  # the logits of a pair are compiled already
-    np.testing.assert_allclose(found, np.asarray(ours.logits(row)), atol=KINDS[kind].logits, rtol=0)
+    np.testing.assert_allclose(result, np.asarray(ours.logits(row)), atol=KINDS[kind].logits, rtol=0)
 
 
 @pytest.mark.parametrize("kind", by_kind())
@@ -119,8 +119,8 @@ def test_a_head_on_disk_is_accepted_where_it_is_tied(tmp_path):
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
     save_file(state, directory / model_directory.SINGLE, metadata={"format": "pt"})
     row = tokens(1, 12)
-    found = np.asarray(policy.load(directory).logits(row))
-    np.testing.assert_allclose(found, reference_logits(theirs, row), atol=2e-5, rtol=0)
+    result = np.asarray(policy.load(directory).logits(row))
+    np.testing.assert_allclose(result, reference_logits(theirs, row), atol=2e-5, rtol=0)
 
 
 def test_a_row_of_old_rope_keys_survives_saving(tmp_path):
@@ -136,5 +136,5 @@ def test_a_row_of_old_rope_keys_survives_saving(tmp_path):
     edit_config(directory, old)
     policy.save(policy.load(directory), tmp_path / "out")
     row = tokens(1, 12)
-    found = reference_logits(reload("Llama", tmp_path / "out"), row)
-    np.testing.assert_allclose(found, reference_logits(theirs, row), atol=1e-6, rtol=0)
+    result = reference_logits(reload("Llama", tmp_path / "out"), row)
+    np.testing.assert_allclose(result, reference_logits(theirs, row), atol=1e-6, rtol=0)

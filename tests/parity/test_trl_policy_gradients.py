@@ -110,7 +110,7 @@ for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     """A model, and one near it for a reference."""
-    found = []
+    result = []
     for seed in (0, 1):
         model = oracle("Llama", seed=0, **SIZES)
         if seed:
@@ -120,8 +120,8 @@ def directories(tmp_path_factory):
             with torch.no_grad():
                 for weight in model.parameters():
                     weight.add_(0.05 * weight.std() * torch.randn_like(weight))
-        found.append(saved(model, tmp_path_factory.mktemp("trl") / str(seed)))
-    return found
+        result.append(saved(model, tmp_path_factory.mktemp("trl") / str(seed)))
+    return result
 
 
 def completions(rewards):
@@ -256,8 +256,8 @@ def test_a_step_is_that_of_trl(case, directories, tmp_path):
             given, sampler_logp=[row[m != 0].tolist() for row, m in zip(sampled, mask, strict=True)]
         )
     advantages, loss, gradients = theirs(case, directories, given)
-    found, value, slopes = ours(case, directories, given, tmp_path / "gradients")
-    np.testing.assert_allclose(found, advantages, atol=1e-5)
+    result, value, slopes = ours(case, directories, given, tmp_path / "gradients")
+    np.testing.assert_allclose(result, advantages, atol=1e-5)
     np.testing.assert_allclose(value, loss, atol=1e-5)
     assert slopes.keys() == gradients.keys()
     for name, gradient in gradients.items():

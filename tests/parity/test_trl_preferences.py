@@ -26,11 +26,11 @@ LENGTHS = [(3, 4, 2), (2, 2, 6), (4, 3, 3), (1, 1, 5)]  # of each pair: prompt, 
 
 def rows():
     """Chosen and rejected (ids, mask) of each pair."""
-    rng, found = np.random.default_rng(3), []
+    rng, result = np.random.default_rng(3), []
     for p, w, l in LENGTHS:  # noqa: E741
         prompt = rng.integers(3, 259, p).tolist()
-        found.append([(prompt + rng.integers(3, 259, n).tolist(), [0] * p + [1] * n) for n in (w, l)])
-    return found
+        result.append([(prompt + rng.integers(3, 259, n).tolist(), [0] * p + [1] * n) for n in (w, l)])
+    return result
 
 
 def theirs_of(pairs):
@@ -94,11 +94,11 @@ def test_each_loss_and_its_slopes_are_those_of_trl(name, dpo, monkeypatch):
 
     algorithm = rl.algorithms.get("dpo", nll_coef=0.2, **options)
     batch = together(pairs, 32)
-    laid = {k: place(batch, a) for k, a in (("logp", logp), ("ref_logp", ref))}
-    whole = algorithm.with_totals(
-        rl.algorithms.PolicyInputs(mask=batch.mask, segments=batch.segments, ref_logp=laid["ref_logp"])
+    sharded = {k: place(batch, a) for k, a in (("logp", logp), ("ref_logp", ref))}
+    full = algorithm.with_totals(
+        rl.algorithms.PolicyInputs(mask=batch.mask, segments=batch.segments, ref_logp=sharded["ref_logp"])
     )
-    value, slope = jax.value_and_grad(lambda x: algorithm.loss(dataclasses.replace(whole, logp=x))[0])(laid["logp"])
+    value, slope = jax.value_and_grad(lambda x: algorithm.loss(dataclasses.replace(full, logp=x))[0])(sharded["logp"])
     np.testing.assert_allclose(value, loss.item(), atol=1e-5)
     expected = place(batch, np.pad(given.grad.numpy(), ((0, 0), (1, 0))))
     np.testing.assert_allclose(slope, expected, atol=1e-5 * np.abs(expected).max())
@@ -186,13 +186,13 @@ def test_scores_are_those_of_transformers_whatever_side_is_padded(scorer):
     width = max(map(len, sequences))
     right = torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences])
     left = torch.tensor([[0] * (width - len(ids)) + ids for ids in sequences])
-    found = RewardModelScorer.read(scorer, Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]), 16)(sequences)
+    result = RewardModelScorer.read(scorer, Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]), 16)(sequences)
     model = classifier(scorer)
     with torch.no_grad():
         for ids in (right, left):
             expected = model(ids, attention_mask=(ids != 0).long()).logits[:, 0].numpy()
-            np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert np.std(found) > 0.1
+            np.testing.assert_allclose(result, expected, atol=1e-5)
+    assert np.std(result) > 0.1
 
 
 def test_an_update_of_a_reward_model_has_the_gradients_of_trl(scorer, tmp_path):
@@ -219,11 +219,11 @@ def test_an_update_of_a_reward_model_has_the_gradients_of_trl(scorer, tmp_path):
     batch = together(rows(), 32)
     step = make_step(batch.tokens, segments=batch.segments)
     given = {"segments": batch.segments, "margin": np.broadcast_to(margin[:, None], batch.mask.shape)}
-    whole = algorithm.with_totals(rl.algorithms.PolicyInputs(mask=batch.mask, **given))
+    full = algorithm.with_totals(rl.algorithms.PolicyInputs(mask=batch.mask, **given))
 
     def ours(params):
         scores = critic.scores(params, batch.tokens, step)[0]
-        return algorithm.loss(dataclasses.replace(whole, scores=scores))
+        return algorithm.loss(dataclasses.replace(full, scores=scores))
 
     (value, metrics), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(params | {VALUE_HEAD: score})
     np.testing.assert_allclose(value, loss.item(), atol=1e-5)

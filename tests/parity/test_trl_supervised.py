@@ -70,10 +70,10 @@ def test_tokens_loss_and_gradients(case, tmp_path):
 
     from policy.modes import make_step
 
-    rows, settings, options, learnt = CASES[case]
+    rows, settings, options, trained = CASES[case]
     theirs, inputs, tokenizer = trainer(saved(oracle("Llama", seed=0, **SIZES), tmp_path), rows, **settings)
     encoded = [
-        chat.encode_example(tokenizer, row.get("prompt", ""), row.get("completion"), row.get("messages"), learnt)
+        chat.encode_example(tokenizer, row.get("prompt", ""), row.get("completion"), row.get("messages"), trained)
         for row in rows
     ]
     labels = inputs["labels"].numpy()

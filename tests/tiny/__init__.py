@@ -65,12 +65,14 @@ class Kind:
 
 def _collect(name: str) -> dict:
     """The entries of one table over all files of this folder."""
-    found = {}
+    result = {}
     for module in sorted(entry.name for entry in pkgutil.iter_modules(__path__)):
         table = getattr(importlib.import_module(f"{__name__}.{module}"), name, {})
-        assert not found.keys() & table.keys(), f"tests/tiny: {name}: {found.keys() & table.keys()} stands in two files"
-        found |= table
-    return found
+        assert not result.keys() & table.keys(), (
+            f"tests/tiny: {name}: {result.keys() & table.keys()} stands in two files"
+        )
+        result |= table
+    return result
 
 
 def __getattr__(name: str):

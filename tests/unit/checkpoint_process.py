@@ -36,10 +36,10 @@ def values(number: int) -> dict[str, np.ndarray]:
 def continue_saving(directory: str) -> None:
     """Restores and checks the newest checkpoint, then saves without end, each time more."""
     checkpoints = Checkpoints(directory, keep=2)
-    found = checkpoints.restore(jax.tree.map(jnp.asarray, values(0)))
-    start = 0 if found is None else found[0] + 1
-    if found is not None:
-        check(found)
+    result = checkpoints.restore(jax.tree.map(jnp.asarray, values(0)))
+    start = 0 if result is None else result[0] + 1
+    if result is not None:
+        check(result)
     for number in itertools.count(start):
         checkpoints.save(number, jax.tree.map(jnp.asarray, values(number)), {"number": number})
         print(number, flush=True)
@@ -124,9 +124,9 @@ def sharded(directory: str) -> None:
     number, restored, _ = checkpoints.restore(template)
     assert number == 2
     moved = template | {"split": jax.ShapeDtypeStruct(large.shape, large.dtype, sharding=square)}
-    for tree, wanted in ((restored, template), (checkpoints.restore(moved)[1], moved)):
+    for tree, expected in ((restored, template), (checkpoints.restore(moved)[1], moved)):
         for name in before:
-            assert tree[name].sharding == wanted[name].sharding, name
+            assert tree[name].sharding == expected[name].sharding, name
             assert all(
                 np.asarray(s.data).tobytes() == before[name][s.index].tobytes() for s in tree[name].addressable_shards
             )

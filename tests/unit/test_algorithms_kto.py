@@ -35,13 +35,13 @@ def test_the_loss_is_the_formula_and_the_kl_is_at_least_0(sign):
 
 def test_micro_batches_add_up():
     algorithm = rl.algorithms.get("kto")
-    whole = algorithm.with_totals(inputs())
-    parts = [jax.tree.map(lambda a, i=i: a[i : i + 1] if np.ndim(a) else a, whole) for i in range(4)]
+    full = algorithm.with_totals(inputs())
+    parts = [jax.tree.map(lambda a, i=i: a[i : i + 1] if np.ndim(a) else a, full) for i in range(4)]
     slope = jax.grad(lambda logp, part: algorithm.loss(dataclasses.replace(part, logp=logp))[0])
-    expected = slope(LOGP, whole)
-    found = np.concatenate([slope(part.logp, part) for part in parts])
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-    np.testing.assert_allclose(sum(algorithm.loss(part)[0] for part in parts), algorithm.loss(whole)[0], atol=1e-6)
+    expected = slope(LOGP, full)
+    result = np.concatenate([slope(part.logp, part) for part in parts])
+    np.testing.assert_allclose(result, expected, atol=1e-6)
+    np.testing.assert_allclose(sum(algorithm.loss(part)[0] for part in parts), algorithm.loss(full)[0], atol=1e-6)
     assert np.any(expected)
 
 

@@ -108,13 +108,13 @@ def test_packed_rows_and_micro_batches_give_the_same(name):
     (loss, metrics), gradient = run(inputs, logp)
     place = packing(batch.segments, [5])
     assert 1 < place.used < 5 and batch.segments.shape[1] % 2 == 0
-    whole, run = prepared(name, place.batch(batch), place.pack(entropy), nll_coef=0.2)
+    full, run = prepared(name, place.batch(batch), place.pack(entropy), nll_coef=0.2)
     losses, every, slopes = [], [], []
     for row in range(place.used):
-        part = jax.tree.map(lambda a, row=row: a[row : row + 1] if np.ndim(a) else a, whole)
-        (one, found), slope = run(part, place.pack(logp)[row : row + 1])
+        part = jax.tree.map(lambda a, row=row: a[row : row + 1] if np.ndim(a) else a, full)
+        (one, result), slope = run(part, place.pack(logp)[row : row + 1])
         losses.append(one)
-        every.append(found)
+        every.append(result)
         slopes.append(slope)
     np.testing.assert_allclose(sum(losses), loss, rtol=1e-6)
     slopes = np.pad(np.concatenate(slopes), ((0, 5 - place.used), (0, 0)))

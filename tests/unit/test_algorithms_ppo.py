@@ -170,10 +170,10 @@ def test_value_loss_without_clipping_is_half_the_squared_error():
 
 def test_value_losses_of_micro_batches_add_up_and_padding_gets_no_gradient():
     algorithm = rl.algorithms.get("ppo")
-    whole = algorithm.with_totals(rl.algorithms.PolicyInputs(mask=MASK[ROWS]))
+    full = algorithm.with_totals(rl.algorithms.PolicyInputs(mask=MASK[ROWS]))
 
     def loss(values, row):
-        part = rl.algorithms.PolicyInputs(mask=MASK[row : row + 1], num_tokens=whole.num_tokens)
+        part = rl.algorithms.PolicyInputs(mask=MASK[row : row + 1], num_tokens=full.num_tokens)
         return algorithm.value_loss(values, VALUES[row : row + 1], padded(RETURNS)[row : row + 1], part)
 
     parts = [jax.value_and_grad(loss, has_aux=True)(NEW_VALUES[row : row + 1], row) for row in (0, 1)]

@@ -62,19 +62,19 @@ SEEDS = st.integers(0, 2**31)
 def cases():
     """(algorithm, options): every algorithm but those of pairs with its defaults, and with some that go with any."""
     known = [name for name in rl.algorithms.known() if rl.algorithms.get(name).stage in ("online", "supervised")]
-    found = [(name, {}) for name in known] + [("ppo", {"positive_nll_coef": 0.2, "aggregation": "sequence"})]
+    result = [(name, {}) for name in known] + [("ppo", {"positive_nll_coef": 0.2, "aggregation": "sequence"})]
     some, of_clipped = itertools.cycle(OPTIONS), itertools.cycle(OF_CLIPPED)
     for name in known:
         algorithm = rl.algorithms.get(name)
         if name != "sft":
             options = OPTIONS[3] if algorithm.corrects_itself else next(some)  # such a correction takes no mean
-            found.append(
+            result.append(
                 (
                     name,
                     options | {"old_logp": "trainer"} | (next(of_clipped) if hasattr(algorithm, "dual_clip") else {}),
                 )
             )
-    return found
+    return result
 
 
 def test_the_options_of_the_cases_are_all_that_there_are():
@@ -104,16 +104,14 @@ def random_batch(seed, garbage=np.nan):
 def packed(batch, garbage):
     """Two sequences in a row of 2 * WIDTH + 1, the last token of it padding."""
 
-    def lay_out(array, padding):
+    def spread(array, padding):
         pairs = np.asarray(array).reshape(ROWS // 2, 2 * WIDTH)
         return np.concatenate([pairs, np.full((ROWS // 2, 1), padding, pairs.dtype)], axis=1)
 
     segments = np.broadcast_to(np.repeat([1, 2], WIDTH), (ROWS // 2, 2 * WIDTH))
-    tokens = {name: lay_out(getattr(batch, name), garbage) for name in PER_TOKEN}
-    prompt = lay_out(np.repeat(batch.prompt, WIDTH), -1)
-    return dataclasses.replace(
-        batch, mask=lay_out(batch.mask, 0), segments=lay_out(segments, 0), prompt=prompt, **tokens
-    )
+    tokens = {name: spread(getattr(batch, name), garbage) for name in PER_TOKEN}
+    prompt = spread(np.repeat(batch.prompt, WIDTH), -1)
+    return dataclasses.replace(batch, mask=spread(batch.mask, 0), segments=spread(segments, 0), prompt=prompt, **tokens)
 
 
 def run(algorithm, batch):

@@ -39,10 +39,10 @@ def test_the_loss_and_its_gradient_are_those_of_demonstrations_of_the_kept_compl
 
 def test_micro_batches_add_up_and_nothing_kept_has_no_gradient():
     raft = rl.algorithms.get("raft")
-    whole = raft.with_totals(rl.algorithms.PolicyInputs(logp=LOGP, mask=MASK, advantages=KEPT))
-    parts = [jax.tree.map(lambda a, i=i: a[i : i + 1] if np.ndim(a) else a, whole) for i in range(len(MASK))]
-    close(sum(raft.loss(part)[0] for part in parts), raft.loss(whole)[0])
-    none = dataclasses.replace(whole, advantages=0 * KEPT)
+    full = raft.with_totals(rl.algorithms.PolicyInputs(logp=LOGP, mask=MASK, advantages=KEPT))
+    parts = [jax.tree.map(lambda a, i=i: a[i : i + 1] if np.ndim(a) else a, full) for i in range(len(MASK))]
+    close(sum(raft.loss(part)[0] for part in parts), raft.loss(full)[0])
+    none = dataclasses.replace(full, advantages=0 * KEPT)
     assert not np.any(jax.grad(lambda logp: raft.loss(dataclasses.replace(none, logp=logp))[0])(LOGP))
     with pytest.raises(ValueError, match="advantages"):
         raft.loss(rl.algorithms.PolicyInputs(logp=LOGP, mask=MASK))

@@ -27,8 +27,8 @@ def test_advantages(name, options, expected):
 
 @pytest.mark.parametrize("options", [{}, {"baseline": True}])
 def test_reinforce_pp_whitens_over_tokens(options):
-    found = rl.algorithms.get("reinforce_pp", **options).advantages(REWARDS, [LENGTHS])
-    close(found[0], MASK * np.array([[1.027872], [-1.256288], [-0.114208], [-1.256288]]))
+    result = rl.algorithms.get("reinforce_pp", **options).advantages(REWARDS, [LENGTHS])
+    close(result[0], MASK * np.array([[1.027872], [-1.256288], [-0.114208], [-1.256288]]))
 
 
 def test_reinforce_pp_returns_hold_the_penalty_of_what_comes_after():
@@ -38,8 +38,8 @@ def test_reinforce_pp_returns_hold_the_penalty_of_what_comes_after():
     returns = np.array([[0.9 * last[0] - 0.5 * 0.1, last[0]], [0.9 * last[1] - 0.5 * 0.2, last[1]]])
     expected = (returns - returns.mean()) / np.sqrt(returns.var(ddof=1) + 1e-8)
     algorithm = rl.algorithms.get("reinforce_pp", kl_reward_coef=0.5, gamma=0.9)
-    found = algorithm.advantages([[1.0, 0.0]], token_kl=kl, mask=mask)
-    np.testing.assert_allclose(found, [[[expected[0, 0], 0, expected[0, 1]], [*expected[1], 0]]], atol=1e-12)
+    result = algorithm.advantages([[1.0, 0.0]], token_kl=kl, mask=mask)
+    np.testing.assert_allclose(result, [[[expected[0, 0], 0, expected[0, 1]], [*expected[1], 0]]], atol=1e-12)
 
 
 def test_rloo_with_a_penalty_in_the_rewards():
@@ -144,8 +144,8 @@ def test_groups_are_combined_after_each_function_is_normalised():
 
 
 def test_remax_compares_with_the_greedy_completion():
-    found = rl.algorithms.get("remax").advantages([[1.0, np.nan], [0.5, 0.5]], greedy=[0.25, np.nan])
-    assert found.tolist() == [[0.75, 0.0], [0.0, 0.0]]
+    result = rl.algorithms.get("remax").advantages([[1.0, np.nan], [0.5, 0.5]], greedy=[0.25, np.nan])
+    assert result.tolist() == [[0.75, 0.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize(

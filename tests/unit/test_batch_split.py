@@ -60,7 +60,7 @@ def test_what_is_recorded_of_a_layer_is_that_of_all_rows():
         return [aux.by_layer(name) for name in ("hidden", "activations")]
 
     plain, split = recorded(), recorded(batch_split=True)
-    assert all(found for found in plain)
+    assert all(result for result in plain)
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(split), strict=True):
         np.testing.assert_allclose(other, one, atol=1e-5)
 

@@ -154,10 +154,10 @@ def test_the_benchmark_of_latent_attention_computes_the_same_twice(script, capsy
         "--topk",
         "8",
     ]
-    found = script("latent_attention").main(["--repeats", "1", *small])
+    result = script("latent_attention").main(["--repeats", "1", *small])
     printed = capsys.readouterr().out
-    assert "cache 576 and 1,280 numbers a token" in printed and [row.peer for row in found] == ["expanded", "masked"]
-    assert all(float(row.note.rpartition("differ by ")[2]) < 1e-5 and f"{row.ratio:.2f}" in printed for row in found)
+    assert "cache 576 and 1,280 numbers a token" in printed and [row.peer for row in result] == ["expanded", "masked"]
+    assert all(float(row.note.rpartition("differ by ")[2]) < 1e-5 and f"{row.ratio:.2f}" in printed for row in result)
 
 
 @pytest.mark.slow
@@ -175,10 +175,10 @@ def test_the_benchmark_of_latent_attention_computes_the_same_twice(script, capsy
 )
 def test_each_benchmark_runs(script, name, arguments, rows, capsys):
     pytest.importorskip("torch")
-    found = script(name).main(["--models", "1m", "--repeats", "1", *arguments])
-    assert len(found) >= rows
+    result = script(name).main(["--models", "1m", "--repeats", "1", *arguments])
+    assert len(result) >= rows
     printed = capsys.readouterr().out
-    for row in found:
+    for row in result:
         assert all(math.isfinite(seconds) and seconds > 0 for seconds in (*row.ours, *row.theirs)) and row.work > 0
         assert f"{row.ratio:.2f}" in printed
 

@@ -48,8 +48,8 @@ def test_entries_are_written_at_their_positions_and_nowhere_else():
 def test_padding_is_not_written_even_where_its_position_is_in_use():
     cache = a_layer(value=9.0)
     step = a_step([[0, 1, 2], [0, 0, 0], [7, 8, 9]], [[1, 1, 0], [0, 0, 0], [1, 0, 0]])
-    found = np.asarray(jax.jit(extend)(cache, step, k=jnp.asarray(values(3)))[1].arrays["k"])[0]
-    written = (found != 9.0).any(axis=(1, 3))
+    result = np.asarray(jax.jit(extend)(cache, step, k=jnp.asarray(values(3)))[1].arrays["k"])[0]
+    written = (result != 9.0).any(axis=(1, 3))
     assert np.argwhere(written).tolist() == [[0, 0], [0, 1], [2, 7]]
 
 
@@ -58,10 +58,10 @@ def test_a_layer_of_a_stack_touches_only_its_own_entries():
     visible, cache = jax.jit(extend)(
         a_layer(repeats=3, index=jnp.int32(1), value=9.0), a_step([[2]] * S), k=jnp.asarray(new)
     )
-    found = np.asarray(cache.arrays["k"])
-    np.testing.assert_array_equal(found[[0, 2]], 9.0)
-    np.testing.assert_array_equal(found[1, :, :, 2], new[:, :, 0])
-    np.testing.assert_array_equal(visible.arrays["k"], found[1])
+    result = np.asarray(cache.arrays["k"])
+    np.testing.assert_array_equal(result[[0, 2]], 9.0)
+    np.testing.assert_array_equal(result[1, :, :, 2], new[:, :, 0])
+    np.testing.assert_array_equal(visible.arrays["k"], result[1])
 
 
 @pytest.mark.parametrize("kind", ["Llama", "DeepseekV3"])
@@ -96,8 +96,8 @@ def test_insert_copies_rows_of_a_shorter_cache_to_slots():
 
     cache, prefix = filled(4, C, 0), filled(2, 5, 1)
     prefix = jax.tree.map(lambda a: a[:, [1, 0, 0, 0]], prefix)
-    found = jax.jit(caches.insert)(cache, prefix, np.array([2, 0, 4, 5]))  # 4 and 5 lie past the end
-    for before, source, after in zip(*(jax.tree.leaves(tree) for tree in (cache, prefix, found)), strict=True):
+    result = jax.jit(caches.insert)(cache, prefix, np.array([2, 0, 4, 5]))  # 4 and 5 lie past the end
+    for before, source, after in zip(*(jax.tree.leaves(tree) for tree in (cache, prefix, result)), strict=True):
         expected = before.copy()
         expected[:, 2, :, :5], expected[:, 0, :, :5] = source[:, 0], source[:, 1]
         np.testing.assert_array_equal(after, expected)

@@ -243,8 +243,8 @@ def test_kills_at_random_moments(tmp_path, tries):
         assert int(first) >= reached
         # The save before the last one that was begun is complete.
         reached = int((first + rest).split()[-1]) - 1
-        found = Checkpoints(tmp_path, keep=2).host()
-        assert (found[0] if found else -1) >= reached, errors
+        result = Checkpoints(tmp_path, keep=2).host()
+        assert (result[0] if result else -1) >= reached, errors
 
 
 def test_reading_does_not_disturb_a_run_that_is_saving(copy):

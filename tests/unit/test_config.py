@@ -422,9 +422,11 @@ def test_pages_must_hold_a_completion_and_rings_need_a_window(folder):
 def test_drafts_and_their_training_need_modules_that_predict(folder):
     stored = json.loads(sources.preset("tiny-deepseek").hf)
     Path("model/config.json").write_text(json.dumps(stored))
-    found = message("run.yml", overrides=["generator.speculative=1", "stages.0.mtp={}"])
+    result = message("run.yml", overrides=["generator.speculative=1", "stages.0.mtp={}"])
     assert (
-        "generator.speculative" in found and "stages.0.mtp" in found and "multi_token_prediction: {depth: 1}" in found
+        "generator.speculative" in result
+        and "stages.0.mtp" in result
+        and "multi_token_prediction: {depth: 1}" in result
     )
     config = load(["run.yml"], ["generator.speculative=1", "stages.0.mtp={}", "model.multi_token_prediction={}"])
     assert config.model.sections == {"multi_token_prediction": {"depth": 1, "input": "post_norm", "final_norm": True}}

@@ -61,8 +61,8 @@ def test_a_folder_and_a_saved_dataset_are_read_with_their_splits():
     jsonl("folder/test.jsonl", ROWS[:1])
     assert len(load(options(path="folder"))) == 2
     assert len(load(options(path="folder"), held_out=True)) == 1
-    whole = datasets.Dataset.from_list(ROWS)
-    datasets.DatasetDict({"train": whole, "dev": whole.select([1])}).save_to_disk("saved")
+    full = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": full, "dev": full.select([1])}).save_to_disk("saved")
     assert load(options(path="saved", split="dev"))[0].columns == {"answer": "é"}
     assert "there are train, dev" in error(DataError, path="saved", held_out=True)
 
@@ -172,12 +172,12 @@ def test_pairs_are_texts_or_messages_and_the_prompt_may_be_what_both_begin_with(
     ]
     with pytest.raises(DataError, match="p.jsonl:2: `chosen` and `rejected` must both be texts"):
         load(options(path=jsonl("p.jsonl", rows)), pairs=True)
-    found = load(options(path=jsonl("p.jsonl", [rows[0], *rows[2:]]), system="s"), pairs=True)
+    result = load(options(path=jsonl("p.jsonl", [rows[0], *rows[2:]]), system="s"), pairs=True)
     system = say("system", "s")
-    assert [e.prompt for e in found] == [[system, ASKED], [system, ASKED], [system, ASKED, GOOD, ASKED]]
-    assert [e.pair for e in found] == [("ho", "hu"), ([GOOD], [BAD]), ([GOOD], [BAD])]
-    assert [e.margin for e in found] == [2.0, 0.0, 0.0]
-    assert found[0].where == "p.jsonl:1"
+    assert [e.prompt for e in result] == [[system, ASKED], [system, ASKED], [system, ASKED, GOOD, ASKED]]
+    assert [e.pair for e in result] == [("ho", "hu"), ([GOOD], [BAD]), ([GOOD], [BAD])]
+    assert [e.margin for e in result] == [2.0, 0.0, 0.0]
+    assert result[0].where == "p.jsonl:1"
 
 
 def test_a_pair_without_a_preference_is_named():

@@ -35,28 +35,28 @@ def numbers(*shape: int) -> jax.Array:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_products_with_weights_laid_out_are_those_with_the_weights(size, rows):
     x, q, k = numbers(rows, 1, 6), numbers(6, 4, 5), numbers(6, 2, 5)
-    laid = make_projections([q, k], 1, rows)
-    assert all(a.transposed == (size == "large" and rows > 1) for a in laid)
-    assert (laid[0].matrix is laid[1].matrix) == (size == "small")
-    for weight, each in zip((q, k), laid, strict=True):
+    sharded = make_projections([q, k], 1, rows)
+    assert all(a.transposed == (size == "large" and rows > 1) for a in sharded)
+    assert (sharded[0].matrix is sharded[1].matrix) == (size == "small")
+    for weight, each in zip((q, k), sharded, strict=True):
         expected = np.einsum("bte,ehd->bhtd", x, weight)
         np.testing.assert_allclose(linear("bte,ehd->bhtd", x, each, Runtime()), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_product_over_two_dimensions_and_over_leading_ones_that_only_x_has(size):
     x, out, up = numbers(2, 4, 3, 5), numbers(4, 5, 6), numbers(5, 7)
-    found = linear("bhtd,hde->bte", x, make_projections([out], 2, 6)[0], Runtime())
-    np.testing.assert_allclose(found, np.einsum("bhtd,hde->bte", x, out), rtol=1e-5, atol=1e-5)
-    found = linear("...e,ei->...i", x, make_projections([up], 1, 24)[0], Runtime())
-    np.testing.assert_allclose(found, np.einsum("abce,ei->abci", x, up), rtol=1e-5, atol=1e-5)
+    result = linear("bhtd,hde->bte", x, make_projections([out], 2, 6)[0], Runtime())
+    np.testing.assert_allclose(result, np.einsum("bhtd,hde->bte", x, out), rtol=1e-5, atol=1e-5)
+    result = linear("...e,ei->...i", x, make_projections([up], 1, 24)[0], Runtime())
+    np.testing.assert_allclose(result, np.einsum("abce,ei->abci", x, up), rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_laid_out_is_also_a_table():
     table, hidden = numbers(9, 4), numbers(2, 3, 4)
-    laid = Projection(table, transposed=True, start=0, inputs=(4,), outputs=(9,))
-    np.testing.assert_allclose(head.logits(hidden, laid, 2.0), head.logits(hidden, table, 2.0), rtol=1e-5, atol=1e-5)
-    assert laid[...] is laid
-    np.testing.assert_array_equal(laid[jnp.asarray([[3, 1]])], table[jnp.asarray([[3, 1]])])
+    sharded = Projection(table, transposed=True, start=0, inputs=(4,), outputs=(9,))
+    np.testing.assert_allclose(head.logits(hidden, sharded, 2.0), head.logits(hidden, table, 2.0), rtol=1e-5, atol=1e-5)
+    assert sharded[...] is sharded
+    np.testing.assert_array_equal(sharded[jnp.asarray([[3, 1]])], table[jnp.asarray([[3, 1]])])
 
 
 @pytest.mark.parametrize(("name", "rows"), [("Qwen3", 1), ("Qwen3", 2), ("DeepseekV3", 2), ("Qwen3Next", 2)])
@@ -70,8 +70,8 @@ def test_one_step_of_a_decoder_is_the_same(size, name, rows):
         decoder = model.graph.decoder(params)
         return modes.autoregressive(decoder, tokens, lengths, jnp.ones(rows, bool), cache, model.graph.runtime)
 
-    found = jax.jit(lambda params: step(prepare_for_decoding(model.graph, params, rows)))(model.params)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(model.params)), strict=True):
+    result = jax.jit(lambda params: step(prepare_for_decoding(model.graph, params, rows)))(model.params)
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(jax.jit(step)(model.params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 

@@ -41,8 +41,8 @@ def a_layer(G=2):
     @functools.partial(jax.jit, static_argnames="runtime")
     def forward(weights, x_BTE, step, cache=None, runtime=Runtime()):
         layer = nnx.merge(graph, jax.tree.unflatten(structure, [weights[name] for name in shapes]))
-        found = layer(x_BTE, step, cache, runtime)
-        return found if runtime.tentative else found[:2]
+        result = layer(x_BTE, step, cache, runtime)
+        return result if runtime.tentative else result[:2]
 
     return forward, shapes
 
@@ -118,9 +118,9 @@ def close(found, expected, tolerance=2e-5):
 @pytest.mark.parametrize(("T", "G"), [(1, 2), (5, 2), (64, 2), (70, 2), (130, 2), (130, 1), (130, 4)])
 def test_a_document_gives_what_the_recurrence_gives(T, G):
     x, weights = inputs(2, T), random_weights(G)
-    found, cache = a_layer(G)[0](weights, x, a_step(np.ones((2, T), int)))
+    result, cache = a_layer(G)[0](weights, x, a_step(np.ones((2, T), int)))
     assert cache is None
-    close(found, np.stack([recurrence(weights, row) for row in x]))
+    close(result, np.stack([recurrence(weights, row) for row in x]))
 
 
 @pytest.mark.parametrize(
@@ -130,20 +130,20 @@ def test_a_document_gives_what_the_recurrence_gives(T, G):
 )
 def test_each_document_of_a_row_gives_what_it_gives_alone_and_padding_gives_nothing(lengths):
     segments, x, weights = segments_of(*lengths), inputs(1, 130), random_weights()
-    found = np.asarray(a_layer()[0](weights, x, a_step(segments))[0])
+    result = np.asarray(a_layer()[0](weights, x, a_step(segments))[0])
     for n in np.unique(segments):
         here = segments[0] == n
         if n == 0:
-            np.testing.assert_array_equal(found[0, here], 0.0)
+            np.testing.assert_array_equal(result[0, here], 0.0)
         else:
-            close(found[0, here], recurrence(weights, x[0, here]))
+            close(result[0, here], recurrence(weights, x[0, here]))
 
 
 def test_what_stands_on_padding_changes_nothing():
     segments, x, weights = segments_of(-4, 50, -5, 61, -10), inputs(1, 130), random_weights()
     other = np.where((segments != 0)[..., None], x, 1e4).astype(np.float32)
-    found, moved = (a_layer()[0](weights, each, a_step(segments))[0] for each in (x, other))
-    np.testing.assert_array_equal(found, moved)
+    result, moved = (a_layer()[0](weights, each, a_step(segments))[0] for each in (x, other))
+    np.testing.assert_array_equal(result, moved)
 
 
 def test_gradients_are_those_of_the_recurrence():
@@ -161,8 +161,8 @@ def test_gradients_are_those_of_the_recurrence():
             total += jnp.sum(recurrence(weights, x[0, here], jnp, jax.lax.scan) * cotangent[0, here])
         return total
 
-    found, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(weights, x) for f in (ours, plain))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    result, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(weights, x) for f in (ours, plain))
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         close(a, b, 1e-4)
 
 
@@ -175,20 +175,20 @@ def test_calls_of_any_size_and_then_single_tokens_give_what_one_call_gives(size)
     """Rows of 90, 3 and 0 tokens in calls of `size`; then two tokens more, of which the second row makes one."""
     lengths, x, weights = np.array([90, 3, 0]), inputs(3, 128), random_weights()
     forward, cache = a_layer()[0], an_empty_cache(3)
-    found = np.zeros_like(x)
+    result = np.zeros_like(x)
     for start in range(0, 90, size):
         positions = start + np.broadcast_to(np.arange(size), (3, size))
         segments = (positions < lengths[:, None]).astype(int)
         out, cache = forward(weights, x[:, start : start + size], Step(positions, segments), cache)
-        found[:, start : start + size] += out
+        result[:, start : start + size] += out
     for more in range(2):
         active = np.array([[1], [more == 0], [0]], dtype=int)
         at = (lengths + more)[:, None]
         out, cache = forward(weights, np.take_along_axis(x, at[..., None], axis=1), Step(at, active), cache)
-        found[np.arange(3), lengths + more] += np.asarray(out[:, 0])
-    close(found[0, :92], recurrence(weights, x[0, :92]))
-    close(found[1, :4], recurrence(weights, x[1, :4]))
-    np.testing.assert_array_equal(found[2], 0.0)
+        result[np.arange(3), lengths + more] += np.asarray(out[:, 0])
+    close(result[0, :92], recurrence(weights, x[0, :92]))
+    close(result[1, :4], recurrence(weights, x[1, :4]))
+    np.testing.assert_array_equal(result[2], 0.0)
     for array in cache.arrays.values():
         np.testing.assert_array_equal(array[0], 0.0)  # the other layer of the stack
         np.testing.assert_array_equal(array[1, 2], 0.0)
@@ -204,10 +204,10 @@ def test_slots_that_are_not_active_keep_window_and_state_to_the_bit(T):
         random_weights(), inputs(3, T), Step(segments * np.arange(T), segments), LayerCache(arrays, 1)
     )
     for name, before in arrays.items():
-        found = np.asarray(after.arrays[name])
-        np.testing.assert_array_equal(found[0], before[0])
-        np.testing.assert_array_equal(found[1, [0, 2]], before[1, [0, 2]])
-        assert (found[1, 1] != before[1, 1]).any(axis=-1).any()
+        result = np.asarray(after.arrays[name])
+        np.testing.assert_array_equal(result[0], before[0])
+        np.testing.assert_array_equal(result[1, [0, 2]], before[1, [0, 2]])
+        assert (result[1, 1] != before[1, 1]).any(axis=-1).any()
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -218,7 +218,7 @@ def test_tokens_that_are_taken_back_leave_window_and_state_as_if_they_had_not_be
     cache = caches.create(a_config(), 4, 9, "float32", scan=scan)
     number = (lambda r: (0, r)) if scan else (lambda r: (r, 0))  # part, and index in it
 
-    def settled(cache, arrays, r):
+    def verified(cache, arrays, r):
         parts = list(cache[0])
         parts[number(r)[0]] = (arrays,)
         return (tuple(parts),)
@@ -226,32 +226,32 @@ def test_tokens_that_are_taken_back_leave_window_and_state_as_if_they_had_not_be
     five = Step(np.broadcast_to(np.arange(5), (4, 5)), np.ones((4, 5), int))
     for r in range(repeats):
         part, index = number(r)
-        cache = settled(cache, forward(weights, first, five, LayerCache(cache[0][part][0], index))[1].arrays, r)
+        cache = verified(cache, forward(weights, first, five, LayerCache(cache[0][part][0], index))[1].arrays, r)
     tentative, expected = [], cache
     for r in range(repeats):
         part, index = number(r)
         step, view = Step(5 + places, np.ones((4, 3), int)), LayerCache(cache[0][part][0], index)
-        out, after, found = forward(weights, (r + 1) * then, step, view, Runtime(tentative=True))
+        out, after, result = forward(weights, (r + 1) * then, step, view, Runtime(tentative=True))
         assert all((after.arrays[name] == view.arrays[name]).all() for name in view.arrays)
         plain = forward(weights, (r + 1) * then, step, view)
         close(out, plain[0], 1e-5)
-        tentative.append(found)
+        tentative.append(result)
         few = Step(5 + places, (places < kept[:, None]).astype(int))
         after = forward(weights, (r + 1) * then, few, LayerCache(expected[0][part][0], index))[1]
-        expected = settled(expected, after.arrays, r)
+        expected = verified(expected, after.arrays, r)
     aux = Aux({"stacks.0.layers.0": jax.tree.map(lambda *a: jnp.stack(a), *tentative)})
-    found = caches.commit(cache, aux, jnp.asarray(kept))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    result = caches.commit(cache, aux, jnp.asarray(kept))
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         close(a, b, 1e-5)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(cache), strict=True):
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(a[:, 0], b[:, 0])
 
 
 def test_a_short_prefix_is_inserted_whole():
     _, prefix = a_layer()[0](random_weights(), inputs(3, 7), a_step(np.ones((3, 7), int)), an_empty_cache(3))
     longer = caches.create(a_config(), 3, 50, "float32", scan=True)[0][0][0]
-    found = caches.insert(longer, jax.tree.map(lambda a: a[:, [1, 0, 0]], prefix.arrays), np.array([2, 3, 4]))
-    for name, array in found.items():
+    result = caches.insert(longer, jax.tree.map(lambda a: a[:, [1, 0, 0]], prefix.arrays), np.array([2, 3, 4]))
+    for name, array in result.items():
         assert array.shape[2:] == prefix.arrays[name].shape[2:]
         np.testing.assert_array_equal(array[:, 2], prefix.arrays[name][:, 1])
         np.testing.assert_array_equal(array[:, :2], 0.0)
@@ -343,5 +343,5 @@ def test_transformers_computes_the_same(G):
     mask[0, :9] = 0  # padding on the left
     with torch.no_grad():
         expected = theirs(torch.tensor(x), attention_mask=torch.tensor(mask)).numpy()
-    found = a_layer(G)[0](weights, x, a_step(mask))[0]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+    result = a_layer(G)[0](weights, x, a_step(mask))[0]
+    np.testing.assert_allclose(result, expected, rtol=0, atol=2e-5)

@@ -61,22 +61,22 @@ class Snippet:
 
 
 def snippets(document: Path) -> list[Snippet]:
-    found = []
+    result = []
     for match in FENCE.finditer(document.read_text()):
         options = {match["key"]: match["value"]} if match["key"] else {}
-        found.append(Snippet(match["language"], match["text"], options.get("file"), options.get("needs")))
-    return found
+        result.append(Snippet(match["language"], match["text"], options.get("file"), options.get("needs")))
+    return result
 
 
 @pytest.fixture(params=DOCUMENTS, ids=lambda path: path.name)
 def document(request, tmp_path, monkeypatch):
     """Snippets of a document; the working directory holds the files that it shows."""
     monkeypatch.chdir(tmp_path)
-    found = snippets(request.param)
-    for snippet in found:
+    result = snippets(request.param)
+    for snippet in result:
         if snippet.file:
             Path(snippet.file).write_text(snippet.text)
-    return found
+    return result
 
 
 def command(*arguments: str) -> None:
@@ -106,13 +106,13 @@ def test_configurations_load_and_their_data_too(document, tmp_path):
                     stage.data, pairs=rl.algorithms.get(stage.algorithm.name).stage in ("preference", "reward_model")
                 )
         if config.data.path is None or Path(config.data.path).exists():
-            wanted = {
+            expected = {
                 key
                 for f in config.rewards.functions
                 for key in rewards.registry.parameters(rewards.load(f.name), "").required
             }
             given = datasets.load(config.data).columns | set(rewards.registry.GIVEN)
-            assert wanted - {key for f in config.rewards.functions for key in f.options} <= given
+            assert expected - {key for f in config.rewards.functions for key in f.options} <= given
 
 
 def test_python_runs(document, tmp_path):

@@ -61,17 +61,17 @@ def test_scanned_and_unrolled_layers_drop_the_same(kind):
 
 def test_updates_drop_the_same_for_any_micro_batch_and_others_at_the_next_update():
     model, data = learners.dense(), batch()
-    found = {}
+    result = {}
     for rows in (None, 3):
         trainer, state = learners.begin(model, stage(dropout=0.5, micro_batch=rows))
         losses = []
         for _ in range(2):
             state, metrics = trainer.update(state, data)
             losses.append(float(metrics["loss"]))
-        found[rows] = losses, host(state)
-    np.testing.assert_allclose(found[None][0], found[3][0], rtol=1e-5)
-    for key, array in found[None][1].items():
-        np.testing.assert_allclose(array, found[3][1][key], atol=2e-6, err_msg=key)
+        result[rows] = losses, host(state)
+    np.testing.assert_allclose(result[None][0], result[3][0], rtol=1e-5)
+    for key, array in result[None][1].items():
+        np.testing.assert_allclose(array, result[3][1][key], atol=2e-6, err_msg=key)
     trainer, state = learners.begin(model, stage(optimizer={"learning_rate": 1e-12}, dropout=0.5))
     still = []
     for _ in range(2):

@@ -61,24 +61,24 @@ def evaluate(greedy, sampled=None, **options):
 
 
 def test_a_completion_without_a_score_is_not_correct():
-    found, asked = evaluate([1.0, 0.0, math.nan, 2.0])
-    assert found["eval/greedy_accuracy"] == 0.5 and found["eval/reward_mean"] == 1.0
+    result, asked = evaluate([1.0, 0.0, math.nan, 2.0])
+    assert result["eval/greedy_accuracy"] == 0.5 and result["eval/reward_mean"] == 1.0
     assert (
         asked[0][0].temperature == 0
         and asked[0][0].stop == ("!",)
         and asked[0][0].max_new_tokens == 9
         and len(asked) == 1
     )
-    assert not any(key.startswith("eval/pass@") for key in found)
-    found, _ = evaluate([math.nan, math.nan])
-    assert found["eval/greedy_accuracy"] == 0.0 and math.isnan(found["eval/reward_mean"])
+    assert not any(key.startswith("eval/pass@") for key in result)
+    result, _ = evaluate([math.nan, math.nan])
+    assert result["eval/greedy_accuracy"] == 0.0 and math.isnan(result["eval/reward_mean"])
 
 
 def test_pass_at_k_is_the_mean_over_problems_at_a_temperature_of_its_own():
     sampled = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, math.nan, 1]]
-    found, asked = evaluate([0.0, 0.0, 0.0], sampled, samples=4, k=[1, 2], temperature=0.5)
-    assert found["eval/pass@1"] == pytest.approx((0.25 + 0 + 0.75) / 3)
-    assert found["eval/pass@2"] == pytest.approx((0.5 + 0 + 1) / 3)
+    result, asked = evaluate([0.0, 0.0, 0.0], sampled, samples=4, k=[1, 2], temperature=0.5)
+    assert result["eval/pass@1"] == pytest.approx((0.25 + 0 + 0.75) / 3)
+    assert result["eval/pass@2"] == pytest.approx((0.5 + 0 + 1) / 3)
     assert asked[1][0].n == 4 and asked[1][0].temperature == 0.5 and asked[1][0].top_k == 0
     # Draws from ids that no prompt of training has, the same at every evaluation.
     assert asked[0][1] == asked[1][1] and min(asked[1][1]) >= 1 << 30
@@ -106,7 +106,7 @@ def test_a_metric_of_ones_own_sees_greedy_completions_with_their_columns(tmp_pat
         "    return {'first': rewards[0], 'count': len(prompts)} if answer == ['2', '2'] else None\n"
         "def wrong(completions):\n    return 'much'\n"
     )
-    found, _ = evaluate([0.25, 1.0], metrics=[f"{file}:seen"])
-    assert (found["eval/seen/first"], found["eval/seen/count"]) == (0.25, 2.0)
+    result, _ = evaluate([0.25, 1.0], metrics=[f"{file}:seen"])
+    assert (result["eval/seen/first"], result["eval/seen/count"]) == (0.25, 2.0)
     with pytest.raises(DataError, match="wrong: gave 'much'"):
         evaluate([0.0], metrics=[f"{file}:wrong"])

@@ -127,13 +127,13 @@ def test_tensorboard_counts_steps_through_all_stages(tmp_path):
     events.start_stage("grpo", 1, 0)
     events.step("grpo", 1, {"loss": 0.5})
     events.close()
-    data, found = b"".join(file.read_bytes() for file in (tmp_path / "tensorboard").iterdir()), []
+    data, result = b"".join(file.read_bytes() for file in (tmp_path / "tensorboard").iterdir()), []
     while data:
         length = int.from_bytes(data[:8], "little")
         event = Event.FromString(data[12 : 12 + length])
-        found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+        result += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
         data = data[16 + length :]
-    assert sorted(found) == [("loss", 0, 0.0), ("loss", 1, 0.5), ("loss", 2, 1.0), ("loss", 3, 0.0), ("loss", 4, 0.5)]
+    assert sorted(result) == [("loss", 0, 0.0), ("loss", 1, 0.5), ("loss", 2, 1.0), ("loss", 3, 0.0), ("loss", 4, 0.5)]
 
 
 def test_a_failing_mirror_warns_once_and_the_record_goes_on(tmp_path, monkeypatch):

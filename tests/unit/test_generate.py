@@ -223,33 +223,33 @@ def written_by(generator, prompt="abc", **params):
 
 
 def test_without_a_stop_a_completion_has_all_its_tokens(spelling):
-    whole = written_by(spelling)
-    assert (whole.finish, len(whole.tokens), len(whole.logprobs)) == ("length", 20, 20)
-    assert whole.text == spelling.tokenizer.decode(whole.tokens, skip_special_tokens=True)
+    full = written_by(spelling)
+    assert (full.finish, len(full.tokens), len(full.logprobs)) == ("length", 20, 20)
+    assert full.text == spelling.tokenizer.decode(full.tokens, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("place", [0, 1, 3, 4, 6, 19])
 def test_a_stop_token_is_the_last_token(spelling, place):
     """Places on both sides of the borders between dispatches of 4 tokens; the last is also the longest completion."""
-    whole = written_by(spelling)
-    stop = whole.tokens[place]
-    first = whole.tokens.index(stop)
+    full = written_by(spelling)
+    stop = full.tokens[place]
+    first = full.tokens.index(stop)
     ended = written_by(spelling, stop_token_ids=(VOCAB - 1 if stop != VOCAB - 1 else VOCAB - 2, stop))
     assert ended.finish == "stop"
-    assert ended.tokens == whole.tokens[: first + 1] and ended.tokens[-1] == stop
-    np.testing.assert_allclose(ended.logprobs, whole.logprobs[: first + 1], atol=1e-6)
+    assert ended.tokens == full.tokens[: first + 1] and ended.tokens[-1] == stop
+    np.testing.assert_allclose(ended.logprobs, full.logprobs[: first + 1], atol=1e-6)
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 1), (2, 4), (3, 2), (4, 4), (6, 7), (15, 5)])
 def test_a_stop_string_ends_at_the_token_that_completes_it(spelling, start, length):
     """Also across the borders of tokens and dispatches."""
-    whole = written_by(spelling)
-    pieces = [spelling.tokenizer.decode([token]) for token in whole.tokens]
+    full = written_by(spelling)
+    pieces = [spelling.tokenizer.decode([token]) for token in full.tokens]
     stop = "".join(pieces[start : start + length])
     end = next(n for n in range(1, 21) if stop in "".join(pieces[:n]))
     ended = written_by(spelling, stop=("not in any text", stop))
     assert ended.finish == "stop"
-    assert ended.tokens == whole.tokens[:end] and len(ended.logprobs) == end
+    assert ended.tokens == full.tokens[:end] and len(ended.logprobs) == end
 
 
 def test_a_stop_string_inside_characters_of_several_tokens():
@@ -303,19 +303,19 @@ def test_completions_are_streamed_as_they_end_and_a_stream_may_be_left(generator
 
 def test_requests_that_arrive_at_any_time_get_what_they_get_alone(model, generator):
     """Also beside a call of `generate`, with parameters of their own."""
-    wanted = {
+    requested = {
         (7, 0): SamplingParams(max_new_tokens=9),
         (8, 2): SamplingParams(max_new_tokens=20, temperature=0),
         (9, 1): SamplingParams(max_new_tokens=5, temperature=0.6, top_k=4),
     }
     alone = {}
-    for (prompt_id, sample), params in wanted.items():
+    for (prompt_id, sample), params in requested.items():
         many = generator.generate([[prompt_id, 1, 2]], dataclasses.replace(params, n=sample + 1), ids=[prompt_id])
         alone[prompt_id, sample] = many[0][sample].tokens
     other = Generator(model, max_length=64, slots=2, seed=1, options=OPTIONS)
     expected = tokens_of(other.generate([[5, 5], [6]], SamplingParams(max_new_tokens=10)))
     requests = []
-    for (prompt_id, sample), params in wanted.items():
+    for (prompt_id, sample), params in requested.items():
         requests.append(other.submit(Request((prompt_id, 1, 2), params, prompt_id, sample)))
         other.step()
     assert tokens_of(other.generate([[5, 5], [6]], SamplingParams(max_new_tokens=10))) == expected
@@ -474,9 +474,9 @@ def test_values_are_those_of_the_critic(model, options):
     for _ in range(2):
         head = rng.normal(size=model.config.hidden_size).astype(np.float32)
         generator.value_by(jnp.asarray(head))
-        found = generator.generate(prompts, SamplingParams(n=2, max_new_tokens=24, stop=("a", "b", "c", "d")))
-        assert {completion.finish for group in found for completion in group} == {"stop", "length"}
-        written = [(prompt, completion) for prompt, group in zip(prompts, found, strict=True) for completion in group]
+        result = generator.generate(prompts, SamplingParams(n=2, max_new_tokens=24, stop=("a", "b", "c", "d")))
+        assert {completion.finish for group in result for completion in group} == {"stop", "length"}
+        written = [(prompt, completion) for prompt, group in zip(prompts, result, strict=True) for completion in group]
         texts = np.zeros((len(written), 40), np.int32)
         for text, (prompt, completion) in zip(texts, written, strict=True):
             text[: len(prompt) + len(completion.tokens)] = prompt + completion.tokens

@@ -45,18 +45,18 @@ def test_prompts_are_completed_as_the_generator_does(directory, tmp_path, capsys
         1,
     )  # blocks of two prompts
     assert rl("generate", directory, *arguments) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    result = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     tokenizer = load_tokenizer(directory)
     generator = Generator(policy.load(directory), max_length=64, slots=2, seed=3, tokenizer=tokenizer)
     stops = (tokenizer.eos_token_id,)
     made = generator.generate(["one", "and two"], SamplingParams(n=2, max_new_tokens=5, stop_token_ids=stops))
-    assert [(line["prompt"], line["sample"]) for line in found] == [
+    assert [(line["prompt"], line["sample"]) for line in result] == [
         ("one", 0),
         ("one", 1),
         ("and two", 0),
         ("and two", 1),
     ]
-    for line, completion in zip(found, [c for group in made for c in group], strict=True):
+    for line, completion in zip(result, [c for group in made for c in group], strict=True):
         assert (line["tokens"], line["completion"], line["finish"]) == (
             completion.tokens,
             completion.text,

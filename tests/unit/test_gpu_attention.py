@@ -55,13 +55,13 @@ def test_pages_are_attended_where_they_lie(pages, softcap):
     k, v = (rng.normal(size=(K, N, P, D)).astype(np.float32) for _ in range(2))
     table = np.stack([rng.permutation(np.arange(1, N))[:pages] for _ in range(3)]).astype(np.int32)
     lengths = np.asarray([1, pages * P - 7, pages * P], np.int32)
-    found = gpu_attention.attend_pages(q, k, v, table, jnp.asarray(lengths), softcap=softcap, interpret=True)
+    result = gpu_attention.attend_pages(q, k, v, table, jnp.asarray(lengths), softcap=softcap, interpret=True)
     for b, h in np.ndindex(3, K * G):
         keys, values = (a[h // G][table[b]].reshape(-1, D)[: lengths[b]].astype(np.float64) for a in (k, v))
         scores = keys @ q[b, h]
         scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
         weights = np.exp(scores - scores.max())
-        np.testing.assert_allclose(found[b, h], weights @ values / weights.sum(), atol=3e-6)
+        np.testing.assert_allclose(result[b, h], weights @ values / weights.sum(), atol=3e-6)
 
 
 def lowered(run, *arguments) -> str:

@@ -30,8 +30,8 @@ def test_products_and_gradients_are_those_of_ragged_dot(M, sizes):
         return [np.asarray(a, np.float32) for a in (jnp.where(used, out, 0), jnp.where(used, d_rows, 0), d_weights)]
 
     expected = computed(jax.lax.ragged_dot, rows, jnp.where(used, cotangent, 0))
-    found = computed(lambda *a: grouped_kernel.product(*a, True), given, jnp.where(used, cotangent, jnp.nan))
-    for one, other in zip(found, expected, strict=True):
+    result = computed(lambda *a: grouped_kernel.product(*a, True), given, jnp.where(used, cotangent, jnp.nan))
+    for one, other in zip(result, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=0.02 * np.abs(other).max())
 
 
@@ -55,6 +55,6 @@ def test_rows_that_differ_by_device_computed_again_for_the_gradient():
         run = jax.shard_map(local, mesh=mesh, in_specs=(cut, PartitionSpec()), out_specs=cut)
         return jax.jit(jax.grad(lambda rows, weights: jnp.sum(run(rows, weights) * cotangent), (0, 1)))(rows, weights)
 
-    found, expected = over(lambda *a: grouped_kernel.product(*a, True)), over(jax.lax.ragged_dot)
-    for one, other in zip((found[0][:83], found[1]), (expected[0][:83], expected[1]), strict=True):
+    result, expected = over(lambda *a: grouped_kernel.product(*a, True)), over(jax.lax.ragged_dot)
+    for one, other in zip((result[0][:83], result[1]), (expected[0][:83], expected[1]), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4 * np.abs(other).max())

@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def item(path: str, *marks, fixtures=(), **parameters):
     """A test of a file below tests/, as pytest collects it."""
     kept = {mark.name: mark for mark in marks}
-    found = SimpleNamespace(path=Path(path), fixturenames=fixtures, get_closest_marker=kept.get)
-    found.nodeid = f"tests/{path}::test[{'-'.join(map(str, parameters.values()))}]"
+    result = SimpleNamespace(path=Path(path), fixturenames=fixtures, get_closest_marker=kept.get)
+    result.nodeid = f"tests/{path}::test[{'-'.join(map(str, parameters.values()))}]"
     if parameters:
-        found.callspec = SimpleNamespace(params=parameters)
-    return found
+        result.callspec = SimpleNamespace(params=parameters)
+    return result
 
 
 def test_tests_of_one_model_one_run_or_one_file_share_a_process():
@@ -45,8 +45,8 @@ def test_workers_begin_with_runs_and_meshes_and_go_on_with_the_largest_groups():
 
 @pytest.mark.parametrize("mark", [pytest.mark.slow, pytest.mark.every_family])
 def test_what_is_left_out_is_in_one_of_the_parts_and_the_rest_in_none(mark):
-    found = Counter(grouping.part(item("unit/test_a.py", mark.mark, number=n), 3) for n in range(300))
-    assert set(found) == {0, 1, 2} and min(found.values()) > 60
+    result = Counter(grouping.part(item("unit/test_a.py", mark.mark, number=n), 3) for n in range(300))
+    assert set(result) == {0, 1, 2} and min(result.values()) > 60
     assert grouping.part(item("unit/test_a.py", number=1), 3) is None
     kinds = {
         grouping.part(item(f"parity/test_{file}.py", mark.mark, kind="Gemma"), 3) for file in ("logits", "save", "rows")

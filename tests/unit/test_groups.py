@@ -53,12 +53,12 @@ def dynamic(most=10, reward=None):
 
 def test_groups_without_a_difference_make_room_for_others():
     sample = source([[[1, 1], [0, 1], [0, 0]], [[1, 0], [0, 1], [1, 0]]])
-    found, left, metrics = dynamic().fill(3, [], sample)
-    assert found.prompt_ids == [11, 13, 14]
-    assert found.problems == ["p1", "p3", "p4"]
-    assert [group[0].tokens for group in found.completions] == [[1, 0], [3, 0], [4, 0]]
-    assert found.scores.result().total.tolist() == [0, 1, 1, 0, 0, 1]
-    assert (found.counts["rows"], found.seconds) == (4, 1.0)
+    result, left, metrics = dynamic().fill(3, [], sample)
+    assert result.prompt_ids == [11, 13, 14]
+    assert result.problems == ["p1", "p3", "p4"]
+    assert [group[0].tokens for group in result.completions] == [[1, 0], [3, 0], [4, 0]]
+    assert result.scores.result().total.tolist() == [0, 1, 1, 0, 0, 1]
+    assert (result.counts["rows"], result.seconds) == (4, 1.0)
     assert [group.row for group in left] == [5]
     assert metrics == pytest.approx(
         {
@@ -69,20 +69,20 @@ def test_groups_without_a_difference_make_room_for_others():
             "dynamic/reward_mean": 0.5,
         }
     )
-    found, left, metrics = dynamic().fill(1, left, sample)
-    assert (found.prompt_ids, left, found.counts["rows"]) == ([15], [], 0)
+    result, left, metrics = dynamic().fill(1, left, sample)
+    assert (result.prompt_ids, left, result.counts["rows"]) == ([15], [], 0)
     assert metrics["dynamic/carried"] == 1 and metrics["dynamic/batches"] == 0
 
 
 def test_where_too_few_differ_others_fill_the_step():
-    found, left, metrics = dynamic(most=2).fill(2, [], source([[[1, 1], [0, 0]], [[0, 0], [0, 1]]]))
-    assert (found.prompt_ids, left) == ([13, 10], [])
+    result, left, metrics = dynamic(most=2).fill(2, [], source([[[1, 1], [0, 0]], [[0, 0], [0, 1]]]))
+    assert (result.prompt_ids, left) == ([13, 10], [])
     assert metrics["dynamic/without_difference"] == 1
 
 
 def test_the_function_that_has_to_differ_can_be_named():
-    found, _, metrics = dynamic(reward="style").fill(2, [], source([[[1, 1], [0, 0]]]))
-    assert found.prompt_ids == [10, 11]
+    result, _, metrics = dynamic(reward="style").fill(2, [], source([[[1, 1], [0, 0]]]))
+    assert result.prompt_ids == [10, 11]
     assert metrics["dynamic/kept_share"] == 1
 
 
@@ -119,8 +119,8 @@ def test_every_group_that_differs_is_used_once_and_in_order(differences, wanted)
     expected = [10 + row for row, differs in enumerate(d for batch in differences for d in batch) if differs]
     used, left = [], []
     for _ in range(3):
-        found, left, metrics = dynamic(most=10).fill(wanted, left, sample)
-        assert len(found.prompt_ids) == wanted or metrics["dynamic/batches"] == 10
-        used += found.prompt_ids[: wanted - int(metrics["dynamic/without_difference"])]
+        result, left, metrics = dynamic(most=10).fill(wanted, left, sample)
+        assert len(result.prompt_ids) == wanted or metrics["dynamic/batches"] == 10
+        used += result.prompt_ids[: wanted - int(metrics["dynamic/without_difference"])]
     assert used == expected[: len(used)]
     assert [group.prompt_id for group in left] == expected[len(used) : len(used) + len(left)]

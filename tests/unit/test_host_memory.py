@@ -45,7 +45,7 @@ def kinds(tree) -> dict[str, str]:
 
 def assert_same_updates(kind, sizes, algorithm, **runtime):
     """Two updates with everything in host memory equal those in device memory, and leave every array where it was."""
-    data, found = batch(rows=4, length=8), {}
+    data, result = batch(rows=4, length=8), {}
     keys = {"micro_batch": 2, "router": {"bias_rate": 0.05}}
     for offload in (False, True):
         model = model_of(kind, sizes, host_parameters=offload, **runtime)
@@ -54,17 +54,17 @@ def assert_same_updates(kind, sizes, algorithm, **runtime):
         for _ in range(2):
             state, metrics = trainer.update(state, data)
         assert jax.tree.map(lambda a: a.sharding, state) == before
-        found[offload] = host(state) | {name: np.float32(value) for name, value in metrics.items()}, kinds(state)
+        result[offload] = host(state) | {name: np.float32(value) for name, value in metrics.items()}, kinds(state)
         if offload:
             lowered = trainer.policy.program.lower(state.policy, data, trainer.totals(data), micro_rows=2)
             stats = lowered.compile().memory_analysis()
             shards = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.policy))
             assert stats.alias_size_in_bytes + stats.host_alias_size_in_bytes == shards
-    for name, expected in found[False][0].items():
-        np.testing.assert_allclose(found[True][0][name], expected, atol=2e-6, rtol=2e-6, err_msg=name)
-    assert set(found[False][1].values()) == {"device"}
-    assert {name for name, where in found[True][1].items() if where == "device"} == set(
-        little(found[True][0], found[True][1])
+    for name, expected in result[False][0].items():
+        np.testing.assert_allclose(result[True][0][name], expected, atol=2e-6, rtol=2e-6, err_msg=name)
+    assert set(result[False][1].values()) == {"device"}
+    assert {name for name, where in result[True][1].items() if where == "device"} == set(
+        little(result[True][0], result[True][1])
     )
 
 

@@ -22,19 +22,19 @@ OURS = {*ALLOWED, "tests", "benchmarks", "configs"}
 def imported(source: str) -> set[str]:
     """First names of all absolute imports, wherever in the source they are, those under TYPE_CHECKING and
     importlib.import_module("...") of a literal included."""
-    found = set()
+    result = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            result |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add(node.module.split(".")[0])
+            result.add(node.module.split(".")[0])
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
             text = node.args[0] if node.args else None
             if isinstance(text, ast.JoinedStr):
                 text = text.values[0]
             if isinstance(text, ast.Constant) and isinstance(text.value, str):
-                found.add(text.value.split(".")[0])
-    return found
+                result.add(text.value.split(".")[0])
+    return result
 
 
 def wrong_arrows(package: str, source: str) -> set[str]:
@@ -48,7 +48,7 @@ def wrong_arrows(package: str, source: str) -> set[str]:
 def test_imports_follow_the_arrows(package):
     files = sorted((ROOT / package).rglob("*.py"))
     assert files, f"no source in {package}/"
-    wrong = {str(f.relative_to(ROOT)): found for f in files if (found := wrong_arrows(package, f.read_text()))}
+    wrong = {str(f.relative_to(ROOT)): result for f in files if (result := wrong_arrows(package, f.read_text()))}
     assert not wrong
 
 
@@ -73,8 +73,8 @@ def test_a_wrong_arrow_is_seen(package, source, wrong):
 
 
 def test_every_package_with_code_is_known():
-    found = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert found - {"configs", "tests", "benchmarks"} == set(ALLOWED)
+    result = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert result - {"configs", "tests", "benchmarks"} == set(ALLOWED)
 
 
 @pytest.mark.parametrize("name", ["utils", "common", "helpers", "misc"])

@@ -55,8 +55,8 @@ def divergence(model, data, indexer):
     aux = jax.jit(graph.aux)(
         model.params, data.tokens, modes.make_step(jnp.asarray(data.tokens), segments=data.segments)
     )
-    [found] = aux.by_layer("indexing").values()
-    return float(found.divergence[0]) / (data.segments != 0).sum()
+    [result] = aux.by_layer("indexing").values()
+    return float(result.divergence[0]) / (data.segments != 0).sum()
 
 
 def test_without_training_the_indexer_stays_bit_by_bit():
@@ -101,8 +101,8 @@ def test_sparse_training_adds_the_divergence_however_the_rows_are_cut(algorithm)
 
 def test_a_critic_never_moves_its_indexer():
     trainer, _ = begin(learners.indexed(), stage("ppo", indexer={"training": "sparse"}))
-    learnt = trainer.critic._split(trainer.value_model.axes)[0]
-    assert not any(".indexer." in path for path in learnt) and len(learnt) > 10
+    trained = trainer.critic._split(trainer.value_model.axes)[0]
+    assert not any(".indexer." in path for path in trained) and len(trained) > 10
 
 
 def check_meshes(*meshes):
@@ -114,8 +114,8 @@ def check_meshes(*meshes):
     command = [sys.executable, __file__, json.dumps(meshes)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    exchanged, found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == len(meshes) and max(map(max, found)) < 1e-5, found
+    exchanged, result = json.loads(done.stdout.splitlines()[-1])
+    assert len(result) == len(meshes) and max(map(max, result)) < 1e-5, result
     assert exchanged == [], "selecting and gathering are a row's own business"
 
 
@@ -134,14 +134,14 @@ def on_two_devices(meshes) -> list:
     those on one device."""
     options = stage("sft", indexer={"training": "sparse"})
     _, expected, metrics, _ = updated(options, batch())
-    said, found = generated(learners.indexed()), []
+    said, result = generated(learners.indexed()), []
     for mesh in meshes:
         model = learners.indexed(mesh=layout(mesh))
         _, after, there, _ = updated(options, batch(), model=model)
         worst = max(float(np.abs(after[path] - expected[path]).max()) for path in expected)
         decoded = float(np.abs(generated(model) - said).max())
-        found.append((abs(float(there["indexer/kl"]) - float(metrics["indexer/kl"])), worst, decoded))
-    return found
+        result.append((abs(float(there["indexer/kl"]) - float(metrics["indexer/kl"])), worst, decoded))
+    return result
 
 
 def exchanges() -> list[str]:

@@ -65,21 +65,21 @@ def hybrid():
 def test_activations_are_those_of_the_hidden_states_without_padding():
     model, rows = hybrid(), jnp.asarray(tokens(2, 9))
     segments = jnp.asarray([[1] * 4 + [2] * 5, [0] * 2 + [1] * 3 + [0] * 4])
-    found = []
+    result = []
     for how in ({}, {"scan": False, "remat": "none"}):
         graph = Graph(model.config, Runtime(record=RECORD, **how), model.graph.layout)
         run = jax.jit(lambda p, graph=graph: graph.logprobs(p, rows, make_step(rows, None, segments), 1.0)[2])
-        found.append(run(model.params))
-    for path, layer in found[0].layers.items():
+        result.append(run(model.params))
+    for path, layer in result[0].layers.items():
         for r, hidden in enumerate(np.asarray(layer.hidden, np.float64)):
             values = hidden[np.asarray(segments) != 0]
             np.testing.assert_allclose(layer.activations.mean[r], values.mean(), atol=1e-6)
             np.testing.assert_allclose(layer.activations.std[r], values.std(), rtol=1e-5)
             assert float(layer.activations.fraction_zero[r]) == (values == 0).mean()
-        for one, other in zip(jax.tree.leaves(layer), jax.tree.leaves(found[1].layers[path]), strict=True):
+        for one, other in zip(jax.tree.leaves(layer), jax.tree.leaves(result[1].layers[path]), strict=True):
             np.testing.assert_allclose(one, other, atol=2e-5)
     # Layers in their order: those of a pattern take turns.
-    order = np.stack([found[0].layers[f"stacks.0.layers.{i}"].hidden[r] for r in range(2) for i in range(2)])
+    order = np.stack([result[0].layers[f"stacks.0.layers.{i}"].hidden[r] for r in range(2) for i in range(2)])
     np.testing.assert_allclose(model.hidden_states(rows, segments=segments), order, atol=2e-5)
     assert [model.config.numbers(f"stacks.0.layers.{i}") for i in range(2)] == [[0, 2], [1, 3]]
 

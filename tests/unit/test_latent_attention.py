@@ -54,9 +54,9 @@ def test_absorbed_equals_expanded(name):
     model, rows = model_of(name), tokens(ROWS, LENGTH, seed=1)
     real = np.arange(LENGTH) < LENGTHS[:, None]
     expected, _ = stepwise.forward(model, rows, real.astype(np.int32))
-    found, _ = stepwise.through_cache(model, rows, LENGTHS, PROMPT, chunk=3, capacity=LENGTH + 6)
+    result, _ = stepwise.through_cache(model, rows, LENGTHS, PROMPT, chunk=3, capacity=LENGTH + 6)
     assert np.std(expected[real]) > 0.3
-    np.testing.assert_allclose(found[real], expected[real], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(result[real], expected[real], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["indexed", pytest.param("query_latent-yarn", marks=pytest.mark.slow)])

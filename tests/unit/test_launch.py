@@ -57,10 +57,10 @@ def test_clusters_are_found(environment, address, rest, monkeypatch):
     """On one machine the coordinator is where no other can reach it."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = launching._detected()
+    result = launching._detected()
     if address is None:
-        assert found is None
+        assert result is None
         return
     import re
 
-    assert re.fullmatch(address, found.coordinator) and (found.count, found.index, found.devices) == rest
+    assert re.fullmatch(address, result.coordinator) and (result.count, result.index, result.devices) == rest

@@ -92,11 +92,11 @@ CLIPPED = {"optimizer": {"clip_norm": 1e-2, "weight_decay": 0.1}}
 
 def check_detached(*which):
     before, alone, _ = updated(learners.stage(**CLIPPED), *which)
-    _, beside, metrics = updated(learners.stage(**CLIPPED, mtp={"detach": True}), *which)
+    _, extra, metrics = updated(learners.stage(**CLIPPED, mtp={"detach": True}), *which)
     for path in before.keys() - of_modules(before):
-        np.testing.assert_allclose(beside[path], alone[path], atol=1e-7, err_msg=path)
-    assert of_modules(moved(before, beside)) == of_modules(before) and metrics["mtp/grad_norm"] > 0
-    return before, alone, beside
+        np.testing.assert_allclose(extra[path], alone[path], atol=1e-7, err_msg=path)
+    assert of_modules(moved(before, extra)) == of_modules(before) and metrics["mtp/grad_norm"] > 0
+    return before, alone, extra
 
 
 def test_detached_modules_learn_and_the_policy_feels_nothing():
@@ -115,12 +115,12 @@ def test_the_loss_of_the_modules_falls():
 @pytest.mark.slow
 def test_selection_biases_of_the_modules_move_by_their_own_counts():
     path = "['mtp.layer.feed_forward.router.correction_bias']"
-    before, alone, beside = check_detached("DeepseekV3", DEPTH)
-    found = next(key for key in before if path in key)
-    steps = np.round((beside[found] - before[found]) / 1e-3, 2)
+    before, alone, extra = check_detached("DeepseekV3", DEPTH)
+    result = next(key for key in before if path in key)
+    steps = np.round((extra[result] - before[result]) / 1e-3, 2)
     assert steps.shape == (DEPTH, 8) and set(np.unique(steps)) <= {-1.0, 0.0, 1.0} and np.abs(steps).any()
     assert not np.array_equal(steps[0], steps[1])
-    np.testing.assert_array_equal(alone[found], before[found])
+    np.testing.assert_array_equal(alone[result], before[result])
 
 
 @pytest.mark.slow

@@ -105,14 +105,14 @@ def forward(graph):
 
 def fed(model, rows, lengths, calls):
     """(logits float32[B, T, V], state of the memory) of tokens that are given as `calls` counts them, each row up to its length."""
-    kv, at, found = caches.create(model.graph.config, len(rows), 14, jnp.float32, scan=True), 0, []
+    kv, at, result = caches.create(model.graph.config, len(rows), 14, jnp.float32, scan=True), 0, []
     for count in calls:
         positions = np.broadcast_to(at + np.arange(count), (len(rows), count)).astype(np.int32)
         step = Step(jnp.asarray(positions), jnp.asarray(positions < np.asarray(lengths)[:, None], jnp.int32))
         logits, kv = forward(model.graph)(model.params, rows[:, at : at + count], step, kv)
-        found.append(np.asarray(logits))
+        result.append(np.asarray(logits))
         at += count
-    return np.concatenate(found, axis=1), kv
+    return np.concatenate(result, axis=1), kv
 
 
 def memory_of(kv):
@@ -127,25 +127,25 @@ def memory_of(kv):
 def test_with_history_in_the_cache_every_token_is_that_of_the_full_forward(model, calls):
     rows, lengths = tokens(3, 14), np.array([14, 8, 4])
     expected = np.asarray(model.logits(rows))
-    found, _ = fed(model, rows, lengths, calls)
+    result, _ = fed(model, rows, lengths, calls)
     for row, length in enumerate(lengths):
-        np.testing.assert_allclose(found[row, :length], expected[row, :length], atol=3e-5, rtol=0)
+        np.testing.assert_allclose(result[row, :length], expected[row, :length], atol=3e-5, rtol=0)
 
 
 def test_a_slot_that_is_not_in_use_keeps_its_state_and_a_copied_prefix_brings_its_own(model):
     rows = tokens(3, 9)
-    whole, part, short = (
+    full, part, short = (
         fed(model, rows, lengths, calls)[1]
         for lengths, calls in (([9, 9, 9], [5, 1, 1, 1, 1]), ([9, 4, 0], [5, 1, 1, 1, 1]), ([4, 4, 0], [5]))
     )
-    states = memory_of(whole), memory_of(part), memory_of(short)
+    states = memory_of(full), memory_of(part), memory_of(short)
     assert sorted(states[0]) == ["ngram_conv", "ngram_ids"] and states[0]["ngram_ids"].dtype == np.int32
     for name in states[0]:
         np.testing.assert_array_equal(states[1][name][1], states[2][name][1])
         np.testing.assert_allclose(states[1][name][0], states[0][name][0], atol=1e-5)
         assert not states[1][name][2].any() and states[0][name][2].any()
     turned = jax.tree.map(lambda a: a[:, [1, 0]], short)
-    copied = memory_of(caches.insert(jax.tree.map(lambda a: a + 7, whole), turned, np.array([2, 5])))
+    copied = memory_of(caches.insert(jax.tree.map(lambda a: a + 7, full), turned, np.array([2, 5])))
     for name, array in copied.items():
         np.testing.assert_array_equal(array[2], states[2][name][1])
 
@@ -237,7 +237,7 @@ def test_a_table_in_host_memory_gives_the_same_numbers_and_learns_the_same(tmp_p
     config = families.read(
         configuration("Llama", **sizes, duet={"engram": SECTION | {"layers": [1], "outer_norm": True}})
     )
-    data, table, found = batch(4), "stacks.1.layers.0.lookup.table", {}
+    data, table, result = batch(4), "stacks.1.layers.0.lookup.table", {}
     for memory in ("device", "host"):
         model = random_model(config, runtime=Runtime(table_memory=memory))
         places = {path: array.sharding.memory_kind for path, array in model.params.items()}
@@ -254,9 +254,9 @@ def test_a_table_in_host_memory_gives_the_same_numbers_and_learns_the_same(tmp_p
         assert {path: array.sharding.memory_kind for path, array in state.policy.params.items()} == places
         moments = [leaf for leaf in jax.tree.leaves(state.policy.optimizer) if leaf.shape == model.params[table].shape]
         assert len(moments) == 2 and {leaf.sharding.memory_kind for leaf in moments} == {places[table]}
-        found[memory] = {"logp": logp} | host(again.params) | host(state) | host(metrics)
-    for key, array in found["device"].items():
-        np.testing.assert_allclose(found["host"][key], array, atol=1e-6, err_msg=key)
+        result[memory] = {"logp": logp} | host(again.params) | host(state) | host(metrics)
+    for key, array in result["device"].items():
+        np.testing.assert_allclose(result["host"][key], array, atol=1e-6, err_msg=key)
 
 
 def test_an_update_makes_no_array_as_large_as_a_table_in_host_memory():
@@ -326,5 +326,5 @@ def test_tokens_that_differ_in_spelling_only_are_one_class():
     assert (classes[len(tokenizer) :] == 0).all() and len(classes) == 40
     numbers = list(dict.fromkeys(classes[: len(tokenizer)].tolist()))
     assert numbers == sorted(numbers)  # numbered in the order of their first tokens
-    broken, whole = token_classes(load_tokenizer("bytes"), 264)
-    assert len(set(broken[8 + 128 :].tolist())) > 60 and whole > 150  # parts of characters stand for themselves
+    broken, full = token_classes(load_tokenizer("bytes"), 264)
+    assert len(set(broken[8 + 128 :].tolist())) > 60 and full > 150  # parts of characters stand for themselves

@@ -51,13 +51,13 @@ def test_every_sequence_lies_whole_in_a_row_of_its_own_number(lengths, multiple)
     packed, numbers = place.pack(tokens), place.segments
     np.testing.assert_array_equal(place.unpack(packed), tokens)
     assert np.count_nonzero(packed) == sum(lengths) and ((packed != 0) == (numbers != 0)).all()
-    found = []
+    result = []
     for row, numbered in zip(packed, numbers, strict=True):
         real = numbered[numbered != 0]
         assert (np.diff(real) >= 0).all() and set(real) == set(range(1, real.max(initial=0) + 1))
         assert (numbered[: len(real)] != 0).all()  # no padding between sequences
-        found += [tuple(row[numbered == n]) for n in set(real)]
-    assert sorted(found) == sorted(tuple(row[row != 0]) for row in tokens if row.any())
+        result += [tuple(row[numbered == n]) for n in set(real)]
+    assert sorted(result) == sorted(tuple(row[row != 0]) for row in tokens if row.any())
     assert len(packed) in row_counts(len(lengths), multiple)
     room = 12 - (packed != 0).sum(1)
     used = room < 12
@@ -163,14 +163,14 @@ def test_updates_are_those_of_separate_rows(create, algorithm):
     data = uneven()
     options = stage(algorithm, router={"bias_rate": 0.05, "balance_coef": 0.3})
     trainer, state = begin(create(), options, fresh=True)
-    apart, _, found = trainer.policy(state.policy, data, trainer.totals(data), 12)
+    apart, _, result = trainer.policy(state.policy, data, trainer.totals(data), 12)
     if trainer.critic:
         critic, _, values = trainer.critic(state.critic, data, trainer.totals(data), 12)
     trainer, state = begin(create(), options)
     together, metrics = trainer.update(state, data)
     assert 0.5 < metrics["perf/packed_share"] <= 1
-    for key in found:
-        np.testing.assert_allclose(metrics[key], found[key], rtol=2e-5, atol=1e-6, err_msg=key)
+    for key in result:
+        np.testing.assert_allclose(metrics[key], result[key], rtol=2e-5, atol=1e-6, err_msg=key)
     pairs = [(apart, together.policy)]
     if trainer.critic:
         np.testing.assert_allclose(metrics["value/loss"], values["value/loss"], rtol=1e-5)
@@ -184,7 +184,7 @@ def test_updates_are_those_of_separate_rows(create, algorithm):
 @pytest.mark.parametrize("name", ["dpo", pytest.param("reward_model", marks=pytest.mark.slow)])
 def test_updates_on_pairs_do_not_depend_on_how_they_are_cut(name):
     """Two pairs in a packed row and one row at a time, or all at once. A reward model leaves the policy's bits as they are."""
-    rng, states, found = np.random.default_rng(4), [], []
+    rng, states, result = np.random.default_rng(4), [], []
     rows = [[(rng.integers(0, learners.VOCAB, p + n).tolist(), [0] * p + [1] * n) for p, n in pair] for pair in ANSWERS]
     data = together(rows, 16).replace(prompt=np.arange(len(rows), dtype=np.int32))
     data = data.replace(margin=0.3 * np.ones(data.mask.shape, np.float32))
@@ -195,12 +195,12 @@ def test_updates_on_pairs_do_not_depend_on_how_they_are_cut(name):
             data = data.replace(ref_logp=trainer.logprobs(state.reference, data)[0] - 0.1 * (data.segments == 1))
         state, metrics = trainer.update(state, data)
         states.append(host(state))
-        found.append(metrics)
+        result.append(metrics)
     place = trainer.layout(data.segments)[0]
     assert place.used < len(rows) and place.segments.max() == 4
-    for key in found[0]:
+    for key in result[0]:
         if key != "perf/packed_share":
-            np.testing.assert_allclose(found[0][key], found[1][key], rtol=2e-5, atol=2e-6, err_msg=key)
+            np.testing.assert_allclose(result[0][key], result[1][key], rtol=2e-5, atol=2e-6, err_msg=key)
     for key in states[0]:
         np.testing.assert_allclose(states[0][key], states[1][key], atol=2e-6, err_msg=key)
     assert same_bits(before, host(state.policy)) == (name == "reward_model")
@@ -221,8 +221,8 @@ def test_log_probabilities_and_values_come_back_to_their_places():
         ]
 
     logp, entropy, values = apart(state.policy.params, params, data.tokens, data.segments)
-    found = trainer.logprobs(state.policy.params, data)
-    np.testing.assert_allclose(found[0], logp, rtol=2e-6, atol=2e-6)
-    np.testing.assert_allclose(found[1], entropy, rtol=2e-6, atol=2e-6)
+    result = trainer.logprobs(state.policy.params, data)
+    np.testing.assert_allclose(result[0], logp, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(result[1], entropy, rtol=2e-6, atol=2e-6)
     assert np.abs(values).max() > 0.1
     np.testing.assert_allclose(trainer.values(state, data)[0], values * (data.segments != 0), rtol=5e-6, atol=5e-6)

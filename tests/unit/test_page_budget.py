@@ -22,9 +22,9 @@ def empty(number: pages.Pages):
 )
 def test_pages_are_as_many_as_wished_for_needed_or_possible(monkeypatch, left, wish, number):
     monkeypatch.setattr(rollout.engine.page_budget, "device_memory_left", lambda device: left)
-    found = choose_page_budget(empty, layout({}), SHAPE, (wish, 8))
-    assert found.pages == (number, 8) and found.full == 13 and found.bytes == number * BYTES
-    assert ("all that full slots need" in str(found)) == (number >= 13)
+    result = choose_page_budget(empty, layout({}), SHAPE, (wish, 8))
+    assert result.pages == (number, 8) and result.full == 13 and result.bytes == number * BYTES
+    assert ("all that full slots need" in str(result)) == (number >= 13)
 
 
 def test_less_than_one_row_of_each_part_needs_is_refused():

@@ -37,8 +37,8 @@ def test_latents_are_attended_over_their_pages(lengths, monkeypatch):
     table[0] = table[-1]  # two rows with the same pages
     pool[0] = 100.0
     arguments = (q, pool[None], table, np.asarray(lengths, np.int32))
-    found = paged_attention.latent_kernel(*arguments, rank=rank, interpret=True)
-    np.testing.assert_allclose(found, by_numpy(q, pool, table, lengths, rank), atol=2e-6)
+    result = paged_attention.latent_kernel(*arguments, rank=rank, interpret=True)
+    np.testing.assert_allclose(result, by_numpy(q, pool, table, lengths, rank), atol=2e-6)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -56,8 +56,8 @@ def test_keys_and_values_are_attended_over_their_pages(softcap, monkeypatch):
     runtime = Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1]))
     spec = Attention(heads=K * G, kv_heads=K, head_dim=D, scale=1.0, softcap=softcap)
     with pltpu.force_tpu_interpret_mode():
-        found = np.asarray(paged_attention.decode(jnp.asarray(q), cache, step, spec, runtime))
-    assert np.isfinite(found).all()
+        result = np.asarray(paged_attention.decode(jnp.asarray(q), cache, step, spec, runtime))
+    assert np.isfinite(result).all()
     k, v = (np.asarray(a, np.float32)[:, 1] for a in (k, v))
     for b in (0, 2):
         for h in range(K * G):
@@ -65,7 +65,7 @@ def test_keys_and_values_are_attended_over_their_pages(softcap, monkeypatch):
             scores = keys @ q[b, h, 0]
             scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
             weights = np.exp(scores - scores.max())
-            np.testing.assert_allclose(found[b, h, 0], weights @ values / weights.sum(), atol=1e-5)
+            np.testing.assert_allclose(result[b, h, 0], weights @ values / weights.sum(), atol=1e-5)
 
 
 def test_what_no_kernel_serves_is_left_to_the_portable_form(monkeypatch):

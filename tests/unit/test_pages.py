@@ -90,11 +90,11 @@ class Paged:
 
     def fork(self, source, to, length):
         """Slot `to` goes on from the first `length` tokens of `source`: whole pages are shared, a page in part is copied."""
-        whole = length // self.size
-        self.tables[to, :whole] = self.tables[source, :whole]
-        self.reserve(to, whole)
+        full = length // self.size
+        self.tables[to, :full] = self.tables[source, :full]
+        self.reserve(to, full)
         if length % self.size:
-            pair = (self.tables[slot, whole : whole + 1] for slot in (source, to))
+            pair = (self.tables[slot, full : full + 1] for slot in (source, to))
             self.cache = caches.copy_pages(self.cache, *pair)
         self.cache = caches.with_rows(self.cache, caches.rows_of(self.cache, np.array([source])), np.array([to]))
 
@@ -112,27 +112,27 @@ def decode(paged, rows):
     """The states of A, B and C [3, T, E], 0 where they are not computed: A alone in two calls, B forked from it, C in two calls
     with inactive rows, then all together, four tokens and then one at a time, C only up to its end."""
     a, b, c, nobody = 2, 0, 3, 1
-    found = np.zeros((3, T, paged.model.config.hidden_size), np.float32)
+    result = np.zeros((3, T, paged.model.config.hidden_size), np.float32)
     paged.reserve(a)
     paged.reserve(c)
     for start in range(0, SHARED, 4):
         part = rows[:, start : start + 4]
-        found[0, start : start + 4] = paged.call([a], part[:1], start, [T])[0]
-        found[2, start : start + 4] = paged.call([nobody, c, a, b], part[[0, 2, 0, 1]], start, [0, T, 0, 0])[1]
+        result[0, start : start + 4] = paged.call([a], part[:1], start, [T])[0]
+        result[2, start : start + 4] = paged.call([nobody, c, a, b], part[[0, 2, 0, 1]], start, [0, T, 0, 0])[1]
     paged.fork(a, b, SHARED)
     for start, end in [(SHARED, SHARED + 4), *((t, t + 1) for t in range(SHARED + 4, T))]:
         hidden = paged.call([a, b, nobody, c], rows[[0, 1, 1, 2], start:end], start, [T, T, 0, LENGTH_OF_C])
-        found[:2, start:end] = hidden[:2]
-        found[2, start : min(end, LENGTH_OF_C)] = hidden[3, : max(0, LENGTH_OF_C - start)]
-    return found
+        result[:2, start:end] = hidden[:2]
+        result[2, start : min(end, LENGTH_OF_C)] = hidden[3, : max(0, LENGTH_OF_C - start)]
+    return result
 
 
 def check(name, size, **kind):
-    rows, whole = rows_and_hidden(name)
-    found = decode(Paged(model_of(name), size, **kind), rows)
-    np.testing.assert_allclose(found[0], whole[0], atol=2e-5)
-    np.testing.assert_allclose(found[1, SHARED:], whole[1, SHARED:], atol=2e-5)
-    np.testing.assert_allclose(found[2, :LENGTH_OF_C], whole[2, :LENGTH_OF_C], atol=2e-5)
+    rows, full = rows_and_hidden(name)
+    result = decode(Paged(model_of(name), size, **kind), rows)
+    np.testing.assert_allclose(result[0], full[0], atol=2e-5)
+    np.testing.assert_allclose(result[1, SHARED:], full[1, SHARED:], atol=2e-5)
+    np.testing.assert_allclose(result[2, :LENGTH_OF_C], full[2, :LENGTH_OF_C], atol=2e-5)
 
 
 @pytest.mark.parametrize(("name", "size"), FEW.items())
@@ -187,13 +187,13 @@ def test_a_pool_holds_what_a_contiguous_cache_holds(name, quantization):
         step = Step(jnp.asarray(positions), jnp.asarray(segments))
         new = jnp.asarray(rng.normal(size=(2, 1, 3, dim)), jnp.float32)
         seen, contiguous = extend(contiguous, step, latent=new)
-        found, paged = extend(paged, step, latent=new)
-    np.testing.assert_array_equal(found.arrays["latent"][:, :, :8], seen.arrays["latent"][:, :, :8])
-    np.testing.assert_array_equal(found.positions, seen.positions)
+        result, paged = extend(paged, step, latent=new)
+    np.testing.assert_array_equal(result.arrays["latent"][:, :, :8], seen.arrays["latent"][:, :, :8])
+    np.testing.assert_array_equal(result.positions, seen.positions)
     at = jnp.asarray([[[0, 4, 3]], [[2, 1, 4]]])
     chosen = (take(cache, "latent", at, jnp.float32) for cache in (paged, contiguous))
     np.testing.assert_array_equal(*chosen)
-    assert np.abs(found.arrays["latent"]).max() > 1
+    assert np.abs(result.arrays["latent"]).max() > 1
 
 
 def test_padding_and_what_lies_past_a_table_are_written_nowhere():

@@ -90,9 +90,9 @@ def suggested(rule, made, memory, most=6):
 
 def test_three_settings_are_found_and_the_smallest_change_of_each_comes_first(tmp_path, compiler):
     made = config(tmp_path, "model.remat=none", "mesh={fsdp: 8}")
-    found = suggested(compiler, made, memory=330.0)
-    assert found[0] == "stages.0.micro_batch=16" and found[1] == "model.remat=full"
-    assert found[2].startswith("mesh.data=1 mesh.fsdp=4 mesh.tensor=2") and len(found) == 3
+    result = suggested(compiler, made, memory=330.0)
+    assert result[0] == "stages.0.micro_batch=16" and result[1] == "model.remat=full"
+    assert result[2].startswith("mesh.data=1 mesh.fsdp=4 mesh.tensor=2") and len(result) == 3
     assert len(compiler.calls) <= 4, "what an estimate says will fit is compiled first"
 
 
@@ -100,15 +100,15 @@ def test_several_settings_at_once_come_before_those_that_change_results(tmp_path
     """Rows and recomputation are not enough alone; both are, and so would a shorter run be."""
     compiler.held = lambda made: 100.0 + made.generator.slots + made.max_length / 2
     made = config(tmp_path, "model.remat=none", "mesh={fsdp: 1, data: 8}", "generator.slots=8")
-    found = suggested(compiler, made, memory=146.0)
-    assert found == ["stages.0.micro_batch=1 model.remat=full"]
+    result = suggested(compiler, made, memory=146.0)
+    assert result == ["stages.0.micro_batch=1 model.remat=full"]
 
 
 def test_an_estimate_is_corrected_by_the_program_that_failed(tmp_path, compiler):
     """Its temporaries were four times what was estimated: half the rows are then not enough, and not compiled."""
     compiler.wrong = 4.0
-    found = suggested(compiler, config(tmp_path, "mesh={fsdp: 8}", "model.remat=none"), memory=330.0)
-    assert found[0] == "stages.0.micro_batch=4"
+    result = suggested(compiler, config(tmp_path, "mesh={fsdp: 8}", "model.remat=none"), memory=330.0)
+    assert result[0] == "stages.0.micro_batch=4"
     assert len(compiler.calls) <= 6
 
 
@@ -140,10 +140,10 @@ def test_changes_are_overrides_that_the_configuration_takes(tmp_path):
 
 def test_search_takes_the_quickest_that_fits_and_nothing_larger_than_what_did_not(tmp_path, compiler):
     made = config(tmp_path, "generator.slots=8")
-    found = search.search(made, target(200.0), 6)
-    assert len(found.tried) == 6 and found.looked_at > 20 and found.pruned == 0
+    result = search.search(made, target(200.0), 6)
+    assert len(result.tried) == 6 and result.looked_at > 20 and result.pruned == 0
     assert compiler.calls[0].mesh != compiler.calls[1].mesh
-    good = search.best(found.tried, lambda reports: reports[0].needs)
+    good = search.best(result.tried, lambda reports: reports[0].needs)
     assert good and all(attempt.fits for _, attempt in good)
     sizes = [attempt.needs for _, attempt in good]
     assert sizes == sorted(sizes)
@@ -159,15 +159,15 @@ def test_search_takes_the_quickest_that_fits_and_nothing_larger_than_what_did_no
 def test_search_learns_from_what_it_compiled(tmp_path, compiler):
     """Programs need eight times what is estimated: after the first two all others are judged by that."""
     compiler.wrong = 8.0
-    found = search.search(config(tmp_path, "generator.slots=8"), target(200.0), 6)
-    fits = [attempt.fits for _, attempt in found.tried]
+    result = search.search(config(tmp_path, "generator.slots=8"), target(200.0), 6)
+    fits = [attempt.fits for _, attempt in result.tried]
     assert not any(fits[:2]) and all(fits[2:])
 
 
 def test_meshes_divide_heads_experts_and_devices(tmp_path):
-    found = list(changes.meshes(config(tmp_path, "mesh={data: 2}"), 16, {"tensor": 4, "expert": 6}))
-    assert all(math.prod(mesh.values()) == 16 and mesh["data"] == 2 for mesh in found)
-    assert {mesh["tensor"] for mesh in found} == {1, 2, 4} and {mesh["expert"] for mesh in found} == {1, 2}
+    result = list(changes.meshes(config(tmp_path, "mesh={data: 2}"), 16, {"tensor": 4, "expert": 6}))
+    assert all(math.prod(mesh.values()) == 16 and mesh["data"] == 2 for mesh in result)
+    assert {mesh["tensor"] for mesh in result} == {1, 2, 4} and {mesh["expert"] for mesh in result} == {1, 2}
     assert changes.divisors(config(tmp_path))["tensor"] > 1
 
 
@@ -186,8 +186,8 @@ def test_a_topology_says_how_many_slices_there_are():
         ("2xv6e:4x4", 16, 2),
         ("12xtpu7x:2x2x1", 4, 12),
     ]:
-        found = slices.Topology.read(name)
-        assert (found.platform, found.count, found.slices) == ("tpu", chips, number)
+        result = slices.Topology.read(name)
+        assert (result.platform, result.count, result.slices) == ("tpu", chips, number)
     for name in ("0xv5e:2x2", "xv5e:2x2", "2xcpu:4", "2x2xv5e:2x2", "v5e:2", "2xgpu"):
         with pytest.raises(ConfigError, match="no such topology; give"):
             slices.Topology.read(name)

@@ -173,8 +173,8 @@ ENTRY %main (x: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
 
 
 def test_collectives_are_counted_with_their_loops_and_inside_what_wraps_them():
-    found = {each.kind: each for each in Program(TEXT).exchanged()}
-    assert {kind: (each.bytes, each.times, each.group) for kind, each in found.items()} == {
+    result = {each.kind: each for each in Program(TEXT).exchanged()}
+    assert {kind: (each.bytes, each.times, each.group) for kind, each in result.items()} == {
         "all-gather": (4 * 8 * 64, 7, 4),
         "all-reduce": (4 * 8 * 16, 7, 2),
         "collective-permute": (4 * 8 * 16, 7, None),
@@ -184,8 +184,8 @@ def test_collectives_are_counted_with_their_loops_and_inside_what_wraps_them():
 
 def test_a_loop_that_is_known_not_to_run_counts_nothing():
     known = 'body=%body, backend_config={"known_trip_count":{"n":"0"}}'
-    found = Program(TEXT.replace("body=%body", known), trip_count=3).exchanged()
-    assert found and not any(each.times for each in found)
+    result = Program(TEXT.replace("body=%body", known), trip_count=3).exchanged()
+    assert result and not any(each.times for each in result)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_a_collective_that_goes_on_through_several_fusions_counts_once():
   %two = (f32[32]{0}, f32[8,16]{1,0}, f32[8,128]{1,0}, f32[8,128]{1,0}) fusion(%p, %q, %other), kind=kCustom, calls=%goes_on
   %room = """
     program = Program(TEXT.replace("%body (", fusions).replace("  %room = ", calls))
-    gathered = [(each.bytes, each.times) for each in program.exchanged() if each.group == 8]
-    assert gathered == [(4 * 8 * 128, 7)]
+    collected = [(each.bytes, each.times) for each in program.exchanged() if each.group == 8]
+    assert collected == [(4 * 8 * 128, 7)]
     moved = {each.name: each.bytes for each in program.moved()}
     assert moved["one"] == 7 * 4 * (8 * 16 + 8 * 16 + 8 * 128) and moved["two"] == 7 * 4 * (32 + 32)
 

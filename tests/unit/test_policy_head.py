@@ -51,9 +51,9 @@ def test_values_and_gradients(chunk, temperature, monkeypatch):
         return jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(hidden, weight)
 
     with jax.default_matmul_precision("highest"):
-        (_, found), found_gradients = loss(head.logprobs)
+        (_, result), found_gradients = loss(head.logprobs)
         (_, expected), expected_gradients = loss(plain)
-    for x, y in zip((*found, *found_gradients), (*expected, *expected_gradients), strict=True):
+    for x, y in zip((*result, *found_gradients), (*expected, *expected_gradients), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=2e-6, rtol=1e-5)
 
 
@@ -75,9 +75,9 @@ def test_any_number_of_tiles_gives_the_same(tiles, softcap):
         return jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(hidden, weight)
 
     with jax.default_matmul_precision("highest"):
-        (_, found), found_gradients = loss(head.logprobs)
+        (_, result), found_gradients = loss(head.logprobs)
         (_, expected), expected_gradients = loss(plain)
-    for x, y in zip((*found, *found_gradients), (*expected, *expected_gradients), strict=True):
+    for x, y in zip((*result, *found_gradients), (*expected, *expected_gradients), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=2e-5, rtol=1e-5)
 
 
@@ -122,8 +122,8 @@ def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
 
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(jax.grad(reference))(model.params)
-    for path, found in gradient(5).items():
-        np.testing.assert_allclose(found, expected[path], atol=1e-5 * (1 + np.abs(expected[path]).max()), err_msg=path)
+    for path, result in gradient(5).items():
+        np.testing.assert_allclose(result, expected[path], atol=1e-5 * (1 + np.abs(expected[path]).max()), err_msg=path)
 
 
 @pytest.mark.slow
@@ -176,8 +176,8 @@ def test_a_tied_weight_gets_the_gradient_of_both_uses(monkeypatch):
         logp, entropy = function(jnp.tanh(table[tokens]), table, targets, 1.0)
         return jnp.sum(a * logp + b * entropy)
 
-    found = jax.grad(lambda t: loss(head.logprobs, t))(table)
-    np.testing.assert_allclose(found, jax.grad(lambda t: loss(plain, t))(table), atol=5e-6, rtol=1e-5)
+    result = jax.grad(lambda t: loss(head.logprobs, t))(table)
+    np.testing.assert_allclose(result, jax.grad(lambda t: loss(plain, t))(table), atol=5e-6, rtol=1e-5)
 
 
 def test_no_array_of_all_logits_is_made(monkeypatch):

@@ -409,8 +409,8 @@ def test_missing_modules_start_fresh_where_the_caller_says_so(tmp_path, held):
     for path, created in model.graph.init(3, model.fresh).items():
         np.testing.assert_array_equal(np.asarray(model.params[path])[held:], np.asarray(created)[held:], err_msg=path)
     for path, read in plain.params.items():
-        found = np.asarray(model.params[path])
-        np.testing.assert_array_equal(found[:held] if path in model.fresh else found, np.asarray(read), err_msg=path)
+        result = np.asarray(model.params[path])
+        np.testing.assert_array_equal(result[:held] if path in model.fresh else result, np.asarray(read), err_msg=path)
     policy.save(model, tmp_path / "out")
     back = policy.load(tmp_path / "out")
     same_weights(model, back)

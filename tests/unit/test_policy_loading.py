@@ -53,7 +53,7 @@ def memory_of_loading(directory) -> dict:
 def bytes_for_each_shard(directory) -> dict:
     """mesh -> [bytes of a shard, bytes read for it] of every reading, and whether the weights are those of one device."""
     expected = policy.load(directory)
-    real_aligned, real_read, found = model_directory._aligned, TensorFiles.read, {}
+    real_aligned, real_read, result = model_directory._aligned, TensorFiles.read, {}
     for name, degrees in MESHES.items():
         readings = []
 
@@ -69,10 +69,10 @@ def bytes_for_each_shard(directory) -> dict:
         model_directory._aligned, TensorFiles.read = aligned, read
         model = policy.load(directory, mesh=layout(degrees))
         same = all(np.array_equal(np.asarray(model.params[path]), np.asarray(a)) for path, a in expected.params.items())
-        placed = all(array.sharding == model.graph.sharding(path) for path, array in model.params.items())
+        put = all(array.sharding == model.graph.sharding(path) for path, array in model.params.items())
         held = sum(array.nbytes for array in model.params.values())
-        found[name] = {"readings": readings, "same": same, "placed": placed, "held": held}
-    return found
+        result[name] = {"readings": readings, "same": same, "placed": put, "held": held}
+    return result
 
 
 def run(task: str, directory, devices: int) -> dict:
@@ -100,20 +100,20 @@ def test_the_host_holds_the_weights_once(tmp_path):
         path: np.broadcast_to(np.float32(i), graph.shapes[path].shape) for i, path in enumerate(sorted(graph.paths))
     }
     model_directory.write(tmp_path, graph, params)
-    found = run("memory", tmp_path, devices=1)
-    assert found["wrong"] == []
-    assert found["weights"] > 280e6
-    assert found["after"] > 0.95 * found["weights"]  # the measure sees the weights
-    assert found["peak"] < 1.15 * found["weights"], found
+    result = run("memory", tmp_path, devices=1)
+    assert result["wrong"] == []
+    assert result["weights"] > 280e6
+    assert result["after"] > 0.95 * result["weights"]  # the measure sees the weights
+    assert result["peak"] < 1.15 * result["weights"], result
 
 
 def test_every_device_reads_its_slice_only(tmp_path):
     policy.save(random_model(families.read(configuration("DeepseekV3"))), tmp_path)
-    for name, found in run("slices", tmp_path, devices=8).items():
-        assert found["same"] and found["placed"], name
-        assert all(shard == read for shard, read in found["readings"]), name
-        assert sum(read for _, read in found["readings"]) == found["held"], name
-        assert name == "data8" or len(found["readings"]) > 100, name
+    for name, result in run("slices", tmp_path, devices=8).items():
+        assert result["same"] and result["placed"], name
+        assert all(shard == read for shard, read in result["readings"]), name
+        assert sum(read for _, read in result["readings"]) == result["held"], name
+        assert name == "data8" or len(result["readings"]) > 100, name
 
 
 if __name__ == "__main__":

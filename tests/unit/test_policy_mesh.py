@@ -40,32 +40,32 @@ def logits_on_eight_devices() -> dict:
     config = families.read(configuration("DeepseekV3", **STANDARD["DeepseekV3"] | {"num_hidden_layers": 2}))
     row = tokens(8, 12)
     expected = np.asarray(random_model(config).logits(row))
-    found = {}
+    result = {}
     for name, degrees in MESHES.items():
         model = random_model(config, mesh=layout(degrees))
         logits = jax.block_until_ready(model.logits(row))
-        found[name] = {
+        result[name] = {
             "logits": float(np.abs(np.asarray(logits) - expected).max()),
             "devices": min(len(array.sharding.device_set) for array in model.params.values()),
             "share": max_share(model),
         }
-    return found
+    return result
 
 
 def weights_on_eight_devices(*kinds: str) -> dict:
     """kind -> "unrolled" or mesh -> how far fresh weights are from those of a scanned model on one device."""
-    found = {}
+    result = {}
     for kind in kinds:
         config = families.read(configuration(kind, num_hidden_layers=2))
         one = policy.create(config, seed=5)
-        found[kind] = {"unrolled": difference(one, policy.create(config, seed=5, runtime=Runtime(scan=False)))}
+        result[kind] = {"unrolled": difference(one, policy.create(config, seed=5, runtime=Runtime(scan=False)))}
         for name, degrees in MESHES.items() if kind == "DeepseekV3" else [("fsdp4_tensor2", MESHES["fsdp4_tensor2"])]:
             model = policy.create(config, seed=5, mesh=layout(degrees))
             jax.block_until_ready(model.params)
             assert all(array.sharding == model.graph.sharding(path) for path, array in model.params.items())
-            found[kind][name] = difference(one, model)
-        found[kind]["another seed"] = difference(one, policy.create(config, seed=6))
-    return found
+            result[kind][name] = difference(one, model)
+        result[kind]["another seed"] = difference(one, policy.create(config, seed=6))
+    return result
 
 
 def difference(one, other) -> float:
@@ -97,17 +97,17 @@ def run(*arguments: str) -> dict:
 
 @pytest.mark.slow
 def test_logits_on_a_mesh_equal_those_of_one_device():
-    found = run("logits")
+    result = run("logits")
     for mesh in MESHES:
-        assert found[mesh]["logits"] < 1e-5, mesh
-        assert found[mesh]["devices"] == 8
-        assert found[mesh]["share"] < 0.4, f"{mesh}: most weights are whole on every device"
+        assert result[mesh]["logits"] < 1e-5, mesh
+        assert result[mesh]["devices"] == 8
+        assert result[mesh]["share"] < 0.4, f"{mesh}: most weights are whole on every device"
 
 
 def check_fresh_weights(*kinds):
-    for found in run("weights", *kinds).values():
-        assert found.pop("another seed") > 0.1
-        assert len(found) >= 2 and set(found.values()) == {0.0}
+    for result in run("weights", *kinds).values():
+        assert result.pop("another seed") > 0.1
+        assert len(result) >= 2 and set(result.values()) == {0.0}
 
 
 @pytest.mark.slow
@@ -154,13 +154,15 @@ def test_under_stationary_rules_outputs_are_cut_and_no_row_along_the_same_axis()
     mesh.shape = {"data": 2, "fsdp": 4, "tensor": 2, "expert": 2, "context": 1}
     plain = Layout(mesh, tuple(DEFAULT_RULES.items()))
     assert not plain.rows_move and not plain.for_rollouts({"mlp": ["fsdp"]}, "auto").rows_move
-    laid = plain.for_rollouts(STATIONARY_RULES, "auto")
-    assert laid.rows_move and laid.spec(("batch", "length", None), (16, 1, 32)) == P(("data", "expert"), None, None)
-    assert laid.spec(("layers", "embed", "mlp"), (2, 32, 48)) == P(None, None, ("tensor", "fsdp"))
-    assert laid.spec(("heads", "kv", "embed"), (8, 6, 32)) == P(("tensor", "fsdp"), None, None)
-    assert laid.spec(("embed", "kv_heads", "kv"), (32, 2, 6)) == P(None, ("tensor",), None)
-    assert laid.spec(("exp", "embed_moe", "mlp_moe"), (8, 32, 16)) == P(("expert",), None, ("tensor", "fsdp"))
-    assert laid.spec(("cache_batch", "cache_heads"), (16, 2)) == P(("data", "expert", "fsdp"), ("tensor",))
+    sharded = plain.for_rollouts(STATIONARY_RULES, "auto")
+    assert sharded.rows_move and sharded.spec(("batch", "length", None), (16, 1, 32)) == P(
+        ("data", "expert"), None, None
+    )
+    assert sharded.spec(("layers", "embed", "mlp"), (2, 32, 48)) == P(None, None, ("tensor", "fsdp"))
+    assert sharded.spec(("heads", "kv", "embed"), (8, 6, 32)) == P(("tensor", "fsdp"), None, None)
+    assert sharded.spec(("embed", "kv_heads", "kv"), (32, 2, 6)) == P(None, ("tensor",), None)
+    assert sharded.spec(("exp", "embed_moe", "mlp_moe"), (8, 32, 16)) == P(("expert",), None, ("tensor", "fsdp"))
+    assert sharded.spec(("cache_batch", "cache_heads"), (16, 2)) == P(("data", "expert", "fsdp"), ("tensor",))
     hidden = plain.for_rollouts(STATIONARY_RULES, "hidden").spec(("exp", "mlp_moe", "embed_moe"), (8, 16, 32))
     assert hidden == P(None, ("expert", "tensor", "fsdp"), None)
     with pytest.raises(ValueError, match=r"generator.rules.mlp: unknown axis \['model'\]"):
@@ -197,9 +199,9 @@ class Device:
 def test_slices_stand_side_by_side_along_their_axes(told_by):
     """Two slices of four, whose devices come mixed unless nothing tells them apart."""
     devices = [Device(n, **({told_by: n % 2} if told_by else {})) for n in range(8)]
-    found = layout({"fsdp": -1, "tensor": 2, "stage": 1}, devices=devices, dcn={"data": 2}).mesh
-    assert dict(found.shape) == {"data": 2, "fsdp": 2, "tensor": 2, "expert": 1, "context": 1}
-    slices = [[device.id for device in one.flat] for one in found.devices]
+    result = layout({"fsdp": -1, "tensor": 2, "stage": 1}, devices=devices, dcn={"data": 2}).mesh
+    assert dict(result.shape) == {"data": 2, "fsdp": 2, "tensor": 2, "expert": 1, "context": 1}
+    slices = [[device.id for device in one.flat] for one in result.devices]
     assert slices == ([[0, 2, 4, 6], [1, 3, 5, 7]] if told_by else [[0, 1, 2, 3], [4, 5, 6, 7]])
     both = layout({"fsdp": 4}, devices=devices, dcn={"fsdp": 2}).mesh
     assert both.shape["fsdp"] == 8 and [device.id for device in both.devices.flat] == slices[0] + slices[1]

@@ -59,8 +59,8 @@ def test_every_layout_computes_the_definition_and_its_gradient(name):
             d_w[g] += weights[n, j] * np.outer(x[n], cotangent[n])
             d_weights[n, j] += x[n] @ w[g] @ cotangent[n]
     for block in (1, 4, 64, None):
-        found = mixture_and_gradients(x, w, weights, choices, cotangent, block)
-        for a, b in zip(found, (expected, d_x, d_w, d_weights), strict=True):
+        result = mixture_and_gradients(x, w, weights, choices, cotangent, block)
+        for a, b in zip(result, (expected, d_x, d_w, d_weights), strict=True):
             np.testing.assert_allclose(np.asarray(a), b, atol=1e-5, rtol=1e-5, err_msg=f"block {block}")
 
 
@@ -86,13 +86,13 @@ def test_choices_of_other_groups_add_nothing_and_what_stands_in_their_rows_is_ne
     choices, rng, held = CHOICES[name], np.random.default_rng(2), 3
     shapes = ((N, E), (held, E, F), choices.shape, (N, F))
     x, w, weights, cotangent = (rng.normal(size=s).astype(np.float32) for s in shapes)
-    whole = np.concatenate([w, np.zeros((G - held, E, F), np.float32)])
-    expected = [np.array(a) for a in mixture_and_gradients(x, whole, weights, choices, cotangent, block=1)]
+    full = np.concatenate([w, np.zeros((G - held, E, F), np.float32)])
+    expected = [np.array(a) for a in mixture_and_gradients(x, full, weights, choices, cotangent, block=1)]
     expected[2] = expected[2][:held]
     expected[3][choices >= held] = 0
     for block in (4, None):
-        found = mixture_and_gradients(x, w, weights, choices, cotangent, block, partial=True)
-        for a, b in zip(found, expected, strict=True):
+        result = mixture_and_gradients(x, w, weights, choices, cotangent, block, partial=True)
+        for a, b in zip(result, expected, strict=True):
             np.testing.assert_allclose(np.asarray(a), b, atol=1e-5, rtol=1e-5, err_msg=f"block {block}")
 
 
@@ -148,12 +148,12 @@ def test_through_every_expert_is_the_same_as_through_the_chosen_ones(name, keys,
 
     with jax.default_matmul_precision("highest"):
         if rule:
-            found, expected = (f(x, share, weights) for f in (every, chosen))
+            result, expected = (f(x, share, weights) for f in (every, chosen))
         else:
-            found, expected = (jax.vjp(f, x, share, weights) for f in (every, chosen))
-            found, expected = ((out, vjp(cotangent)) for out, vjp in (found, expected))
+            result, expected = (jax.vjp(f, x, share, weights) for f in (every, chosen))
+            result, expected = ((out, vjp(cotangent)) for out, vjp in (result, expected))
     assert np.abs(jax.tree.leaves(expected)[0]).max() > 0.1 or name == "only_the_last"
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), result, expected)
 
 
 def router(seed=0, **keys):
@@ -179,10 +179,10 @@ def test_a_sigmoid_router_chooses_with_the_bias_and_weighs_without():
     for n in range(40):
         best = np.argsort(-choice[n].reshape(4, 2).sum(1))[:2]
         eligible = [e for e in range(8) if e // 2 in best]
-        wanted = sorted(eligible, key=lambda e: -choice[n, e])[:2]
-        assert sorted(experts[n]) == sorted(wanted)
+        expected = sorted(eligible, key=lambda e: -choice[n, e])[:2]
+        assert sorted(experts[n]) == sorted(expected)
         np.testing.assert_allclose(weights[n], 2.5 * s[n, experts[n]] / s[n, experts[n]].sum(), atol=1e-5)
-        differs += sorted(wanted) != sorted(np.argsort(-s[n])[:2])
+        differs += sorted(expected) != sorted(np.argsort(-s[n])[:2])
     assert differs > 5, "neither the bias nor the groups decided anything"
 
 
@@ -200,7 +200,7 @@ def test_routing_statistics_leave_padding_out():
     experts = rng.permuted(np.tile(np.arange(X), (B, T, 1)), axis=2)[..., :2]
     scores = rng.random((B, T, X)).astype(np.float32)
     segments = np.array([[1] * 6, [1, 1, 2, 2, 0, 0], [0] * 6])
-    found = routing_statistics(jnp.asarray(experts), jnp.asarray(scores), jnp.asarray(segments))
+    result = routing_statistics(jnp.asarray(experts), jnp.asarray(scores), jnp.asarray(segments))
     counts, balance = np.zeros(X), 0.0
     for b, segment in [(0, 1), (1, 1), (1, 2)]:
         tokens = [t for t in range(T) if segments[b, t] == segment]
@@ -208,8 +208,8 @@ def test_routing_statistics_leave_padding_out():
         share = (scores[b, tokens] / scores[b, tokens].sum(-1, keepdims=True)).mean(0)
         counts += chosen
         balance += (X / (2 * len(tokens)) * chosen * share).sum()
-    np.testing.assert_array_equal(found.counts, counts)
-    np.testing.assert_allclose(found.balance, balance, rtol=1e-5)
+    np.testing.assert_array_equal(result.counts, counts)
+    np.testing.assert_allclose(result.balance, balance, rtol=1e-5)
 
 
 def test_balance_is_one_for_even_use_and_its_gradient_reaches_the_scores():
@@ -231,5 +231,5 @@ def test_balance_is_one_for_even_use_and_its_gradient_reaches_the_scores():
 def test_the_bias_moves_towards_even_use():
     bias = jnp.asarray([[0.0, 0.1, -0.2, 0.3], [0.0, 0.0, 0.0, 0.0]])
     counts = jnp.asarray([[9.0, 5.0, 1.0, 5.0], [4.0, 4.0, 4.0, 4.0]])
-    found = bias_update(bias, counts, 0.01)
-    np.testing.assert_allclose(found, [[-0.01, 0.1, -0.19, 0.3], [0.0] * 4], atol=1e-7)
+    result = bias_update(bias, counts, 0.01)
+    np.testing.assert_allclose(result, [[-0.01, 0.1, -0.19, 0.3], [0.0] * 4], atol=1e-7)

@@ -82,10 +82,10 @@ def test_int8_is_the_product_of_whole_numbers_forward_and_backward(equation, x_s
     g = drawn(expected.shape, seed=2)
     out, grads = product_and_gradients(equation, x, w, g, "int8")
     np.testing.assert_allclose(out, expected, rtol=1e-6)
-    for found, wanted, others, other in zip(grads, (xs, ws), (ws, xs), (qw, qx), strict=True):
-        qg = rounded_int8(g * align(other[1], others, outs), outs, wanted)
-        expected = quantized_product(outs, others, wanted, qg, (other[0], np.ones([1] * other[0].ndim, np.float32)))
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for result, requested, others, other in zip(grads, (xs, ws), (ws, xs), (qw, qx), strict=True):
+        qg = rounded_int8(g * align(other[1], others, outs), outs, requested)
+        expected = quantized_product(outs, others, requested, qg, (other[0], np.ones([1] * other[0].ndim, np.float32)))
+        np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rule", quantization.RULES)
@@ -96,8 +96,8 @@ def test_products_and_gradients_are_near_those_of_floats(rule, equation, x_shape
     x, w, g = (rng.normal(size=size).astype(np.float32) for size in (x_shape, w_shape, shape))
     (out, grads), (plain, floats) = (product_and_gradients(equation, x, w, g, name) for name in (rule, None))
     assert 0 < relative(out, plain) < FORWARD[rule]
-    for found, expected in zip(grads, floats, strict=True):
-        assert 0 < relative(found, np.asarray(expected)) < BACKWARD[rule]
+    for result, expected in zip(grads, floats, strict=True):
+        assert 0 < relative(result, np.asarray(expected)) < BACKWARD[rule]
 
 
 class OneProduct(nnx.Module):
@@ -115,10 +115,10 @@ def test_the_rules_are_those_of_the_provider_of_qwix(rule):
     theirs = qwix.quantize_model(OneProduct(w), qwix.QtProvider([quantization.RULES[rule]]), x)
     with_gradients = nnx.jit(nnx.value_and_grad(lambda model, x: jnp.sum(model(x) * g), argnums=(0, 1)))
     _, (d_model, d_x) = with_gradients(theirs, x)
-    out, found = product_and_gradients("bte,ehd->bthd", x, w, g, rule)
+    out, result = product_and_gradients("bte,ehd->bthd", x, w, g, rule)
     np.testing.assert_allclose(out, nnx.jit(lambda model, x: model(x))(theirs, x), rtol=1e-6)
-    np.testing.assert_allclose(found[0], d_x, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(found[1], d_model["w"][...], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(result[0], d_x, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(result[1], d_model["w"][...], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rule", "choices"), [("int8", [0, 3, 3, 1, 0, 3, 3]), ("fp8_full", [4, 0])])
@@ -128,7 +128,7 @@ def test_ragged_and_blocked_products_of_experts_agree(rule, choices):
         drawn((len(choices), 16)),
         drawn((5, 16, 6), seed=1) * np.array([1e-3, 1, 10, 1, 100], np.float32)[:, None, None],
     )
-    choices, g, found = jnp.asarray(choices)[:, None], drawn((len(choices), 6), seed=2), []
+    choices, g, result = jnp.asarray(choices)[:, None], drawn((len(choices), 6), seed=2), []
     for block in (None, 2):
 
         def loss(x, w, block=block):
@@ -138,15 +138,15 @@ def test_ragged_and_blocked_products_of_experts_agree(rule, choices):
             return jnp.sum(out * g), out
 
         (_, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, w)
-        found.append((out, *grads))
-    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5)
-    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-4, atol=1e-4 * np.abs(found[0][1]).max())
+        result.append((out, *grads))
+    np.testing.assert_allclose(result[0][0], result[1][0], rtol=1e-5)
+    np.testing.assert_allclose(result[0][1], result[1][1], rtol=1e-4, atol=1e-4 * np.abs(result[0][1]).max())
     dense = np.stack([x[i] @ w[e] for i, e in enumerate(np.asarray(choices)[:, 0])])
     d_rows = np.stack([w[e] @ g[i] for i, e in enumerate(np.asarray(choices)[:, 0])])
     d_weights = np.zeros_like(w)
     for i, e in enumerate(np.asarray(choices)[:, 0]):
         d_weights[e] += np.outer(x[i], g[i])
-    for out, d_x, d_w in found:
+    for out, d_x, d_w in result:
         assert relative(out, dense) < FORWARD[rule]
         assert relative(d_x, d_rows) < 2 * BACKWARD[rule] and relative(d_w, d_weights) < 2 * BACKWARD[rule]
         empty = sorted(set(range(5)) - set(np.asarray(choices)[:, 0].tolist()))
@@ -199,8 +199,8 @@ def test_quantised_operands_can_be_kept_by_a_remat_policy():
     kept = []
     plain = gradients(x, w, None)
     for policy in (checkpoint_policies.nothing_saveable, checkpoint_policies.save_only_these_names("quantization")):
-        for found, expected in zip(gradients(x, w, policy), plain, strict=True):
-            np.testing.assert_allclose(found, expected, rtol=1e-6)
+        for result, expected in zip(gradients(x, w, policy), plain, strict=True):
+            np.testing.assert_allclose(result, expected, rtol=1e-6)
     assert [types.count("int8") for types in kept[1:]] == [0, 4]
 
 

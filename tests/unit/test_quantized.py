@@ -40,23 +40,23 @@ def fp8_by_repetition(values, scales, block):
 def mxfp4_one_by_one(blocks, scales):
     """By the definition: sign, two bits of exponent with bias 1, one bit of mantissa."""
     *leading, outputs, groups, _ = blocks.shape
-    found = np.empty((*leading, groups * 32, outputs), np.float32)
+    result = np.empty((*leading, groups * 32, outputs), np.float32)
     for *lead, o, i in np.ndindex(*leading, outputs, groups * 32):
         byte = int(blocks[(*lead, o, i // 32, i % 32 // 2)])
         code = byte >> 4 if i % 2 else byte & 15
         exponent, mantissa = code >> 1 & 3, code & 1
         size = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
-        found[(*lead, i, o)] = (-size if code & 8 else size) * 2.0 ** (int(scales[(*lead, o, i // 32)]) - 127)
-    return found
+        result[(*lead, i, o)] = (-size if code & 8 else size) * 2.0 ** (int(scales[(*lead, o, i // 32)]) - 127)
+    return result
 
 
 def assert_every_slice(tensor, expected):
     assert tensor.shape == expected.shape
     cuts = [[slice(None), slice(0, n // 2), slice(n // 3, n), slice(n - 1, n), slice(0, 0)] for n in expected.shape]
     for index in itertools.product(*cuts):
-        found = tensor[index]
-        assert found.dtype == np.float32
-        np.testing.assert_array_equal(found, expected[index])
+        result = tensor[index]
+        assert result.dtype == np.float32
+        np.testing.assert_array_equal(result, expected[index])
 
 
 @pytest.mark.parametrize(

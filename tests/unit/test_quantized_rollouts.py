@@ -175,7 +175,7 @@ def test_a_latent_of_deepseek_v3_takes_576_bytes_and_nine_scales():
 def differences(model, options, seed=0) -> np.ndarray:
     """|log-probability of the generator - of the trainer| of every token of some completions; prompts of many lengths, more than
     there are slots, prefilled in chunks."""
-    rng, found = np.random.default_rng(seed), []
+    rng, result = np.random.default_rng(seed), []
     prompts = [rng.integers(0, model.config.vocab_size, n).tolist() for n in (5, 9, 1, 20)]
     generator = Generator(model, max_length=32, slots=3, options=dataclasses.replace(options, prefill_chunk=8))
     rows, segments = np.zeros((4, 32), np.int32), np.zeros((4, 32), np.int32)
@@ -185,8 +185,8 @@ def differences(model, options, seed=0) -> np.ndarray:
         rows[i, : len(row)], segments[i, : len(row)] = row, 1
     logp = np.asarray(model.logprobs(rows, segments=segments)[0])
     for i, (prompt, [completion]) in enumerate(zip(prompts, made, strict=True)):
-        found.append(logp[i, len(prompt) : len(prompt) + len(completion.tokens)] - np.asarray(completion.logprobs))
-    return np.abs(np.concatenate(found))
+        result.append(logp[i, len(prompt) : len(prompt) + len(completion.tokens)] - np.asarray(completion.logprobs))
+    return np.abs(np.concatenate(result))
 
 
 BOUNDS = {  # (weights, cache): mean and largest difference
@@ -207,9 +207,9 @@ RARE = [case for family, pair in TURNS if (case := (family, *pair)) not in COMMO
     ("family", "weights", "cache"), COMMON + [pytest.param(*case, marks=pytest.mark.slow) for case in RARE]
 )
 def test_a_quantised_generator_stays_near_the_trainer(family, weights, cache):
-    found = differences(random_model(small(family)), GeneratorOptions(weights=weights, kv_cache=cache))
+    result = differences(random_model(small(family)), GeneratorOptions(weights=weights, kv_cache=cache))
     mean, largest = BOUNDS[weights, cache]
-    assert 0 < found.mean() < mean and found.max() < largest
+    assert 0 < result.mean() < mean and result.max() < largest
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ def test_with_a_training_rule_generator_and_trainer_compute_the_same(family, wei
     """To the last bits, though decoding takes other products with the latents. A number next to the middle of two others may round
     apart, so not every token is held to it."""
     model = random_model(small(family), runtime=Runtime(quantization="int8"))
-    found = differences(model, GeneratorOptions(weights=weights))
-    assert np.median(found) < 1e-6 and found.mean() < 1e-4
+    result = differences(model, GeneratorOptions(weights=weights))
+    assert np.median(result) < 1e-6 and result.mean() < 1e-4
 
 
 def test_new_weights_reach_a_generator_that_keeps_quantised_ones():

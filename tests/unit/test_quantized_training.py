@@ -48,9 +48,9 @@ def test_scanned_layers_under_remat_are_unrolled_ones(kind, rule):
     scanned = logp_gradients(model, quantization=rule, scan=True, remat="full")
     unrolled = logp_gradients(model, quantization=rule, scan=False, remat="none")
     np.testing.assert_allclose(scanned[0], unrolled[0], atol=1e-5)
-    for path, found in scanned[2].items():
+    for path, result in scanned[2].items():
         expected = np.asarray(unrolled[2][path])
-        assert np.linalg.norm(found - expected) <= 1e-4 * np.linalg.norm(expected) + 1e-6, path
+        assert np.linalg.norm(result - expected) <= 1e-4 * np.linalg.norm(expected) + 1e-6, path
 
 
 def test_routers_norms_and_head_keep_their_bits():

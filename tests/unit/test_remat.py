@@ -69,25 +69,25 @@ def residuals(model, capsys, **runtime) -> list[tuple[str, bool, str | None]]:
 
     capsys.readouterr()
     print_saved_residuals(hidden, model.params)
-    found = []
+    result = []
     for line in capsys.readouterr().out.splitlines():
         shape, source = line.split(" ", 1)
         if not source.startswith("from the argument"):
             name = re.match(r"named '(\w+)'", source)
-            found.append((shape.replace("<host>", ""), "<host>" in shape, name and name[1]))
-    return found
+            result.append((shape.replace("<host>", ""), "<host>" in shape, name and name[1]))
+    return result
 
 
 def kept(model, capsys, **runtime) -> tuple[set[str], list[str]]:
     """(names of what the unrolled decoder keeps in device memory, shapes of what it keeps in host memory)."""
-    found = residuals(model, capsys, scan=False, **runtime)
-    return {name for _, _, name in found if name}, sorted(shape for shape, host, _ in found if host)
+    result = residuals(model, capsys, scan=False, **runtime)
+    return {name for _, _, name in result if name}, sorted(shape for shape, host, _ in result if host)
 
 
 def shapes_of(names, model, capsys) -> list[str]:
     tensors = tuple((name, "device") for name in names) + (("decoder_layer_input", "remat"),)
-    found = residuals(model, capsys, scan=False, remat="custom", remat_tensors=tensors)
-    return sorted(shape for shape, _, name in found if name)
+    result = residuals(model, capsys, scan=False, remat="custom", remat_tensors=tensors)
+    return sorted(shape for shape, _, name in result if name)
 
 
 @pytest.mark.parametrize("policy", remat.POLICIES)
@@ -112,24 +112,26 @@ def test_custom_puts_each_tensor_where_it_is_told(capsys):
     tensors = (("decoder_layer_input", "offload"), ("context", "device"))
     assert kept(model, capsys, remat="custom", remat_tensors=tensors) == ({"context"}, inputs)
     # The layer inputs that are in host memory are not in device memory as well.
-    found = residuals(model, capsys, remat="custom", remat_tensors=tensors)
-    assert [host for shape, host, _ in found if shape == "f32[2,2,12,32]"] == [True]
+    result = residuals(model, capsys, remat="custom", remat_tensors=tensors)
+    assert [host for shape, host, _ in result if shape == "f32[2,2,12,32]"] == [True]
 
 
 @pytest.mark.parametrize("policy", ["minimal", "minimal_offloaded"])
 def test_scanned_layers_keep_the_same_stacked(policy, capsys):
     model = model_of("Llama")
     one = shapes_of(MINIMAL, model, capsys)[::2]  # of one layer of the two
-    found = [(shape, host) for shape, host, _ in residuals(model, capsys, remat=policy) if shape.startswith("f32[2,2,")]
+    result = [
+        (shape, host) for shape, host, _ in residuals(model, capsys, remat=policy) if shape.startswith("f32[2,2,")
+    ]
     stacked = [(shape.replace("f32[", "f32[2,"), policy == "minimal_offloaded") for shape in one]
-    assert sorted(found) == sorted([*stacked, ("f32[2,2,12,32]", False)])  # and the inputs of the layers
+    assert sorted(result) == sorted([*stacked, ("f32[2,2,12,32]", False)])  # and the inputs of the layers
 
 
 def test_every_name_is_the_name_of_some_tensor(capsys):
-    every, found = tuple((name, "device") for name in remat.TENSORS), set()
+    every, result = tuple((name, "device") for name in remat.TENSORS), set()
     for kind in KINDS:
-        found |= kept(model_of(kind), capsys, remat="custom", remat_tensors=every)[0]
-    assert remat.TENSORS.keys() - found == {"quantization"}
+        result |= kept(model_of(kind), capsys, remat="custom", remat_tensors=every)[0]
+    assert remat.TENSORS.keys() - result == {"quantization"}
 
 
 def gradients(model, dropout=None, **runtime):
@@ -176,8 +178,8 @@ def test_gradients_are_those_of_no_remat(kind, cases, dropout):
     expected = gradients(model, dropout, remat="none", scan=False, attention_chunk=5)
     for policy, scan in cases:
         tensors = CUSTOM + (("decoder_layer_input", "offload"),) if policy == "custom" else ()
-        found = gradients(model, dropout, remat=policy, remat_tensors=tensors, scan=scan, attention_chunk=5)
-        assert_equal(found, expected, (policy, scan))
+        result = gradients(model, dropout, remat=policy, remat_tensors=tensors, scan=scan, attention_chunk=5)
+        assert_equal(result, expected, (policy, scan))
 
 
 @pytest.mark.parametrize(

@@ -96,14 +96,14 @@ def wait_until(condition, seconds=60.0):
 
 def processes_marked(mark):
     """Ids of the processes that inherited this text in their environment."""
-    found = []
+    result = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
+                result.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return result
 
 
 def none_left(mark, seconds=10.0):
@@ -148,8 +148,8 @@ def other(completions):
     with Runner(options(*functions)) as runner, np.errstate(all="raise"):
         scores = runner.score(["p"] * 4, ["huge", "half", "against", "fine"], {}, groups=[0] * 4)
     np.testing.assert_array_equal(scores.total, [math.nan, math.nan, math.nan, 3.5])
-    found = {name: [fault.sample for fault in scores.faults if fault.function == name] for name in ("huge", "other")}
-    assert found == {"huge": [0, 1, 2], "other": [0, 2]} and {fault.kind for fault in scores.faults} == {"not_finite"}
+    result = {name: [fault.sample for fault in scores.faults if fault.function == name] for name in ("huge", "other")}
+    assert result == {"huge": [0, 1, 2], "other": [0, 2]} and {fault.kind for fault in scores.faults} == {"not_finite"}
     assert "2e+38, times its weight 3e+38" in scores.faults[1].traceback
     assert scores.metrics["reward/faults"] == 5 and scores.metrics["rewards/huge/mean"] == 1.0
     assert scores.metrics["rewards/other/mean"] == pytest.approx(1e38)

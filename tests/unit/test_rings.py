@@ -44,12 +44,12 @@ def test_a_query_sees_its_window_wherever_the_ring_stands():
     cache = LayerCache({"k": WindowEntries(jnp.full((1, 2, 1, C, 1), -1.0))}, 0)
     at = [0, 20]
     for T in (3, 1, 2, 3, 3, 3, 1, 1, 3):
-        *_, cache = found = called(cache, [np.arange(start, start + T) for start in at])
+        *_, cache = result = called(cache, [np.arange(start, start + T) for start in at])
         for row, start in enumerate(at):
             first = 20 * row
             for query in range(start, start + T):
                 expected = [100.0 * row + p for p in range(max(query - WINDOW + 1, first), query + 1)]
-                assert [e for e in in_sight(found, row, query) if e != -1.0] == expected
+                assert [e for e in in_sight(result, row, query) if e != -1.0] == expected
         at = [start + T for start in at]
 
 
@@ -58,16 +58,16 @@ def test_what_was_taken_back_is_out_of_sight():
     for start in range(0, 15, 3):
         *_, cache = called(cache, [[start, start + 1, start + 2]])
     *_, cache = called(cache, [[13, 14, 15]])  # 15 and 14 are taken back
-    found = called(cache, [[14]])
-    assert in_sight(found, 0, 14) == [11, 12, 13, 14]
+    result = called(cache, [[14]])
+    assert in_sight(result, 0, 14) == [11, 12, 13, 14]
 
 
 def test_padding_is_not_written_and_a_row_of_it_sees_nothing():
     cache = LayerCache({"k": WindowEntries(jnp.full((1, 2, 1, C, 1), -1.0))}, 0)
     *_, cache = called(cache, [[0, 1, 2], [0, 1, 2]], [[1, 1, 0], [1, 1, 1]])
-    found = called(cache, [[2], [0]], [[1], [0]])
-    assert in_sight(found, 0, 2) == [0, 1, 2]
-    assert not found[2][1].any() and 100.0 in found[0][1]
+    result = called(cache, [[2], [0]], [[1], [0]])
+    assert in_sight(result, 0, 2) == [0, 1, 2]
+    assert not result[2][1].any() and 100.0 in result[0][1]
 
 
 def test_a_call_longer_than_a_ring_is_refused():
@@ -82,7 +82,7 @@ def test_decoding_over_rings_is_the_whole_forward_pass(name):
     rows, lengths = tokens(2, 24, seed=1), [24, 15]
     back = [spec.mixer.window or spec.mixer.chunk for spec in model.config.layers]
     assert min(w for w in back if w) + 5 < 24, "a ring would be longer than the row"
-    whole, _ = stepwise.forward(model, rows)
-    found, _ = stepwise.through_cache(model, rows, lengths, 15, chunk=5, capacity=WithSlidingWindows(24, 5))
+    full, _ = stepwise.forward(model, rows)
+    result, _ = stepwise.through_cache(model, rows, lengths, 15, chunk=5, capacity=WithSlidingWindows(24, 5))
     for row, length in enumerate(lengths):
-        np.testing.assert_allclose(found[row, :length], whole[row, :length], atol=2e-5)
+        np.testing.assert_allclose(result[row, :length], full[row, :length], atol=2e-5)

@@ -56,11 +56,11 @@ def own_routes(model, tokens, segments=None) -> dict[str, np.ndarray]:
 
 def random_routes(model, data, seed=0, known=1.0) -> dict[str, np.ndarray]:
     """Two different experts of eight for each token, but for some of which they are not known."""
-    rng, found = np.random.default_rng(seed), {}
+    rng, result = np.random.default_rng(seed), {}
     for path, own in own_routes(model, data.tokens, data.segments).items():
         chosen = rng.permuted(np.broadcast_to(np.arange(8), (*own.shape[:-1], 8)), axis=-1)[..., : own.shape[-1]]
-        found[path] = np.where(rng.random((*own.shape[:2], 1, 1)) < known, chosen, UNKNOWN).astype(np.int8)
-    return found
+        result[path] = np.where(rng.random((*own.shape[:2], 1, 1)) < known, chosen, UNKNOWN).astype(np.int8)
+    return result
 
 
 def updated(model, data, **keys):
@@ -95,10 +95,10 @@ def assert_those_of_the_forward_pass(model, completions):
     rows = [(prompt + c.tokens, c) for prompt, group in zip(PROMPTS, completions, strict=True) for c in group]
     data = pack([(ids, [0] * len(ids)) for ids, _ in rows], 64)
     expected = own_routes(model, data.tokens, data.segments)
-    found = routes_of([c for _, c in rows], data.tokens.shape[1])
+    result = routes_of([c for _, c in rows], data.tokens.shape[1])
     fed = np.arange(data.tokens.shape[1]) < np.asarray([len(ids) - 1 for ids, _ in rows])[:, None]
-    assert found.keys() == expected.keys() and found
-    for path, routes in found.items():
+    assert result.keys() == expected.keys() and result
+    for path, routes in result.items():
         assert routes.dtype == np.int8 and (routes[~fed] == UNKNOWN).all()
         same = np.sort(routes[fed], axis=-1) == np.sort(expected[path][fed], axis=-1)
         assert same.mean() > 0.99, (
@@ -122,9 +122,9 @@ def test_recorded_routes_are_those_of_the_whole_forward_pass(kind):
         if kind == "one layer"
         else (family(kind), {"sliding_window_cache": kind == "Gemma4Moe"})
     )
-    _, found = recorded(model, **how)
-    assert_those_of_the_forward_pass(model, found)
-    assert len({len(c.tokens) for group in found for c in group}) > 1
+    _, result = recorded(model, **how)
+    assert_those_of_the_forward_pass(model, result)
+    assert len({len(c.tokens) for group in result for c in group}) > 1
 
 
 @SLOW
@@ -133,9 +133,9 @@ def test_pages_keep_routes_as_rows_do(kind):
     """Pages of a prompt that others share, copies of them, and those that preempted requests are read into again."""
     model = learners.experts() if kind == "one layer" else family(kind)
     long = SamplingParams(n=2, max_new_tokens=26)
-    made, found = recorded(model, long, cache="paged", page_size=4, pages=20)
+    made, result = recorded(model, long, cache="paged", page_size=4, pages=20)
     assert made.engine.counts["preempted"] > 0
-    assert_those_of_the_forward_pass(model, found)
+    assert_those_of_the_forward_pass(model, result)
 
 
 @SLOW
@@ -146,10 +146,10 @@ def test_only_drafts_that_are_accepted_leave_routes():
         "duet": {"multi_token_prediction": {"depth": 1}},
     }
     model = random_model(families.read(configuration("DeepseekV3", **sizes)), seed=2)
-    _, found = recorded(model, speculative=2, cache="paged", page_size=4)
-    assert_those_of_the_forward_pass(model, found)
-    assert any(c.steps < len(c.tokens) for group in found for c in group), "no draft was accepted"
-    assert any(c.steps > 1 for group in found for c in group), "no draft was taken back"
+    _, result = recorded(model, speculative=2, cache="paged", page_size=4)
+    assert_those_of_the_forward_pass(model, result)
+    assert any(c.steps < len(c.tokens) for group in result for c in group), "no draft was accepted"
+    assert any(c.steps > 1 for group in result for c in group), "no draft was taken back"
 
 
 @SLOW
@@ -205,19 +205,19 @@ def test_a_routers_own_routes_change_nothing():
 def test_given_routes_are_packed_and_cut_as_their_tokens_are():
     model, data = groups(), batch()
     data = data.replace(routes=random_routes(model, data, known=0.8))
-    whole = updated(model, data, router_replay=True)
+    full = updated(model, data, router_replay=True)
     cut = updated(model, data, router_replay=True, micro_batch=3)
-    assert 0.5 < whole[1]["moe/replayed"] < 0.95 and whole[1]["moe/replay_disagreement"] > 0.5
-    assert_close(cut, whole, but=["perf/packed_share"])
+    assert 0.5 < full[1]["moe/replayed"] < 0.95 and full[1]["moe/replay_disagreement"] > 0.5
+    assert_close(cut, full, but=["perf/packed_share"])
     own = updated(model, data.replace(routes=None))
-    assert abs(own[1]["optim/grad_norm"] - whole[1]["optim/grad_norm"]) > 1e-4, "other experts, and the same gradient"
+    assert abs(own[1]["optim/grad_norm"] - full[1]["optim/grad_norm"]) > 1e-4, "other experts, and the same gradient"
 
 
 def test_the_trainer_agrees_with_the_generator_until_its_weights_move():
     model = learners.experts()
-    _, found = recorded(model)
+    _, result = recorded(model)
     problems = [Problem(None, ids) for ids in PROMPTS]
-    data = Rollouts(problems, range(len(PROMPTS)), found, None, {}, 0.0, [0] * len(PROMPTS)).batch(64, replay=True)
+    data = Rollouts(problems, range(len(PROMPTS)), result, None, {}, 0.0, [0] * len(PROMPTS)).batch(64, replay=True)
     advantages = np.random.default_rng(0).normal(size=len(data.tokens)).astype(np.float32)
     trainer, state = begin(model, stage("grpo", router_replay=True, optimizer={"learning_rate": 0.1}))
     disagreements = []
@@ -256,12 +256,12 @@ def test_the_batch_split_schedule_changes_nothing_of_given_routes():
     data = batch()
     routes = random_routes(groups(), data, known=0.8)
     step = replace(modes.make_step(data.tokens, segments=data.segments), routes=routes)
-    found = []
+    result = []
     for changes in ({}, {"batch_split": True}):
         logp, _, aux = jax.jit(groups().graph.at(**changes).logprobs)(groups().params, data.tokens, step, 1.0)
         (routing,) = aux.by_layer("routing").values()
-        found.append((logp, routing.counts, routing.replayed.given, routing.replayed.disagreed))
-    for a, b in zip(*found, strict=True):
+        result.append((logp, routing.counts, routing.replayed.given, routing.replayed.disagreed))
+    for a, b in zip(*result, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 

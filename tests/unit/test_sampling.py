@@ -88,13 +88,13 @@ def test_filters_equal_those_of_transformers(filters):
     top_k, top_p, min_p = filters
     logits = np.random.default_rng(1).normal(0, 2, (200, 12)).astype(np.float32)
     scores = torch.tensor(logits)
-    for wanted, processor in (
+    for expected, processor in (
         (top_k, hf.TopKLogitsWarper),
         (top_p if top_p < 1 else 0, hf.TopPLogitsWarper),
         (min_p, hf.MinPLogitsWarper),
     ):
-        if wanted:
-            scores = processor(wanted)(None, scores)
+        if expected:
+            scores = processor(expected)(None, scores)
     assert kept_of(logits, filters) == [set(np.flatnonzero(np.isfinite(row)).tolist()) for row in scores.numpy()]
 
 

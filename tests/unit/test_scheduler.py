@@ -152,10 +152,10 @@ class PagedSimulation(Simulation):
         """The first `count` entries of a row."""
         places, states = cache
         assert self.supports_truncation or len(states[slot]) == count
-        found = places[self.place(table, count - 1)] if count else ()
-        assert all(places[self.place(table, i)] == found[: i + 1] for i in range(count)) and len(found) == count
-        assert self.supports_truncation or states[slot] == found
-        return found
+        result = places[self.place(table, count - 1)] if count else ()
+        assert all(places[self.place(table, i)] == result[: i + 1] for i in range(count)) and len(result) == count
+        assert self.supports_truncation or states[slot] == result
+        return result
 
     def place(self, table, i):
         page = int(table[i // self.size])

@@ -100,8 +100,8 @@ def test_output_and_divergence_are_those_of_the_formulas(topk, stage, chunk):
 def test_at_bfloat16_the_divergence_is_near_and_its_gradients_are_finite(stage):
     run, arrays = ours(50, Runtime(indexer=stage))
     half = [a.astype(jnp.bfloat16) if i != 4 else a for i, a in enumerate(arrays)]  # 4: the weights of the index heads
-    found, grads = jax.jit(jax.value_and_grad(lambda *a: run(*a)[1].indexing.divergence, argnums=(3, 4, 5)))(*half)
-    np.testing.assert_allclose(found, by_numpy(50, stage, *problem(50))[1], rtol=0.02)
+    result, grads = jax.jit(jax.value_and_grad(lambda *a: run(*a)[1].indexing.divergence, argnums=(3, 4, 5)))(*half)
+    np.testing.assert_allclose(result, by_numpy(50, stage, *problem(50))[1], rtol=0.02)
     assert all(np.isfinite(g.astype(jnp.float32)).all() for g in grads)
 
 
@@ -134,10 +134,10 @@ def test_of_equal_scores_the_earlier_keys_are_selected_and_invisible_ones_do_not
     visible = mask.visible(step.positions, step.segments)
     scores = jnp.array([1.0, 0, 0, 0, 2.0, 9.0]) * jnp.ones((1, 6, 1))
     chosen, counts = mask.best(visible, scores)
-    found = [[int(i) for i, c in zip(*row, strict=True) if c] for row in zip(chosen[0], counts[0], strict=True)]
-    assert found == [[0], [0, 1], [0, 1, 2], [0, 1, 2], [4, 0, 1], []]
+    result = [[int(i) for i, c in zip(*row, strict=True) if c] for row in zip(chosen[0], counts[0], strict=True)]
+    assert result == [[0], [0, 1], [0, 1, 2], [0, 1, 2], [4, 0, 1], []]
     kept = np.asarray(mask.kept(visible, scores)[0])
-    assert [sorted(row) for row in found] == [np.flatnonzero(row).tolist() for row in kept]
+    assert [sorted(row) for row in result] == [np.flatnonzero(row).tolist() for row in kept]
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -161,12 +161,12 @@ def test_gathered_latents_give_what_the_masked_cache_gives(queries, monkeypatch)
         )
         return attend_selected(q, seen["latent"], seen["latent"][..., :V], mask, cache, Runtime())[0]
 
-    gathered = jax.jit(lambda cache: run(cache))(cache)
+    collected = jax.jit(lambda cache: run(cache))(cache)
     monkeypatch.setattr(sparse_attention, "_gathers", lambda *_: False)
     masked = jax.jit(lambda cache: run(cache))(cache)
     real = (at != 12)[:, None, :, None]
-    assert np.isfinite(gathered).all() and np.abs(masked).max() > 0.5
-    np.testing.assert_allclose(np.where(real, gathered, 0), np.where(real, masked, 0), atol=1e-6, rtol=0)
+    assert np.isfinite(collected).all() and np.abs(masked).max() > 0.5
+    np.testing.assert_allclose(np.where(real, collected, 0), np.where(real, masked, 0), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("topk", "scan"), [(5, True), pytest.param(1, False, marks=pytest.mark.slow)])
@@ -180,11 +180,11 @@ def test_a_decoder_reads_selected_latents_only(topk, scan, monkeypatch):
 
     monkeypatch.setattr(sparse_attention, "take", watched)
     how = {"prompt": 6, "chunk": 2, "capacity": 33, "scan": scan}
-    gathered, _ = stepwise.through_cache(model, rows, lengths, **how)
+    collected, _ = stepwise.through_cache(model, rows, lengths, **how)
     assert {shape[1:] for shape in taken} == {(2, topk), (1, topk)}
     real_tokens = np.arange(26) < np.array(lengths)[:, None]
     expected, _ = stepwise.forward(model, rows, real_tokens.astype(np.int32))
-    np.testing.assert_allclose(gathered[real_tokens], expected[real_tokens], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(collected[real_tokens], expected[real_tokens], atol=1e-5, rtol=0)
 
 
 def test_many_queries_do_not_gather():
@@ -194,18 +194,18 @@ def test_many_queries_do_not_gather():
 
 def margins(model, rows):
     """float[R, B, T] for each layer: by how little the last selected key beat the next, in the forward pass."""
-    found, real = [], IndexedMask._best
+    result, real = [], IndexedMask._best
 
     def watched(self, visible, scores):
         ranked = jnp.sort(jnp.where(visible, scores, -jnp.inf), axis=-1, descending=True)
-        found.append(ranked[..., self.topk - 1] - ranked[..., self.topk])
+        result.append(ranked[..., self.topk - 1] - ranked[..., self.topk])
         return real(self, visible, scores)
 
     def run(params):
         graph = model.graph.at(scan=False, remat="none")
         with graph.precision():
             graph.decoder(params)(jnp.asarray(rows), stepwise.modes.make_step(jnp.asarray(rows)), None, graph.runtime)
-        return jnp.stack(found)
+        return jnp.stack(result)
 
     IndexedMask._best = watched
     try:
@@ -229,12 +229,12 @@ def test_decoding_selects_the_keys_that_training_selects():
 def test_the_dense_warm_up_is_dense_and_sparse_training_computes_what_the_policy_does():
     sparse, dense, rows = model_of(3, layers=2), model_of(50, layers=2), tokens(2, 14)
     plain = stepwise.forward(sparse, rows)[0]
-    warm, found = stepwise.forward(sparse, rows, indexer="dense_warmup", attention_chunk=5)
+    warm, result = stepwise.forward(sparse, rows, indexer="dense_warmup", attention_chunk=5)
     np.testing.assert_allclose(warm, stepwise.forward(dense, rows)[0], atol=1e-5)
     assert np.abs(warm - plain).max() > 0.1
     learning, aux = stepwise.forward(sparse, rows, indexer="sparse", attention_chunk=5)
     np.testing.assert_allclose(learning, plain, atol=1e-5)
-    [indexing] = found.by_layer("indexing").values()
+    [indexing] = result.by_layer("indexing").values()
     assert indexing.divergence.shape == (2,) and (np.asarray(indexing.recall) < 27).all()
     assert not stepwise.forward(sparse, rows)[1].by_layer("indexing")
 
@@ -280,8 +280,8 @@ def test_the_divergence_of_a_packed_row_is_that_of_its_documents(stage):
     segments = np.concatenate([np.repeat([1, 2, 3], lengths), [0, 0, 0]])[None]
 
     def divergence(rows, segments):
-        [found] = stepwise.forward(model, rows, segments, indexer=stage)[1].by_layer("indexing").values()
-        return np.asarray(found.divergence)
+        [result] = stepwise.forward(model, rows, segments, indexer=stage)[1].by_layer("indexing").values()
+        return np.asarray(result.divergence)
 
     assert (divergence(padded, real) > 0.1).all()
     np.testing.assert_allclose(divergence(packed, segments), divergence(padded, real), rtol=1e-4)

@@ -105,11 +105,11 @@ def test_prefill_and_decoding_equal_the_full_forward(kind):
         with graph.precision():
             decoder = graph.decoder(params)
             kv = modes.prefill(decoder, ROWS[:, :6], make_step(ROWS[:, :6]), kv, runtime)
-            found = []
+            result = []
             for t in (6, 7):
                 logits, kv = modes.autoregressive(decoder, ROWS[:, t], jnp.full(2, t), jnp.ones(2, bool), kv, runtime)
-                found.append(logits)
-        return jnp.stack(found, 1)
+                result.append(logits)
+        return jnp.stack(result, 1)
 
     np.testing.assert_allclose(run(model.params), expected[:, 6:], atol=5e-5, rtol=0)
 

@@ -15,8 +15,8 @@ from rl.reporting.timeline import CHECKPOINTS, FILE, PROFILES, Timeline
 
 
 def events(directory, kind="X") -> list[dict]:
-    found = json.loads((directory / FILE).read_text().rstrip(",\n") + "]")
-    return [event for event in found if event["ph"] == kind]
+    result = json.loads((directory / FILE).read_text().rstrip(",\n") + "]")
+    return [event for event in result if event["ph"] == kind]
 
 
 def test_spans_lie_within_their_step_and_a_run_goes_on_after_a_torn_line(tmp_path):
@@ -30,10 +30,10 @@ def test_spans_lie_within_their_step_and_a_run_goes_on_after_a_torn_line(tmp_pat
         with (tmp_path / FILE).open("a") as file:
             file.write('{"name": "st')
     Timeline(tmp_path, None).close()
-    found = events(tmp_path)
-    assert [event["name"] for event in found] == ["sampling", "step"] * 4
-    assert [event["args"] for event in found[1::2]] == [{"stage": "grpo", "step": step} for step in (1, 2, 3, 4)]
-    for inner, step in zip(found[::2], found[1::2], strict=True):
+    result = events(tmp_path)
+    assert [event["name"] for event in result] == ["sampling", "step"] * 4
+    assert [event["args"] for event in result[1::2]] == [{"stage": "grpo", "step": step} for step in (1, 2, 3, 4)]
+    for inner, step in zip(result[::2], result[1::2], strict=True):
         assert step["ts"] <= inner["ts"] and inner["dur"] <= step["dur"]
 
 
@@ -43,9 +43,9 @@ def test_what_happens_beside_the_run_has_rows_of_its_own(tmp_path):
         timeline.calls([Call("math", 4, 1, 12.5, 0.25), Call("length", 2, 1, 13.0, 0.5)])
     timeline.close()
     rows = {event["tid"]: event["args"]["name"] for event in events(tmp_path, "M")}
-    found = {event["name"]: (rows[event["tid"]], event["args"]) for event in events(tmp_path)}
-    assert found["math"] == ("rewards 1", {"completions": 4}) and found["length"] == ("rewards 1", {"completions": 2})
-    assert found["writing a checkpoint"][0] == "checkpoints" and found["sampling"][0] == "run"
+    result = {event["name"]: (rows[event["tid"]], event["args"]) for event in events(tmp_path)}
+    assert result["math"] == ("rewards 1", {"completions": 4}) and result["length"] == ("rewards 1", {"completions": 2})
+    assert result["writing a checkpoint"][0] == "checkpoints" and result["sampling"][0] == "run"
     assert [(e["ts"], e["dur"]) for e in events(tmp_path)[:2]] == [(12.5e6, 0.25e6), (13e6, 0.5e6)]
     assert len(events(tmp_path, "M")) == 3
 

@@ -113,9 +113,9 @@ def test_a_tokenizer_that_frames_its_text_keeps_its_beginning_and_loses_its_end(
 
 def test_stop_tokens_are_those_of_the_tokenizer_and_of_the_generation_configuration(tokenizer, tmp_path):
     assert stop_ids(tokenizer) == stop_ids(tokenizer, tmp_path) == (2,)
-    for listed, found in ((7, (2, 7)), ([9, 2, 7], (2, 7, 9)), (None, (2,))):
+    for listed, result in ((7, (2, 7)), ([9, 2, 7], (2, 7, 9)), (None, (2,))):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
-        assert stop_ids(tokenizer, tmp_path) == found
+        assert stop_ids(tokenizer, tmp_path) == result
 
 
 def test_bad_tokenizers_are_refused(tmp_path):

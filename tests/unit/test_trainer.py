@@ -30,15 +30,15 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.fixture
 def compilations():
     """The seconds of every compilation, as they happen; a program read from the compilation cache counts too."""
-    found = []
+    result = []
 
-    def heard(event, seconds, **_):
+    def calls(event, seconds, **_):
         if event.endswith("backend_compile_duration"):
-            found.append(seconds)
+            result.append(seconds)
 
-    jax.monitoring.register_event_duration_secs_listener(heard)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(heard)
+    jax.monitoring.register_event_duration_secs_listener(calls)
+    yield result
+    jax.monitoring.unregister_event_duration_listener(calls)
 
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "constant", "prompt")
@@ -47,26 +47,26 @@ AGGREGATIONS = ("token", "sequence", "sequence_sum", "constant", "prompt")
 def updated(model, options, data, updates=2) -> tuple[dict, list[dict]]:
     """(all arrays after some updates on the same rows, metrics of each)."""
     trainer, state = begin(model, options)
-    found = []
+    result = []
     for _ in range(updates):
         state, metrics = trainer.update(state, data)
-        found.append({key: float(value) for key, value in metrics.items()})
-    return host(state), found
+        result.append({key: float(value) for key, value in metrics.items()})
+    return host(state), result
 
 
 def assert_cut_changes_nothing(model, data, algorithm, cuts, **keys):
-    whole, found = updated(model, stage(algorithm, **keys), data)
+    full, result = updated(model, stage(algorithm, **keys), data)
     for rows in cuts:
         arrays, metrics = updated(model, stage(algorithm, micro_batch=rows, **keys), data)
-        assert metrics[0].keys() == found[0].keys()
-        for one, other in zip(metrics, found, strict=True):
+        assert metrics[0].keys() == result[0].keys()
+        for one, other in zip(metrics, result, strict=True):
             for key in one.keys() - {"perf/packed_share"}:
                 np.testing.assert_allclose(
                     one[key], other[key], rtol=2e-6, atol=1e-6, err_msg=f"{key}, micro_batch {rows}"
                 )
-        for key in whole:
-            np.testing.assert_allclose(arrays[key], whole[key], atol=1e-6, err_msg=f"{key}, micro_batch {rows}")
-    return whole, found
+        for key in full:
+            np.testing.assert_allclose(arrays[key], full[key], atol=1e-6, err_msg=f"{key}, micro_batch {rows}")
+    return full, result
 
 
 @pytest.mark.slow
@@ -93,19 +93,19 @@ def test_updates_of_policy_and_critic_are_the_same_for_any_micro_batch():
 def test_updates_of_experts_are_the_same_for_any_micro_batch_and_move_biases_by_the_counts_of_the_whole_batch():
     model, data = learners.experts(), batch()
     router = {"bias_rate": 0.05, "balance_coef": 0.3}
-    whole, found = assert_cut_changes_nothing(model, data, "sft", cuts=[3], router=router)
-    paths = [path for path in whole if path.endswith("router.correction_bias']")]
+    full, result = assert_cut_changes_nothing(model, data, "sft", cuts=[3], router=router)
+    paths = [path for path in full if path.endswith("router.correction_bias']")]
     cut, _ = updated(model, stage(router=router, micro_batch=3), data)
     before = {path: np.asarray(model.params[path.split("'")[1]]) for path in paths}
     assert len(paths) == 1
     for path in paths:
-        np.testing.assert_array_equal(cut[path], whole[path])
-        moved = whole[path] - before[path]  # two updates of 0.05 up, down or not at all
+        np.testing.assert_array_equal(cut[path], full[path])
+        moved = full[path] - before[path]  # two updates of 0.05 up, down or not at all
         np.testing.assert_allclose(moved / 0.05, np.rint(moved / 0.05), atol=1e-4)
         assert (moved > 0).any() and (moved < 0).any()
     plain, unbalanced = updated(model, stage(router=router | {"balance_coef": 0.0}), data, updates=1)
-    difference = found[0]["loss"] - unbalanced[0]["loss"]
-    np.testing.assert_allclose(difference, 0.3 * found[0]["moe/balance"], rtol=1e-5)
+    difference = result[0]["loss"] - unbalanced[0]["loss"]
+    np.testing.assert_allclose(difference, 0.3 * result[0]["moe/balance"], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -204,10 +204,10 @@ def test_a_row_without_a_score_is_as_good_as_absent():
     unscored = np.array([False, True, False, False, False, False, False, True])
     router = {"bias_rate": 0.05, "balance_coef": 0.3}
     options = stage({"name": "grpo", "aggregation": "sequence"}, router=router)
-    with_it, found = updated(model, options, data.without(unscored))
+    with_it, result = updated(model, options, data.without(unscored))
     alone, expected = updated(model, options, jax.tree.map(lambda a: a[~unscored], data))
     for key in expected[0].keys() - {"perf/packed_share"}:
-        np.testing.assert_allclose(found[0][key], expected[0][key], rtol=1e-5, atol=1e-6, err_msg=key)
+        np.testing.assert_allclose(result[0][key], expected[0][key], rtol=1e-5, atol=1e-6, err_msg=key)
     for key in alone:
         np.testing.assert_allclose(with_it[key], alone[key], atol=1e-6, err_msg=key)
 
@@ -233,11 +233,11 @@ def test_a_schedule_without_warm_up_starts_at_its_peak():
 def test_weight_decay_acts_on_matrices_only():
     """Beside the same update without it."""
     model, data = learners.experts(), batch()
-    before, found = host(model.params), []
+    before, result = host(model.params), []
     for decay in (0.5, 0.0):
         trainer, state = begin(model, stage("grpo", optimizer={"weight_decay": decay}, router={"bias_rate": 0.0}))
-        found.append(host(trainer.update(state, data)[0].policy.params))
-    decayed, plain = found
+        result.append(host(trainer.update(state, data)[0].policy.params))
+    decayed, plain = result
     for path, axes in model.graph.axes.items():
         key, matrix = f"['{path}']", len([axis for axis in axes if axis != "layers"]) > 1
         expected = plain[key] - np.float32(1e-2 * 0.5 * matrix) * before[key]
@@ -255,14 +255,14 @@ def test_small_steps_of_weights_in_bfloat16_add_up():
     kept, rounded = stored_as(adamw, "float32", master=True), stored_as(adamw, "bfloat16", master=False)
     first = {"a": jnp.asarray(rng.normal(size=200), jnp.bfloat16)}
     wide = {"a": first["a"].astype(jnp.float32)}
-    found = [first, kept.init(first)], [wide, adamw.init(wide)], [first, rounded.init(first)]
+    result = [first, kept.init(first)], [wide, adamw.init(wide)], [first, rounded.init(first)]
     for _ in range(300):
         grads = {"a": jnp.asarray(rng.normal(size=200) + 1, jnp.float32)}
-        for each, transform in zip(found, (kept, adamw, rounded), strict=True):
+        for each, transform in zip(result, (kept, adamw, rounded), strict=True):
             changes, each[1] = transform.update(grads, each[1], each[0])
             each[0] = optax.apply_updates(each[0], changes)
-        np.testing.assert_array_equal(found[0][0]["a"], found[1][0]["a"].astype(jnp.bfloat16))
-    still = [np.mean(each[0]["a"] == first["a"]) for each in found]
+        np.testing.assert_array_equal(result[0][0]["a"], result[1][0]["a"].astype(jnp.bfloat16))
+    still = [np.mean(each[0]["a"] == first["a"]) for each in result]
     assert still[0] < 0.5 and still[1] == 0.0 and still[2] > 0.8, still
 
 
@@ -291,8 +291,8 @@ def test_weights_cast_before_a_pass_give_the_bits_of_those_cast_in_it(model):
     def gradient(weights):
         return jax.value_and_grad(lambda w: graph.logprobs(w | still, data.tokens, step, 1.0)[0].sum())(weights)
 
-    (expected, slopes), (found, cast) = gradient(trained), gradient(graph.as_multiplied(trained))
-    assert found == expected
+    (expected, slopes), (result, cast) = gradient(trained), gradient(graph.as_multiplied(trained))
+    assert result == expected
     assert {path for path, slope in cast.items() if slope.dtype == jnp.bfloat16} == graph.inputs.keys()
     for path, slope in slopes.items():
         np.testing.assert_array_equal(slope, cast[path].astype(jnp.float32), err_msg=path)
@@ -312,9 +312,9 @@ def test_gradients_are_clipped_as_optax_clips_them():
     assert norm == pytest.approx(float(optax.tree.norm(raw)), rel=1e-5)  # below the limit nothing is changed
     clip = optax.clip_by_global_norm(norm / 3)
     expected, _ = clip.update(raw, clip.init(raw))
-    found, reported = first_gradient(norm / 3)
+    result, reported = first_gradient(norm / 3)
     assert reported == pytest.approx(norm, rel=1e-5)  # before clipping
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), result, expected)
 
 
 def test_loss_and_adamw_are_those_of_torch(tmp_path):
@@ -386,8 +386,8 @@ def test_a_value_head_on_the_policys_states_learns_from_them_and_leaves_them_alo
     scale = np.asarray(model.params["norm.weight"])
     states = last / np.sqrt((last**2).mean(-1, keepdims=True) + model.config.norm.eps) * scale
     before = np.pad(states[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    for found, expected in zip(trainer.values(state, data), (before @ head, states @ head), strict=True):
-        np.testing.assert_allclose(found, expected * data.segments, atol=1e-5)
+    for result, expected in zip(trainer.values(state, data), (before @ head, states @ head), strict=True):
+        np.testing.assert_allclose(result, expected * data.segments, atol=1e-5)
     error = (before @ head - data.returns) * data.mask / data.mask.sum()
     gradient = np.einsum("nt,nte->e", error, before)
     norm = np.linalg.norm(gradient)
@@ -404,9 +404,9 @@ def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
     model, data = learners.dense(), batch()
     options = stage({"name": "ppo", "critic_trunk": "policy", "value_init_std": 1.0}, micro_batch=3)
     trainer, state = begin(model, options)
-    alone, found = trainer.update(state, data, critic_only=True)
+    alone, result = trainer.update(state, data, critic_only=True)
     head = np.array(alone.critic.params["value_head"])
-    values = {name: value for name, value in found.items() if name.startswith("value/")}
+    values = {name: value for name, value in result.items() if name.startswith("value/")}
 
     trainer, state = begin(model, options)
     before = np.array(state.critic.params["value_head"])
