@@ -1,8 +1,8 @@
-"""The compiled programs of a run, from its configuration alone: no weights, no data, and no tokenizer but where the model depends
-on it.
+"""Lists the compiled programs of a run from its configuration alone, without weights, data or, mostly, a tokenizer.
 
-Each is what the run itself compiles (rl/training/trainer.py, rl/training/reward_model.py, rollout/engine/runner.py, rollout/engine/exact.py), for the largest
-shape that it has: rows as long as `max_length`, all slots, the longest chunk of a prompt.
+Each program is the one that the run compiles (rl/training/trainer.py, rl/training/reward_model.py,
+rollout/engine/runner.py, rollout/engine/exact.py), for its largest shape: rows of `max_length` tokens, all slots, the
+longest chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from rollout.engine.weights import RolloutWeights
 class Planned:
     """One program of a stage.
 
-    shape: of the arrays that it computes on. resident: bytes per device that the run keeps all the time; non_argument: the
-    part of these that is not an argument of the program. times: runs per step. trip_count: of its outermost loop, whose
-    length the device computes (micro-batches that hold anything). dispatch: most steps of one run of a multi-step decode;
-    `times` and counts are per step. kernels and occupancy: as in rl/plan/hlo.py. graph: the model that it computes.
+    shape: of the arrays that it computes on. resident: bytes per device that the run keeps all the time; non_argument:
+    the part of these that is not an argument of the program. times: runs per step. trip_count: of its outermost loop,
+    whose length the device computes (micro-batches that hold anything). dispatch: most steps of one run of a multi-step
+    decode; `times` and counts are per step. kernels and occupancy: as in rl/plan/hlo.py. graph: the computed model.
     """
 
     stage: str
@@ -58,6 +58,7 @@ class Planned:
 
     @property
     def name(self) -> str:
+        """Returns the name of the program in plans and in programs.json."""
         return f"{self.stage}: {self.kind}"
 
 
@@ -75,7 +76,7 @@ def programs(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[
 
 
 def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tuple[PlannedStage, Sampling | None]]:
-    """Yields each stage, and the generator, which lies beside it from the first stage on that samples or evaluates."""
+    """Yields (stage, generator). The generator is None before the first stage that samples or evaluates."""
     graph, sampling = build.graph(config, mesh), None
     for stage in rl.stages.create(config):
         stage.bind(graph)
@@ -149,11 +150,13 @@ class PlannedStage:
 
 
 class Sampling:
-    """The generator's programs over a cache of all slots, and over copies of weights where it has some; and those that check exact
-    completions."""
+    """The programs of the generator: over a cache of all slots, copies of weights, and checks of exact completions.
+
+    bytes: of cache and copies that a run keeps all the time. rolling: bytes of both while rollouts run.
+    """
 
     def __init__(self, config: RunConfig, first: PlannedStage, memory: float | None):
-        """`first`: the stage from which on it is there; `memory`: bytes of a device."""
+        """Describes the generator of a run. first: the stage that creates it. memory: bytes per device."""
         self.config, self.graph = config, first.graph
         self._shown_with = None if any(rl.stages.kind_of(each).samples for each in config.stages) else first.name
         asked = build.generator_options(config)
@@ -165,30 +168,29 @@ class Sampling:
         self._rereads = asked.rereads
         self._verifier = Verifier(Scorer(self.graph), config.seed, stop_string=None) if asked.exact else None
         self._dropped = bool(self._weights and self._weights.reshards)
-        # What lies there while rollouts run, and what stays.
         self.rolling = on_a_device((self.cache, self._copy))
         self.bytes = self.rolling - (on_a_device(self._copy) if self._dropped else 0)
 
     @property
     def decoding(self) -> Graph:
-        """The graph that its programs compute."""
+        """Returns the graph of the decoder that samples."""
         return self._runner.graph
 
     @property
     def routes(self) -> dict:
-        """Of one token, as Batch.routes has them."""
+        """Returns the abstract routes of one token, in the form of Batch.routes."""
         runner = self._runner
         width = runner.geometry.table_width
         pages = None if width is None else np.zeros(width, np.int32)
-        found = jax.eval_shape(runner.programs["routes"].jitted, self.cache, np.int32(0), pages)
-        return {path: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for path, a in found.items()}
+        routes = jax.eval_shape(runner.programs["routes"].jitted, self.cache, np.int32(0), pages)
+        return {path: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for path, a in routes.items()}
 
     def used_by(self, stage: PlannedStage) -> bool:
-        """Whether its programs are shown with a stage: one that samples, or where none does the first that evaluates."""
+        """Returns whether a plan shows its programs with a stage: each that samples, else the first that evaluates."""
         return stage.samples or self._shown_with == stage.name
 
     def programs(self, stage: PlannedStage) -> Iterator[Planned]:
-        """The largest of each kind."""
+        """Yields the largest program of each kind."""
         runner, options, held = self._runner, stage.options, stage.bytes + self.rolling
         slots = runner.geometry.slots
         P, weights = options.prompts_per_step, stage.state.policy.params
@@ -196,7 +198,7 @@ class Sampling:
         if self._copy:
             yield self._copying(stage, held)
         params = weights | self._copy
-        stays = held - on_a_device((params, self.cache))
+        other = held - on_a_device((params, self.cache))
         P *= stage.samples  # evaluations are no part of a step
         steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // slots)
         longest = self.config.max_length if self._rereads else prompts
@@ -215,12 +217,13 @@ class Sampling:
             lower = lambda name=name, arguments=arguments: runner.programs[name].lower(*arguments)  # noqa: E731
             kernels = self._read_by_kernels() if runner.geometry.paged else {}
             kind, often = GENERATOR.get(name, name), {"times": times, "dispatch": dispatch}
-            yield Planned(stage.name, kind, tuple(shape), lower, held, stays, **often, kernels=kernels)
+            yield Planned(stage.name, kind, tuple(shape), lower, held, other, **often, kernels=kernels)
         if self._verifier:
             yield from self._checks(stage, weights, P * options.samples_per_prompt)
 
     def _checks(self, stage: PlannedStage, weights: dict, completions: int) -> Iterator[Planned]:
-        """The longest programs of the check of so many exact completions as long as they can be, of which no token is replaced."""
+        """Yields the longest programs of the check, for completions of full length in which no token is replaced."""
+        assert self._verifier is not None  # the caller has one
         verifier, held = self._verifier, stage.bytes + self.rolling
         L = verifier.scorer.lengths(self.config.max_length)[-1]
         for kind, given in verifier.program_inputs(weights, L).items():
@@ -229,18 +232,20 @@ class Sampling:
             yield Planned(stage.name, kind, given[1].shape, lower, held, held - on_a_device(weights), times)
 
     def _read_by_kernels(self) -> dict[str, int]:
-        """Bytes that a kernel of decoding reads of the pages of one layer, all of them full. Its operand is the pool of all."""
-        found: dict[str, int] = {}
+        """Returns the bytes that each decoding kernel reads of one layer, for full pages; its operand is the pool."""
+        sizes: dict[str, int] = {}
         for part in (part for stack in self.cache for layers in stack for part in layers):
             for kernel, names in KERNELS.items():
                 pools = [part[name].array for name in names if name in part]
-                found[kernel] = max(found.get(kernel, 0), sum(on_a_device(pool) // pool.shape[1] for pool in pools))
-        return {kernel: size for kernel, size in found.items() if size}
+                sizes[kernel] = max(sizes.get(kernel, 0), sum(on_a_device(pool) // pool.shape[1] for pool in pools))
+        return {kernel: size for kernel, size in sizes.items() if size}
 
     def _copying(self, stage: PlannedStage, held: int) -> Planned:
-        """The program that makes the copies: in the place of the last ones, or anew at each step where those were dropped."""
-        given = {path: stage.state.policy.params[path] for path in self._weights.paths}
-        lower = lambda: self._weights.lower(given, again=not self._dropped)  # noqa: E731
+        """Returns the program that makes the copies: in place, or into new arrays if the old copies were released."""
+        assert self._weights is not None  # the caller has copies
+        copies = self._weights
+        given = {path: stage.state.policy.params[path] for path in copies.paths}
+        lower = lambda: copies.lower(given, again=not self._dropped)  # noqa: E731
         kind, times = (
             (RESHARD, int(stage.samples)) if self._dropped else ("quantised copy", stage.options.updates_per_step)
         )
