@@ -148,8 +148,8 @@ class Turns:
 
 
 def grpo_stage():
-    """Returns the options of the stage, as rl.config.run.StageOptions."""
-    from rl.config.run import StageOptions
+    """Returns the options of the stage, as rl.config.stage.StageOptions."""
+    from rl.config.stage import StageOptions
 
     return StageOptions.model_validate(
         {

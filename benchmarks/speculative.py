@@ -58,7 +58,7 @@ def trained(name: str, steps: int):
     import rl.algorithms
     from policy import create, families
     from policy.config import Runtime
-    from rl.config.run import StageOptions
+    from rl.config.stage import StageOptions
     from rl.training.batch import pack
     from rl.training.trainer import Trainer
 

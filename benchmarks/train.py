@@ -56,7 +56,7 @@ def measure(name: str, models: tuple, shape: tuple[int, int], repeats: int) -> R
 def duet_update(model, tokens) -> Callable[[], float]:
     """Makes one update of a supervised stage and returns its loss."""
     import rl.algorithms
-    from rl.config.run import StageOptions
+    from rl.config.stage import StageOptions
     from rl.training.batch import pack
     from rl.training.trainer import Trainer
 

@@ -21,14 +21,15 @@ class GeneratorOptions:
 
     cache: Literal["contiguous", "paged"] = option(
         "contiguous",
-        description="contiguous: max_length tokens for every slot; paged: pages of page_size tokens that slots allocate as they "
-        "need them.",
+        description="contiguous: max_length tokens for every slot; paged: pages of page_size tokens that slots allocate "
+        "as they need them.",
     )
     page_size: int = option(32, ge=1, description="Tokens of a page.")
     pages: int | None = option(
         None,
         ge=2,
-        description="Number of pages; null: as many as full slots need, or as half of the memory that is left has room for.",
+        description="Number of pages; null: as many as full slots need, or as half of the memory that is left has room "
+        "for.",
     )
     sliding_window_cache: bool = option(
         False,
@@ -38,13 +39,14 @@ class GeneratorOptions:
     tokens_per_dispatch: int = option(
         128,
         ge=1,
-        description="Most decoding steps of one dispatch (num_scheduler_steps): the host looks at the tokens after so many.",
+        description="Most decoding steps of one dispatch (num_scheduler_steps): the host looks at the tokens after so "
+        "many.",
     )
     prefill_budget: int | None = option(
         None,
         ge=1,
-        description="Prompt tokens prefilled between two dispatches while others decode (max_num_batched_tokens); null: as many as "
-        "a dispatch of all slots samples.",
+        description="Prompt tokens prefilled between two dispatches while others decode (max_num_batched_tokens); null: "
+        "as many as a dispatch of all slots samples.",
     )
     batch_sizes: Sequence[int] | None = option(
         None,
@@ -53,8 +55,8 @@ class GeneratorOptions:
     speculative: int = option(
         0,
         ge=0,
-        description="Tokens that the model's prediction modules draft at each step; 0: no speculative decoding. Samples stay the "
-        "same.",
+        description="Tokens that the model's prediction modules draft at each step; 0: no speculative decoding. Samples "
+        "stay the same.",
     )
     weights: StoredType | None = option(
         None,
@@ -65,22 +67,24 @@ class GeneratorOptions:
     )
     rules: Mapping[str, Sequence[str]] | None = option(
         None,
-        description="Mesh axes by logical axis while the generator computes, on top of the rules of the mesh (docs/meshes.md); "
-        "weights whose sharding they change are copied when they have changed. null: the generator reads the model's "
-        "own arrays.",
+        description="Mesh axes by logical axis while the generator computes, on top of the rules of the mesh "
+        "(docs/meshes.md); weights whose sharding they change are copied when they have changed. null: the generator "
+        "reads the model's own arrays.",
     )
     exact: bool = option(
         False,
-        description="Completions depend on the weights, the prompt and (seed, prompt id, sample) only, to the last bit, and "
-        "log-probabilities equal Model.logprobs: the scoring programs verify each completion (docs/exact.md).",
+        description="Completions depend on the weights, the prompt and (seed, prompt id, sample) only, to the last bit, "
+        "and log-probabilities equal Model.logprobs: the scoring programs verify each completion (docs/exact.md).",
     )
     record_routes: bool = option(
         False,
-        description="Completions say which experts computed each of their tokens (models with a mixture of experts only).",
+        description="Completions say which experts computed each of their tokens (models with a mixture of experts "
+        "only).",
     )
     record_values: bool = option(
         False,
-        description="Completions have the value of the state that each token was drawn from, by the head of Generator.value_by.",
+        description="Completions have the value of the state that each token was drawn from, by the head of "
+        "Generator.value_by.",
     )
 
     @property

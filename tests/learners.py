@@ -11,7 +11,7 @@ from oracles import TINY, configuration, random_model
 import rl.algorithms
 from policy import families
 from policy.config import Runtime
-from rl.config.run import StageOptions
+from rl.config.stage import StageOptions
 from rl.stages import inputs
 from rl.training.batch import Batch
 from rl.training.reward_model import RewardModelTrainer

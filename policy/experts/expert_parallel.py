@@ -15,7 +15,7 @@ is dropped for lack of room, and yet a step rarely pays for the worst case: wher
 the mean, a program with room for that much runs.
 
 Without an axis `expert`, or where the experts cannot be spread evenly, each device computes its own tokens with all
-experts. Weights arrive as they are stored and are all-gathered over fsdp here, so that their gradients are
+experts. Weights arrive as they are stored and are combined over fsdp here by an all-gather, so that their gradients are
 reduce-scattered.
 
 b rows and t tokens of one device, N = b t; k choices of X experts, G of them on this device; M rows of choices, E

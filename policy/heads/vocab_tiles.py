@@ -1,7 +1,7 @@
 """Log-probabilities and entropies where the output projection is cut along E over the devices that share the rows.
 
-All rows are computed with one tile of the vocabulary after another: devices exchange a tile of the projection, use it and
-drop it, and the gradient of a tile is summed over the devices and stored where the tile is stored. Chunks of rows
+All rows are computed with one tile of the vocabulary after another: devices exchange a tile of the projection, use it
+and drop it, and the gradient of a tile is summed over the devices and stored where the tile is stored. Chunks of rows
 (policy/heads/head.py) would need the full projection on every device, and a float32 gradient of its size: 1 and 2 GiB
 for llama3.1-8b.
 

@@ -21,8 +21,9 @@ from rewards.suggest import nearest
 from rl.config import yaml_tree
 from rl.config.packaged import packaged, presets, run_names
 from rl.config.renamed import RENAMED
-from rl.config.run import AlgorithmOptions, RunConfig
+from rl.config.run import RunConfig
 from rl.config.schema import Strict, accepted_types
+from rl.config.stage import AlgorithmOptions
 from rl.config.yaml_tree import Item
 from rl.errors import ConfigError
 

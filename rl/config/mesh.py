@@ -16,7 +16,7 @@ def _with_axes(**sizes: int) -> Callable[[type[AnySection]], type[AnySection]]:
 
     def complete(section: type[AnySection]) -> type[AnySection]:
         keys: dict[str, Any] = {
-            axis: (int, Field(sizes.get(axis, 1), description=text)) for axis, text in DESCRIPTIONS.items()
+            axis: (int, Field(default=sizes.get(axis, 1), description=text)) for axis, text in DESCRIPTIONS.items()
         }
         return create_model(
             section.__name__, __base__=section, __module__=section.__module__, __doc__=section.__doc__, **keys
@@ -27,34 +27,38 @@ def _with_axes(**sizes: int) -> Callable[[type[AnySection]], type[AnySection]]:
 
 @_with_axes()
 class SliceOptions(Section):
-    """How many times as large each axis is over several slices, which a slow network joins; -1 takes all slices. Choose axes
-    that communicate little: `data`, or `fsdp` where weights do not fit otherwise."""
+    """How many times as large each axis is over several slices, which a slow network joins; -1 takes all slices. Choose
+    axes that communicate little: `data`, or `fsdp` where weights do not fit otherwise."""
 
 
 @_with_axes(fsdp=-1)
 class MeshOptions(Section):
-    """Number of devices along each axis; -1 takes all that remain. See docs/meshes.md. The axes diloco, stage, fsdp_transpose,
-    context_usp_ulysses, context_autoregressive, tensor_sequence and autoregressive of other frameworks may be given here with 1
-    device."""
+    """Number of devices along each axis; -1 takes all that remain. See docs/meshes.md. The axes diloco, stage,
+    fsdp_transpose, context_usp_ulysses, context_autoregressive, tensor_sequence and autoregressive of other frameworks
+    may be set here to 1 device."""
 
     dcn: SliceOptions | None = Field(
-        None, description="the same over slices, times those above; null: one slice, and TPUs in several are refused"
+        default=None,
+        description="the same over slices, times those above; null: one slice, and TPUs in several are refused",
     )
-    rules: dict[str, list[str]] = Field({}, description="logical axis: mesh axes, laid over the default rules")
+    rules: dict[str, list[str]] = Field(
+        default={}, description="logical axis: mesh axes, merged over the default rules"
+    )
     shard_optimizer_over_data: bool = Field(
-        False,
-        description="moments and sums of gradients are cut over `data` as well, where weights are copies (ZeRO stage 1)",
+        default=False,
+        description="moments and sums of gradients are sharded over `data` as well, where weights are replicated "
+        "(ZeRO stage 1)",
     )
     shard_mode: Literal["auto", "explicit"] = Field(
-        "auto",
-        description="auto: shardings are hints, and the partitioner decides; explicit: those of the decoder are types in training "
-        "and scoring, where an operation that leaves its sharding open is an error (docs/meshes.md)",
+        default="auto",
+        description="auto: shardings are hints, and the partitioner decides; explicit: the decoder's shardings are "
+        "types in training and scoring, where an operation that leaves its sharding open is an error (docs/meshes.md)",
     )
     sharding_tolerance: float = Field(
-        0.02,
+        default=0.02,
         ge=0.0,
         le=1.0,
-        description="share of the weights that a mesh which cuts weights may leave whole; more is an error",
+        description="share of the weights that a mesh which shards weights may leave replicated; more is an error",
     )
 
     @model_validator(mode="before")

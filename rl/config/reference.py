@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import rl.algorithms
-from rl.config.run import AlgorithmOptions, RunConfig
+from rl.config.run import RunConfig
 from rl.config.schema import Strict, accepted_types
+from rl.config.stage import AlgorithmOptions
 
 _INTRODUCTION = """\
 # Configuration

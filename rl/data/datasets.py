@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.config.run import DataOptions
+from rl.config.data import DataOptions
 from rl.data.rows import Malformed, read_rows
 from rl.errors import ConfigError, DataError
 

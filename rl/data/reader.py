@@ -10,7 +10,9 @@ from policy.huggingface import sources
 from policy.mesh import processes, serialization
 from rewards import RewardError, Runner, RunnerOptions, Share, registry
 from rewards.workers.threads import Call, Failure
-from rl.config.run import DataOptions, EvaluationOptions, RewardSettings, RunConfig, StageOptions
+from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
+from rl.config.run import RunConfig
+from rl.config.stage import StageOptions
 from rl.data import datasets
 from rl.data.datasets import Example
 from rl.data.encoded import Pair, Problem, Row

@@ -16,12 +16,13 @@ import numpy as np
 
 import rl.stages
 from policy.attention.paged_attention import KERNELS
+from policy.execution.scoring import Scorer
 from policy.experts.expert_shards import ExpertShards
-from policy.heads.scoring import Scorer
-from policy.mesh.host_memory import on_a_device
 from policy.mesh.sharding import Layout
 from policy.model import Graph
-from rl.config.run import RunConfig, StageOptions
+from policy.ops.host_memory import on_a_device
+from rl.config.run import RunConfig
+from rl.config.stage import StageOptions
 from rl.reporting.program_memory import GENERATOR, RESHARD
 from rl.run import build
 from rl.stages.scorers import abstract_scorers

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,16 +14,17 @@ import policy
 import rl.stages
 from policy.attention import context_parallel
 from policy.config import DecoderConfig
-from policy.execution import batch_split
 from policy.experts import expert_parallel
 from policy.huggingface import sources
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
+from policy.layers import batch_split
 from policy.layers.engram import set_classes
-from policy.mesh.host_memory import NoHostMemory, in_host_memory
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
-from rl.config.run import ModelOptions, RunConfig
+from policy.ops.host_memory import NoHostMemory, in_host_memory
+from rl.config.model import ModelOptions
+from rl.config.run import RunConfig
 from rl.data.reader import read_tokenizer
 from rl.errors import ConfigError, ModelError, ResourceError
 from rl.reporting.events import Events
@@ -43,7 +45,10 @@ from rollout.text.classes import token_classes
 def run(
     config: RunConfig, prepared: Prepared, folder: RunFolder, stop: StopSignal, timeline: Timeline
 ) -> Iterator[Run]:
-    """Builds what the stages share, or reads it from the newest checkpoint. Closes checkpoints and events at the end."""
+    """Builds the objects that the stages share, or reads them from the newest checkpoint.
+
+    Closes checkpoints and events at the end.
+    """
     writing = partial(timeline.span, "writing a checkpoint", CHECKPOINTS)
     checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints, writing)
     with timeline.span("looking for a checkpoint"):
@@ -84,10 +89,10 @@ def run(
 
 
 def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model:
-    """The model on its mesh; without weights when a checkpoint will bring them.
+    """Returns the model on its mesh, without weights if a checkpoint will bring them.
 
-    Raises ResourceError for devices or memory that are not there, ConfigError for what does not fit the model, ModelError for a
-    model that cannot be read.
+    Raises ResourceError for missing devices or memory, ConfigError for options that do not fit the model, ModelError for
+    a model that cannot be read.
     """
     options, mesh = config.model, on_mesh(config)
     try:
@@ -111,8 +116,11 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model
     return made
 
 
-def on_mesh(config: RunConfig, devices=None) -> Layout:
-    """The mesh of the configuration over `devices`, by default those of all processes. Raises ResourceError where it cannot be."""
+def on_mesh(config: RunConfig, devices: Sequence[Any] | None = None) -> Layout:
+    """Returns the mesh of the configuration over `devices`, by default the devices of all processes.
+
+    Raises ResourceError if the mesh cannot be built.
+    """
     try:
         options = config.mesh
         across = options.dcn.model_dump() if options.dcn else None
@@ -130,7 +138,9 @@ def on_mesh(config: RunConfig, devices=None) -> Layout:
 
 
 def graph(config: RunConfig, mesh: Layout) -> Graph:
-    """The graph of the configuration's model, without weights. Its tokenizer is read only where the model depends on it.
+    """Returns the graph of the configuration's model, without weights.
+
+    Reads the tokenizer only if the model depends on it.
 
     Raises ConfigError or ModelError as `model` does.
     """
@@ -144,8 +154,11 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
 
 
 def generator_options(config: RunConfig) -> GeneratorOptions:
-    """How the generator decodes. A critic on the policy's states gives its values while these are there, where they are those of
-    the policy's own weights and cache, and every token is drawn in one."""
+    """Returns how the generator decodes.
+
+    The generator records the values of a critic that reads the policy's states. It does so only if it decodes with the
+    policy's own weights and cache, one token per step.
+    """
     options = config.generator.model_dump(exclude={"slots", "strict_shapes"})
     critic = any(stage.sampled_values for stage in rl.stages.create(config))
     other = ("exact", "speculative", "weights", "kv_cache")
@@ -157,14 +170,16 @@ def generator_options(config: RunConfig) -> GeneratorOptions:
 
 
 def check_cut(graph: Graph, tolerance: float) -> Graph:
-    """The graph. Raises ConfigError where a mesh that cuts weights leaves more of them whole than it may."""
-    whole = graph.replicated
-    share = sum(whole.values()) / graph.parameters
+    """Returns the graph. Raises ConfigError if a mesh that shards weights leaves too many of them replicated."""
+    replicated = graph.replicated
+    share = sum(replicated.values()) / graph.parameters
     if share > tolerance:
-        listed = ", ".join(f"{path} ({number})" for path, number in sorted(whole.items(), key=lambda each: -each[1]))
+        largest_first = sorted(replicated.items(), key=lambda each: -each[1])
+        listed = ", ".join(f"{path} ({number})" for path, number in largest_first)
         raise ConfigError(
-            f"mesh: {share:.1%} of the weights would be whole on every device, more than mesh.sharding_tolerance {tolerance:.0%}: "
-            f"{listed}. Choose degrees that divide their dimensions, give them a rule in mesh.rules, or raise the tolerance"
+            f"mesh: {share:.1%} of the weights would be replicated on every device, more than mesh.sharding_tolerance "
+            f"{tolerance:.0%}: {listed}. Choose degrees that divide their dimensions, give them a rule in mesh.rules, "
+            "or raise the tolerance"
         )
     return graph
 

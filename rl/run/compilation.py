@@ -9,8 +9,10 @@ from rl.stages.rollouts import sampling_params
 
 
 def compile_generator(run: Run) -> None:
-    """Compiles the generator's programs for all prompts and sampling parameters of the run, once. Raises ConfigError for a cache
-    that cannot be."""
+    """Compiles the generator's programs for all prompts and sampling parameters of the run, once.
+
+    Raises ConfigError for a cache that cannot be allocated.
+    """
     generator, problems = run.generator, [each for stage in run.stages for each in stage.prompts()] + run.held_out
     longest = max(processes.all_gather_object(max((len(problem.ids) for problem in problems), default=0)))
     if not longest or generator.compiled_ahead:

@@ -14,21 +14,21 @@ from safetensors import SafetensorError
 from policy.mesh import processes
 from rl.cluster.launch import on_first
 from rl.config import files
-from rl.config.load import load
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, ResourceError, no_room
 from rl.reporting.events import EVENTS
+from rl.run.load import load
 
 # Keys that may differ when a run is continued: they change what is shown and kept, not what is computed.
 _FREE = ("run", "profile")
 
 
 class RunFolder:
-    """Holds the lock of a run's directory while it is entered, and writes config.yml, or checks that it is the same run. Of several
-    processes, which all see the directory, the first does so for all.
+    """Holds the lock of a run's directory while it is entered, and writes config.yml, or checks that it is the same run.
 
-    A run that stopped before its first event (a model that cannot be read) leaves nothing to protect: another configuration
-    takes its place."""
+    With several processes, which all see the directory, the first process does so for all. A run that stopped before its
+    first event (a model that cannot be read) leaves nothing to protect: another configuration takes its place.
+    """
 
     def __init__(self, config: RunConfig):
         self.path = Path(config.run.dir)
@@ -63,15 +63,15 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether the run in this directory has done all that it is to do."""
+        """Whether the run in this directory is complete."""
         return on_first(self._exported.is_dir)
 
     def export(self, write: Callable[[Path], None]) -> Path:
-        """Has `write(directory)` write the final weights. `export/` appears in one step, so a run that has it is finished."""
+        """Calls `write(directory)` to write the final weights. `export/` appears in one step: it marks a finished run."""
         return self._in_one_step(self._exported, write)
 
     def write_once(self, directory: Path, write: Callable[[Path], None]) -> None:
-        """Has `write(directory)` fill a directory, which appears in one step, unless it is there."""
+        """Calls `write(directory)` to fill a directory, unless it exists. The directory appears in one step."""
         if not on_first(directory.is_dir):
             self._in_one_step(directory, write)
 

@@ -3,7 +3,8 @@
     run -> _run_stage -> stage.step (rl/stages/):
         prompts -> generator -> rewards -> advantages -> updates, in place -> events
 
-Every number is a function of the configuration: prompts of (seed, stage, step), draws of (seed, prompt id, sample, position).
+Every number is a function of the configuration: prompts of (seed, stage, step), draws of (seed, prompt id, sample,
+position).
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import time
 
 from policy.mesh import processes
 from rewards import RewardError, RewardFailed
-from rl.config.run import RunConfig, UntilOptions
+from rl.config.run import RunConfig
+from rl.config.stage import UntilOptions
 from rl.errors import DataError, RewardStop
-from rl.reporting.outlook import COMPILED, outlook, step_metrics
 from rl.reporting.timeline import Timeline
 from rl.run import build
 from rl.run.compilation import compile_generator
 from rl.run.folder import RunFolder
+from rl.run.outlook import COMPILED, outlook, step_metrics
 from rl.run.prepare import prepare
 from rl.run.signals import StopSignal
 from rl.run.state import Run, note_finished
@@ -28,9 +30,10 @@ from rl.stages.stage import StageKind
 
 
 def run(config: RunConfig) -> int:
-    """Runs all stages, or what is left of them in an existing run directory, and exports the final weights. Returns 0.
+    """Runs all stages, or the remaining ones of an existing run directory, and exports the final weights. Returns 0.
 
-    A finished run is left as it is. Raises one of rl.errors; `Interrupted` after SIGTERM or Ctrl-C, once the state is saved.
+    A finished run is left as it is. Raises one of rl.errors; `Interrupted` after SIGTERM or Ctrl-C, once the state is
+    saved.
     """
     began = time.time()
     prepared = prepare(config)
@@ -93,8 +96,13 @@ def _evaluate(run: Run, evaluation: Evaluation, stage: StageKind, step: int) -> 
 
 
 def _reached(until: UntilOptions | None, metrics: dict[str, float]) -> bool:
-    """Returns whether the metrics of a step end the stage early. Metrics of time differ between processes: the first decides."""
+    """Returns whether the metrics of a step end the stage early.
+
+    Metrics of time differ between processes: the first process decides.
+    """
     value = metrics.get(until.metric) if until else None
     if until is None or value is None:
         return False
-    return processes.broadcast(bool(value >= until.at_least if until.at_most is None else value <= until.at_most))
+    above = until.at_least is not None and value >= until.at_least
+    below = until.at_most is not None and value <= until.at_most
+    return processes.broadcast(bool(above or below))

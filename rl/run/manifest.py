@@ -59,8 +59,8 @@ def examine(directory: Path, hashes: bool = True) -> tuple[dict[str, Any] | None
                 problems.append(f"{name}: {size} bytes long instead of {recorded[name]['size']}")
         if hashes and not problems:
             with ThreadPoolExecutor(_THREADS) as pool:
-                found = dict(zip(present, pool.map(lambda name: _hash(directory / name), present), strict=True))
-            problems = [f"{n}: its bytes changed (SHA-256)" for n in present if found[n] != recorded[n]["sha256"]]
+                hashes_now = dict(zip(present, pool.map(lambda name: _hash(directory / name), present), strict=True))
+            problems = [f"{n}: its bytes changed (SHA-256)" for n in present if hashes_now[n] != recorded[n]["sha256"]]
     except OSError as error:
         return None, [str(error)]
     return manifest, sorted(problems)

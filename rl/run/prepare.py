@@ -33,7 +33,7 @@ class Prepared:
 
     @property
     def held_out(self) -> list[Problem]:
-        """The problems of evaluations."""
+        """Returns the problems of evaluations."""
         return self.data.held_out
 
     def close(self) -> None:
@@ -42,9 +42,10 @@ class Prepared:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Reads tokenizer and data and checks every length. Each process reads the rows that it holds; a problem of one is raised on all.
+    """Reads tokenizer and data and checks every length.
 
-    Raises ConfigError for a tokenizer or reward that cannot be used, DataError for data that is malformed, empty or too long.
+    Each process reads the rows that it holds; an error of one process is raised on all. Raises ConfigError for a
+    tokenizer or reward that cannot be used, DataError for data that is malformed, empty or too long.
     """
     return raise_on_all(lambda: _prepared(config))
 

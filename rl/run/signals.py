@@ -9,8 +9,10 @@ from typing import Any
 
 
 class StopSignal:
-    """While entered, SIGTERM and the first Ctrl-C only set `received`, for the loop to stop after its step. The second Ctrl-C
-    stops at once."""
+    """While entered, SIGTERM and the first Ctrl-C only set `received`, so that the loop stops after its step.
+
+    The second Ctrl-C stops at once.
+    """
 
     def __init__(self):
         self.received: str | None = None

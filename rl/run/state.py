@@ -36,7 +36,7 @@ class Run(Context):
     saved: tuple[int, dict] | None
 
     def remaining(self) -> list[tuple[StageKind, dict | None]]:
-        """Returns the stages that are left, the first with the host part of its checkpoint, and cuts the events after it off."""
+        """Returns the remaining stages, the first with the host part of its checkpoint. Removes the events after it."""
         names, events = self.config.stage_names, self.events
         if self.saved is not None:
             host = self.saved[1]

@@ -1,4 +1,4 @@
-"""What a run shares with its stages: the model, the generator, where events go, and how far the run has come."""
+"""Objects that a run shares with its stages: the model, the generator, the events and the progress of the run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """What a checkpoint holds besides arrays.
+    """The part of a checkpoint that holds no arrays.
 
     prompts: prompts sampled so far in the run, which is the id of the next one. version: updates of the policy so far.
-    The rest belongs to the stage. drawn: rows taken from its data. carried: groups that are sampled and not used yet. controls:
-    scalars that the algorithm moves from update to update.
+    The other fields belong to the stage. drawn: rows taken from its data. carried: groups that are sampled and not used
+    yet. controls: scalars that the algorithm changes from update to update.
     """
 
     prompts: int = 0
@@ -45,21 +45,21 @@ class Progress:
 
     @classmethod
     def from_json(cls, values: dict | None) -> Progress:
-        """Reads what `to_json` gave. Raises ModelError for what another version of Duet wrote."""
+        """Reads the output of `to_json`. Raises ModelError for values that another version of Duet wrote."""
         names = {each.name for each in dataclasses.fields(cls)}
         if values is None or values.keys() != names:
             stored = "nothing" if values is None else ", ".join(values)
             raise ModelError(
-                f"the newest checkpoint was written by another version of Duet: of the run's progress it holds {stored}, "
-                f"where this version reads {', '.join(sorted(names))}. Continue the run with that version, or start a new "
-                "one in another run.dir"
+                "the newest checkpoint was written by another version of Duet: of the run's progress it holds "
+                f"{stored}, where this version reads {', '.join(sorted(names))}. Continue the run with that version, "
+                "or start a new one in another run.dir"
             )
-        return cls(**values | {"carried": [Group.from_json(each) for each in values["carried"]]})
+        return cls(**(values | {"carried": [Group.from_json(each) for each in values["carried"]]}))
 
 
 @dataclass
 class Context:
-    """What the stages of a run share."""
+    """The objects that the stages of a run share."""
 
     config: RunConfig
     tokenizer: Any
@@ -72,7 +72,7 @@ class Context:
 
     @contextmanager
     def resharded(self) -> Iterator[dict[str, float]]:
-        """Keeps the weights in the layout of `generator.rules` while rollouts read them. Yields the metrics of that."""
+        """Keeps the weights in the layout of `generator.rules` while rollouts read them. Yields the metrics of the copy."""
         if self.config.generator.rules is None:
             yield {}
             return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rewards import plugins
-from rl.config.run import EvaluationOptions
+from rl.config.data import EvaluationOptions
 from rl.data.encoded import Problem
 from rl.errors import DataError
 from rl.stages.rollouts import Rollouts

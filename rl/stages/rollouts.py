@@ -14,7 +14,7 @@ import numpy as np
 
 from rewards import Runner, Scores
 from rewards.runner import Handle
-from rl.config.run import SamplingOptions
+from rl.config.stage import SamplingOptions
 from rl.data.encoded import Problem
 from rl.training.flops import Operations
 

@@ -11,7 +11,8 @@ from policy.huggingface import sources
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from rewards.registry import REWARD_MODEL
-from rl.config.run import RewardSettings, RunConfig
+from rl.config.data import RewardSettings
+from rl.config.run import RunConfig
 from rl.errors import ModelError
 
 if TYPE_CHECKING:
@@ -45,8 +46,10 @@ def load_scorers(config: RunConfig, names: Iterable[str], mesh: Layout) -> dict[
 
 
 def abstract_scorers(config: RunConfig, rewards: RewardSettings | None, graph: Graph) -> dict[str, RewardModelScorer]:
-    """Returns the same without weights, for a plan. A stage that has not run yet trains its reward model on a copy of the policy,
-    whose graph is given."""
+    """Returns the reward models without weights, for a plan.
+
+    A stage that has not run yet trains its reward model on a copy of the policy, whose graph is `graph`.
+    """
     from policy.model import Graph
     from rl.training.reward_model import RewardModelScorer
 

@@ -29,7 +29,8 @@ from rl.training.flops import rates
 if TYPE_CHECKING:
     from policy.execution.compiled_cache import CompiledCache
     from policy.model import Graph
-    from rl.config.run import RunConfig, StageOptions
+    from rl.config.run import RunConfig
+    from rl.config.stage import StageOptions
     from rl.data.reader import DataReader
     from rl.stages.context import Context
     from rl.training.batch import Batch

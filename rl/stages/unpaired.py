@@ -14,7 +14,7 @@ from rl.stages import inputs, supervised
 from rl.stages.stage import Problems, abstract_batch
 
 if TYPE_CHECKING:
-    from rl.config.run import DataOptions
+    from rl.config.data import DataOptions
     from rl.data.datasets import Example
     from rl.data.encoded import Row
     from rl.data.reader import DataReader

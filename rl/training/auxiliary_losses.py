@@ -11,7 +11,7 @@ from policy.experts.router import bias_update
 from policy.heads.multi_token_prediction import predicted
 from policy.intermediates import Aux, Indexing, Predictions, Routing
 from policy.modes import first_of_segment
-from rl.config.run import StageOptions
+from rl.config.stage import StageOptions
 from rl.training.batch import Batch
 
 _BIAS = ".feed_forward.router.correction_bias"

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from policy.intermediates import Aux
-from policy.mesh.host_memory import fetch
 from policy.model import Graph
 from policy.modes import VALUE_HEAD, first_of_segment
+from policy.ops.host_memory import fetch
 from rl.training.flops import Operations
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import jax
 
-from policy.mesh.host_memory import on_host
+from policy.ops.host_memory import on_host
 
 
 def _is_dict(node) -> bool:

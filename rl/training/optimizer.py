@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from policy.mesh.host_memory import fetch, put_back
+from policy.ops.host_memory import fetch, put_back
 
 
 def stored_as(transform: optax.GradientTransformation, dtype: str, master: bool) -> optax.GradientTransformation:

@@ -22,7 +22,7 @@ from policy.mesh import processes
 from policy.mesh.sharding import Layout, block_on_cpu_mesh, constrain
 from policy.model import Graph
 from rl.algorithms import PolicyInputs
-from rl.config.run import StageOptions
+from rl.config.stage import StageOptions
 from rl.training.batch import Batch, pack
 from rl.training.critic import VALUE_HEAD, Critic
 from rl.training.packing import packing

@@ -17,15 +17,15 @@ import numpy as np
 from policy import modes
 from policy.attention import sequence_shards
 from policy.cache.step import Step
-from policy.execution import batch_split
 from policy.execution.compiled_cache import CompiledCache
+from policy.layers import batch_split
 from policy.mesh import processes
-from policy.mesh.host_memory import fetch
 from policy.mesh.sharding import Layout, block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.ops.dropout import Dropout
+from policy.ops.host_memory import fetch
 from rl.algorithms import PolicyInputs
-from rl.config.run import StageOptions
+from rl.config.stage import StageOptions
 from rl.errors import ModelError
 from rl.training.batch import Batch
 from rl.training.critic import VALUE_HEAD, Critic

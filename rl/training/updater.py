@@ -15,13 +15,14 @@ import optax
 from jax.sharding import NamedSharding
 
 import rl.algorithms
-from policy.execution import batch_split, row_tables
+from policy.execution import row_tables
 from policy.execution.compiled_cache import CompiledCache
-from policy.mesh.host_memory import belongs_there, fetch, in_host_memory, to_device
+from policy.layers import batch_split
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.ops.dropout import row_seeds
-from rl.config.run import OptimizerOptions, StageOptions
+from policy.ops.host_memory import belongs_there, fetch, in_host_memory, to_device
+from rl.config.stage import OptimizerOptions, StageOptions
 from rl.training.auxiliary_losses import auxiliary_loss, load_metrics, moved_biases, totals
 from rl.training.batch import Batch
 from rl.training.critic import VALUE_HEAD, Critic

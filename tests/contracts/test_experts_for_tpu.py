@@ -49,7 +49,7 @@ def test_tokens_take_all_gathers_and_gradients_of_weights_reduce_scatters(scheme
     ("topology", "kernels"), [("v5p:2x2x1", {"ragged-dot-none": 9}), ("v6e:2x2", {"gmm": 6, "tgmm": 3})]
 )
 def test_products_are_those_of_kernels(topology, kernels):
-    """Three products, and two of the gradient of each; on v6e those of policy/experts/grouped_kernel.py."""
+    """Three products, and two of the gradient of each; on v6e those of policy/ops/grouped_kernel.py."""
     result = compiled("all_to_all", {"expert": 4}, topology)
     assert {name: count for name, count in result.items() if name in ("ragged-dot-none", "gmm", "tgmm")} == kernels
 

@@ -17,13 +17,13 @@ from policy.huggingface import classification, sources
 from policy.model import Graph, Model
 from rl.commands import cli
 from rl.config import files
-from rl.config.load import load
 from rl.data.reader import read_tokenizer
 from rl.plan.children import described
 from rl.plan.estimate import Estimator
 from rl.plan.programs import programs
 from rl.reporting import program_memory
 from rl.run import build
+from rl.run.load import load
 from rl.stages.scorers import program_name
 from rl.training.reward_model import RewardModelScorer
 from rl.training.trainer import Trainer

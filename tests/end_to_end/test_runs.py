@@ -15,12 +15,12 @@ from oracles import configuration, random_model
 
 import policy
 from policy import families
-from rl.config.load import load
 from rl.data.tasks import arithmetic
 from rl.reporting import events
 from rl.reporting.timeline import CHECKPOINTS, FILE, RUN, WORKERS
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
+from rl.run.load import load
 from rl.run.prepare import prepare
 from rl.stages.online import Stage
 from rl.training.trainer import Trainer

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rl.algorithms
-from rl.config.run import DataOptions
+from rl.config.data import DataOptions
 from rl.stages.unpaired import batch_of, read_answer, with_kl
 
 LABELS = np.array([1.0, 0.0, 1.0, 0.0], np.float32)

@@ -11,8 +11,8 @@ import yaml
 
 from policy.huggingface import sources
 from rl.config import files, packaged
-from rl.config.load import load
 from rl.errors import ConfigError
+from rl.run.load import load
 
 GOOD = """\
 model: {source: MODEL}

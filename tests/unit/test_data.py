@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.config.run import DataOptions
+from rl.config.data import DataOptions
 from rl.data import datasets
 from rl.data.datasets import load, order
 from rl.errors import ConfigError, DataError

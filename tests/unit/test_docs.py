@@ -16,9 +16,9 @@ import rewards
 import rewards.registry
 import rl.algorithms
 from rl.config import reference
-from rl.config.load import load
 from rl.data import datasets
 from rl.data.tasks import arithmetic
+from rl.run.load import load
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rl.config.run import EvaluationOptions
+from rl.config.data import EvaluationOptions
 from rl.data.datasets import Example
 from rl.errors import DataError
 from rl.stages import rollouts

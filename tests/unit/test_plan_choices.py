@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from rl.config import files
-from rl.config.load import load
 from rl.errors import ConfigError
 from rl.plan import changes, search, slices, suggest
 from rl.plan.children import Attempt, Costs, Target
 from rl.plan.compiled import Report
+from rl.run.load import load
 
 GIVEN = [
     "model=tiny-deepseek",

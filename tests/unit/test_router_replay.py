@@ -19,9 +19,9 @@ from policy.cache.entries import ROUTES
 from policy.cache.step import UNKNOWN
 from policy.config import Runtime
 from policy.experts.router import bias_update
-from rl.config import checks
 from rl.config.run import RunConfig
 from rl.reporting import events
+from rl.run import checks
 from rl.stages.rollouts import Problem, Rollouts, routes_of
 from rl.training.batch import pack
 from rl.training.packing import packing

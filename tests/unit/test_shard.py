@@ -6,7 +6,7 @@ import pytest
 
 from policy.mesh import processes
 from rl.cluster.launch import raise_on_all
-from rl.config.run import DataOptions
+from rl.config.data import DataOptions
 from rl.data import datasets
 from rl.data.shard import Shard
 from rl.errors import DataError

@@ -18,7 +18,7 @@ import policy
 from policy.experts.router import bias_update
 from policy.model import Model
 from policy.modes import make_step
-from rl.config.run import OptimizerOptions
+from rl.config.stage import OptimizerOptions
 from rl.training.batch import pack
 from rl.training.optimizer import stored_as
 from rl.training.updater import schedule

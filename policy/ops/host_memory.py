@@ -46,7 +46,8 @@ def in_host_memory(sharding: NamedSharding) -> NamedSharding:
     if not any(memory.kind == HOST for memory in device.addressable_memories()):
         raise NoHostMemory(
             f"{device.platform} devices have no {HOST} memory, so nothing can be kept there: set "
-            "model.host_parameters and optimizer.host_memory to false, and model.remat to a policy that offloads nothing"
+            "model.host_parameters and optimizer.host_memory to false, and model.remat to a policy that offloads "
+            "nothing"
         )
     return sharding.with_memory_kind(HOST)
 

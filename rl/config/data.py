@@ -1,0 +1,85 @@
+"""The sections `data`, `evaluation` and `rewards` of a run's YAML file."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from rl.config.schema import Strict
+
+
+class ColumnNames(Strict):
+    """Names of the columns of a file or hub dataset."""
+
+    prompt: str = Field(default="prompt", description="text or list of messages")
+    completion: str = Field(default="completion", description="demonstration: text or list of messages")
+    messages: str = Field(default="messages", description="full conversation, in place of prompt and completion")
+    chosen: str = Field(
+        default="chosen", description="preferred answer of a pair (dpo, reward_model): text or list of messages"
+    )
+    rejected: str = Field(default="rejected", description="other answer of a pair, in the same form")
+    margin: str = Field(
+        default="margin", description="by how much the scores of a pair are to differ (reward_model); absent: 0"
+    )
+
+
+class DataOptions(Strict):
+    """Either `task` (problems generated in code) or `path` (a JSONL, CSV or Parquet file, a folder, or a hub name)."""
+
+    shorthand: ClassVar[str | None] = "path"
+
+    task: str | None = Field(default=None, description="arithmetic, or any reasoning-gym task by name")
+    options: dict[str, Any] = Field(default={}, description="options of the task")
+    path: str | None = Field(default=None, description="relative paths start at the working directory")
+    subset: str | None = Field(default=None, description="configuration of a hub dataset that has several")
+    split: str | None = Field(default=None, description="default: train; for evaluation eval (tasks) or test (hub)")
+    columns: ColumnNames = Field(default=ColumnNames(), description="names of the columns")
+    prompt_template: str | None = Field(
+        default=None, description="text with {column} fields that makes the prompt from a row"
+    )
+    system: str | None = Field(default=None, description="system message put before the prompt; implies chat")
+    chat: bool = Field(default=False, description="render plain prompts as a user message through the chat template")
+    limit: int | None = Field(default=None, ge=1, description="use only the first rows")
+
+    @model_validator(mode="after")
+    def _one_source(self):
+        if (self.task is None) == (self.path is None):
+            raise ValueError("give exactly one of `task` and `path`")
+        return self
+
+
+class EvaluationOptions(Strict):
+    """Before the first and after the last step of every stage, and every `every` steps."""
+
+    data: DataOptions = Field(description="the held-out problems")
+    every: int = Field(default=0, ge=0, description="steps; 0: only first and last")
+    problems: int = Field(default=256, ge=1, description="the first ones of the data, at most")
+    samples: int = Field(
+        default=0, ge=0, description="sampled completions for each problem, for pass@k; 0: greedy only"
+    )
+    k: list[int] = Field(default=[1], description="values of k for eval/pass@k; each at most `samples`")
+    temperature: float = Field(default=1.0, gt=0.0, description="of the sampled completions")
+    correct_at: float = Field(default=1.0, description="a completion counts as correct from this reward on")
+    metrics: list[str] = Field(
+        default=[],
+        description="further metrics of the greedy completions, each file.py:function or package.module:function",
+    )
+
+
+class RewardOptions(Strict):
+    shorthand: ClassVar[str | None] = "name"
+
+    name: str = Field(description="registered name, package.module:function, file.py:function, or entry point")
+    weight: float = Field(default=1.0, description="factor of its scores in the sum")
+    options: dict[str, Any] = Field(default={}, description="keyword arguments handed to the function")
+
+
+class RewardSettings(Strict):
+    functions: list[RewardOptions] = Field(min_length=1, description="the reward is their weighted sum")
+    workers: int = Field(default=2, ge=1, description="processes that call the functions")
+    timeout_s: float = Field(default=10.0, gt=0.0, description="deadline of one call on one group of completions")
+    on_error: Literal["continue", "stop"] = Field(
+        default="continue",
+        description="continue: a sample on which a function fails has no score; stop: the run ends, exit code 6",
+    )

@@ -1,0 +1,113 @@
+"""The sections `model` and `tokenizer` of a run's YAML file."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from policy.config import HyperConnections, MultiTokenPrediction, Runtime
+from policy.huggingface.ngrams import EngramSection
+from policy.remat import NAMES as REMAT_POLICIES
+from rl.config.schema import Section, Strict, fields_of
+
+
+@fields_of(HyperConnections)
+class HyperConnectionOptions(Section):
+    """Manifold-constrained hyper-connections (arXiv 2512.24880) in place of the residual connections of all layers."""
+
+    @model_validator(mode="after")
+    def _possible(self):
+        HyperConnections(**self.model_dump())  # raises ValueError
+        return self
+
+
+@fields_of(EngramSection)
+class EngramOptions(Section):
+    """Engram (arXiv 2601.07372): in some layers, a table of vectors that the last tokens look up by their hash. Tokens
+    whose texts differ in spelling only (capitals, accents, white space) count as one."""
+
+    @model_validator(mode="after")
+    def _possible(self):
+        EngramSection(**self.model_dump())  # raises ValueError
+        return self
+
+
+# Fields of ModelOptions that are sections of policy/huggingface/extensions.py.
+_EXTENSIONS: tuple[str, ...] = ("hyper_connections", "engram", "multi_token_prediction")
+
+
+@fields_of(MultiTokenPrediction, depth=1)
+class MultiTokenPredictionOptions(Section):
+    """Modules next to the decoder that predict further tokens, each with a layer like the decoder's last. A directory
+    holds their weights in the format of DeepSeek-V3's layer 61 or of an earlier run. They start from random weights
+    where its config.json announces none (`num_nextn_predict_layers` absent or 0) and no file has a part of one.
+    `missing` is for directories that announce modules without weights, and for a depth beyond the modules in the files.
+    """
+
+    missing: Literal["refuse", "fresh"] = Field(
+        default="refuse",
+        description="modules that the files should hold and lack: refuse the directory, or start them from random "
+        "weights",
+    )
+
+
+# Keys of ModelOptions that are fields of Runtime.
+_RUNTIME = [field.name for field in dataclasses.fields(Runtime) if "description" in field.metadata]
+
+
+@fields_of(Runtime, leave_out=("remat", "remat_tensors"))
+class ModelOptions(Section):
+    shorthand: ClassVar[str | None] = "source"
+
+    source: str = Field(description="Hugging Face directory, or the name of a file in configs/models/")
+    overrides: dict[str, Any] = Field(
+        default={}, description="keys of the Hugging Face configuration to change; random weights only"
+    )
+    remat: Literal[REMAT_POLICIES] = Field(  # pyright: ignore[reportInvalidTypeForm]
+        default="full",
+        description="what the backward pass computes again: full keeps the input of each layer only, none keeps all; "
+        "memory.md describes the others",
+    )
+    remat_tensors: dict[str, Literal["device", "offload", "remat"]] = Field(
+        default={},
+        description="remat: custom only: where each tensor named in memory.md is kept (offload: host memory), or remat",
+    )
+    hyper_connections: HyperConnectionOptions | None = Field(
+        default=None, description="several residual streams; `{}` for the defaults; random weights only"
+    )
+    engram: EngramOptions | None = Field(
+        default=None, description="tables that the last tokens look up; random weights only"
+    )
+    multi_token_prediction: MultiTokenPredictionOptions | None = Field(
+        default=None,
+        description="modules that predict further tokens; null: none, or what the directory's config.json says",
+    )
+
+    @property
+    def runtime(self) -> Runtime:
+        """Returns how the model is computed."""
+        shared = {name: getattr(self, name) for name in _RUNTIME if name != "remat_tensors"}
+        return Runtime(**shared, remat_tensors=tuple(self.remat_tensors.items()))
+
+    @property
+    def sections(self) -> dict[str, dict]:
+        """Returns the sections of policy/huggingface/extensions.py that are set here."""
+        parts = {name: part for name in _EXTENSIONS if (part := getattr(self, name)) is not None}
+        return {name: part.model_dump(exclude={"missing"}) for name, part in parts.items()}
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Returns the keys of the Hugging Face configuration to change, `sections` included."""
+        return self.overrides | ({"duet": self.sections} if self.sections else {})
+
+
+class TokenizerOptions(Strict):
+    shorthand: ClassVar[str | None] = "source"
+
+    source: str = Field(description="directory of a tokenizer, or a built-in one: bytes, characters")
+    alphabet: str | None = Field(default=None, description="characters: the characters that exist")
+    chat_template: str | None = Field(
+        default=None, description="file of a jinja chat template that replaces the tokenizer's own"
+    )

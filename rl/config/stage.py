@@ -1,0 +1,190 @@
+"""One element of the list `stages` of a run's YAML file, with its sections."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+import rl.algorithms
+import rollout.types
+from rl.config.data import DataOptions, RewardSettings
+from rl.config.schema import Section, Strict, fields_of
+
+
+@fields_of(rollout.types.SamplingParams, leave_out=("n",), max_new_tokens=256)
+class SamplingOptions(Section):
+    """How completions are drawn, and where they end besides the tokenizer's end-of-sequence token."""
+
+
+class OptimizerOptions(Strict):
+    """AdamW. Weight decay acts on matrices only."""
+
+    learning_rate: float = Field(default=1e-5, gt=0.0, description="at its peak")
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
+    warmup_steps: int = Field(
+        default=0, ge=0, description="optimiser updates over which the learning rate rises in a line"
+    )
+    final_fraction: float = Field(
+        default=0.0, ge=0.0, le=1.0, description="last learning rate of linear and cosine, as a share"
+    )
+    weight_decay: float = Field(
+        default=0.0, ge=0.0, description="times the learning rate, taken off the matrices at each update"
+    )
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="decay of the mean of gradients")
+    beta2: float = Field(default=0.999, ge=0.0, lt=1.0, description="decay of the mean of squared gradients")
+    eps: float = Field(default=1e-8, gt=0.0, description="added to the root of the mean of squares")
+    clip_norm: float | None = Field(
+        default=1.0, gt=0.0, description="gradients of a larger norm are scaled down to it; null: never"
+    )
+    state_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="of its moments; float32 keeps weights in bfloat16 in float32 as well, so that small steps add up",
+    )
+    host_memory: bool = Field(
+        default=False, description="its moments live in host memory; an update takes them a layer at a time"
+    )
+
+
+class RouterOptions(Strict):
+    """How the routers of mixture-of-experts layers are kept balanced."""
+
+    bias_rate: float = Field(
+        default=1e-3, ge=0.0, description="step of the selection bias after each update; 0: it stays"
+    )
+    balance_coef: float = Field(default=0.0, ge=0.0, description="weight of the balance loss (DeepSeek-V3: 1e-4)")
+    balance: Literal["sequence", "batch"] = Field(
+        default="sequence",
+        description="even use within each sequence, or over all tokens of an update (with micro-batches one more "
+        "forward pass)",
+    )
+    capacity_factor: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="sft: an expert takes so many times its even share of a row, and drops the rest; null: all",
+    )
+    ragged_buffer_factor: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="sft with expert_parallel all_to_all: a device has room for so many times its even share of all "
+        "choices, and drops the rest; null: for the worst case",
+    )
+
+
+class IndexerOptions(Strict):
+    """How indexers (DeepSeek-V3.2) learn which keys a query needs. They get gradients from their own loss only, and
+    this loss reaches no other weight."""
+
+    training: Literal["off", "dense_warmup", "sparse"] = Field(
+        default="off",
+        description="off: they stay as they are; dense_warmup: attention is over all keys and only they learn; "
+        "sparse: attention is over the selected keys, and they learn together with the rest",
+    )
+    coef: float = Field(default=1.0, gt=0.0, description="weight of their loss")
+
+
+class PredictionOptions(Strict):
+    """Training of the modules of `model.multi_token_prediction` on the tokens that the stage trains on."""
+
+    coef: float = Field(
+        default=0.3, gt=0.0, description="weight of their cross-entropy in the loss (DeepSeek-V3: 0.3, later 0.1)"
+    )
+    detach: bool = Field(
+        default=False,
+        description="only the modules learn from it: the policy, its embedding and head get no gradient from it",
+    )
+
+
+class UntilOptions(Strict):
+    """Ends a stage before its last step, after the first step whose `metric` reaches a bound."""
+
+    metric: str = Field(description="a name of docs/metrics.md, e.g. loss; looked at after each step that has it")
+    at_least: float | None = Field(default=None, description="the stage ends when the metric is this or more")
+    at_most: float | None = Field(default=None, description="the stage ends when the metric is this or less")
+
+    @model_validator(mode="after")
+    def _one_bound(self):
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError("give exactly one of `at_least` and `at_most`")
+        return self
+
+
+class AlgorithmOptions(Strict):
+    """`name` and the fields of that algorithm's dataclass in rl/algorithms/, defaults filled in."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    shorthand: ClassVar[str | None] = "name"
+
+    name: str = Field(description="one of the algorithms below; or, in its place, `preset`: a file of configs/presets/")
+
+    @model_validator(mode="after")
+    def _known(self):
+        algorithm = rl.algorithms.get(self.name, **(self.model_extra or {}))
+        # A saved run says every number it used, so that it stays the same run when a default changes.
+        assert self.__pydantic_extra__ is not None, "extra='allow' keeps the algorithm's fields"
+        self.__pydantic_extra__.update({f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)})
+        return self
+
+
+class StageOptions(Strict):
+    algorithm: AlgorithmOptions = Field(description="its name, or its name and options")
+    steps: int = Field(ge=0, description="generation batches (grpo, ppo), or optimiser steps (sft, dpo)")
+    until: UntilOptions | None = Field(default=None, description="end the stage earlier, when a metric reaches a bound")
+    prompts_per_step: int = Field(
+        default=32, ge=1, description="prompts (grpo, ppo), demonstrations (sft) or pairs (dpo) of one step"
+    )
+    samples_per_prompt: int = Field(default=8, ge=1, description="completions of each prompt: the group")
+    updates_per_step: int = Field(
+        default=1, ge=1, description="optimiser updates made from the completions of one step"
+    )
+    max_logp_diff: float | None = Field(
+        default=None,
+        gt=0,
+        description="stop the run where generator and trainer differ by more in the mean log-probability of a token; "
+        "null: never",
+    )
+    micro_batch: int | None = Field(
+        default=None,
+        ge=1,
+        description="packed rows in one gradient computation (null: all, on CPU 768 tokens); changes speed and memory "
+        "only",
+    )
+    diagnostics: bool = Field(
+        default=False, description="log activations of each layer and gradient norms of each kind of part"
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="share of activations dropped in updates of the policy")
+    optimizer: OptimizerOptions = Field(default=OptimizerOptions(), description="optimizer of the policy")
+    critic: OptimizerOptions = Field(default=OptimizerOptions(), description="optimizer of the critic (ppo)")
+    router: RouterOptions = Field(default=RouterOptions(), description="balance of mixture-of-experts layers")
+    router_replay: bool = Field(
+        default=False, description="updates send tokens to the experts that the generator chose (grpo, ppo)"
+    )
+    indexer: IndexerOptions = Field(
+        default=IndexerOptions(), description="training of the indexers of sparse attention"
+    )
+    mtp: PredictionOptions | None = Field(
+        default=None, description="trains the modules of model.multi_token_prediction; null: they stay"
+    )
+    sampling: SamplingOptions = Field(
+        default=SamplingOptions(), description="of completions; sft: of its evaluations, which are greedy"
+    )
+    data: DataOptions | None = Field(default=None, description="instead of the run's data")
+    rewards: RewardSettings | None = Field(default=None, description="instead of the run's rewards")
+
+    @property
+    def runtime(self) -> dict[str, Any]:
+        """Returns the fields of Runtime that the updates of this stage override."""
+        return {
+            "indexer": self.indexer.training,
+            "mtp": None if self.mtp is None else "detached" if self.mtp.detach else "joint",
+            "record": ("activations",) if self.diagnostics else (),
+            "capacity_factor": self.router.capacity_factor,
+            "ragged_buffer_factor": self.router.ragged_buffer_factor,
+        }
+
+    @model_validator(mode="after")
+    def _even(self):
+        if self.prompts_per_step % self.updates_per_step:
+            raise ValueError("`prompts_per_step` must be a multiple of `updates_per_step`")
+        return self
