@@ -1,8 +1,8 @@
-"""Lists the compiled programs of a run from its configuration alone, without weights, data or, mostly, a tokenizer.
+"""Lists the compiled programs of a run from its configuration alone.
 
-Each program is the one that the run compiles (rl/training/trainer.py, rl/training/reward_model.py,
-rollout/engine/runner.py, rollout/engine/exact.py), for its largest shape: rows of `max_length` tokens, all slots, the
-longest chunk of a prompt.
+No weights and no data are read, and a tokenizer only if the model depends on it. The programs are those that the run
+compiles (rl/training/trainer.py, rl/training/reward_model.py, rollout/engine/runner.py, rollout/engine/exact.py), at
+their largest shape: rows of `max_length` tokens, all slots, the longest chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from policy.experts.expert_shards import ExpertShards
 from policy.mesh.sharding import Layout
 from policy.model import Graph
 from policy.ops.host_memory import on_a_device
-from rl.config.run import RunConfig
-from rl.config.stage import StageOptions
+from rl.config.run import RunConfig, StageOptions
 from rl.reporting.program_memory import GENERATOR, RESHARD
 from rl.run import build
 from rl.stages.scorers import abstract_scorers
@@ -38,10 +37,10 @@ from rollout.engine.weights import RolloutWeights
 class Planned:
     """One program of a stage.
 
-    shape: of the arrays that it computes on. resident: bytes per device that the run keeps all the time; non_argument:
-    the part of these that is not an argument of the program. times: runs per step. trip_count: of its outermost loop,
-    whose length the device computes (micro-batches that hold anything). dispatch: most steps of one run of a multi-step
-    decode; `times` and counts are per step. kernels and occupancy: as in rl/plan/hlo.py. graph: the computed model.
+    shape: shape of its input arrays. resident: bytes per device that the run always keeps. non_argument: resident bytes
+    that are not arguments of the program. times: runs per step. trip_count: iterations of the outermost loop, whose
+    length the device computes (micro-batches that hold tokens). dispatch: most steps of one run of a multi-step decode;
+    `times` and counts are per step. kernels and occupancy: as in rl/plan/hlo.py. graph: the model that it computes.
     """
 
     stage: str
@@ -59,14 +58,14 @@ class Planned:
 
     @property
     def name(self) -> str:
-        """Returns the name of the program in plans and in programs.json."""
+        """Returns the name of the program in a plan."""
         return f"{self.stage}: {self.kind}"
 
 
 def programs(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[Planned]:
-    """Yields all programs of the run, stage by stage. `memory`: bytes of a device, None where it is not known.
+    """Yields all programs of the run, stage by stage. `memory`: bytes of a device, None if unknown.
 
-    Raises what rl.run.build does for a model or mesh that cannot be.
+    Raises what rl.run.build raises for an impossible model or mesh.
     """
     for stage, sampling in stages(config, mesh, memory):
         yield from planned(stage, sampling)
@@ -77,7 +76,7 @@ def programs(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[
 
 
 def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tuple[PlannedStage, Sampling | None]]:
-    """Yields (stage, generator). The generator is None before the first stage that samples or evaluates."""
+    """Yields each stage, and the generator, which exists from the first stage on that samples or evaluates."""
     graph, sampling = build.graph(config, mesh), None
     for stage in rl.stages.create(config):
         stage.bind(graph)
@@ -89,7 +88,7 @@ def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tu
 
 
 def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
-    """Yields the programs of a step that are not the generator's, with what the run keeps on the devices meanwhile."""
+    """Yields the programs of a step other than the generator's, with the bytes that the run keeps meanwhile."""
     stage = own.stage
     routes = sampling.routes if sampling and stage.options.router_replay else None
     for each in (
@@ -118,7 +117,7 @@ def _occupancy(graph: Graph, planned: Planned) -> float:
 
 @dataclass
 class PlannedStage:
-    """A stage on a batch as full as one can be. `bytes`: of its state and of its reward models, on each device."""
+    """A stage with a full batch. `bytes`: of its state and its reward models, per device."""
 
     stage: StageKind
     graph: Graph
@@ -151,13 +150,10 @@ class PlannedStage:
 
 
 class Sampling:
-    """The programs of the generator: over a cache of all slots, copies of weights, and checks of exact completions.
-
-    bytes: of cache and copies that a run keeps all the time. rolling: bytes of both while rollouts run.
-    """
+    """The programs of the generator, with a cache of all slots and copies of weights, and of the exact check."""
 
     def __init__(self, config: RunConfig, first: PlannedStage, memory: float | None):
-        """Describes the generator of a run. first: the stage that creates it. memory: bytes per device."""
+        """Builds the runner. `first`: the stage from which on the generator exists. `memory`: bytes of a device."""
         self.config, self.graph = config, first.graph
         self._shown_with = None if any(rl.stages.kind_of(each).samples for each in config.stages) else first.name
         asked = build.generator_options(config)
@@ -169,25 +165,26 @@ class Sampling:
         self._rereads = asked.rereads
         self._verifier = Verifier(Scorer(self.graph), config.seed, stop_string=None) if asked.exact else None
         self._dropped = bool(self._weights and self._weights.reshards)
+        # Bytes per device while rollouts run, and bytes that stay.
         self.rolling = on_a_device((self.cache, self._copy))
         self.bytes = self.rolling - (on_a_device(self._copy) if self._dropped else 0)
 
     @property
     def decoding(self) -> Graph:
-        """Returns the graph of the decoder that samples."""
+        """Returns the graph that the programs of the generator compute."""
         return self._runner.graph
 
     @property
     def routes(self) -> dict:
-        """Returns the abstract routes of one token, in the form of Batch.routes."""
+        """Returns the shapes of the routes of one token, as in Batch.routes."""
         runner = self._runner
         width = runner.geometry.table_width
         pages = None if width is None else np.zeros(width, np.int32)
-        routes = jax.eval_shape(runner.programs["routes"].jitted, self.cache, np.int32(0), pages)
-        return {path: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for path, a in routes.items()}
+        shapes = jax.eval_shape(runner.programs["routes"].jitted, self.cache, np.int32(0), pages)
+        return {path: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for path, a in shapes.items()}
 
     def used_by(self, stage: PlannedStage) -> bool:
-        """Returns whether a plan shows its programs with a stage: each that samples, else the first that evaluates."""
+        """Whether `stage` lists the programs: a stage that samples, or the first that evaluates if none samples."""
         return stage.samples or self._shown_with == stage.name
 
     def programs(self, stage: PlannedStage) -> Iterator[Planned]:
@@ -196,11 +193,11 @@ class Sampling:
         slots = runner.geometry.slots
         P, weights = options.prompts_per_step, stage.state.policy.params
         prompts = max(2, self.config.max_length - options.sampling.max_new_tokens)
-        if self._copy:
-            yield self._copying(stage, held)
+        if self._weights and self._copy:
+            yield self._copying(self._weights, stage, held)
         params = weights | self._copy
-        other = held - on_a_device((params, self.cache))
-        P *= stage.samples  # evaluations are no part of a step
+        stays = held - on_a_device((params, self.cache))
+        P *= stage.samples  # a step excludes evaluations
         steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // slots)
         longest = self.config.max_length if self._rereads else prompts
         for (name, *shape), arguments in program_inputs(runner, params, longest, [stop_width(1)]):
@@ -218,22 +215,21 @@ class Sampling:
             lower = lambda name=name, arguments=arguments: runner.programs[name].lower(*arguments)  # noqa: E731
             kernels = self._read_by_kernels() if runner.geometry.paged else {}
             kind, often = GENERATOR.get(name, name), {"times": times, "dispatch": dispatch}
-            yield Planned(stage.name, kind, tuple(shape), lower, held, other, **often, kernels=kernels)
+            yield Planned(stage.name, kind, tuple(shape), lower, held, stays, **often, kernels=kernels)
         if self._verifier:
-            yield from self._checks(stage, weights, P * options.samples_per_prompt)
+            yield from self._checks(self._verifier, stage, weights, P * options.samples_per_prompt)
 
-    def _checks(self, stage: PlannedStage, weights: dict, completions: int) -> Iterator[Planned]:
-        """Yields the longest programs of the check, for completions of full length in which no token is replaced."""
-        assert self._verifier is not None  # the caller has one
-        verifier, held = self._verifier, stage.bytes + self.rolling
+    def _checks(self, verifier: Verifier, stage: PlannedStage, weights: dict, completions: int) -> Iterator[Planned]:
+        """Yields the longest programs that check so many exact completions of full length, without a replaced token."""
+        held = stage.bytes + self.rolling
         L = verifier.scorer.lengths(self.config.max_length)[-1]
-        for kind, given in verifier.program_inputs(weights, L).items():
-            lower = lambda kind=kind, given=given: verifier.executables[kind].lower(*given)  # noqa: E731
+        for kind, arguments in verifier.program_inputs(weights, L).items():
+            lower = lambda kind=kind, arguments=arguments: verifier.executables[kind].lower(*arguments)  # noqa: E731
             times = -(-completions // verifier.scorer.rows(L))
-            yield Planned(stage.name, kind, given[1].shape, lower, held, held - on_a_device(weights), times)
+            yield Planned(stage.name, kind, arguments[1].shape, lower, held, held - on_a_device(weights), times)
 
     def _read_by_kernels(self) -> dict[str, int]:
-        """Returns the bytes that each decoding kernel reads of one layer, for full pages; its operand is the pool."""
+        """Returns the bytes that each decode kernel reads of one layer with full pages. Its operand is the pool."""
         sizes: dict[str, int] = {}
         for part in (part for stack in self.cache for layers in stack for part in layers):
             for kernel, names in KERNELS.items():
@@ -241,13 +237,11 @@ class Sampling:
                 sizes[kernel] = max(sizes.get(kernel, 0), sum(on_a_device(pool) // pool.shape[1] for pool in pools))
         return {kernel: size for kernel, size in sizes.items() if size}
 
-    def _copying(self, stage: PlannedStage, held: int) -> Planned:
-        """Returns the program that makes the copies: in place, or into new arrays if the old copies were released."""
-        assert self._weights is not None  # the caller has copies
-        copies = self._weights
-        given = {path: stage.state.policy.params[path] for path in copies.paths}
-        lower = lambda: copies.lower(given, again=not self._dropped)  # noqa: E731
+    def _copying(self, copies: RolloutWeights, stage: PlannedStage, held: int) -> Planned:
+        """Returns the program that makes the copies: in place, or new at each step if they were released."""
+        params = {path: stage.state.policy.params[path] for path in copies.paths}
+        lower = lambda: copies.lower(params, again=not self._dropped)  # noqa: E731
         kind, times = (
             (RESHARD, int(stage.samples)) if self._dropped else ("quantised copy", stage.options.updates_per_step)
         )
-        return Planned(stage.name, kind, (len(given),), lower, held, held - on_a_device((given, self._copy)), times)
+        return Planned(stage.name, kind, (len(params),), lower, held, held - on_a_device((params, self._copy)), times)
