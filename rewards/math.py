@@ -46,7 +46,7 @@ def _check(verifier: str = "auto", **_) -> None:
 
 def _prepare() -> None:
     if _installed():
-        import math_verify
+        import math_verify  # pyright: ignore[reportMissingImports]
 
         math_verify.parse("$1$", parsing_timeout=None)  # imports sympy and builds the parser
 
@@ -70,7 +70,7 @@ def math(prompts: list, completions: list, answer: list, verifier: str = "auto")
 
 def _equal_symbolic(completion: str, right: str) -> float | None:
     """Compares with math-verify. Its timeouts use signals and are off; the runner enforces the deadline."""
-    from math_verify import parse, verify
+    from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
     expected = _parsed(right)
     if not expected:
@@ -82,7 +82,7 @@ def _equal_symbolic(completion: str, right: str) -> float | None:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(right: str) -> list:
-    from math_verify import parse
+    from math_verify import parse  # pyright: ignore[reportMissingImports]
 
     marked = right if "$" in right or "\\boxed" in right else f"${right}$"
     return parse(marked, parsing_timeout=None)

@@ -21,8 +21,8 @@ class GeneratorOptions:
 
     cache: Literal["contiguous", "paged"] = option(
         "contiguous",
-        description="contiguous: max_length tokens for every slot; paged: pages of page_size tokens that slots allocate "
-        "as they need them.",
+        description="contiguous: max_length tokens for every slot; paged: pages of page_size tokens that slots "
+        "allocate as they need them.",
     )
     page_size: int = option(32, ge=1, description="Tokens of a page.")
     pages: int | None = option(
@@ -45,8 +45,8 @@ class GeneratorOptions:
     prefill_budget: int | None = option(
         None,
         ge=1,
-        description="Prompt tokens prefilled between two dispatches while others decode (max_num_batched_tokens); null: "
-        "as many as a dispatch of all slots samples.",
+        description="Prompt tokens prefilled between two dispatches while others decode (max_num_batched_tokens); "
+        "null: as many as a dispatch of all slots samples.",
     )
     batch_sizes: Sequence[int] | None = option(
         None,
@@ -55,8 +55,8 @@ class GeneratorOptions:
     speculative: int = option(
         0,
         ge=0,
-        description="Tokens that the model's prediction modules draft at each step; 0: no speculative decoding. Samples "
-        "stay the same.",
+        description="Tokens that the model's prediction modules draft at each step; 0: no speculative decoding. "
+        "Samples stay the same.",
     )
     weights: StoredType | None = option(
         None,
@@ -73,8 +73,8 @@ class GeneratorOptions:
     )
     exact: bool = option(
         False,
-        description="Completions depend on the weights, the prompt and (seed, prompt id, sample) only, to the last bit, "
-        "and log-probabilities equal Model.logprobs: the scoring programs verify each completion (docs/exact.md).",
+        description="Completions depend on the weights, the prompt and (seed, prompt id, sample) only, to the last "
+        "bit, and log-probabilities equal Model.logprobs: the scoring programs verify each completion (docs/exact.md).",
     )
     record_routes: bool = option(
         False,

@@ -91,8 +91,8 @@ def run(
 def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model:
     """Returns the model on its mesh, without weights if a checkpoint will bring them.
 
-    Raises ResourceError for missing devices or memory, ConfigError for options that do not fit the model, ModelError for
-    a model that cannot be read.
+    Raises ResourceError for missing devices or memory, ConfigError for options that do not fit the model, ModelError
+    for a model that cannot be read.
     """
     options, mesh = config.model, on_mesh(config)
     try:

@@ -24,10 +24,10 @@ _FREE = ("run", "profile")
 
 
 class RunFolder:
-    """Holds the lock of a run's directory while it is entered, and writes config.yml, or checks that it is the same run.
+    """Holds the lock of a run's directory while it is entered. Writes config.yml, or checks that it is the same run.
 
-    With several processes, which all see the directory, the first process does so for all. A run that stopped before its
-    first event (a model that cannot be read) leaves nothing to protect: another configuration takes its place.
+    With several processes, which all see the directory, the first process does so for all. A run that stopped before
+    its first event (a model that cannot be read) leaves nothing to protect: another configuration takes its place.
     """
 
     def __init__(self, config: RunConfig):
@@ -67,7 +67,7 @@ class RunFolder:
         return on_first(self._exported.is_dir)
 
     def export(self, write: Callable[[Path], None]) -> Path:
-        """Calls `write(directory)` to write the final weights. `export/` appears in one step: it marks a finished run."""
+        """Calls `write(directory)` to write the final weights. `export/` appears in one step: the run is finished."""
         return self._in_one_step(self._exported, write)
 
     def write_once(self, directory: Path, write: Callable[[Path], None]) -> None:

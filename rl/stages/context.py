@@ -54,7 +54,8 @@ class Progress:
                 f"{stored}, where this version reads {', '.join(sorted(names))}. Continue the run with that version, "
                 "or start a new one in another run.dir"
             )
-        return cls(**(values | {"carried": [Group.from_json(each) for each in values["carried"]]}))
+        fields: dict[str, Any] = values | {"carried": [Group.from_json(each) for each in values["carried"]]}
+        return cls(**fields)
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Context:
 
     @contextmanager
     def resharded(self) -> Iterator[dict[str, float]]:
-        """Keeps the weights in the layout of `generator.rules` while rollouts read them. Yields the metrics of the copy."""
+        """Keeps the weights in the layout of `generator.rules` while rollouts read them. Yields metrics of the copy."""
         if self.config.generator.rules is None:
             yield {}
             return

@@ -1,5 +1,4 @@
-"""Which groups a step learns from, where those whose rewards are all equal are dropped and others sampled in their place (dynamic
-sampling, DAPO, arXiv:2503.14476, section 3.2).
+"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): drops groups whose rewards are all equal and samples others.
 
 P prompts of a step, G completions of each, F reward functions.
 """
@@ -19,14 +18,16 @@ from rl.stages.rollouts import Problem, Rollouts
 if TYPE_CHECKING:
     from rollout.types import Completion
 
-# What a checkpoint holds of a completion.
+# Fields of a completion that a checkpoint holds besides tokens and log-probabilities.
 _KEPT = ("finish", "text", "steps")
 
 
 @dataclass(frozen=True)
 class Group:
-    """The completions of one prompt with their scores. `row`: of the prompt in the stage's data; `version`: of the weights that
-    wrote them."""
+    """The completions of one prompt with their scores.
+
+    row: row of the prompt in the stage's data. version: policy version that sampled the completions.
+    """
 
     row: int
     prompt_id: int
@@ -42,7 +43,7 @@ class Group:
         return bool(result.size and np.ptp(result) > 0)
 
     def to_json(self) -> dict:
-        """All of it as JSON can hold it."""
+        """Returns all fields as values that JSON can hold."""
         completions = [
             {"tokens": [int(token) for token in one.tokens], "logprobs": [float(logp) for logp in one.logprobs]}
             | {name: getattr(one, name) for name in _KEPT}
@@ -58,6 +59,7 @@ class Group:
 
     @classmethod
     def from_json(cls, plain: dict) -> Group:
+        """Returns the group that `to_json` wrote."""
         from rollout.types import Completion
 
         completions = [Completion(**one) for one in plain["completions"]]
@@ -69,17 +71,21 @@ class Group:
 
 @dataclass(frozen=True)
 class ReadyScores:
-    """Scores that are there already, in the place of a handle."""
+    """Scores that are computed already, in place of a handle."""
 
     scores: Scores
 
     def result(self) -> Scores:
+        """Returns the scores at once."""
         return self.scores
 
 
 class DynamicSampling:
-    """Fills steps with groups whose rewards differ. `most`: calls of `sample` a step; `reward`: the function that has to differ,
-    None: the weighted sum; `problems(rows)`: those of rows of the data."""
+    """Fills steps with groups whose rewards differ.
+
+    most: calls of `sample` per step, at most. reward: the function whose scores have to differ, None: the weighted sum.
+    problems: returns the problems of rows of the data.
+    """
 
     def __init__(
         self, most: int, reward: str | None, problems: Callable[[list[int]], Sequence[Problem]], runner: Runner
@@ -90,10 +96,10 @@ class DynamicSampling:
     def fill(
         self, count: int, carried: list[Group], sample: Callable[[], tuple[Rollouts, list[int]]]
     ) -> tuple[Rollouts, list[Group], dict[str, float]]:
-        """(rollouts of `count` groups, those left over for the next step, metrics).
+        """Returns (rollouts of `count` groups, groups left over for the next step, metrics).
 
-        `carried` are taken first; then `sample()` gives further rollouts, and the rows of their prompts in the data. Where that is
-        not enough, groups without a difference fill the step: they have no advantage.
+        Takes `carried` first; then `sample()` returns further rollouts, and the rows of their prompts in the data. If
+        that is not enough, groups without a difference fill the step: they have no advantage.
         """
         kept, dropped, taken = list(carried), [], []
         while len(kept) < count and len(taken) < self._most:
@@ -116,7 +122,7 @@ class DynamicSampling:
         return self._together(groups, taken), kept[count:], metrics
 
     def _together(self, groups: Sequence[Group], taken: Sequence[tuple[Rollouts, Scores]]) -> Rollouts:
-        """Rollouts of these groups; counts, time and metrics of the rewards are those of the calls that were made for them."""
+        """Returns rollouts of these groups, with the counts, times and reward metrics of all calls in `taken`."""
         names = sorted({name for _, scores in taken for name in scores.metrics})
         metrics = {name: float(np.mean([s.metrics[name] for _, s in taken if name in s.metrics])) for name in names}
         rewards, total = (np.concatenate([getattr(group, name) for group in groups]) for name in ("rewards", "total"))

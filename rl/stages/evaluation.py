@@ -30,7 +30,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 class Evaluation:
-    """The problems of an evaluation, and how they are counted: a completion is correct from the reward `correct_at` on."""
+    """Evaluates the policy on held-out problems. A completion is correct from the reward `correct_at` on."""
 
     def __init__(
         self,
@@ -39,8 +39,11 @@ class Evaluation:
         collect: Callable[[Sequence[Problem], SamplingParams, Sequence[int]], Rollouts],
         params: SamplingParams,
     ):
-        """`collect(problems, params, prompt ids)` completes and scores; `params` gives lengths and stops, temperatures come from
-        `options`."""
+        """Computes nothing yet.
+
+        collect: completes and scores (problems, params, prompt ids). params: lengths and stops; temperatures come from
+        `options`.
+        """
         self.options, self.problems, self._collect, self._params = options, problems, collect, params
 
     def due(self, step: int) -> bool:
@@ -80,10 +83,10 @@ class Evaluation:
 
 
 def _own_metric(name: str, rollouts: Rollouts, rewards: np.ndarray) -> dict[str, float]:
-    """Returns what a metric of the user's own says of greedy completions: one number eval/<function>, or several by name.
+    """Returns a user-defined metric of greedy completions: one number eval/<function>, or several by name.
 
-    The function takes lists (prompts, completions, rewards, **columns), or the part of these that it names. Raises DataError for
-    a result that is no finite number.
+    The function takes lists (prompts, completions, rewards, **columns), or the part of these that it names. Raises
+    DataError for a result that is no finite number.
     """
     function = plugins.load(name, "evaluation metric")
     examples = [problem.example for problem in rollouts.problems]

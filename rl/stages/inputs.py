@@ -30,10 +30,10 @@ LOGPROBS, VALUES = "log-probabilities", "values"
 class Draft:
     """A step while it is made.
 
-    state: arrays of the stage. batch: rows of the step. rollouts, scores: completions and what rewards say of them. rewards:
-    float[P,G] for `advantages` (float[P,G,F] under `each_reward`). arguments: further arguments of `advantages` by name. stale:
-    whether older weights sampled a token that is trained on. current: the batch with the log-probabilities of the policy as it is
-    now, where `current_logp` provides them.
+    state: arrays of the stage. batch: rows of the step. rollouts, scores: completions and their scores. rewards:
+    float[P,G] for `advantages` (float[P,G,F] under `each_reward`). arguments: more arguments of `advantages` by name.
+    stale: whether older weights sampled a token that is trained on. current: the batch with the log-probabilities under
+    the current policy, if `current_logp` provides them.
     """
 
     state: Any
@@ -49,8 +49,10 @@ class Draft:
 
 @dataclass(frozen=True)
 class Input:
-    """A provider with what it takes. occasional: whether only some steps call the program. skips: whether a stage gets the input
-    without the provider."""
+    """A provider and its requirements.
+
+    occasional: whether only some steps call the program. skips: whether a stage gets the input without the provider.
+    """
 
     provide: Callable[[StageKind, Draft], None]
     when: str
@@ -173,8 +175,11 @@ def old_logp(stage: StageKind, draft: Draft) -> None:
 
 @provides("current_logp", when=SCORING, program=LOGPROBS, occasional=True)
 def current_logp(stage: StageKind, draft: Draft) -> None:
-    """Log-probabilities under the policy as it is now, in steps with tokens that an older policy sampled. Stale tokens take them
-    for their old log-probabilities under `exact`; for the others generator and trainer are compared."""
+    """Log-probabilities under the current policy, in steps with tokens that an older policy sampled.
+
+    Under `exact`, they are the old log-probabilities of stale tokens. On the other tokens generator and trainer are
+    compared.
+    """
     stale_NT = stale_tokens(draft.batch, stage.context.progress.version)
     if not stale_NT.any():
         return
@@ -200,8 +205,10 @@ def ref_logp(stage: StageKind, draft: Draft) -> None:
 
 @provides("values", when=SCORING, fields=("old_values", "returns"), state="critic", program=VALUES)
 def values(stage: StageKind, draft: Draft) -> None:
-    """Values of a critic before each token, unless the generator computed them, and after the last token of a completion that was
-    cut off."""
+    """Values of a critic before each token, and after the last token of a truncated completion.
+
+    Calls no program if the generator computed them.
+    """
     assert draft.rollouts is not None
     cut = [completion.finish == "length" for _, completion in draft.rollouts.flat]
     if draft.batch.old_values is not None and not (stage.algorithm.bootstrap_truncated and any(cut)):
@@ -219,7 +226,7 @@ def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, cut_N: Any) -> 
 
 @provides("each_reward", when=REWARDS)
 def each_reward(stage: StageKind, draft: Draft) -> None:
-    """float[P,G,F]: the scores of every reward function, and their weights. A completion on which one failed takes no part."""
+    """float[P,G,F]: the scores of every reward function, and their weights; NaN for a completion without a score."""
     assert draft.scores is not None and draft.rewards is not None
     scored = np.isfinite(draft.scores.total)[:, None]
     draft.rewards = np.where(scored, draft.scores.rewards, np.nan).reshape(*draft.rewards.shape, -1)

@@ -34,7 +34,7 @@ class Stage(StageKind):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """With the log-probabilities of the policy as it is now, where groups may be stale and something depends on that."""
+        """Adds the log-probabilities under the current policy, if groups may be stale and something depends on that."""
         exact = self.config.generator.exact and self.algorithm.old_logp == "trainer"
         compared = exact or self.options.max_logp_diff is not None
         return super().inputs | ({"current_logp"} if self.algorithm.dynamic_batches and compared else frozenset())
@@ -45,15 +45,17 @@ class Stage(StageKind):
 
     @property
     def sampled_values(self) -> bool:
-        """Whether the generator can compute the critic's values: the critic reads the policy's states, and the weights of this
-        step sample every completion."""
+        """Whether the generator can compute the critic's values.
+
+        It can if the critic reads the policy's states and the weights of this step sample every completion.
+        """
         on_policy = "values" in self.inputs and self.algorithm.critic_trunk == "policy"
         return on_policy and not self.algorithm.dynamic_batches
 
     def _check_kind(self) -> Problems:
         stage, name = self.options, self.options.algorithm.name
         if not self.rewards:
-            yield (*self.path, "rewards"), f"{name} needs rewards, here or for the whole run (`rewards`)"
+            yield (*self.path, "rewards"), f"{name} needs rewards, here or for all stages (`rewards`)"
         if self.algorithm.dynamic_batches and stage.samples_per_prompt == 1:
             yield (
                 (*self.path, "samples_per_prompt"),
@@ -159,20 +161,23 @@ class Stage(StageKind):
         draft.batch = batch
 
     def _score(self, draft: Draft) -> None:
-        """Computes what the algorithm takes of the policy, the reference and the critic, and waits for the rewards."""
+        """Computes the inputs that the algorithm takes from policy, reference and critic, and waits for the rewards."""
         samples, context = draft.rollouts, self.context
         assert samples is not None
         self.log_probabilities(draft)
         with context.timeline.span("waiting for rewards") as span:
-            draft.scores = samples.scores.result()
+            draft.scores = scores = samples.scores.result()
         draft.metrics["time/reward"] = span.seconds
-        draft.batch = draft.batch.without(~np.isfinite(draft.scores.total))
-        draft.rewards = draft.scores.total.reshape(len(samples.completions), self.options.samples_per_prompt)
+        draft.batch = draft.batch.without(~np.isfinite(scores.total))
+        draft.rewards = scores.total.reshape(len(samples.completions), self.options.samples_per_prompt)
         inputs.provide(self, draft, inputs.REWARDS)
         self._measure_staleness(draft)
 
     def log_probabilities(self, draft: Draft) -> None:
-        """Adds the old, reference and critic outputs that the algorithm asks for. Raises ModelError beyond `max_logp_diff`."""
+        """Adds the old, reference and critic outputs that the algorithm asks for.
+
+        Raises ModelError beyond `max_logp_diff`.
+        """
         inputs.score(self, draft)
         if draft.current is not None:
             self._check_difference(_difference(draft.current, self.context.progress.version))
@@ -208,7 +213,7 @@ class Stage(StageKind):
         return per_sample
 
     def _update(self, draft: Draft, n: int) -> tuple[RunState, dict[str, float]]:
-        """Makes the updates of the step, of the critic alone during its warm-up, and moves what moves from step to step."""
+        """Makes the updates of the step and adjusts the controls. The critic's warm-up updates the critic alone."""
         batch, progress = draft.batch, self.context.progress
         critic_only = draft.state.critic is not None and n <= self.algorithm.critic_warmup
         state, updated = self.update(draft.state, batch, critic_only=critic_only)
@@ -222,13 +227,13 @@ class Stage(StageKind):
         limit = self.options.max_logp_diff
         if limit is not None and difference is not None and not difference <= limit:
             raise ModelError(
-                f"the log-probabilities of generator and trainer differ by {difference:.3g} a token in the mean, more than "
-                f"max_logp_diff ({limit:g}). Use `generator.exact: true`, `router_replay: true` or a wider dtype; the last "
-                "checkpoint is from before"
+                f"the log-probabilities of generator and trainer differ by {difference:.3g} per token in the mean, "
+                f"more than max_logp_diff ({limit:g}). Use `generator.exact: true`, `router_replay: true` or a wider "
+                "dtype; the last checkpoint is from before"
             )
 
     def _renew_reference(self, state: RunState, n: int) -> RunState:
-        """Returns the state with a reference that has moved to the policy, where this step is one that does so."""
+        """Returns the state. Every `reference_every` steps, its reference has moved to the policy."""
         every = self.algorithm.reference_every
         if not every or n % every:
             return state
@@ -236,7 +241,7 @@ class Stage(StageKind):
             return self.trainer.renew_reference(state, self.algorithm.reference_mix)
 
     def _measure_staleness(self, draft: Draft) -> None:
-        """Counts the updates between the weights that sampled each token of the mask and those before this step."""
+        """Counts the updates between the weights that sampled each token of the mask and the current weights."""
         stale = self.context.progress.version - draft.batch.version[draft.batch.mask != 0]
         draft.stale = bool(stale.any())
         if stale.size:
@@ -262,6 +267,7 @@ class Stage(StageKind):
 
 
 def _difference(batch: Batch, version: int) -> float | None:
-    """Returns the mean of |old_logp - sampler_logp| over the tokens of the mask that are not stale; None without any."""
+    """Returns the mean of |old_logp - sampler_logp| over the tokens of the mask that are not stale; None if all are."""
+    assert batch.old_logp is not None and batch.sampler_logp is not None
     fresh_NT = (batch.mask != 0) & ~inputs.stale_tokens(batch, version)
     return float(np.abs(batch.old_logp - batch.sampler_logp)[fresh_NT].mean()) if fresh_NT.any() else None

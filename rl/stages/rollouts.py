@@ -1,4 +1,4 @@
-"""From problems to scored completions: what the generator wrote, and what the rewards say of it.
+"""From problems to scored completions: calls the generator, then the rewards.
 
 P prompts, G completions of each, F reward functions.
 """
@@ -8,12 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from rewards import Runner, Scores
-from rewards.runner import Handle
 from rl.config.stage import SamplingOptions
 from rl.data.encoded import Problem
 from rl.training.flops import Operations
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 class Source:
     """Where completions and their scores come from.
 
-    scorers: reward models by name, each a function from sequences of token ids to scores. on_calls: is told the calls that were
-    made for some scores, once these are there.
+    scorers: reward models by name, each a function from sequences of token ids to scores. on_calls: gets the calls that
+    computed some scores, once the scores are there.
     """
 
     generator: Generator
@@ -37,16 +36,27 @@ class Source:
     on_calls: Callable[[Sequence[Any]], None] | None = None
 
 
+class PendingScores(Protocol):
+    """Scores that may still be computed."""
+
+    def result(self) -> Scores:
+        """Waits for the scores and returns them."""
+        ...
+
+
 @dataclass(frozen=True)
 class Rollouts:
-    """The completions of one step, [P][G], the scores that are on their way, and the number of updates that the weights had seen
-    which wrote each group. Of all that was sampled for it: what was counted (`Generator.counts`, and `tokens` of completions), and
-    how many `seconds` decoding took and, thereafter, reward models (`judging`)."""
+    """The completions of one step, with their pending scores.
+
+    completions: [P][G]. versions: policy version (number of updates) that sampled each group. counts: counts of the
+    generator over all sampling for this step, and the `tokens` of its completions. seconds: time of decoding. scoring:
+    time of the reward models after decoding.
+    """
 
     problems: Sequence[Problem]
     prompt_ids: Sequence[int]
     completions: list[list[Completion]]
-    scores: Handle
+    scores: PendingScores
     counts: Mapping[str, int]
     seconds: float
     versions: Sequence[int]
@@ -54,47 +64,54 @@ class Rollouts:
 
     @property
     def flat(self) -> list[tuple[int, Completion]]:
-        """(number of the prompt, completion) of each sample, groups together."""
+        """Returns (number of the prompt, completion) of each sample, group by group."""
         return [(p, completion) for p, group in enumerate(self.completions) for completion in group]
 
     def operations(self, of: Operations) -> float:
-        """Of computing these prompts and completions; what dynamic sampling drew besides counts without its attention."""
+        """Returns the FLOPs of these prompts and completions.
+
+        Groups that dynamic sampling dropped count without attention.
+        """
         lengths = [len(self.problems[p].ids) + len(completion.tokens) for p, completion in self.flat]
         return of.forward(lengths, weighed=self.counts["prefill"] + self.counts["useful"])
 
     def batch(self, limit: int, *, replay: bool = False, values: bool = False) -> Batch:
-        """One row for each completion after its prompt; the mask is on the completion, its stop token included. `replay`: with the
-        experts that the generator sent each token to. `values`: with the values of a critic, if the generator computed them."""
+        """Returns one row for each prompt with its completion. The mask covers the completion, its stop token included.
+
+        replay: adds the experts that the generator sent each token to. values: adds the values of a critic, if the
+        generator computed them.
+        """
         from rl.training.batch import pack, spread
 
         rows = [
             (self.problems[p].ids + c.tokens, [0] * len(self.problems[p].ids) + [1] * len(c.tokens))
             for p, c in self.flat
         ]
-        batch, values_of = pack(rows, limit), [c.values for _, c in self.flat]
+        batch, recorded = pack(rows, limit), [c.values for _, c in self.flat if c.values is not None]
         return batch.replace(
             prompt=np.asarray([p for p, _ in self.flat], np.int32),
             sampler_logp=spread([c.logprobs for _, c in self.flat], batch.mask),
             version=np.asarray([self.versions[p] for p, _ in self.flat], np.int32)[:, None] * (batch.mask != 0),
-            old_values=spread(values_of, batch.mask) if values and None not in values_of else None,
+            old_values=spread(recorded, batch.mask) if values and len(recorded) == len(rows) else None,
             routes=routes_of([c for _, c in self.flat], batch.tokens.shape[1]) if replay else None,
         )
 
 
 def routes_of(completions: Sequence[Completion], length: int) -> dict[str, np.ndarray]:
-    """Batch.routes of these completions after their prompts, in rows of `length` tokens."""
+    """Returns Batch.routes of these completions after their prompts, in rows of `length` tokens."""
     from policy.cache.step import UNKNOWN
 
-    first = completions[0].routes
+    first = completions[0].routes or {}
     result = {path: np.full((len(completions), length, *a.shape[1:]), UNKNOWN, a.dtype) for path, a in first.items()}
     for row, completion in enumerate(completions):
+        assert completion.routes is not None, "the generator records routes if a stage replays them"
         for path, experts in completion.routes.items():
             result[path][row, : len(experts)] = experts
     return result
 
 
-def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes) -> SamplingParams:
-    """Those of the configuration, with the tokenizer's own ends of a completion added."""
+def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes: Any) -> SamplingParams:
+    """Returns the parameters of the configuration, with the tokenizer's stop tokens added."""
     from rollout import SamplingParams
 
     settings = {
@@ -116,8 +133,11 @@ def collect(
     prompt_ids: Sequence[int],
     version: int = 0,
 ) -> Rollouts:
-    """Completes the prompts, by weights of this `version`. A group is scored, in the processes of the rewards, as soon as it is
-    there; others are decoded. With reward models all are scored once the last is there: they need the devices too."""
+    """Completes the prompts with weights of this `version`, and starts to score the completions.
+
+    The processes of the rewards score a group as soon as it is complete, while other groups are decoded. Reward models
+    need the devices too, so with them all scoring starts after the last completion.
+    """
     began, G, generator = time.perf_counter(), params.n, source.generator
     examples = [problem.example for problem in problems for _ in range(G)]
     names = sorted({name for example in examples for name in example.columns})
@@ -129,7 +149,7 @@ def collect(
     handle = source.runner.open([example.prompt for example in examples], columns, groups, on_calls=source.on_calls)
     generator.forget()
     before = generator.counts
-    completions: list[list[Completion]] = [[None] * G for _ in problems]
+    completions: list[list[Any]] = [[None] * G for _ in problems]
 
     def score(p: int, sample: int, **more: Any) -> None:
         completion = completions[p][sample]
@@ -155,12 +175,15 @@ def collect(
 
 
 def _as_written(prompt, text: str):
-    """A completion in the form of its prompt: text after text, a message of the assistant after messages."""
+    """Returns a completion in the form of its prompt: text after text, a message of the assistant after messages."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
-def records(rollouts: Rollouts, scores: Scores, advantages, stage: str, step: int) -> list[dict]:
-    """A line of samples.jsonl for each completion; `advantages` float[P * G]: of a completion, or the mean of its tokens."""
+def records(rollouts: Rollouts, scores: Scores, advantages: np.ndarray, stage: str, step: int) -> list[dict]:
+    """Returns a line of samples.jsonl for each completion.
+
+    advantages: float[P * G], the advantage of each completion or the mean over its tokens.
+    """
     lines = []
     sample_of = {}
     for i, (p, completion) in enumerate(rollouts.flat):
@@ -184,8 +207,10 @@ def records(rollouts: Rollouts, scores: Scores, advantages, stage: str, step: in
 
 
 def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:
-    """Rewards and lengths of a step, by the names of docs/metrics.md, and what drafts gained where there were any. NaN where
-    nothing was scored."""
+    """Returns rewards and lengths of a step, by the names of docs/metrics.md. NaN if nothing was scored.
+
+    drafted: adds the tokens that drafts gained.
+    """
     G = len(rollouts.completions[0])
     totals = scores.total.reshape(-1, G)
     scored = totals[np.isfinite(totals)]

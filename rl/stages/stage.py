@@ -1,4 +1,4 @@
-"""The interface of a stage: all that the loop, the planner, checkpoints and the configuration know.
+"""The interface of a stage for the loop, the planner, checkpoints and the configuration.
 
 A stage goes through five phases, and each method belongs to one:
 
@@ -38,16 +38,17 @@ if TYPE_CHECKING:
     from rollout import SamplingParams
 
 Problems = Iterator[tuple[tuple, str]]
-"""(path of keys, what is wrong and how to mend it) of each problem of a configuration."""
+"""(path of keys, message that says what is wrong and what to change) of each problem of a configuration."""
 
 
 @dataclass(frozen=True)
 class Program:
     """One compiled program of a step, for a plan.
 
-    kind: its name. shape: of the arrays that it computes on. lower: traces it. graph: the model that it computes. resident:
-    abstract arguments that the run keeps on the devices all the time. times: runs per step. trip_count: of its outermost loop,
-    whose length the device computes (micro-batches). rollout_memory: the generator holds its temporary copies meanwhile.
+    kind: its name. shape: shape of the arrays that it computes on. lower: traces it. graph: the model that it computes.
+    resident: abstract arguments that the run keeps on the devices all the time. times: runs per step. trip_count:
+    iterations of its outermost loop, whose length the device computes (micro-batches). rollout_memory: the generator
+    holds its temporary copies meanwhile.
     """
 
     kind: str
@@ -110,33 +111,34 @@ class ConfiguredStage:
         return self.options.prompts_per_step // self.options.updates_per_step
 
     def check(self) -> Problems:
-        """Yields what is wrong with the stage in this configuration. Quick, and without jax."""
+        """Yields the problems of the stage in this configuration. Quick, and without jax."""
         stage, config, name = self.options, self.config, self.options.algorithm.name
         if not self.data:
-            yield (*self.path, "data"), f"{name} needs data, here or for the whole run (`data`)"
+            yield (*self.path, "data"), f"{name} needs data, here or for all stages (`data`)"
         if stage.indexer.training == "dense_warmup" and name != "sft":
             yield (
                 (*self.path, "indexer", "training"),
-                f"a dense_warmup learns from texts alone, what {name} does is for nothing; use sft",
+                f"a dense_warmup learns from texts alone and has no use for {name}; use sft",
             )
         if stage.router_replay and config.generator.exact:
             yield (
                 (*self.path, "router_replay"),
-                "exact: true gives the log-probabilities of the model's own routes, and replay those of the generator's; "
-                "leave one out",
+                "exact: true gives log-probabilities under the model's own routes, and replay gives them under the "
+                "generator's routes; leave one out",
             )
         yield from self._check_kind()
         if stage.router.ragged_buffer_factor is not None and config.model.expert_parallel != "all_to_all":
             yield (
                 (*self.path, "router", "ragged_buffer_factor"),
-                f"only `model.expert_parallel: all_to_all` has this buffer, the scheme is {config.model.expert_parallel}",
+                "only `model.expert_parallel: all_to_all` has this buffer, the scheme is "
+                f"{config.model.expert_parallel}",
             )
         if stage.micro_batch and stage.micro_batch > (rows := self.rows_per_update):
             text = f"{stage.micro_batch} rows, but one update has {rows}; leave it out or lower it"
             yield (*self.path, "micro_batch"), text
 
     def _check_kind(self) -> Problems:
-        """Yields what the kind of stage adds to `check`."""
+        """Yields the problems that the kind of stage adds to `check`."""
         yield from ()
 
     def _check_offline(self) -> Problems:
@@ -157,14 +159,14 @@ class ConfiguredStage:
             yield (*self.path, "sampling", "max_new_tokens"), text
 
     def _check_no_capacity(self) -> Problems:
-        """Yields a problem where updates may drop tokens that another computation of the same log-probabilities keeps."""
+        """Yields a problem where updates may drop tokens that another pass over the same log-probabilities keeps."""
         for key in ("capacity_factor", "ragged_buffer_factor"):
             if getattr(self.options.router, key) is not None:
                 yield (
                     (*self.path, "router", key),
-                    f"{self.options.algorithm.name} compares the policy with a model that drops nothing (the generator's, or "
-                    f"the reference), but with {key} it would give tokens other probabilities. Leave {key} out, or use it in "
-                    "sft stages only",
+                    f"{self.options.algorithm.name} compares the policy with a model that drops nothing (the "
+                    f"generator's, or the reference), but with {key} it would give tokens other probabilities. Leave "
+                    f"{key} out, or use it in sft stages only",
                 )
 
 
@@ -201,8 +203,10 @@ class StageKind(ConfiguredStage, ABC):
         """Defines the programs of the stage for a model. Nothing compiles yet."""
 
     def abstract(self) -> Any:
-        """Returns the shapes and shardings of the state, for a checkpoint to be read into. `policy.params` are the weights of
-        the policy in every state."""
+        """Returns the shapes and shardings of the state, as the template of a restored checkpoint.
+
+        `policy.params` are the weights of the policy in every state.
+        """
         return self.trainer.abstract()
 
     def executables(self) -> Mapping[str, CompiledCache]:
@@ -238,7 +242,7 @@ class StageKind(ConfiguredStage, ABC):
     # Run.
 
     def start(self, context: Context, restored: Any = None) -> Any:
-        """Returns the state before the first step, or before the next one where `restored` holds the arrays of a checkpoint."""
+        """Returns the state before the first step, or `restored`, the arrays of a checkpoint."""
         self.context = context
         if restored is not None:
             return restored
@@ -246,7 +250,7 @@ class StageKind(ConfiguredStage, ABC):
         return self.trainer.start(context.model.params, self.config.seed + self.index)
 
     def load_scorers(self, context: Context) -> None:
-        """Loads the reward models that the rewards ask."""
+        """Loads the reward models that the rewards call."""
         from rl.stages.scorers import load_scorers
 
         if self.runner and self.runner.sources:
@@ -280,23 +284,23 @@ class StageKind(ConfiguredStage, ABC):
         return {source: partial(score, source, scorer) for source, scorer in self.scorers.items()}
 
     def evaluation(self, held_out: list) -> Evaluation | None:
-        """Returns the evaluation of the policy, or None where the run has none or the stage leaves the policy as it is."""
+        """Returns the evaluation of the policy, or None if the run has none or the stage does not change the policy."""
         options = self.config.evaluation
         if options is None or not self.trains_policy:
             return None
         return Evaluation(options, held_out, self.collect, self.sampling_params())
 
     def next_rows(self, total: int) -> list[int]:
-        """Returns the rows of the next `prompts_per_step` examples of `total`. Each stage has its own order of the data."""
+        """Returns the rows of the next `prompts_per_step` of `total` examples, in the stage's order of the data."""
         progress, count = self.context.progress, self.options.prompts_per_step
         first, seed = progress.drawn, self.config.seed * 1000 + self.index
         progress.drawn += count
         return [datasets.order(seed, total, number) for number in range(first, first + count)]
 
     def update(self, state: Any, batch: Batch, **how: Any) -> tuple[Any, dict[str, float]]:
-        """Makes `updates_per_step` updates, each on an equal part of the rows. Returns the state and the means of the metrics.
+        """Makes `updates_per_step` updates, each on an equal part of the rows.
 
-        The model sees the new weights at once: they are the same arrays.
+        Returns the state and the means of the metrics. The model sees the new weights at once: the arrays are shared.
         """
         import jax
 
@@ -325,18 +329,20 @@ class StageKind(ConfiguredStage, ABC):
         return state.policy
 
     def check_learned(self, state: Any, metrics: dict[str, float]) -> None:
-        """Raises ModelError after the last step of a stage in which every update was skipped; `metrics`: of that step."""
+        """Raises ModelError if every update of the stage was skipped. `metrics`: metrics of the last step."""
         self.trainer.check_updates(self.learner(state), metrics)
 
     # Files.
 
     def finish(self, state: Any, write: Callable[[Path, Callable[[Path], None]], Any]) -> None:
-        """Writes what the stage leaves behind besides the policy; `write(directory, function)` has `function` fill a directory,
-        which appears in one step. Releases programs and reward models."""
+        """Writes the results of the stage besides the policy. Releases programs and reward models.
+
+        `write(directory, function)` calls `function` to fill a directory, which appears in one step.
+        """
         self.trainer, self.scorers = None, {}
 
     def export(self, directory: Path) -> None:
-        """Writes what the stage has trained, where it is the last of the run: the policy in Hugging Face form."""
+        """Writes the trained weights after the last stage of the run: the policy in Hugging Face form."""
         import policy
         from policy.mesh import processes
 
@@ -376,13 +382,14 @@ def update_program(
 
 
 def abstract_batch(shape: tuple[int, int], routes: dict | None, *names: str, extra: tuple[str, ...] = ()) -> Batch:
-    """Returns a packed batch as shapes, with the float32[N,T] fields `names`. routes: of one token, abstract."""
+    """Returns a packed batch as shapes, with the float32[N,T] fields `names`. routes: abstract routes of one token."""
     import jax
     import jax.numpy as jnp
 
     from rl.training.batch import Batch
 
-    ids, floats = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
+    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+    floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     batch = Batch(tokens=ids, segments=ids, mask=floats, prompt=ids, **dict.fromkeys(names, floats))
     if extra:
         batch = replace(batch, extra=dict.fromkeys(extra, floats))

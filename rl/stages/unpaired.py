@@ -1,6 +1,7 @@
 """A stage that learns from single answers that are labelled good or bad. Nothing is sampled.
 
-Rows hold `prompt`, `completion` and `label` (true, false, 1 or 0), or pairs as in preferences, of which each answer counts alone.
+Rows hold `prompt`, `completion` and `label` (true, false, 1 or 0), or pairs as in preferences. Each answer of a pair
+counts alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Answer = tuple["Row", float]
 
 
 class Stage(supervised.Stage):
-    """Updates the policy on labelled answers. While inputs are computed, a row also holds the answer to another prompt."""
+    """Updates the policy on labelled answers. While inputs are computed, a row also holds another prompt's answer."""
 
     sequences_per_row = 2
 
@@ -90,8 +91,8 @@ def _key(label: Any) -> Any:
 def batch_of(answers: list[Answer], max_length: int, rotate: int | None) -> Batch:
     """Returns a batch of labelled answers, one a row.
 
-    rotate: rows of an update. Segment 2 of a row then holds the prompt of the row with the answer of the row before it in the
-    same update (of the last row for the first), cut at `max_length`. None: no such segment.
+    rotate: rows of an update. Segment 2 of a row then holds the prompt of the row with the answer of the previous row
+    in the same update (for the first row, the last row), cut at `max_length`. None: no such segment.
     """
     from rl.training.batch import together
 
@@ -115,6 +116,7 @@ def _mismatched(row: Row, other: Row, max_length: int) -> Row:
 
 def with_kl(batch: Batch) -> Batch:
     """Returns the batch without the answers to other prompts, and their log-ratio to the reference as `extra["kl"]`."""
+    assert batch.old_logp is not None and batch.ref_logp is not None and batch.extra is not None
     other = batch.segments == 2
     ratio = np.where(other & (batch.mask != 0), batch.old_logp - batch.ref_logp, 0.0).sum(axis=1, keepdims=True)
     kl = np.broadcast_to(ratio.astype(np.float32), batch.tokens.shape)

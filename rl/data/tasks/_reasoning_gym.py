@@ -53,8 +53,8 @@ def _configured(name: str, options: dict[str, Any], split: Split, size: int) -> 
     try:
         # The import prints notices about optional packages.
         with contextlib.redirect_stdout(io.StringIO()):
-            import reasoning_gym
-            from reasoning_gym.factory import DATASETS
+            import reasoning_gym  # pyright: ignore[reportMissingImports]
+            from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError(
             f"no task {name}{nearest(name, names())}; "
