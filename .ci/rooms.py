@@ -16,18 +16,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = {
     "policy": [
-        *("axes", "config", "mesh", "intermediates", "ops", "cache", "attention", "experts", "layers", "remat"),
-        *("compatibility", "decoder", "heads", "modes", "model", "execution", "families", "huggingface", "public"),
+        *("options", "mesh", "runtime", "specs", "config", "intermediates", "ops", "cache", "attention", "experts"),
+        *("layers", "remat", "compatibility", "decoder", "heads", "modes", "programs", "model", "execution"),
+        *("fields", "families", "huggingface", "public"),
     ],
-    "rewards": ["text", "registry", "workers", "runner", "check"],
-    "rollout": ["types", "text", "engine", "generator", "collect"],
+    "rewards": ["suggest", "text", "registry", "plugins", "workers", "runner", "check"],
+    "rollout": ["types", "request", "text", "engine", "generator"],
     "rl": [
         *("errors", "cluster", "algorithms", "tasks", "config", "data", "reporting", "training", "stages", "run"),
         *("plan", "commands"),
     ],
 }
-# A room that lies deeper than one folder below its package.
-DEEPER = {"rl.data.tasks": "tasks"}
+# Modules that form a room of their own below a folder: tasks are lower than the configuration, families are lower than the
+# directories that they describe, and a model holds its scoring programs.
+DEEPER = {
+    "rl.data.tasks": "tasks",
+    **dict.fromkeys((f"policy.huggingface.{n}" for n in ("names", "config_fields", "extensions", "ngrams")), "fields"),
+    **dict.fromkeys(("policy.execution.compiled_cache", "policy.execution.scoring"), "programs"),
+}
 _START, _END = "<!-- rooms: {} -->", "<!-- end of rooms: {} -->"
 
 

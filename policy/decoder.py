@@ -21,16 +21,16 @@ from policy.attention.sequence_shards import Order, along_length
 from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
-from policy.execution import batch_split
 from policy.intermediates import Aux
+from policy.layers import batch_split
 from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
 from policy.layers.prediction_module import PredictionModule
 from policy.mesh.explicit import in_explicit_mode, with_explicit_axes
-from policy.mesh.host_memory import fetch_layer
 from policy.mesh.sharding import Layout as ShardingLayout
 from policy.mesh.sharding import axes_of, constrain, decoded, own_rows
 from policy.ops.dropout import drop
+from policy.ops.host_memory import fetch_layer
 from policy.ops.norms import norm
 from policy.ops.parameter import normal, split_module, stacked, weight
 from policy.ops.rope import materialized, rotation, sinusoids

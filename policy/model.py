@@ -22,13 +22,13 @@ from policy.attention.sequence_shards import AXIS
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
-from policy.execution import batch_split
+from policy.execution.scoring import Scorer, documents
 from policy.experts import expert_parallel
 from policy.heads import head
-from policy.heads.scoring import Scorer, documents
 from policy.intermediates import Aux
-from policy.mesh.host_memory import belongs_there, fetch, in_host_memory
+from policy.layers import batch_split
 from policy.mesh.sharding import Layout
+from policy.ops.host_memory import belongs_there, fetch, in_host_memory
 from policy.ops.parameter import Constant, RowTable
 from policy.remat import saved
 

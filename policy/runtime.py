@@ -25,7 +25,7 @@ class Runtime:
 
     Memory. `remat` is "none" or a policy of policy/remat.py; "custom" keeps `remat_tensors`, pairs (name, memory).
     `scan` runs the repeats of a stack in a loop. More than `attention_chunk` queries are taken in chunks.
-    `host_parameters`: trained weights live in host memory (policy/mesh/host_memory.py). `table_memory`: n-gram tables
+    `host_parameters`: trained weights live in host memory (policy/ops/host_memory.py). `table_memory`: n-gram tables
     live in the memory of the device or of its host; with "host" only the rows that are looked up reach the device.
     `num_vocab_tiling`: number of chunks of tokens whose logits are computed one after the other (policy/heads/head.py);
     None: chosen by size.
@@ -40,7 +40,7 @@ class Runtime:
     all_to_all takes at most `ragged_buffer_factor` times its even share of all choices; choices beyond are dropped.
     With None nothing is dropped. Both are for training, where the generator need not compute the same numbers.
     `expert_gradients`: the type in which the schemes gather and hidden send the gradients of expert outputs; None: the
-    type of the activations. `batch_split` turns on the schedule of policy/execution/batch_split.py. `context_parallel`
+    type of the activations. `batch_split` turns on the schedule of policy/layers/batch_split.py. `context_parallel`
     and `context_load_balance` say how attention works where sequences are cut over the mesh axis `context`
     (policy/attention/context_parallel.py, policy/attention/sequence_shards.py).
     """

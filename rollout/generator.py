@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy.mesh.host_memory import on_a_device
 from policy.model import Model
+from policy.ops.host_memory import on_a_device
 from rollout.engine.active_batch import stop_width
 from rollout.engine.engine import Engine
 from rollout.engine.exact import Verifier

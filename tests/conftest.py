@@ -115,6 +115,7 @@ def in_group_worker(config) -> bool:
     return hasattr(config, "workerinput") and grouping.FILE in os.environ
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist tells the scheduler that this worker has collected
 def pytest_collection_finish(session):
     if in_group_worker(session.config):
         grouping.write(session.items)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def on_devices(number: int, script: Path, *arguments: str):
-    """The JSON in the last line that the script prints, given these arguments. It may import what lies beside this file; most of
-    XLA's passes are off."""
+    """The JSON in the last line that the script prints, given these arguments. It may import modules of this folder;
+    most of XLA's passes are off."""
     environment = os.environ | {
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={number}",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",

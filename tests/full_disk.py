@@ -20,7 +20,7 @@ def available() -> bool:
 
 
 def run(script: str | Path, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess:
-    """Runs a Python script that may call `mount` and `resize`, and import what lies beside this file."""
+    """Runs a Python script that may call `mount` and `resize`, and import modules of this folder."""
     command = [str(part) for part in (*_NAMESPACE, sys.executable, script, *arguments)]
     tests = Path(__file__).resolve().parent
     path = os.pathsep.join([str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -19,11 +19,12 @@ LEFT_OUT = ("slow", "every_family")
 
 
 def subject(item) -> str | None:
-    """What a test shares with others whatever file they are in: a group that its file names, a whole run, a kind of decoder."""
+    """What a test shares with others whatever file they are in: a group that its file names, a full run, a kind of
+    decoder."""
     if own := item.get_closest_marker("xdist_group"):
         return own.args[0]
-    if "unbroken" in item.fixturenames:
-        return "unbroken"
+    if "uninterrupted" in item.fixturenames:
+        return "uninterrupted"
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     model = next((parameters[name] for name in ("name", "kind") if isinstance(parameters.get(name), str)), None)
     place = item.path.parent if item.path.parent.name == "parity" else item.path  # there they share the models
@@ -45,8 +46,8 @@ def part(item, parts: int) -> int | None:
 
 
 def in_order(items) -> list:
-    """The tests as workers take them: whole runs and meshes first, which are few and long, then the largest groups, so that the
-    workers end together."""
+    """The tests as workers take them: full runs and meshes first, which are few and long, then the largest groups, so
+    that the workers end together."""
     sizes = Counter(map(group, items))
 
     def place(item):

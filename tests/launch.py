@@ -1,4 +1,4 @@
-"""Whole runs for tests: in this process, or in one of their own; and what is compared of them."""
+"""Full runs for tests: in this process, or in one of their own; and what is compared of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl.commands import cli
 from rl.reporting import events
 
 ROOT = Path(__file__).resolve().parents[1]
-# Laid over the small run: one layer without experts, and no generator where nothing is sampled.
+# Merged over the small run: one layer without experts, and no generator where nothing is sampled.
 LIGHT = ("model.overrides.num_hidden_layers=1", "evaluation=null")
 QUICKSTART, SMALL = ROOT / "configs" / "quickstart.yml", ROOT / "tests" / "end_to_end" / "small.yml"
 

@@ -1,5 +1,5 @@
-"""One decoder used in its two ways on the same tokens: the whole row at once, and through a cache, prompt first and then token by
-token. B rows, T tokens, E hidden."""
+"""One decoder used in its two ways on the same tokens: the full row at once, and through a cache, prompt first and then
+token by token. B rows, T tokens, E hidden."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 
 from policy import modes
 from policy.layers.engram import look_up, ngram_rows
-from policy.mesh.host_memory import to_host
 from policy.mesh.sharding import constrain
 from policy.model import Graph
+from policy.ops.host_memory import to_host
 
 
 @jax.tree_util.register_dataclass

@@ -7,9 +7,9 @@ from flax import nnx
 
 from policy.cache.step import Step
 from policy.config import DecoderConfig, DenseAndExperts, Runtime
+from policy.experts.mlp import FeedForward
 from policy.experts.moe import MixtureOfExperts
 from policy.intermediates import LayerAux
-from policy.layers.mlp import FeedForward
 from policy.ops.norms import norm
 
 

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from policy.config import Moe, Runtime
 from policy.experts.grouped import Block, Plan, by_row, combine, dispatch, plan, product
-from policy.layers.mlp import ACTIVATIONS
+from policy.experts.mlp import ACTIVATIONS
 from policy.ops.linear import Weight, linear
 
 # Logical axes of the weights of experts, by name. Biases [G, F] and [G, E] are small: `down_bias` is stored with a full

@@ -1,7 +1,7 @@
 """Products of rows with the weights of the group that each row belongs to: the arithmetic of a mixture of experts.
 
 The rows of a group are neighbours. On TPU and GPU the product is `jax.lax.ragged_dot`, or a kernel of
-policy/experts/grouped_kernel.py where XLA has none. XLA on CPU would compute every group on every row, so there the
+policy/ops/grouped_kernel.py where XLA has none. XLA on CPU would compute every group on every row, so there the
 groups are padded to full blocks of rows and each block is multiplied with its group's weights.
 
 A choice of G or more names a group of another device, or none. It has no row and adds nothing. The content of unused

@@ -15,9 +15,9 @@ from policy.cache.step import Step
 from policy.config import DecoderConfig, Moe, Runtime
 from policy.experts.expert_parallel import mixture
 from policy.experts.experts import AXES, Weights
+from policy.experts.mlp import FeedForward
 from policy.experts.router import TopKRouter, chosen
 from policy.intermediates import LayerAux, Routing
-from policy.layers.mlp import FeedForward
 from policy.mesh.explicit import auto_axes, in_explicit_mode, spec_of
 from policy.ops.linear import Weight, einsum, rounded
 from policy.ops.parameter import normal, split_module, weight, zeros

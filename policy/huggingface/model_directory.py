@@ -24,7 +24,7 @@ from policy.huggingface import extensions, names, sources
 from policy.huggingface.quantized import Scheme
 from policy.huggingface.tensorfiles import INDEX, SINGLE, ModelFileError, TensorFiles
 from policy.mesh import processes
-from policy.mesh.host_memory import HOST
+from policy.ops.host_memory import HOST
 
 if TYPE_CHECKING:
     from policy.model import Graph

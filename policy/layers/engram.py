@@ -24,8 +24,8 @@ from policy.config import DecoderConfig, Engram, Runtime
 from policy.intermediates import LayerAux
 from policy.layers.delta_net import number_documents
 from policy.mesh import processes
-from policy.mesh.host_memory import on_host, to_device
 from policy.mesh.sharding import Layout, constrain
+from policy.ops.host_memory import on_host, to_device
 from policy.ops.norms import RMSNorm
 from policy.ops.parameter import IntegerConstant, RowTable, normal, ones, weight, zeros
 

@@ -24,11 +24,11 @@ from policy.config import (
     Runtime,
 )
 from policy.experts.dense_and_experts import DensePlusExperts
+from policy.experts.mlp import FeedForward, SquareMatrix
 from policy.experts.moe import MixtureOfExperts
 from policy.intermediates import LayerAux, observe
 from policy.layers.delta_net import DeltaNet
 from policy.layers.engram import NgramLookup
-from policy.layers.mlp import FeedForward, SquareMatrix
 from policy.layers.residual import residual
 from policy.mesh.sharding import decoded
 from policy.ops.dropout import drop

@@ -22,10 +22,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from policy.config import Runtime
-from policy.experts import grouped_kernel
 from policy.mesh.explicit import in_explicit_mode, spec_of
 from policy.mesh.sharding import Layout
-from policy.ops import quantization
+from policy.ops import grouped_kernel, quantization
 from policy.ops.projection import Projection
 
 Weight = jax.Array | qwix.QArray | Projection

@@ -14,8 +14,8 @@ add_arguments = plan.add_arguments
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans the run, or searches for its mesh, and returns the exit code."""
-    from rl.config.load import load
     from rl.plan import command
+    from rl.run.load import load
 
     config = load(*split_arguments(arguments.config))
     options = command.Options(arguments.topology, arguments.memory, arguments.candidates, arguments.json)

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Checks the configuration, trains, and returns the exit code."""
     from rl.cluster import launch
     from rl.config import files
-    from rl.config.load import load
+    from rl.run.load import load
 
     config = load(*split_arguments(arguments.config))
     together = None if arguments.check else launch.launch(arguments.processes, arguments.process, arguments.coordinator)

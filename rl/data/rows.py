@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,19 @@ def read_rows(options: DataOptions, held_out: bool) -> Rows:
     return _path_rows(options.path, options, held_out)
 
 
+_FILE_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
+
+
+def is_hub_name(path: str) -> bool:
+    """Tells whether a path that does not exist can be the name of a dataset on the Hugging Face hub.
+
+    `data/trian` is a misspelt path if there is a folder `data`.
+    """
+    if "/" in path and Path(path).parent.is_dir():
+        return False
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path)) and not path.endswith(_FILE_ENDINGS)
+
+
 def _task_rows(task: str, options: DataOptions, held_out: bool) -> Rows:
     split = options.split or ("eval" if held_out else "train")
     try:
@@ -49,7 +63,6 @@ def _task_rows(task: str, options: DataOptions, held_out: bool) -> Rows:
 
 
 def _path_rows(name: str, options: DataOptions, held_out: bool) -> Rows:
-    from rl.config.checks import is_hub_name
     from rl.config.packaged import packaged
 
     path = Path(name)

@@ -51,7 +51,7 @@ class Change:
 
 def possible(config: RunConfig) -> bool:
     """Returns whether a configuration passes all checks. Reads the model's files, which takes milliseconds."""
-    from rl.config import checks
+    from rl.run import checks
 
     return not checks.problems(config)
 
@@ -112,7 +112,7 @@ def meshes(config: RunConfig, devices: int, divisors: dict[str, int]) -> Iterato
 
 def divisors(config: RunConfig) -> dict[str, int]:
     """Returns the numbers that the axes `tensor` (heads of every layer) and `expert` (experts) have to divide."""
-    from rl.config import checks
+    from rl.run import checks
 
     decoder = checks.decoder_of(config.model)
     assert decoder is not None, "the checks of the configuration have read the decoder"

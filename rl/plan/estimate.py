@@ -129,6 +129,7 @@ class Estimator:
         for (stage, sampling, generating), options in zip(parts, config.stages, strict=True):
             # Only the shape of a batch depends on the rows of a micro-batch.
             for each in planned(stage.with_options(options), sampling):
+                assert each.graph is not None  # programs of a stage name their model
                 yield each, weights if each.graph is stage.graph else Weights(each.graph)
             yield from generating
 

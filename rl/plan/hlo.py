@@ -62,7 +62,7 @@ SLICES, UPDATES = {"dynamic-slice", "slice", "gather"}, {"dynamic-update-slice",
 # Instructions that pass an array on inside a fusion that continues a collective.
 PASSES_ON = {"parameter", "tuple", "custom-call"}
 BETWEEN = " between slices"
-# Prefixes of kernels that skip rows without a group: XLA's, and those of policy/experts/grouped_kernel.py.
+# Prefixes of kernels that skip rows without a group: XLA's, and those of policy/ops/grouped_kernel.py.
 GROUPED = ("ragged-dot", "gmm", "tgmm")
 COLLECTIVES = {
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),

@@ -1,8 +1,8 @@
-"""The compiled programs of a run, from its configuration alone: no weights, no data, and no tokenizer but where the model depends
-on it.
+"""Lists the compiled programs of a run from its configuration alone.
 
-Each is what the run itself compiles (rl/training/trainer.py, rl/training/reward_model.py, rollout/engine/runner.py, rollout/engine/exact.py), for the largest
-shape that it has: rows as long as `max_length`, all slots, the longest chunk of a prompt.
+No weights and no data are read, and a tokenizer only if the model depends on it. The programs are those that the run
+compiles (rl/training/trainer.py, rl/training/reward_model.py, rollout/engine/runner.py, rollout/engine/exact.py), at
+their largest shape: rows of `max_length` tokens, all slots, the longest chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import numpy as np
 
 import rl.stages
 from policy.attention.paged_attention import KERNELS
+from policy.execution.scoring import Scorer
 from policy.experts.expert_shards import ExpertShards
-from policy.heads.scoring import Scorer
-from policy.mesh.host_memory import on_a_device
 from policy.mesh.sharding import Layout
 from policy.model import Graph
-from rl.config.run import RunConfig
-from rl.config.stage import StageOptions
+from policy.ops.host_memory import on_a_device
+from rl.config.run import RunConfig, StageOptions
 from rl.reporting.program_memory import GENERATOR, RESHARD
 from rl.run import build
 from rl.stages.scorers import abstract_scorers
@@ -38,9 +37,9 @@ from rollout.engine.weights import RolloutWeights
 class Planned:
     """One program of a stage.
 
-    shape: of the arrays that it computes on. resident: bytes per device that the run keeps all the time; non_argument: the
-    part of these that is not an argument of the program. times: runs per step. trip_count: of its outermost loop, whose
-    length the device computes (micro-batches that hold anything). dispatch: most steps of one run of a multi-step decode;
+    shape: shape of its input arrays. resident: bytes per device that the run always keeps. non_argument: resident bytes
+    that are not arguments of the program. times: runs per step. trip_count: iterations of the outermost loop, whose
+    length the device computes (micro-batches that hold tokens). dispatch: most steps of one run of a multi-step decode;
     `times` and counts are per step. kernels and occupancy: as in rl/plan/hlo.py. graph: the model that it computes.
     """
 
@@ -59,13 +58,14 @@ class Planned:
 
     @property
     def name(self) -> str:
+        """Returns the name of the program in a plan."""
         return f"{self.stage}: {self.kind}"
 
 
 def programs(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[Planned]:
-    """Yields all programs of the run, stage by stage. `memory`: bytes of a device, None where it is not known.
+    """Yields all programs of the run, stage by stage. `memory`: bytes of a device, None if unknown.
 
-    Raises what rl.run.build does for a model or mesh that cannot be.
+    Raises what rl.run.build raises for an impossible model or mesh.
     """
     for stage, sampling in stages(config, mesh, memory):
         yield from planned(stage, sampling)
@@ -76,7 +76,7 @@ def programs(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[
 
 
 def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tuple[PlannedStage, Sampling | None]]:
-    """Yields each stage, and the generator, which lies beside it from the first stage on that samples or evaluates."""
+    """Yields each stage, and the generator, which exists from the first stage on that samples or evaluates."""
     graph, sampling = build.graph(config, mesh), None
     for stage in rl.stages.create(config):
         stage.bind(graph)
@@ -88,7 +88,7 @@ def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tu
 
 
 def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
-    """Yields the programs of a step that are not the generator's, with what the run keeps on the devices meanwhile."""
+    """Yields the programs of a step other than the generator's, with the bytes that the run keeps meanwhile."""
     stage = own.stage
     routes = sampling.routes if sampling and stage.options.router_replay else None
     for each in (
@@ -117,7 +117,7 @@ def _occupancy(graph: Graph, planned: Planned) -> float:
 
 @dataclass
 class PlannedStage:
-    """A stage on a batch as full as one can be. `bytes`: of its state and of its reward models, on each device."""
+    """A stage with a full batch. `bytes`: of its state and its reward models, per device."""
 
     stage: StageKind
     graph: Graph
@@ -150,11 +150,10 @@ class PlannedStage:
 
 
 class Sampling:
-    """The generator's programs over a cache of all slots, and over copies of weights where it has some; and those that check exact
-    completions."""
+    """The programs of the generator, with a cache of all slots and copies of weights, and of the exact check."""
 
     def __init__(self, config: RunConfig, first: PlannedStage, memory: float | None):
-        """`first`: the stage from which on it is there; `memory`: bytes of a device."""
+        """Builds the runner. `first`: the stage from which on the generator exists. `memory`: bytes of a device."""
         self.config, self.graph = config, first.graph
         self._shown_with = None if any(rl.stages.kind_of(each).samples for each in config.stages) else first.name
         asked = build.generator_options(config)
@@ -166,39 +165,39 @@ class Sampling:
         self._rereads = asked.rereads
         self._verifier = Verifier(Scorer(self.graph), config.seed, stop_string=None) if asked.exact else None
         self._dropped = bool(self._weights and self._weights.reshards)
-        # What lies there while rollouts run, and what stays.
+        # Bytes per device while rollouts run, and bytes that stay.
         self.rolling = on_a_device((self.cache, self._copy))
         self.bytes = self.rolling - (on_a_device(self._copy) if self._dropped else 0)
 
     @property
     def decoding(self) -> Graph:
-        """The graph that its programs compute."""
+        """Returns the graph that the programs of the generator compute."""
         return self._runner.graph
 
     @property
     def routes(self) -> dict:
-        """Of one token, as Batch.routes has them."""
+        """Returns the shapes of the routes of one token, as in Batch.routes."""
         runner = self._runner
         width = runner.geometry.table_width
         pages = None if width is None else np.zeros(width, np.int32)
-        found = jax.eval_shape(runner.programs["routes"].jitted, self.cache, np.int32(0), pages)
-        return {path: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for path, a in found.items()}
+        shapes = jax.eval_shape(runner.programs["routes"].jitted, self.cache, np.int32(0), pages)
+        return {path: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for path, a in shapes.items()}
 
     def used_by(self, stage: PlannedStage) -> bool:
-        """Whether its programs are shown with a stage: one that samples, or where none does the first that evaluates."""
+        """Whether `stage` lists the programs: a stage that samples, or the first that evaluates if none samples."""
         return stage.samples or self._shown_with == stage.name
 
     def programs(self, stage: PlannedStage) -> Iterator[Planned]:
-        """The largest of each kind."""
+        """Yields the largest program of each kind."""
         runner, options, held = self._runner, stage.options, stage.bytes + self.rolling
         slots = runner.geometry.slots
         P, weights = options.prompts_per_step, stage.state.policy.params
         prompts = max(2, self.config.max_length - options.sampling.max_new_tokens)
-        if self._copy:
-            yield self._copying(stage, held)
+        if self._weights and self._copy:
+            yield self._copying(self._weights, stage, held)
         params = weights | self._copy
         stays = held - on_a_device((params, self.cache))
-        P *= stage.samples  # evaluations are no part of a step
+        P *= stage.samples  # a step excludes evaluations
         steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // slots)
         longest = self.config.max_length if self._rereads else prompts
         for (name, *shape), arguments in program_inputs(runner, params, longest, [stop_width(1)]):
@@ -218,31 +217,31 @@ class Sampling:
             kind, often = GENERATOR.get(name, name), {"times": times, "dispatch": dispatch}
             yield Planned(stage.name, kind, tuple(shape), lower, held, stays, **often, kernels=kernels)
         if self._verifier:
-            yield from self._checks(stage, weights, P * options.samples_per_prompt)
+            yield from self._checks(self._verifier, stage, weights, P * options.samples_per_prompt)
 
-    def _checks(self, stage: PlannedStage, weights: dict, completions: int) -> Iterator[Planned]:
-        """The longest programs of the check of so many exact completions as long as they can be, of which no token is replaced."""
-        verifier, held = self._verifier, stage.bytes + self.rolling
+    def _checks(self, verifier: Verifier, stage: PlannedStage, weights: dict, completions: int) -> Iterator[Planned]:
+        """Yields the longest programs that check so many exact completions of full length, without a replaced token."""
+        held = stage.bytes + self.rolling
         L = verifier.scorer.lengths(self.config.max_length)[-1]
-        for kind, given in verifier.program_inputs(weights, L).items():
-            lower = lambda kind=kind, given=given: verifier.executables[kind].lower(*given)  # noqa: E731
+        for kind, arguments in verifier.program_inputs(weights, L).items():
+            lower = lambda kind=kind, arguments=arguments: verifier.executables[kind].lower(*arguments)  # noqa: E731
             times = -(-completions // verifier.scorer.rows(L))
-            yield Planned(stage.name, kind, given[1].shape, lower, held, held - on_a_device(weights), times)
+            yield Planned(stage.name, kind, arguments[1].shape, lower, held, held - on_a_device(weights), times)
 
     def _read_by_kernels(self) -> dict[str, int]:
-        """Bytes that a kernel of decoding reads of the pages of one layer, all of them full. Its operand is the pool of all."""
-        found: dict[str, int] = {}
+        """Returns the bytes that each decode kernel reads of one layer with full pages. Its operand is the pool."""
+        sizes: dict[str, int] = {}
         for part in (part for stack in self.cache for layers in stack for part in layers):
             for kernel, names in KERNELS.items():
                 pools = [part[name].array for name in names if name in part]
-                found[kernel] = max(found.get(kernel, 0), sum(on_a_device(pool) // pool.shape[1] for pool in pools))
-        return {kernel: size for kernel, size in found.items() if size}
+                sizes[kernel] = max(sizes.get(kernel, 0), sum(on_a_device(pool) // pool.shape[1] for pool in pools))
+        return {kernel: size for kernel, size in sizes.items() if size}
 
-    def _copying(self, stage: PlannedStage, held: int) -> Planned:
-        """The program that makes the copies: in the place of the last ones, or anew at each step where those were dropped."""
-        given = {path: stage.state.policy.params[path] for path in self._weights.paths}
-        lower = lambda: self._weights.lower(given, again=not self._dropped)  # noqa: E731
+    def _copying(self, copies: RolloutWeights, stage: PlannedStage, held: int) -> Planned:
+        """Returns the program that makes the copies: in place, or new at each step if they were released."""
+        params = {path: stage.state.policy.params[path] for path in copies.paths}
+        lower = lambda: copies.lower(params, again=not self._dropped)  # noqa: E731
         kind, times = (
             (RESHARD, int(stage.samples)) if self._dropped else ("quantised copy", stage.options.updates_per_step)
         )
-        return Planned(stage.name, kind, (len(given),), lower, held, held - on_a_device((given, self._copy)), times)
+        return Planned(stage.name, kind, (len(params),), lower, held, held - on_a_device((params, self._copy)), times)

@@ -14,15 +14,15 @@ import policy
 import rl.stages
 from policy.attention import context_parallel
 from policy.config import DecoderConfig
-from policy.execution import batch_split
 from policy.experts import expert_parallel
 from policy.huggingface import sources
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
+from policy.layers import batch_split
 from policy.layers.engram import set_classes
-from policy.mesh.host_memory import NoHostMemory, in_host_memory
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
+from policy.ops.host_memory import NoHostMemory, in_host_memory
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
 from rl.data.reader import read_tokenizer

@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from policy.mesh import processes
 from rl.cluster.launch import on_first
 from rl.config import files
-from rl.config.load import load
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, ResourceError, no_room
 from rl.reporting.events import EVENTS
+from rl.run.load import load
 
 # Keys that may differ when a run is continued: they change output and storage, not numbers.
 _FREE = ("run", "profile")

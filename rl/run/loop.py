@@ -17,11 +17,11 @@ from rewards import RewardError, RewardFailed
 from rl.config.run import RunConfig
 from rl.config.stage import UntilOptions
 from rl.errors import DataError, RewardStop
-from rl.reporting.outlook import COMPILED, outlook, step_metrics
 from rl.reporting.timeline import Timeline
 from rl.run import build
 from rl.run.compilation import compile_generator
 from rl.run.folder import RunFolder
+from rl.run.outlook import COMPILED, outlook, step_metrics
 from rl.run.prepare import prepare
 from rl.run.signals import StopSignal
 from rl.run.state import Run, note_finished

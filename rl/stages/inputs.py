@@ -130,7 +130,7 @@ def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Prog
         yield program(LOGPROBS, params, micro.routes, passes * always.count(LOGPROBS))
     if VALUES in calls:
         model = trainer.value_model
-        both = model.beside(params) | state.critic.params
+        both = model.extra_params(params) | state.critic.params
         yield program(VALUES, both, micro.routes if model.shared else None, passes)
 
 

@@ -91,7 +91,7 @@ class Stage(StageKind):
         policy, critic, trainer = state.policy, state.critic, self.trainer
         head = critic if trainer.policy.head else None
         if critic is not None and (head is None or self.algorithm.critic_warmup):
-            trunk = trainer.value_model.beside(policy.params)
+            trunk = trainer.value_model.extra_params(policy.params)
             # A head learns in a program of its own only in steps in which the policy stays.
             times = updates if head is None else 0
             yield update_program(self, "update of the critic", batch, critic, (trunk, None), (critic, trunk), times)

@@ -1,8 +1,12 @@
-"""Losses that the layers bring along, beside the one of the algorithm. R repeats of a stack, X experts."""
+"""Computes the losses of the model parts: router balance, indexers, prediction modules.
+
+They are added to the loss of the algorithm. R repeats of a stack, X experts.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +24,11 @@ _BIAS = ".feed_forward.router.correction_bias"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Totals:
-    """What a micro-batch has to know of the whole optimiser batch: sequences, tokens that are not padding, tokens trained on, and
-    choices of each expert float32[R, X] by path of the layer (None: this micro-batch is the whole)."""
+    """Totals of the optimiser batch, which a micro-batch needs.
+
+    sequences: how many. tokens: how many are not padding. segments, mask: as in Batch. counts: choices of each expert,
+    float32[R, X] by path of the layer; None: the micro-batch is the full batch.
+    """
 
     sequences: jax.Array
     tokens: jax.Array
@@ -30,43 +37,47 @@ class Totals:
     counts: dict[str, jax.Array] | None = None
 
     def predicted(self, d: int) -> jax.Array:
-        """Tokens trained on that prediction module d predicts, at least 1: a predicted token has more before it."""
+        """Returns how many trained tokens prediction module d predicts, at least 1."""
         return jnp.maximum(jnp.sum(self.mask * predicted(self.segments, d)), 1.0)
 
 
 def totals(batch: Batch) -> Totals:
+    """Counts the totals of an optimiser batch."""
     real = batch.segments != 0
     sequences = jnp.sum(first_of_segment(batch.segments) & real)
     return Totals(sequences, jnp.sum(real), batch.segments, batch.mask)
 
 
 def auxiliary_loss(
-    stage: StageOptions, aux: Aux, micro: Batch, whole: Totals
+    stage: StageOptions, aux: Aux, micro: Batch, batch_totals: Totals
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """A micro-batch's share of the losses of the parts, each with its coefficient, and their metrics."""
+    """Returns (the share of a micro-batch in the losses of the parts, times their coefficients; metrics)."""
     loss, metrics = jnp.float32(0.0), {}
-    if routing := aux.by_layer("routing"):
+    if routing := cast(dict[str, Routing], aux.by_layer("routing")):
         if stage.router.balance == "sequence":
-            balance = sum(each.balance.sum() for each in routing.values()) / jnp.maximum(whole.sequences, 1)
+            balance = sum(each.balance.sum() for each in routing.values()) / jnp.maximum(batch_totals.sequences, 1)
         else:
-            balance = batch_balance(routing, whole)
+            balance = batch_balance(routing, batch_totals)
         metrics["moe/balance"] = balance
         if stage.indexer.training != "dense_warmup":  # a constant there: the routers stay
             loss += stage.router.balance_coef * balance
-    if indexing := aux.by_layer("indexing"):
-        per_layer, found = _indexer_terms(list(indexing.values()), whole.tokens)
+    if indexing := cast(dict[str, Indexing], aux.by_layer("indexing")):
+        per_layer, indexer_metrics = _indexer_terms(list(indexing.values()), batch_totals.tokens)
         loss += stage.indexer.coef * per_layer.sum()
-        metrics |= found
+        metrics |= indexer_metrics
     if aux.predictions is not None:
-        found = _prediction(aux.predictions, micro, whole)
-        loss += stage.mtp.coef * found["mtp/loss"]
-        metrics |= found
+        mtp_metrics = _prediction(aux.predictions, micro, batch_totals)
+        assert stage.mtp is not None  # prediction modules run only with these settings
+        loss += stage.mtp.coef * mtp_metrics["mtp/loss"]
+        metrics |= mtp_metrics
     return loss, metrics
 
 
 def _indexer_terms(indexing: list[Indexing], tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(mean over the tokens of each layer's divergence float32[layers], metrics). The loss is their sum, so that what a layer's
-    indexer learns does not depend on how many layers there are."""
+    """Returns (divergence of each layer, float32[layers], a mean over tokens; metrics).
+
+    The loss is the sum over layers. The gradient of an indexer therefore does not depend on the number of layers.
+    """
 
     def per_layer(arrays):
         return jnp.concatenate(arrays) / jnp.maximum(tokens, 1)
@@ -78,28 +89,34 @@ def _indexer_terms(indexing: list[Indexing], tokens: jax.Array) -> tuple[jax.Arr
     return divergence, metrics
 
 
-def _prediction(predictions: Predictions, micro: Batch, whole: Totals) -> dict[str, jax.Array]:
-    """Cross-entropy and agreement of the prediction modules: means over the tokens trained on that a module predicts, then over
-    the modules (arXiv 2412.19437, equations 24 and 25)."""
+def _prediction(predictions: Predictions, micro: Batch, batch_totals: Totals) -> dict[str, jax.Array]:
+    """Returns the cross-entropy and the acceptance of the prediction modules.
+
+    Each is a mean over the trained tokens that a module predicts, then over modules (arXiv 2412.19437, equations 24
+    and 25).
+    """
     depth = len(predictions.logp)
-    share = jnp.stack([micro.mask / whole.predicted(d) for d in range(1, depth + 1)]) / depth
+    share = jnp.stack([micro.mask / batch_totals.predicted(d) for d in range(1, depth + 1)]) / depth
     return {"mtp/loss": -jnp.sum(predictions.logp * share), "mtp/acceptance": jnp.sum(predictions.agrees * share)}
 
 
-def batch_balance(routing: dict[str, Routing], whole: Totals) -> jax.Array:
-    """The balance term over all tokens of the optimiser batch, summed over the layers: of each, sum_e f_e P_e with f_e = X times
-    the share of e in the choices, and P_e the mean share of e in the scores (arXiv 2101.03961, equations 4-6, for k choices).
-    1 for even use. f has no gradient and P is a sum over tokens, so micro-batches add up to the whole."""
+def batch_balance(routing: dict[str, Routing], batch_totals: Totals) -> jax.Array:
+    """Returns the balance term over all tokens of the optimiser batch, summed over layers.
+
+    A layer contributes sum_e f_e P_e, where f_e is X times the share of e in the choices and P_e is the mean share of e
+    in the scores (arXiv 2101.03961, equations 4-6, for k choices). It is 1 for even use. f has no gradient and P is a
+    sum over tokens, so micro-batches add up to the full batch.
+    """
     total = jnp.float32(0.0)
     for path, each in routing.items():
-        counts = jax.lax.stop_gradient(each.counts if whole.counts is None else whole.counts[path])
+        counts = jax.lax.stop_gradient(each.counts if batch_totals.counts is None else batch_totals.counts[path])
         frequency = counts.shape[-1] * counts / jnp.maximum(counts.sum(axis=-1, keepdims=True), 1.0)
-        total += jnp.sum(frequency * each.share) / jnp.maximum(whole.tokens, 1)
+        total += jnp.sum(frequency * each.share) / jnp.maximum(batch_totals.tokens, 1)
     return total
 
 
 def moved_biases(still: dict[str, jax.Array], routing: dict[str, Routing], rate: float) -> dict[str, jax.Array]:
-    """The weights without a gradient after an update: selection biases of routers move by the counts of the whole batch."""
+    """Returns the weights without a gradient after an update: router biases move by the counts of the full batch."""
     return {
         path: bias_update(array, routing[layer].counts, rate)
         if (layer := path.removesuffix(_BIAS)) in routing
@@ -109,9 +126,12 @@ def moved_biases(still: dict[str, jax.Array], routing: dict[str, Routing], rate:
 
 
 def load_metrics(routing: dict[str, Routing]) -> dict[str, jax.Array]:
-    """Of the whole batch. moe/max_load: choices of the busiest expert over the mean, the worst of all layers; moe/dropped: the
-    share of all choices that no expert computed, where some may be dropped; where routes are replayed moe/replayed, the share of
-    choices that were given, and moe/replay_disagreement, the share of these that the router would not have made."""
+    """Returns the router metrics of the full batch.
+
+    moe/max_load: choices of the busiest expert over the mean, the largest of all layers. moe/dropped: share of choices
+    that no expert computed, if experts may drop tokens. moe/replayed: share of choices that were replayed.
+    moe/replay_disagreement: share of the replayed choices that differ from the choice of the router.
+    """
     loads = [each.counts.max(axis=-1) / jnp.maximum(each.counts.mean(axis=-1), 1.0) for each in routing.values()]
     metrics = {"moe/max_load": jnp.max(jnp.concatenate(loads))} if loads else {}
     choices = sum(each.counts.sum() for each in routing.values())

@@ -1,4 +1,4 @@
-"""The critic of PPO: a linear value head on the final hidden states of a decoder, of its own or the policy's."""
+"""The critic of PPO: a linear value head on the final hidden states of its own decoder or of the policy."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from policy.cache.step import Step
 from policy.intermediates import Aux
-from policy.mesh.host_memory import fetch
 from policy.model import Graph
 from policy.modes import VALUE_HEAD, first_of_segment
+from policy.ops.host_memory import fetch
 from rl.training.flops import Operations
 
 
 class Critic:
-    """Values of states. Weights of its own: VALUE_HEAD float32[E], and unless `shared` those of the trunk, a decoder of the
-    policy's architecture without an output projection. Where `shared` the trunk is the policy, whose weights stay as they are."""
+    """Computes values of states.
+
+    The critic owns VALUE_HEAD float32[E] and, unless `shared`, the weights of the trunk: a decoder with the
+    architecture of the policy, without an output projection. If `shared`, the trunk is the policy, which the critic
+    does not change.
+    """
 
     def __init__(self, policy: Graph, shared: bool = False):
         self.shared, self.runtime = shared, policy.runtime
@@ -32,8 +37,10 @@ class Critic:
         self.flops = Operations(self.trunk, head=False)
 
     def init(self, params: dict[str, jax.Array], std: float, seed: int) -> dict[str, jax.Array]:
-        """The weights of its own: a fresh value head, normal with deviation `std` (0: every value starts at 0), and a copy of the
-        policy's trunk."""
+        """Returns the weights of the critic: a new value head and, unless shared, a copy of the trunk of the policy.
+
+        std: standard deviation of the head, normally distributed; 0: every value starts at 0.
+        """
 
         def create(params, key):
             head = std * jax.random.normal(key, (self.trunk.config.hidden_size,), jnp.float32)
@@ -42,24 +49,29 @@ class Critic:
 
         return jax.jit(create, out_shardings=self.shardings)(params, jax.random.key(seed))
 
-    def beside(self, policy: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Those of the policy's weights that `values` takes besides its own."""
+    def extra_params(self, policy: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns the weights of the policy that `values` takes in addition to the weights of the critic."""
         return policy if self.shared else {}
 
-    def scores(self, params, tokens_BT, step) -> tuple[jax.Array, Aux]:
-        """(float32[B, T], Aux): at t that of the sequence up to token t and with it, as a reward model reads it."""
+    def scores(self, params: dict[str, jax.Array], tokens_BT: jax.Array, step: Step) -> tuple[jax.Array, Aux]:
+        """Returns (float32[B, T], Aux): at t the score of the sequence up to and including token t."""
         with self.trunk.precision():
             hidden, _, aux = self.trunk.decoder(params)(tokens_BT, step, None, self.trunk.runtime)
             return _of(hidden, params[VALUE_HEAD]), aux
 
-    def values(self, params, tokens_BT, step) -> tuple[jax.Array, jax.Array, Aux]:
-        """(before, after, Aux), float32[B, T]: the values of the states before token t, 0 at the first token of a sequence, and
-        after it. A shared trunk brings no losses along: they are in the policy's update."""
+    def values(
+        self, params: dict[str, jax.Array], tokens_BT: jax.Array, step: Step
+    ) -> tuple[jax.Array, jax.Array, Aux]:
+        """Returns (before, after, Aux): float32[B, T] values of the states before and after token t.
+
+        `before` is 0 at the first token of a sequence. With a shared trunk Aux is empty: the update of the policy has
+        the losses of the trunk.
+        """
         values, aux = self.scores(params, tokens_BT, step)
         return _before(values, step.segments), values, Aux({}) if self.shared else aux
 
     def values_of(self, states_BTE: jax.Array, head_E: jax.Array, segments_BT: jax.Array) -> jax.Array:
-        """float32[B, T]: the values before each token by final states that another pass has computed, which take no gradient."""
+        """Returns float32[B, T], the values before each token, from detached final states of another pass."""
         with self.trunk.precision():
             return _before(_of(jax.lax.stop_gradient(states_BTE), head_E), segments_BT)
 

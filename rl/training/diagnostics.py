@@ -1,4 +1,4 @@
-"""What a stage with `diagnostics` logs of the inside of a model: activations of each layer, and gradients by kind of part."""
+"""Computes the metrics of `diagnostics`: activations of each layer, and gradient norms by kind of part."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from policy.config import DecoderConfig
 from policy.intermediates import Activations
 
-# Part -> what the path of its weights holds; the first that fits counts.
+# Part -> substrings of the paths of its weights. The first part that matches counts.
 PARTS = {
     "mtp": ("mtp.",),
     "engram": (".lookup.",),
@@ -25,9 +25,9 @@ PARTS = {
 
 
 def part(path: str) -> str:
-    """The part of the model that a weight belongs to, a key of PARTS.
+    """Returns the part of the model that a weight belongs to, a key of PARTS.
 
-    Raises ValueError for a weight that fits none.
+    Raises ValueError for a weight that matches no part.
     """
     for name, patterns in PARTS.items():
         if any(pattern in path for pattern in patterns):
@@ -36,22 +36,28 @@ def part(path: str) -> str:
 
 
 def gradient_norms(squares: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """grad_norm/<part>: norm of the gradient of all weights of a part, before clipping, from the sums of squares by path."""
+    """Returns grad_norm/<part>: the gradient norm of all weights of a part, before clipping.
+
+    squares: sum of squares of the gradient, by path of the weight.
+    """
     groups: dict[str, list] = {}
     for path, square in squares.items():
         groups.setdefault(part(path), []).append(square)
-    return {f"grad_norm/{name}": jnp.sqrt(sum(found)) for name, found in groups.items()}
+    return {f"grad_norm/{name}": jnp.sqrt(sum(group)) for name, group in groups.items()}
 
 
 def activation_metrics(
-    found: dict[str, Activations], segments_MRT: jax.Array, config: DecoderConfig
+    activations: dict[str, Activations], segments_MRT: jax.Array, config: DecoderConfig
 ) -> dict[str, jax.Array]:
-    """activation/mean/<layer>, activation/std/<layer> and activation/zeros/<layer> over all tokens of M micro-batches that are not
-    padding, layers counted from 0, prediction modules from mtp1. `found` is by path of the layer, arrays [M, repeats]."""
+    """Returns activation/mean/<layer>, activation/std/<layer> and activation/zeros/<layer>.
+
+    They are over all tokens of M micro-batches that are not padding. Layers count from 0, prediction modules from mtp1.
+    activations: by path of the layer, arrays [M, repeats].
+    """
     tokens_M = jnp.sum(segments_MRT != 0, axis=(1, 2))
     share = (tokens_M / jnp.maximum(jnp.sum(tokens_M), 1))[:, None]
     metrics = {}
-    for path, each in found.items():
+    for path, each in activations.items():
         mean, zeros = (jnp.sum(share * a, axis=0) for a in (each.mean, each.fraction_zero))
         std = jnp.sqrt(jnp.sum(share * (jnp.square(each.std) + jnp.square(each.mean - mean)), axis=0))
         numbers = config.numbers(path) if path.startswith("stacks.") else [f"mtp{d + 1}" for d in range(mean.size)]

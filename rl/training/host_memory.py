@@ -1,19 +1,24 @@
-"""Trees of weights, gradients and moments of which some live in host memory: these are computed on by the host, the others on the
-device, by the same function."""
+"""Splits trees of weights, gradients and moments into device memory and host memory.
+
+The same function computes the device part on the device and the host part on the host.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 
-from policy.mesh.host_memory import on_host
+from policy.ops.host_memory import on_host
 
 
-def _is_dict(node) -> bool:
+def _is_dict(node: Any) -> bool:
     return isinstance(node, dict)
 
 
-def part(tree, paths: frozenset[str], inside: bool):
-    """`tree` with only those entries of its dicts (by path of the weight) that are among `paths`, or only the others."""
+def part(tree: Any, paths: frozenset[str], inside: bool) -> Any:
+    """Returns `tree` with the dict entries whose path is in `paths` if `inside`, else with the other entries."""
 
     def chosen(node):
         return {k: v for k, v in node.items() if (k in paths) == inside} if _is_dict(node) else node
@@ -21,16 +26,16 @@ def part(tree, paths: frozenset[str], inside: bool):
     return jax.tree.map(chosen, tree, is_leaf=_is_dict)
 
 
-def by_place(function, paths: frozenset[str], *trees) -> list:
-    """[function of what is on the device, function of what `paths` names, on the host]; without paths the former alone, of all."""
+def by_place(function: Callable, paths: frozenset[str], *trees: Any) -> list:
+    """Returns [function(device parts), function(host parts) on the host]; without `paths` [function(*trees)]."""
     if not paths:
         return [function(*trees)]
     near, far = ([part(tree, paths, inside) for tree in trees] for inside in (False, True))
     return [function(*near), on_host(function, *far)]
 
 
-def joined(parts: list):
-    """One tree of the parts that `by_place` made; what is no dict is that of the device."""
+def joined(parts: Sequence[Any]) -> Any:
+    """Merges the parts that `by_place` returned into one tree. A leaf that is no dict comes from the device part."""
     return jax.tree.map(
         lambda *nodes: {k: v for node in nodes for k, v in node.items()} if _is_dict(nodes[0]) else nodes[0],
         *parts,

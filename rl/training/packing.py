@@ -1,7 +1,7 @@
-"""Several sequences in one row of the device, so that few of the tokens that are computed are padding.
+"""Packs several sequences into one row of the device, so that few computed tokens are padding.
 
-N rows of a batch, of one sequence or few, R packed rows, T tokens. Where a sequence goes is a function of the lengths alone, so a
-run that is resumed packs as it did before.
+N rows of a batch, with one or a few sequences each, R packed rows, T tokens. The lengths alone determine where a
+sequence goes, so a resumed run packs in the same way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from policy.cache.step import UNKNOWN
 from rl.training.batch import Batch
 
-# Without micro-batches packed rows come in so many different numbers: each number is a shape that compiles.
+# How many different numbers of packed rows there are without micro-batches. Each number is a shape that compiles.
 COUNTS = 8
 
 
@@ -35,9 +35,12 @@ OF_TOKENS = (
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of N rows of T stand in R packed rows of T, or a few more: token `source[i]` of the one at `target[i]` of
-    the other, both counted through all rows. `segments` int32[R, T]: which sequence of its row a token is of, from 1. `used`: rows
-    that hold any; the others come last."""
+    """The map from N rows of T tokens to R packed rows of T tokens or a few more.
+
+    source, target: flat token indices; token `source[i]` of the rows is token `target[i]` of the packed rows. segments:
+    int32[R, T], sequence of each token within its packed row, from 1. used: packed rows that hold tokens; empty rows
+    come last.
+    """
 
     sequences: tuple[int, int]
     shape: tuple[int, int]
@@ -47,12 +50,12 @@ class Packing:
     used: int
 
     def share(self, micro_rows: int) -> float:
-        """Of the tokens that are computed, so many rows at a time, those that are real."""
+        """Returns the share of computed tokens that are real, if `micro_rows` rows are computed at a time."""
         computed = max(1, -(-self.used // micro_rows)) * micro_rows * self.shape[1]
         return len(self.source) / computed
 
-    def pack(self, array_NT: np.ndarray, fill=0) -> np.ndarray:
-        """[N, T, ...] as [R, T, ...]; `fill` on padding."""
+    def pack(self, array_NT: np.ndarray, fill: float = 0) -> np.ndarray:
+        """Packs [N, T, ...] into [R, T, ...], with `fill` on padding."""
         array = np.asarray(array_NT)
         more = array.shape[2:]
         out = np.full((*self.shape, *more), fill, array.dtype)
@@ -60,19 +63,19 @@ class Packing:
         return out
 
     def unpack(self, array_RT: np.ndarray) -> np.ndarray:
-        """[N, T], 0 on padding."""
+        """Returns [N, T] from packed rows, 0 on padding."""
         array = np.asarray(array_RT)
         out = np.zeros(self.sequences, array.dtype)
         out.reshape(-1)[self.source] = array.reshape(-1)[self.target]
         return out
 
-    def spread(self, array_N: np.ndarray, fill=0) -> np.ndarray:
-        """[R, T]: at each token the number of its sequence."""
+    def spread(self, array_N: np.ndarray, fill: float = 0) -> np.ndarray:
+        """Returns [R, T]: at each token the value of its row in `array_N`."""
         array = np.asarray(array_N)
         return self.pack(np.broadcast_to(array[:, None], self.sequences), fill)
 
     def batch(self, batch: Batch) -> Batch:
-        """The same sequences in packed rows: prompts and advantages are those of tokens, and prompts are numbered anew from 0."""
+        """Returns the batch in packed rows: `prompt` and `advantages` per token, prompts renumbered from 0."""
         prompts, numbers = np.unique(batch.prompt, return_inverse=True)
         by_token = {name: self.pack(array) for name in OF_TOKENS if (array := getattr(batch, name)) is not None}
         if batch.advantages is not None:
@@ -83,7 +86,7 @@ class Packing:
         return Batch(**by_token, segments=self.segments, prompt=prompt, extra=extra, routes=routes)
 
     def routes(self, batch: Batch) -> dict[str, np.ndarray] | None:
-        """Those of the batch, [R, T, ...]."""
+        """Packs the routes of the batch into [R, T, ...]."""
         return (
             None
             if batch.routes is None
@@ -92,24 +95,24 @@ class Packing:
 
 
 def packing(segments_NT: np.ndarray, counts: Sequence[int], multiple: int = 1) -> Packing:
-    """Longest first, each row of the batch into the packed row with the least room that is enough (best fit decreasing; Johnson
-    1973: at most 11/9 of the fewest rows that do); rows of padding follow up to the first of `counts` that is enough.
+    """Packs the rows of a batch, longest first, each into the packed row with the least sufficient room.
 
-    A row of the batch that holds several sequences (segments 1, 2, ...) is moved as one: they stay together and in order, and where
-    all rows hold k of them, sequence j of a row is number j modulo k of its packed row. Packed rows end in padding up to a multiple
-    of `multiple` tokens.
+    This is best fit decreasing, which needs at most 11/9 of the fewest rows (Johnson 1973). Rows of padding fill up to
+    the first sufficient number of `counts`. The sequences of a row (segments 1, 2, ...) stay together and in order: if
+    all rows hold k sequences, sequence j of a row is number j modulo k of its packed row. Packed rows end in padding up
+    to a multiple of `multiple` tokens.
     """
     segments = np.asarray(segments_NT)
     N, T = segments.shape
     lengths, held = np.count_nonzero(segments, axis=1), segments.max(axis=1, initial=0)
-    room, filled = np.full(N, T), np.zeros(N, np.int32)
+    room, occupied = np.full(N, T), np.zeros(N, np.int32)
     row, start, first = (np.zeros(N, np.int32) for _ in range(3))
     for i in np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]:
         r = np.argmin(np.where(room >= lengths[i], room, T + 1))
-        row[i], start[i], first[i] = r, T - room[r], filled[r]
+        row[i], start[i], first[i] = r, T - room[r], occupied[r]
         room[r] -= lengths[i]
-        filled[r] += held[i]
-    needed = np.count_nonzero(filled)
+        occupied[r] += held[i]
+    needed = int(np.count_nonzero(occupied))
     rows = next(count for count in counts if count >= needed)
     sequence, place = np.nonzero(segments)
     before = np.cumsum(segments != 0, axis=1)[sequence, place] - 1
@@ -121,7 +124,9 @@ def packing(segments_NT: np.ndarray, counts: Sequence[int], multiple: int = 1) -
 
 
 def row_counts(sequences: int, multiple: int) -> list[int]:
-    """The numbers of packed rows that `sequences` sequences may come in: COUNTS at most, multiples of `multiple`, evenly spaced;
-    the last has room for a row each."""
+    """Returns the possible numbers of packed rows: at most COUNTS, evenly spaced multiples of `multiple`.
+
+    The last number has room for one row per sequence.
+    """
     step = -(-sequences // (COUNTS * multiple)) * multiple
     return list(range(step, sequences + step, step))

@@ -1,4 +1,4 @@
-"""Reward models: training one on a copy of the policy, its files, and scoring completions with one.
+"""Trains, exports and runs reward models.
 
 N sequences, T tokens, R rows at a time.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from rl.training.packing import packing
 from rl.training.trainer import CPU_TOKENS, BatchUpdates, by_micro_batch, by_rows, num_row_shards
 from rl.training.updater import OptimizerStep, ParamState
 
-# Tokens that are scored at a time on one device, where it is no CPU.
+# Tokens that one device scores at a time, unless it is a CPU.
 SCORED_TOKENS = 16384
 
 
@@ -46,14 +46,14 @@ class RewardModelTrainer(BatchUpdates):
     """Updates of a reward model: a copy of the policy's trunk with a score head."""
 
     def __init__(self, graph: Graph, stage: StageOptions, algorithm: Any, seed: int = 0):
-        """Defines the program of the update; `seed`: of the run, for dropout."""
+        """Defines the program of the update. `seed`: the seed of the run, for dropout."""
         super().__init__(graph, stage, algorithm)
         self.model = Critic(graph)
         self.reward_model = OptimizerStep(self.model, self._score_loss, stage.optimizer, stage, seed)
 
     @property
     def executables(self) -> dict[str, CompiledCache]:
-        """The programs of a step, by the names that a plan gives them."""
+        """Returns the programs of a step, by the names that a plan gives them."""
         return {"update of the critic": self.reward_model.program}
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RewardModelState:
@@ -64,7 +64,7 @@ class RewardModelTrainer(BatchUpdates):
     def abstract(self) -> RewardModelState:
         """Returns the shapes and shardings of the state, for a checkpoint to be read into."""
         shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
-        places = RewardModelState(ParamState(self.graph.shardings, None), self.reward_model.shardings)
+        places = RewardModelState(ParamState(cast(Any, self.graph.shardings), None), self.reward_model.shardings)
         return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
 
     def update(
@@ -96,32 +96,35 @@ class RewardModelScorer:
     """A reward model on the devices of the run, which scores sequences of token ids."""
 
     def __init__(self, graph: Graph, params: dict[str, jax.Array] | None, limit: int):
-        """`graph` and `params`: of its trunk, and its VALUE_HEAD; None: it has a program and cannot score. `limit`: the longest
-        sequence, tokens."""
+        """Defines the scoring program.
+
+        graph: the model of the trunk. params: the weights of the trunk and VALUE_HEAD; None: the scorer cannot score.
+        limit: tokens of the longest sequence.
+        """
         self.graph, self._params, self._limit = graph, params, limit
         self._critic, self._layout = Critic(graph), graph.layout
         self.program = CompiledCache(jax.jit(self._scores), self._layout.platform)
 
     @classmethod
-    def read(cls, directory, runtime: Runtime, mesh: Layout, limit: int) -> RewardModelScorer:
-        """That of a directory. Raises what `policy.huggingface.classification.read` raises."""
+    def read(cls, directory: Path, runtime: Runtime, mesh: Layout, limit: int) -> RewardModelScorer:
+        """Reads the scorer of a directory. Raises what `policy.huggingface.classification.read` raises."""
         graph, params, score = classification.read(directory, runtime, mesh)
         return cls(graph, params | {VALUE_HEAD: processes.device_put_global(score, graph.layout.replicated)}, limit)
 
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and places of its weights."""
+        """Returns the shapes and shardings of the weights."""
         shapes = self.graph.shapes | {VALUE_HEAD: jax.ShapeDtypeStruct(self._critic.sizes[VALUE_HEAD], jnp.float32)}
         places = self._critic.shardings
         return {path: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=places[path]) for path, s in shapes.items()}
 
     def rows(self, T: int) -> int:
-        """Rows of T tokens that are scored at a time: as many as are quick."""
+        """Returns how many rows of T tokens are scored at a time."""
         tokens = CPU_TOKENS if self._layout.platform == "cpu" else SCORED_TOKENS
         return num_row_shards(self._layout) * max(1, tokens // T)
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """The score at the last token of each sequence. They are packed."""
+        """Returns the score at the last token of each sequence. Sequences are packed."""
         batch = pack([(ids, [1] * len(ids)) for ids in sequences], self._limit)
         N, T = batch.tokens.shape
         R = self.rows(T)

@@ -1,14 +1,14 @@
-"""The compiled programs of a stage. The trainer knows no algorithm: it makes the arrays that one asks for, and steps its loss.
+"""Compiles the programs of a stage. The trainer computes the arrays that an algorithm asks for and minimises its loss.
 
 N rows, T tokens, M micro-batches of R rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,13 @@ import numpy as np
 from policy import modes
 from policy.attention import sequence_shards
 from policy.cache.step import Step
-from policy.execution import batch_split
 from policy.execution.compiled_cache import CompiledCache
+from policy.layers import batch_split
 from policy.mesh import processes
-from policy.mesh.host_memory import fetch
 from policy.mesh.sharding import Layout, block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.ops.dropout import Dropout
+from policy.ops.host_memory import fetch
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.errors import ModelError
@@ -33,14 +33,14 @@ from rl.training.flops import Operations, lengths
 from rl.training.packing import Packing, packing, row_counts
 from rl.training.updater import OptimizerStep, ParamState, updates_made
 
-# Tokens of a micro-batch on CPU.
+# Tokens of a micro-batch on a CPU.
 CPU_TOKENS = 768
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RunState:
-    """Every array of a stage. `reference` are weights that stay as they were at its start; absent parts are None."""
+    """The arrays of a stage. `reference`: weights from the start of the stage. Absent parts are None."""
 
     policy: ParamState
     reference: dict[str, jax.Array] | None
@@ -48,14 +48,13 @@ class RunState:
 
 
 def num_row_shards(layout: Layout) -> int:
-    """Parts into which a mesh cuts the rows of a batch."""
+    """Returns into how many parts a mesh shards the rows of a batch."""
     mesh = layout.mesh.shape
     return mesh["data"] * mesh["fsdp"] * mesh["expert"]
 
 
-def by_rows(tree, layout: Layout):
-    """Arrays [N, ...] of the host, of which each of several processes brings its own rows to its devices. Those of one process stay
-    as they are."""
+def by_rows(tree: Any, layout: Layout) -> Any:
+    """Shards host arrays [N, ...] by rows over several processes. With one process it returns them unchanged."""
     if processes.count() == 1:
         return tree
     return jax.tree.map(
@@ -63,8 +62,8 @@ def by_rows(tree, layout: Layout):
     )
 
 
-def by_micro_batch(program, batch: Batch, place: Packing, R: int, layout: Layout) -> tuple[np.ndarray, ...]:
-    """What `program(tokens, segments, routes)` gives for R packed rows at a time, each array [N, T] on the host."""
+def by_micro_batch(program: Callable, batch: Batch, place: Packing, R: int, layout: Layout) -> tuple[np.ndarray, ...]:
+    """Runs `program(tokens, segments, routes)` on R packed rows at a time. Returns arrays [N, T] on the host."""
     packed = place.pack(batch.tokens), place.segments, place.routes(batch)
     parts = []
     for i in range(0, place.used, R):
@@ -77,22 +76,22 @@ def by_micro_batch(program, batch: Batch, place: Packing, R: int, layout: Layout
 
 
 class BatchUpdates:
-    """What the trainers of a policy and of a reward model share: rows of a micro-batch, totals of a batch, counts of operations."""
+    """The base of the trainers of policies and reward models: micro-batch rows, batch totals, counts of operations."""
 
     def __init__(self, graph: Graph, stage: StageOptions, algorithm: Any):
         self.graph, self.stage, self.algorithm = graph, stage, algorithm
         self.flops, self.total_flops = Operations(graph), 0.0
-        # Only updates may drop choices of experts: the generator, and the log-probabilities compared with it, never do.
+        # Only updates may drop expert choices: the generator, and the log-probabilities compared with it, never do.
         self._learning = graph.at(**stage.runtime)
 
     def layout(self, segments_NT: np.ndarray) -> tuple[Packing, int]:
-        """(how these sequences are packed, packed rows of one gradient computation)."""
+        """Returns (packing of these sequences, packed rows of one micro-batch)."""
         counts, R = self.row_counts(*segments_NT.shape)
         place = packing(segments_NT, counts, sequence_shards.multiple(self._learning.runtime))
         return place, R or place.shape[0]
 
     def row_counts(self, N: int, T: int) -> tuple[list[int], int | None]:
-        """(numbers of packed rows that N sequences in rows of T may come in, rows of one gradient computation; None: all)."""
+        """Returns (possible numbers of packed rows of N sequences of T tokens, rows of a micro-batch; None: all)."""
         multiple = num_row_shards(self.graph.layout) * (batch_split.PARTS if self.graph.runtime.batch_split else 1)
         micro = self.stage.micro_batch or self._micro_batch(N, T)
         if micro is None:
@@ -101,16 +100,20 @@ class BatchUpdates:
         return [-(-N // R) * R], R
 
     def _micro_batch(self, N: int, T: int) -> int | None:
-        """Rows of a micro-batch where the stage says nothing; None: all. On CPU what a layer leaves for the backward pass then
-        stays in the caches: 64 rows of 96 tokens took 1.4 times as long at once as 8 at a time, for 1M and 25M weights. Balancing
-        experts over the full batch would cost a forward pass more."""
+        """Returns the default rows of a micro-batch; None: all.
+
+        On a CPU small micro-batches keep the activations in the caches. Balancing experts over the full batch would
+        need an extra forward pass.
+        """
         on_cpu = self.graph.layout.platform == "cpu"
         return -(-N // -(-N * T // CPU_TOKENS)) if on_cpu and self.stage.router.balance == "sequence" else None
 
     @cached_property
-    def totals(self):
-        """The jitted function (batch, controls) -> PolicyInputs of an optimiser batch, with its totals and without the numbers that
-        the trained model computes."""
+    def totals(self) -> Callable[..., PolicyInputs]:
+        """Returns the jitted function (batch, controls) -> PolicyInputs of an optimiser batch with its totals.
+
+        Arrays that the trained model computes are absent.
+        """
 
         def totals(batch: Batch, controls: dict[str, jax.Array] | None = None) -> PolicyInputs:
             inputs = PolicyInputs(
@@ -133,24 +136,26 @@ class BatchUpdates:
         return jax.jit(totals)
 
     def add_flops(self, operations: Operations, batch: Batch, passes: int) -> None:
-        """Adds `passes` over `batch` to `total_flops`: a forward pass counts one, its gradient two more."""
+        """Adds `passes` over `batch` to `total_flops`: a forward pass counts 1, its gradient 2."""
         self.total_flops += passes * operations.forward(lengths(batch.segments))
 
     def check_updates(self, learner: ParamState, metrics: dict[str, float]) -> None:
-        """Raises ModelError if the last update, with these metrics, was skipped, and every update of `learner` before it."""
+        """Raises ModelError if all updates of `learner` were skipped. `metrics`: of the last update."""
         if metrics.get("optim/skipped") == 1.0 and not int(updates_made(learner)):
             raise ModelError(
-                "no update of this stage was finite, so that nothing was learned. Look for what grows in its events: `loss`, "
-                "`optim/grad_norm`, `reward/mean`. Weights that are not finite, huge rewards and a narrow dtype are usual causes"
+                "no update of this stage was finite, so that nothing was learned. Look for what grows in its events: "
+                "`loss`, `optim/grad_norm`, `reward/mean`. Weights that are not finite, huge rewards and a narrow "
+                "dtype are usual causes"
             )
 
     def step_of(self, micro: Batch) -> Step:
+        """Returns the forward-pass inputs of a micro-batch: positions, routes and dropout seeds."""
         step = replace(modes.make_step(micro.tokens, segments=micro.segments), routes=micro.routes)
         return step if micro.dropout is None else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
 
 
 class Trainer(BatchUpdates):
-    """The compiled programs of one stage: updates of policy and critic, log-probabilities and values of a batch."""
+    """Compiles the programs of one stage: updates of policy and critic, log-probabilities and values of a batch."""
 
     def __init__(
         self,
@@ -185,12 +190,12 @@ class Trainer(BatchUpdates):
 
     @property
     def executables(self) -> dict[str, CompiledCache]:
-        """The programs of a step by the names that a plan gives them."""
+        """Returns the programs of a step, by the names that a plan gives them."""
         programs = {"update": self.policy.program, "log-probabilities": self._logprobs}
         return programs | ({"update of the critic": self.critic.program, "values": self._values} if self.critic else {})
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
-        """The state at the beginning of the stage. Takes `params` over; reference and critic are copies of them."""
+        """Returns the state at the beginning of the stage. Takes `params` over; reference and critic are copies."""
         reference = critic = None
         if self._has_reference:
             reference = jax.jit(lambda a: jax.tree.map(jnp.copy, fetch(a)), out_shardings=self.graph.shardings)(params)
@@ -199,7 +204,7 @@ class Trainer(BatchUpdates):
         return block_on_cpu_mesh(RunState(self.policy.start(params), reference, critic), self.graph.layout)
 
     def renew_reference(self, state: RunState, mix: float) -> RunState:
-        """The state with a reference model of `mix` parts of the policy and 1 - `mix` of what it was."""
+        """Returns the state with the reference model mix * policy + (1 - mix) * reference."""
         reference = block_on_cpu_mesh(
             self._renewed(state.reference, state.policy.params, np.float32(mix)), self.graph.layout
         )
@@ -213,11 +218,11 @@ class Trainer(BatchUpdates):
         return jax.jit(mixed, donate_argnums=0, out_shardings=self.graph.shardings)
 
     def abstract(self) -> RunState:
-        """Shapes and places of the state, for a checkpoint to be read into."""
+        """Returns the shapes and shardings of the state, for a checkpoint to be read into."""
         shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
         places = RunState(
             self.policy.shardings,
-            self.graph.shardings if shapes.reference is not None else None,
+            cast(Any, self.graph.shardings) if shapes.reference is not None else None,
             self.critic.shardings if self.critic else None,
         )
         return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
@@ -225,14 +230,14 @@ class Trainer(BatchUpdates):
     def update(
         self, state: RunState, batch: Batch, *, critic_only: bool = False, controls: dict[str, float] | None = None
     ) -> tuple[RunState, dict]:
-        """One optimiser update of the policy, and of the critic if there is one, from the sequences of `batch`, one a row;
-        `controls` for `PolicyInputs`.
+        """Makes one optimiser update of the policy, and of the critic if there is one.
 
-        Raises ValueError where the stage replays routes and the batch has none.
+        batch: one sequence per row. critic_only: skips the policy. controls: for `PolicyInputs`.
+        Returns (state, metrics). Raises ValueError if the stage replays routes and the batch has none.
         """
         if self.stage.router_replay and batch.routes is None:
             raise ValueError("router_replay: this batch has no routes; take it from Rollouts.batch(..., replay=True)")
-        # A value head learns in the update of the policy, from the states that this one computes in any case.
+        # A value head learns in the update of the policy, which computes its input states.
         apart = state.critic is not None and (critic_only or not self.value_model.shared)
         if not critic_only:
             self.add_flops(self.flops, batch, passes=3)
@@ -243,8 +248,9 @@ class Trainer(BatchUpdates):
         policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": place.share(R)}
         inputs = self.totals(batch, {name: np.float32(value) for name, value in controls.items()} if controls else None)
         if apart:
-            critic, _, result = self.critic(critic, batch, inputs, R, self.value_model.beside(policy.params))
-            del result["loss"]  # value/loss, and the balance term that value/moe/balance holds
+            assert self.critic is not None and critic is not None  # the state has a critic
+            critic, _, result = self.critic(critic, batch, inputs, R, self.value_model.extra_params(policy.params))
+            del result["loss"]  # value/loss plus the balance term, which value/moe/balance reports
             metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in result.items()}
         if not critic_only:
             policy, head, result = self.policy(policy, batch, inputs, R, head=None if apart else critic)
@@ -253,7 +259,7 @@ class Trainer(BatchUpdates):
         return RunState(policy, state.reference, critic), metrics
 
     def _parts_loss(self, params, micro: Batch, inputs: PolicyInputs):
-        """Nothing but what the layers bring along: no head is computed."""
+        """Returns a loss of 0 and the losses of the layers; the head is not computed."""
         return jnp.float32(0.0), {}, self._learning.aux(params, micro.tokens, self.step_of(micro)), None
 
     def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):
@@ -266,7 +272,7 @@ class Trainer(BatchUpdates):
         return loss, metrics, aux, head_gradient
 
     def _head(self, head_E, states_BTE, micro: Batch, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(gradient of the loss of a value head on these states, metrics)."""
+        """Returns (gradient of the loss of a value head on these states, metrics)."""
 
         def loss(head_E):
             values = self.value_model.values_of(states_BTE, head_E, micro.segments)
@@ -283,20 +289,25 @@ class Trainer(BatchUpdates):
         loss, metrics = self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
         return loss, metrics, aux, None
 
-    def logprobs(self, params, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """(logp, entropy), float32[N, T] on the host, by the training graph under `params`, micro-batch by micro-batch. Where the
-        batch has routes its tokens go there."""
+    def logprobs(self, params: dict[str, jax.Array], batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Computes (logp, entropy), float32[N, T] on the host, with the training graph, micro-batch by micro-batch.
+
+        Tokens follow the routes of the batch, if it has routes.
+        """
         self.add_flops(self.flops, batch, passes=1)
-        return self._by_micro_batch(self._logprobs, params, batch)
+        logp, entropy = self._by_micro_batch(self._logprobs, params, batch)
+        return logp, entropy
 
     def values(self, state: RunState, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """The critic's values of the states before and after each token, float32[N, T] on the host."""
+        """Computes the values of the states before and after each token, float32[N, T] on the host."""
         self.add_flops(self.value_model.flops, batch, passes=1)
-        params = self.value_model.beside(state.policy.params) | state.critic.params
-        # A critic with a trunk of its own is another model: its routers choose themselves.
-        return self._by_micro_batch(
+        assert state.critic is not None
+        params = self.value_model.extra_params(state.policy.params) | state.critic.params
+        # A critic with its own trunk is another model, whose routers make their own choices.
+        before, after = self._by_micro_batch(
             self._values, params, batch if self.value_model.shared else batch.replace(routes=None)
         )
+        return before, after
 
     def _by_micro_batch(self, program, params, batch: Batch) -> tuple[np.ndarray, ...]:
         place, R = self.layout(batch.segments)

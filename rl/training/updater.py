@@ -1,13 +1,14 @@
-"""One optimiser update of some weights as a compiled program.
+"""Compiles one optimiser update of some weights.
 
 N rows, T tokens, M micro-batches of R rows, X experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,13 @@ import optax
 from jax.sharding import NamedSharding
 
 import rl.algorithms
-from policy.execution import batch_split, row_tables
+from policy.execution import row_tables
 from policy.execution.compiled_cache import CompiledCache
-from policy.mesh.host_memory import belongs_there, fetch, in_host_memory, to_device
+from policy.layers import batch_split
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.ops.dropout import row_seeds
+from policy.ops.host_memory import belongs_there, fetch, in_host_memory, to_device
 from rl.config.stage import OptimizerOptions, StageOptions
 from rl.training.auxiliary_losses import auxiliary_loss, load_metrics, moved_biases, totals
 from rl.training.batch import Batch
@@ -35,14 +37,14 @@ from rl.training.trainable import MODULES, learned
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ParamState:
-    """Weights that learn, and the state of their optimizer. Donated to every update, which writes the new ones in place."""
+    """Trained weights and the state of their optimizer. Every update takes them as donated and writes them in place."""
 
     params: dict[str, jax.Array]
     optimizer: Any
 
 
 def schedule(options: OptimizerOptions, updates: int) -> optax.Schedule:
-    """The learning rate by update: linear warm-up, then constant, or linear or cosine down to `final_fraction` of it."""
+    """Returns the learning rate by update: linear warm-up, then constant, or linear or cosine to `final_fraction`."""
     peak, warm = options.learning_rate, options.warmup_steps
     rest = max(1, updates - warm)
     after = {
@@ -58,8 +60,7 @@ def schedule(options: OptimizerOptions, updates: int) -> optax.Schedule:
 def optimizer(
     options: OptimizerOptions, rate: optax.Schedule, axes: dict, param_dtype: str
 ) -> optax.GradientTransformation:
-    """AdamW for weights in `param_dtype`. Weight decay acts on matrices only: not on norms, biases and anything else of one
-    dimension."""
+    """Returns AdamW for weights in `param_dtype`. Weight decay acts on matrices only, not on vectors."""
     decayed = {path: len([a for a in names if a != "layers"]) > 1 for path, names in axes.items()}
     adamw = optax.adamw(
         rate,
@@ -67,7 +68,7 @@ def optimizer(
         b2=options.beta2,
         eps=options.eps,
         weight_decay=options.weight_decay,
-        mask=lambda params: {path: decayed[path] for path in params},
+        mask=lambda params: {path: decayed[path] for path in cast(dict, params)},
     )
     if param_dtype == options.state_dtype == "float32":
         return adamw
@@ -75,14 +76,16 @@ def optimizer(
 
 
 class OptimizerStep:
-    """One optimiser update of some weights as a compiled program: gradients summed over micro-batches, clipping, AdamW, and the
-    rule that moves the selection biases of routers. An update that is not finite, or whose gradient is exactly 0, leaves everything
-    as it was."""
+    """Compiles one optimiser update of some weights.
+
+    The program sums gradients over micro-batches, clips them, runs AdamW and moves the selection biases of routers. An
+    update that is not finite, or whose gradient is exactly 0, changes nothing.
+    """
 
     def __init__(
         self,
         owner: Graph | Critic,
-        loss,
+        loss: Callable,
         options: OptimizerOptions,
         stage: StageOptions,
         seed: int,
@@ -91,13 +94,11 @@ class OptimizerStep:
         """Defines the update.
 
         Args:
-          owner: what the weights belong to.
-          loss: (params, micro, totals) -> (scalar, metrics, Aux, gradient of the value head). Micro-batches are summed.
-          options: settings of AdamW.
-          stage: settings of the stage.
-          seed: seed of the run, for dropout.
-          head: update of a value head on the states that `loss` computes. The head may learn in the same program: `loss` then
-            reads it from `params`, returns its gradient (None without a head) and reports its loss as value/loss.
+          owner: what the weights belong to. loss: (params, micro, totals) -> (scalar, metrics, Aux, gradient of the
+          value head). Micro-batches are summed. options: settings of AdamW. stage: settings of the stage. seed: seed of
+          the run, for dropout. head: update of a value head on the states that `loss` computes. The head may learn in
+          the same program: `loss`
+            then reads it from `params`, returns its gradient (None without a head) and reports its loss as value/loss.
         """
         self.owner, self._loss, self._options, self._stage, self.head = owner, loss, options, stage, head
         self._learned = learned(owner.axes, owner.runtime)
@@ -109,11 +110,12 @@ class OptimizerStep:
         self._transform = optimizer(options, self.rate, owner.axes, owner.runtime.param_dtype)
 
     def _split(self, params: dict) -> tuple[dict, dict]:
-        """(weights with a gradient, the others)."""
+        """Returns (weights with a gradient, other weights)."""
         moves = self._learned - self.owner.untrained
         return {k: v for k, v in params.items() if k in moves}, {k: v for k, v in params.items() if k not in moves}
 
     def start(self, params: dict[str, jax.Array]) -> ParamState:
+        """Returns the state before the first update. Takes `params` over."""
         return ParamState(params, block_on_cpu_mesh(self._start(self._split(params)[0]), self.layout))
 
     @property
@@ -127,8 +129,11 @@ class OptimizerStep:
 
     @cached_property
     def shardings(self) -> ParamState:
-        """Where each array of the learner lives: moments are cut as their weights are, or further (`Layout.moment_spec`), counters
-        are everywhere. Moments of a table in host memory are there too."""
+        """Returns the sharding of each array of a ParamState.
+
+        Moments are sharded as their weights are, or further (`Layout.moment_spec`). Counters are replicated. Moments of
+        a table in host memory are in host memory.
+        """
         weights = self.owner.shardings
 
         def place(path, _):
@@ -142,12 +147,12 @@ class OptimizerStep:
 
         trained = {k: jax.ShapeDtypeStruct((1,), jnp.float32) for k in self._split(weights)[0]}
         return ParamState(
-            weights, jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._transform.init, trained))
+            cast(Any, weights), jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._transform.init, trained))
         )
 
     @cached_property
     def _moments(self) -> dict[str, NamedSharding]:
-        """Where moments live that are cut further than their weights, by path."""
+        """Returns the shardings of moments that are sharded further than their weights, by path."""
         if not self.layout.moments_over_data:
             return {}
         specs = {
@@ -158,8 +163,10 @@ class OptimizerStep:
         }
 
     def _spread(self, arrays: dict) -> dict:
-        """Weights or gradients cut as their moments are, where those are cut further: gradients are then added up over the devices
-        in the place of their moment only, and every device steps its part of the weights, which are gathered at the end."""
+        """Shards weights or gradients as their moments, if moments are sharded further.
+
+        Gradients then take a reduce-scatter, every device steps its part of the weights, and an all-gather follows.
+        """
         places = self._moments
         return {
             path: jax.lax.with_sharding_constraint(a, places[path]) if path in places else a
@@ -168,6 +175,7 @@ class OptimizerStep:
 
     @cached_property
     def program(self) -> CompiledCache:
+        """Returns the program of the update; it compiles at the first call of each shape."""
         update = jax.jit(
             self._update,
             donate_argnums=(0, 4),
@@ -178,36 +186,53 @@ class OptimizerStep:
         return CompiledCache(update, self.layout.platform)
 
     def __call__(
-        self, learner: ParamState, batch: Batch, inputs, micro_rows: int, beside=None, head: ParamState | None = None
-    ):
-        """(learner, head, metrics) after one update, the metrics on the device. `batch` holds a multiple of `micro_rows` rows.
-        `beside`: weights by path that the loss takes besides the learner's, and that stay. `head`: learns too; None: stays."""
+        self,
+        learner: ParamState,
+        batch: Batch,
+        inputs: Any,
+        micro_rows: int,
+        extra_params: dict[str, jax.Array] | None = None,
+        head: ParamState | None = None,
+    ) -> tuple[ParamState, ParamState | None, dict]:
+        """Returns (learner, head, metrics on the device) after one update.
+
+        batch: a multiple of `micro_rows` rows. extra_params: further weights that the loss reads and that stay, by
+        path. head: the value head, which is trained too; None: it stays.
+        """
         return block_on_cpu_mesh(
-            self.program(learner, batch, inputs, beside or {}, head, micro_rows=micro_rows), self.layout
+            self.program(learner, batch, inputs, extra_params or {}, head, micro_rows=micro_rows), self.layout
         )
 
     def _update(
-        self, learner: ParamState, batch: Batch, inputs, beside=None, head: ParamState | None = None, *, micro_rows: int
-    ):
+        self,
+        learner: ParamState,
+        batch: Batch,
+        inputs: Any,
+        extra_params: dict[str, jax.Array] | None = None,
+        head: ParamState | None = None,
+        *,
+        micro_rows: int,
+    ) -> tuple[ParamState, ParamState | None, dict]:
         trained, still = self._split(learner.params)
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, updates_made(learner), batch.tokens.shape[0]))
-        others = still | (beside or {}) | (head.params if head else {})
+        others = still | (extra_params or {}) | (head.params if head else {})
         grads, head_gradient, loss, metrics, routing = self._gradients(trained, others, batch, inputs, micro_rows)
         if head is not None:
+            assert self.head is not None  # the caller passes a head only if there is an update for it
             head, head_metrics = self.head.apply(head, {VALUE_HEAD: head_gradient}, metrics["value/loss"], {})
             metrics |= {f"value/{name}": value for name, value in head_metrics.items() if name != "loss"}
         learner, step_metrics = self.apply(learner, grads, loss, routing)
         return learner, head, metrics | step_metrics
 
     def apply(self, learner: ParamState, grads: dict, loss: jax.Array, routing: dict) -> tuple[ParamState, dict]:
-        """The learner after a step by these gradients, and what is known of it. Inside a jitted function."""
+        """Returns (the learner after a step by these gradients, metrics). Runs inside a jitted function."""
         trained, still = self._split(learner.params)
         squares = to_device(joined(by_place(_squares, self.owner.tables, grads)))
         inside = gradient_norms(squares) if self._internals else {}
         factors, norm, norms = self._clipping(squares)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        # Moments of earlier updates do not move weights for which there is nothing to learn: rewards that are all equal.
+        # With a gradient of 0, as from equal rewards, the moments of earlier updates move no weights.
         good = finite & (sum(squares.values()) > 0)
         arguments = grads, factors, learner.optimizer, trained, good
         weights, states, changes = zip(*by_place(self._stepped, self.owner.tables, *arguments), strict=True)
@@ -224,54 +249,59 @@ class OptimizerStep:
         return ParamState(joined(weights) | kept, joined(states)), metrics | inside | norms | load_metrics(routing)
 
     def _clipping(self, squares: dict[str, jax.Array]) -> tuple[dict, jax.Array, dict]:
-        """(what each gradient is multiplied by, their norm before, metrics), from the sums of squares of the gradients by path.
-        Prediction modules that are trained apart from the policy are clipped by themselves, so that they do not shorten its
-        steps."""
-        limit, mtp, found = self._options.clip_norm, self._stage.mtp, {}
+        """Returns (factor of each gradient, norm before clipping, metrics) from the sums of squares by path.
+
+        Prediction modules with `detach` are clipped by their own norm, so that they do not shorten the steps of the
+        policy.
+        """
+        limit, mtp, metrics = self._options.clip_norm, self._stage.mtp, {}
         modules = [path for path in squares if path.startswith(MODULES)]
         apart = modules if mtp and mtp.detach else []
         norm = _length([square for path, square in squares.items() if path not in apart])
         norms = dict.fromkeys(squares, norm)
         if modules:
-            found["mtp/grad_norm"] = _length([squares[path] for path in modules])
-            norms |= dict.fromkeys(apart, found["mtp/grad_norm"])
+            metrics["mtp/grad_norm"] = _length([squares[path] for path in modules])
+            norms |= dict.fromkeys(apart, metrics["mtp/grad_norm"])
         factors = {
             path: 1.0 if limit is None else jnp.minimum(1.0, limit / (each + 1e-6)) for path, each in norms.items()
         }
-        return factors, norm, found
+        return factors, norm, metrics
 
     def _stepped(self, grads, factors, state, weights, good):
-        """(weights, state of the optimizer, norm of the change) after a step. Tables in host memory are stepped there."""
+        """Returns (weights, optimizer state, norm of the change) after a step. Host-memory tables are stepped there."""
         step = by_layer if self._in_host_memory and not weights.keys() <= self.owner.tables else at_once
         grads = jax.tree.map(jnp.multiply, row_tables.summed(grads), factors)
         return step(self._transform, grads, state, self._spread(weights) if step is at_once else weights, good)
 
     def _gradients(self, trained, still, batch: Batch, inputs, R: int):
-        """Sums over the micro-batches, in float32: (gradients, gradient of the value head or None, loss, metrics, Routing by path
-        of the layer)."""
+        """Returns float32 sums over micro-batches.
+
+        These are (gradients, gradient of the value head or None, loss, metrics, Routing by path of the layer).
+        """
         M = batch.tokens.shape[0] // R
         N = M * R
 
         def cut(a):
-            """[N, ...] -> [M, R, ...], the rows of a micro-batch spread over the mesh; totals are repeated."""
+            """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows; totals are repeated."""
             if not (jnp.ndim(a) and a.shape[0] == N):
                 return jnp.broadcast_to(a, (M, *jnp.shape(a)))
             return constrain(a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout)
 
-        micros, whole = jax.tree.map(cut, (batch, inputs)), totals(batch)
+        micros, batch_totals = jax.tree.map(cut, (batch, inputs)), totals(batch)
         if self._stage.router.balance == "batch" and M > 1:
-            # A forward pass of its own, without the head: how often an expert is chosen in the batch has to be known before the
-            # first micro-batch's gradient.
+            # An extra forward pass without the head: the gradient of the first micro-batch needs the choices of each
+            # expert in the full batch.
             def count(_, xs):
                 return None, {
                     path: each.counts for path, each in self._loss(trained | still, *xs)[2].by_layer("routing").items()
                 }
 
-            whole = replace(whole, counts=jax.tree.map(lambda a: a.sum(axis=0), jax.lax.scan(count, None, micros)[1]))
+            counts = jax.tree.map(lambda a: a.sum(axis=0), jax.lax.scan(count, None, micros)[1])
+            batch_totals = replace(batch_totals, counts=counts)
 
         def objective(weights, micro, inputs):
             loss, metrics, aux, head_gradient = self._loss(weights | still, micro, inputs)
-            auxiliary, auxiliary_metrics = auxiliary_loss(self._stage, aux, micro, whole)
+            auxiliary, auxiliary_metrics = auxiliary_loss(self._stage, aux, micro, batch_totals)
             return loss + auxiliary, (
                 metrics | auxiliary_metrics,
                 aux.by_layer("routing"),
@@ -290,31 +320,34 @@ class OptimizerStep:
             slopes = row_tables.gradients(self._graph, rows, {path: grads.pop(path) for path in looked_up})
             return _added(total, self._spread(fetch(grads))), (slopes, (loss, *rest))
 
-        # Slopes of tables in host memory lie there, where only a scan can stack them.
+        # Gradients of tables in host memory stay there, where only a scan can stack them.
         over = jax.lax.scan if self._graph.tables else partial(_over, count=_filled(micros[0].segments))
         grads, (slopes, outputs) = over(one, self._spread(_zeros(matrices)), micros)
         loss, metrics, routing, inside, head_gradients = outputs
         metrics = rl.algorithms.reduce_metrics(metrics)
         if self._internals:
-            metrics |= activation_metrics(inside, batch.segments.reshape(M, R, -1), self.owner.config)
+            metrics |= activation_metrics(inside, batch.segments.reshape(M, R, -1), self._graph.config)
         head_gradient, routing = jax.tree.map(lambda a: a.sum(axis=0), (head_gradients, routing))
         return grads | slopes, head_gradient, loss.sum(), metrics, routing
 
 
 def updates_made(learner: ParamState) -> jax.Array:
-    """The number of updates that were not skipped: AdamW's last part counts those of its schedule."""
+    """Returns the number of updates that were not skipped, which the schedule of AdamW counts."""
     return learner.optimizer[-1].count
 
 
 def _filled(segments_MRT: jax.Array) -> jax.Array | int:
-    """How many micro-batches are not padding only, at least 1; padding comes last."""
+    """Returns how many micro-batches hold tokens, at least 1. Micro-batches of padding come last."""
     M = len(segments_MRT)
     return 1 if M == 1 else jnp.maximum(jnp.sum(jnp.any(segments_MRT != 0, axis=(1, 2))), 1)
 
 
 def _over(function, carry, xs, count):
-    """`jax.lax.scan` over the first `count` of the M entries of `xs`, a number known on the device only, so that packed rows
-    of any number take one program. Outputs of the others are what a sum, a maximum or a minimum does not notice."""
+    """Runs `jax.lax.scan` over the first `count` of the M entries of `xs`; the device computes `count`.
+
+    One program therefore serves any number of packed rows. Outputs of the other entries are neutral for a sum, a
+    maximum or a minimum.
+    """
     M = len(jax.tree.leaves(xs)[0])
     function = jax.jit(function, inline=True)  # traced once, for its shapes and for the loop
 

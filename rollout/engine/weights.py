@@ -12,9 +12,9 @@ import qwix
 
 from policy.config import StoredType
 from policy.execution.compiled_cache import CompiledCache, Memory
-from policy.mesh.host_memory import fetch, on_a_device
 from policy.mesh.sharding import Layout, block_on_cpu_mesh
 from policy.model import Graph
+from policy.ops.host_memory import fetch, on_a_device
 from policy.ops.quantization import TYPES, quantize
 from rollout.types import GeneratorOptions
 

@@ -29,7 +29,7 @@ from oracles import STANDARD, configuration  # noqa: E402
 
 from policy import families  # noqa: E402
 from policy.config import Runtime  # noqa: E402
-from policy.execution import batch_split  # noqa: E402
+from policy.layers import batch_split  # noqa: E402
 from policy.mesh.sharding import layout  # noqa: E402
 from policy.model import Graph  # noqa: E402
 from policy.modes import make_step  # noqa: E402

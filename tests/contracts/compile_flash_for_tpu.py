@@ -89,10 +89,10 @@ def main(family: str, topology: str, degrees: dict) -> dict:
     jax.jit(jax.grad(loss)).lower(params, rows, rows).compile()
     jax.jit(prefill).lower(params, rows, lengths).compile()
     tokens = ROWS * LENGTH // math.prod(degrees.values())
-    return {"gradient": _found("loss", tokens), "prefill": _found("prefill", tokens)}
+    return {"gradient": _shapes_and_kernels("loss", tokens), "prefill": _shapes_and_kernels("prefill", tokens)}
 
 
-def _found(name: str, tokens: int) -> dict:
+def _shapes_and_kernels(name: str, tokens: int) -> dict:
     (file,) = Path(dump.name).glob(f"*jit_{name}.*.after_optimizations.txt")
     text = file.read_text()
     shapes = {tuple(map(int, match.split(","))) for match in re.findall(r"\w+\[([\d,]+)\]", text)}

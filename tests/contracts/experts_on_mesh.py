@@ -65,11 +65,12 @@ def mixture(name: str, skew: float):
     return graph, weights
 
 
-def rows(B: int, T: int, alike: int = 0):
-    """(x, cotangent, segments with two packed texts and padding); in the first `reshard_like` rows all tokens are the same."""
+def rows(B: int, T: int, equal_rows: int = 0):
+    """(x, cotangent, segments with two packed texts and padding); all tokens of the first `equal_rows` rows are the
+    same."""
     rng = np.random.default_rng(2)
     x, cotangent = rng.normal(size=(2, B, T, E)).astype(np.float32)
-    x[:alike] = x[0, 0]
+    x[:equal_rows] = x[0, 0]
     segments = np.where(np.arange(T) < T // 2, 1, 2) * (np.arange(T) < rng.integers(1, T + 1, (B, 1)))
     return x, cotangent, segments.astype(np.int32)
 

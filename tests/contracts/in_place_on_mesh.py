@@ -42,7 +42,7 @@ def on_a_device(tree) -> int:
 
 def trained(mode: str):
     """(trainer, state, model) after an update of policy and critic; moments are cut over copies of the weights too. `mode` is
-    auto, or explicit: with shardings stated."""
+    auto, or explicit: with shardings in the types."""
     model = learners.dense(mesh=layout(DEGREES, moments_over_data=True, explicit=mode == "explicit"))
     trainer, state = learners.begin(model, learners.stage("ppo"), fresh=True)
     state, _ = trainer.update(state, learners.batch())
@@ -62,7 +62,7 @@ def completed(generator) -> list:
 
 def read(model) -> tuple[dict, list]:
     """(findings, completions). What programs of a generator are given as weights: whether they are the arrays of the model, with
-    the same buffers, laid out as the program was compiled for; and how many bytes these programs write in place."""
+    the same buffers, sharded as the program was compiled for; and how many bytes these programs write in place."""
     generator = Generator(model, max_length=32, slots=4)
     completed(generator)  # compiles
     runner, given = generator.engine.runner, []
@@ -114,8 +114,9 @@ def elastic(state, folder) -> dict:
     return result | {"back": learners.same_bits(learners.host(back), expected)}
 
 
-def laid_out(model, plain: list) -> dict:
-    """Completions of a generator that lays weights out for decoding, beside those of one that reads them where they are trained."""
+def resharded(model, plain: list) -> dict:
+    """Compares completions with weights resharded for decoding with `plain`, the completions with the training
+    sharding."""
     generator = Generator(model, max_length=32, slots=4, options=GeneratorOptions(rules=STATIONARY_RULES))
     generator.reshard_for_rollout()
     copies = generator.weights._copies
@@ -137,13 +138,14 @@ def laid_out(model, plain: list) -> dict:
 
 
 def quantised(model) -> dict:
-    """Weights in few bits that are laid out too, beside those where the trained ones lie: one program makes them."""
+    """Compares quantised weights that are resharded with quantised weights in the training sharding: one program makes
+    both."""
     plain, moved = (RolloutWeights(model.graph, "int8", rules).of(model.params) for rules in (None, STATIONARY_RULES))
     same = [learners.same_bits(learners.host(plain[path]), learners.host(moved[path])) for path in model.params]
     graph = model.graph.for_inference(STATIONARY_RULES)
     values = {path: moved[path].qvalue if path in graph.inputs else moved[path] for path in model.params}
     put = [values[path].sharding.is_equivalent_to(graph.sharding(path), values[path].ndim) for path in model.params]
-    return {"same": all(same), "placed": all(put)}
+    return {"same": all(same), "sharded": all(put)}
 
 
 def copied(model) -> dict:
@@ -173,7 +175,7 @@ def main() -> None:
     result["copied"] = copied(model)
     experts = learners.experts(mesh=layout({"fsdp": 2, "tensor": 2, "expert": 2}))
     plain = completed(Generator(experts, max_length=32, slots=4))
-    result["laid out"] = {"dense": laid_out(model, made), "experts": laid_out(experts, plain)}
+    result["resharded"] = {"dense": resharded(model, made), "experts": resharded(experts, plain)}
     print(json.dumps(result | {"quantised": quantised(experts)}))
 
 

@@ -64,15 +64,15 @@ def packed(B: int, T: int) -> np.ndarray:
 
 
 def on_mesh(degrees: dict, **how):
-    """The layout of these degrees; with the key "explicit" beside them its shardings are stated."""
+    """The layout of these degrees; with the additional key "explicit" it is in explicit mode."""
     sizes = {axis: size for axis, size in degrees.items() if axis != "explicit"}
     return layout(sizes, explicit="explicit" in degrees, **how)
 
 
 def attention(degrees: dict, scheme: str, options: dict) -> dict:
-    """Attention whose sequences are cut, against attention that has them whole: the largest differences of the output and of the
-    gradients of queries, keys, values and sinks. `options`: AttentionBounds, and "heads", "kv_heads", "sinks", "balance", "queries" of a
-    chunk, "kernel": the one for TPUs, interpreted."""
+    """Attention whose sequences are cut, against attention over full sequences: the largest differences of the output
+    and of the gradients of queries, keys, values and sinks. `options`: AttentionBounds, and "heads", "kv_heads",
+    "sinks", "balance", "queries" of a chunk, "kernel": the one for TPUs, interpreted."""
     options = {"heads": 4, "kv_heads": 2, "sinks": False, "balance": False, "queries": 512, "kernel": False} | options
     B, H, K, T, D, V = 4, options["heads"], options["kv_heads"], 512 if options["kernel"] else 32, 6, 5
     rng = np.random.default_rng(0)
@@ -93,11 +93,11 @@ def attention(degrees: dict, scheme: str, options: dict) -> dict:
         layout=layout(degrees),
     )
     order = Order.of(step, None, runtime)
-    places, seated = (np.arange(T), step) if order is None else (order.places, order.enter(step.segments, step)[1])
+    places, ordered = (np.arange(T), step) if order is None else (order.places, order.enter(step.segments, step)[1])
 
     def cut(q, k, v, sinks):
         q, k, v = (a[:, :, places] for a in (q, k, v))
-        out = attend_cut(q, Keys((k, v)), seated, runtime, limits, sinks if options["sinks"] else None)
+        out = attend_cut(q, Keys((k, v)), ordered, runtime, limits, sinks if options["sinks"] else None)
         return out[:, :, np.argsort(places)]
 
     (served, kernel), result = (flash_attention.served, flash_attention._kernel), []
@@ -166,7 +166,7 @@ def products(kind: str, degrees: dict, how: dict) -> dict:
     return {"products": result, "carried": sorted(carried)}
 
 
-def gathered(kind: str, degrees: dict, how: dict) -> dict:
+def largest_all_gather(kind: str, degrees: dict, how: dict) -> dict:
     """Of `scored`, compiled: how many devices at most put an array together from their parts, of those no smaller than a quarter of
     the residual stream."""
     graph = random_model(families.read(MODELS[kind]()), runtime=Runtime(**how), mesh=on_mesh(degrees)).graph

@@ -14,9 +14,9 @@ from oracles import configuration, random_model, tokens
 from policy import families
 from policy.config import Runtime
 from policy.execution import row_tables
-from policy.mesh.host_memory import on_host
 from policy.mesh.sharding import layout
 from policy.modes import make_step
+from policy.ops.host_memory import on_host
 
 MESHES = {
     "fsdp4": ({"fsdp": 4}, "device"),

@@ -1,7 +1,7 @@
-"""What a plan counts in a program for a TPU whose compiler multiplies weights piece by piece while other chips send the next ones:
-each piece once. And what it counts of gathers that go on under products, and between slices. On its own this file prints, as JSON,
-the operations, the gathered bytes, the loops and the fusions with such gathers of a program for a topology and so many tokens, or
-with `slices` what is exchanged between two by kind."""
+"""What a plan counts in a program for a TPU whose compiler multiplies weights piece by piece while other chips send the
+next ones: each piece once. And what it counts of gathers that go on under products, and between slices. On its own this
+file prints, as JSON, the operations, the bytes of all-gathers, the loops and the fusions with such gathers of a program
+for a topology and so many tokens, or with `slices` what is exchanged between two by kind."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ pytestmark = [
 LAYERS, TOKENS, HIDDEN, WIDTH = 3, 65536, 4096, 14336
 
 
-def found_by(*arguments: str) -> dict:
+def counts_of(*arguments: str) -> dict:
     settings = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run(
         [sys.executable, __file__, *arguments],
@@ -35,8 +35,8 @@ def found_by(*arguments: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_product_in_pieces_counts_as_the_whole():
-    result = found_by("v6e:2x4", str(TOKENS))
+def test_a_product_in_pieces_counts_as_the_full_product():
+    result = counts_of("v6e:2x4", str(TOKENS))
     assert result["loops"] > 1, "the compiler takes no product in pieces here"
     assert result["operations"] == pytest.approx(3 * LAYERS * 2 * TOKENS / 8 * HIDDEN * WIDTH, rel=0.02)
     # Pieces go around in both directions, one of them a step ahead, and are sent once more after their last product.
@@ -46,16 +46,17 @@ def test_a_product_in_pieces_counts_as_the_whole():
 
 def test_a_gather_under_products_counts_once():
     """With few tokens weights are put together before their product, each while the one before is multiplied."""
-    result = found_by("v5e:4x4", "2048")
+    result = counts_of("v5e:4x4", "2048")
     assert result["fusions"], "the compiler gathers nothing under other products here"
     assert result["exchanged"] == 3 * LAYERS * HIDDEN * WIDTH * 2
     assert result["operations"] == pytest.approx(3 * LAYERS * 2 * 2048 / 16 * HIDDEN * WIDTH, rel=0.02)
 
 
 def test_what_goes_between_slices_counts_apart():
-    """Each chip of a slice of four sends a quarter of the gradient, and of a gathered array its own part, LAYERS times."""
+    """Each chip of a slice of four sends a quarter of the gradient, and of an array of an all-gather its own part,
+    LAYERS times."""
     gradient, part = 4 * HIDDEN * WIDTH / 4, 2 * LAYERS * HIDDEN * WIDTH / 8
-    assert found_by("slices") == {"all-reduce between slices": gradient, "all-gather between slices": 2 * part}
+    assert counts_of("slices") == {"all-reduce between slices": gradient, "all-gather between slices": 2 * part}
 
 
 def between() -> dict[str, float]:

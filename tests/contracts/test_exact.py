@@ -11,7 +11,7 @@ from oracles import KINDS, VOCAB, random_model, short
 import rollout.engine.programs
 import rollout.engine.sampling
 from policy import families
-from policy.heads import scoring
+from policy.execution import scoring
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.request import Request
 
@@ -69,10 +69,10 @@ def baseline(kind, params=PLAIN):
     return together(kind).generate(PROMPTS, params)
 
 
-def same(found, expected):
+def same(actual, expected):
     """Tokens, log-probabilities to the last bit, and ends."""
     parts = ("tokens", "logprobs", "finish")
-    for group, requested in zip(found, expected, strict=True):
+    for group, requested in zip(actual, expected, strict=True):
         assert [[getattr(c, part) for part in parts] for c in group] == [
             [getattr(c, part) for part in parts] for c in requested
         ]
@@ -82,7 +82,7 @@ def bits(model, tokens, segments, temperature=0.7):
     return np.stack(model.logprobs(tokens, segments=segments, temperature=temperature))
 
 
-def laid_out(texts, width, rng, *, left=False):
+def padded(texts, width, rng, *, left=False):
     """(tokens, segments) of texts with anything as padding."""
     tokens, segments = rng.integers(0, VOCAB, (len(texts), width)), np.zeros((len(texts), width), int)
     for row, text in enumerate(texts):
@@ -92,12 +92,12 @@ def laid_out(texts, width, rng, *, left=False):
 
 
 @pytest.mark.parametrize("kind", ["Llama"])
-def test_log_probabilities_do_not_depend_on_how_the_tokens_are_laid_out(kind):
+def test_log_probabilities_do_not_depend_on_padding_and_packing(kind):
     model, rng = model_of(kind), np.random.default_rng(1)
     texts = [rng.integers(0, VOCAB, n) for n in (100, 41, 64, 65, 1)]
     single = [bits(model, text[None], None)[:, 0] for text in texts]
     for width, left in ((103, False), (128, True)):
-        tokens, segments = laid_out(texts[::-1], width, rng, left=left)
+        tokens, segments = padded(texts[::-1], width, rng, left=left)
         result = bits(model, tokens, segments)
         for row, expected in enumerate(single[::-1]):
             np.testing.assert_array_equal(result[:, row][:, segments[row] != 0], expected)
@@ -132,7 +132,7 @@ def test_slots_chunks_and_what_else_is_decoded_change_no_bit(kind):
         for i, prompt in enumerate(PROMPTS):
             same(alone(kind).generate([prompt], params, ids=[i]), [expected[i]])
         texts = [prompt + completion.tokens for prompt, (completion,) in zip(PROMPTS, expected, strict=True)]
-        logp = bits(model, *laid_out(texts, 97, np.random.default_rng(0)), temperature=params.temperature or 1.0)[0]
+        logp = bits(model, *padded(texts, 97, np.random.default_rng(0)), temperature=params.temperature or 1.0)[0]
         for row, (prompt, (completion,)) in enumerate(zip(PROMPTS, expected, strict=True)):
             assert completion.logprobs == logp[row, len(prompt) : len(texts[row])].tolist()
 

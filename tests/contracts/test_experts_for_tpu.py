@@ -36,9 +36,10 @@ def test_rows_travel_by_ragged_all_to_all():
 
 
 @pytest.mark.parametrize("scheme", ["gather", "hidden"])
-def test_tokens_are_gathered_and_gradients_of_weights_scattered(scheme):
-    """Gathered: tokens, ids, weights of choices, the cotangent of the result, and three weights over fsdp. Scattered: the result,
-    the gradients of tokens and of the weights of choices, and of the three weights, which no all-reduce touches."""
+def test_tokens_take_all_gathers_and_gradients_of_weights_reduce_scatters(scheme):
+    """All-gathers: tokens, ids, weights of choices, the cotangent of the result, and three weights over fsdp.
+    Reduce-scatters: the result, the gradients of tokens and of the weights of choices, and of the three weights, which
+    no all-reduce touches."""
     result = compiled(scheme, {"fsdp": 2, "expert": 2})
     assert result["reduce-scatter"] == 6 and result["all-gather"] == 7
     assert result.get("all-reduce", 0) <= 1  # the gradient of the router
@@ -48,12 +49,12 @@ def test_tokens_are_gathered_and_gradients_of_weights_scattered(scheme):
     ("topology", "kernels"), [("v5p:2x2x1", {"ragged-dot-none": 9}), ("v6e:2x2", {"gmm": 6, "tgmm": 3})]
 )
 def test_products_are_those_of_kernels(topology, kernels):
-    """Three products, and two of the gradient of each; on v6e those of policy/experts/grouped_kernel.py."""
+    """Three products, and two of the gradient of each; on v6e those of policy/ops/grouped_kernel.py."""
     result = compiled("all_to_all", {"expert": 4}, topology)
     assert {name: count for name, count in result.items() if name in ("ragged-dot-none", "gmm", "tgmm")} == kernels
 
 
-def beside_the_other(*arguments: str) -> set[tuple[str, str]]:
+def overlapped(*arguments: str) -> set[tuple[str, str]]:
     """(kind of collective, micro-batch) of those between whose start and end stands a grouped product of another micro-batch. The
     two, if there are two, are called 0 and 1 in the order of their first gathers."""
     moves = printed("compile_batch_split_for_tpu.py", *arguments)
@@ -70,9 +71,9 @@ BOTH_HALVES = {(kind, half) for kind in ("all-gather", "reduce-scatter") for hal
 
 
 @pytest.mark.parametrize("rule", [[], ["fp8_full"]], ids=["bfloat16", "fp8_full"])
-def test_the_batch_split_schedule_has_products_of_one_half_beside_the_collectives_of_the_other(rule):
-    assert beside_the_other("split", *rule) >= BOTH_HALVES
+def test_the_batch_split_schedule_overlaps_products_of_one_half_with_collectives_of_the_other(rule):
+    assert overlapped("split", *rule) >= BOTH_HALVES
 
 
-def test_plain_layers_have_none_beside_their_collectives():
-    assert not beside_the_other("plain")
+def test_plain_layers_overlap_no_products_with_their_collectives():
+    assert not overlapped("plain")

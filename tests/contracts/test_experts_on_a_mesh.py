@@ -132,7 +132,7 @@ LAYERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("number", MESHES)
 def test_every_scheme_on_every_mesh(number):
-    # Of numbers that the mesh does not divide, the scheme auto keeps whole what it cannot cut. One token for each row: decoding.
+    # The scheme auto replicates dimensions that the mesh does not divide. One token for each row: decoding.
     odd = [["layer", MESHES[number][0], "auto", name, {}] for name in ("narrow", "six")]
     one = [["layer", MESHES[number][-1], "gather", "groups", {"shape": [8, 1]}]]
     check_layers(number, LAYERS[number] + odd + one)

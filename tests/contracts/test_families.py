@@ -1,4 +1,4 @@
-"""Every decoder family in policy/families/, found by listing, passes the same checks. Needs no torch.
+"""Every decoder family in policy/families/, listed from the folder, passes the same checks. Needs no torch.
 
 tests/contracts/golden/ holds the tree of weights of a tiny model of each kind. A change of those files changes
 checkpoints; to write them again after a change that is meant:
@@ -88,7 +88,7 @@ def test_no_family_is_named_in_the_code_outside_its_own_file():
         assert not code_words(file.read_text()) & everything - mine - scalings, file
 
 
-def test_a_family_is_found_by_architecture_or_by_model_type(kind):
+def test_a_family_is_known_by_architecture_or_by_model_type(kind):
     hf = short(kind)
     expected = families.find(hf).__name__
     assert families.find({"architectures": hf["architectures"]}).__name__ == expected

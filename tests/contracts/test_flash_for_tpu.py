@@ -24,7 +24,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_take_whole_sequences(case):
+def test_kernels_take_full_sequences(case):
     family, topology, mesh = CASES[case]
     command = [sys.executable, Path(__file__).with_name("compile_flash_for_tpu.py"), family, topology, json.dumps(mesh)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)

@@ -1,4 +1,5 @@
-"""Every family: what the generator writes and says of it is what the whole forward pass says. S slots, V vocabulary."""
+"""Every family: tokens and log-probabilities of the generator equal those of the full forward pass. S slots, V
+vocabulary."""
 
 import dataclasses
 import functools
@@ -130,9 +131,9 @@ def assert_logprobs_equal(name, out, temperature):
     np.testing.assert_allclose(result[compared], expected[compared], atol=tolerance, rtol=0)
 
 
-def assert_same(found, expected, tolerance=TOLERANCE):
+def assert_same(actual, expected, tolerance=TOLERANCE):
     """The same tokens, with log-probabilities equal up to rounding."""
-    for group, requested in zip(found, expected, strict=True):
+    for group, requested in zip(actual, expected, strict=True):
         assert [c.tokens for c in group] == [c.tokens for c in requested]
         assert [c.finish for c in group] == [c.finish for c in requested]
         for a, b in zip(group, requested, strict=True):
@@ -204,7 +205,7 @@ def test_greedy_decoding_equals_that_of_transformers(kind, tmp_path):
 PAGED = {"cache": "paged", "page_size": 8}
 # Pages for two of the six longest rows: requests pause, and are read in again.
 FEW_PAGES = PAGED | {"pages": 15, "prefill_chunk": 7}
-RINGS = {"sliding_window_cache": True, "prefill_chunk": 7}
+SLIDING_CACHE = {"sliding_window_cache": True, "prefill_chunk": 7}
 WAYS = {
     "deepseek-v3-groups-yarn": [
         {"prefill_chunk": 7},
@@ -214,7 +215,7 @@ WAYS = {
     "qwen3-window": [
         {"slots": 16, "prefill_chunk": 7},
         {"slots": 1, "tokens_per_dispatch": 5},
-        RINGS,
+        SLIDING_CACHE,
     ],
 }
 MORE_WAYS = [
@@ -235,8 +236,8 @@ def check_way(name, way):
     assert bool(generator.engine.counts["preempted"]) == ("pages" in way)
 
 
-# Pages that are few, and rings; the others change less.
-ALWAYS = (FEW_PAGES, RINGS)
+# Few pages, and the sliding-window cache; the others change less.
+ALWAYS = (FEW_PAGES, SLIDING_CACHE)
 WAYS_OF_BOTH = [
     pytest.param(name, way, id=f"{name}-{way}", marks=() if way in ALWAYS else pytest.mark.slow)
     for name, ways in WAYS.items()
@@ -318,9 +319,9 @@ def check_meshes(*meshes, **options):
         else:
             assert result["decoding"] == [8], f"{mesh}: decoding was compiled for {result['decoding']} rows"
         for group, requested in zip(result["completions"], expected, strict=True):
-            for (tokens, logps), (wanted_tokens, wanted_logps) in zip(group, requested, strict=True):
-                assert tokens == wanted_tokens, mesh
-                np.testing.assert_allclose(logps, wanted_logps, atol=TOLERANCE, rtol=0, err_msg=str(mesh))
+            for (tokens, logps), (expected_tokens, expected_logps) in zip(group, requested, strict=True):
+                assert tokens == expected_tokens, mesh
+                np.testing.assert_allclose(logps, expected_logps, atol=TOLERANCE, rtol=0, err_msg=str(mesh))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("loading_on_a_mesh")]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, dict]:
+def loaded(tmp_path_factory) -> dict[str, dict]:
     """What load_on_mesh.py says of a directory of each kind."""
     root = tmp_path_factory.mktemp("models")
     for kind in KINDS:
@@ -23,12 +23,12 @@ def found(tmp_path_factory) -> dict[str, dict]:
     return {kind: said[directory] for kind, directory in directories.items()}
 
 
-def test_weights_are_cut_and_have_the_bits_of_one_device(found):
-    for kind, each in found.items():
+def test_weights_are_cut_and_have_the_bits_of_one_device(loaded):
+    for kind, each in loaded.items():
         assert each["same"], kind
         assert each["cut"] >= each["weights"] // 3, f"{kind}: {each['cut']} of {each['weights']} weights are cut"
 
 
-def test_logits_equal_those_of_one_device(found):
-    for kind, each in found.items():
+def test_logits_equal_those_of_one_device(loaded):
+    for kind, each in loaded.items():
         assert each["difference"] < 1e-4, kind

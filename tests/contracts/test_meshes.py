@@ -60,7 +60,7 @@ def test_sequences_that_are_cut():
     check(*cases)
 
 
-def test_shardings_that_are_stated():
+def test_explicit_shardings():
     """The same numbers, and no product of which the partitioner decides how it is cut."""
     dense, experts = {"fsdp": 2, "tensor": 2, "explicit": True}, {"fsdp": 2, "expert": 2, "explicit": True}
     quick = {"remat": "none"}
@@ -76,7 +76,7 @@ def test_shardings_that_are_stated():
 @pytest.mark.parametrize("mode", MODES)
 def test_copies_of_weights_put_nothing_together(mode):
     """Along `data`, which slices may be joined by, gradients are summed; no device asks the other four for their tokens."""
-    assert run(["gathered", "dense", in_mode(mode, {"data": 2, "fsdp": 4}), {}]) == [{"devices": 4}]
+    assert run(["largest_all_gather", "dense", in_mode(mode, {"data": 2, "fsdp": 4}), {}]) == [{"devices": 4}]
 
 
 @pytest.mark.slow
@@ -104,8 +104,9 @@ def test_every_mesh_of_the_list(kind, mode):
 
 
 @pytest.mark.slow
-def test_shardings_that_are_stated_of_other_decoders():
-    """Those with an indexer, with several streams, and with matrices whose outputs are cut where the stream is whole."""
+def test_explicit_shardings_of_other_decoders():
+    """Decoders with an indexer, with several streams, and with matrices whose outputs are sharded and the stream is
+    not."""
     meshes = [MESHES["fsdp4_tensor2"], CONTEXT]
     kinds = ("indexed", "streams", "square")
     check(*(["decoder", kind, in_mode("explicit", degrees), {}] for kind in kinds for degrees in meshes))
@@ -163,7 +164,7 @@ OWN |= {"vocab": ["tensor", "fsdp"], "batch": ["data", "expert"], "cache_batch":
 
 EVERY, STATIONARY = {"fsdp": 2, "tensor": 2, "expert": 2}, {"rules": "stationary"}
 PAGED = STATIONARY | {"cache": "paged", "page_size": 4, "prefill_chunk": 4}
-LAID_OUT = {
+RESHARDED = {
     "dense": [[MESHES["fsdp4_tensor2"], STATIONARY], [MESHES["data2_fsdp2_tensor2"], {"rules": OWN}], [EVERY, PAGED]],
     "experts": [[EVERY, STATIONARY, {"expert_parallel": scheme}] for scheme in ("all_to_all", "hidden")],
     "latent": [
@@ -177,15 +178,15 @@ LAID_OUT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", LAID_OUT)
-def test_completions_where_weights_are_laid_out_for_decoding(kind):
-    cases = [["completions", kind, *way] for way in LAID_OUT[kind]]
+@pytest.mark.parametrize("kind", RESHARDED)
+def test_completions_with_weights_resharded_for_decoding(kind):
+    cases = [["completions", kind, *way] for way in RESHARDED[kind]]
     for case, result in zip(cases, run(*cases), strict=True):
         assert result["equal"] and result["logprobs"] < 1e-4, (case, result)
 
 
-# Queries, new keys and values to the rows of the cache, what is found back; sums behind two products. Latents come from products
-# that are cut too: those of queries and of keys are put together.
+# Queries, new keys and values to the rows of the cache, the results of attention; sums behind two products. Latents
+# come from products that are cut too: those of queries and of keys are put together.
 FLOOR = {"dense": {"all-to-all": 4, "all-reduce": 2}, "latent": {"all-gather": 2, "all-to-all": 2, "all-reduce": 2}}
 
 

@@ -1,4 +1,4 @@
-"""Every built-in reward, found by listing the folder, proves itself on its examples and keeps the same promises."""
+"""Every built-in reward, listed from the folder, proves itself on its examples and keeps the same promises."""
 
 import importlib
 import inspect

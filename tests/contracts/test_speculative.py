@@ -97,7 +97,7 @@ def test_drafts_over_pages_write_the_same_tokens(name):
     assert generator_of(name, MODELS[name][3], chunk=7, dispatch=2, **FEW_PAGES).engine.counts["preempted"]
 
 
-def test_log_probabilities_are_those_of_the_whole_forward():
+def test_log_probabilities_are_those_of_the_full_forward():
     out = generator_of("llama", 1).generate(PROMPTS, FILTERED)
     rows, segments, written = (np.zeros((10, WIDTH), int) for _ in range(3))
     every = [(prompt, c) for prompt, group in zip(PROMPTS, out, strict=True) for c in group]

@@ -1,4 +1,4 @@
-"""Every task of rl/tasks/, found by listing the folder, and several options of each."""
+"""Every task of rl/tasks/, listed from the folder, and several options of each."""
 
 import dataclasses
 import importlib

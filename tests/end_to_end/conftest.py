@@ -14,9 +14,9 @@ def in_the_root(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def unbroken(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     """The directory of a small run that nothing disturbed, made by the command in a process of its own."""
-    directory = tmp_path_factory.mktemp("unbroken") / "run"
+    directory = tmp_path_factory.mktemp("uninterrupted") / "run"
     code, out, err = launch.finish(launch.process(*launch.arguments(directory)))
     assert code == 0, err
     (directory.parent / "stdout").write_text(out)

@@ -81,7 +81,7 @@ def test_groups_left_over_are_used_after_a_kill(tmp_path):
     """A run that is killed after its second step goes on as one that was not, with the groups that it carried."""
     reward = "rewards={functions: [tests/end_to_end/own_rewards.py:seldom], workers: 1}"
     given = (*DENSE, f"stages={json.dumps([stage('dapo', steps=4)])}", reward, "data.options.problems=10000")
-    full, broken = tmp_path / "whole", tmp_path / "broken"
+    full, broken = tmp_path / "full", tmp_path / "broken"
     code, _, err = launch.finish(launch.process(*launch.arguments(full), *given))
     assert code == 0, err
     running = launch.process(*launch.arguments(broken), *given)

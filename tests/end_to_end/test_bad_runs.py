@@ -145,7 +145,7 @@ def test_a_platform_that_is_not_here_is_exit_code_5(tmp_path):
     assert "stage sft" not in out
 
 
-def test_a_reward_that_fails_stops_the_run_if_that_is_wanted(tmp_path, capsys):
+def test_a_reward_that_fails_stops_the_run_with_on_error_stop(tmp_path, capsys):
     more = [ONE_STEP, f"rewards.functions=['{OWN}:always_raises']", "rewards.on_error=stop", *launch.LIGHT]
     result = cli.train_main(launch.arguments(tmp_path / "run", *more))
     said = capsys.readouterr().err

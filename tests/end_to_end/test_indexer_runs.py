@@ -10,7 +10,7 @@ FILE = """
 model:
   overrides: {architectures: [DeepseekV32ForCausalLM], model_type: deepseek_v32, index_topk: 4, index_n_heads: 8, index_head_dim: 8,
     initializer_range: 0.3}
-data: {options: {problems: 10000}}  # few are learnt by heart, and the losses of the indexers with them
+data: {options: {problems: 10000}}  # the model memorises few, and the indexers' losses stay informative
 evaluation: null
 stages:
   - {algorithm: sft, steps: 16, prompts_per_step: 16, optimizer: {learning_rate: 2e-2}, indexer: {training: dense_warmup}}
@@ -35,7 +35,7 @@ def trained(directory, *more) -> dict[str, list[dict]]:
 
 
 @pytest.mark.slow
-def test_indexers_learn_in_a_warm_up_and_go_on_learning_beside_the_rest(tmp_path):
+def test_indexers_learn_in_a_warm_up_and_go_on_learning_with_the_rest(tmp_path):
     stages = trained(tmp_path)
     warm, sparse = stages["sft"], stages["sft-2"]
     for metrics in warm:

@@ -18,8 +18,8 @@ ASKED_FOR = (
     *("dynamic/batches", "dynamic/kept_share", "dynamic/carried", "dynamic/without_difference", "dynamic/reward_mean"),
     *("entropy_coef", "entropy_bonus_applied", "reward/greedy", "kl/coef"),
 )
-JUDGED = ("time/reward_models",)
-LAID_OUT = ("time/sync",)
+REWARD_MODELS = ("time/reward_models",)
+RESHARDED = ("time/sync",)
 REPLAY = ("moe/replayed", "moe/replay_disagreement")
 INDEXER = ("indexer/kl", "indexer/recall")
 UTILISATION = ("perf/sample_hbm_utilisation", "perf/mfu_sample", "perf/mfu_logprob", "perf/mfu_train", "perf/mfu_step")
@@ -70,14 +70,14 @@ def of_the_losses() -> set[str]:
     return result | set(algorithm.advantages_per_token(np.ones(2), -host, -host, host, host)[2])
 
 
-def test_every_metric_of_a_run_is_documented(unbroken):
-    assert not written(unbroken) - documented()
+def test_every_metric_of_a_run_is_documented(uninterrupted):
+    assert not written(uninterrupted) - documented()
 
 
-def test_tokens_per_second_are_those_of_the_samples(unbroken):
+def test_tokens_per_second_are_those_of_the_samples(uninterrupted):
     """On one device. A prompt has a token for each character."""
-    samples = events.read(unbroken / events.SAMPLES)
-    rows = [row for row in events.read(unbroken / events.EVENTS) if row["step"] and row["stage"] != "sft"]
+    samples = events.read(uninterrupted / events.SAMPLES)
+    rows = [row for row in events.read(uninterrupted / events.EVENTS) if row["step"] and row["stage"] != "sft"]
     assert len(rows) == 4
     for row in rows:
         metrics, mine = row["metrics"], [s for s in samples if (s["stage"], s["step"]) == (row["stage"], row["step"])]
@@ -90,13 +90,16 @@ def test_tokens_per_second_are_those_of_the_samples(unbroken):
             assert metrics[f"perf/{part}_tokens_per_s"] * metrics[f"time/{time}"] == pytest.approx(tokens[part])
 
 
-def test_every_metric_of_the_losses_is_documented_and_no_other_name(unbroken):
+def test_every_metric_of_the_losses_is_documented_and_no_other_name(uninterrupted):
     losses = of_the_losses()
     assert not losses - documented()
     possible = (
-        losses | written(unbroken) | {f"value/{name}" for name in CRITIC} | {*PREDICTION, *INDEXER, *EXACT, *REPLAY}
+        losses
+        | written(uninterrupted)
+        | {f"value/{name}" for name in CRITIC}
+        | {*PREDICTION, *INDEXER, *EXACT, *REPLAY}
     )
-    possible |= {*ASKED_FOR, *UTILISATION, *LAID_OUT, *JUDGED}
+    possible |= {*ASKED_FOR, *UTILISATION, *RESHARDED, *REWARD_MODELS}
     # Only where a completion ended by itself, which those of a run of three steps may not have.
     possible |= {f"completion/{name}_terminated_length" for name in ("mean", "min", "max")}
     assert not documented() - possible

@@ -33,7 +33,7 @@ def drawn(directory) -> list[tuple]:
 @pytest.mark.slow
 def test_a_run_of_four_devices_goes_on_with_two_or_eight(tmp_path):
     """The same prompts and demonstrations, each once, and the same numbers up to rounding."""
-    full, stopped = tmp_path / "whole", tmp_path / "stopped"
+    full, stopped = tmp_path / "full", tmp_path / "stopped"
     finish(start(4, *launch.arguments(full, *RUN)))
     running = start(4, *launch.arguments(stopped, *RUN))
     launch.wait_for(lambda: launch.lines(stopped) >= 2, running)

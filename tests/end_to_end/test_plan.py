@@ -1,5 +1,5 @@
-"""`rl plan` on devices of the CPU: the programs of every stage, their memory beside live arrays and beside that of a run, settings
-with which they fit, and what is refused."""
+"""`rl plan` on devices of the CPU: the programs of every stage, their memory next to live arrays and against the memory
+of a run, settings with which they fit, and what is refused."""
 
 import importlib.util
 import json
@@ -17,13 +17,13 @@ from policy.huggingface import classification, sources
 from policy.model import Graph, Model
 from rl.commands import cli
 from rl.config import files
-from rl.config.load import load
 from rl.data.reader import read_tokenizer
 from rl.plan.children import described
 from rl.plan.estimate import Estimator
 from rl.plan.programs import programs
 from rl.reporting import program_memory
 from rl.run import build
+from rl.run.load import load
 from rl.stages.scorers import program_name
 from rl.training.reward_model import RewardModelScorer
 from rl.training.trainer import Trainer
@@ -96,7 +96,7 @@ def test_the_program_that_lays_weights_out_is_planned_and_its_copy_counted(plan)
     assert (
         sharded[decode]["non_argument"] + sharded[decode]["arguments"]
         > result[decode]["non_argument"] + result[decode]["arguments"]
-    ), "it is beside"
+    ), "the copy is stored during decoding"
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def asking(directory):
     sizes = "hidden_size: 32, intermediate_size: 32, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, vocab_size: 32"
     model = f"model={{source: qwen3-0.6b, overrides: {{num_hidden_layers: 1, {sizes}}}}}"
     config = load([launch.SMALL], [model])
-    source, graph = str(directory / "judge"), build.graph(config, build.on_mesh(config, jax.devices()[:1]))
+    source, graph = str(directory / "reward_model"), build.graph(config, build.on_mesh(config, jax.devices()[:1]))
     trunk = Graph(sources.trunk(graph.config), graph.runtime, graph.layout)
     classification.write(source, trunk, trunk.init(1), np.ones(32, np.float32), pad_id=None)
     read_tokenizer(config)[0].save_pretrained(source)

@@ -14,10 +14,10 @@ from policy import families
 from policy.config import Runtime
 from policy.mesh.sharding import layout
 from rl.commands import cli
-from rl.config.load import load
 from rl.errors import DataError
 from rl.reporting import events
 from rl.run import build
+from rl.run.load import load
 from rl.run.prepare import prepare
 from rl.stages import create
 from rl.stages.scorers import abstract_scorers

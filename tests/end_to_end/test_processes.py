@@ -45,7 +45,8 @@ def on_devices(number: int) -> dict[str, str]:
 
 
 def start(directory, processes: int, devices: int, *more: str) -> list:
-    """`rl-train` in so many processes of so many devices each; where there are several, weights are laid out for decoding."""
+    """`rl-train` in so many processes of so many devices each; with several devices, weights are resharded for
+    decoding."""
     environment = on_devices(devices) | {"COUNTED": str(directory.parent / "counted")}
     if processes == 1:
         return [launch.process(*launch.arguments(directory, *RUN, *more), environment=environment)]

@@ -1,4 +1,4 @@
-"""Whole runs: what they leave behind, and what happens when one is started again, watched or asked to stop."""
+"""Full runs: what they leave behind, and what happens when one is started again, watched or asked to stop."""
 
 import hashlib
 import json
@@ -15,12 +15,12 @@ from oracles import configuration, random_model
 
 import policy
 from policy import families
-from rl.config.load import load
 from rl.data.tasks import arithmetic
 from rl.reporting import events
 from rl.reporting.timeline import CHECKPOINTS, FILE, RUN, WORKERS
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
+from rl.run.load import load
 from rl.run.prepare import prepare
 from rl.stages.online import Stage
 from rl.training.trainer import Trainer
@@ -51,8 +51,8 @@ def digest(directory: Path) -> dict[str, str]:
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_every_step_is_an_event_and_every_stage_is_evaluated_at_both_ends(unbroken):
-    rows = events.read(unbroken / "events.jsonl")
+def test_every_step_is_an_event_and_every_stage_is_evaluated_at_both_ends(uninterrupted):
+    rows = events.read(uninterrupted / "events.jsonl")
     assert [(row["stage"], row["step"]) for row in rows] == [
         (n, step) for n, steps in STAGES for step in range(steps + 1)
     ]
@@ -93,11 +93,13 @@ def test_every_step_is_an_event_and_every_stage_is_evaluated_at_both_ends(unbrok
     assert all(v is not None for v in values)
 
 
-def test_every_completion_is_a_sample_whose_numbers_agree_with_the_events(unbroken):
-    rows = events.read(unbroken / "samples.jsonl")
+def test_every_completion_is_a_sample_whose_numbers_agree_with_the_events(uninterrupted):
+    rows = events.read(uninterrupted / "samples.jsonl")
     assert len(rows) == 4 * 4 * 4 and all(row.keys() == SAMPLE_KEYS for row in rows)
     assert sorted({row["prompt_id"] for row in rows}) == list(range(16))  # counted through the stages
-    means = {(r["stage"], r["step"]): r["metrics"].get("reward/mean") for r in events.read(unbroken / "events.jsonl")}
+    means = {
+        (r["stage"], r["step"]): r["metrics"].get("reward/mean") for r in events.read(uninterrupted / "events.jsonl")
+    }
     for place in {(row["stage"], row["step"]) for row in rows}:
         mine = [row for row in rows if (row["stage"], row["step"]) == place]
         assert [row["sample"] for row in mine] == [0, 1, 2, 3] * 4
@@ -110,16 +112,16 @@ def test_every_completion_is_a_sample_whose_numbers_agree_with_the_events(unbrok
         assert 1 <= len(row["tokens"]) <= 6 and (row["finish"] == "stop") == (row["tokens"][-1] == 2)
 
 
-def test_the_export_holds_the_last_weights_and_the_tokenizer(unbroken, tmp_path):
+def test_the_export_holds_the_last_weights_and_the_tokenizer(uninterrupted, tmp_path):
     from transformers import AutoTokenizer
 
-    model = policy.load(unbroken / "export")
-    config = load([unbroken])
+    model = policy.load(uninterrupted / "export")
+    config = load([uninterrupted])
     stage = config.stages[-1]
     import rl.algorithms
 
     algorithm = rl.algorithms.get(stage.algorithm.name, **stage.algorithm.model_extra)
-    checkpoints = Checkpoints(unbroken / "checkpoints", 2)
+    checkpoints = Checkpoints(uninterrupted / "checkpoints", 2)
     number, state, host = checkpoints.restore(Trainer(model.graph, stage, algorithm).abstract())
     checkpoints.close()
     progress = {"prompts": 16, "version": 3 + 3 * 2 + 2, "drawn": 4, "carried": [], "controls": {}}
@@ -128,45 +130,47 @@ def test_the_export_holds_the_last_weights_and_the_tokenizer(unbroken, tmp_path)
     fresh = policy.create(model.config, config.seed)
     moved = [path for path in model.params if not np.array_equal(model.params[path], fresh.params[path])]
     assert set(moved) == set(model.params)
-    tokenizer = AutoTokenizer.from_pretrained(unbroken / "export")
+    tokenizer = AutoTokenizer.from_pretrained(uninterrupted / "export")
     assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34=" and tokenizer.eos_token_id == 2
-    assert sorted(path.name for path in (unbroken / "checkpoints").iterdir()) == ["0000000007", "0000000009"]
+    assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir()) == ["0000000007", "0000000009"]
     assert {"config.yml", "events.jsonl", "samples.jsonl", "checkpoints", "export"} <= {
-        p.name for p in unbroken.iterdir()
+        p.name for p in uninterrupted.iterdir()
     }
 
 
-def test_a_pipe_gets_the_configuration_and_plain_lines(unbroken):
-    text = (unbroken.parent / "stdout").read_text()
+def test_a_pipe_gets_the_configuration_and_plain_lines(uninterrupted):
+    text = (uninterrupted.parent / "stdout").read_text()
     assert "\x1b" not in text and "max_length: 32" in text
     assert text.index("stage sft: 3 steps") < text.index("sft 3/3") < text.index("stage grpo-2: 1 steps")
-    assert f"final weights in {unbroken / 'export'}" in text.splitlines()[-1]
+    assert f"final weights in {uninterrupted / 'export'}" in text.splitlines()[-1]
 
 
-def test_a_finished_run_says_so_and_is_left_as_it_is(unbroken, capsys):
-    before = digest(unbroken)
-    assert launch.cli.train_main([str(unbroken)]) == 0
+def test_a_finished_run_says_so_and_is_left_as_it_is(uninterrupted, capsys):
+    before = digest(uninterrupted)
+    assert launch.cli.train_main([str(uninterrupted)]) == 0
     said = capsys.readouterr().out
-    assert f"{unbroken} is finished" in said and f"model: {unbroken}/export" in said and "stage sft" not in said
-    assert digest(unbroken) == before
+    assert (
+        f"{uninterrupted} is finished" in said and f"model: {uninterrupted}/export" in said and "stage sft" not in said
+    )
+    assert digest(uninterrupted) == before
 
 
-def test_a_run_is_not_continued_under_another_configuration(unbroken, capsys):
-    before = digest(unbroken)
-    assert launch.cli.train_main([str(unbroken), "stages.1.optimizer.learning_rate=0.5"]) == 2
+def test_a_run_is_not_continued_under_another_configuration(uninterrupted, capsys):
+    before = digest(uninterrupted)
+    assert launch.cli.train_main([str(uninterrupted), "stages.1.optimizer.learning_rate=0.5"]) == 2
     said = capsys.readouterr().err
     assert "stages.1.optimizer.learning_rate: 0.001 there, 0.5 here" in said and "Traceback" not in said
-    assert digest(unbroken) == before
+    assert digest(uninterrupted) == before
 
 
-def test_a_run_in_use_is_left_alone(unbroken, capsys):
-    with RunFolder(load([unbroken])):
-        assert launch.cli.train_main([f"resume={unbroken}"]) == 5
+def test_a_run_in_use_is_left_alone(uninterrupted, capsys):
+    with RunFolder(load([uninterrupted])):
+        assert launch.cli.train_main([f"resume={uninterrupted}"]) == 5
     assert "in use by another process" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(unbroken, tmp_path):
+def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(uninterrupted, tmp_path):
     directory = tmp_path / "run"
     running = launch.process(*launch.arguments(directory))
     launch.wait_for(lambda: launch.lines(directory) >= 1, running)
@@ -186,14 +190,14 @@ def test_signals_finish_the_step_and_save_it_and_the_next_start_goes_on(unbroken
     assert f"continuing {directory} after step {step} of {stage}" in out
 
     assert launch.train(directory) == 0
-    launch.assert_same_run(directory, unbroken)
+    launch.assert_same_run(directory, uninterrupted)
     # Three processes have written it; no step was begun that did not end.
     of_the_run = [span for span in spans(directory) if span["tid"] == RUN]
     steps = [span["args"] for span in of_the_run if span["name"] == "step"]
     assert steps == [{"stage": n, "step": step} for n, count in STAGES for step in range(1, count + 1)]
     continued = "reading a checkpoint"
     assert {span["name"] for span in of_the_run} - {continued} == {
-        span["name"] for span in spans(unbroken) if span["tid"] == RUN
+        span["name"] for span in spans(uninterrupted) if span["tid"] == RUN
     }
     assert continued in {span["name"] for span in of_the_run}
 
@@ -203,8 +207,8 @@ def spans(directory) -> list[dict]:
     return [event for event in result if event["ph"] == "X"]
 
 
-def test_the_timeline_covers_the_run_and_every_call_of_a_reward(unbroken):
-    result = spans(unbroken)
+def test_the_timeline_covers_the_run_and_every_call_of_a_reward(uninterrupted):
+    result = spans(uninterrupted)
     every = sorted(
         ((s["ts"], s["ts"] + s["dur"], s["name"]) for s in result if s["tid"] == RUN), key=lambda s: (s[0], -s[1])
     )
@@ -230,9 +234,9 @@ def test_the_timeline_covers_the_run_and_every_call_of_a_reward(unbroken):
     )
     calls = [s for s in result if s["tid"] == WORKERS]
     evaluations = sum(name == "evaluation" for _, _, name in every)
-    assert sum(s["args"]["completions"] for s in calls) == launch.lines(unbroken, events.SAMPLES) + evaluations * 8 * (
-        1 + 2
-    )
+    assert sum(s["args"]["completions"] for s in calls) == launch.lines(
+        uninterrupted, events.SAMPLES
+    ) + evaluations * 8 * (1 + 2)
     assert {s["name"] for s in calls} == {"digits"} and len(result) == len(every) + len(saved) + len(calls)
     meant = [(a, b) for a, b, name in every if name in ("step", "evaluation")]
     assert all(any(a <= s["ts"] and s["ts"] + s["dur"] <= b + 1e4 for a, b in meant) for s in calls)
@@ -294,7 +298,7 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
 
     sft, grpo = prepared.stages
     trained = {what(problem.example.prompt) for problem in grpo.problems.own}
-    prompts = ([i for i, learnt in zip(ids, mask, strict=True) if not learnt] for ids, mask in sft.rows.own)
+    prompts = ([i for i, trained_on in zip(ids, mask, strict=True) if not trained_on] for ids, mask in sft.rows.own)
     demonstrated = {what(prepared.tokenizer.decode(ids)) for ids in prompts}
     held_out = {what(problem.example.prompt) for problem in prepared.held_out}
     assert (
@@ -307,25 +311,25 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
 
 
 @pytest.mark.slow
-def test_the_same_file_gives_the_same_bits_and_other_seeds_do_not(unbroken, tmp_path):
+def test_the_same_file_gives_the_same_bits_and_other_seeds_do_not(uninterrupted, tmp_path):
     code, _, err = launch.finish(launch.process(*launch.arguments(tmp_path / "again")))
     assert code == 0, err
-    launch.assert_same_run(tmp_path / "again", unbroken)
+    launch.assert_same_run(tmp_path / "again", uninterrupted)
     assert launch.train(tmp_path / "other", "seed=1") == 0
-    assert launch.samples(tmp_path / "other") != launch.samples(unbroken)
+    assert launch.samples(tmp_path / "other") != launch.samples(uninterrupted)
 
 
 @pytest.mark.slow
 def test_a_micro_batch_changes_the_speed_only(tmp_path):
     # With an eps of 1e-8 AdamW makes a step of the learning rate of a gradient that is 0 but for rounding.
     options = [f"stages.{n}.optimizer.eps=1e-4" for n in range(3)]
-    assert launch.train(tmp_path / "whole", *options) == 0
+    assert launch.train(tmp_path / "full", *options) == 0
     assert launch.train(tmp_path / "cut", *options, *(f"stages.{n}.micro_batch=3" for n in range(3))) == 0
-    for ours, theirs in zip(launch.numbers(tmp_path / "cut"), launch.numbers(tmp_path / "whole"), strict=True):
+    for ours, theirs in zip(launch.numbers(tmp_path / "cut"), launch.numbers(tmp_path / "full"), strict=True):
         assert ours[:2] == theirs[:2] and ours[2].keys() == theirs[2].keys()
         for key in ours[2]:
             np.testing.assert_allclose(ours[2][key], theirs[2][key], rtol=1e-4, atol=1e-5, err_msg=f"{ours[:2]} {key}")
-    one, other = (policy.load(directory / "export").params for directory in (tmp_path / "cut", tmp_path / "whole"))
+    one, other = (policy.load(directory / "export").params for directory in (tmp_path / "cut", tmp_path / "full"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, other)
 
 

@@ -1,4 +1,4 @@
-"""The balance term of a whole batch against the loss of `transformers`. N tokens, X experts, k choices."""
+"""The balance term of a full batch against the loss of `transformers`. N tokens, X experts, k choices."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -64,7 +64,7 @@ def test_the_text_model_of_a_multimodal_one_is_read_alone(kind, keys, tmp_path):
         assert torch.equal(weights[name], tensor), name
 
 
-def assert_read_alike(directory, row):
+def assert_same_logits(directory, row):
     """Ours and theirs, which read the directory again after a change of its config.json, agree; returns their logits."""
     kind = "Gemma4" if "gemma4" in (directory / "config.json").read_text() else "Gemma3"
     theirs = type(oracle(kind, **KINDS[kind].short)).from_pretrained(directory, attn_implementation="eager").eval()
@@ -88,7 +88,7 @@ def test_the_old_keys_of_gemma3_scale_and_space_its_full_layers(tmp_path):
         config["sliding_window_pattern"] = 2
 
     edit_config(directory, old)
-    np.testing.assert_allclose(assert_read_alike(directory, row), reference_logits(theirs, row), atol=1e-6, rtol=0)
+    np.testing.assert_allclose(assert_same_logits(directory, row), reference_logits(theirs, row), atol=1e-6, rtol=0)
     first, second, *_ = policy.load(directory).config.layers
     assert (first.mixer.window, second.mixer.window) == (4, None)
     assert first.mixer.rope.scaling is None and second.mixer.rope.scaling.factor == 4.0
@@ -104,7 +104,7 @@ def test_old_keys_of_gemma3_that_are_absent_mean_what_they_mean_to_transformers(
         config |= {key: values[key] for key in keys}
 
     edit_config(directory, old)
-    assert_read_alike(directory, tokens(2, 12))
+    assert_same_logits(directory, tokens(2, 12))
 
 
 def test_a_released_gemma3_says_little_and_means_the_defaults_of_the_class():
@@ -133,7 +133,7 @@ def test_both_spellings_of_the_head_shapes_of_gemma4_are_read(k_is_v, tmp_path):
     assert policy.load(directory).config.stacks == new.config.stacks
     assert new.config.layers[1].mixer.kv_heads == (1 if k_is_v else 2)
     np.testing.assert_array_equal(np.asarray(policy.load(directory).logits(row)), np.asarray(new.logits(row)))
-    assert_read_alike(directory, row)
+    assert_same_logits(directory, row)
 
 
 REFUSED = {

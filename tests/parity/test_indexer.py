@@ -1,5 +1,6 @@
-"""Sparse attention of DeepSeek-V3.2 beside transformers: the selected keys, greedy decoding over their latents, and the divergence
-of the index scores from the attention weights, from the numbers that transformers computes on its way."""
+"""Sparse attention of DeepSeek-V3.2 against transformers: the selected keys, greedy decoding over their latents, and
+the divergence of the index scores from the attention weights, from the numbers that transformers computes on its
+way."""
 
 import numpy as np
 import pytest

@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def assert_same_weights(found, expected):
-    assert found.params.keys() == expected.params.keys()
+def assert_same_weights(actual, expected):
+    assert actual.params.keys() == expected.params.keys()
     for path, array in expected.params.items():
-        np.testing.assert_array_equal(np.asarray(found.params[path]), np.asarray(array), err_msg=path)
+        np.testing.assert_array_equal(np.asarray(actual.params[path]), np.asarray(array), err_msg=path)
 
 
 def stored_names(directory):

@@ -117,11 +117,11 @@ def gradients(model, row, segments):
     return jax.jit(jax.grad(loss))(model.params)
 
 
-def assert_same_gradients(found, expected, tolerance):
+def assert_same_gradients(actual, expected, tolerance):
     for path, want in expected.items():
         scale = np.abs(want).max() + 1e-6
         np.testing.assert_allclose(
-            np.asarray(found[path]) / scale, np.asarray(want) / scale, atol=tolerance, rtol=0, err_msg=path
+            np.asarray(actual[path]) / scale, np.asarray(want) / scale, atol=tolerance, rtol=0, err_msg=path
         )
 
 

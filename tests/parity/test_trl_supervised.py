@@ -1,4 +1,5 @@
-"""Supervised fine-tuning is that of TRL's SFTTrainer: the tokens that are learnt, losses and gradients, and how rows are packed."""
+"""Supervised fine-tuning is that of TRL's SFTTrainer: the tokens that are trained on, losses and gradients, and how
+rows are packed."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Tiny models of every family, one file each, found by listing.
+"""Tiny models of every family, one file each, listed from this folder.
 
 A file holds KINDS: class of `transformers` without its suffix -> Kind; VARIANTS: shapes and switches that the standard model
 leaves at one value, name -> (kind, keys); WIDE: more of them, too many for every run; and GENERATED and GENERATED_WIDE, the

@@ -39,11 +39,14 @@ def oracle_class():
     return ParallelRMS
 
 
-_WHOLE = {"rope_parameters": BASE["rope_parameters"] | {"partial_rotary_factor": 1.0}, "use_parallel_residual": True}
+_FULL_ROTARY = {
+    "rope_parameters": BASE["rope_parameters"] | {"partial_rotary_factor": 1.0},
+    "use_parallel_residual": True,
+}
 KINDS = {
     "ParallelRMS": Kind(
         "stablelm",
-        BASE | _WHOLE,
+        BASE | _FULL_ROTARY,
         config="StableLmConfig",
         model="ParallelRMS",
         oracle_class=oracle_class,

@@ -4,7 +4,7 @@ _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": LINEAR | {"rope_theta": 1000.0},
 }
-# The standard model has a remainder of two sliding layers behind a whole pattern.
+# The standard model has a remainder of two sliding layers after a full pattern.
 KINDS = {
     "Gemma3": Kind(
         "gemma3_text",

@@ -45,8 +45,8 @@ def continue_saving(directory: str) -> None:
         print(number, flush=True)
 
 
-def check(found) -> None:
-    number, arrays, host = found
+def check(restored) -> None:
+    number, arrays, host = restored
     assert host == {"number": number}
     for name, value in values(number).items():
         assert np.asarray(arrays[name]).tobytes() == value.tobytes(), (number, name)

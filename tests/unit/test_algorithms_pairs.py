@@ -35,7 +35,7 @@ def options(name):
 
 
 def prepared(name, batch, entropy, **more):
-    """(inputs of the whole batch, function of a part of them and its logp that gives ((loss, metrics), gradient))."""
+    """(inputs of the full batch, function of a part of them and its logp that gives ((loss, metrics), gradient))."""
     algorithm = rl.algorithms.get("dpo", **options(name), **more)
     given = {key: getattr(batch, key) for key in ("mask", "ref_logp", "segments", "prompt")}
     inputs = algorithm.with_totals(rl.algorithms.PolicyInputs(entropy=entropy, **given))

@@ -11,7 +11,7 @@ from oracles import configuration
 
 from policy import families
 from policy.config import Runtime
-from policy.execution import batch_split
+from policy.layers import batch_split
 from policy.modes import make_step
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

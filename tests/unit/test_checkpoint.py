@@ -69,7 +69,7 @@ def test_every_bit_pattern_survives(tmp_path):
     } == dict.fromkeys(arrays, True)
 
 
-def test_the_directory_is_made_by_the_first_save_and_nothing_is_found_before(tmp_path):
+def test_the_directory_is_made_by_the_first_save_and_nothing_is_restored_before(tmp_path):
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=1)
     assert checkpoints.restore(template(state())) is None
     assert checkpoints.host() is None

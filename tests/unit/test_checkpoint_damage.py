@@ -1,4 +1,4 @@
-"""Checkpoints: damage is found and named, the previous one is taken; a kill or a full disk loses nothing."""
+"""Checkpoints: damage is detected and named, the previous one is taken; a kill or a full disk loses nothing."""
 
 import logging
 import random

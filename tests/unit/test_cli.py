@@ -128,7 +128,7 @@ KEPT = ("JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE", "JAX_PERS
 
 
 def test_programs_are_kept_below_a_limit_and_a_kill_between_two_files_is_mended(monkeypatch, tmp_path):
-    """jax's own cache then keeps another program, which it refuses beside one without a time."""
+    """jax's own cache then keeps another program, which it refuses next to one without a time."""
     monkeypatch.delitem(sys.modules, "jax", raising=False)
     for name in KEPT:
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
@@ -145,7 +145,7 @@ def test_programs_are_kept_below_a_limit_and_a_kill_between_two_files_is_mended(
 
 
 def test_a_folder_that_the_environment_names_gets_no_limit(monkeypatch, tmp_path):
-    """Programs without a limit write no times there, and with one jax would keep nothing beside theirs."""
+    """Programs without a limit write no times there, and with one jax would keep nothing next to theirs."""
     monkeypatch.delitem(sys.modules, "jax", raising=False)
     for name in KEPT[1:]:
         monkeypatch.setenv(name, "")

@@ -11,8 +11,8 @@ import yaml
 
 from policy.huggingface import sources
 from rl.config import files, packaged
-from rl.config.load import load
 from rl.errors import ConfigError
+from rl.run.load import load
 
 GOOD = """\
 model: {source: MODEL}
@@ -306,7 +306,7 @@ def test_later_files_win_and_a_list_replaces_a_list(folder):
     assert load(["over.yml", "run.yml"]).max_length == 64
 
 
-def test_every_stage_is_laid_over_each_stage_and_overrides_win_over_it(folder):
+def test_every_stage_is_merged_over_each_stage_and_overrides_win_over_it(folder):
     write("small.yml", "every_stage:\n  steps: 1\n  sampling: {max_new_tokens: 4}\n")
     config = load(["run.yml", "small.yml"], ["stages.1.steps=9"])
     assert [stage.steps for stage in config.stages] == [1, 9]
@@ -316,7 +316,7 @@ def test_every_stage_is_laid_over_each_stage_and_overrides_win_over_it(folder):
     assert "small.yml:1: every_stage: there are no stages" in message("small.yml", "run.yml")
 
 
-def test_if_given_is_laid_over_sections_that_are_there_and_makes_no_new_ones(folder):
+def test_if_present_is_merged_over_existing_sections_and_makes_no_new_ones(folder):
     write("small.yml", "if_present:\n  rewards: {workers: 1}\n  evaluation: {problems: 3}\n")
     assert load(["run.yml"]).evaluation is None
     config = load(["run.yml", "small.yml"])
@@ -369,7 +369,7 @@ def test_a_run_directory_stands_for_its_configuration_and_stays_its_own_place(fo
     assert again.seed == 1
 
 
-def test_packaged_configurations_are_found_from_anywhere(folder, monkeypatch):
+def test_packaged_configurations_load_from_anywhere(folder, monkeypatch):
     monkeypatch.setattr(packaged, "PACKAGED", folder / "pkg")
     (folder / "pkg" / "models").mkdir(parents=True)
     write("pkg/models/small.yml", "x: 1\n")
@@ -405,7 +405,7 @@ def test_a_reward_that_does_not_load_is_reported_at_its_line_as_one_problem(fold
     assert message(edited('["reward.py:score"]', options)).startswith("bad.yml:4: rewards.functions.0.options.colum")
 
 
-def test_pages_must_hold_a_completion_and_rings_need_a_window(folder):
+def test_pages_must_hold_a_completion_and_a_sliding_window_cache_needs_a_window(folder):
     assert "at least" in message(
         "run.yml", overrides=["generator.cache=paged", "generator.page_size=8", "generator.pages=2"]
     )

@@ -1,4 +1,4 @@
-"""Weights laid out for decoding on CPU: the same products, and the same decoder, as the policy's own arrays give."""
+"""Weights prepared for decoding on CPU: the same products, and the same decoder, as the policy's own arrays give."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def numbers(*shape: int) -> jax.Array:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_products_with_weights_laid_out_are_those_with_the_weights(size, rows):
+def test_products_with_prepared_weights_are_those_with_the_weights(size, rows):
     x, q, k = numbers(rows, 1, 6), numbers(6, 4, 5), numbers(6, 2, 5)
     sharded = make_projections([q, k], 1, rows)
     assert all(a.transposed == (size == "large" and rows > 1) for a in sharded)
@@ -51,7 +51,7 @@ def test_a_product_over_two_dimensions_and_over_leading_ones_that_only_x_has(siz
     np.testing.assert_allclose(result, np.einsum("abce,ei->abci", x, up), rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_laid_out_is_also_a_table():
+def test_a_prepared_head_is_also_a_table():
     table, hidden = numbers(9, 4), numbers(2, 3, 4)
     sharded = Projection(table, transposed=True, start=0, inputs=(4,), outputs=(9,))
     np.testing.assert_allclose(head.logits(hidden, sharded, 2.0), head.logits(hidden, table, 2.0), rtol=1e-5, atol=1e-5)
@@ -75,7 +75,7 @@ def test_one_step_of_a_decoder_is_the_same(size, name, rows):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_laid_out_and_what_is_only_cut():
+def test_what_is_stored_as_a_matrix_and_what_is_only_sharded():
     model = policy.create("tiny-deepseek")
     seen = {}
 

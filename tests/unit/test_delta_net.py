@@ -107,12 +107,12 @@ def recurrence(weights, x_TE, xp=np, scan=loop):
     return xp.einsum("tkv,kve->te", o.reshape(T, K, -1), w["o_proj"])
 
 
-def close(found, expected, tolerance=2e-5):
+def close(actual, expected, tolerance=2e-5):
     """Relative to the largest of `expected`."""
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.shape == expected.shape
-    assert np.isfinite(found).all()
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape
+    assert np.isfinite(actual).all()
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(("T", "G"), [(1, 2), (5, 2), (64, 2), (70, 2), (130, 2), (130, 1), (130, 4)])
@@ -247,7 +247,7 @@ def test_tokens_that_are_taken_back_leave_window_and_state_as_if_they_had_not_be
         np.testing.assert_array_equal(a[:, 0], b[:, 0])
 
 
-def test_a_short_prefix_is_inserted_whole():
+def test_a_short_prefix_is_inserted_in_full():
     _, prefix = a_layer()[0](random_weights(), inputs(3, 7), a_step(np.ones((3, 7), int)), an_empty_cache(3))
     longer = caches.create(a_config(), 3, 50, "float32", scan=True)[0][0][0]
     result = caches.insert(longer, jax.tree.map(lambda a: a[:, [1, 0, 0]], prefix.arrays), np.array([2, 3, 4]))

@@ -16,9 +16,9 @@ import rewards
 import rewards.registry
 import rl.algorithms
 from rl.config import reference
-from rl.config.load import load
 from rl.data import datasets
 from rl.data.tasks import arithmetic
+from rl.run.load import load
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,7 +33,7 @@ BASE = {
     "rewards": {"functions": ["exact_answer"]},
     "stages": [{"algorithm": "grpo", "steps": 1}],
 }
-# Lines of bash that take long or need a model; the tests of whole runs and of the verbs cover them.
+# Lines of bash that take long or need a model; the tests of full runs and of the verbs cover them.
 NOT_RUN = {
     "pip install -e . && rl-train configs/quickstart.yml",
     "pip install -e '.[test]' && pytest -n auto",

@@ -1,4 +1,4 @@
-"""The kernel over whole sequences, interpreted, gives what the portable form gives, and its gradients."""
+"""The kernel over full sequences, interpreted, gives what the portable form gives, and its gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from policy.config import Runtime
 from policy.mesh.sharding import Layout, layout
 from policy.modes import make_step
 
-T = 300  # not whole blocks
+T = 300  # not a multiple of the block size
 
 
 def packed(rows):

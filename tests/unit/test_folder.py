@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rl.config.load import load
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, ResourceError
 from rl.reporting.events import EVENTS
 from rl.run.folder import RunFolder
+from rl.run.load import load
 from rl.run.signals import StopSignal
 
 

@@ -96,7 +96,8 @@ def test_no_prompts_make_no_completions(generator):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_a_token_follows_from_seed_prompt_id_sample_position_and_the_forward_pass(model, generator, temperature):
-    """The whole of sampling again, outside: no number other than these four may play a part, not even the temperature's bits."""
+    """Repeats all of sampling outside: no number other than these four may play a part, not even the temperature's
+    bits."""
     prompt, params = [7, 8, 9], SamplingParams(n=2, max_new_tokens=12, temperature=temperature)
     for sample, completion in enumerate(generator.generate([prompt], params, ids=[41])[0]):
         row = np.array([prompt + completion.tokens])
@@ -302,7 +303,7 @@ def test_completions_are_streamed_as_they_end_and_a_stream_may_be_left(generator
 
 
 def test_requests_that_arrive_at_any_time_get_what_they_get_alone(model, generator):
-    """Also beside a call of `generate`, with parameters of their own."""
+    """Also during a call of `generate`, with parameters of their own."""
     requested = {
         (7, 0): SamplingParams(max_new_tokens=9),
         (8, 2): SamplingParams(max_new_tokens=20, temperature=0),
@@ -464,8 +465,9 @@ def test_a_request_that_cannot_run_is_refused_before_it_waits_or_takes_a_slot(mo
 
 @pytest.mark.parametrize("options", [{"cache": "paged", "page_size": 4, "pages": 12}, {}], ids=["paged", "contiguous"])
 def test_values_are_those_of_the_critic(model, options):
-    """Of each token that of the state before it, as the critic of PPO finds it over whole texts: with fewer slots than requests,
-    stop strings that take tokens back and, over few pages, pauses. Another head gives others."""
+    """The value of a token is the value of the state before it, as the critic of PPO computes it over full texts. Tests
+    fewer slots than requests, stop strings that take tokens back and, over few pages, pauses. Another head gives other
+    values."""
     asked = GeneratorOptions(tokens_per_dispatch=3, record_values=True, **options)
     generator = Generator(model, max_length=40, slots=3, seed=1, tokenizer=characters(ALPHABET), options=asked)
     critic, rng = Critic(model.graph, shared=True), np.random.default_rng(0)

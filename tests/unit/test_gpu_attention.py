@@ -14,14 +14,14 @@ from policy.config import Attention, Runtime
 from policy.mesh.sharding import Layout, layout
 from policy.modes import make_step
 
-T = 150  # not whole blocks
+T = 150  # not a multiple of the block size
 
 
 OTHERS = [pytest.param(3, 3, 48, marks=pytest.mark.slow), pytest.param(4, 1, 128, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), *OTHERS])
-def test_whole_sequences_are_attended_as_by_the_portable_form(heads, kv_heads, dim):
+def test_full_sequences_are_attended_as_by_the_portable_form(heads, kv_heads, dim):
     """Packed documents, a row of one, and padding; values and gradients."""
     lengths = [[70, 1, 40, 39], [T, 0, 0, 0]]
     segments = np.asarray([np.repeat([1, 2, 3, 0], row) for row in lengths], np.int32)
@@ -48,7 +48,8 @@ def test_whole_sequences_are_attended_as_by_the_portable_form(heads, kv_heads, d
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("pages", [3, 21])
 def test_pages_are_attended_where_they_lie(pages, softcap):
-    """Rows that end in the first page, within one and at the end of the last; a table of no whole number of blocks."""
+    """Rows that end in the first page, within one and at the end of the last; a table that is not a multiple of the
+    block size."""
     K, G, D, P, N = 2, 3, 64, 16, 50
     rng = np.random.default_rng(0)
     q = rng.normal(size=(3, K * G, D)).astype(np.float32) * 0.3
@@ -74,7 +75,7 @@ def lowered(run, *arguments) -> str:
 KERNEL = "__gpu$xla.gpu.triton"
 
 
-def test_programs_for_a_gpu_have_the_kernel_of_whole_sequences(monkeypatch):
+def test_programs_for_a_gpu_have_the_kernel_of_full_sequences(monkeypatch):
     """One forwards, and for the gradient one more forwards, one of the sums it needs, and one backwards. What the kernel does not
     serve has none."""
     monkeypatch.setattr(Layout, "platform", "gpu")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from policy.experts import grouped_kernel
+from policy.ops import grouped_kernel
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_tests_of_one_model_one_run_or_one_file_share_a_process():
     other = item("parity/test_logits.py", kind="Gemma"), item("contracts/test_families.py", kind="Llama")
     assert grouping.group(one[0]) == grouping.group(one[1])
     assert len({grouping.group(each) for each in (*one, *other)}) == 3
-    runs = [item(f"end_to_end/test_{name}.py", fixtures=["unbroken"]) for name in ("runs", "kill")]
+    runs = [item(f"end_to_end/test_{name}.py", fixtures=["uninterrupted"]) for name in ("runs", "kill")]
     assert len({grouping.group(each) for each in runs}) == 1
     units = item("unit/test_a.py", number=1), item("unit/test_a.py", number=2), item("unit/test_a.py", kind="Llama")
     assert grouping.group(units[0]) == grouping.group(units[1]) != grouping.group(units[2])
@@ -61,7 +61,7 @@ def test_representative_kinds_run_always():
 
 def collected(*arguments: str) -> list[str]:
     """Lines that pytest prints of the tests of one file."""
-    command = [sys.executable, "-m", "pytest", *arguments, "tests/unit/test_rings.py"]
+    command = [sys.executable, "-m", "pytest", *arguments, "tests/unit/test_sliding_window_cache.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     return done.stdout.splitlines()
 

@@ -113,14 +113,14 @@ def test_progress_that_another_version_wrote_is_a_clear_error(kept):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=40, max_size=40), st.integers(1, 4))
-def test_every_group_that_differs_is_used_once_and_in_order(differences, wanted):
+def test_every_group_that_differs_is_used_once_and_in_order(differences, requested):
     """Over several steps, with batches of three groups, some of which differ."""
     sample = source([[[0, int(differs)] for differs in batch] for batch in differences], problems=200)
     expected = [10 + row for row, differs in enumerate(d for batch in differences for d in batch) if differs]
     used, left = [], []
     for _ in range(3):
-        result, left, metrics = dynamic(most=10).fill(wanted, left, sample)
-        assert len(result.prompt_ids) == wanted or metrics["dynamic/batches"] == 10
-        used += result.prompt_ids[: wanted - int(metrics["dynamic/without_difference"])]
+        result, left, metrics = dynamic(most=10).fill(requested, left, sample)
+        assert len(result.prompt_ids) == requested or metrics["dynamic/batches"] == 10
+        used += result.prompt_ids[: requested - int(metrics["dynamic/without_difference"])]
     assert used == expected[: len(used)]
     assert [group.prompt_id for group in left] == expected[len(used) : len(used) + len(left)]

@@ -16,9 +16,9 @@ from oracles import configuration, random_model
 import policy
 from policy import families
 from policy.config import Runtime
-from policy.mesh import host_memory
 from policy.mesh.sharding import layout
 from policy.model import Graph, Model
+from policy.ops import host_memory
 from rl.run.checkpoint import Checkpoints
 from rollout import Generator, SamplingParams
 

@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / ".ci"))
+
+import rooms  # noqa: E402
+
+FOLDERS = sorted({file.parent for package in rooms.ORDER for file in (ROOT / package).rglob("*.py")})
 # A package -> the others of ours that it may import. policy and rewards are leaves and never see each other.
 ALLOWED = {
     "policy": set(),
@@ -70,6 +75,29 @@ def test_imports_follow_the_arrows(package):
 )
 def test_a_wrong_arrow_is_seen(package, source, wrong):
     assert wrong_arrows(package, source) == wrong
+
+
+def test_rooms_import_only_lower_rooms_and_no_module_imports_itself_in_a_circle():
+    """Lazy imports and those under TYPE_CHECKING count."""
+    assert rooms.wrong_arrows() == []
+    assert rooms.circles() == []
+
+
+def test_a_wrong_arrow_between_rooms_is_seen(monkeypatch):
+    monkeypatch.setitem(rooms.ORDER, "rl", list(reversed(rooms.ORDER["rl"])))
+    assert any(line.startswith("rl/commands imports rl/plan") for line in rooms.wrong_arrows())
+
+
+def test_the_diagrams_of_the_architecture_are_drawn_from_the_imports():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert rooms.drawn(text) == text, "run `python .ci/rooms.py`"
+
+
+@pytest.mark.parametrize(
+    "folder", [folder for folder in FOLDERS if folder.name not in ("families", "algorithms")], ids=str
+)
+def test_a_folder_has_at_most_14_modules(folder):
+    assert len([file for file in folder.glob("*.py") if file.name != "__init__.py"]) <= 14
 
 
 def test_every_package_with_code_is_known():

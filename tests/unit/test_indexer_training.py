@@ -20,8 +20,8 @@ from policy.cache.cache import AXES
 from policy.cache.layer_cache import LayerCache, Visible, take
 from policy.config import Indexer
 from policy.mesh.sharding import layout
-from rl.config.checks import problems
 from rl.config.run import RunConfig
+from rl.run.checks import problems
 from rollout import Generator, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -10,8 +10,8 @@ from policy import compatibility
 from policy.config import Runtime
 from policy.huggingface import sources
 from policy.mesh.sharding import layout
-from rl.config import checks
 from rl.config.run import RunConfig
+from rl.run import checks
 
 ENGRAM = {"layers": [1], "vocab_bases": [11, 13], "heads": 1, "head_dim": 8}
 # For each feature: keys under `model`, keys of a stage, and the same as fields of Runtime.

@@ -53,7 +53,7 @@ def test_the_command_line_goes_first():
         ({}, None, None),
     ],
 )
-def test_clusters_are_found(environment, address, rest, monkeypatch):
+def test_clusters_are_detected(environment, address, rest, monkeypatch):
     """On one machine the coordinator is where no other can reach it."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Layouts of stored tensors: what they say, on numbers whose places are known, whole and in slices. Needs no jax."""
+"""Layouts of stored tensors: what they say, on numbers whose places are known, in full and in slices. Needs no jax."""
 
 import itertools
 
@@ -106,7 +106,7 @@ def some_slices(size):
     return [slice(0, size), slice(0, (size + 1) // 2), slice(size - 1, size), slice(1, max(1, size - 1))]
 
 
-def test_every_slice_of_every_part_is_found(case):
+def test_every_slice_of_every_part_is_located(case):
     form, stored, parts = case
     shapes = [part.shape for part in parts]
     for number, part in enumerate(parts):
@@ -171,7 +171,7 @@ def test_tables_are_moved_and_joined():
     }
 
 
-def test_a_norm_is_found_by_its_role():
+def test_a_norm_is_located_by_its_role():
     """What Llama calls post_attention_layernorm acts before the feed-forward; in Gemma2 it acts on the attention's output."""
     end = "pre_feedforward_layernorm.weight"
     assert names.ATTENTION[end].name == "post_attention_layernorm.weight"

@@ -44,7 +44,7 @@ def segments_of(lengths, T):
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=40), st.sampled_from([1, 2, 3, 8]))
 @settings(max_examples=200, deadline=None)
-def test_every_sequence_lies_whole_in_a_row_of_its_own_number(lengths, multiple):
+def test_every_sequence_is_contiguous_in_a_row_of_its_own_number(lengths, multiple):
     segments = segments_of(lengths, 12)
     place = packing(segments, row_counts(len(lengths), multiple))
     tokens = np.arange(1, segments.size + 1).reshape(segments.shape) * segments

@@ -92,7 +92,7 @@ class Model:
                 assert self.places[chain.pages[i // SIZE], i % SIZE] == self.entry(chain, tokens, i)
 
 
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # two tokens, so that prompts often begin alike
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # two tokens, so that prompts often share a prefix
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("admit"), TOKENS),
@@ -124,7 +124,7 @@ def test_no_page_is_lost_given_twice_or_written_to_by_a_stranger(pages, events):
     assert model.table.available == pages - 1
 
 
-def test_a_prompt_shares_the_pages_of_one_that_began_alike():
+def test_a_prompt_shares_the_pages_of_one_with_the_same_prefix():
     model = Model(9)
     model.admit([1] * 8 + [2, 3])
     model.end(0)
@@ -141,7 +141,7 @@ def test_completions_of_one_prompt_write_to_pages_of_their_own():
     assert table.reserve(first, 6, 7) == [] and first.pages == [1, 2]  # alone there now
 
 
-def test_a_page_that_nobody_uses_is_found_until_its_room_is_needed():
+def test_a_page_that_nobody_uses_is_reused_until_its_room_is_needed():
     model = Model(4)
     for tokens in ([1] * 5, [2] * 5):
         model.admit(tokens)
@@ -152,7 +152,7 @@ def test_a_page_that_nobody_uses_is_found_until_its_room_is_needed():
     assert model.table.find([2] * 5) == [2]
 
 
-def test_after_a_change_of_weights_nothing_old_is_found():
+def test_after_a_change_of_weights_nothing_old_is_reused():
     model = Model(4)
     model.admit([1] * 5)
     model.table.forget()

@@ -1,5 +1,5 @@
-"""Kernels that attend over pages where they lie find what the portable form finds over gathered pages. B rows, H heads, M pages of
-a row, P tokens of a page."""
+"""Kernels that attend over pages in place give what the portable form gives over copied pages. B rows, H heads, M pages
+of a row, P tokens of a page."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,8 @@ def test_latents_are_attended_over_their_pages(lengths, monkeypatch):
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_keys_and_values_are_attended_over_their_pages(softcap, monkeypatch):
-    """The second of two layers, a table that is no whole number of blocks, and a row that is not active, which gives a number."""
+    """The second of two layers, a table that is not a multiple of the block size, and a row that is not active, which
+    gives a number."""
     monkeypatch.setattr(paged_attention, "BLOCK_TOKENS", 32)
     monkeypatch.setattr(Layout, "platform", "tpu")
     K, G, D, P, N = 2, 3, 128, 16, 9

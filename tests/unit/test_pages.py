@@ -1,4 +1,4 @@
-"""A paged cache: what decoding finds over scattered and shared pages is what the whole forward pass finds. B rows, T tokens,
+"""A paged cache: decoding over scattered and shared pages gives the outputs of the full forward pass. B rows, T tokens,
 M pages of a row, P tokens of a page."""
 
 import functools
@@ -57,7 +57,7 @@ def model_of(name):
 
 @functools.cache
 def rows_and_hidden(name):
-    """(tokens [3, T] of A, B and C, of which A and B begin alike, their states by the whole forward pass)."""
+    """(tokens [3, T] of A, B and C, where A and B share a prefix, their states by the full forward pass)."""
     rows = tokens(3, T, seed=1)
     rows[1, :SHARED] = rows[0, :SHARED]
     return rows, stepwise.forward(model_of(name), rows)[0]
@@ -89,7 +89,8 @@ class Paged:
             self.tables[slot, m] = self.free.pop()
 
     def fork(self, source, to, length):
-        """Slot `to` goes on from the first `length` tokens of `source`: whole pages are shared, a page in part is copied."""
+        """Slot `to` goes on from the first `length` tokens of `source`: full pages are shared, a partial page is
+        copied."""
         full = length // self.size
         self.tables[to, :full] = self.tables[source, :full]
         self.reserve(to, full)
@@ -136,7 +137,7 @@ def check(name, size, **kind):
 
 
 @pytest.mark.parametrize(("name", "size"), FEW.items())
-def test_scattered_and_shared_pages_are_the_whole_forward_pass(name, size):
+def test_scattered_and_shared_pages_are_the_full_forward_pass(name, size):
     check(name, size)
 
 
@@ -151,7 +152,7 @@ def test_every_family_and_page_sizes_in_turns(name, size):
 @pytest.mark.parametrize(
     "name", ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-window", "gpt_oss"))]
 )
-def test_layers_with_a_window_may_keep_rings_beside_pages(name):
+def test_layers_with_a_window_may_keep_window_entries_next_to_pages(name):
     cache = Paged(model_of(name), 4, room=4).cache
     assert any(
         isinstance(leaf, WindowEntries)
@@ -173,7 +174,7 @@ def test_a_scanned_stack_has_its_pages_in_one_pool():
     ],
 )
 def test_a_pool_holds_what_a_contiguous_cache_holds(name, quantization):
-    """Written and read in two calls, one over a page boundary, and gathered at chosen positions."""
+    """Written and read in two calls, one over a page boundary, and collected at chosen positions."""
     model = model_of(name)
     kind = {"dtype": "float32", "scan": True, "quantization": quantization}
     rng, table = np.random.default_rng(0), jnp.asarray([[5, 2, 0], [3, 6, 0]])
@@ -218,7 +219,7 @@ def test_bytes_of_pages_and_slots_are_those_of_the_arrays():
 
 
 @pytest.mark.slow
-def test_the_kernel_for_latents_finds_what_the_whole_forward_pass_finds(monkeypatch):
+def test_the_kernel_for_latents_gives_what_the_full_forward_pass_gives(monkeypatch):
     """Interpreted; what a mesh of CPU devices takes for a TPU is all that decides."""
     calls, kernel = [], paged_attention.latent_kernel
     monkeypatch.setattr(

@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from rl.config import files
-from rl.config.load import load
 from rl.errors import ConfigError
 from rl.plan import changes, search, slices, suggest
 from rl.plan.children import Attempt, Costs, Target
 from rl.plan.compiled import Report
+from rl.run.load import load
 
 GIVEN = [
     "model=tiny-deepseek",
@@ -88,7 +88,7 @@ def suggested(rule, made, memory, most=6):
     return [str(change) for change, _ in suggest.suggestions(made, target(memory), [report(needs)], most)]
 
 
-def test_three_settings_are_found_and_the_smallest_change_of_each_comes_first(tmp_path, compiler):
+def test_three_settings_are_suggested_and_the_smallest_change_of_each_comes_first(tmp_path, compiler):
     made = config(tmp_path, "model.remat=none", "mesh={fsdp: 8}")
     result = suggested(compiler, made, memory=330.0)
     assert result[0] == "stages.0.micro_batch=16" and result[1] == "model.remat=full"
@@ -157,7 +157,7 @@ def test_search_takes_the_quickest_that_fits_and_nothing_larger_than_what_did_no
 
 
 def test_search_learns_from_what_it_compiled(tmp_path, compiler):
-    """Programs need eight times what is estimated: after the first two all others are judged by that."""
+    """Programs need eight times their estimate: the first two attempts correct the estimates of the others."""
     compiler.wrong = 8.0
     result = search.search(config(tmp_path, "generator.slots=8"), target(200.0), 6)
     fits = [attempt.fits for _, attempt in result.tried]
@@ -198,7 +198,7 @@ def in_the_root(monkeypatch):
     monkeypatch.chdir(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 
 
-def test_a_copy_of_weights_that_is_dropped_lies_beside_rollouts_only(tmp_path):
+def test_a_copy_of_weights_that_is_dropped_is_stored_during_rollouts_only(tmp_path):
     """Nothing is compiled: bytes follow from shapes."""
     import jax
 

@@ -140,7 +140,7 @@ TEXT = """HloModule test
 
 %wrapped (p: f32[8,16]) -> f32[8,64] {
   %p = f32[8,16]{1,0} parameter(0)
-  ROOT %gathered = f32[8,64]{1,0} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[8], dimensions={1}
+  ROOT %collected = f32[8,64]{1,0} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[8], dimensions={1}
 }
 
 %body (t: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
@@ -204,21 +204,22 @@ def test_groups_of_a_collective_are_read_in_every_form(groups, devices):
 
 
 def test_a_collective_that_goes_on_through_several_fusions_counts_once():
-    """As libtpu writes it: each fusion holds the collective and hands its arrays on, beside what is computed meanwhile."""
+    """As libtpu writes it: each fusion holds the collective and hands its arrays on, next to what is computed
+    meanwhile."""
     flags = "channel_id=9, replica_groups=[1,8]<=[8], dimensions={1}"
     fusions = f"""%begins (p: f32[8,16]) -> (f32[8,16], f32[8,128]) {{
   %p = f32[8,16]{{1,0}} parameter(0)
-  %whole = f32[8,128]{{1,0}} all-gather(%p), {flags}
-  ROOT %handed = (f32[8,16]{{1,0}}, f32[8,128]{{1,0}}) custom-call(%whole), custom_call_target="begin"
+  %full = f32[8,128]{{1,0}} all-gather(%p), {flags}
+  ROOT %handed = (f32[8,16]{{1,0}}, f32[8,128]{{1,0}}) custom-call(%full), custom_call_target="begin"
 }}
 
 %goes_on (p: f32[8,16], q: f32[8,128], r: f32[32]) -> (f32[32], f32[8,16], f32[8,128], f32[8,128]) {{
   %p = f32[8,16]{{1,0}} parameter(0)
   %q = f32[8,128]{{1,0}} parameter(1)
   %r = f32[32]{{0}} parameter(2)
-  %whole = f32[8,128]{{1,0}} all-gather(%p), {flags}
+  %full = f32[8,128]{{1,0}} all-gather(%p), {flags}
   %turned = f32[32]{{0}} negate(%r)
-  ROOT %all = (f32[32]{{0}}, f32[8,16]{{1,0}}, f32[8,128]{{1,0}}, f32[8,128]{{1,0}}) tuple(%turned, %p, %q, %whole)
+  ROOT %all = (f32[32]{{0}}, f32[8,16]{{1,0}}, f32[8,128]{{1,0}}, f32[8,128]{{1,0}}) tuple(%turned, %p, %q, %full)
 }}
 
 %body ("""

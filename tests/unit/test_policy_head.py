@@ -51,9 +51,9 @@ def test_values_and_gradients(chunk, temperature, monkeypatch):
         return jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(hidden, weight)
 
     with jax.default_matmul_precision("highest"):
-        (_, result), found_gradients = loss(head.logprobs)
+        (_, result), actual_gradients = loss(head.logprobs)
         (_, expected), expected_gradients = loss(plain)
-    for x, y in zip((*result, *found_gradients), (*expected, *expected_gradients), strict=True):
+    for x, y in zip((*result, *actual_gradients), (*expected, *expected_gradients), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=2e-6, rtol=1e-5)
 
 
@@ -75,9 +75,9 @@ def test_any_number_of_tiles_gives_the_same(tiles, softcap):
         return jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(hidden, weight)
 
     with jax.default_matmul_precision("highest"):
-        (_, result), found_gradients = loss(head.logprobs)
+        (_, result), actual_gradients = loss(head.logprobs)
         (_, expected), expected_gradients = loss(plain)
-    for x, y in zip((*result, *found_gradients), (*expected, *expected_gradients), strict=True):
+    for x, y in zip((*result, *actual_gradients), (*expected, *expected_gradients), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=2e-5, rtol=1e-5)
 
 
@@ -98,7 +98,7 @@ def test_likeliest_tokens(tiles):
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
-    """Against plain differentiation through all logits of the whole model: the tied table gets both gradients."""
+    """Against plain differentiation through all logits of the full model: the tied table gets both gradients."""
     config = families.read(
         configuration("Gemma2", num_hidden_layers=1, tie_word_embeddings=tied, final_logit_softcapping=2.0)
     )
@@ -139,7 +139,7 @@ def test_devices_exchange_weights_and_no_logits():
 
 def on_four_devices(V, softcap, **degrees):
     """Rows, or the vocabulary, or both cut over four devices: the numbers of one device, no result of a collective is as large as
-    the logits of a chunk, and a weight that is cut along E is on no device as a whole."""
+    the logits of a chunk, and a weight that is cut along E is on no device in full."""
     mesh, rng = layout(degrees), np.random.default_rng(0)
     hidden, weight = rng.normal(size=(4, 16, 8)).astype(np.float32), rng.normal(size=(V, 8)).astype(np.float32)
     targets, factor = jnp.asarray(rng.integers(0, V, (64, 2))), rng.normal(size=64).astype(np.float32)

@@ -198,7 +198,7 @@ def renamed(state, rename):
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_text_model_inside_a_multimodal_one_is_read(directory, prefix):
-    """Under either prefix, with the towers of other modalities beside it and its configuration in text_config."""
+    """Under either prefix, with the towers of other modalities next to it and its configuration in text_config."""
     plain = policy.load(directory)
     head = "language_model.lm_head." if prefix == "language_model.model." else "lm_head."
     extra = ("vision_tower.a.weight", "model.visual.b", "multi_modal_projector.c", "mtp.d", "model.embed_audio.e")
@@ -397,7 +397,7 @@ def test_a_part_of_a_module_is_no_module(directory):
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("held", [0, 1])
 def test_missing_modules_start_fresh_where_the_caller_says_so(tmp_path, held):
-    """Beside those that the files hold, and where config.json announces one that they lack."""
+    """In addition to those that the files hold, and where config.json announces one that they lack."""
     keys = {"num_hidden_layers": 1} | ({"duet": {"multi_token_prediction": {"depth": held}}} if held else {})
     policy.save(random_model(families.read(configuration("Llama", **keys))), tmp_path)
     edit_config(tmp_path, lambda config: config.update({"num_nextn_predict_layers": 1}))

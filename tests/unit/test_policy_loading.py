@@ -71,7 +71,7 @@ def bytes_for_each_shard(directory) -> dict:
         same = all(np.array_equal(np.asarray(model.params[path]), np.asarray(a)) for path, a in expected.params.items())
         put = all(array.sharding == model.graph.sharding(path) for path, array in model.params.items())
         held = sum(array.nbytes for array in model.params.values())
-        result[name] = {"readings": readings, "same": same, "placed": put, "held": held}
+        result[name] = {"readings": readings, "same": same, "sharded": put, "held": held}
     return result
 
 
@@ -110,7 +110,7 @@ def test_the_host_holds_the_weights_once(tmp_path):
 def test_every_device_reads_its_slice_only(tmp_path):
     policy.save(random_model(families.read(configuration("DeepseekV3"))), tmp_path)
     for name, result in run("slices", tmp_path, devices=8).items():
-        assert result["same"] and result["placed"], name
+        assert result["same"] and result["sharded"], name
         assert all(shard == read for shard, read in result["readings"]), name
         assert sum(read for _, read in result["readings"]) == result["held"], name
         assert name == "data8" or len(result["readings"]) > 100, name

@@ -101,7 +101,7 @@ def test_logits_on_a_mesh_equal_those_of_one_device():
     for mesh in MESHES:
         assert result[mesh]["logits"] < 1e-5, mesh
         assert result[mesh]["devices"] == 8
-        assert result[mesh]["share"] < 0.4, f"{mesh}: most weights are whole on every device"
+        assert result[mesh]["share"] < 0.4, f"{mesh}: most weights are replicated on every device"
 
 
 def check_fresh_weights(*kinds):
@@ -246,7 +246,7 @@ def moment_spec(axes, shape, degrees):
 RULES = tuple(DEFAULT_RULES.items())
 
 
-def test_moments_are_cut_over_data_where_their_weights_are_whole():
+def test_moments_are_cut_over_data_where_their_weights_are_replicated():
     degrees = {"data": 2, "fsdp": 2, "tensor": 2}
     assert moment_spec(("embed", "mlp"), (32, 48), {"data": 8}) == P(("data",), None)
     assert moment_spec(("layers", "embed", "mlp"), (2, 32, 48), degrees) == P(None, ("fsdp", "data"), ("tensor",))
@@ -256,7 +256,7 @@ def test_moments_are_cut_over_data_where_their_weights_are_whole():
     assert moment_spec(("norm",), (3,), {"data": 8}) == P(None)
 
 
-def test_weights_that_stay_whole_are_listed():
+def test_weights_that_stay_replicated_are_listed():
     """Of 30 x 47 numbers none is cut; norms are within the tolerance."""
     sizes = {
         "hidden_size": 30,
@@ -268,7 +268,8 @@ def test_weights_that_stay_whole_are_listed():
     mesh = Layout(jax.sharding.AbstractMesh((1, 4, 2, 1, 1), AXES), RULES)
     graph = Graph(families.read(configuration("Llama", **sizes)), Runtime(), mesh)
     with pytest.raises(
-        ConfigError, match=r"of the weights would be whole .*stacks.0.layers.0.feed_forward.down_proj \(4230\)"
+        ConfigError,
+        match=r"of the weights would be .* on every device, .*stacks.0.layers.0.feed_forward.down_proj \(4230\)",
     ):
         build.check_cut(graph, 0.02)
     assert build.check_cut(graph, 1.0) is graph

@@ -3,8 +3,8 @@
 import pytest
 
 from rl.config import files, packaged
-from rl.config.load import load
 from rl.errors import ConfigError
+from rl.run.load import load
 
 BASE = """
 model: tiny-deepseek

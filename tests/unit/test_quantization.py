@@ -41,15 +41,15 @@ def letters(equation, x):
 
 
 def quantized_product(xs, ws, outs, x, w):
-    """The product of two (numbers, letters) by numpy: whole numbers, the largest of a scale at 127, then the scales."""
+    """The product of two (numbers, letters) by numpy: integers, the largest of a scale at 127, then the scales."""
     return (
         np.einsum(f"{xs},{ws}->{outs}", x[0], w[0]).astype(np.float32) * align(x[1], xs, outs) * align(w[1], ws, outs)
     )
 
 
 def rounded_int8(array, own, outs):
-    """(whole numbers, scale) of an array with the letters `own`: one scale for each letter that the result has. XLA multiplies by
-    1/127.5, which has a last bit of its own; at a number of -127.5 that decides between -127 and -128."""
+    """(integers, scale) of an array with the letters `own`: one scale for each letter that the result has. XLA
+    multiplies by 1/127.5, which has a last bit of its own; at a number of -127.5 that decides between -127 and -128."""
     inputs = tuple(i for i, letter in enumerate(own) if letter not in outs)
     scale = np.max(np.abs(array), axis=inputs, keepdims=True) / np.float32(127)
     return np.rint(array / scale).astype(np.int64), scale
@@ -62,8 +62,8 @@ def align(scale, own, outs):
     return np.einsum(f"{own}->{''.join(kept)}", scale).reshape([lengths[k] if k in kept else 1 for k in outs])
 
 
-def relative(found, expected):
-    return np.linalg.norm(np.asarray(found, np.float32) - expected) / np.linalg.norm(expected)
+def relative(actual, expected):
+    return np.linalg.norm(np.asarray(actual, np.float32) - expected) / np.linalg.norm(expected)
 
 
 @partial(jax.jit, static_argnums=(0, 4))
@@ -73,7 +73,7 @@ def product_and_gradients(equation, x, w, cotangent, rule):
 
 
 @pytest.mark.parametrize(("equation", "x_shape", "w_shape"), PRODUCTS)
-def test_int8_is_the_product_of_whole_numbers_forward_and_backward(equation, x_shape, w_shape):
+def test_int8_is_the_product_of_integers_forward_and_backward(equation, x_shape, w_shape):
     """dx = q(g s_w) q(w), dw = q(g s_x) q(x)."""
     x, w = drawn(x_shape), drawn(w_shape, seed=1)
     xs, ws, outs = letters(equation, x)
@@ -205,7 +205,7 @@ def test_quantised_operands_can_be_kept_by_a_remat_policy():
 
 
 @pytest.mark.parametrize("rule", [None, "int8"])
-def test_stored_weights_are_multiplied_alike_in_every_form(rule):
+def test_stored_weights_are_multiplied_equally_in_every_form(rule):
     """A stored weight of experts, ragged and in blocks, gives what the numbers that it stands for give."""
     x, w, choices = drawn((7, 16)), drawn((5, 16, 6), seed=1), jnp.asarray([0, 3, 3, 1, 0, 3, 3])
     stored = quantization.quantize(jnp.asarray(w), jnp.int8, (1,))

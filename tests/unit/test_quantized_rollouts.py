@@ -22,7 +22,7 @@ from rollout.engine.weights import RolloutWeights
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 LARGEST = {"int8": 127.0, "int4": 7.5, "fp8": 448.0}
-# Half a step of the whole numbers; e4m3 has 3 bits after the point.
+# Half a step of the integers; e4m3 has 3 bits after the point.
 STEP = {"int8": 0.5 / 127.5, "int4": 0.5 / 7.5, "fp8": 2**-4}
 NEVER = ("router", "norm", "embed_tokens", "lm_head", "indexer", "shared_gate", "a_proj", "b_proj", "conv", "bias")
 

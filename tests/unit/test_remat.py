@@ -150,12 +150,12 @@ def gradients(model, dropout=None, **runtime):
     return jax.jit(jax.grad(loss))(model.params)
 
 
-def assert_equal(found, expected, what):
+def assert_equal(actual, expected, what):
     largest = max(float(jnp.abs(each).max()) for each in expected.values())
     for path, want in expected.items():
         scale = max(1e-3 * largest, float(jnp.abs(want).max()))
         np.testing.assert_allclose(
-            np.asarray(found[path]) / scale, np.asarray(want) / scale, atol=1e-5, err_msg=f"{path}, {what}"
+            np.asarray(actual[path]) / scale, np.asarray(want) / scale, atol=1e-5, err_msg=f"{path}, {what}"
         )
 
 

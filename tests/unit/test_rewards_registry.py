@@ -1,4 +1,4 @@
-"""Rewards are found by name, module, file and entry point, and wrong ones are refused before a run."""
+"""Rewards are looked up by name, module, file and entry point, and wrong ones are refused before a run."""
 
 import importlib.metadata
 import subprocess
@@ -45,14 +45,14 @@ def scored(spec, **options):
     return scores.total[0]
 
 
-def test_registered_names_are_found_here_and_in_workers():
+def test_registered_names_resolve_here_and_in_workers():
     assert load("registered_by_its_own_name") is registered_by_its_own_name
     assert scored("registered_by_its_own_name") == 3.0
     assert scored("registered-elsewhere") == 4.0
     assert {"registered_by_its_own_name", "registered-elsewhere", "exact_answer"} <= set(rewards.known())
 
 
-def test_a_file_is_found_with_its_neighbours(folder):
+def test_a_file_loads_with_its_neighbours(folder):
     (folder / "mine").mkdir()
     (folder / "mine/neighbour_of_mine.py").write_text("VALUE = 5.0\n")
     (folder / "mine/own.py").write_text(
@@ -67,14 +67,14 @@ def test_a_file_is_found_with_its_neighbours(folder):
     assert scored("fancy-name") == 6.0  # known by its name, once the file is loaded
 
 
-def test_a_file_that_two_threads_load_is_run_once_and_whole(folder):
+def test_a_file_that_two_threads_load_is_run_once_and_to_its_end(folder):
     (folder / "slow.py").write_text("import time\ntime.sleep(0.3)\ndef plain(completions):\n    return [1.0]\n")
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(load, ["slow.py:plain"] * 2)
     assert first is second
 
 
-def test_a_module_is_found_from_the_current_folder(folder):
+def test_a_module_loads_from_the_current_folder(folder):
     (folder / "package_of_mine").mkdir()
     (folder / "package_of_mine/__init__.py").touch()
     (folder / "package_of_mine/scores.py").write_text("from . import __name__ as n\ndef f(completions): return [6.0]\n")
@@ -82,7 +82,7 @@ def test_a_module_is_found_from_the_current_folder(folder):
     assert scored("package_of_mine.scores:f") == 6.0
 
 
-def test_an_installed_entry_point_is_found(folder, monkeypatch):
+def test_an_installed_entry_point_loads(folder, monkeypatch):
     (folder / "installed_rewards.py").write_text("def f(completions): return [8.0]\n")
     info = folder / "someone-1.0.dist-info"
     info.mkdir()
@@ -96,9 +96,9 @@ def test_an_installed_entry_point_is_found(folder, monkeypatch):
 
 def test_a_class_with_a_call_is_a_reward(folder):
     (folder / "own.py").write_text(
-        "class Judge:\n    def __call__(self, completions, plus=0.0):\n        return [1.0 + plus]\njudge = Judge()\n"
+        "class Scorer:\n    def __call__(self, completions, plus=0.0):\n        return [1.0 + plus]\nscorer = Scorer()\n"
     )
-    assert scored("own.py:judge", plus=0.5) == 1.5
+    assert scored("own.py:scorer", plus=0.5) == 1.5
 
 
 def test_two_rewards_of_one_name_are_refused(folder):

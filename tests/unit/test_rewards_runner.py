@@ -352,7 +352,7 @@ def seen(prompts, completions, completion_lengths, label, log):
         deadline = time.monotonic() + 30
         while not log.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not handle.done(), "a group is scored before it is whole"
+        assert not handle.done(), "a group is scored before it is complete"
         handle.add(1, "bb", completion_lengths=11)
         np.testing.assert_array_equal(handle.result().total, [1, 2, 3, 4])
     calls = [json.loads(line) for line in log.read_text().splitlines()]
@@ -553,12 +553,12 @@ def test_a_function_that_no_worker_can_import_is_a_fault(tmp_path):
 def test_a_reward_sees_the_text_exactly(tmp_path):
     text = """
 import json
-def same(completions, wanted):
-    return [float(text == json.loads(right)) for text, right in zip(completions, wanted)]
+def same(completions, expected):
+    return [float(text == json.loads(right)) for text, right in zip(completions, expected)]
 """
     texts = ["a\x00b\n\r\t", "\u2028 \U0001f600", "\ud800 alone", "x" * 300_000]
     with Runner(options(f"{written(tmp_path, text)}:same")) as runner:
-        scores = runner.score(["p"] * 4, texts, {"wanted": [json.dumps(text) for text in texts]}, groups=[0] * 4)
+        scores = runner.score(["p"] * 4, texts, {"expected": [json.dumps(text) for text in texts]}, groups=[0] * 4)
     np.testing.assert_array_equal(scores.total, [1.0] * 4)
 
 

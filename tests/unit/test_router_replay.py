@@ -1,5 +1,5 @@
-"""Routes that the generator records and updates replay: they are those of the whole forward pass, they travel with their tokens,
-given routes decide, and a router's own change nothing."""
+"""Routes that the generator records and updates replay: they are those of the full forward pass, they travel with their
+tokens, given routes decide, and a router's own change nothing."""
 
 import functools
 from dataclasses import replace
@@ -19,9 +19,9 @@ from policy.cache.entries import ROUTES
 from policy.cache.step import UNKNOWN
 from policy.config import Runtime
 from policy.experts.router import bias_update
-from rl.config import checks
 from rl.config.run import RunConfig
 from rl.reporting import events
+from rl.run import checks
 from rl.stages.rollouts import Problem, Rollouts, routes_of
 from rl.training.batch import pack
 from rl.training.packing import packing
@@ -49,7 +49,7 @@ def forward(model):
 
 
 def own_routes(model, tokens, segments=None) -> dict[str, np.ndarray]:
-    """Batch.routes of these rows: what the whole forward pass chooses."""
+    """Batch.routes of these rows: what the full forward pass chooses."""
     aux = forward(model)(model.params, jnp.asarray(tokens), modes.make_step(jnp.asarray(tokens), segments=segments))
     return {path: np.moveaxis(np.asarray(a), 0, 2).astype(np.int8) for path, a in aux.by_layer("routes").items()}
 
@@ -114,9 +114,9 @@ def family(kind):
 @pytest.mark.parametrize(
     "kind", ["one layer", *(pytest.param(kind, marks=SLOW) for kind in ("Qwen3Next", "Gemma4Moe"))]
 )
-def test_recorded_routes_are_those_of_the_whole_forward_pass(kind):
-    """Prompts in chunks, shared, copied from one another, more requests than slots; completions of different lengths. Also beside
-    states of fixed size, and beside dense feed-forwards with rings of a window."""
+def test_recorded_routes_are_those_of_the_full_forward_pass(kind):
+    """Prompts in chunks, shared, copied from one another, more requests than slots; completions of different lengths.
+    Also next to states of fixed size, and next to dense feed-forwards with a sliding-window cache."""
     model, how = (
         (learners.experts(), {})
         if kind == "one layer"

@@ -158,7 +158,7 @@ def test_draws_at_different_positions_samples_and_prompts_are_independent():
     assert np.abs(correlation).max() < 5 / np.sqrt(DRAWS)
 
 
-def test_a_draw_does_not_depend_on_what_is_drawn_beside_it():
+def test_a_draw_does_not_depend_on_what_is_drawn_with_it():
     ids = jnp.arange(7, dtype=jnp.int32)
     together = np.asarray(uniforms(jnp.uint32(1), ids, ids * 2, ids + 5))
     for i in range(7):

@@ -130,7 +130,8 @@ class Row:
 
 
 class PagedSimulation(Simulation):
-    """The same over pages: a dict of the tokens up to each place of each page, beside states by slot where there are some."""
+    """The same over pages: a dict of the tokens up to each place of each page, next to states by slot where there are
+    some."""
 
     def __init__(self, slots, supports_truncation, pages: tuple[int, int, int], decode_steps: int = 3):
         super().__init__(slots, supports_truncation, decode_steps)
@@ -514,7 +515,7 @@ def test_a_row_is_freed_once():
     tokens=st.lists(st.integers(0, 2), max_size=12),
     others=st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=5),
 )
-def test_the_row_that_holds_the_most_is_found(tokens, others):
+def test_the_row_that_holds_the_most_is_chosen(tokens, others):
     rows = Rows(6, supports_truncation=True)
     for row, *_, other in [(*rows.allocate(tuple(other)), other) for other in others]:
         rows.free(row, tuple(other))
@@ -594,7 +595,7 @@ def test_a_prompt_is_pinned_for_a_sample_that_has_no_slot_yet():
     assert scheduler.updates.take() == [RestoreStates(slot)]
 
 
-def test_a_batch_is_gathered_and_scattered_back():
+def test_a_batch_is_packed_and_scattered_back():
     runner, running = runner_of(4), {}
     rows = runner.rows()
     batch = ActiveBatch(runner, rows, seed=0)
@@ -675,7 +676,7 @@ def test_pages_find_the_prefix_that_a_search_of_all_slots_finds(events, supports
         assert [both[0].pages(slot) for slot in range(6)] == [both[1].pages(slot) for slot in range(6)]
 
 
-def test_a_prefix_is_found_without_looking_at_all_slots(monkeypatch):
+def test_a_prefix_is_matched_without_looking_at_all_slots(monkeypatch):
     """A search among a thousand slots makes as many comparisons as among ten."""
     compared, real = [], rollout.engine.prefix_index.common_length
     monkeypatch.setattr(rollout.engine.prefix_index, "common_length", lambda a, b: compared.append(a) or real(a, b))

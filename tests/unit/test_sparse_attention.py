@@ -141,7 +141,7 @@ def test_of_equal_scores_the_earlier_keys_are_selected_and_invisible_ones_do_not
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_gathered_latents_give_what_the_masked_cache_gives(queries, monkeypatch):
+def test_selected_latents_give_what_the_masked_cache_gives(queries, monkeypatch):
     """With ties, and with queries that see fewer keys than are selected, or are padding."""
     rng, R, B, C, H, D, V, topk = np.random.default_rng(0), 3, 4, 29, 3, 7, 5, 6
     array = {

@@ -75,8 +75,8 @@ def test_scanned_and_rematerialised_layers_equal_unrolled_ones_and_every_weight_
 
 
 def idle(path, part, config):
-    """What makes no difference: mixing one stream, and reading it before a norm; reading and mixing streams that are still alike;
-    and mixing before a sum, as rows sum to one."""
+    """What makes no difference: mixing one stream, and reading it before a norm; reading and mixing streams that are
+    still equal; and mixing before a sum, as rows sum to one."""
     stack = config.stacks[int(path.split(".")[1])] if path.startswith("stacks.") else None
     first = path.startswith("stacks.0.layers.0.mixer_residual") and stack.repeats == 1
     last = path.startswith(f"stacks.{len(config.stacks) - 1}.layers.0.feed_forward_residual") and stack.repeats == 1
@@ -126,7 +126,8 @@ def test_saving_and_loading_is_the_identity(kind, tmp_path):
 
 
 def test_a_fresh_decoder_starts_as_the_one_without():
-    """With scales of 0 exactly, up to the eps of the norms: the streams are alike, and a norm takes their number out."""
+    """With scales of 0 exactly, up to the eps of the norms: the streams are equal, and a norm takes their number
+    out."""
     plain = policy.create(families.read(short("Llama")))
     more = policy.create(families.read(extended("Llama", streams=4)))
     fresh = {path: plain.params.get(path, array) for path, array in more.params.items()}

@@ -37,7 +37,7 @@ def test_spans_lie_within_their_step_and_a_run_goes_on_after_a_torn_line(tmp_pat
         assert step["ts"] <= inner["ts"] and inner["dur"] <= step["dur"]
 
 
-def test_what_happens_beside_the_run_has_rows_of_its_own(tmp_path):
+def test_what_happens_next_to_the_run_has_rows_of_its_own(tmp_path):
     timeline = Timeline(tmp_path, None)
     with timeline.span("sampling"), timeline.span("writing a checkpoint", CHECKPOINTS):
         timeline.calls([Call("math", 4, 1, 12.5, 0.25), Call("length", 2, 1, 13.0, 0.5)])

@@ -90,7 +90,7 @@ def test_updates_of_policy_and_critic_are_the_same_for_any_micro_batch():
     assert_cut_changes_nothing(learners.dense(), batch(), "ppo", cuts=[4])
 
 
-def test_updates_of_experts_are_the_same_for_any_micro_batch_and_move_biases_by_the_counts_of_the_whole_batch():
+def test_updates_of_experts_are_the_same_for_any_micro_batch_and_move_biases_by_the_counts_of_the_full_batch():
     model, data = learners.experts(), batch()
     router = {"bias_rate": 0.05, "balance_coef": 0.3}
     full, result = assert_cut_changes_nothing(model, data, "sft", cuts=[3], router=router)
@@ -109,7 +109,7 @@ def test_updates_of_experts_are_the_same_for_any_micro_batch_and_move_biases_by_
 
 
 @pytest.mark.slow
-def test_the_balance_of_a_whole_batch_is_the_same_for_any_micro_batch():
+def test_the_balance_of_a_full_batch_is_the_same_for_any_micro_batch():
     router = {"balance": "batch", "balance_coef": 0.3, "bias_rate": 0.0}
     assert_cut_changes_nothing(learners.experts(), batch(), "sft", cuts=[3], router=router)
 
@@ -231,7 +231,7 @@ def test_a_schedule_without_warm_up_starts_at_its_peak():
 
 @pytest.mark.slow
 def test_weight_decay_acts_on_matrices_only():
-    """Beside the same update without it."""
+    """Against the same update without it."""
     model, data = learners.experts(), batch()
     before, result = host(model.params), []
     for decay in (0.5, 0.0):
@@ -250,7 +250,7 @@ def test_weight_decay_acts_on_matrices_only():
 
 
 def test_small_steps_of_weights_in_bfloat16_add_up():
-    """Beside AdamW of optax on the same weights in float32; without a copy in float32 most of them never move."""
+    """Against AdamW of optax on the same weights in float32; without a copy in float32 most of them never move."""
     rng, adamw = np.random.default_rng(0), optax.adamw(1e-5, weight_decay=0.1)
     kept, rounded = stored_as(adamw, "float32", master=True), stored_as(adamw, "bfloat16", master=False)
     first = {"a": jnp.asarray(rng.normal(size=200), jnp.bfloat16)}
@@ -483,7 +483,7 @@ devices = jax.devices()
 assert len(devices) == 8
 data = learners.batch()
 options = learners.stage({"name": "ppo", "kl_coef": 0.1}, micro_batch=3, router={"balance_coef": 0.1})
-found = []
+results = []
 for degrees in ({"fsdp": 1}, {"fsdp": 8}, {"fsdp": 2, "tensor": 2, "expert": 2}):
     mesh = layout(degrees, devices=devices[: int(np.prod(list(degrees.values())))])
     trainer, state = learners.begin(learners.experts(mesh=mesh), options)
@@ -492,8 +492,8 @@ for degrees in ({"fsdp": 1}, {"fsdp": 8}, {"fsdp": 2, "tensor": 2, "expert": 2})
         state, metrics = trainer.update(state, data)
     assert trainer.policy.program.number == 1
     spread = max(len(a.sharding.device_set) for a in state.policy.params.values())
-    found.append((learners.host(state), {k: float(v) for k, v in metrics.items()}, spread))
-(one, ours, _), *others = found
+    results.append((learners.host(state), {k: float(v) for k, v in metrics.items()}, spread))
+(one, ours, _), *others = results
 for arrays, metrics, spread in others:
     assert spread == 8
     for key in one:

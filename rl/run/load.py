@@ -21,7 +21,7 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> RunConfi
     Raises:
         ConfigError: with one line per problem, `file:line: key.path: what (hint)`.
     """
-    from rl.config import checks
+    from rl.run import checks
 
     tree = _merged(list(paths), list(overrides))
     config, problems = validate(tree)

@@ -1,4 +1,5 @@
-"""Rings of layers with a window: nothing that a query may see is missing, nothing else is seen. B rows, C entries, T tokens."""
+"""The sliding-window cache of layers with a window: nothing that a query may see is missing, nothing else is seen. B
+rows, C entries, T tokens."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,8 +35,8 @@ def called(cache, positions, segments=None):
     )
 
 
-def in_sight(found, row, query):
-    entries, positions, segments, _ = found
+def in_sight(visible, row, query):
+    entries, positions, segments, _ = visible
     seen = (segments[row] == 1) & (positions[row] <= query) & (positions[row] > query - WINDOW)
     return sorted(entries[row][seen].tolist())
 
@@ -76,7 +77,7 @@ def test_a_call_longer_than_a_ring_is_refused():
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gemma3")) for n in WINDOWED])
-def test_decoding_over_rings_is_the_whole_forward_pass(name):
+def test_decoding_over_the_sliding_window_cache_is_the_full_forward_pass(name):
     kind, keys = MODELS[name]
     model = random_model(families.read(configuration(kind, **keys)), seed=3)
     rows, lengths = tokens(2, 24, seed=1), [24, 15]

@@ -5,7 +5,6 @@ The checks are fast and import no jax. They run before anything is built, and fo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +19,8 @@ from rl.config import mesh
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
+from rl.data.rows import is_hub_name
 
-_FILE_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _BUILT_IN_TOKENIZERS = ("bytes", "characters")
 
@@ -29,16 +28,6 @@ _BUILT_IN_TOKENIZERS = ("bytes", "characters")
 def problems(config: RunConfig) -> list[tuple[tuple, str]]:
     """Returns (path of keys, message) for each problem of a configuration."""
     return list(_problems(config))
-
-
-def is_hub_name(path: str) -> bool:
-    """Tells whether a path that does not exist can be the name of a dataset on the Hugging Face hub.
-
-    `data/trian` is a misspelt path if there is a folder `data`.
-    """
-    if "/" in path and Path(path).parent.is_dir():
-        return False
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path)) and not path.endswith(_FILE_ENDINGS)
 
 
 def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
