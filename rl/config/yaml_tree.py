@@ -76,7 +76,7 @@ class Item:
 
     @property
     def place(self) -> str:
-        """Place of the key, or of the value if it has none."""
+        """Returns the place of the key, or of the value if it has none."""
         return self.key_where or self.where
 
 

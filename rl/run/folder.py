@@ -76,7 +76,7 @@ class RunFolder:
             self._in_one_step(directory, write)
 
     def _in_one_step(self, directory: Path, write: Callable[[Path], None]) -> Path:
-        """Every process has to call `write`, and returns when the directory is there."""
+        """Calls `write` in every process. Returns when the directory is there."""
         unfinished = directory.with_name(f"{directory.name}.tmp")
         if processes.first():
             self._write(directory, unfinished, write)

@@ -25,7 +25,7 @@ SEED_OFFSET = 1 << 30
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Chance that at least one of k of the `samples` is correct, without bias (arXiv 2107.03374, eq. 1)."""
+    """Returns an unbiased estimate of the chance that one of k samples is correct (arXiv 2107.03374, eq. 1)."""
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 

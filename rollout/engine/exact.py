@@ -169,7 +169,7 @@ class Verifier:
             del values[request.verified_tokens + 1 :]
 
     def _finish(self, request: Request) -> str | None:
-        """How a request ends with its last token; None if it goes on."""
+        """Returns how a request ends with its last token; None if it goes on."""
         tokens, params = request.tokens, request.params
         if tokens[-1] in params.stop_token_ids:
             return "stop"

@@ -261,12 +261,12 @@ class PagedRows:
         return self._chains[slot].pages
 
     def filled(self, slot: int, tokens: tuple[int, ...]) -> None:
-        """The slot has the entries of these tokens in the cache."""
+        """Notes that the cache has the entries of these tokens of the slot."""
         if self.supports_truncation:
             self._table_of[slot].remember(self._chains[slot], tokens)
 
     def advance(self, slot: int) -> None:
-        """The slot decodes beyond the tokens that it was allocated for."""
+        """Notes that the slot decodes beyond the tokens that it was allocated for."""
         if not self.supports_truncation:
             self._hold(slot, ())
 

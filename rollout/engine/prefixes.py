@@ -79,7 +79,7 @@ class PrefixWaiters:
         self._source: dict[int, tuple[int, int]] = {}
 
     def add(self, slot: int, source: int, same: int) -> None:
-        """The slot will begin with the first `same` entries of slot `source`."""
+        """Notes that the slot will begin with the first `same` entries of slot `source`."""
         self._source[slot] = source, same
 
     def of(self, source: int) -> list[tuple[int, int]]:
@@ -87,7 +87,7 @@ class PrefixWaiters:
         return [(slot, same) for slot, (other, same) in self._source.items() if other == source]
 
     def start(self, slot: int, source: int, same: int) -> bool:
-        """Takes out a slot that waits for exactly this. False if it does so no longer."""
+        """Removes a slot that waits for exactly this source. Returns False if it no longer does."""
         if self._source.get(slot) != (source, same):
             return False
         del self._source[slot]

@@ -145,8 +145,10 @@ class DecoderPrograms:
         )
 
     def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
-        """The cache after the first chunk of P prompts: every start is 0, and earlier entries of the rows are
-        ignored."""
+        """Returns the cache after the first chunk of P prompts.
+
+        Every start is 0, and earlier entries of the rows are ignored.
+        """
         P, C = tokens_PC.shape[0], tokens_PC.shape[1] - self.ahead
         step = self._step(starts, lengths, C, pages_PM)
         part = self._fill(
@@ -155,7 +157,7 @@ class DecoderPrograms:
         return self.pinned(caches.insert(cache, part, rows, step))
 
     def extend(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
-        """The cache after a later chunk of P prompts."""
+        """Returns the cache after a later chunk of P prompts."""
         step = self._step(starts, lengths, tokens_PC.shape[1] - self.ahead, pages_PM)
         part = self._fill(params, caches.rows_of(cache, rows), tokens_PC, step, lengths)
         return self.pinned(caches.with_rows(cache, part, rows))
@@ -166,24 +168,22 @@ class DecoderPrograms:
         return Step(positions, (positions < lengths[:, None]).astype(jnp.int32), pages=pages_PM, anywhere=True)
 
     def _fill(self, params, cache, tokens_PC, step: Step, lengths):
-        """The cache of P rows after the forward pass of their tokens."""
+        """Returns the cache of P rows after the forward pass of their tokens."""
         with self.graph.precision():
             return modes.prefill(self.graph.decoder(params), tokens_PC, step, cache, self.graph.runtime)
 
     def copy_rows(self, cache, pairs, count):
-        """The cache after copying row pairs[i, 0] to row pairs[i, 1] for the first `count` pairs, one after the
-        other."""
+        """Returns the cache after copying row pairs[i, 0] to row pairs[i, 1] for the first `count` pairs in order."""
 
         def one(i, arrays):
-            # By an array of one slot: a mesh that cuts the slots then sends that row. By a number it would gather all
-            # rows.
+            # An array of one index lets a mesh that shards the slots send one row. A number would gather all rows.
             return caches.with_rows(arrays, caches.rows_of(arrays, pairs[i, :1]), pairs[i, 1:])
 
         arrays = jax.lax.fori_loop(0, count, one, caches.without_pools(cache))
         return self.pinned(caches.with_arrays(cache, arrays))
 
     def gather(self, cache, rows):
-        """A cache of these rows alone, without pools of pages."""
+        """Returns a cache of these rows alone, without pools of pages."""
         return self.pinned(caches.without_pools(caches.rows_of(cache, rows)))
 
     def scatter(self, cache, part, rows):
@@ -191,12 +191,14 @@ class DecoderPrograms:
         return self.pinned(caches.with_rows(cache, part, rows))
 
     def routes(self, cache, row, pages_M):
-        """The experts of all entries of a row, on every device."""
+        """Returns the experts of all entries of a row, on every device."""
         return jax.lax.with_sharding_constraint(caches.routes(cache, row, pages_M), self.graph.layout.replicated)
 
     def decode(self, params, cache, state: DecodeState, limits):
-        """(cache, DecodeState, StepOutput) after up to limits[0] steps, as long as more than limits[1] rows are
-        active."""
+        """Returns (cache, DecodeState, StepOutput) after decoding.
+
+        Decodes up to limits[0] steps, as long as more than limits[1] rows are active.
+        """
         part = caches.rows_of(cache, state.rows) if self.paged else cache
         part, after, output = self._decode_rows(params, part, state, limits)
         cache = caches.with_rows(cache, part, state.rows) if self.paged else part
@@ -204,10 +206,10 @@ class DecoderPrograms:
         return self.pinned(cache), *jax.lax.with_sharding_constraint((after, output), self.graph.layout.replicated)
 
     def _decode_rows(self, params, cache, state: DecodeState, limits):
-        """(cache, DecodeState, StepOutput) after decoding on a cache of s rows."""
+        """Returns (cache, DecodeState, StepOutput) after decoding on a cache of s rows."""
         s, K, head = state.token.shape[0], self.decode_steps, params.get(modes.VALUE_HEAD)
         params = params if self.scan else prepare_for_decoding(self.graph, params, s)
-        # What stands in the output where a row produced nothing.
+        # Values in the output for a row that produced nothing.
         nothing = np.int32(-1), np.float32(0), None if head is None else np.float32(0)
 
         def go_on(carry):

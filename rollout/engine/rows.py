@@ -120,7 +120,7 @@ class Rows:
         return source, same
 
     def advance(self, row: int) -> None:
-        """The row decodes beyond the tokens that it was allocated for."""
+        """Notes that the row decodes beyond the tokens that it was allocated for."""
         if not self.supports_truncation:
             self._held[row] = ()
 

@@ -86,7 +86,7 @@ class SpeculativePrograms(DecoderPrograms):
 
     @property
     def supports_truncation(self) -> bool:
-        """False: the decoder's last states are of fixed size."""
+        """Returns False: the decoder's last states are of fixed size."""
         return False
 
     def __init__(self, graph: Graph, options: GeneratorOptions, slots: int, max_length: int):
@@ -102,8 +102,10 @@ class SpeculativePrograms(DecoderPrograms):
         return main, caches.create_drafts(config, rows, kind, modules=self.ahead, window=self._window)
 
     def _fill(self, params, cache, tokens_PC, step: Step, lengths_P):
-        """The cache of P rows after the forward pass of C tokens. tokens_PC has `ahead` more: module k reads the
-        token k places on."""
+        """Returns the cache of P rows after the forward pass of C tokens.
+
+        tokens_PC has `ahead` more tokens: module k reads the token k places on.
+        """
         C, runtime, (main, drafts) = tokens_PC.shape[1] - self.ahead, self.graph.runtime, cache
         layers = []
         with self.graph.precision():
