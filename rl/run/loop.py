@@ -58,7 +58,7 @@ def run(config: RunConfig) -> int:
 
 
 def _run_stage(run: Run, stage: StageKind, saved: dict | None) -> None:
-    """Runs all steps of a stage, or those after the checkpoint whose host part is `saved`."""
+    """Runs all steps of a stage, or the steps after the checkpoint whose host part is `saved`."""
     state = run.start(stage, saved)
     compile_generator(run)
     evaluation = stage.evaluation(run.held_out)

@@ -101,7 +101,7 @@ class Run(Context):
             )
 
     def export(self) -> None:
-        """Writes what the last stage has trained to `export/`, which ends the run."""
+        """Writes the weights of the last stage to `export/`, which ends the run."""
         if not self.events.sync():
             path = self.folder.path
             raise ResourceError(f"{path}: the last events have no room; make some, and continue with `rl-train {path}`")

@@ -61,7 +61,7 @@ class ActiveBatch:
         return self._cache
 
     def replace_cache(self, cache: Any) -> None:
-        """Takes what a program made of `full_cache()`, which was donated to it."""
+        """Stores the cache that a program returned for `full_cache()`, which was donated to the program."""
         self._cache = cache
 
     def routes(self, slot: int) -> dict[str, Any]:
@@ -75,13 +75,16 @@ class ActiveBatch:
     # Rows.
 
     def size_for(self, slots: Sequence[int]) -> int:
-        """Rows of a batch of these slots; each part of the cache has as many."""
+        """Returns the number of rows of a batch of these slots. Each part of the cache has equally many."""
         rows = self._rows.parts * max(Counter(map(self._rows.part, slots)).values())
         return next(size for size in self._geometry.batch_sizes if size >= rows)
 
     def prepare(self, running: Mapping[int, Request], decoding: Sequence[int], *, changed: bool) -> bool:
-        """Makes the batch one of these slots of those that run. False if it can go on from the last decode: it has
-        the right number of rows, and there is no change (`changed`) that the device does not know of."""
+        """Makes a batch of the slots `decoding`, a part of the slots that run.
+
+        Returns False if the batch can go on from the last decode: it has the right number of rows, and there is no change
+        (`changed`) that the device does not know of.
+        """
         if self._state is not None and not changed and self.size_for(decoding) == len(self.slots):
             return False
         self._gather(decoding)

@@ -3,8 +3,8 @@
 The decoder's numbers change in their last bits with the shape of a call: how many rows decode together, where a
 prompt was cut into chunks, how the cache is stored. About one token in ten thousand then differs, because its random
 number falls between the two versions of a cumulative sum, or two candidates change places. So a completion of the
-decoder is a draft. The scoring programs (policy/execution/scoring.py), whose bits depend on the tokens alone, run over it
-once. At every position the token is drawn again, from their logits and by the same random number that the decoder
+decoder is a draft. The scoring programs (policy/execution/scoring.py), whose bits depend on the tokens alone, run over
+it once. At every position the token is drawn again, from their logits and by the same random number that the decoder
 used. The first that differs replaces the drafted one, the tokens after it are discarded, and the request goes back to
 the queue. The final completion is a function of the weights, the prompt, and (seed, prompt id, sample) only; its
 log-probabilities equal `Model.logprobs`, bit for bit.

@@ -54,8 +54,10 @@ def draw(logits_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Draws:
-    """How tokens are drawn: one seed, and for each row [S] its temperature (0: the most likely token) and filters.
-    Numpy or jax arrays."""
+    """Parameters of the draws: one seed, and for each row [S] its temperature (0: the most likely token) and filters.
+
+    The fields are Numpy or jax arrays.
+    """
 
     seed: Any
     temperature: Any

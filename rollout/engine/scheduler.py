@@ -132,8 +132,7 @@ class Scheduler:
         return request
 
     def _evict(self, slot: int) -> list[int]:
-        """Takes a slot out of those that prefill. Returns the slots that waited for its prompt, directly or through
-        others."""
+        """Removes a slot from prefill. Returns the slots that waited for its prompt, directly or through others."""
         waiters = self._waiters.remove(slot)
         self.prefilling.pop(slot, None)
         self.preempted.discard(slot)
