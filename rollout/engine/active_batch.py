@@ -82,8 +82,8 @@ class ActiveBatch:
     def prepare(self, running: Mapping[int, Request], decoding: Sequence[int], *, changed: bool) -> bool:
         """Makes a batch of the slots `decoding`, a part of the slots that run.
 
-        Returns False if the batch can go on from the last decode: it has the right number of rows, and there is no change
-        (`changed`) that the device does not know of.
+        Returns False if the batch can go on from the last decode: it has the right number of rows, and there is no
+        change (`changed`) that the device does not know of.
         """
         if self._state is not None and not changed and self.size_for(decoding) == len(self.slots):
             return False
