@@ -103,14 +103,14 @@ class LayerSpec:
 
     @property
     def moe(self) -> Moe | None:
-        """The mixture of experts of the feed-forward, if it has one."""
+        """Returns the mixture of experts of the feed-forward, if it has one."""
         if isinstance(self.feed_forward, DenseAndExperts):
             return self.feed_forward.experts
         return self.feed_forward if isinstance(self.feed_forward, Moe) else None
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The rotary embeddings of the mixer and of its indexer."""
+        """Returns the rotary embeddings of the mixer and of its indexer."""
         mixer = self.mixer
         if mixer is None or isinstance(mixer, GatedDeltaNet):
             return ()
@@ -221,11 +221,11 @@ class DecoderConfig:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """The layers one by one, from the embedding to the final norm."""
+        """Returns the layers one by one, from the embedding to the final norm."""
         return tuple(spec for stack in self.stacks for _ in range(stack.repeats) for spec in stack.pattern)
 
     def numbers(self, path: str) -> list[int]:
-        """The numbers, counted from 0, of the layers whose weights are stacked at `path`, "stacks.S.layers.I"."""
+        """Returns the numbers (from 0) of the layers whose weights are stacked at `path`, "stacks.S.layers.I"."""
         _, s, _, i = path.split(".")
         before, stack = self.stacks[: int(s)], self.stacks[int(s)]
         first = sum(len(each.pattern) * each.repeats for each in before) + int(i)
@@ -239,5 +239,5 @@ class DecoderConfig:
 
     @property
     def max_positions(self) -> int | None:
-        """The number of positions with a trained vector; None: the decoder has no such limit."""
+        """Returns the number of positions with a trained vector; None: the decoder has no such limit."""
         return next((table.length for table in self.positions if isinstance(table, LearnedPositions)), None)

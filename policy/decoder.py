@@ -277,5 +277,5 @@ class Decoder(nnx.Module):
 
     @property
     def head_weight(self) -> jax.Array:
-        """The output projection [V, E], which is the embedding table if the head is tied."""
+        """Returns the output projection [V, E], which is the embedding table if the head is tied."""
         return (self.embed_tokens if self.config.tied_head else self.lm_head)[...]

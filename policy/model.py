@@ -99,7 +99,7 @@ class Graph:
 
     @property
     def shardings(self) -> dict[str, jax.sharding.NamedSharding]:
-        """The sharding of each weight."""
+        """Returns the sharding of each weight."""
         return {path: self.sharding(path) for path in self.paths}
 
     def decoder(self, params: dict[str, jax.Array]) -> Decoder:
@@ -153,18 +153,19 @@ class Graph:
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The dimensions of each weight."""
+        """Returns the dimensions of each weight."""
         return {path: shape.shape for path, shape in self.shapes.items()}
 
     @property
     def parameters(self) -> int:
-        """Number of weights."""
+        """Returns the number of weights."""
         return sum(math.prod(size) for size in self.sizes.values())
 
     @property
     def replicated(self) -> dict[str, int]:
-        """The number of elements of each weight that is replicated on every device; empty if the mesh shards no
-        weights."""
+        """Returns the number of elements of each weight that is replicated on every device; empty if the mesh shards no
+        weights.
+        """
         mesh = self.layout.mesh.shape
         if all(size == 1 for axis, size in mesh.items() if axis != "data"):
             return {}
@@ -182,7 +183,7 @@ class Model:
 
     @property
     def config(self) -> DecoderConfig:
-        """The decoder as data."""
+        """Returns the decoder as data."""
         return self.graph.config
 
     def logits(
@@ -275,7 +276,7 @@ class Model:
 
     @cached_property
     def scorer(self) -> Scorer:
-        """The programs of `logprobs`; the generator verifies exact completions with them."""
+        """Returns the programs of `logprobs`; the generator verifies exact completions with them."""
         return Scorer(self.graph)
 
     @cached_property

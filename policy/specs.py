@@ -275,7 +275,7 @@ class Engram:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The number of table rows of each head, in order."""
+        """Returns the number of table rows of each head, in order."""
         return tuple(prime for order in self.primes for prime in order)
 
     @property

@@ -6,8 +6,8 @@ and the import of the function do not count). The consequences of a fault:
 - a score that is NaN, infinite or not a number: this sample has no score;
 - a score or a weighted sum beyond float32, the type of the loss: the function with the largest score has faulted;
 - a call that raises, ends the process or returns the wrong length or type: the completions of the group are scored
-  again, one by one, so that only those that fail alone have no score. A function that compares the completions of a
-  group then sees one of them at a time. A single completion is tried again only if the process ended, because the
+  again, one by one, so that only the samples that fail alone have no score. A function that compares the completions
+  of a group then sees one of them at a time. A single completion is tried again only if the process ended, because the
   cause may lie outside (out of memory, a scheduler that signals every process);
 - a call that exceeds its deadline: the worker and its children are killed and replaced, and the completions are scored
   one by one too, all within another `timeout_s`: each gets an equal share of the remaining time.
@@ -252,7 +252,7 @@ class Runner:
         self._threads = []
 
     def _inputs(self, prompts: list, completions: list, columns: dict) -> dict:
-        """Checks prompts, completions and columns. Returns those that a function can receive, as plain values."""
+        """Checks prompts, completions and columns. Returns the columns that a function can receive, as plain values."""
         count = len(prompts)
         for name, column in {"completions": completions, **columns}.items():
             if name != "max_new_tokens" and (not hasattr(column, "__len__") or len(column) != count):

@@ -222,7 +222,7 @@ class Generator:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counts of engine and verifier."""
+        """Returns the counts of engine and verifier."""
         return self.engine.counts | (self.verifier.counts if self.verifier else {})
 
     @cached_property
@@ -254,5 +254,5 @@ class Generator:
 
     @property
     def _params(self) -> dict:
-        """The model's current weights, with copies where the options ask for them."""
+        """Returns the model's current weights, with copies where the options ask for them."""
         return self.weights.of(self.model.params) if self.weights else self.model.params

@@ -44,7 +44,7 @@ class Request:
 
     @property
     def needed(self) -> int:
-        """Number of cache entries that decoding starts from: all tokens but the last, which is fed first."""
+        """Returns the number of cache entries before decoding: all tokens but the last, which is fed first."""
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
@@ -54,17 +54,17 @@ class Request:
 
     @property
     def last(self) -> int:
-        """The token to feed next."""
+        """Returns the token to feed next."""
         return self.tokens[-1] if self.tokens else self.prompt[-1]
 
     @property
     def left(self) -> int:
-        """Number of tokens that may still be sampled."""
+        """Returns the number of tokens that may still be sampled."""
         return self.params.max_new_tokens - len(self.tokens)
 
     @property
     def cacheable(self) -> tuple[int, ...]:
-        """The tokens that must be in the cache before decoding starts: the first `needed`."""
+        """Returns the tokens that must be in the cache before decoding starts: the first `needed`."""
         return self.span(0, self.needed)
 
     def span(self, start: int, end: int) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class Request:
         return (*self.prompt[start:end], *self.tokens[max(0, start - n) : max(0, end - n)])
 
     def problem(self, vocab_size: int, max_length: int) -> str | None:
-        """Says what is wrong with the prompt for rows of `max_length` tokens. None: nothing."""
+        """Returns the problem of the prompt for rows of `max_length` tokens, or None."""
         if not self.prompt:
             return "is empty"
         if min(self.prompt) < 0 or max(self.prompt) >= vocab_size:
@@ -102,7 +102,7 @@ class Queue:
 
     @property
     def first(self) -> Request | None:
-        """The request that `pop` would return; None if the queue is empty."""
+        """Returns the request that `pop` would return; None if the queue is empty."""
         return self._heap[0][2] if self._heap else None
 
     def pop(self) -> Request:

@@ -73,7 +73,7 @@ class CompiledCache:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """The shapes of the compiled programs."""
+        """Returns the shapes of the compiled programs."""
         return tuple(self.memory)
 
     def lower(self, *arguments: Any, **static: Any) -> jax.stages.Lowered:
@@ -137,7 +137,9 @@ def _key(arguments: tuple, static: dict[str, Any]) -> tuple:
 
 
 def _kind(leaf) -> tuple:
-    """The properties of an argument that a program depends on. It runs for every leaf at every call: reading
-    attributes takes half the time of `isinstance` and `jnp.shape`."""
+    """Returns the properties of an argument that a program depends on.
+
+    It runs for every leaf at every call: reading attributes takes half the time of `isinstance` and `jnp.shape`.
+    """
     place = leaf.sharding if getattr(leaf, "committed", False) else None
     return getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf)), getattr(leaf, "weak_type", False), place

@@ -58,7 +58,7 @@ class Stored:
 
     @property
     def _order(self) -> tuple[int, ...]:
-        """The permutation from the stored order of letters to ours."""
+        """Returns the permutation from the stored order of letters to ours."""
         _, ours = _parse(self.layout)
         letters = [letter for axis in self._axes for letter in axis.letters]
         return tuple(letters.index(letter) for letter in ours)

@@ -78,7 +78,7 @@ class MeshOptions(Section):
 
 
 def problems(mesh: MeshOptions) -> Iterator[tuple[tuple, str]]:
-    """(path of the key, what is wrong)."""
+    """Yields (path of the key, problem)."""
     for where, section in ((("mesh",), mesh), (("mesh", "dcn"), mesh.dcn)):
         sizes = {} if section is None else {axis: getattr(section, axis) for axis in AXES}
         for axis, size in sizes.items():
@@ -90,7 +90,7 @@ def problems(mesh: MeshOptions) -> Iterator[tuple[tuple, str]]:
 
 
 def rule_problems(rules: dict[str, list[str]], path: tuple) -> Iterator[tuple[tuple, str]]:
-    """The same of rules that stand at `path`."""
+    """Yields the problems of the rules at `path`."""
     from rewards.suggest import nearest
 
     for logical, names in rules.items():

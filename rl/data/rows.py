@@ -195,7 +195,7 @@ def _library_rows(options: DataOptions, held_out: bool, directory: Path | None) 
             dataset = datasets.load_dataset(str(directory or options.path), options.subset, split=split)
     except DataError:
         raise
-    except Exception as error:  # `datasets` raises its own errors, and those of pyarrow, fsspec and the network
+    except Exception as error:  # `datasets` raises its own errors, and errors of pyarrow, fsspec and the network
         where = directory or f"{options.path} (no such file here, so looked for on the Hugging Face hub)"
         raise DataError(f"{where}: split {split!r} cannot be loaded: {type(error).__name__}: {error}") from None
     return _numbered(dataset, str(directory or options.path))

@@ -21,7 +21,8 @@ from policy.experts.expert_shards import ExpertShards
 from policy.mesh.sharding import Layout
 from policy.model import Graph
 from policy.ops.host_memory import on_a_device
-from rl.config.run import RunConfig, StageOptions
+from rl.config.run import RunConfig
+from rl.config.stage import StageOptions
 from rl.reporting.program_memory import GENERATOR, RESHARD
 from rl.run import build
 from rl.stages.scorers import abstract_scorers

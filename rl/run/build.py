@@ -185,7 +185,7 @@ def check_cut(graph: Graph, tolerance: float) -> Graph:
 
 
 def _decoder(options: ModelOptions, tokenizer) -> tuple[DecoderConfig, np.ndarray | None]:
-    """(the decoder, the classes of tokens that memories of n-grams with random weights tell apart, if it has some)."""
+    """Returns the decoder, and the token classes of n-gram tables with random weights if it has such tables."""
     if Path(options.source).is_dir():
         return sources.read_config(options.source, options.sections), None
     decoder = sources.preset(options.source, options.changes)
@@ -208,7 +208,7 @@ def _check_runtime(options: ModelOptions, decoder: DecoderConfig, mesh: Layout) 
 
 
 def _check(config: RunConfig, decoder: DecoderConfig, tokenizer) -> None:
-    """What the rest of the configuration asks of this decoder."""
+    """Checks the options of the configuration against this decoder. Raises ConfigError."""
     if len(tokenizer) > decoder.vocab_size:
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {decoder.vocab_size}; use the "

@@ -3,14 +3,15 @@
 `<directory>/<number>/` holds
 
     arrays/         every array of the run, by its path in the tree, as Orbax (OCDBT, zarr) writes it
-    host.json       what the caller stores beside them: stage, step, counters
+    host.json       values of the caller that are no arrays: stage, step, counters
     manifest.json   format version; path, shape and dtype of every array; size and SHA-256 of every other file
 
 The manifest is the last file written. Everything is written and synced under `<number>.tmp-<attempt>`, and the finished
 directory is renamed, so that a process killed at any moment leaves a complete checkpoint or one that is recognised as
 unfinished, and removed by the next save.
 
-Several processes, which all see the directory, write and read the shards of their own devices; everything else the first does.
+Several processes, which all see the directory, write and read the shards of their own devices. The first process does
+everything else.
 """
 
 from __future__ import annotations
@@ -18,14 +19,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
 import shutil
-import sys
 import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -33,19 +30,19 @@ from typing import Any, NamedTuple
 
 from policy.mesh import processes, serialization
 from rl.cluster.launch import on_first
-from rl.errors import ModelError, no_room
+from rl.errors import ModelError
+from rl.run.arrays import ArrayStore, by_name, description, is_storage_error
 from rl.run.manifest import examine, seal, sync_directory
 
 ARRAYS, HOST = "arrays", "host.json"
 _COMPLETE = re.compile(r"(\d+)(\.replaced)?")
 _UNFINISHED = re.compile(r"\d+(\.replaced)?\.tmp-.+")
-_OS_ERROR = "os_error_code="
 _log = logging.getLogger("duet.checkpoint")
 
 
 @serialization.register_type
 class CheckpointError(ModelError):
-    """No checkpoint is undamaged, or the arrays of one are not those that the run asks for."""
+    """No checkpoint is undamaged, or its arrays differ from the arrays of the run."""
 
 
 @serialization.register_type
@@ -57,12 +54,12 @@ class _Good(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run. All its processes call the same methods in the same order.
+    """Saves and restores the checkpoints of one run. All its processes call the same methods in the same order.
 
     Args:
-      directory: where they lie; made by the first save.
-      keep: how many of the newest undamaged ones stay, at least 1.
-      writing: a context that every writing in the background is done in.
+      directory: folder of the checkpoints; the first save makes it.
+      keep: how many of the newest undamaged checkpoints stay, at least 1.
+      writing: a context around every write in the background.
     """
 
     def __init__(
@@ -77,38 +74,40 @@ class Checkpoints:
         self._attempts: set[str] = set()  # names of the directories in which this object wrote, or tried to
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._orbax: Any = None
+        self._arrays = ArrayStore()
 
     def save(self, number: int, arrays: Any, host: dict, wait: bool = False) -> None:
         """Copies the arrays to the host, then writes them in the background; `wait` returns when they are on the disk.
 
-        After the return the arrays may be donated. (On CPU the copy is a view of them: a step that is given one still
-        being written copies it instead of taking it.) Saving the newest number again replaces it. An earlier save still
-        running is waited for.
+        After the return the arrays may be donated. (On CPU the copy is a view of them: a step that would take an array
+        still being written copies it instead.) Saving the newest number again replaces it. Waits for an earlier save
+        that is still running.
 
-        A full disk, a quota or a missing permission is not an error: it is logged, what was written is removed, older
-        checkpoints stay, and the next save tries again.
+        A full disk, a quota or a missing permission is not an error: it is logged, the unfinished files are removed,
+        older checkpoints stay, and the next save tries again.
 
         Args:
-          number: steps done over the whole run.
+          number: steps done since the start of the run, over all stages.
           arrays: pytree of jax arrays (random keys as their `jax.random.key_data`).
           host: anything that JSON can hold.
 
         Raises:
           TypeError: a leaf that is not a jax array, or a host that JSON cannot hold.
-          ValueError: a number smaller than that of an existing checkpoint.
+          ValueError: an existing checkpoint has a larger number.
         """
         self.wait()
-        named = _by_name(arrays)
-        content = {"number": number, "arrays": {name: _described(name, x) for name, x in named.items()}}
+        named = by_name(arrays)
+        content = {"number": number, "arrays": {name: description(name, x) for name, x in named.items()}}
         host_text = json.dumps(host, indent=1)
         self._check_order(number)
         temporary = self.directory / f"{number:010d}.tmp-{len(self._attempts) + 1}"
         self._attempts.add(temporary.name)
         try:
-            if (error := processes.broadcast(self._made(temporary) if processes.first() else None)) is not None:
+            if (
+                error := processes.broadcast(self._make_directory(temporary) if processes.first() else None)
+            ) is not None:
                 raise error
-            self._begin(temporary / ARRAYS, named)
+            self._arrays.begin(temporary / ARRAYS, named)
         except Exception as error:
             self._not_saved(number, error)
             return
@@ -118,15 +117,15 @@ class Checkpoints:
             self.wait()
 
     def restore(self, template: Any) -> tuple[int, Any, dict] | None:
-        """The newest undamaged checkpoint, each array placed as the template's `sharding` says.
+        """Returns the newest undamaged checkpoint, each array with the template's `sharding`.
 
-        Damaged ones are named in a warning, with the file and what is wrong with it, and left out.
+        A warning names each damaged checkpoint with its file and problem; it is left out.
 
         Args:
           template: pytree of jax.ShapeDtypeStruct with a sharding, or of jax arrays.
 
         Returns:
-          (number, arrays in the template's structure, host), or None where there is no checkpoint.
+          (number, arrays in the template's structure, host), or None if there is no checkpoint.
 
         Raises:
           CheckpointError: there are checkpoints, all damaged; or the arrays' paths, shapes or dtypes differ from the
@@ -138,20 +137,20 @@ class Checkpoints:
             return None
         import jax
 
-        wanted = _by_name(template)
-        _compare(good.path, good.manifest["arrays"], wanted)
-        restored = self._read(good.path / ARRAYS, wanted)
-        arrays = jax.tree.unflatten(jax.tree.structure(template), [restored[name] for name in wanted])
+        requested = by_name(template)
+        _compare(good.path, good.manifest["arrays"], requested)
+        restored = self._arrays.read(good.path / ARRAYS, requested)
+        arrays = jax.tree.unflatten(jax.tree.structure(template), [restored[name] for name in requested])
         return good.number, arrays, good.host
 
     def host(self) -> tuple[int, dict] | None:
-        """Number and host of the checkpoint that `restore` would take; the arrays are hashed, not loaded."""
+        """Returns number and host of the checkpoint that `restore` would take. Loads no arrays, but hashes them."""
         self.wait()
         good = on_first(self._newest_good)
         return None if good is None else (good.number, good.host)
 
     def wait(self) -> None:
-        """Returns when nothing is being written. Raises what a background save failed with, storage errors excepted."""
+        """Returns when nothing is being written. Raises the error of a background save unless it is a storage error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -160,18 +159,16 @@ class Checkpoints:
             raise failure
 
     def close(self) -> None:
-        """Waits, and gives back what Orbax holds."""
+        """Waits, and releases the threads and files of Orbax."""
         try:
             self.wait()
         finally:
-            if self._orbax is not None:
-                self._orbax.close()
-                self._orbax = None
+            self._arrays.close()
 
     # Writing.
 
-    def _made(self, temporary: Path) -> OSError | None:
-        """Makes the directory of a new attempt; what is wrong if it cannot be."""
+    def _make_directory(self, temporary: Path) -> OSError | None:
+        """Makes the directory of a new attempt. Returns the error if that fails."""
         try:
             self._sweep()
             temporary.mkdir(parents=True)
@@ -179,18 +176,11 @@ class Checkpoints:
             return error
         return None
 
-    def _begin(self, path: Path, named: Mapping[str, Any]) -> None:
-        """Copies to the host, in the caller's thread: no device program may start beside the ones of the loop."""
-        import orbax.checkpoint as ocp
-
-        # Orbax refuses arrays without elements; their shape in the manifest says all of them.
-        self._checkpointer().save(path, args=ocp.args.PyTreeSave({name: x for name, x in named.items() if x.size}))
-
     def _write(self, temporary: Path, content: dict, host_text: str) -> None:
-        """The background thread of one save: what `_begin` copied, then host, hashes and name."""
+        """Completes a save in its background thread: writes the copied arrays, then host, hashes and name."""
         try:
             with self._writing():
-                self._orbax.wait_until_finished()  # all processes have written their shards then
+                self._arrays.wait()
                 if not processes.first():
                     return
                 (temporary / HOST).write_text(host_text)
@@ -217,7 +207,7 @@ class Checkpoints:
             _remove(replaced)
 
     def _rotate(self) -> None:
-        """Removes the damaged ones, and all but the newest `keep` of those whose files have the right sizes."""
+        """Removes damaged checkpoints, and all but the newest `keep` checkpoints whose files have the right sizes."""
         kept = 0
         for _, path in self._complete():
             good = path.name not in self._damaged and not examine(path, hashes=False)[1]
@@ -227,19 +217,15 @@ class Checkpoints:
                 _remove(path)
 
     def _not_saved(self, number: int, error: BaseException) -> None:
-        """Logs a storage error with what is still safe; raises any other."""
-        # Orbax would raise the same error again in its next call.
-        failed, self._orbax = self._orbax, None
-        if failed is not None:
-            with contextlib.suppress(Exception):
-                failed.close()
+        """Logs a storage error with the newest safe checkpoint; raises any other error."""
+        self._arrays.discard()
         # Writers of the failed save may still be at work, for as long as one write takes.
         for _ in range(20 if processes.first() else 0):
             self._sweep()
             if not any(self._entries(_UNFINISHED)):
                 break
             time.sleep(0.05)
-        if not _is_storage_error(error):
+        if not is_storage_error(error):
             raise error
         safe = next((path for _, path in self._complete() if path.name not in self._damaged), None)
         _log.error(
@@ -284,75 +270,33 @@ class Checkpoints:
             )
         return None
 
-    def _read(self, path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        import numpy as np
-        import orbax.checkpoint as ocp
-
-        full = {name: x for name, x in wanted.items() if x.size}
-        args = ocp.args.PyTreeRestore(item=full, restore_args=ocp.checkpoint_utils.construct_restore_args(full))
-        restored = dict(self._checkpointer().restore(path, args=args))
-        for name, x in wanted.items():
-            if not x.size:
-                restored[name] = processes.device_put_global(np.zeros(x.shape, x.dtype), x.sharding)
-        return restored
-
     def _complete(self) -> list[tuple[int, Path]]:
-        """Number and directory of every finished checkpoint, newest first; one being replaced after its successor."""
-        found = [(_COMPLETE.fullmatch(path.name), path) for path in self._entries(_COMPLETE)]
-        found.sort(key=lambda item: (-int(item[0][1]), item[0][2] is not None))
-        return [(int(match[1]), path) for match, path in found]
+        """Returns number and directory of every finished checkpoint, newest first.
+
+        A checkpoint that is being replaced comes after its successor.
+        """
+        names = ((_COMPLETE.fullmatch(path.name), path) for path in self._entries(_COMPLETE))
+        matches = [(match, path) for match, path in names if match is not None]
+        matches.sort(key=lambda item: (-int(item[0][1]), item[0][2] is not None))
+        return [(int(match[1]), path) for match, path in matches]
 
     def _entries(self, pattern: re.Pattern[str]) -> Iterator[Path]:
         if not self.directory.is_dir():
             return iter(())
         return iter([path for path in self.directory.iterdir() if pattern.fullmatch(path.name) and path.is_dir()])
 
-    def _checkpointer(self) -> Any:
-        if self._orbax is None:
-            import orbax.checkpoint as ocp
 
-            for name in ("absl", "asyncio"):
-                logging.getLogger(name).addFilter(_is_not_repeated)
-            sys.unraisablehook = _without_late_writers
-            warnings.filterwarnings(
-                "ignore", "coroutine 'async_serialize_from_host.* was never awaited", RuntimeWarning
-            )
-            # Directories made in the background make a failure there a wait of ten minutes for a signal.
-            options = ocp.AsyncOptions(create_directories_asynchronously=False)
-            self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
-        return self._orbax
-
-
-def _by_name(tree: Any) -> dict[str, Any]:
-    """{path in the tree, as "params/layers/0/kernel": leaf}."""
-    import jax
-
-    leaves = jax.tree.leaves_with_path(tree)
-    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-    if len(named) != len(leaves):
-        raise ValueError("two leaves of the tree have the same path when its keys are joined by '/'")
-    return named
-
-
-def _described(name: str, leaf: Any) -> dict[str, Any]:
-    import jax
-
-    if not isinstance(leaf, jax.Array) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
-        raise TypeError(f"{name} is {type(leaf).__name__}: a checkpoint holds jax arrays of numbers; put it in `host`")
-    return {"shape": list(leaf.shape), "dtype": leaf.dtype.name}
-
-
-def _compare(path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Orbax casts and pads on restore, so what differs is found here."""
+def _compare(path: Path, stored: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for arrays that differ: Orbax itself would cast and pad them."""
     problems = []
-    for name in sorted(stored.keys() | wanted.keys()):
-        if name not in wanted:
+    for name in sorted(stored.keys() | requested.keys()):
+        if name not in requested:
             problems.append(f"{name}: in the checkpoint, not in the run")
         elif name not in stored:
             problems.append(f"{name}: in the run, not in the checkpoint")
-        elif stored[name] != (here := {"shape": list(wanted[name].shape), "dtype": wanted[name].dtype.name}):
+        elif stored[name] != (here := {"shape": list(requested[name].shape), "dtype": requested[name].dtype.name}):
             problems.append(f"{name}: {_shown(stored[name])} in the checkpoint, {_shown(here)} in the run")
-        elif getattr(wanted[name], "sharding", None) is None:
+        elif getattr(requested[name], "sharding", None) is None:
             raise ValueError(f"{name}: the template says no sharding, so where to restore it is not known")
     if problems:
         more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
@@ -368,36 +312,10 @@ def _shown(array: Mapping[str, Any]) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Renamed first, so that a kill in the middle does not leave something that looks like a damaged checkpoint."""
+    """Removes a checkpoint. Renames it first, so that a kill in the middle leaves nothing like a damaged checkpoint."""
     removed = path.with_name(f"{path.name}.tmp-removed")
     try:
         path.rename(removed)
     except OSError as error:
         _log.warning("%s: an old checkpoint that cannot be removed: %s", path, error)
     shutil.rmtree(removed, ignore_errors=True)
-
-
-def _is_storage_error(error: BaseException) -> bool:
-    """Orbax raises what the operating system said to TensorStore as a ValueError with the number in its text."""
-    return isinstance(error, OSError) or _OS_ERROR in str(error) or no_room(error)
-
-
-def _is_not_repeated(record: logging.LogRecord) -> bool:
-    """Orbax logs a background error four times with its traceback (200 lines) and then raises it to the caller too.
-
-    Its writers that fail after the first one are in asyncio's log, whenever the garbage is collected.
-    """
-    if not record.exc_info:
-        return True
-    files = [record.pathname, *(frame.filename for frame in traceback.extract_tb(record.exc_info[2]))]
-    return not any(f"{os.sep}orbax{os.sep}" in file for file in files) and _OS_ERROR not in str(record.exc_info[1])
-
-
-_unraisable = sys.unraisablehook
-
-
-def _without_late_writers(what: Any) -> None:
-    """Shows what Python cannot raise, except writes of a failed save that end after Orbax has closed their event loop."""
-    frames = traceback.extract_tb(what.exc_traceback)
-    if not (frames and frames[0].name == "call_soon_threadsafe" and "closed" in str(what.exc_value)):
-        _unraisable(what)

@@ -19,7 +19,7 @@ from rl.errors import ConfigError, ResourceError, no_room
 from rl.reporting.events import EVENTS
 from rl.run.load import load
 
-# Keys that may differ when a run is continued: they change what is shown and kept, not what is computed.
+# Keys that may differ when a run is continued: they change output and storage, not numbers.
 _FREE = ("run", "profile")
 
 
@@ -126,7 +126,7 @@ class RunFolder:
 
 
 def _numbers(config: RunConfig) -> dict[str, object]:
-    """Every value that makes the run what it is, by dotted key."""
+    """Returns every value that identifies the run, by dotted key."""
     flat: dict[str, object] = {}
 
     def walk(value, path):

@@ -1,6 +1,6 @@
 """A directory whose last file, manifest.json, holds the size and SHA-256 of every other one.
 
-The manifest's own "sha256" is that of the rest of it, so that no change in the directory goes unseen.
+The manifest's own "sha256" covers its other keys, so that every change in the directory is detected.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def seal(directory: Path, content: Mapping[str, Any]) -> None:
 
 
 def examine(directory: Path, hashes: bool = True) -> tuple[dict[str, Any] | None, list[str]]:
-    """(manifest, what is wrong): "FILE: what" for each file that is not as `seal` left it.
+    """Returns (manifest, problems): "FILE: problem" for each file that has changed since `seal`.
 
     The manifest is None where it is itself missing or altered. Without `hashes` only the files' names and sizes are
     compared. Nothing is raised: what cannot be read is in the list.
@@ -99,7 +99,7 @@ def _digest(value: Any) -> str:
 
 
 def _files(directory: Path) -> list[str]:
-    """Relative paths of all files below, the manifest excepted."""
+    """Returns the relative paths of all files below, the manifest excepted."""
     walked = ((Path(parent).relative_to(directory), names) for parent, _, names in os.walk(directory))
     return sorted(
         path for parent, names in walked for name in names if (path := (parent / name).as_posix()) != MANIFEST

@@ -23,12 +23,12 @@ class Prepared:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the run."""
+        """Returns the tokenizer of the run."""
         return self.data.tokenizer
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Token ids that end a completion."""
+        """Returns the token ids that end a completion."""
         return self.data.stop_ids
 
     @property

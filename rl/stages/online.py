@@ -145,7 +145,7 @@ class Stage(StageKind):
         reward = algorithm.dynamic_reward
         sampling = DynamicSampling(algorithm.dynamic_batches, reward, self.problems.take, self.runner)
         groups, left, metrics = sampling.fill(self.options.prompts_per_step, progress.carried, sample)
-        # Routes are large: a checkpoint does not hold those of groups that are left over, so these are dropped.
+        # Routes are large: a checkpoint does not hold them, so groups that are left over are dropped.
         progress.carried = [] if self.options.router_replay else left
         return groups, metrics
 

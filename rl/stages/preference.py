@@ -1,4 +1,4 @@
-"""A stage that learns from preferred pairs: two answers to a prompt, of which one is chosen. Nothing is sampled."""
+"""A stage that learns from preferred pairs: a chosen and a rejected answer to a prompt. Nothing is sampled."""
 
 from __future__ import annotations
 

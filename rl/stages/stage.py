@@ -86,12 +86,12 @@ class ConfiguredStage:
 
     @property
     def data(self) -> Any:
-        """The DataOptions of the stage, or of the run."""
+        """Returns the DataOptions of the stage, or of the run."""
         return self.options.data or self.config.data
 
     @property
     def rewards(self) -> Any:
-        """The RewardSettings of the stage, or of the run; None where the stage scores nothing."""
+        """Returns the RewardSettings of the stage, or of the run; None where the stage scores nothing."""
         scores = self.samples or (self.config.evaluation is not None and self.trains_policy)
         return (self.options.rewards or self.config.rewards) if scores else None
 

@@ -49,7 +49,10 @@ class ActiveBatch:
     # The cache of all slots.
 
     def full_cache(self) -> Any:
-        """The cache of all slots. The cache of the batch is scattered back first; the next decode gathers it again."""
+        """Returns the cache of all slots.
+
+        The cache of the batch is scattered back first; the next decode gathers it again.
+        """
         if self._cache is None:
             self._cache = self._runner.empty()
         if self._batch_cache is not None:
@@ -62,7 +65,7 @@ class ActiveBatch:
         self._cache = cache
 
     def routes(self, slot: int) -> dict[str, Any]:
-        """The experts of the entries of a slot, which are in the cache of the batch if it has the slot."""
+        """Returns the experts of the entries of a slot, which are in the cache of the batch if it has the slot."""
         cache, rows, row = self._cache, self._geometry.slots, slot
         if self._batch_cache is not None and slot in self.slots:
             cache, rows, row = self._batch_cache, len(self.slots), self.slots.index(slot)
@@ -108,8 +111,9 @@ class ActiveBatch:
             self._batch_cache = self._runner.gather(cache, self.row_numbers(rows))
 
     def min_active(self, decoding: int, *, waiting: bool) -> int:
-        """The number of active rows at which a decode of so many slots ends early: if requests wait for a slot, as
-        soon as a share of the rows is free for them; else as soon as a smaller batch will do."""
+        """Returns the number of active rows at which a decode of so many slots ends early: if requests wait for a slot,
+        as soon as a share of the rows is free for them; else as soon as a smaller batch will do.
+        """
         size = len(self.slots)
         if waiting:
             return decoding - 1 - size // REFILL_SHARE

@@ -89,8 +89,10 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler. It and the batch are made at the first use: the number of pages depends on the memory left
-        then."""
+        """Returns the scheduler.
+
+        It and the batch are made at the first use: the number of pages depends on the memory left then.
+        """
         if self._scheduler is None:
             rows = self.runner.rows()
             self._scheduler = Scheduler(rows, self.runner.limits, self.counts)
@@ -99,7 +101,7 @@ class Engine:
 
     @property
     def batch(self) -> ActiveBatch:
-        """The active batch, which holds the cache."""
+        """Returns the active batch, which holds the cache."""
         assert self.scheduler is not None and self._batch is not None
         return self._batch
 
@@ -204,7 +206,7 @@ class Engine:
                     self._pinned_states = None
 
     def _prefill_prompts(self) -> None:
-        """Prefills what is admitted, chunk after chunk. While slots decode it stops when the budget is spent."""
+        """Prefills the admitted prompts, chunk after chunk. While slots decode it stops when the budget is spent."""
         scheduler = self.scheduler
         scheduler.resume()
         decodes = len(scheduler.running) > len(scheduler.prefilling)

@@ -54,7 +54,7 @@ class _Draft:
 
     @property
     def begin(self) -> int:
-        """The first position that is still to be verified, the prompt counted."""
+        """Returns the first position that is still to be verified, the prompt counted."""
         return len(self.request.prompt) + self.request.verified_tokens
 
 
@@ -71,11 +71,11 @@ class Verifier:
 
     @property
     def executables(self) -> dict[str, CompiledCache]:
-        """The programs of a check, by the names of CHECKS."""
+        """Returns the programs of a check, by the names of CHECKS."""
         return dict(zip(CHECKS, (self.scorer.states, self.scorer.scores, self._draw), strict=True))
 
     def program_inputs(self, params: dict, L: int) -> dict[str, tuple]:
-        """The arguments of each program at length L, for abstract weights `params`."""
+        """Returns the arguments of each program at length L, for abstract weights `params`."""
         R, T = self.scorer.rows(L), L - self.scorer.first(L)
         texts = params, np.zeros((R, L), np.int32), np.zeros(R, np.int32)
         states = jax.eval_shape(self.scorer.states.jitted, *texts)
@@ -183,7 +183,7 @@ class Verifier:
         return np.asarray(block_on_cpu_mesh(tokens, self.scorer.graph.layout))
 
     def _draw_inputs(self, requests: list[Request | None], L: int) -> tuple:
-        """The parameters of each row's draws, and the first position."""
+        """Returns the parameters of each row's draws, and the first position."""
         ids = np.asarray([(r.prompt_id, r.sample) if r else (0, 0) for r in requests], np.int32).T
         return *ids, Draws.of([r.params if r else IDLE for r in requests], self._seed), np.int32(self.scorer.first(L))
 
@@ -220,5 +220,5 @@ class Verifier:
 
 
 def _temperature(params: SamplingParams) -> float:
-    """The temperature of the log-probabilities."""
+    """Returns the temperature of the log-probabilities."""
     return params.temperature or 1.0

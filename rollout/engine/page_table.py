@@ -61,11 +61,11 @@ class PageTable:
 
     @property
     def available(self) -> int:
-        """Number of pages that can be allocated."""
+        """Returns the number of pages that can be allocated."""
         return len(self._free) + len(self._idle)
 
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """The indexed pages that hold the first of these tokens, as many as follow each other."""
+        """Returns the indexed pages that hold the first of these tokens, as many as follow each other."""
         pages = []
         for key in self._keys_of(tokens):
             if (page := self._known.get(key)) is None:
@@ -74,7 +74,7 @@ class PageTable:
         return pages
 
     def _keys_of(self, tokens: Sequence[int]) -> Iterator[Key]:
-        """The index key of each page that these tokens fill."""
+        """Yields the index key of each page that these tokens fill."""
         key = None
         for start in range(0, len(tokens) - self.size + 1, self.size):
             key = (key, tuple(tokens[start : start + self.size]))
@@ -94,7 +94,7 @@ class PageTable:
         return other
 
     def missing(self, chain: Chain, start: int, end: int) -> int:
-        """Number of pages that `reserve` would allocate."""
+        """Returns the number of pages that `reserve` would allocate."""
         return self._copied(chain, start, end) + max(0, -(-end // self.size) - len(chain.pages))
 
     def reserve(self, chain: Chain, start: int, end: int) -> list[PageCopy] | None:
@@ -163,7 +163,7 @@ class PageTable:
 
 
 class PagedRows:
-    """What the slots of a paged cache hold, and which of them are free: the same calls as `rollout.engine.rows.Rows`.
+    """Tracks the pages of the slots of a paged cache, and the free slots: the same calls as `rollout.engine.rows.Rows`.
 
     tables: one allocator for each part into which a mesh splits the slots; slots of a part have their pages in its
     table.
@@ -193,8 +193,9 @@ class PagedRows:
         return slot * self.parts // self._slots
 
     def allocate(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
-        """(slot, source, same): a free slot for these tokens, and the slot whose first `same` entries it begins with.
-        The source is the slot itself if indexed pages hold them."""
+        """Returns (slot, source, same): a free slot for these tokens, and the slot whose first `same` entries it begins
+        with. The source is the slot itself if indexed pages hold them.
+        """
         offers = [part for part in range(self.parts) if self._free[part]]
         part = max(offers, key=lambda part: (self._find(part, tokens)[1], len(self._free[part]), -part))
         slot = next(iter(self._free[part]))
@@ -202,7 +203,7 @@ class PagedRows:
         return slot, *self.reallocate(slot, tokens)
 
     def reallocate(self, slot: int, tokens: tuple[int, ...]) -> tuple[int, int]:
-        """(source, same), as `allocate` says, for a slot that is in use and begins from nothing."""
+        """Returns (source, same), as `allocate` says, for a slot that is in use and begins from nothing."""
         self.clear(slot)
         source, same, pages = self._find(self.part(slot), tokens)
         self._hold(slot, tokens)
@@ -231,8 +232,9 @@ class PagedRows:
         self._table_of[slot].close(before)
 
     def _find(self, part: int, tokens: tuple[int, ...]) -> tuple[int, int, list[int]]:
-        """(slot or -1, same, indexed pages): who has the most of the first of these tokens, a slot in use or the page
-        index."""
+        """Returns (slot or -1, same, indexed pages): who has the most of the first of these tokens, a slot in use or
+        the page index.
+        """
         begun = self._begun.get(tokens, -1) if tokens else -1
         if begun >= 0 and begun not in self._free[part] and self.part(begun) == part and self._held[begun] == tokens:
             return begun, len(tokens), []

@@ -17,7 +17,7 @@ def is_worth_sharing(same: int, tokens: tuple[int, ...]) -> bool:
 
 
 def common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Number of equal elements at the beginning of both."""
+    """Returns the number of equal elements at the beginning of both."""
     if not a or not b or a[0] != b[0]:
         return 0
     low, high = 1, min(len(a), len(b))
@@ -121,7 +121,7 @@ class PrefixIndex:
                 return
 
     def _path(self, tokens: tuple[int, ...]) -> Iterator[tuple[_Node, _Node]]:
-        """(parent, node) of each node on the way of tokens that are in the tree."""
+        """Yields (parent, node) of each node on the way of tokens that are in the tree."""
         node, rest = self._root, tokens
         while rest:
             parent, node = node, node.children[rest[0]]
@@ -129,8 +129,9 @@ class PrefixIndex:
             yield parent, node
 
     def longest(self, tokens: tuple[int, ...]) -> tuple[int, int]:
-        """(slot, same): the slot with the most of the first of these tokens, and how many; (-1, 0) if no slot has the
-        first."""
+        """Returns (slot, same): the slot with the most of the first of these tokens, and how many; (-1, 0) if no slot
+        has the first.
+        """
         node, same = self._root, 0
         while same < len(tokens) and (child := node.children.get(tokens[same])) is not None:
             more = common_length(child.label, tokens[same : same + len(child.label)])
@@ -140,7 +141,7 @@ class PrefixIndex:
         return (node.slots.least, same) if same else (-1, 0)
 
     def exact(self, tokens: tuple[int, ...]) -> int:
-        """The lowest slot with exactly these tokens; -1 if there is none."""
+        """Returns the lowest slot with exactly these tokens; -1 if there is none."""
         node, rest = self._root, tokens
         while rest:
             child = node.children.get(rest[0])

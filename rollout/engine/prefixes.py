@@ -1,4 +1,4 @@
-"""Prefix sharing: a request whose tokens begin like those of another uses the cache entries that the other computed.
+"""Prefix sharing: a request whose tokens begin like another request uses the cache entries that the other computed.
 
 The scheduler decides on copies of rows, pages and states; `CacheUpdates` records them, and the engine runs them on
 the device later. Pure Python: no arrays, no device.
@@ -83,7 +83,7 @@ class PrefixWaiters:
         self._source[slot] = source, same
 
     def of(self, source: int) -> list[tuple[int, int]]:
-        """(slot, same) of those that wait for this slot."""
+        """Returns (slot, same) of the slots that wait for this slot."""
         return [(slot, same) for slot, (other, same) in self._source.items() if other == source]
 
     def start(self, slot: int, source: int, same: int) -> bool:

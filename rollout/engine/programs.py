@@ -125,12 +125,14 @@ class DecoderPrograms:
         )
 
     def pinned(self, cache: Any) -> Any:
-        """The cache with its shardings fixed."""
+        """Returns the cache with its shardings fixed."""
         return caches.constrained(cache, self.graph.layout)
 
     def empty(self, length: int | Pages) -> Any:
-        """An empty cache of all slots. Sliding-window caches have room for the most tokens of a call, and for those
-        that may be rejected."""
+        """Returns an empty cache of all slots.
+
+        Sliding-window caches have room for the most tokens of a call, and for those that may be rejected.
+        """
         room = max(self.chunk, 1 + self.drafts) + self.drafts
         return self._empty_rows(
             self.slots, WithSlidingWindows(length, room) if self.options.sliding_window_cache else length
@@ -159,7 +161,7 @@ class DecoderPrograms:
         return self.pinned(caches.with_rows(cache, part, rows))
 
     def _step(self, starts, lengths, C: int, pages_PM) -> Step:
-        """The positions of C tokens of each prompt."""
+        """Returns the positions of C tokens of each prompt."""
         positions = starts[:, None] + jnp.arange(C)
         return Step(positions, (positions < lengths[:, None]).astype(jnp.int32), pages=pages_PM, anywhere=True)
 
@@ -185,7 +187,7 @@ class DecoderPrograms:
         return self.pinned(caches.without_pools(caches.rows_of(cache, rows)))
 
     def scatter(self, cache, part, rows):
-        """The cache with these rows replaced by those of `part`."""
+        """Returns the cache with these rows replaced by the rows of `part`."""
         return self.pinned(caches.with_rows(cache, part, rows))
 
     def routes(self, cache, row, pages_M):

@@ -58,7 +58,7 @@ class CacheGeometry:
 
 
 class Rows:
-    """What the rows of a contiguous cache hold, and which of them are free.
+    """Tracks the tokens in the rows of a contiguous cache, and the free rows.
 
     A row keeps its entries when its request ends, until another request takes it. So a prompt can begin with the
     entries of an
@@ -81,8 +81,10 @@ class Rows:
         return len(self._free)
 
     def find(self, tokens: tuple[int, ...]) -> tuple[int, int]:
-        """(row, same): the row that holds the most of the first of these tokens, and how many. Of equal rows a free
-        one goes first, then the lowest. (-1, 0) if no row is worth copying."""
+        """Returns (row, same): the row that holds the most of the first of these tokens, and how many.
+
+        Of equal rows a free one goes first, then the lowest. (-1, 0) if no row is worth copying.
+        """
         row = self._begun.get(tokens) if tokens else None
         if row is not None and self._same(row, tokens) == len(tokens):
             return row, len(tokens)
@@ -98,8 +100,9 @@ class Rows:
         return same if self.supports_truncation or same == len(held) else 0
 
     def allocate(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
-        """(row, source, same): a free row for these tokens, and the row whose first `same` entries it begins with. A
-        free source is itself allocated; otherwise the row that became free first."""
+        """Returns (row, source, same): a free row for these tokens, and the row whose first `same` entries it begins
+        with. A free source is itself allocated; otherwise the row that became free first.
+        """
         source, same = self.find(tokens)
         row = source if source in self._free else next(iter(self._free))
         del self._free[row]
@@ -111,7 +114,7 @@ class Rows:
         self._held[row] = ()
 
     def reallocate(self, row: int, tokens: tuple[int, ...]) -> tuple[int, int]:
-        """(source, same), as `allocate` says, for a row that is in use, is empty, and will hold these tokens."""
+        """Returns (source, same), as `allocate` does, for an empty row in use that will hold these tokens."""
         source, same = self.find(tokens)
         self._held[row], self._begun[tokens] = tokens, row
         return source, same

@@ -90,7 +90,7 @@ class ModelRunner:
 
     @property
     def limits(self) -> SchedulerLimits:
-        """What the scheduler must know of the programs."""
+        """Returns the properties of the programs that the scheduler needs."""
         geometry = self.geometry
         return SchedulerLimits(
             self.decode_steps, self.traced.drafts, geometry.copies_rows, pins_prefixes=geometry.pins_prefixes
@@ -98,8 +98,9 @@ class ModelRunner:
 
     @cached_property
     def page_budget(self) -> PageBudget | None:
-        """The pages of the cache, chosen at the first use from the memory that is left then; None: the cache is
-        contiguous."""
+        """Returns the pages of the cache, chosen at the first use from the memory that is left then; None: the cache is
+        contiguous.
+        """
         geometry, options = self.geometry, self.options
         if geometry.table_width is None:
             return None
@@ -110,7 +111,7 @@ class ModelRunner:
         )
 
     def rows(self) -> Rows | PagedRows:
-        """The book-keeping of the slots of an empty cache."""
+        """Returns the book-keeping of the slots of an empty cache."""
         slots, parts, truncation = self.geometry.slots, self.geometry.parts, self.geometry.supports_truncation
         budget = self.page_budget
         if budget is None:
@@ -124,21 +125,22 @@ class ModelRunner:
         return self.traced.pinned(self.traced.empty(self.max_length if budget is None else budget.pages))
 
     def empty(self) -> Any:
-        """An empty cache of all slots."""
+        """Returns an empty cache of all slots."""
         return self._run("empty", ())
 
     def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM, *, fresh: bool) -> Any:
-        """The cache after a chunk of prompts in these rows; rows past the end are padding. Each prompt's tokens start
-        .. start + C
-        - 1 are computed, as far as its length goes.
+        """Returns the cache after a chunk of prompts in these rows; rows past the end are padding.
+
+        Each prompt's tokens start .. start + C - 1 are computed, as far as its length goes.
 
         fresh: every start is 0, and earlier entries of the rows are ignored. pages_PM: the pages of the rows; None if
-        the cache is contiguous."""
+        the cache is contiguous.
+        """
         inputs = rows, tokens_PC, starts, lengths, pages_PM
         return self._run("prefill" if fresh else "extend", tokens_PC.shape, params, cache, *inputs)
 
     def copy_rows(self, cache, pairs: Sequence[tuple[int, int]]) -> Any:
-        """The cache after copying row a to row b for each pair (a, b), one after the other."""
+        """Returns the cache after copying row a to row b for each pair (a, b), one after the other."""
         slots = self.geometry.slots
         for start in range(0, len(pairs), slots):
             some = pairs[start : start + slots]
@@ -148,7 +150,7 @@ class ModelRunner:
         return cache
 
     def copy_pages(self, cache, copies: Sequence[PageCopy]) -> Any:
-        """The cache after copying pages. No page is the target of two copies."""
+        """Returns the cache after copying pages. No page is the target of two copies."""
         slots, budget = self.geometry.slots, self.page_budget
         assert budget is not None, "a contiguous cache has no pages"
         for start in range(0, len(copies), slots):
@@ -160,35 +162,38 @@ class ModelRunner:
         return cache
 
     def gather(self, cache, rows: np.ndarray) -> Any:
-        """A cache of these rows alone, without pools of pages. Rows past the end are padding."""
+        """Returns a cache of these rows alone, without pools of pages. Rows past the end are padding."""
         return self._run("gather", rows.shape, cache, rows)
 
     def scatter(self, cache, part, rows: np.ndarray) -> Any:
-        """The cache with these rows replaced by those of `part`."""
+        """Returns the cache with these rows replaced by the rows of `part`."""
         return self._run("scatter", rows.shape, cache, part, rows)
 
     def routes(self, cache, rows: int, row: int, pages_M: np.ndarray | None) -> dict[str, jax.Array]:
-        """The experts of all entries of a row (policy.cache.cache.routes) of a cache with so many rows. The transfer
-        to the host is started. pages_M: the pages of the row; None if the cache is contiguous."""
+        """Returns the experts of all entries of a row (policy.cache.cache.routes) of a cache with so many rows.
+
+        The transfer to the host is started. pages_M: the pages of the row; None if the cache is contiguous.
+        """
         routes = self._run("routes", (rows,), cache, np.int32(row), pages_M)
         for array in routes.values():
             array.copy_to_host_async()
         return routes
 
     def decode(self, params, cache, state: DecodeState, limits: tuple[int, int]) -> tuple[Any, DecodeState, StepOutput]:
-        """(cache, state, output) after up to `limits[0]` steps, as long as more than `limits[1]` rows are active. The
-        arrays are on the device."""
+        """Returns (cache, state, output) after up to `limits[0]` steps, as long as more than `limits[1]` rows are
+        active. The arrays are on the device.
+        """
         head = {modes.VALUE_HEAD: self.value_head} if self.options.record_values else {}
         return self._run("decode", state.stops.shape, params | head, cache, state, np.asarray(limits, np.int32))
 
     def decode_state(self, requests: Sequence[Request | None], size: int, width: int, seed: int) -> DecodeState:
-        """The state of `size` rows, row i for request i. width: columns of the stop tokens."""
+        """Returns the state of `size` rows, row i for request i. width: columns of the stop tokens."""
         state = DecodeState.of(requests, size, width, seed, self.traced.recent)
         layout = self.graph.layout
         return state if layout.mesh.size == 1 else processes.device_put_global(state, layout.replicated)
 
     def with_pages(self, state: DecodeState, rows: np.ndarray, pages_sM: np.ndarray) -> DecodeState:
-        """The state of rows over a paged cache: which slots they are, and their pages."""
+        """Returns the state of rows over a paged cache: which slots they are, and their pages."""
         layout = self.graph.layout
         if layout.mesh.size > 1:
             rows, pages_sM = processes.device_put_global((rows, pages_sM), layout.replicated)
@@ -211,7 +216,7 @@ class ModelRunner:
 
     @property
     def memory(self) -> dict[tuple, Memory | None]:
-        """The memory of each compiled program, by (name, *shape)."""
+        """Returns the memory of each compiled program, by (name, *shape)."""
         return {(name, *shape): m for name, each in self.programs.items() for shape, m in each.memory.items()}
 
     def compile_ahead(self, params: dict[str, Any], longest: int, stop_widths: Iterable[int], *, strict: bool) -> int:
@@ -230,12 +235,12 @@ class ModelRunner:
 
     @cached_property
     def abstract_cache(self) -> Any:
-        """The shapes and shardings of the cache."""
+        """Returns the shapes and shardings of the cache."""
         return _abstract(jax.eval_shape(self.programs["empty"].jitted), self.graph.layout)
 
 
 def _abstract(cache: Any, layout: Layout) -> Any:
-    """The shapes of a cache with the shardings that its programs give it."""
+    """Returns the shapes of a cache with the shardings that its programs give it."""
 
     def one(axes, array):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout.sharding(axes, array.shape))
@@ -246,8 +251,9 @@ def _abstract(cache: Any, layout: Layout) -> Any:
 def program_inputs(
     runner: ModelRunner, params: dict[str, Any], longest: int, stop_widths: Iterable[int]
 ) -> Iterator[tuple[tuple, tuple]]:
-    """((name, *shape), abstract arguments) of every program that prompts of up to `longest` tokens need, the slowest
-    to compile first. `params`: the weights, abstract or not."""
+    """Yields ((name, *shape), abstract arguments) of every program that prompts of up to `longest` tokens need, the
+    slowest to compile first. `params`: the weights, abstract or not.
+    """
     cache, geometry = runner.abstract_cache, runner.geometry
     slots, width = geometry.slots, geometry.table_width
 
@@ -291,7 +297,7 @@ def _value_head(runner: ModelRunner) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _state(runner: ModelRunner, rows: int, stop_width: int) -> DecodeState:
-    """The abstract state of a decode."""
+    """Returns the abstract state of a decode."""
     state, layout = DecodeState.of([], rows, stop_width, 0, runner.traced.recent), runner.graph.layout
     if (width := runner.geometry.table_width) is not None:
         state = replace(state, rows=np.zeros(rows, np.int32), pages=np.zeros((rows, width), np.int32))

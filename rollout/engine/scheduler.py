@@ -50,7 +50,7 @@ def prefill_lengths(longest: int, chunk: int) -> list[int]:
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What the scheduler must know of the programs.
+    """Properties of the programs that the scheduler needs.
 
     decode_steps: steps of one multi-step decode.
     drafts: tokens past a request's last that a step may write.
@@ -92,7 +92,7 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[int]:
-        """The slots whose prompt is in the cache, and whose request has not ended as far as the host knows."""
+        """Returns the slots whose prompt is in the cache, and whose request has not ended as far as the host knows."""
         return [s for s, request in self.running.items() if s not in self.prefilling and request.finish is None]
 
     def admit(self, request: Request) -> int:
@@ -211,8 +211,9 @@ class Scheduler:
     # Prompts.
 
     def next_prefill(self) -> list[int]:
-        """The slots of the next prefill call: the first that can go on, and others of its kind (first chunk or later
-        ones)."""
+        """Returns the slots of the next prefill call: the first that can go on, and others of its kind (first chunk or
+        later ones).
+        """
         able = [slot for slot in self.prefilling if slot not in self._waiters and slot not in self.preempted]
         fresh = [slot for slot in able if self.running[slot].cached == 0]
         kind = fresh if fresh[:1] == able[:1] else [slot for slot in able if self.running[slot].cached]
@@ -261,7 +262,7 @@ class Scheduler:
         return steps
 
     def _decode_steps(self) -> int:
-        """Most steps of the next decode. It takes fewer before requests are preempted for want of pages."""
+        """Returns the most steps of the next decode. It takes fewer before requests are preempted for want of pages."""
         decoding = self.decoding
         searched = any(self.running[slot].params.stop for slot in decoding)
         steps = min(self._limits.decode_steps, MAX_STOP_STRING_STEPS) if searched else self._limits.decode_steps

@@ -160,7 +160,7 @@ class SpeculativePrograms(DecoderPrograms):
         return loop.cache, after, StepOutput(loop.tokens.T, loop.logprobs.T, loop.starts_step.T)
 
     def _draft(self, decoder, loop: _State, state: DecodeState) -> tuple[jax.Array, _State]:
-        """(drafts int32[S, d], the loop's state with the modules' caches after the drafts)."""
+        """Returns (drafts int32[S, d], the loop's state with the modules' caches after the drafts)."""
         main, drafts = loop.cache
         runtime, active = self.graph.runtime, loop.active[:, None]
         at = loop.cached[:, None] + jnp.arange(-self._window, 0)
@@ -182,7 +182,7 @@ class SpeculativePrograms(DecoderPrograms):
         return jnp.stack(drafted, axis=1), replace(loop, cache=cache)
 
     def _verify(self, decoder, loop: _State, drafted, state: DecodeState) -> _State:
-        """The loop's state after a step: the decoder's tokens up to the first that was not drafted."""
+        """Returns the loop's state after a step: the decoder's tokens up to the first that was not drafted."""
         (main, drafts), T = loop.cache, self.drafts + 1
         S, place = drafted.shape[0], jnp.arange(T)
         fed = jnp.concatenate([loop.recent[:, -1:], drafted], axis=1)

@@ -43,7 +43,7 @@ class RolloutWeights:
 
     @classmethod
     def from_options(cls, graph: Graph, options: GeneratorOptions) -> RolloutWeights | None:
-        """The weights that these options ask for; None: the policy's own arrays."""
+        """Returns the weights that these options ask for; None: the policy's own arrays."""
         if options.weights is None and options.rules is None:
             return None
         return cls(graph, options.weights, options.rules)
@@ -71,8 +71,9 @@ class RolloutWeights:
 
     @property
     def memory(self) -> Memory | None:
-        """The memory of the program that makes copies to another sharding where there are none; None: it is not
-        compiled."""
+        """Returns the memory of the program that makes copies to another sharding where there are none; None: it is not
+        compiled.
+        """
         return self._program.memory.get((len(self.paths), 0)) if self.reshards else None
 
     @property
@@ -117,8 +118,11 @@ class RolloutWeights:
         return jax.lax.with_sharding_constraint(array, self._shardings(path, array, layout))
 
     def _shardings(self, path: str, array, layout: Layout) -> Any:
-        """The shardings of a copy. Quantised values have the sharding of their weight. A scale has length 1, and so
-        no axis, in the dimensions that products sum over."""
+        """Returns the shardings of a copy.
+
+        Quantised values have the sharding of their weight. A scale has length 1, and so no axis, in the dimensions that
+        products sum over.
+        """
         axes, sharding = self.graph.axes[path], layout.sharding
         if not isinstance(array, qwix.QArray):
             return sharding(axes, array.shape)
@@ -128,7 +132,7 @@ class RolloutWeights:
 
 
 def _shape_of(originals: dict[str, jax.Array], old: Any) -> tuple[int, int]:
-    """(number of weights, whether there are earlier copies)."""
+    """Returns (number of weights, whether there are earlier copies)."""
     return len(originals), int(old is not None)
 
 

@@ -1,0 +1,132 @@
+"""Reads and writes the arrays of a checkpoint with Orbax, in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from policy.mesh import processes
+from rl.errors import no_room
+
+_OS_ERROR = "os_error_code="
+
+
+class ArrayStore:
+    """Writes and reads arrays by name. All processes call the same methods in the same order."""
+
+    def __init__(self):
+        self._orbax: Any = None
+
+    def begin(self, path: Path, arrays: Mapping[str, Any]) -> None:
+        """Copies arrays to the host, in the caller's thread, and starts to write them to `path`.
+
+        A copy in another thread could start a device program at the same time as the loop.
+        """
+        import orbax.checkpoint as ocp
+
+        # Orbax refuses arrays without elements; the manifest holds their shape, which is enough.
+        args = ocp.args.PyTreeSave({name: x for name, x in arrays.items() if x.size})
+        self._checkpointer().save(path, args=args)
+
+    def wait(self) -> None:
+        """Returns when all processes have written their shards. Raises the errors of the background."""
+        self._checkpointer().wait_until_finished()
+
+    def read(self, path: Path, template: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arrays at `path` by name, with the shapes, dtypes and shardings of `template`."""
+        import numpy as np
+        import orbax.checkpoint as ocp
+
+        full = {name: x for name, x in template.items() if x.size}
+        args = ocp.args.PyTreeRestore(item=full, restore_args=ocp.checkpoint_utils.construct_restore_args(full))
+        restored = dict(self._checkpointer().restore(path, args=args))
+        for name, x in template.items():
+            if not x.size:
+                restored[name] = processes.device_put_global(np.zeros(x.shape, x.dtype), x.sharding)
+        return restored
+
+    def close(self) -> None:
+        """Releases the threads and files of Orbax."""
+        if self._orbax is not None:
+            self._orbax.close()
+            self._orbax = None
+
+    def discard(self) -> None:
+        """Closes Orbax after a failed save. Orbax would raise the same error again in its next call."""
+        failed, self._orbax = self._orbax, None
+        if failed is not None:
+            with contextlib.suppress(Exception):
+                failed.close()
+
+    def _checkpointer(self) -> Any:
+        if self._orbax is None:
+            import orbax.checkpoint as ocp
+
+            for name in ("absl", "asyncio"):
+                logging.getLogger(name).addFilter(_is_not_repeated)
+            sys.unraisablehook = _without_late_writers
+            warnings.filterwarnings(
+                "ignore", "coroutine 'async_serialize_from_host.* was never awaited", RuntimeWarning
+            )
+            # If Orbax makes directories in the background, a failure there is a wait of ten minutes for a signal.
+            options = ocp.AsyncOptions(create_directories_asynchronously=False)
+            self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
+        return self._orbax
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    """Returns {path in the tree, as "params/layers/0/kernel": leaf}."""
+    import jax
+
+    leaves = jax.tree.leaves_with_path(tree)
+    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    if len(named) != len(leaves):
+        raise ValueError("two leaves of the tree have the same path when its keys are joined by '/'")
+    return named
+
+
+def description(name: str, leaf: Any) -> dict[str, Any]:
+    """Returns shape and dtype of an array. Raises TypeError for a leaf that is not a jax array of numbers."""
+    import jax
+    import jax.numpy as jnp
+
+    if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise TypeError(f"{name} is {type(leaf).__name__}: a checkpoint holds jax arrays of numbers; put it in `host`")
+    return {"shape": list(leaf.shape), "dtype": leaf.dtype.name}
+
+
+def is_storage_error(error: BaseException) -> bool:
+    """Returns whether the operating system refused to store something.
+
+    Orbax raises such an error of TensorStore as a ValueError with the error number in its text.
+    """
+    return isinstance(error, OSError) or _OS_ERROR in str(error) or no_room(error)
+
+
+def _is_not_repeated(record: logging.LogRecord) -> bool:
+    """Returns False for records of errors that Orbax also raises to the caller.
+
+    Orbax logs a background error four times with its traceback (200 lines). Its writers that fail after the first one
+    appear in asyncio's log when the garbage is collected.
+    """
+    if not record.exc_info:
+        return True
+    files = [record.pathname, *(frame.filename for frame in traceback.extract_tb(record.exc_info[2]))]
+    return not any(f"{os.sep}orbax{os.sep}" in file for file in files) and _OS_ERROR not in str(record.exc_info[1])
+
+
+_unraisable = sys.unraisablehook
+
+
+def _without_late_writers(event: Any) -> None:
+    """Shows errors that Python cannot raise, except writes of a failed save that outlive their event loop."""
+    frames = traceback.extract_tb(event.exc_traceback)
+    if not (frames and frames[0].name == "call_soon_threadsafe" and "closed" in str(event.exc_value)):
+        _unraisable(event)
