@@ -2,13 +2,13 @@
 
 An algorithm file defines the frozen dataclass `Algorithm`. Its fields are its YAML keys, and it says
 
-    stage                               the kind of stage that runs it: a file of rl/stages/
-    inputs, repeated_inputs             names of rl/stages/inputs.py that the stage provides; the second: further ones where a
-                                        step makes several updates
+    stage                               the kind of stage that runs it: a file of rl/stages/ inputs, repeated_inputs
+    names of rl/stages/inputs.py that the stage provides; the second: further inputs if
+                                        a step makes several updates
     proximal(Batch or PolicyInputs)     which log-probabilities are the old ones, with rollouts
     controls, controlled(...)           scalars that it moves from update to update, given back as PolicyInputs.controls
     controlled_by_step(...), at(controls)    and those that it moves from step to step; itself under them, on the host
-    with_totals(PolicyInputs)           the whole optimiser batch with its counts, before it is cut into micro-batches
+    with_totals(PolicyInputs)           the full optimiser batch with its counts, before it is cut into micro-batches
     loss(PolicyInputs)                  device: (scalar, metrics), differentiable in logp and entropy
     per_token(Tokens)                   device: (loss of each token, metrics), where it is a `PolicyGradient`
     advantages(rewards, lengths)        host, with rollouts: float[P,G], NaN where there is no score -> float[P,G], or
@@ -27,20 +27,23 @@ import dataclasses
 import importlib
 import math
 import pkgutil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rewards.suggest import nearest
+
+if TYPE_CHECKING:
+    from rl.algorithms._inputs import PolicyInputs
 
 __all__ = ["PolicyInputs", "get", "known", "reduce_metrics", "unnoticed"]
 
 
 def known() -> list[str]:
-    """Names of the algorithms, sorted."""
+    """Returns the sorted names of the algorithms."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
-def get(name: str, **options: Any):
-    """The algorithm `name` with these options; the rest keep their defaults.
+def get(name: str, **options: Any) -> Any:
+    """Returns the algorithm `name` with these options; other options keep their defaults.
 
     Raises ValueError for an unknown algorithm, and pydantic's ValidationError (a ValueError that lists all faults, each
     with its option) for an unknown option or a value of the wrong type or range.
@@ -58,9 +61,9 @@ def get(name: str, **options: Any):
 
 
 def reduce_metrics(stacked: dict[str, Any]) -> dict[str, Any]:
-    """Metrics of one optimiser batch from those of its M micro-batches, each stacked to an array [M].
+    """Reduces metrics of M micro-batches, each stacked to an array [M], to metrics of the optimiser batch.
 
-    Means are already divided by counts of the whole batch, so they are summed; `*_max` and `*_min` take the extreme,
+    Means are already divided by counts of the full batch, so they are summed; `*_max` and `*_min` take the extreme,
     and the effective sample size follows from the first two moments of the weights. Works on numpy and jax arrays, also
     under jit.
     """
@@ -79,11 +82,11 @@ def reduce_metrics(stacked: dict[str, Any]) -> dict[str, Any]:
 
 
 def unnoticed(key: str) -> float:
-    """The value of a metric that `reduce_metrics` does not notice among others."""
+    """Returns the neutral value of a metric in `reduce_metrics`."""
     return -math.inf if key.endswith("_max") else math.inf if key.endswith("_min") else 0.0
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name == "PolicyInputs":
         return importlib.import_module(f"{__name__}._inputs").PolicyInputs
     if name in known():
@@ -91,8 +94,8 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _with_nearest_names(error, algorithm: str, names: list[str]):
-    """The same faults, with unknown options explained by the nearest valid name and the whole list."""
+def _with_nearest_names(error: Any, algorithm: str, names: list[str]) -> Any:
+    """Returns the same faults, with the nearest valid name and the full list for unknown options."""
     from pydantic import ValidationError
     from pydantic_core import InitErrorDetails, PydanticCustomError
 

@@ -1,4 +1,4 @@
-"""Advantages relative to a group, and what they are made of. On the host.
+"""Computes advantages relative to a group, on the host.
 
 Shapes: P prompts, G completions of one prompt (the group), F reward functions, T tokens.
 """
@@ -6,12 +6,16 @@ Shapes: P prompts, G completions of one prompt (the group), F reward functions, 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 
-def combined_advantages(rewards, weights, std_eps: float) -> np.ndarray:
-    """float[P,G,F] rewards, or float[P,G] of one function -> float[P,G]: the z-score in its group of each function, their
-    weighted sum, and the z-score of that over all completions. A function without a score for a completion takes no part there;
-    a completion without any, and a group in which no function tells its completions apart, get exactly 0."""
+def combined_advantages(rewards: ArrayLike, weights: ArrayLike | None, std_eps: float) -> np.ndarray:
+    """Computes float[P,G] advantages of several reward functions: the z-score of a weighted sum of group z-scores.
+
+    rewards: float[P,G,F], or float[P,G] for one function. weights: float[F]; None: 1 each. The z-score of each function
+    is taken within its group, the z-score of the weighted sum over all completions. A missing score (not finite) does
+    not count. Completions without a score, and groups without a difference in any function, get exactly 0.
+    """
     rewards = np.asarray(rewards)
     rewards_PGF = rewards[..., None] if rewards.ndim == 2 else rewards
     dtype = precision(rewards)
@@ -22,18 +26,18 @@ def combined_advantages(rewards, weights, std_eps: float) -> np.ndarray:
     sums_PG = np.tensordot(weights_F, each_FPG, 1)
     scored_PG = np.isfinite(rewards_PGF.astype(np.float64)).any(-1)
     mean, std = moments(sums_PG.reshape(1, -1), scored_PG.reshape(1, -1))
-    told_apart_PG = scored_PG & each_FPG.any(axis=(0, 2))[:, None]
+    told_apart_PG = scored_PG & np.asarray(each_FPG.any(axis=(0, 2)))[:, None]
     return np.where(told_apart_PG & (std > 0), (sums_PG - mean) / (std + std_eps), 0.0).astype(dtype)
 
 
-def group_advantages(rewards, scale: str, std_eps: float) -> np.ndarray:
-    """Rewards minus the mean of their group, over a standard deviation (with n - 1) plus `std_eps`.
+def group_advantages(rewards: ArrayLike, scale: str, std_eps: float) -> np.ndarray:
+    """Returns rewards minus the mean of their group, over a standard deviation (with n - 1) plus `std_eps`.
 
-    `scale`: group: of the group; batch: of all rewards; none: no division; others: both mean and deviation are of the
-    other completions of the group, and without a deviation there is no division (NeMo-RL).
-    A completion without a score (not finite) takes no part and gets 0. Equal rewards, and a single one, give exactly 0:
-    the rounding of a mean over a small `std_eps` would not.
-    float[P,G] -> float[P,G], computed in float64; float32 stays float32.
+    scale: the standard deviation. group: of the group; batch: of all rewards; none: no division; others: mean and
+    standard deviation are of the other completions of the group, without division if the deviation is 0 (NeMo-RL). A
+    completion without a score (not finite) does not count and gets 0. Equal rewards, and a single one, give exactly 0,
+    whatever the rounding of the mean. float[P,G] -> float[P,G], computed in float64; float32 stays float32. Raises
+    ValueError for another shape.
     """
     rewards = np.asarray(rewards)
     if rewards.ndim != 2:
@@ -56,8 +60,11 @@ def group_advantages(rewards, scale: str, std_eps: float) -> np.ndarray:
     return np.where(scored_PG & varied_P1, centred_PG / np.where(varied_P1, divisor, 1.0), 0.0).astype(dtype)
 
 
-def counted(lengths, token_kl, mask) -> np.ndarray:
-    """bool[P,G,T]: `mask`, or the first `lengths` of as many tokens as `token_kl` has (without it, as the longest has)."""
+def counted(lengths: ArrayLike | None, token_kl: ArrayLike | None, mask: ArrayLike | None) -> np.ndarray:
+    """Returns bool[P,G,T]: `mask`, or if it is None the first `lengths` tokens of each completion.
+
+    T is the width of `token_kl`, or the longest length without it. Raises ValueError without mask and lengths.
+    """
     if mask is not None:
         return np.asarray(mask) != 0
     if lengths is None:
@@ -67,17 +74,19 @@ def counted(lengths, token_kl, mask) -> np.ndarray:
     return np.arange(width) < lengths_PG[..., None]
 
 
-def scored_mean(rewards, weights=None) -> np.ndarray:
-    """float64[P,1]: the mean of each group's scores, weighted; 0 where there is none."""
+def scored_mean(rewards: ArrayLike, weights: ArrayLike | None = None) -> np.ndarray:
+    """Returns float64[P,1], the weighted mean of the scores of each group; 0 without a score."""
     rewards_PG = np.asarray(rewards, np.float64)
     weights_PG = np.where(np.isfinite(rewards_PG), 1.0 if weights is None else np.asarray(weights, np.float64), 0.0)
     total_P1 = weights_PG.sum(axis=1, keepdims=True)
     return (weights_PG * np.nan_to_num(rewards_PG)).sum(axis=1, keepdims=True) / np.where(total_P1 > 0, total_P1, 1.0)
 
 
-def centred(rewards, weights=None) -> np.ndarray:
-    """float[P,G]: rewards less the mean of their group, weighted; exactly 0 in groups of equal rewards, for a single score and
-    without one."""
+def centred(rewards: ArrayLike, weights: ArrayLike | None = None) -> np.ndarray:
+    """Returns float[P,G], rewards minus the weighted mean of their group.
+
+    Groups of equal rewards, single scores and missing scores give exactly 0.
+    """
     rewards = np.asarray(rewards)
     dtype = precision(rewards)
     scored_PG = np.isfinite(rewards.astype(np.float64))
@@ -85,9 +94,11 @@ def centred(rewards, weights=None) -> np.ndarray:
     return np.where(scored_PG & varied_P1, rewards - scored_mean(rewards, weights), 0.0).astype(dtype)
 
 
-def whiten(values, mask) -> np.ndarray:
-    """(values - mean) / sqrt(variance + 1e-8) over masked tokens, with n - 1; 0 elsewhere, for a single token and where all are
-    equal."""
+def whiten(values: ArrayLike, mask: ArrayLike) -> np.ndarray:
+    """Returns (values - mean) / sqrt(variance + 1e-8) over masked tokens, with n - 1.
+
+    Other tokens, a single token and equal values give 0.
+    """
     values, mask = np.asarray(values), np.asarray(mask) != 0
     chosen = values[mask].astype(np.float64)
     whitened = np.zeros(values.shape, values.dtype)
@@ -96,13 +107,16 @@ def whiten(values, mask) -> np.ndarray:
     return whitened
 
 
-def precision(rewards) -> type:
-    """Of advantages: float32 for rewards in float32, else float64."""
+def precision(rewards: ArrayLike) -> type:
+    """Returns the dtype of advantages: float32 for float32 rewards, else float64."""
     return np.float32 if np.asarray(rewards).dtype == np.float32 else np.float64
 
 
 def moments(values: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation (n - 1) of valid values over the last axis, kept; exactly 0 where all are equal."""
+    """Returns mean and standard deviation (n - 1) of valid values over the last axis, which stays.
+
+    The standard deviation of equal values is exactly 0.
+    """
     count = valid.sum(-1, keepdims=True)
     mean = np.where(valid, values, 0).sum(-1, keepdims=True) / np.maximum(count, 1)
     squares = np.where(valid, (values - mean) ** 2, 0).sum(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What a loss is computed from, and sums over the sequences in it.
+"""Defines the inputs of a loss and sums over their sequences.
 
 Shapes: N rows of T tokens; S places for sequences in a row: 1, or T + 1 where rows are packed.
 """
@@ -16,9 +16,10 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
-    """Arrays of an optimiser batch, or of a micro-batch of it, for `algorithm.loss`. Absent is None.
+    """The arrays of an optimiser batch, or of one of its micro-batches, for `algorithm.loss`. An absent array is None.
 
-    Where `mask` is 0 every other array may hold anything, NaN included. A jax pytree; `max_length` is static.
+    Where `mask` is 0, other arrays may hold any value, including NaN. The class is a jax pytree; `max_length` is
+    static.
     """
 
     mask: jax.Array  # [N,T] 1 where the token is trained on: not on prompts, padding and what tools wrote
@@ -55,7 +56,7 @@ class PolicyInputs:
 
 
 class Sequences:
-    """Sums over each sequence of a batch of rows, whether a row is one sequence or several packed ones."""
+    """Sums over each sequence of a batch. A row is one sequence or several packed sequences."""
 
     def __init__(self, inputs: PolicyInputs):
         self.mask_NT = jnp.asarray(inputs.mask) != 0
@@ -69,26 +70,26 @@ class Sequences:
             self.exists_NS = jnp.ones((self.mask_NT.shape[0], 1), bool)
         self.length_NS = self.sum(jnp.ones(self.mask_NT.shape, jnp.float32))
 
-    def packed_sum(self, values_NT):
-        """Sum of all tokens of each sequence of packed rows, [N,S]."""
+    def packed_sum(self, values_NT: jax.Array) -> jax.Array:
+        """Returns the sum of all tokens of each sequence of packed rows, [N,S]."""
         places = values_NT.shape[1] + 1
         return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=places))(
             values_NT, self.segments_NT
         )
 
-    def sum(self, values_NT):
-        """Sum of the masked tokens of each sequence, [N,S]."""
+    def sum(self, values_NT: jax.Array) -> jax.Array:
+        """Returns the sum of the masked tokens of each sequence, [N,S]."""
         values_NT = jnp.where(self.mask_NT, values_NT, 0.0)
         if self.segments_NT is None:
             return values_NT.sum(1, keepdims=True)
         return self.packed_sum(values_NT)
 
-    def mean(self, values_NT):
-        """Mean over the masked tokens of each sequence, 0 where there is none, [N,S]."""
+    def mean(self, values_NT: jax.Array) -> jax.Array:
+        """Returns the mean over the masked tokens of each sequence, [N,S]; 0 without such a token."""
         return self.sum(values_NT) / jnp.maximum(self.length_NS, 1.0)
 
-    def max(self, values_NT):
-        """Largest value of the masked tokens of each sequence, 0 where there is none, [N,S]. Values are at least 0."""
+    def max(self, values_NT: jax.Array) -> jax.Array:
+        """Returns the largest value, at least 0, of the masked tokens of each sequence, [N,S]; 0 without any."""
         values_NT = jnp.where(self.mask_NT, values_NT, 0.0)
         if self.segments_NT is None:
             return values_NT.max(1, keepdims=True)
@@ -96,42 +97,44 @@ class Sequences:
         largest = partial(jax.ops.segment_max, num_segments=places)
         return jnp.maximum(jax.vmap(largest)(values_NT, self.segments_NT), 0.0)
 
-    def spread(self, values_NS):
-        """The value of each token's sequence, [N,T]."""
+    def spread(self, values_NS: jax.Array) -> jax.Array:
+        """Returns the value of the sequence of each token, [N,T]."""
         if self.segments_NT is None:
             return jnp.broadcast_to(values_NS, self.mask_NT.shape)
         return jnp.take_along_axis(values_NS, self.segments_NT, axis=1)
 
 
-def with_totals(inputs, by_prompt: bool = False, count_empty: bool = True, top_entropy: float | None = None):
-    """`inputs` with the totals that are None counted from its own rows, as if they were the whole optimiser batch.
+def with_totals(
+    inputs: PolicyInputs, by_prompt: bool = False, count_empty: bool = True, top_entropy: float | None = None
+) -> PolicyInputs:
+    """Returns `inputs` with the absent totals counted from its own rows, as if they were the full optimiser batch.
 
-    `count_empty`: sequences and prompts with no token in the mask count in the number of sequences and of prompts.
+    count_empty: sequences and prompts without a token in the mask count too.
     """
     sequences = Sequences(inputs)
-    found = {}
+    totals = {}
     if inputs.num_tokens is None:
-        found["num_tokens"] = sequences.length_NS.sum()
+        totals["num_tokens"] = sequences.length_NS.sum()
     if inputs.num_sequences is None:
         counted_NS = sequences.exists_NS if count_empty else sequences.length_NS > 0
-        found["num_sequences"] = counted_NS.sum().astype(jnp.float32)
+        totals["num_sequences"] = counted_NS.sum().astype(jnp.float32)
     if inputs.correct is not None and inputs.num_correct is None:
-        found["num_correct"] = (sequences.mask_NT & correct_tokens(inputs)).sum().astype(jnp.float32)
+        totals["num_correct"] = (sequences.mask_NT & correct_tokens(inputs)).sum().astype(jnp.float32)
     if by_prompt and (inputs.prompt_tokens is None or inputs.num_prompts is None):
-        found |= _prompt_totals(inputs, sequences, count_empty)
+        totals |= _prompt_totals(inputs, sequences, count_empty)
     if top_entropy is not None and inputs.entropy_threshold is None and inputs.entropy is not None:
         entropy_NT = jnp.where(sequences.mask_NT, jax.lax.stop_gradient(inputs.entropy), jnp.nan)
-        found["entropy_threshold"] = jnp.nanquantile(entropy_NT, 1.0 - top_entropy)
-    return dataclasses.replace(inputs, **found)
+        totals["entropy_threshold"] = jnp.nanquantile(entropy_NT, 1.0 - top_entropy)
+    return dataclasses.replace(inputs, **totals)
 
 
-def correct_tokens(inputs) -> jax.Array:
-    """bool[N,T], or bool[N,1] where `correct` is one of rows."""
+def correct_tokens(inputs: PolicyInputs) -> jax.Array:
+    """Returns `correct` as bool[N,T], or bool[N,1] if it has one value per row."""
     correct = jnp.asarray(inputs.correct) != 0
     return correct[:, None] if correct.ndim == 1 else correct
 
 
-def _prompt_totals(inputs, sequences: Sequences, count_empty: bool) -> dict:
+def _prompt_totals(inputs: PolicyInputs, sequences: Sequences, count_empty: bool) -> dict:
     if inputs.prompt is None:
         raise ValueError("aggregation 'prompt' needs PolicyInputs.prompt, or prompt_tokens and num_prompts")
     prompt_N = jnp.asarray(inputs.prompt)
@@ -144,8 +147,8 @@ def _prompt_totals(inputs, sequences: Sequences, count_empty: bool) -> dict:
     return {"prompt_tokens": tokens_N, "num_prompts": prompts}
 
 
-def _packed_prompt_totals(prompt_NT, sequences: Sequences, count_empty: bool) -> dict:
-    """The same where each token says which prompt it belongs to, by numbers below that of the tokens."""
+def _packed_prompt_totals(prompt_NT: jax.Array, sequences: Sequences, count_empty: bool) -> dict:
+    """Returns the same for packed rows, where `prompt_NT` numbers prompts below the number of tokens."""
     real_NT, places = prompt_NT >= 0, prompt_NT.size + 1
     numbers = jnp.where(real_NT, prompt_NT, prompt_NT.size).reshape(-1)
 

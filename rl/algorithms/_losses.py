@@ -1,15 +1,16 @@
-"""Losses on the device: from log-probabilities and advantages to a scalar and its metrics.
+"""Computes losses and metrics from log-probabilities and advantages, on the device.
 
 Shapes: N rows of T tokens; S places for sequences in a row. lp, lo, ls, lr are current, old, sampler's and reference's
 log-probabilities. Every array is replaced where the mask is 0 *before* any exp or difference: 0 * inf is NaN in a
-gradient. All sums are float32. Metrics that are means are divided by counts of the whole optimiser batch, so those of
-its micro-batches add up (`rl.algorithms.reduce_metrics`).
+gradient. All sums are float32. Metrics that are means are divided by counts of the full optimiser batch, so the
+metrics of its micro-batches add up (`rl.algorithms.reduce_metrics`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,15 @@ import jax.numpy as jnp
 from rl.algorithms._inputs import PolicyInputs, Sequences, correct_tokens, with_totals
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: finite, and far beyond any clip range; the gradient is 0 outside
-MAX_SEQUENCE_LOG_RATIO = 10.0  # of `sequence_token`, as in verl
+MAX_SEQUENCE_LOG_RATIO = 10.0  # for `sequence_token`, as in verl
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What `PolicyGradient.per_token` computes a loss from: the arrays of a `PolicyInputs` in float32, without what stood where
-    the mask is 0. All [N,T]; absent is None."""
+    """The inputs of `PolicyGradient.per_token`: the arrays of a `PolicyInputs` in float32, 0 where the mask is 0.
+
+    All arrays are [N,T]; an absent array is None.
+    """
 
     inputs: PolicyInputs
     sequences: Sequences
@@ -37,18 +40,20 @@ class Tokens:
 
     @property
     def log_ratio(self) -> jax.Array:
+        """Returns logp - old."""
         return self.logp - self.old
 
-    def mean(self, values_NT) -> jax.Array:
-        """This batch's share of the mean over the tokens of the optimiser batch."""
+    def mean(self, values_NT: jax.Array) -> jax.Array:
+        """Returns the share of this batch in the mean over the tokens of the optimiser batch."""
         return aggregate(values_NT, self.inputs, self.sequences, "token")
 
-    def count(self, chosen_NT) -> jax.Array:
+    def count(self, chosen_NT: jax.Array) -> jax.Array:
+        """Returns how many masked tokens are chosen."""
         return (chosen_NT & self.mask).sum().astype(jnp.float32)
 
 
-def policy_loss(options, inputs: PolicyInputs):
-    """The loss of `PolicyGradient`, whose options are given -> (scalar, metrics)."""
+def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (scalar, metrics): the loss of a `PolicyGradient` with these options."""
     _check_inputs(options, inputs)
     inputs = options.with_totals(dataclasses.replace(inputs, old_logp=options.proximal(inputs)))
     tokens = _tokens(inputs)
@@ -57,6 +62,7 @@ def policy_loss(options, inputs: PolicyInputs):
     if options.off_policy_delta is not None:
         per_token = jnp.where(_off_policy(options, tokens), 0.0, per_token)
     if options.top_entropy is not None:
+        assert tokens.entropy is not None  # `_check_inputs` asks for it
         per_token = jnp.where(tokens.entropy >= inputs.entropy_threshold, per_token, 0.0)
     if tokens.sampler is not None:
         weight, sampler_metrics = correction(options, tokens)
@@ -79,8 +85,8 @@ def policy_loss(options, inputs: PolicyInputs):
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
-def supervised_loss(options, inputs: PolicyInputs):
-    """-logp, or -p logp with a constant p, averaged over the tokens of the optimiser batch -> (scalar, metrics)."""
+def supervised_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (scalar, metrics): -logp, or -p logp with a constant p, averaged over the tokens of the batch."""
     if inputs.logp is None:
         raise ValueError("PolicyInputs.logp is missing")
     inputs = with_totals(inputs)
@@ -95,15 +101,20 @@ def supervised_loss(options, inputs: PolicyInputs):
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
-def correct_nll(inputs: PolicyInputs):
-    """Mean of -logp over the tokens of the optimiser batch that are `correct`, whose number `inputs` holds; 0 without any."""
+def correct_nll(inputs: PolicyInputs) -> jax.Array:
+    """Returns the mean of -logp over the `correct` tokens of the optimiser batch; 0 without any."""
     mask = (jnp.asarray(inputs.mask) != 0) & correct_tokens(inputs)
     return -_masked(inputs.logp, mask).sum() / _at_least_one(inputs.num_correct)
 
 
-def value_loss(values, old_values, returns, inputs: PolicyInputs, clip: float | None):
-    """Half the token mean of the squared error of the critic, clipped: of `values` and of `values` within `clip` of
-    `old_values`, the larger error counts (Schulman et al., PPO2) -> (scalar, metrics). Arrays [N,T]."""
+def value_loss(
+    values: jax.Array, old_values: jax.Array, returns: jax.Array, inputs: PolicyInputs, clip: float | None
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (scalar, metrics): half the token mean of the clipped squared error of the critic. Arrays [N,T].
+
+    The larger error counts, with `values` or with `values` clipped to within `clip` of `old_values` (Schulman et al.,
+    PPO2).
+    """
     inputs = with_totals(inputs)
     sequences = Sequences(inputs)
     values, old, returns = (_masked(x, sequences.mask_NT) for x in (values, old_values, returns))
@@ -120,12 +131,12 @@ def value_loss(values, old_values, returns, inputs: PolicyInputs, clip: float | 
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
-def aggregate(per_token, inputs: PolicyInputs, sequences: Sequences, how: str):
-    """float[N,T] -> scalar: this batch's share of the mean over the whole optimiser batch, whose totals `inputs` holds.
+def aggregate(per_token: jax.Array, inputs: PolicyInputs, sequences: Sequences, how: str) -> jax.Array:
+    """Returns a scalar: the share of this batch, float[N,T], in a mean over the full optimiser batch.
 
-    token: over tokens; sequence: over sequences of the mean over their tokens; sequence_sum: over sequences of the sum
-    of their tokens; constant: the same divided by the maximum length; prompt: over prompts of the mean over their
-    tokens.
+    `inputs` holds the totals of the optimiser batch. token: mean over tokens; sequence: mean over sequences of their
+    token mean; sequence_sum: mean over sequences of their token sum; constant: sequence_sum divided by the maximum
+    length; prompt: mean over prompts of their token mean.
     """
     if how == "sequence":
         return sequences.mean(per_token).sum() / _at_least_one(inputs.num_sequences)
@@ -139,10 +150,11 @@ def aggregate(per_token, inputs: PolicyInputs, sequences: Sequences, how: str):
         return total / _at_least_one(inputs.num_prompts)
     if how == "sequence_sum":
         return total / _at_least_one(inputs.num_sequences)
+    assert inputs.max_length is not None  # `_check_inputs` asks for it
     return total / (_at_least_one(inputs.num_sequences) * inputs.max_length)
 
 
-def _check_inputs(options, inputs: PolicyInputs) -> None:
+def _check_inputs(options: Any, inputs: PolicyInputs) -> None:
     needed = {
         "logp": True,
         "advantages": True,
@@ -158,7 +170,7 @@ def _check_inputs(options, inputs: PolicyInputs) -> None:
         raise ValueError("off_policy_delta compares with PolicyInputs.sampler_logp or old_logp: both are missing")
 
 
-def _masked(values, mask):
+def _masked(values: Any, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, jnp.asarray(values, jnp.float32), 0.0)
 
 
@@ -166,7 +178,7 @@ def _tokens(inputs: PolicyInputs) -> Tokens:
     sequences = Sequences(inputs)
     mask = sequences.mask_NT
 
-    def fixed(values):
+    def fixed(values: Any) -> Any:
         return None if values is None else jax.lax.stop_gradient(_masked(values, mask))
 
     logp = _masked(inputs.logp, mask)
@@ -189,17 +201,21 @@ def _tokens(inputs: PolicyInputs) -> Tokens:
     )
 
 
-def _at_least_one(count):
+def _at_least_one(count: Any) -> jax.Array:
     return jnp.maximum(jnp.asarray(count, jnp.float32), 1.0)
 
 
-def clamp(log_ratio):
+def clamp(log_ratio: jax.Array) -> jax.Array:
+    """Clips a log-ratio to MAX_LOG_RATIO on both sides."""
     return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def importance_ratio(kind: str, tokens: Tokens) -> jax.Array:
-    """exp(lp - lo), [N,T]: of the token; sequence: with its mean over the sequence; sequence_token: the value of that with the
-    gradient of the token's own; sequence_sum: with its sum over the sequence."""
+    """Returns exp(lp - lo), [N,T].
+
+    token: the ratio of the token. sequence: the mean log-ratio of the sequence. sequence_token: the value of `sequence`
+    with the gradient of the token. sequence_sum: the sum of the log-ratios of the sequence.
+    """
     log_ratio, highest = tokens.log_ratio, MAX_LOG_RATIO
     if kind == "sequence_sum":
         log_ratio = tokens.sequences.spread(tokens.sequences.sum(log_ratio))
@@ -211,8 +227,8 @@ def importance_ratio(kind: str, tokens: Tokens) -> jax.Array:
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, highest))
 
 
-def clipped(options, tokens: Tokens):
-    """The loss of `Clipped`: of each token, and the clip fractions."""
+def clipped(options: Any, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (loss of `Clipped` at each token, clip fractions)."""
     (low, high), advantages = options.clip_bounds, tokens.advantages
     ratio = importance_ratio(options.ratio, tokens)
     if options.delta is not None:
@@ -227,8 +243,8 @@ def clipped(options, tokens: Tokens):
     return per_token, metrics
 
 
-def clip_metrics(ratio, bounds: tuple[float, float], tokens: Tokens) -> dict:
-    """Shares of the tokens whose ratio is outside the bounds on the side that their advantage pushes to (TRL's definitions)."""
+def clip_metrics(ratio: jax.Array, bounds: tuple[float, float], tokens: Tokens) -> dict:
+    """Returns the shares of tokens whose ratio is out of bounds on the side that the advantage pushes to, as in TRL."""
     below = ((ratio < bounds[0]) & (tokens.advantages < 0)).astype(jnp.float32)
     above = ((ratio > bounds[1]) & (tokens.advantages > 0)).astype(jnp.float32)
     sequences = tokens.sequences
@@ -250,15 +266,15 @@ def _common_metrics(tokens: Tokens) -> dict:
     }
 
 
-def _off_policy(options, tokens: Tokens):
-    """Tokens with A < 0 in sequences that the policy has moved away from since they were sampled, bool[N,T]."""
+def _off_policy(options: Any, tokens: Tokens) -> jax.Array:
+    """Returns bool[N,T]: tokens with A < 0 in sequences that the policy moved away from since sampling."""
     before = tokens.old if tokens.sampler is None else tokens.sampler
     drift = tokens.sequences.mean(before - jax.lax.stop_gradient(tokens.logp))
     return (tokens.advantages < 0) & (tokens.sequences.spread(drift) > options.off_policy_delta)
 
 
-def _bounded_weight(options, tokens: Tokens, difference) -> tuple[jax.Array, jax.Array]:
-    """(weight of each token by `correction`, where it was outside the bounds), [N,T]."""
+def _bounded_weight(options: Any, tokens: Tokens, difference: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (weight of each token by `correction`, whether it was out of bounds), [N,T]."""
     sequences, low_high, kind = tokens.sequences, options.correction_bounds, options.correction
     ratio = jnp.exp(clamp(difference))
     if kind in ("sequence_truncate", "sequence_mask"):
@@ -277,8 +293,9 @@ def _bounded_weight(options, tokens: Tokens, difference) -> tuple[jax.Array, jax
     return weight, outside
 
 
-def correction(options, tokens: Tokens):
-    """Detached weight of each token's policy loss for the difference of sampler and trainer, [N,T], and metrics."""
+def correction(options: Any, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (detached weight [N,T] of the loss of each token, metrics) for the difference of sampler and trainer."""
+    assert tokens.sampler is not None  # callers check it
     trainer = jax.lax.stop_gradient(tokens.logp) if options.old_logp == "sampler" else tokens.old
     difference = trainer - tokens.sampler
     ratio = jnp.exp(clamp(difference))
@@ -307,9 +324,13 @@ def correction(options, tokens: Tokens):
     return weight, metrics
 
 
-def without_rejected(options, inputs: PolicyInputs) -> PolicyInputs:
-    """The same batch with a mask that is 0 on what correction or rejection drops. Needs old_logp and sampler_logp."""
+def without_rejected(options: Any, inputs: PolicyInputs) -> PolicyInputs:
+    """Returns the batch with a mask of 0 on tokens that correction or rejection drops.
+
+    Raises ValueError without old_logp and sampler_logp.
+    """
     tokens = _before_the_update(inputs, "rejection_changes_denominator")
+    assert tokens.sampler is not None
     difference = tokens.old - tokens.sampler
     kept = _bounded_weight(options, tokens, difference)[0] > 0
     if options.rejection is not None:
@@ -317,12 +338,15 @@ def without_rejected(options, inputs: PolicyInputs) -> PolicyInputs:
     return dataclasses.replace(inputs, mask=jnp.where(kept, inputs.mask, 0))
 
 
-def with_mean_weight(options, inputs: PolicyInputs) -> PolicyInputs:
-    """The same batch, which holds its totals, with the mean weight of `correction` over its tokens. Needs old_logp and
-    sampler_logp."""
+def with_mean_weight(options: Any, inputs: PolicyInputs) -> PolicyInputs:
+    """Returns the batch, which holds its totals, with the mean weight of `correction` over its tokens.
+
+    Raises ValueError without old_logp and sampler_logp.
+    """
     if inputs.mean_weight is not None:
         return inputs
     tokens = _before_the_update(inputs, "correction_normalize")
+    assert tokens.sampler is not None
     weight = _bounded_weight(options, tokens, tokens.old - tokens.sampler)[0]
     return dataclasses.replace(inputs, mean_weight=tokens.mean(weight))
 
@@ -334,8 +358,8 @@ def _before_the_update(inputs: PolicyInputs, option: str) -> Tokens:
     return _tokens(dataclasses.replace(inputs, logp=inputs.old_logp))
 
 
-def _rejected(options, tokens: Tokens, difference) -> jax.Array:
-    """bool[N,T]: tokens, or all tokens of sequences, whose divergence of sampler and trainer is above the limit."""
+def _rejected(options: Any, tokens: Tokens, difference: jax.Array) -> jax.Array:
+    """Returns bool[N,T]: tokens, or tokens of sequences, whose sampler-trainer divergence is above the limit."""
     sequences, (where, estimator) = tokens.sequences, options.rejection.rsplit("_", 1)
     if estimator == "ratio":
         divergence = jnp.abs(difference)
@@ -350,11 +374,12 @@ def _rejected(options, tokens: Tokens, difference) -> jax.Array:
     return sequences.spread(reduce(divergence)) > limit
 
 
-def _kl(estimator: str, tokens: Tokens):
-    """Estimate of KL(policy || reference) at each token, [N,T] (Schulman 2020, joschu.net/blog/kl-approx.html).
+def _kl(estimator: str, tokens: Tokens) -> jax.Array:
+    """Estimates KL(policy || reference) at each token, [N,T] (Schulman 2020, joschu.net/blog/kl-approx.html).
 
-    unbiased: k3 weighted by the token's ratio, with its gradient: right in expectation also off-policy (DeepSeek-V3.2).
+    unbiased: k3 times the ratio of the token, with its gradient; unbiased off-policy too (DeepSeek-V3.2).
     """
+    assert tokens.ref is not None  # the caller checks it
     difference = tokens.logp - tokens.ref
     if estimator == "k1":
         return difference

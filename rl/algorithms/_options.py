@@ -1,20 +1,25 @@
-"""How an algorithm declares its options: `@algorithm_options` on a class whose annotated fields are its YAML keys."""
+"""Declares the options of an algorithm: `@algorithm_options` on a class whose annotated fields are its YAML keys."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-# Strict, so that `true` is no number and "3" no count; int is still taken where a float is asked for.
+# Strict: `true` is not a number and "3" is not a count. A float option still accepts an int.
 _options = dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 
-def algorithm_options(*, defaults: dict[str, Any] | None = None):
-    """Makes a class one of options. `defaults`: other defaults for options that it inherits."""
+T = TypeVar("T")
 
-    def declare(cls):
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
+def algorithm_options(*, defaults: dict[str, Any] | None = None) -> Callable[[type[T]], type[T]]:
+    """Returns a decorator that makes the fields of a class options. `defaults`: of inherited options."""
+
+    def declare(cls: type[T]) -> type[T]:
         inherited = {
             name: info
             for base in reversed(cls.__mro__)

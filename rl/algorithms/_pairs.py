@@ -1,13 +1,15 @@
-"""Losses of preferred pairs, on the device.
+"""Computes losses of preferred pairs, on the device.
 
-Shapes: N rows of T tokens with at most K = T // 2 pairs in each; of a pair the chosen answer is an odd segment of the row, the
-rejected one the segment after it. w and l are the summed log-ratios to the reference of the chosen and the rejected answer.
+Shapes: N rows of T tokens with at most K = T // 2 pairs in each. The chosen answer of a pair is an odd segment of the
+row, the rejected answer is the next segment. w and l are the summed log-ratios to the reference of the chosen and the
+rejected answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from rl.algorithms._inputs import PolicyInputs, Sequences
 
 
 class Pairs:
-    """Numbers of sequences, [N,S], as those of pairs."""
+    """Splits values of sequences, [N,S], into values of pairs, [N,K]."""
 
     def __init__(self, inputs: PolicyInputs):
         if inputs.segments is None:
@@ -29,25 +31,26 @@ class Pairs:
         self.exist_NK = self.split(self.sequences.exists_NS)[0]
 
     @staticmethod
-    def split(values_NS):
-        """(those of the chosen, those of the rejected answers), [N,K] each. Place 0 is padding."""
+    def split(values_NS: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (values of chosen answers, values of rejected answers), [N,K] each. Place 0 is padding."""
         places = (values_NS.shape[1] - 1) // 2 * 2
         return values_NS[:, 1 : places + 1 : 2], values_NS[:, 2 : places + 2 : 2]
 
-    def last(self, values_NT):
-        """The value at the last token of each answer, as `split` gives them."""
+    def last(self, values_NT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the value at the last token of each answer, as `split` does."""
         segments = self.sequences.segments_NT
+        assert segments is not None  # checked in __init__
         ends_NT = segments != jnp.pad(segments[:, 1:], ((0, 0), (0, 1)))
         return self.split(self.sequences.packed_sum(jnp.where(ends_NT, values_NT, 0.0)))
 
-    def mean(self, values_NK, inputs: PolicyInputs):
-        """These rows' share of the mean over the pairs of the optimiser batch."""
+    def mean(self, values_NK: jax.Array, inputs: PolicyInputs) -> jax.Array:
+        """Returns the share of these rows in the mean over the pairs of the optimiser batch."""
         total = jnp.where(self.exist_NK, values_NK.astype(jnp.float32), 0.0).sum()
         return total / jnp.maximum(jnp.asarray(inputs.num_sequences, jnp.float32) / 2, 1.0)
 
 
 def with_totals(inputs: PolicyInputs) -> PolicyInputs:
-    """`inputs` with counts of the whole batch: of tokens, of sequences (twice that of pairs), of tokens of chosen answers."""
+    """Returns `inputs` with counts of the full batch: tokens, sequences (two per pair), tokens of chosen answers."""
     inputs = _inputs.with_totals(inputs)
     if inputs.chosen_tokens is None:
         pairs = Pairs(inputs)
@@ -65,79 +68,80 @@ class Ratios:
     rejected_length: jax.Array
 
     @property
-    def difference(self):
+    def difference(self) -> jax.Array:
+        """Returns w - l."""
         return self.chosen - self.rejected
 
     @property
-    def mean_difference(self):
-        """The same of the means over tokens."""
+    def mean_difference(self) -> jax.Array:
+        """Returns the difference of the means over tokens."""
         return self.chosen / self.chosen_length - self.rejected / self.rejected_length
 
 
-def _either_way(z, smoothing: float):
-    """-log sigmoid(z), for a share `smoothing` of the pairs the other way round."""
+def _either_way(z: jax.Array, smoothing: float) -> jax.Array:
+    """Returns -log sigmoid(z), with the labels swapped for a share `smoothing` of the pairs."""
     return -(1 - smoothing) * log_sigmoid(z) - smoothing * log_sigmoid(-z)
 
 
-def _sigmoid(options, r: Ratios):
+def _sigmoid(options: Any, r: Ratios) -> jax.Array:
     """arXiv:2305.18290, eq. 7; with label_smoothing conservative DPO (Mitchell 2023)."""
     return _either_way(options.beta * r.difference, options.label_smoothing)
 
 
-def _robust(options, r: Ratios):
+def _robust(options: Any, r: Ratios) -> jax.Array:
     """arXiv:2403.00409: unbiased where a share label_smoothing of the preferences is wrong."""
     z, s = options.beta * r.difference, options.label_smoothing
     return (-(1 - s) * log_sigmoid(z) + s * log_sigmoid(-z)) / (1 - 2 * s)
 
 
-def _hinge(options, r: Ratios):
+def _hinge(options: Any, r: Ratios) -> jax.Array:
     """SLiC, arXiv:2305.10425, on the log-ratios."""
     return jax.nn.relu(1 - options.beta * r.difference)
 
 
-def _ipo(options, r: Ratios):
+def _ipo(options: Any, r: Ratios) -> jax.Array:
     """arXiv:2310.12036, eq. 17, on means over tokens."""
     return (r.mean_difference - 1 / (2 * options.beta)) ** 2
 
 
-def _sigmoid_norm(options, r: Ratios):
+def _sigmoid_norm(options: Any, r: Ratios) -> jax.Array:
     """Means over tokens in the place of sums (Tulu 3, arXiv:2411.15124)."""
     return -log_sigmoid(options.beta * r.mean_difference)
 
 
-def _exo_pair(options, r: Ratios):
+def _exo_pair(options: Any, r: Ratios) -> jax.Array:
     """arXiv:2402.00856, eq. 16: the divergence of the model's preference from the smoothed label."""
     z, s = options.beta * r.difference, options.label_smoothing
     return sigmoid(z) * (log_sigmoid(z) - jnp.log1p(-s)) + sigmoid(-z) * (log_sigmoid(-z) - jnp.log(s))
 
 
-def _nca_pair(options, r: Ratios):
+def _nca_pair(options: Any, r: Ratios) -> jax.Array:
     """arXiv:2402.05369."""
     chosen, rejected = options.beta * r.chosen, options.beta * r.rejected
     return -log_sigmoid(chosen) - 0.5 * log_sigmoid(-chosen) - 0.5 * log_sigmoid(-rejected)
 
 
-def _bco_pair(options, r: Ratios):
+def _bco_pair(options: Any, r: Ratios) -> jax.Array:
     """arXiv:2404.04656, without the shift, which is a mean over pairs."""
     return -log_sigmoid(options.beta * r.chosen) - log_sigmoid(-options.beta * r.rejected)
 
 
-def _apo_zero(options, r: Ratios):
+def _apo_zero(options: Any, r: Ratios) -> jax.Array:
     """arXiv:2408.06266, eq. 7: chosen answers up, rejected ones down."""
     return 1 - sigmoid(options.beta * r.chosen) + sigmoid(options.beta * r.rejected)
 
 
-def _apo_down(options, r: Ratios):
+def _apo_down(options: Any, r: Ratios) -> jax.Array:
     """arXiv:2408.06266, eq. 8: both down, rejected ones further."""
     return sigmoid(options.beta * r.chosen) + 1 - sigmoid(options.beta * r.difference)
 
 
-def _sppo_hard(options, r: Ratios):
+def _sppo_hard(options: Any, r: Ratios) -> jax.Array:
     """arXiv:2405.00675, eq. 4.7, with a probability of 1 that the chosen answer wins."""
     return (r.chosen - 0.5 / options.beta) ** 2 + (r.rejected + 0.5 / options.beta) ** 2
 
 
-def _discopop(options, r: Ratios):
+def _discopop(options: Any, r: Ratios) -> jax.Array:
     """arXiv:2406.08414, eq. 5: between the logistic and the exponential loss, by the log-ratio."""
     z = options.beta * r.difference
     share = sigmoid(z / options.discopop_tau)
@@ -160,11 +164,12 @@ LOSSES = {
 }
 
 
-def preference_loss(options, inputs: PolicyInputs):
-    """The loss of `dpo`, whose options are given -> (scalar, metrics)."""
+def preference_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (scalar, metrics): the loss of `dpo` with these options. Raises ValueError for absent inputs."""
     if missing := [name for name in ("logp", "ref_logp") if getattr(inputs, name) is None]:
         raise ValueError(f"PolicyInputs.{', '.join(missing)} missing: dpo compares the policy with a reference model")
     inputs = with_totals(inputs)
+    assert inputs.logp is not None and inputs.ref_logp is not None and inputs.chosen_tokens is not None
     pairs = Pairs(inputs)
     sequences = pairs.sequences
     logp = jnp.where(sequences.mask_NT, inputs.logp, 0.0)
@@ -184,12 +189,13 @@ def preference_loss(options, inputs: PolicyInputs):
         "nll": nll,
     }
     if inputs.entropy is not None:
+        assert inputs.num_tokens is not None  # counted by `with_totals`
         metrics["entropy"] = sequences.sum(inputs.entropy).sum() / jnp.maximum(inputs.num_tokens, 1.0)
     return loss + options.nll_coef * nll, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
-def ranking_loss(options, inputs: PolicyInputs):
-    """The loss of `reward_model`, whose options are given -> (scalar, metrics)."""
+def ranking_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (scalar, metrics): the loss of `reward_model` with these options. Raises ValueError without scores."""
     if inputs.scores is None:
         raise ValueError("PolicyInputs.scores is missing: a score after each token")
     inputs = with_totals(inputs)

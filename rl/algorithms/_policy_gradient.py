@@ -1,4 +1,4 @@
-"""What the policy-gradient algorithms share: the options of their loss, and advantages relative to a group.
+"""Defines the options of policy-gradient losses, and advantages relative to a group.
 
 Shapes: P prompts, G completions of one prompt (the group). Host code, numpy only; the loss itself is in `_losses`.
 """
@@ -6,14 +6,15 @@ Shapes: P prompts, G completions of one prompt (the group). Host code, numpy onl
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import Field, model_validator
 
 from rl.algorithms._advantages import combined_advantages, counted, group_advantages
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._sampled import Sampled
+from rl.algorithms._sampled import Sampled, Self
 
 _KL_COEF = "kl/coef"
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
@@ -32,15 +33,16 @@ Rejection = Literal[
 
 @algorithm_options()
 class PolicyGradient(Sampled):
-    """What the losses of all policy gradients share. For each token
+    """The base of all policy-gradient losses. For each token
 
         loss(logp, old_logp, A) * w + kl_coef * KL(policy, reference)
 
-    where A is the advantage, w the sampler correction, and `per_token` of the algorithm gives the first factor; the tokens are
-    then aggregated, and `entropy_coef` times the mean entropy is taken off. (Shao et al. 2024, arXiv:2402.03300)
+    where A is the advantage, w is the sampler correction, and `per_token` of the algorithm computes the first factor.
+    The tokens are then aggregated, and `entropy_coef` times the mean entropy is subtracted. (Shao et al. 2024,
+    arXiv:2402.03300)
     """
 
-    corrects_itself: ClassVar[bool] = False  # `per_token` has the sampler correction in it
+    corrects_itself: ClassVar[bool] = False  # `per_token` includes the sampler correction
 
     aggregation: Literal["token", "sequence", "sequence_sum", "constant", "prompt"] = Field(
         "token",
@@ -49,8 +51,8 @@ class PolicyGradient(Sampled):
     count_empty_sequences: bool = Field(True, description="completions without a token count in means over sequences")
     old_logp: Literal["trainer", "sampler"] = Field(
         "trainer",
-        description="old log-probabilities: of the training graph, computed where they are not those of the update itself; or as "
-        "the generator gave them, which saves a forward pass and leaves nothing to correct",
+        description="old log-probabilities: of the training graph, computed where they are not those of the update "
+        "itself; or as the generator gave them, which saves a forward pass and leaves nothing to correct",
     )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL term; 0 needs no reference model")
     kl: Literal["k1", "k2", "k3", "unbiased"] = Field("k3", description="estimator of the KL term; unbiased: R k3")
@@ -65,8 +67,8 @@ class PolicyGradient(Sampled):
     )
     rejection: Rejection | None = Field(
         None,
-        description="drop tokens or sequences where d = old_logp - sampler_logp is too large: d^2 / 2 (k2), exp(d) - d - 1 (k3), "
-        "or any token's exp(|d|) (ratio)",
+        description="drop tokens or sequences where d = old_logp - sampler_logp is too large: d^2 / 2 (k2), "
+        "exp(d) - d - 1 (k3), or any token's exp(|d|) (ratio)",
     )
     rejection_max: float | None = Field(None, gt=0, description="above this they are dropped")
     rejection_changes_denominator: bool = Field(
@@ -79,8 +81,8 @@ class PolicyGradient(Sampled):
     entropy_target: float | None = Field(
         None,
         gt=0,
-        description="the bonus is applied while the entropy is at most this; its weight then grows by entropy_step an update, and "
-        "shrinks by it otherwise",
+        description="the bonus is applied while the entropy is at most this; its weight then grows by entropy_step an "
+        "update, and shrinks by it otherwise",
     )
     entropy_step: float = Field(0.005, gt=0, description="of entropy_coef, towards entropy_target")
     entropy_coef_max: float = Field(1.0, gt=0, description="of entropy_coef under entropy_target; the least is 0")
@@ -107,7 +109,7 @@ class PolicyGradient(Sampled):
             raise ValueError(f"correction_min ({low}) must be below correction_max ({high})")
         if (self.rejection is None) != (self.rejection_max is None):
             raise ValueError("rejection and rejection_max go together")
-        if self.rejection == "sequence_max_ratio" and self.rejection_max <= 1:
+        if self.rejection == "sequence_max_ratio" and self.rejection_max is not None and self.rejection_max <= 1:
             raise ValueError(
                 f"rejection_max ({self.rejection_max}) bounds a ratio of probabilities: it must be above 1"
             )
@@ -127,7 +129,7 @@ class PolicyGradient(Sampled):
 
     @property
     def correction_bounds(self) -> tuple[float, float]:
-        """Bounds of the sampler's weights; those of geometric_mask are NeMo-RL's reference, 3 is TRL's."""
+        """Returns the bounds of the correction weights. Defaults: NeMo-RL for geometric_mask, TRL for the others."""
         low, high = (0.999, 1.002) if self.correction == "geometric_mask" else (0.0, 3.0)
         return (
             low if self.correction_min is None else self.correction_min,
@@ -136,14 +138,15 @@ class PolicyGradient(Sampled):
 
     @property
     def has_entropy_bonus(self) -> bool:
+        """Whether the loss has an entropy bonus."""
         return self.entropy_coef != 0 or self.entropy_target is not None
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Names of rl/stages/inputs.py that the loss and the advantages take.
+        """Returns the names of rl/stages/inputs.py that the loss and the advantages take.
 
-        `old_logp` is among them where the loss uses a number of the full batch that has to be known before the first
-        micro-batch: the entropy quantile, the count of tokens that are not rejected, the mean weight of the correction.
+        `old_logp` is one of them if the loss needs a number of the full batch before the first micro-batch: the entropy
+        quantile, the count of tokens that are not rejected, or the mean weight of the correction.
         """
         uses = {
             "ref_logp": self.kl_coef > 0,
@@ -155,22 +158,22 @@ class PolicyGradient(Sampled):
 
     @property
     def repeated_inputs(self) -> frozenset[str]:
-        """Further inputs where a step makes several updates. Before a single one, old and current log-probabilities are equal."""
+        """Returns further inputs for several updates per step. In a single one old and current logp are equal."""
         return frozenset({"old_logp"} if self.old_logp == "trainer" else ())
 
-    def proximal(self, arrays):
-        """The old log-probabilities among those of a Batch or a PolicyInputs: the trainer's, or by `old_logp` the sampler's."""
+    def proximal(self, arrays: Any) -> Any:
+        """Returns the old log-probabilities of a Batch or a PolicyInputs, selected by the option `old_logp`."""
         return arrays.sampler_logp if self.old_logp == "sampler" else arrays.old_logp
 
     @property
     def controls(self) -> dict[str, float]:
-        """First values of `PolicyInputs.controls`."""
+        """Returns the first values of `PolicyInputs.controls`."""
         if self.entropy_target is None:
             return {}
         return {"entropy_coef": self.entropy_coef, "entropy_bonus_applied": 0.0}
 
     def controlled(self, controls: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
-        """The controls of the next update, from those and the metrics of this one. (TRL's adaptive entropy)"""
+        """Returns the controls of the next update from the controls and metrics of this one, as in TRL."""
         if self.entropy_target is None:
             return controls
         low = metrics["entropy"] <= self.entropy_target
@@ -180,18 +183,17 @@ class PolicyGradient(Sampled):
             "entropy_bonus_applied": float(low),
         }
 
-    def applied_entropy_coef(self, controls):
-        """The weight of the entropy bonus in this update."""
+    def applied_entropy_coef(self, controls: dict[str, Any] | None) -> Any:
+        """Returns the weight of the entropy bonus in this update."""
         if self.entropy_target is None:
             return self.entropy_coef
         controls = self.controls if controls is None else controls
         return controls["entropy_coef"] * controls["entropy_bonus_applied"]
 
-    def with_totals(self, inputs):
-        """`inputs` of a whole optimiser batch with its token, sequence and prompt counts, its entropy quantile and its mean
-        weight filled in.
+    def with_totals(self, inputs: Any) -> Any:
+        """Returns the `PolicyInputs` of a full optimiser batch with its counts, entropy quantile and mean weight.
 
-        Micro-batches cut from the result give losses, gradients and metrics that add up to those of the whole batch.
+        Losses, gradients and metrics of micro-batches cut from the result add up to the values of the full batch.
         """
         from rl.algorithms import _inputs, _losses
 
@@ -202,11 +204,11 @@ class PolicyGradient(Sampled):
         )
         return _losses.with_mean_weight(self, inputs) if self.correction_normalize else inputs
 
-    def loss(self, inputs):
-        """Loss and metrics of a `PolicyInputs`, as (float32 scalar, dict of float32 scalars).
+    def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns (loss, metrics) of a `PolicyInputs`: a float32 scalar and a dict of float32 scalars.
 
-        Losses, gradients and metrics of micro-batches add up (metrics by `reduce_metrics`) where the totals are given.
-        Raises ValueError where an input is absent that an option needs.
+        With totals, losses, gradients and metrics of micro-batches add up (metrics by `reduce_metrics`). Raises
+        ValueError if an input is absent that an option needs.
         """
         from rl.algorithms._losses import policy_loss
 
@@ -230,8 +232,8 @@ class Clipped(PolicyGradient):
     )
     ratio: Literal["token", "sequence", "sequence_token", "sequence_sum"] = Field(
         "token",
-        description="of what: the token; sequence: the mean log-ratio of the sequence (GSPO, arXiv:2507.18071), sequence_token: "
-        "its value with the gradient of the token's; sequence_sum: the sum (RLOO, arXiv:2402.14740)",
+        description="of what: the token; sequence: the mean log-ratio of the sequence (GSPO, arXiv:2507.18071), "
+        "sequence_token: its value with the gradient of the token's; sequence_sum: the sum (RLOO, arXiv:2402.14740)",
     )
 
     @model_validator(mode="after")
@@ -245,25 +247,33 @@ class Clipped(PolicyGradient):
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """Lower and upper bound of the ratio."""
+        """Returns the lower and the upper bound of the ratio."""
         return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
 
-    def per_token(self, tokens):
+    def per_token(self, tokens: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns (loss of each token, metrics)."""
         from rl.algorithms._losses import clipped
 
         return clipped(self, tokens)
 
 
+if TYPE_CHECKING:
+    _Mixin = PolicyGradient
+else:
+    _Mixin = object
+
+
 @algorithm_options()
-class KLReward:
-    """A KL penalty in the rewards, not in the loss: -kl_reward_coef (old_logp - ref_logp) for each token."""
+class KLReward(_Mixin):
+    """A mixin: a KL penalty in the rewards, not in the loss: -kl_reward_coef (old_logp - ref_logp) for each token."""
 
     kl_reward_coef: float = Field(0.05, ge=0, description="weight of the KL penalty in the rewards; 0: none")
     kl_target: float | None = Field(
         None,
         gt=0,
-        description="of kl/reward; kl_reward_coef is then a first value, multiplied after each step by 1 + e min(1, completions / "
-        "kl_horizon), where e is kl/reward over the target less 1, within -0.2 and 0.2 (arXiv:1909.08593); null: it stays",
+        description="of kl/reward; kl_reward_coef is then a first value, multiplied after each step by "
+        "1 + e min(1, completions / kl_horizon), where e is kl/reward over the target less 1, within -0.2 "
+        "and 0.2 (arXiv:1909.08593); null: it stays",
     )
     kl_horizon: int = Field(10000, ge=1, description="completions in which the coefficient changes by a fifth at most")
 
@@ -275,33 +285,39 @@ class KLReward:
 
     @property
     def controls(self) -> dict[str, float]:
+        """Returns the first values of the controls, and of the KL coefficient with a target."""
         return super().controls | ({} if self.kl_target is None else {_KL_COEF: self.kl_reward_coef})
 
     def controlled_by_step(
         self, controls: dict[str, float], metrics: dict[str, float], completions: int
     ) -> dict[str, float]:
+        """Returns the controls of the next step: the KL coefficient moves towards `kl_target`."""
         if self.kl_target is None:
             return controls
         error = min(max(metrics["kl/reward"] / self.kl_target - 1.0, -0.2), 0.2)
         return controls | {_KL_COEF: controls[_KL_COEF] * (1.0 + error * min(1.0, completions / self.kl_horizon))}
 
-    def at(self, controls: dict[str, float]):
+    def at(self: Self, controls: dict[str, float]) -> Self:
+        """Returns the algorithm with the KL coefficient of these controls."""
         return self if self.kl_target is None else dataclasses.replace(self, kl_reward_coef=controls[_KL_COEF])
 
     @property
     def inputs(self) -> frozenset[str]:
-        """The inputs of the loss, the KL of each token, and what that KL is computed from before the first update."""
+        """Returns the inputs of the loss, the KL of each token, and the log-probabilities it is computed from."""
         if not self.kl_reward_coef:
             return super().inputs | {"token_kl"}
         return super().inputs | {"token_kl", "ref_logp"} | ({"old_logp"} if self.old_logp == "trainer" else set())
 
-    def checked(self, token_kl) -> np.ndarray:
+    def checked(self, token_kl: ArrayLike | None) -> np.ndarray:
+        """Returns `token_kl` in float64. Raises ValueError if it is absent."""
         if token_kl is None:
             raise ValueError("kl_reward_coef takes off old_logp - ref_logp of each token: give `token_kl`")
         return np.asarray(token_kl, np.float64)
 
-    def with_kl(self, rewards, lengths, token_kl, mask) -> np.ndarray:
-        """float64[P,G]: rewards less the penalty of all tokens of the completion."""
+    def with_kl(
+        self, rewards: ArrayLike, lengths: ArrayLike | None, token_kl: ArrayLike | None, mask: ArrayLike | None
+    ) -> np.ndarray:
+        """Returns float64[P,G]: rewards minus the penalty of all tokens of the completion."""
         rewards_PG = np.asarray(rewards, np.float64)
         if not self.kl_reward_coef:
             return rewards_PG
@@ -310,8 +326,8 @@ class KLReward:
 
 
 @algorithm_options()
-class GroupRelative:
-    """Advantages from the other completions of the same prompt, without a critic."""
+class GroupRelative(_Mixin):
+    """A mixin: advantages from the other completions of the same prompt, without a critic."""
 
     scale: Literal["group", "batch", "none", "others"] = Field(
         "group",
@@ -320,8 +336,8 @@ class GroupRelative:
     std_eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
     combine: Literal["sum", "normalize_then_sum"] = Field(
         "sum",
-        description="several reward functions: by their weighted sum; or each first normalised in its group, then their weighted "
-        "sum over the batch (GDPO, arXiv:2601.05242)",
+        description="several reward functions: by their weighted sum; or each first normalised in its group, then "
+        "their weighted sum over the batch (GDPO, arXiv:2601.05242)",
     )
 
     @model_validator(mode="after")
@@ -334,12 +350,17 @@ class GroupRelative:
 
     @property
     def inputs(self) -> frozenset[str]:
-        """The inputs of the loss, and the scores of every reward function where they are normalised one by one."""
+        """Returns the inputs of the loss; the scores of each reward function if normalised separately."""
         return super().inputs | ({"each_reward"} if self.combine == "normalize_then_sum" else set())
 
-    def advantages(self, rewards, lengths=None, weights=None) -> np.ndarray:
-        """float[P,G] rewards, NaN: no score -> float[P,G], as `group_advantages` says; `lengths` plays no part. With `combine:
-        normalize_then_sum` they are float[P,G,F], with `weights` float[F] (None: 1 each)."""
+    def advantages(
+        self, rewards: ArrayLike, lengths: ArrayLike | None = None, weights: ArrayLike | None = None
+    ) -> np.ndarray:
+        """Returns float[P,G], as `group_advantages` does; `lengths` has no effect.
+
+        rewards: float[P,G], NaN: no score; with `combine: normalize_then_sum` float[P,G,F], and weights float[F] (None:
+        1 each).
+        """
         if self.combine == "normalize_then_sum":
             return combined_advantages(rewards, weights, self.std_eps)
         return group_advantages(rewards, self.scale, self.std_eps)

@@ -1,8 +1,8 @@
-"""What algorithms share that learn from sampled completions: options of the stage, and defaults of its interface."""
+"""Defines stage options and interface defaults of algorithms that learn from sampled completions."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -29,8 +29,8 @@ class Sampled:
     dynamic_batches: int = Field(
         0,
         ge=0,
-        description="generation batches at most, to fill a step with groups whose rewards differ; the others are dropped, "
-        "those too many kept for the next step (DAPO, arXiv:2503.14476); 0: every group is kept",
+        description="generation batches at most, to fill a step with groups whose rewards differ; the others are "
+        "dropped, those too many kept for the next step (DAPO, arXiv:2503.14476); 0: every group is kept",
     )
     dynamic_reward: str | None = Field(
         None, description="the reward function that has to differ; null: their weighted sum"
@@ -53,18 +53,22 @@ class Sampled:
     def controlled_by_step(
         self, controls: dict[str, float], metrics: dict[str, float], completions: int
     ) -> dict[str, float]:
-        """The controls of the next step, from those and the metrics of the advantages of this one."""
+        """Returns the controls of the next step, from the controls and the advantage metrics of this step."""
         return controls
 
     def at(self: Self, controls: dict[str, float]) -> Self:
-        """The algorithm whose `advantages` are those under these controls."""
+        """Returns the algorithm that computes `advantages` with these controls."""
         return self
 
-    def estimate(self, rewards, lengths, batch, **inputs) -> tuple[np.ndarray, np.ndarray | None, dict[str, float]]:
-        """Returns (advantages float[N] or float[N,T], returns that a critic learns or None, metrics) of the N = P G completions.
+    def estimate(
+        self, rewards: Any, lengths: Any, batch: Any, **inputs: Any
+    ) -> tuple[np.ndarray, np.ndarray | None, dict[str, float]]:
+        """Returns (advantages, returns that a critic learns or None, metrics) of the N = P G completions.
 
-        rewards: float[P,G]. lengths: int[P,G], tokens. batch: the Batch of all completions. inputs: what the providers of
-        rl/stages/inputs.py give for `advantages`.
+        Advantages are float[N] or float[N,T].
+
+        rewards: float[P,G]. lengths: int[P,G], tokens. batch: the Batch of all completions. inputs: arguments of
+        `advantages` from the providers of rl/stages/inputs.py.
         """
-        advantages = self.advantages(rewards, lengths, **inputs)
+        advantages = cast(Any, self).advantages(rewards, lengths, **inputs)
         return advantages.reshape(-1, *advantages.shape[2:]), None, {}

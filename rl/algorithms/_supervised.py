@@ -1,4 +1,4 @@
-"""What algorithms share that learn from a dataset and sample nothing."""
+"""Defines the defaults of algorithms that learn from a dataset and do not sample."""
 
 from __future__ import annotations
 

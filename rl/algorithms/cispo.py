@@ -1,10 +1,12 @@
-"""Clipped importance-sampling policy optimisation (MiniMax-M1, arXiv:2506.13585): the ratio is a clipped constant weight of the
-log-probability, so that tokens outside the clipping range keep a gradient. The defaults bound the weight above by 5 and not
-below, as in TRL and ScaleRL (arXiv:2510.13786)."""
+"""Clipped importance-sampling policy optimisation (MiniMax-M1, arXiv:2506.13585).
+
+The clipped ratio is a constant weight of the log-probability, so tokens outside the clipping range keep a gradient. By
+default the weight is at most 5 and has no lower bound, as in TRL and ScaleRL (arXiv:2510.13786).
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -21,7 +23,8 @@ class Algorithm(GroupRelative, PolicyGradient):
     epsilon: float = Field(1.0, ge=0, description="the weight is at least 1 - epsilon")
     epsilon_high: float = Field(4.0, ge=0, description="and at most 1 + epsilon_high")
 
-    def per_token(self, tokens):
+    def per_token(self, tokens: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns (loss of each token, metrics)."""
         import jax
         import jax.numpy as jnp
 

@@ -1,15 +1,17 @@
 """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) and losses of its kind.
 
-Of each pair, with sums over the tokens of an answer,
+The loss of a pair is a function of w and l, averaged over pairs:
 
-    w = sum(logp - ref_logp) of the chosen answer, l = that of the rejected one, z = beta (w - l)
+    w = sum(logp - ref_logp) over the tokens of the chosen answer
+    l = sum(logp - ref_logp) over the tokens of the rejected answer
+    z = beta (w - l)
 
-and the loss is a function of the two, averaged over pairs. No answers are sampled.
+No answers are sampled.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -64,17 +66,17 @@ class Algorithm(Supervised):
             raise ValueError("loss_type exo_pair takes the logarithm of label_smoothing: set it above 0, e.g. to 1e-3")
         return self
 
-    def with_totals(self, inputs):
-        """`inputs` of a whole optimiser batch with its counts filled in; see `PolicyGradient.with_totals`."""
+    def with_totals(self, inputs: Any) -> Any:
+        """Returns the `PolicyInputs` of an optimiser batch with its counts; see `PolicyGradient.with_totals`."""
         from rl.algorithms._pairs import with_totals
 
         return with_totals(inputs)
 
-    def loss(self, inputs):
-        """Mean over the pairs of the whole optimiser batch, and metrics; of `inputs` logp, ref_logp, mask and segments are needed.
+    def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns the mean over the pairs of the optimiser batch, and metrics.
 
-        In each row the odd segments are chosen answers, and each is followed by the rejected one of its pair.
-        Raises ValueError where one of them is absent.
+        In each row the odd segments are chosen answers, and the rejected answer of the pair follows. Raises ValueError
+        if logp, ref_logp or segments are absent.
         """
         from rl.algorithms._pairs import preference_loss
 

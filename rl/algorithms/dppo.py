@@ -1,11 +1,13 @@
-"""Divergence proximal policy optimisation with the binary total variation (arXiv:2602.04879): a token that the advantage
-pushes further away than a difference of probabilities from the sampler's is left out, where PPO would bound the ratio. As in
-prime-rl: no standard deviation, the sampler's log-probabilities, and a small penalty on the squared log-ratio of every
-token."""
+"""Divergence proximal policy optimisation with the binary total variation (arXiv:2602.04879).
+
+PPO bounds the ratio of a token. DPPO masks a token if its probability has moved from the sampler probability by more
+than a limit, in the direction of its advantage. As in prime-rl, there is no standard deviation, the old
+log-probabilities are the sampler's, and the squared log-ratio of every token has a small penalty.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -15,8 +17,10 @@ from rl.algorithms._policy_gradient import GroupRelative, PolicyGradient
 
 @algorithm_options(defaults={"scale": "none", "old_logp": "sampler"})
 class Algorithm(GroupRelative, PolicyGradient):
-    """For each token -keep R A + penalty log(R)^2, where keep is 0 if A > 0 and p - p_old > delta_high, or A < 0 and p_old - p >
-    delta_low."""
+    """For each token -keep R A + penalty log(R)^2.
+
+    keep is 0 if A > 0 and p - p_old > delta_high, or if A < 0 and p_old - p > delta_low.
+    """
 
     name: ClassVar[str] = "dppo"
 
@@ -24,7 +28,8 @@ class Algorithm(GroupRelative, PolicyGradient):
     delta_high: float = Field(0.2, gt=0, le=1, description="and rise by so much where A > 0")
     penalty: float = Field(1e-3, ge=0, description="weight of the squared log-ratio")
 
-    def per_token(self, tokens):
+    def per_token(self, tokens: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns (loss of each token, metrics)."""
         import jax
         import jax.numpy as jnp
 

@@ -1,9 +1,12 @@
-"""Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673): the ratio of a sequence is the geometric mean of its
-tokens' ratios, each clipped before on the side that the advantage pushes to, so that single tokens move it little."""
+"""Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673).
+
+The ratio of a sequence is the geometric mean of its token ratios. Each token ratio is first clipped on the side that
+the advantage pushes to, so single tokens have little effect.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -20,7 +23,8 @@ class Algorithm(GroupRelative, PolicyGradient):
     epsilon: float = Field(0.4, ge=0, description="log-ratios are clipped below -epsilon where A <= 0")
     epsilon_high: float | None = Field(None, ge=0, description="and above epsilon_high where A > 0; null: epsilon")
 
-    def per_token(self, tokens):
+    def per_token(self, tokens: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns (loss of each token, metrics)."""
         import jax.numpy as jnp
 
         from rl.algorithms import _losses

@@ -1,6 +1,8 @@
-"""Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071): the ratio that is clipped is that of the sequence,
-to the power of one over its length. `ratio: sequence_token` is the paper's token form: the same ratio, but each token has the
-gradient of its own probability and advantage."""
+"""Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071).
+
+The loss clips the sequence ratio to the power of one over the length. `ratio: sequence_token` is the token form of the
+paper: the same ratio, but each token has the gradient of its own probability and advantage.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306): answers that are labelled good or bad, without pairs.
+"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306): single good and bad answers.
 
-With r the sum over the tokens of an answer of logp - ref_logp, and z the mean over the batch of the same sum for answers to other
-prompts, at least 0 and without a gradient,
+The loss of an answer is
 
     loss = desirable_weight   (1 - sigmoid(beta (r - z)))   for a good answer
            undesirable_weight (1 - sigmoid(beta (z - r)))   for a bad one
 
-averaged over answers. z estimates the KL between policy and reference. It is taken at the policy before the updates of the step.
+averaged over answers. r is the sum of logp - ref_logp over the tokens of an answer. z is the batch mean of the same sum
+for answers to other prompts, at least 0 and without a gradient: an estimate of the KL between policy and reference,
+taken before the updates of the step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Algorithm(Supervised):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Log-probabilities under the reference, and under the policy before the update for the estimate of the KL."""
+        """Returns the inputs: reference log-probabilities, and old ones for the estimate of the KL."""
         return frozenset({"ref_logp"} | ({"old_logp"} if self.loss_type == "kto" else set()))
 
     def with_totals(self, inputs: Any) -> Any:
@@ -57,8 +58,8 @@ class Algorithm(Supervised):
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
         """Returns the mean over the answers of the optimiser batch, and metrics.
 
-        `extra["label"]` is 1 on the tokens of good answers and 0 on others; `extra["kl"]` is the log-ratio of an answer to another
-        prompt at each token of the row. Raises ValueError where an input is absent.
+        `extra["label"]` is 1 on the tokens of good answers and 0 on others; `extra["kl"]` is the log-ratio of an answer
+        to another prompt at each token of the row. Raises ValueError where an input is absent.
         """
         import jax
         import jax.numpy as jnp

@@ -1,12 +1,15 @@
-"""Maximum-likelihood reinforcement learning (arXiv:2602.02710): centred rewards over the mean reward of the group, so that
-questions that are rarely solved weigh the most: the gradient approaches that of the log of the success rate. Rewards are at
-least 0."""
+"""Maximum-likelihood reinforcement learning (arXiv:2602.02710): centred rewards over the mean reward of the group.
+
+Rarely solved questions weigh the most: the gradient approaches the gradient of the log success rate. Rewards are at
+least 0.
+"""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import Field
 
 from rl.algorithms._advantages import centred, scored_mean
@@ -22,7 +25,7 @@ class Algorithm(Clipped):
 
     eps: float = Field(1e-6, gt=0, description="added to the mean")
 
-    def advantages(self, rewards, lengths=None) -> np.ndarray:
-        """float[P,G] rewards, NaN: no score -> float[P,G]; `lengths` plays no part. Equal rewards give exactly 0."""
+    def advantages(self, rewards: ArrayLike, lengths: ArrayLike | None = None) -> np.ndarray:
+        """Returns float[P,G] from float[P,G] rewards, NaN: no score. Equal rewards give 0; `lengths` has no effect."""
         advantages = centred(rewards)
         return (advantages / (scored_mean(rewards) + self.eps)).astype(advantages.dtype)

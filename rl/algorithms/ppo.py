@@ -8,9 +8,10 @@ completions weigh more in mean and deviation. With `lam_critic`, `lam_alpha` and
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import Field, model_validator
 
 from rl.algorithms._advantages import whiten
@@ -46,8 +47,8 @@ class Algorithm(KLReward, Clipped):
     value_init_std: float = Field(0.0, ge=0, description="standard deviation of the value head's first weights")
     critic_trunk: Literal["own", "policy"] = Field(
         "own",
-        description="what the value head stands on: a decoder of its own, which starts as the policy and learns; or the final "
-        "hidden states of the policy, which take no gradient from it: no second model in memory",
+        description="what the value head stands on: a decoder of its own, which starts as the policy and learns; or "
+        "the final hidden states of the policy, which take no gradient from it: no second model in memory",
     )
     critic_warmup: int = Field(0, ge=0, description="first steps in which only the critic learns")
 
@@ -68,23 +69,32 @@ class Algorithm(KLReward, Clipped):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """The inputs of the loss, what the KL penalty takes, values of a critic, and marks of correct completions."""
+        """Returns the inputs of the loss and the KL penalty, values of a critic, and marks of correct completions."""
         more = {"values", "correct"} if self.positive_nll_coef else {"values"}
         return (super().inputs - {"token_kl"}) | more
 
-    def estimate(self, rewards, lengths, batch, **inputs) -> tuple[np.ndarray, np.ndarray | None, dict[str, float]]:
+    def estimate(
+        self, rewards: Any, lengths: Any, batch: Any, **inputs: Any
+    ) -> tuple[np.ndarray, np.ndarray | None, dict[str, float]]:
         """Returns (advantages, returns, metrics) as `advantages_per_token` does, from the arrays of the batch."""
         arrays = batch.old_logp, batch.ref_logp, batch.old_values, batch.mask, batch.last_values
         return self.advantages_per_token(np.reshape(rewards, -1), *arrays)
 
-    def advantages_per_token(self, scores, old_logp, ref_logp, values, mask, last_values=None):
-        """Advantages and returns of each token, and metrics. On the host.
+    def advantages_per_token(
+        self,
+        scores: ArrayLike,
+        old_logp: ArrayLike | None,
+        ref_logp: ArrayLike | None,
+        values: ArrayLike,
+        mask: ArrayLike,
+        last_values: ArrayLike | None = None,
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+        """Returns (advantages, returns, metrics), float[N,T], on the host.
 
-        scores: float[N], not finite where a completion has no score: such a row takes no part, here gets zeros, and
-        belongs out of the mask of the losses too. old_logp, ref_logp (both unused and None without `kl_reward_coef`),
-        mask: [N,T]. values: [N,T], the value of the state *before* token t. last_values: float[N], that of the state after the
-        last token, 0 where the completion ended; unused without `bootstrap_truncated`. Returns (advantages, returns, metrics),
-        float[N,T].
+        scores: float[N]; a row without a finite score gets zeros, and the mask of the losses must exclude it. old_logp,
+        ref_logp: [N,T], unused without `kl_reward_coef`. mask: [N,T]. values: [N,T], value of the state *before* token
+        t. last_values: float[N], value of the state after the last token, 0 if the completion ended; unused without
+        `bootstrap_truncated`.
         """
         scores_N = np.asarray(scores, np.float64)
         scored_N = np.isfinite(scores_N)
@@ -103,14 +113,16 @@ class Algorithm(KLReward, Clipped):
             advantages_NT = whiten(advantages_NT, mask_NT)
         return advantages_NT, returns_NT, metrics
 
-    def _policy_lam(self, mask_NT):
-        """Lambda of the advantages: one, or float[N]."""
+    def _policy_lam(self, mask_NT: np.ndarray) -> Any:
+        """Returns lambda of the advantages: a scalar or float[N]."""
         if self.lam_alpha is None:
             return self.lam
         return np.clip(1.0 - 1.0 / (self.lam_alpha * np.maximum(mask_NT.sum(axis=1), 1)), 0.0, 1.0)
 
-    def _rewards(self, scores_N, old_logp, ref_logp, mask_NT) -> tuple[np.ndarray, dict[str, float]]:
-        """(reward of each token float64[N,T], metrics)."""
+    def _rewards(
+        self, scores_N: np.ndarray, old_logp: Any, ref_logp: Any, mask_NT: np.ndarray
+    ) -> tuple[np.ndarray, dict[str, float]]:
+        """Returns (reward of each token float64[N,T], metrics)."""
         rewards_NT, metrics = np.zeros(mask_NT.shape), {}
         if self.kl_reward_coef:
             if old_logp is None or ref_logp is None:
@@ -125,16 +137,18 @@ class Algorithm(KLReward, Clipped):
             rewards_NT = np.where(mask_NT, whiten(rewards_NT, mask_NT) + rewards_NT[mask_NT].mean(), 0.0)
         return rewards_NT, metrics
 
-    def correct(self, scores, mask) -> np.ndarray | None:
-        """float32[N,T]: 1 on the tokens of completions whose score is above `positive_above`; None where the loss has no use for
-        them."""
+    def correct(self, scores: ArrayLike, mask: ArrayLike) -> np.ndarray | None:
+        """Returns float32[N,T]: 1 on tokens of completions that score above `positive_above`.
+
+        Returns None if the loss does not use them.
+        """
         if not self.positive_nll_coef:
             return None
         above_N = np.nan_to_num(np.asarray(scores, np.float64), nan=-np.inf) > self.positive_above
         return ((np.asarray(mask) != 0) & above_N[:, None]).astype(np.float32)
 
-    def loss(self, inputs):
-        """That of `PolicyGradient`, and `positive_nll_coef` times the mean of -logp over `inputs.correct`."""
+    def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns the clipped loss plus `positive_nll_coef` times the mean of -logp over `inputs.correct`."""
         if not self.positive_nll_coef:
             return super().loss(inputs)
         if inputs.correct is None:
@@ -148,22 +162,29 @@ class Algorithm(KLReward, Clipped):
         nll = _losses.correct_nll(inputs)
         return loss + self.positive_nll_coef * nll, metrics | {"positive_nll": jax.lax.stop_gradient(nll)}
 
-    def value_loss(self, values, old_values, returns, inputs):
-        """The critic's share of a micro-batch: `inputs` is its PolicyInputs, of which mask and num_tokens are used.
+    def value_loss(self, values: Any, old_values: Any, returns: Any, inputs: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns the loss of the critic on a micro-batch, (scalar, metrics).
 
-        Returns (scalar, metrics); both add up over micro-batches as those of `loss` do.
+        Both add up over micro-batches. `inputs`: the PolicyInputs, of which mask and num_tokens are used.
         """
         from rl.algorithms import _losses
 
         return _losses.value_loss(values, old_values, returns, inputs, self.value_clip)
 
 
-def gae(rewards, values, mask, gamma: float, lam, last_values=None) -> tuple[np.ndarray, np.ndarray]:
-    """Generalised advantage estimates and returns (advantage + value) of each token, float[N,T]; 0 where `mask` is 0.
+def gae(
+    rewards: ArrayLike,
+    values: ArrayLike,
+    mask: ArrayLike,
+    gamma: float,
+    lam: Any,
+    last_values: ArrayLike | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (generalised advantage estimates, returns = advantage + value), float[N,T]; 0 where `mask` is 0.
 
-    values[:, t] is the value of the state before token t; after the last token it is last_values float[N], None: 0. `lam` is
-    one number, or float[N]. Where the mask is 0 (what a tool wrote) the recursion goes on unchanged, as if the token were not
-    there. Computed in float64; float32 stays float32.
+    values[:, t] is the value of the state before token t. last_values: float[N], after the last token; None: 0. lam: a
+    scalar or float[N]. The recursion skips tokens with mask 0, such as tool output. Computed in float64; float32 stays
+    float32.
     """
     rewards, values = np.asarray(rewards), np.asarray(values)
     dtype = np.result_type(rewards.dtype, values.dtype, np.float32)
@@ -182,8 +203,8 @@ def gae(rewards, values, mask, gamma: float, lam, last_values=None) -> tuple[np.
     return advantages_NT.astype(dtype), (advantages_NT + values_NT).astype(dtype)
 
 
-def value_metrics(values, returns, mask) -> dict[str, float]:
-    """How well the critic foresaw the returns: 1 - var(returns - values) / (var(returns) + 1e-5), and their mean."""
+def value_metrics(values: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> dict[str, float]:
+    """Returns the explained variance, 1 - var(returns - values) / (var(returns) + 1e-5), and the mean return."""
     mask = np.asarray(mask) != 0
     if not mask.any():
         return {"value/explained_variance": 0.0, "value/return_mean": 0.0}
@@ -192,17 +213,21 @@ def value_metrics(values, returns, mask) -> dict[str, float]:
     return {"value/explained_variance": float(explained), "value/return_mean": float(returns.mean())}
 
 
-def value_loss(values, old_values, returns, mask, clip: float | None):
-    """Half the token mean of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), a scalar. Arrays [N,T]."""
+def value_loss(values: Any, old_values: Any, returns: Any, mask: Any, clip: float | None) -> Any:
+    """Returns half the token mean of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), a scalar. Arrays
+    [N,T].
+    """
     return _value_loss(values, old_values, returns, mask, clip)[0]
 
 
-def value_clip_fraction(values, old_values, returns, mask, clip: float | None):
-    """Share of the tokens whose clipped error is the larger one in `value_loss`, a scalar."""
+def value_clip_fraction(values: Any, old_values: Any, returns: Any, mask: Any, clip: float | None) -> Any:
+    """Returns the share of tokens with the clipped error as the larger one in `value_loss`, a scalar."""
     return _value_loss(values, old_values, returns, mask, clip)[1]["value/clip_frac"]
 
 
-def _value_loss(values, old_values, returns, mask, clip):
+def _value_loss(
+    values: Any, old_values: Any, returns: Any, mask: Any, clip: float | None
+) -> tuple[Any, dict[str, Any]]:
     from rl.algorithms import _inputs, _losses
 
     return _losses.value_loss(values, old_values, returns, _inputs.PolicyInputs(mask=mask), clip)

@@ -1,12 +1,16 @@
-"""REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): no critic and no group; the return of a token, its completion's reward less
-the KL to the reference from there on, is normalised over all tokens of the batch, so that long completions weigh more in mean
-and deviation. With `baseline` the mean of the group is taken off first, and every token of a completion has one advantage."""
+"""REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): advantages without a critic and without a group.
+
+The return of a token is the reward of its completion minus the KL to the reference from that token on. It is normalised
+over all tokens of the batch, so long completions weigh more in mean and deviation. With `baseline` the mean of the
+group is subtracted first, and all tokens of a completion have one advantage.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import Field
 
 from rl.algorithms._advantages import centred, counted, precision, whiten
@@ -16,17 +20,25 @@ from rl.algorithms._policy_gradient import Clipped, KLReward
 
 @algorithm_options(defaults={"kl_reward_coef": 0.0})
 class Algorithm(KLReward, Clipped):
-    """Advantages of tokens, whitened over the batch, the clipped loss."""
+    """Token advantages, whitened over the batch, and the clipped loss."""
 
     name: ClassVar[str] = "reinforce_pp"
 
     baseline: bool = Field(False, description="rewards less the mean of their group (REINFORCE++-baseline)")
     gamma: float = Field(1.0, ge=0, le=1, description="discount of a reward one token later; with baseline: none")
 
-    def advantages(self, rewards, lengths=None, token_kl=None, mask=None) -> np.ndarray:
-        """float[P,G] rewards, NaN: no score -> float[P,G,T], 0 outside the mask, without a score and where all are equal.
-        `token_kl` float[P,G,T], old_logp - ref_logp: where `kl_reward_coef` is above 0; `mask` [P,G,T] says which tokens count,
-        None: the first `lengths` [P,G]."""
+    def advantages(
+        self,
+        rewards: ArrayLike,
+        lengths: ArrayLike | None = None,
+        token_kl: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+    ) -> np.ndarray:
+        """Returns float[P,G,T], 0 outside the mask, without a score and for equal returns.
+
+        rewards: float[P,G], NaN: no score. lengths: [P,G]. token_kl: float[P,G,T], old_logp - ref_logp, used if
+        `kl_reward_coef` is above 0. mask: [P,G,T], tokens that count; None: the first `lengths`.
+        """
         rewards_PG = np.asarray(rewards, np.float64)
         mask_PGT = counted(lengths, token_kl, mask) & np.isfinite(rewards_PG)[..., None]
         if self.baseline:
@@ -38,8 +50,8 @@ class Algorithm(KLReward, Clipped):
         dtype = precision(rewards)
         return whiten(np.where(mask_PGT, returns_PGT, 0.0), mask_PGT).astype(dtype)
 
-    def _returns(self, rewards_PG, token_kl, mask_PGT) -> np.ndarray:
-        """The discounted sum of what comes after each token; a token outside the mask is passed over."""
+    def _returns(self, rewards_PG: np.ndarray, token_kl: Any, mask_PGT: np.ndarray) -> np.ndarray:
+        """Returns the discounted return of each token; tokens outside the mask are skipped."""
         kl_PGT = (
             np.zeros(mask_PGT.shape) if not self.kl_reward_coef else np.where(mask_PGT, self.checked(token_kl), 0.0)
         )

@@ -1,10 +1,11 @@
-"""ReMax (Li et al. 2024, arXiv:2310.10505): the baseline of a completion is the reward of the greedy completion of its prompt."""
+"""ReMax (Li et al. 2024, arXiv:2310.10505): the baseline is the reward of the greedy completion of the prompt."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rl.algorithms._advantages import precision
 from rl.algorithms._options import algorithm_options
@@ -13,18 +14,23 @@ from rl.algorithms._policy_gradient import Clipped
 
 @algorithm_options()
 class Algorithm(Clipped):
-    """Advantages r - r(greedy), the clipped loss."""
+    """Advantages r - r(greedy), and the clipped loss."""
 
     name: ClassVar[str] = "remax"
 
     @property
     def inputs(self) -> frozenset[str]:
-        """The inputs of the loss, and the reward of a greedy completion of each prompt."""
+        """Returns the inputs of the loss, and the reward of a greedy completion of each prompt."""
         return super().inputs | {"greedy_reward"}
 
-    def advantages(self, rewards, lengths=None, greedy=None) -> np.ndarray:
-        """float[P,G] rewards and float[P] of the greedy completions, NaN: no score -> float[P,G]; `lengths` plays no part. Where
-        either has no score it is 0."""
+    def advantages(
+        self, rewards: ArrayLike, lengths: ArrayLike | None = None, greedy: ArrayLike | None = None
+    ) -> np.ndarray:
+        """Returns float[P,G]: reward minus greedy reward, 0 if one of them has no score; `lengths` has no effect.
+
+        rewards: float[P,G], NaN: no score. greedy: float[P], rewards of the greedy completions. Raises ValueError
+        without `greedy`.
+        """
         if greedy is None:
             raise ValueError("remax compares with greedy completions: give their rewards as `greedy`")
         rewards = np.asarray(rewards)

@@ -1,14 +1,14 @@
 """A reward model: scores whose differences say which of two answers is preferred (Bradley-Terry; Ouyang et al. 2022,
 arXiv:2203.02155, eq. 1).
 
-Of each pair, with c and r the scores of the chosen and the rejected answer, -log sigmoid(c - r - margin), averaged over pairs. A
-score is a linear function, without a bias, of the final hidden state of the last token. What learns is a copy of the policy with
-such a head; the policy stays as it is.
+The loss of a pair is -log sigmoid(c - r - margin), averaged over pairs, where c and r are the scores of the chosen and
+the rejected answer. A score is a linear function, without a bias, of the final hidden state of the last token. A copy
+of the policy with such a head is trained; the policy does not change.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -28,15 +28,17 @@ class Algorithm(Supervised):
     )
     score_init_std: float = Field(0.02, ge=0, description="standard deviation of the score head's first weights")
 
-    def with_totals(self, inputs):
-        """`inputs` of a whole optimiser batch with its counts filled in; see `PolicyGradient.with_totals`."""
+    def with_totals(self, inputs: Any) -> Any:
+        """Returns the `PolicyInputs` of an optimiser batch with its counts; see `PolicyGradient.with_totals`."""
         from rl.algorithms._pairs import with_totals
 
         return with_totals(inputs)
 
-    def loss(self, inputs):
-        """Mean over the pairs of the whole optimiser batch, and metrics; of `inputs` scores and segments are needed, and margin
-        where there is one. Rows are as in `dpo`. Raises ValueError where one of them is absent."""
+    def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns the mean over the pairs of the optimiser batch, and metrics.
+
+        Rows are as in `dpo`. `margin` is optional. Raises ValueError if scores or segments are absent.
+        """
         from rl.algorithms._pairs import ranking_loss
 
         return ranking_loss(self, inputs)

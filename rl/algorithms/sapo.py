@@ -1,9 +1,11 @@
-"""Soft adaptive policy optimisation (Gao et al. 2025, arXiv:2511.20347): a smooth gate of the ratio in the place of clipping,
-narrower for what is to become less likely."""
+"""Soft adaptive policy optimisation (Gao et al. 2025, arXiv:2511.20347).
+
+A smooth gate of the ratio replaces clipping. The gate is narrower for tokens with a negative advantage.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -20,7 +22,8 @@ class Algorithm(GroupRelative, PolicyGradient):
     tau_pos: float = Field(1.0, gt=0, description="tau where A > 0")
     tau_neg: float = Field(1.05, gt=0, description="tau elsewhere")
 
-    def per_token(self, tokens):
+    def per_token(self, tokens: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns (loss of each token, metrics)."""
         import jax
         import jax.numpy as jnp
 

@@ -1,10 +1,13 @@
-"""Variational sequence-level soft policy optimisation (arXiv:2602.10693): the log-probability weighted by a smooth function of
-the sequence's ratio, which is largest at 1 and falls off on both sides."""
+"""Variational sequence-level soft policy optimisation (arXiv:2602.10693).
+
+A smooth function of the sequence ratio weighs the log-probability. It is largest at ratio 1 and falls off on both
+sides.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -16,8 +19,10 @@ _LEAST = math.log(1e-8)
 
 @algorithm_options()
 class Algorithm(GroupRelative, PolicyGradient):
-    """For each token -phi A logp, phi = exp(lambda + k log w - lambda w) a constant and w the product of the sequence's ratios.
-    A sampler correction is a factor of w."""
+    """For each token -phi A logp, where phi = exp(lambda + k log w - lambda w) is a constant.
+
+    w is the product of the token ratios of the sequence. A sampler correction is a factor of w.
+    """
 
     name: ClassVar[str] = "vespo"
     corrects_itself: ClassVar[bool] = True
@@ -27,7 +32,8 @@ class Algorithm(GroupRelative, PolicyGradient):
     lambda_pos: float = Field(3.0, ge=1e-4, description="lambda where A >= 0")
     lambda_neg: float = Field(2.0, ge=1e-4, description="lambda elsewhere")
 
-    def per_token(self, tokens):
+    def per_token(self, tokens: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns (loss of each token, metrics)."""
         import jax
         import jax.numpy as jnp
 
@@ -36,8 +42,8 @@ class Algorithm(GroupRelative, PolicyGradient):
         log_w_NS = tokens.sequences.sum(_losses.clamp(tokens.log_ratio))
         if tokens.sampler is not None and "sampler_logp" in self.inputs:
             log_weight = jnp.log(jnp.maximum(_losses.correction(self, tokens)[0], math.exp(_LEAST)))
-            whole = (self.correction or "").startswith("sequence") and self.rejection is None
-            log_w_NS += tokens.sequences.mean(log_weight) if whole else tokens.sequences.sum(log_weight)
+            per_sequence = (self.correction or "").startswith("sequence") and self.rejection is None
+            log_w_NS += tokens.sequences.mean(log_weight) if per_sequence else tokens.sequences.sum(log_weight)
         log_w = tokens.sequences.spread(jnp.clip(log_w_NS, _LEAST, _losses.MAX_LOG_RATIO))
         positive = tokens.advantages >= 0
         k, scale = jnp.where(positive, self.k_pos, self.k_neg), jnp.where(positive, self.lambda_pos, self.lambda_neg)
