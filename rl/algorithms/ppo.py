@@ -165,7 +165,7 @@ class Algorithm(KLReward, Clipped):
     def value_loss(self, values: Any, old_values: Any, returns: Any, inputs: Any) -> tuple[Any, dict[str, Any]]:
         """Returns the loss of the critic on a micro-batch, (scalar, metrics).
 
-        Both add up over micro-batches. `inputs`: the PolicyInputs, of which mask and num_tokens are used.
+        Both add up over micro-batches. `inputs`: a PolicyInputs; only mask and num_tokens are used.
         """
         from rl.algorithms import _losses
 
