@@ -1,23 +1,24 @@
 """The algorithms of a run: every file in this folder without a leading underscore is one.
 
-An algorithm file defines the frozen dataclass `Algorithm`. Its fields are its YAML keys, and it says
+An algorithm file defines the frozen dataclass `Algorithm`. Its fields are its YAML keys. It defines
 
-    stage                               the kind of stage that runs it: a file of rl/stages/ inputs, repeated_inputs
-    names of rl/stages/inputs.py that the stage provides; the second: further inputs if
-                                        a step makes several updates
+    stage                               the kind of stage that runs it: a file of rl/stages/
+    inputs, repeated_inputs             names of rl/stages/inputs.py that the stage provides; the second: further inputs
+                                        if a step makes several updates
     proximal(Batch or PolicyInputs)     which log-probabilities are the old ones, with rollouts
-    controls, controlled(...)           scalars that it moves from update to update, given back as PolicyInputs.controls
-    controlled_by_step(...), at(controls)    and those that it moves from step to step; itself under them, on the host
+    controls, controlled(...)           scalars that it changes after each update, passed as PolicyInputs.controls
+    controlled_by_step(...), at(controls)
+                                        scalars that it changes after each step; the algorithm with them, on the host
     with_totals(PolicyInputs)           the full optimiser batch with its counts, before it is cut into micro-batches
     loss(PolicyInputs)                  device: (scalar, metrics), differentiable in logp and entropy
-    per_token(Tokens)                   device: (loss of each token, metrics), where it is a `PolicyGradient`
-    advantages(rewards, lengths)        host, with rollouts: float[P,G], NaN where there is no score -> float[P,G], or
+    per_token(Tokens)                   device: (loss of each token, metrics), for a `PolicyGradient`
+    advantages(rewards, lengths)        host, with rollouts: float[P,G], NaN: no score -> float[P,G], or
                                         float[P,G,T] of tokens; further inputs come by name
     estimate(rewards, lengths, batch)   host: (advantages, returns or None, metrics); calls `advantages` by default
     value_loss(...), correct(...), critic_trunk, critic_warmup, value_init_std
                                         with a critic; see `ppo`
 
-so that the trainer knows none of them by name. Nothing here imports jax before `PolicyInputs` or a loss is asked for:
+The trainer knows no algorithm by name. Nothing here imports jax before `PolicyInputs` or a loss is asked for:
 `get` also serves the check of a configuration.
 """
 

@@ -99,11 +99,11 @@ def whiten(values: ArrayLike, mask: ArrayLike) -> np.ndarray:
 
     Other tokens, a single token and equal values give 0.
     """
-    values, mask = np.asarray(values), np.asarray(mask) != 0
-    chosen = values[mask].astype(np.float64)
+    values, chosen_tokens = np.asarray(values), np.asarray(mask) != 0
+    chosen = values[chosen_tokens].astype(np.float64)
     whitened = np.zeros(values.shape, values.dtype)
     if chosen.size > 1 and np.ptp(chosen) > 0:
-        whitened[mask] = (chosen - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)
+        whitened[chosen_tokens] = (chosen - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)
     return whitened
 
 

@@ -22,36 +22,30 @@ class PolicyInputs:
     static.
     """
 
-    mask: jax.Array  # [N,T] 1 where the token is trained on: not on prompts, padding and what tools wrote
+    mask: jax.Array  # [N,T] 1 on trained tokens: not on prompts, padding and tool output
     logp: jax.Array | None = None  # float32[N,T] log-probability of token t under the policy, with gradient
     old_logp: jax.Array | None = None  # before the first update of this batch; None: equal to logp
-    sampler_logp: jax.Array | None = None  # as the generator gave them
-    ref_logp: jax.Array | None = None  # of the reference model
-    entropy: jax.Array | None = None  # of the distribution that token t was drawn from, with gradient
+    sampler_logp: jax.Array | None = None  # from the generator
+    ref_logp: jax.Array | None = None  # from the reference model
+    entropy: jax.Array | None = None  # entropy of the distribution of token t, with gradient
     advantages: jax.Array | None = None  # [N] or [N,T]
-    scores: jax.Array | None = None  # of the sequence up to and with token t, by a reward model, with gradient
-    margin: jax.Array | None = (
-        None  # of pairs, by how much the scores are to differ; read at the last token of an answer
-    )
+    scores: jax.Array | None = None  # reward-model score up to and including token t, with gradient
+    margin: jax.Array | None = None  # score difference that a pair should have, read at the last token of an answer
     extra: dict[str, jax.Array] | None = None  # [N,T] further numbers of the data, by name
     segments: jax.Array | None = None  # int[N,T] in 0..T: sequence within the row, 0 is padding; None: one a row
-    prompt: jax.Array | None = (
-        None  # int[N], or [N,T] of packed rows: number of the prompt (the group); -1: only fills up
-    )
+    prompt: jax.Array | None = None  # int[N], or [N,T] for packed rows: number of the prompt (the group); -1: padding
     num_tokens: jax.Array | None = None  # scalar: sum of mask over the optimiser batch; None: counted here
     num_sequences: jax.Array | None = None  # scalar
     num_prompts: jax.Array | None = None  # scalar
-    chosen_tokens: jax.Array | None = None  # scalar: of pairs, sum of mask over the chosen answers
+    chosen_tokens: jax.Array | None = None  # scalar: sum of mask over the chosen answers of pairs
     prompt_tokens: jax.Array | None = None  # [N] or [N,T]: sum of mask over all completions of the prompt
     correct: jax.Array | None = None  # [N] or [N,T]: 1 on completions that are correct, for a loss that imitates them
-    num_correct: jax.Array | None = None  # scalar: sum of mask over those of the optimiser batch
+    num_correct: jax.Array | None = None  # scalar: sum of mask over the correct completions of the optimiser batch
     mean_weight: jax.Array | None = (
-        None  # scalar: mean weight of the sampler correction over the tokens of the optimiser batch
+        None  # scalar: mean sampler-correction weight over the tokens of the optimiser batch
     )
-    entropy_threshold: jax.Array | None = None  # scalar: quantile of the batch's entropies for `top_entropy`
-    controls: dict[str, jax.Array] | None = (
-        None  # scalars that the algorithm moves from update to update, by its `controlled`
-    )
+    entropy_threshold: jax.Array | None = None  # scalar: entropy quantile of the batch, for `top_entropy`
+    controls: dict[str, jax.Array] | None = None  # scalars that `controlled` of the algorithm changes after each update
     max_length: int | None = dataclasses.field(default=None, metadata={"static": True})  # largest completion, tokens
 
 

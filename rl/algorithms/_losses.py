@@ -62,7 +62,7 @@ def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str
     if options.off_policy_delta is not None:
         per_token = jnp.where(_off_policy(options, tokens), 0.0, per_token)
     if options.top_entropy is not None:
-        assert tokens.entropy is not None  # `_check_inputs` asks for it
+        assert tokens.entropy is not None and inputs.entropy_threshold is not None  # counted by `with_totals`
         per_token = jnp.where(tokens.entropy >= inputs.entropy_threshold, per_token, 0.0)
     if tokens.sampler is not None:
         weight, sampler_metrics = correction(options, tokens)
@@ -301,6 +301,7 @@ def correction(options: Any, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.A
     ratio = jnp.exp(clamp(difference))
     weight, outside = _bounded_weight(options, tokens, difference)
     if options.correction_normalize:
+        assert tokens.inputs.mean_weight is not None  # counted by `with_totals`
         weight = weight / jnp.maximum(tokens.inputs.mean_weight, jnp.finfo(jnp.float32).tiny)
     mean, square = tokens.mean(ratio), tokens.mean(ratio**2)
     metrics = {

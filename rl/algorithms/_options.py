@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, cast, dataclass_transform
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -35,6 +35,6 @@ def algorithm_options(*, defaults: dict[str, Any] | None = None) -> Callable[[ty
             }
             cls.__annotations__[name] = info.annotation
             setattr(cls, name, Field(default, description=info.description, **bounds))
-        return _options(cls)
+        return cast(type[T], _options(cls))
 
     return declare

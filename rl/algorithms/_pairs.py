@@ -200,6 +200,7 @@ def ranking_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[st
         raise ValueError("PolicyInputs.scores is missing: a score after each token")
     inputs = with_totals(inputs)
     pairs = Pairs(inputs)
+    assert inputs.scores is not None
     chosen, rejected = pairs.last(inputs.scores)
     margin = 0.0 if inputs.margin is None else jax.lax.stop_gradient(pairs.last(inputs.margin)[0])
     loss = pairs.mean(-log_sigmoid(chosen - rejected - margin), inputs)

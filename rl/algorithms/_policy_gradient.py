@@ -6,7 +6,7 @@ Shapes: P prompts, G completions of one prompt (the group). Host code, numpy onl
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from rl.algorithms._advantages import combined_advantages, counted, group_advantages
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._sampled import Sampled, Self
+from rl.algorithms._sampled import Sampled
 
 _KL_COEF = "kl/coef"
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"]
@@ -297,7 +297,7 @@ class KLReward(_Mixin):
         error = min(max(metrics["kl/reward"] / self.kl_target - 1.0, -0.2), 0.2)
         return controls | {_KL_COEF: controls[_KL_COEF] * (1.0 + error * min(1.0, completions / self.kl_horizon))}
 
-    def at(self: Self, controls: dict[str, float]) -> Self:
+    def at(self, controls: dict[str, float]) -> Self:
         """Returns the algorithm with the KL coefficient of these controls."""
         return self if self.kl_target is None else dataclasses.replace(self, kl_reward_coef=controls[_KL_COEF])
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from rl.algorithms._options import algorithm_options
-
-Self = TypeVar("Self", bound="Sampled")
 
 
 @algorithm_options()
@@ -56,7 +54,7 @@ class Sampled:
         """Returns the controls of the next step, from the controls and the advantage metrics of this step."""
         return controls
 
-    def at(self: Self, controls: dict[str, float]) -> Self:
+    def at(self, controls: dict[str, float]) -> Self:
         """Returns the algorithm that computes `advantages` with these controls."""
         return self
 

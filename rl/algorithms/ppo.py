@@ -165,7 +165,7 @@ class Algorithm(KLReward, Clipped):
     def value_loss(self, values: Any, old_values: Any, returns: Any, inputs: Any) -> tuple[Any, dict[str, Any]]:
         """Returns the loss of the critic on a micro-batch, (scalar, metrics).
 
-        Both add up over micro-batches. `inputs`: the PolicyInputs, of which mask and num_tokens are used.
+        Both add up over micro-batches. `inputs`: a PolicyInputs; only mask and num_tokens are used.
         """
         from rl.algorithms import _losses
 
@@ -205,12 +205,12 @@ def gae(
 
 def value_metrics(values: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> dict[str, float]:
     """Returns the explained variance, 1 - var(returns - values) / (var(returns) + 1e-5), and the mean return."""
-    mask = np.asarray(mask) != 0
-    if not mask.any():
+    chosen = np.asarray(mask) != 0
+    if not chosen.any():
         return {"value/explained_variance": 0.0, "value/return_mean": 0.0}
-    values, returns = np.asarray(values, np.float64)[mask], np.asarray(returns, np.float64)[mask]
-    explained = 1.0 - (returns - values).var() / (returns.var() + 1e-5)
-    return {"value/explained_variance": float(explained), "value/return_mean": float(returns.mean())}
+    predicted, target = np.asarray(values, np.float64)[chosen], np.asarray(returns, np.float64)[chosen]
+    explained = 1.0 - (target - predicted).var() / (target.var() + 1e-5)
+    return {"value/explained_variance": float(explained), "value/return_mean": float(target.mean())}
 
 
 def value_loss(values: Any, old_values: Any, returns: Any, mask: Any, clip: float | None) -> Any:

@@ -30,7 +30,7 @@ OF_TOKENS = (
     "returns",
     "correct",
 )
-"""What a batch may hold for each token."""
+"""The arrays of a batch that have one value per token."""
 
 
 @dataclass(frozen=True)

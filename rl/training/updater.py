@@ -94,11 +94,14 @@ class OptimizerStep:
         """Defines the update.
 
         Args:
-          owner: what the weights belong to. loss: (params, micro, totals) -> (scalar, metrics, Aux, gradient of the
-          value head). Micro-batches are summed. options: settings of AdamW. stage: settings of the stage. seed: seed of
-          the run, for dropout. head: update of a value head on the states that `loss` computes. The head may learn in
-          the same program: `loss`
-            then reads it from `params`, returns its gradient (None without a head) and reports its loss as value/loss.
+          owner: the model that the weights belong to.
+          loss: (params, micro, totals) -> (scalar, metrics, Aux, gradient of the value head). Micro-batches are summed.
+          options: settings of AdamW.
+          stage: settings of the stage.
+          seed: seed of the run, for dropout.
+          head: update of a value head on the states that `loss` computes. The head may learn in the same program:
+            `loss` then reads it from `params`, returns its gradient (None without a head) and reports its loss as
+            value/loss.
         """
         self.owner, self._loss, self._options, self._stage, self.head = owner, loss, options, stage, head
         self._learned = learned(owner.axes, owner.runtime)
