@@ -233,7 +233,7 @@ class OptimizerStep:
         trained, still = self._split(learner.params)
         squares = to_device(joined(by_place(_squares, self.owner.tables, grads)))
         inside = gradient_norms(squares) if self._internals else {}
-        factors, norm, norms = self._clipping(squares)
+        factors, norm, norms = _clipping(squares, self._options.clip_norm, detach=detach)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         # With a gradient of 0, as from equal rewards, the moments of earlier updates move no weights.
         good = finite & (sum(squares.values()) > 0)
@@ -250,25 +250,6 @@ class OptimizerStep:
             "optim/skipped": 1.0 - finite,
         }
         return ParamState(joined(weights) | kept, joined(states)), metrics | inside | norms | load_metrics(routing)
-
-    def _clipping(self, squares: dict[str, jax.Array]) -> tuple[dict, jax.Array, dict]:
-        """Returns (factor of each gradient, norm before clipping, metrics) from the sums of squares by path.
-
-        Prediction modules with `detach` are clipped by their own norm, so that they do not shorten the steps of the
-        policy.
-        """
-        limit, mtp, metrics = self._options.clip_norm, self._stage.mtp, {}
-        modules = [path for path in squares if path.startswith(MODULES)]
-        apart = modules if mtp and mtp.detach else []
-        norm = _length([square for path, square in squares.items() if path not in apart])
-        norms = dict.fromkeys(squares, norm)
-        if modules:
-            metrics["mtp/grad_norm"] = _length([squares[path] for path in modules])
-            norms |= dict.fromkeys(apart, metrics["mtp/grad_norm"])
-        factors = {
-            path: 1.0 if limit is None else jnp.minimum(1.0, limit / (each + 1e-6)) for path, each in norms.items()
-        }
-        return factors, norm, metrics
 
     def _stepped(self, grads, factors, state, weights, good):
         """Returns (weights, optimizer state, norm of the change) after a step. Host-memory tables are stepped there."""
@@ -332,6 +313,28 @@ class OptimizerStep:
             metrics |= activation_metrics(inside, batch.segments.reshape(M, R, -1), self._graph.config)
         head_gradient, routing = jax.tree.map(lambda a: a.sum(axis=0), (head_gradients, routing))
         return grads | slopes, head_gradient, loss.sum(), metrics, routing
+
+
+def _clipping(
+    squares: dict[str, jax.Array], limit: float | None, *, detach: bool
+) -> tuple[dict, jax.Array, dict]:
+    """Returns (factor of each gradient, norm before clipping, metrics) from the sums of squares by path.
+
+    With `detach`, prediction modules are clipped by their own norm, so that they do not shorten the steps of the
+    policy.
+    """
+    metrics: dict[str, jax.Array] = {}
+    modules = [path for path in squares if path.startswith(MODULES)]
+    apart = modules if detach else []
+    norm = _length([square for path, square in squares.items() if path not in apart])
+    norms = dict.fromkeys(squares, norm)
+    if modules:
+        metrics["mtp/grad_norm"] = _length([squares[path] for path in modules])
+        norms |= dict.fromkeys(apart, metrics["mtp/grad_norm"])
+    factors = {
+        path: 1.0 if limit is None else jnp.minimum(1.0, limit / (each + 1e-6)) for path, each in norms.items()
+    }
+    return factors, norm, metrics
 
 
 def updates_made(learner: ParamState) -> jax.Array:
