@@ -233,6 +233,8 @@ class OptimizerStep:
         trained, still = self._split(learner.params)
         squares = to_device(joined(by_place(_squares, self.owner.tables, grads)))
         inside = gradient_norms(squares) if self._internals else {}
+        mtp = self._stage.mtp
+        detach = mtp is not None and mtp.detach
         factors, norm, norms = _clipping(squares, self._options.clip_norm, detach=detach)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         # With a gradient of 0, as from equal rewards, the moments of earlier updates move no weights.
@@ -315,9 +317,7 @@ class OptimizerStep:
         return grads | slopes, head_gradient, loss.sum(), metrics, routing
 
 
-def _clipping(
-    squares: dict[str, jax.Array], limit: float | None, *, detach: bool
-) -> tuple[dict, jax.Array, dict]:
+def _clipping(squares: dict[str, jax.Array], limit: float | None, *, detach: bool) -> tuple[dict, jax.Array, dict]:
     """Returns (factor of each gradient, norm before clipping, metrics) from the sums of squares by path.
 
     With `detach`, prediction modules are clipped by their own norm, so that they do not shorten the steps of the
@@ -331,9 +331,7 @@ def _clipping(
     if modules:
         metrics["mtp/grad_norm"] = _length([squares[path] for path in modules])
         norms |= dict.fromkeys(apart, metrics["mtp/grad_norm"])
-    factors = {
-        path: 1.0 if limit is None else jnp.minimum(1.0, limit / (each + 1e-6)) for path, each in norms.items()
-    }
+    factors = {path: 1.0 if limit is None else jnp.minimum(1.0, limit / (each + 1e-6)) for path, each in norms.items()}
     return factors, norm, metrics
 
 

@@ -124,7 +124,8 @@ def test_a_run_that_is_cut_off_in_it_goes_on_to_the_same_bits(finished, tmp_path
 
 def test_a_pair_is_read_up_to_the_last_token_that_a_completion_would_have(tmp_path):
     """Templates write white space behind the end of a turn; no completion has it, and no score is read there."""
-    template = "{% for m in messages %}{{ m.role[0] + m.content + '<eos>\\n' }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    turns = "{% for m in messages %}{{ m.role[0] + m.content + '<eos>\\n' }}{% endfor %}"
+    template = turns + "{% if add_generation_prompt %}a{% endif %}"
     (tmp_path / "template.jinja").write_text(template)
     talk = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2"), ("user", "3"))]
     answers = [[{"role": "assistant", "content": text}] for text in ("four", "5")]

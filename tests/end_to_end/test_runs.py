@@ -14,6 +14,7 @@ import pytest
 from oracles import configuration, random_model
 
 import policy
+import rl.stages
 from policy import families
 from rl.data.tasks import arithmetic
 from rl.reporting import events
@@ -117,12 +118,10 @@ def test_the_export_holds_the_last_weights_and_the_tokenizer(uninterrupted, tmp_
 
     model = policy.load(uninterrupted / "export")
     config = load([uninterrupted])
-    stage = config.stages[-1]
-    import rl.algorithms
-
-    algorithm = rl.algorithms.get(stage.algorithm.name, **stage.algorithm.model_extra)
+    stage = rl.stages.create(config)[-1]
+    stage.bind(model.graph)
     checkpoints = Checkpoints(uninterrupted / "checkpoints", 2)
-    number, state, host = checkpoints.restore(Trainer(model.graph, stage, algorithm).abstract())
+    number, state, host = checkpoints.restore(stage.abstract())
     checkpoints.close()
     progress = {"prompts": 16, "version": 3 + 3 * 2 + 2, "drawn": 4, "carried": [], "controls": {}}
     assert (number, host) == (9, {"stage": 2, "step": 1, "ended": True, "progress": progress})

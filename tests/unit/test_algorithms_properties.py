@@ -66,7 +66,7 @@ def cases():
     some, of_clipped = itertools.cycle(OPTIONS), itertools.cycle(OF_CLIPPED)
     for name in known:
         algorithm = rl.algorithms.get(name)
-        if name != "sft":
+        if hasattr(algorithm, "aggregation") and hasattr(algorithm, "rejection"):
             options = OPTIONS[3] if algorithm.corrects_itself else next(some)  # such a correction takes no mean
             result.append(
                 (

@@ -39,9 +39,10 @@ def test_the_kernel_is_the_portable_form(case, monkeypatch):
     monkeypatch.setattr(flash_attention, "BLOCK", 256)
     options = dict(CASES[case])
     (H, K, D, V), segments = options.pop("heads"), packed([[130, 1, 90], [T]])
+    # Scores up to about 5: the rounding of an exponential grows with its score, differently on each CPU.
     q, k, v, given = (
-        2 * jax.random.normal(jax.random.key(i), (2, heads, T, dim)) / np.sqrt(np.sqrt(dim))
-        for i, (heads, dim) in enumerate([(H, D), (K, D), (K, V), (H, V)])
+        scale * jax.random.normal(jax.random.key(i), (2, heads, T, dim)) / np.sqrt(np.sqrt(dim))
+        for i, (heads, dim, scale) in enumerate([(H, D, 1), (K, D, 1), (K, V, 2), (H, V, 2)])
     )
     sinks = jax.random.normal(jax.random.key(9), (H,)) if options.pop("sinks", False) else None
     step, seen = make_step(segments, segments=segments), (segments != 0)[:, None, :, None]
