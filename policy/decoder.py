@@ -54,8 +54,8 @@ class LayerStack(nnx.Module):
         x_BTE = batch_split.split(x_BTE, runtime) if split else x_BTE
 
         def repeat(x, part, one, r, index):
-            """Computes repeat number `r` of the pattern; `part` holds the cache arrays of one or all repeats, its own
-            at `index`."""
+            """Computes repeat number `r` of the pattern. `part` holds the cache arrays of one or all repeats; this
+            repeat's are at `index`."""
             outputs, arrays = [], []
             for i, layer in enumerate(nnx.merge(graph, fetch_layer(one, runtime))):
                 view = None if part is None else LayerCache.of(part[i], index, step, runtime.layout)
@@ -100,8 +100,8 @@ class LayerStack(nnx.Module):
 
 
 def _decode_rotations(step: Step, runtime: Runtime) -> Step:
-    """Constrains the rotation tables of `step` by `decoded`. Called before the loop over layers and inside it, so that
-    they are sent once."""
+    """Constrains the rotary tables of `step` to the rows of the activations (sharding.decoded). It runs before the loop
+    over layers and inside it, so that the devices exchange the tables once."""
     return replace(step, rotations=jax.tree.map(lambda a: decoded(a, step, runtime.layout), step.rotations))
 
 
@@ -154,8 +154,8 @@ def _read_rows(table, axes: tuple[str | None, str], index_BT: jax.Array, layout:
 
 
 def _shared(tokens_BT: jax.Array, width, layout: ShardingLayout) -> PartitionSpec:
-    """Returns the sharding of tokens over the axes that do not cut the width of a table, such as `data`, whose devices
-    have copies of it."""
+    """Returns the sharding of tokens over the mesh axes that do not shard the width of the table, such as `data`. The
+    table is replicated over these axes."""
     tokens = layout.spec(("batch", "length"), tokens_BT.shape)
     return PartitionSpec(
         *(tuple(axis for axis in axes_of(dim) if axis not in axes_of(width)) or None for dim in tokens)

@@ -29,7 +29,7 @@ class Generator:
 
     A token's draw depends only on (seed, prompt id, sample index, position), so neither the other prompts of a call
     nor the number of slots changes a completion. The generator reads the weights from `model.params` at every
-    dispatch. Copies of them (`weights`) are made again when they have changed (rollout/engine/weights.py).
+    dispatch. It renews its copies (`weights`) when the weights have changed (rollout/engine/weights.py).
 
     engine: runs the requests. verifier: checks their tokens, under GeneratorOptions.exact.
     """
@@ -137,7 +137,7 @@ class Generator:
                 self.cancel(request)
 
     def submit(self, request: Request) -> Request:
-        """Adds a request to the queue. `step` runs it until its `finish` says how it ended. Raises ValueError if it
+        """Adds a request to the queue. Repeated calls of `step` run it until `finish` is set. Raises ValueError if it
         cannot run: see Engine.check."""
         self.engine.check(request)
         self._queue.add([request])
@@ -151,13 +151,12 @@ class Generator:
             self.verifier.remove(request)
 
     def forget(self) -> None:
-        """Lets no prompt begin with the cache entries of an earlier one. Later calls do not depend on what ran
-        before."""
+        """Clears the prefix cache, so that later calls do not depend on what ran before."""
         self.engine.forget()
 
     def compile_ahead(self, longest: int, params: Iterable[SamplingParams], *, strict: bool = False) -> int:
         """Compiles every program that prompts of up to `longest` tokens and these parameters need, in parallel;
-        returns their number. Another program is then a warning when it is needed, or
+        returns their number. A program that is needed later and not compiled then logs a warning, or raises
         rollout.engine.runner.LateCompilation if `strict`."""
         widths = sorted({stop_width(len(each.stop_token_ids)) for each in params})
         longest = self.max_length if self.options.rereads else longest
@@ -190,8 +189,8 @@ class Generator:
         """Runs one turn: collects the output of the last dispatch, fills free slots from the queue, and starts the
         next dispatch. Returns the requests that ended; the caller processes them while the device works.
 
-        If it is interrupted or fails, all requests are given up: the cache may belong to a program that never
-        returned."""
+        If it is interrupted or fails, it drops all requests and the cache, which may have been donated to a program
+        that never returned."""
         try:
             ended = [self.engine.release(slot) for slot in self.engine.collect()]
             while self._queue and self.engine.free_slots:

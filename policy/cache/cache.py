@@ -1,13 +1,14 @@
-"""The cache of a decoder: the entries of all layers, made, copied and measured as one tree.
+"""The cache of a decoder. It creates, copies and measures the entries of all layers as one tree.
 
-Entries by position are contiguous, C for each slot, or lie in pools of pages (policy/cache/pages.py) that a table of
-the call names for its rows. States of fixed size are stored by slot in both forms, and so are sliding windows
+An entry by position belongs to one token. These entries are contiguous, C for each slot, or lie in pools of pages
+(policy/cache/pages.py); then each call gets a page table of its rows. Both forms store states of fixed size (recurrent
+layers) by slot, and sliding windows too
 (policy/cache/sliding_window.py). policy/cache/layer_cache.py reads and writes the part of one layer.
 
-Some tokens of a call may be taken back: a drafted token that turns out wrong. Entries by position need nothing for
-that: a later entry is masked, because its position is larger than that of any query, and is overwritten. States of
-fixed size have no positions. With `Runtime.tentative` a layer that has one leaves it unchanged in the cache and returns
-the states after each token in `LayerAux.states`; `commit` then writes the states after the accepted tokens.
+A call may write tokens that are rejected later: drafted tokens of speculative decoding. An entry by position needs no
+undo: its position is larger than that of any query, so it is masked, and the next token overwrites it. A state of fixed
+size has no position. With `Runtime.tentative` a layer leaves its state in the cache unchanged and returns the states
+after each token in `LayerAux.states`. `commit` then writes the state after the last accepted token.
 
 Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension, B rows, T tokens, M pages of a row.
 """
@@ -48,8 +49,8 @@ def _each(by_slot: Callable, by_page: Callable, *caches: Any) -> Any:
 def constrained(cache: Any, layout: Layout) -> Any:
     """Constrains each array to its sharding.
 
-    Without it the compiler may choose another sharding for a result than for the cache donated to it, which is a copy
-    now and another compilation at the next call.
+    Otherwise the compiler may give the result another sharding than the donated cache has. This costs a copy now and a
+    recompilation at the next call.
     """
 
     def constrain(axes, array):
@@ -224,7 +225,7 @@ def insert(cache: tuple, prefix: tuple, slots: jax.Array, step: Step | None = No
 def routes(cache: tuple, row: jax.Array, pages_M: jax.Array | None = None) -> dict[str, jax.Array]:
     """Reads the experts of the entries of a row: int[C, R, k] by path of the layer.
 
-    `pages`: the row's pages, if paged.
+    pages_M: the row's pages; None if the cache is contiguous.
     """
 
     def of(array):

@@ -1,6 +1,7 @@
 """Defines the options of policy-gradient losses, and advantages relative to a group.
 
-Shapes: P prompts, G completions of one prompt (the group). Host code, numpy only; the loss itself is in `_losses`.
+Shapes: P prompts, G completions of one prompt (the group). Advantages are numpy on the host. The losses of the device
+are in `_losses`, which is imported lazily.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ class PolicyGradient(Sampled):
     count_empty_sequences: bool = Field(True, description="completions without a token count in means over sequences")
     old_logp: Literal["trainer", "sampler"] = Field(
         "trainer",
-        description="old log-probabilities: of the training graph, computed where they are not those of the update "
-        "itself; or as the generator gave them, which saves a forward pass and leaves nothing to correct",
+        description="source of the old log-probabilities. trainer: a forward pass of the training graph, or the update "
+        "itself if a step makes one update. sampler: the generator, which saves that pass; nothing is then corrected",
     )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL term; 0 needs no reference model")
-    kl: Literal["k1", "k2", "k3", "unbiased"] = Field("k3", description="estimator of the KL term; unbiased: R k3")
+    kl: Literal["k1", "k2", "k3", "unbiased"] = Field("k3", description="estimator of the KL term; unbiased: k3 * R")
     reference_every: int = Field(0, ge=0, description="steps after which the reference model is renewed; 0: never")
     reference_mix: float = Field(1.0, gt=0, le=1, description="share of the policy in the renewed reference model")
     correction: Correction | None = Field(None, description="what is done with w = exp(old_logp - sampler_logp)")
@@ -75,17 +76,17 @@ class PolicyGradient(Sampled):
         False, description="what correction or rejection drops does not count in means either"
     )
     off_policy_delta: float | None = Field(
-        None, gt=0, description="drop completions with A < 0 whose mean log-probability fell by more since sampling"
+        None, gt=0, description="drop completions with A < 0 whose mean log-probability has since fallen by more"
     )
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus; with entropy_target, its first value")
     entropy_target: float | None = Field(
         None,
         gt=0,
-        description="the bonus is applied while the entropy is at most this; its weight then grows by entropy_step an "
-        "update, and shrinks by it otherwise",
+        description="target of the entropy. At or below it, the bonus applies and its weight grows by entropy_step per "
+        "update. Above it, the bonus does not apply and its weight shrinks by entropy_step",
     )
-    entropy_step: float = Field(0.005, gt=0, description="of entropy_coef, towards entropy_target")
-    entropy_coef_max: float = Field(1.0, gt=0, description="of entropy_coef under entropy_target; the least is 0")
+    entropy_step: float = Field(0.005, gt=0, description="change of entropy_coef per update under entropy_target")
+    entropy_coef_max: float = Field(1.0, gt=0, description="upper bound of a moving entropy_coef; lower: 0")
     top_entropy: float | None = Field(
         None,
         gt=0,
@@ -117,7 +118,7 @@ class PolicyGradient(Sampled):
             raise ValueError("rejection_changes_denominator does nothing without rejection or a correction that masks")
         if self.old_logp == "sampler" and (self.correction or self.rejection):
             raise ValueError(
-                "old_logp: sampler leaves nothing for correction and rejection: the ratios hold the difference"
+                "old_logp: sampler excludes correction and rejection: the ratio already measures from the sampler"
             )
         if self.reference_every and "ref_logp" not in self.inputs:
             raise ValueError("reference_every: there is no reference model without a KL term")
@@ -158,7 +159,8 @@ class PolicyGradient(Sampled):
 
     @property
     def repeated_inputs(self) -> frozenset[str]:
-        """Returns further inputs for several updates per step. In a single one old and current logp are equal."""
+        """Returns the inputs that several updates per step need in addition. With one, old and current
+        log-probabilities are equal."""
         return frozenset({"old_logp"} if self.old_logp == "trainer" else ())
 
     def proximal(self, arrays: Any) -> Any:
@@ -225,15 +227,16 @@ class Clipped(PolicyGradient):
     """
 
     epsilon: float = Field(0.2, ge=0, description="the ratio is clipped below 1 - epsilon where A < 0")
-    epsilon_high: float | None = Field(None, ge=0, description="and above 1 + epsilon_high where A > 0; null: epsilon")
+    epsilon_high: float | None = Field(None, ge=0, description="clips R above 1 + epsilon_high if A > 0; null: epsilon")
     delta: float | None = Field(None, gt=1, description="cap of the ratio where A < 0 (arXiv:2505.07291)")
     dual_clip: float | None = Field(
         None, gt=1, description="c: the loss is at most -c A where A < 0 (arXiv:1912.09729)"
     )
     ratio: Literal["token", "sequence", "sequence_token", "sequence_sum"] = Field(
         "token",
-        description="of what: the token; sequence: the mean log-ratio of the sequence (GSPO, arXiv:2507.18071), "
-        "sequence_token: its value with the gradient of the token's; sequence_sum: the sum (RLOO, arXiv:2402.14740)",
+        description="what the ratio is of. token: each token. sequence: exp of the mean log-ratio of the sequence "
+        "(GSPO, arXiv:2507.18071). sequence_token: the value of sequence with the gradient of the token. sequence_sum: "
+        "exp of the summed log-ratio (RLOO, arXiv:2402.14740)",
     )
 
     @model_validator(mode="after")
@@ -271,11 +274,11 @@ class KLReward(_Mixin):
     kl_target: float | None = Field(
         None,
         gt=0,
-        description="of kl/reward; kl_reward_coef is then a first value, multiplied after each step by "
-        "1 + e min(1, completions / kl_horizon), where e is kl/reward over the target less 1, within -0.2 "
-        "and 0.2 (arXiv:1909.08593); null: it stays",
+        description="target of kl/reward. After each step kl_reward_coef is multiplied by "
+        "1 + e min(1, completions / kl_horizon), where e = kl/reward / kl_target - 1, clipped to -0.2 .. 0.2 "
+        "(arXiv:1909.08593); null: kl_reward_coef is constant",
     )
-    kl_horizon: int = Field(10000, ge=1, description="completions in which the coefficient changes by a fifth at most")
+    kl_horizon: int = Field(10000, ge=1, description="completions per change of at most a fifth")
 
     @model_validator(mode="after")
     def _consistent_kl_reward(self):
@@ -311,7 +314,7 @@ class KLReward(_Mixin):
     def checked(self, token_kl: ArrayLike | None) -> np.ndarray:
         """Returns `token_kl` in float64. Raises ValueError if it is absent."""
         if token_kl is None:
-            raise ValueError("kl_reward_coef takes off old_logp - ref_logp of each token: give `token_kl`")
+            raise ValueError("kl_reward_coef penalises old_logp - ref_logp of each token: give `token_kl`")
         return np.asarray(token_kl, np.float64)
 
     def with_kl(

@@ -1,9 +1,11 @@
 """Group relative policy optimisation: the baseline of a completion is the mean reward of its group.
 
-DeepSeekMath (Shao et al. 2024, arXiv:2402.03300) is `aggregation: sequence, kl_coef: 0.04`; the defaults are from
-TRL: token aggregation and no KL term, as in DAPO (arXiv:2503.14476). Dr.GRPO (arXiv:2503.20783) is `scale: none,
-aggregation: constant`; GSPO (arXiv:2507.18071) is `ratio: sequence, aggregation: sequence, epsilon: 3e-4, epsilon_high:
-4e-4`.
+The defaults are those of TRL: token aggregation and no KL term, as in DAPO (arXiv:2503.14476). These options give other
+algorithms:
+
+    DeepSeekMath (arXiv:2402.03300)  aggregation: sequence, kl_coef: 0.04
+    Dr.GRPO (arXiv:2503.20783)       scale: none, aggregation: constant
+    GSPO (arXiv:2507.18071)          ratio: sequence, aggregation: sequence, epsilon: 3e-4, epsilon_high: 4e-4
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     run -> _run_stage -> stage.step (rl/stages/):
         prompts -> generator -> rewards -> advantages -> updates, in place -> events
 
-Every number is a function of the configuration: prompts of (seed, stage, step), draws of (seed, prompt id, sample,
-position).
+The configuration determines every number. A prompt follows from (seed, stage, number of prompts drawn before), a token
+from (seed, prompt id, sample, position).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _evaluate(run: Run, evaluation: Evaluation, stage: StageKind, step: int) -> 
 def _reached(until: UntilOptions | None, metrics: dict[str, float]) -> bool:
     """Returns whether the metrics of a step end the stage early.
 
-    Metrics of time differ between processes: the first process decides.
+    Timing metrics differ between processes, so the first process decides for all.
     """
     value = metrics.get(until.metric) if until else None
     if until is None or value is None:

@@ -1,6 +1,6 @@
-"""Inputs that an algorithm names in `inputs`: each name is provided by one function of this file.
+"""Providers: one function of this file computes each input that an algorithm names in `inputs`.
 
-A provider reads and extends the Draft of a step. Its declaration says when it runs, which fields of the batch it fills,
+A provider reads and extends the StepData of a step. Its decorator says when it runs, which fields of the batch it fills,
 which part of the RunState it reads and which compiled program it calls; state, compilation and plans follow from that.
 
 Shapes: P prompts, G completions of one prompt, N = P G completions, T tokens, F reward functions.
@@ -27,8 +27,8 @@ LOGPROBS, VALUES = "log-probabilities", "values"
 
 
 @dataclass
-class Draft:
-    """A step while it is made.
+class StepData:
+    """The data of a step while the stage assembles it.
 
     state: arrays of the stage. batch: rows of the step. rollouts, scores: completions and their scores. rewards:
     float[P,G] for `advantages` (float[P,G,F] under `each_reward`). arguments: more arguments of `advantages` by name.
@@ -51,10 +51,11 @@ class Draft:
 class Input:
     """A provider and its requirements.
 
-    occasional: whether only some steps call the program. skips: whether a stage gets the input without the provider.
+    occasional: whether only some steps call the program. skips: returns whether a stage does not need the provider,
+    because the update or the generator computes the input.
     """
 
-    provide: Callable[[StageKind, Draft], None]
+    provide: Callable[[StageKind, StepData], None]
     when: str
     fields: tuple[str, ...] = ()
     state: str | None = None
@@ -70,7 +71,7 @@ INPUTS: dict[str, Input] = {}
 def provides(*names: str, when: str, **declared: Any) -> Callable:
     """Registers a function as the provider of inputs; `declared`: fields of Input."""
 
-    def register(function: Callable[[StageKind, Draft], None]) -> Callable[[StageKind, Draft], None]:
+    def register(function: Callable[[StageKind, StepData], None]) -> Callable[[StageKind, StepData], None]:
         INPUTS.update(dict.fromkeys(names, Input(function, when, **declared)))
         return function
 
@@ -94,21 +95,21 @@ def fields(stage: StageKind) -> list[str]:
     return list(dict.fromkeys(name for each in used(stage) for name in each.fields))
 
 
-def provide(stage: StageKind, draft: Draft, when: str) -> None:
+def provide(stage: StageKind, data: StepData, when: str) -> None:
     """Runs the providers of one moment."""
     for each in used(stage):
         if each.when == when:
-            each.provide(stage, draft)
+            each.provide(stage, data)
 
 
-def score(stage: StageKind, draft: Draft) -> None:
+def score(stage: StageKind, data: StepData) -> None:
     """Runs the providers of SCORING: passes of the policy, the reference and the critic over the batch."""
     context, before = stage.context, stage.trainer.total_flops
     with context.timeline.span(LOGPROBS) as span:
-        provide(stage, draft, SCORING)
-    draft.metrics["time/logprob"] = span.seconds
+        provide(stage, data, SCORING)
+    data.metrics["time/logprob"] = span.seconds
     if (flops := stage.trainer.total_flops - before) > 0:
-        draft.metrics |= rates("logprob", flops, draft.batch.real, span.seconds, context.model.graph.layout)
+        data.metrics |= rates("logprob", flops, data.batch.real, span.seconds, context.model.graph.layout)
 
 
 def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Program]:
@@ -138,23 +139,23 @@ def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Prog
 
 
 @provides("greedy_reward", when=SAMPLING)
-def greedy_reward(stage: StageKind, draft: Draft) -> None:
+def greedy_reward(stage: StageKind, data: StepData) -> None:
     """float[P]: the reward of the greedy completion of each prompt."""
-    assert draft.rollouts is not None
+    assert data.rollouts is not None
     params = stage.sampling_params(n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    scores = stage.collect(draft.rollouts.problems, params, draft.rollouts.prompt_ids).scores.result()
-    draft.arguments["greedy"] = greedy = scores.total
-    draft.metrics["reward/greedy"] = float(np.nanmean(greedy)) if np.isfinite(greedy).any() else float("nan")
+    scores = stage.collect(data.rollouts.problems, params, data.rollouts.prompt_ids).scores.result()
+    data.arguments["greedy"] = greedy = scores.total
+    data.metrics["reward/greedy"] = float(np.nanmean(greedy)) if np.isfinite(greedy).any() else float("nan")
 
 
 @provides("sampler_logp", when=SCORING)
-def sampler_logp(stage: StageKind, draft: Draft) -> None:
+def sampler_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities as the generator computed them: they come with the completions."""
-    assert draft.batch.sampler_logp is not None
+    assert data.batch.sampler_logp is not None
 
 
 def _generator_is_exact(stage: StageKind) -> bool:
-    """Whether the generator's log-probabilities are the trainer's, and nothing else of the pass is used."""
+    """Whether the stage needs no forward pass: the update computes the input, or the generator has (exact)."""
     exact = stage.samples and stage.config.generator.exact
     return "old_logp" not in stage.inputs or (exact and "entropy" not in stage.inputs)
 
@@ -167,26 +168,26 @@ def _generator_is_exact(stage: StageKind) -> bool:
     program=LOGPROBS,
     skips=_generator_is_exact,
 )
-def old_logp(stage: StageKind, draft: Draft) -> None:
+def old_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities and entropy under the policy before the updates of the step."""
-    logp, entropy = stage.trainer.logprobs(draft.state.policy.params, draft.batch)
-    draft.batch = draft.batch.replace(old_logp=logp, entropy=entropy)
+    logp, entropy = stage.trainer.logprobs(data.state.policy.params, data.batch)
+    data.batch = data.batch.replace(old_logp=logp, entropy=entropy)
 
 
 @provides("current_logp", when=SCORING, program=LOGPROBS, occasional=True)
-def current_logp(stage: StageKind, draft: Draft) -> None:
+def current_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities under the current policy, in steps with tokens that an older policy sampled.
 
-    Under `exact`, they are the old log-probabilities of stale tokens. On the other tokens generator and trainer are
-    compared.
+    Under `exact`, stale tokens use them as old log-probabilities. The fresh tokens show how far generator and trainer
+    differ.
     """
-    stale_NT = stale_tokens(draft.batch, stage.context.progress.version)
+    stale_NT = stale_tokens(data.batch, stage.context.progress.version)
     if not stale_NT.any():
         return
-    draft.current = draft.batch
-    if draft.batch.old_logp is None:
-        logp, entropy = stage.trainer.logprobs(draft.state.policy.params, draft.batch)
-        draft.current = draft.batch.replace(old_logp=logp, entropy=entropy)
+    data.current = data.batch
+    if data.batch.old_logp is None:
+        logp, entropy = stage.trainer.logprobs(data.state.policy.params, data.batch)
+        data.current = data.batch.replace(old_logp=logp, entropy=entropy)
 
 
 def stale_tokens(batch: Any, version: int) -> np.ndarray:
@@ -195,27 +196,27 @@ def stale_tokens(batch: Any, version: int) -> np.ndarray:
 
 
 @provides("ref_logp", when=SCORING, fields=("ref_logp",), state="reference", program=LOGPROBS)
-def ref_logp(stage: StageKind, draft: Draft) -> None:
+def ref_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities under the reference model. It is another model, so its routers choose experts themselves."""
     with stage.context.timeline.span("log-probabilities of the reference") as span:
-        logp = stage.trainer.logprobs(draft.state.reference, draft.batch.replace(routes=None))[0]
-    draft.batch = draft.batch.replace(ref_logp=logp)
-    draft.metrics["time/ref"] = span.seconds
+        logp = stage.trainer.logprobs(data.state.reference, data.batch.replace(routes=None))[0]
+    data.batch = data.batch.replace(ref_logp=logp)
+    data.metrics["time/ref"] = span.seconds
 
 
 @provides("values", when=SCORING, fields=("old_values", "returns"), state="critic", program=VALUES)
-def values(stage: StageKind, draft: Draft) -> None:
+def values(stage: StageKind, data: StepData) -> None:
     """Values of a critic before each token, and after the last token of a truncated completion.
 
     Calls no program if the generator computed them.
     """
-    assert draft.rollouts is not None
-    cut = [completion.finish == "length" for _, completion in draft.rollouts.flat]
-    if draft.batch.old_values is not None and not (stage.algorithm.bootstrap_truncated and any(cut)):
+    assert data.rollouts is not None
+    cut = [completion.finish == "length" for _, completion in data.rollouts.flat]
+    if data.batch.old_values is not None and not (stage.algorithm.bootstrap_truncated and any(cut)):
         return
-    before, after = stage.trainer.values(draft.state, draft.batch)
-    last = values_at_the_end(after, draft.batch.mask, cut)
-    draft.batch = draft.batch.replace(old_values=before, last_values=last)
+    before, after = stage.trainer.values(data.state, data.batch)
+    last = values_at_the_end(after, data.batch.mask, cut)
+    data.batch = data.batch.replace(old_values=before, last_values=last)
 
 
 def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, cut_N: Any) -> np.ndarray:
@@ -225,28 +226,28 @@ def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, cut_N: Any) -> 
 
 
 @provides("each_reward", when=REWARDS)
-def each_reward(stage: StageKind, draft: Draft) -> None:
+def each_reward(stage: StageKind, data: StepData) -> None:
     """float[P,G,F]: the scores of every reward function, and their weights; NaN for a completion without a score."""
-    assert draft.scores is not None and draft.rewards is not None
-    scored = np.isfinite(draft.scores.total)[:, None]
-    draft.rewards = np.where(scored, draft.scores.rewards, np.nan).reshape(*draft.rewards.shape, -1)
-    draft.arguments["weights"] = [weight for _, weight, _ in stage.runner.options.functions]
+    assert data.scores is not None and data.rewards is not None
+    scored = np.isfinite(data.scores.total)[:, None]
+    data.rewards = np.where(scored, data.scores.rewards, np.nan).reshape(*data.rewards.shape, -1)
+    data.arguments["weights"] = [weight for _, weight, _ in stage.runner.options.functions]
 
 
 @provides("token_kl", when=REWARDS)
-def token_kl(stage: StageKind, draft: Draft) -> None:
-    """float[P,G,T]: the mask of each token, and old_logp - ref_logp where the rewards hold a penalty for it."""
-    assert draft.rewards is not None
-    batch, shape = draft.batch, (*draft.rewards.shape[:2], -1)
-    draft.arguments["mask"] = batch.mask.reshape(shape)
+def token_kl(stage: StageKind, data: StepData) -> None:
+    """float[P,G,T]: the mask of each token; also old_logp - ref_logp if the algorithm penalises it in the rewards."""
+    assert data.rewards is not None
+    batch, shape = data.batch, (*data.rewards.shape[:2], -1)
+    data.arguments["mask"] = batch.mask.reshape(shape)
     if stage.algorithm.kl_reward_coef:
         difference = np.where(batch.mask != 0, batch.old_logp - batch.ref_logp, 0.0)
-        draft.arguments["token_kl"] = difference.reshape(shape)
-        draft.metrics["kl/reward"] = float(difference.sum() / max(1, np.count_nonzero(batch.mask)))
+        data.arguments["token_kl"] = difference.reshape(shape)
+        data.metrics["kl/reward"] = float(difference.sum() / max(1, np.count_nonzero(batch.mask)))
 
 
 @provides("correct", when=REWARDS, fields=("correct",))
-def correct(stage: StageKind, draft: Draft) -> None:
-    """float[N,T]: 1 on the tokens of completions that the loss imitates."""
-    assert draft.scores is not None
-    draft.batch = draft.batch.replace(correct=stage.algorithm.correct(draft.scores.total, draft.batch.mask))
+def correct(stage: StageKind, data: StepData) -> None:
+    """float[N,T]: 1 on the tokens of completions that the loss treats as demonstrations, else 0."""
+    assert data.scores is not None
+    data.batch = data.batch.replace(correct=stage.algorithm.correct(data.scores.total, data.batch.mask))

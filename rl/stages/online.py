@@ -13,7 +13,7 @@ import numpy as np
 from rl.errors import ConfigError, ModelError
 from rl.stages import inputs, rollouts
 from rl.stages.dynamic_sampling import DynamicSampling
-from rl.stages.inputs import Draft
+from rl.stages.inputs import StepData
 from rl.stages.rollouts import Rollouts
 from rl.stages.stage import Problems, Program, StageKind, abstract_batch, abstract_rows, update_program
 from rl.training.flops import memory_share, rates
@@ -34,7 +34,7 @@ class Stage(StageKind):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Adds the log-probabilities under the current policy, if groups may be stale and something depends on that."""
+        """Adds `current_logp` if groups may be stale and `exact` or `max_logp_diff` needs fresh log-probabilities."""
         exact = self.config.generator.exact and self.algorithm.old_logp == "trainer"
         compared = exact or self.options.max_logp_diff is not None
         return super().inputs | ({"current_logp"} if self.algorithm.dynamic_batches and compared else frozenset())
@@ -47,7 +47,7 @@ class Stage(StageKind):
     def sampled_values(self) -> bool:
         """Whether the generator can compute the critic's values.
 
-        It can if the critic reads the policy's states and the weights of this step sample every completion.
+        It can if the critic shares the policy's trunk and the current weights sample every completion.
         """
         on_policy = "values" in self.inputs and self.algorithm.critic_trunk == "policy"
         return on_policy and not self.algorithm.dynamic_batches
@@ -92,7 +92,7 @@ class Stage(StageKind):
         head = critic if trainer.policy.head else None
         if critic is not None and (head is None or self.algorithm.critic_warmup):
             trunk = trainer.value_model.extra_params(policy.params)
-            # A head learns in a program of its own only in steps in which the policy stays.
+            # A value head has its own update only during the critic's warm-up, when the policy does not change.
             times = updates if head is None else 0
             yield update_program(self, "update of the critic", batch, critic, (trunk, None), (critic, trunk), times)
         yield update_program(self, "update", batch, policy, ({}, head), (policy, head), updates)
@@ -103,29 +103,29 @@ class Stage(StageKind):
 
     def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
         """Samples groups, scores them, and makes `updates_per_step` updates of full groups each."""
-        draft, before = Draft(state), self.trainer.total_flops
-        self._sample(draft)
-        self._make_batch(draft)
-        self._score(draft)
-        advantages = self._advantages(draft)
-        state, updated = self._update(draft, n)
-        if not draft.stale:  # otherwise the weights have moved, and `_score` has compared the other tokens
+        data, before = StepData(state), self.trainer.total_flops
+        self._sample(data)
+        self._make_batch(data)
+        self._score(data)
+        advantages = self._advantages(data)
+        state, updated = self._update(data, n)
+        if not data.stale:  # with stale tokens, `log_probabilities` has already compared the fresh ones
             self._check_difference(updated.get("sampler/logp_diff_mean"))
         state = self._renew_reference(state, n)
-        return state, self._log(draft, advantages, updated, n, before)
+        return state, self._log(data, advantages, updated, n, before)
 
-    def _sample(self, draft: Draft) -> None:
+    def _sample(self, data: StepData) -> None:
         """Completes the prompts of the step; rewards are computed meanwhile."""
         context = self.context
         if self.sampled_values and context.generator.options.record_values:
             from policy.modes import VALUE_HEAD
 
-            context.generator.value_by(draft.state.critic.params[VALUE_HEAD])
+            context.generator.value_by(data.state.critic.params[VALUE_HEAD])
         with context.resharded() as metrics, context.timeline.span("sampling"):
-            draft.rollouts, chosen = self._groups()
-            draft.metrics |= chosen
-            inputs.provide(self, draft, inputs.SAMPLING)
-        draft.metrics |= metrics
+            data.rollouts, chosen = self._groups()
+            data.metrics |= chosen
+            inputs.provide(self, data, inputs.SAMPLING)
+        data.metrics |= metrics
 
     def _groups(self) -> tuple[Rollouts, dict[str, float]]:
         """Returns the groups of a step, and metrics of how they were chosen."""
@@ -149,44 +149,44 @@ class Stage(StageKind):
         progress.carried = [] if self.options.router_replay else left
         return groups, metrics
 
-    def _make_batch(self, draft: Draft) -> None:
+    def _make_batch(self, data: StepData) -> None:
         """Puts the completions into rows for the device."""
-        samples, replay = draft.rollouts, self.options.router_replay
+        samples, replay = data.rollouts, self.options.router_replay
         assert samples is not None
         with self.context.timeline.span("batch"):
             batch = samples.batch(self.config.max_length, replay=replay, values=self.sampled_values)
         if self.algorithm.mask_truncated:
             complete = np.asarray([[completion.finish != "length"] for _, completion in samples.flat], np.float32)
             batch = batch.replace(mask=batch.mask * complete)
-        draft.batch = batch
+        data.batch = batch
 
-    def _score(self, draft: Draft) -> None:
+    def _score(self, data: StepData) -> None:
         """Computes the inputs that the algorithm takes from policy, reference and critic, and waits for the rewards."""
-        samples, context = draft.rollouts, self.context
+        samples, context = data.rollouts, self.context
         assert samples is not None
-        self.log_probabilities(draft)
+        self.log_probabilities(data)
         with context.timeline.span("waiting for rewards") as span:
-            draft.scores = scores = samples.scores.result()
-        draft.metrics["time/reward"] = span.seconds
-        draft.batch = draft.batch.without(~np.isfinite(scores.total))
-        draft.rewards = scores.total.reshape(len(samples.completions), self.options.samples_per_prompt)
-        inputs.provide(self, draft, inputs.REWARDS)
-        self._measure_staleness(draft)
+            data.scores = scores = samples.scores.result()
+        data.metrics["time/reward"] = span.seconds
+        data.batch = data.batch.without(~np.isfinite(scores.total))
+        data.rewards = scores.total.reshape(len(samples.completions), self.options.samples_per_prompt)
+        inputs.provide(self, data, inputs.REWARDS)
+        self._measure_staleness(data)
 
-    def log_probabilities(self, draft: Draft) -> None:
+    def log_probabilities(self, data: StepData) -> None:
         """Adds the old, reference and critic outputs that the algorithm asks for.
 
         Raises ModelError beyond `max_logp_diff`.
         """
-        inputs.score(self, draft)
-        if draft.current is not None:
-            self._check_difference(_difference(draft.current, self.context.progress.version))
-        draft.batch = self._with_old_logp(draft.batch, draft.current)
+        inputs.score(self, data)
+        if data.current is not None:
+            self._check_difference(_difference(data.current, self.context.progress.version))
+        data.batch = self._with_old_logp(data.batch, data.current)
 
     def _with_old_logp(self, batch: Batch, current: Batch | None = None) -> Batch:
         """Returns the batch with the old log-probabilities of the ratio.
 
-        Under `exact` they are the generator's, at the weights that sampled; stale tokens take those of `current`.
+        Under `exact` they are the generator's log-probabilities; stale tokens take the ones in `current` instead.
         """
         if not self.config.generator.exact:
             return batch.replace(old_logp=self.algorithm.proximal(batch))
@@ -196,29 +196,29 @@ class Stage(StageKind):
             old_logp = np.where(stale_NT, self.algorithm.proximal(current), old_logp)
         return batch.replace(old_logp=old_logp)
 
-    def _advantages(self, draft: Draft) -> np.ndarray:
-        """Adds advantages to the batch. Returns their mean in each completion, float[N]."""
-        samples, batch, rewards = draft.rollouts, draft.batch, draft.rewards
+    def _advantages(self, data: StepData) -> np.ndarray:
+        """Adds the advantages, float[N] or float[N,T], to the batch. Returns their means per completion, float[N]."""
+        samples, batch, rewards = data.rollouts, data.batch, data.rewards
         assert samples is not None and rewards is not None
         algorithm = self.algorithm.at(self.context.progress.controls)
         lengths = np.asarray([len(completion.tokens) for _, completion in samples.flat]).reshape(rewards.shape[:2])
         with self.context.timeline.span("advantages"):
-            advantages, returns, metrics = algorithm.estimate(rewards, lengths, batch, **draft.arguments)
+            advantages, returns, metrics = algorithm.estimate(rewards, lengths, batch, **data.arguments)
         per_sample = advantages
         if advantages.ndim == 2:
             per_sample = advantages.sum(axis=1) / np.maximum((batch.mask != 0).sum(axis=1), 1)
         returns = batch.returns if returns is None else returns.astype(np.float32)
-        draft.batch = batch.replace(advantages=advantages.astype(np.float32), returns=returns)
-        draft.metrics |= metrics
+        data.batch = batch.replace(advantages=advantages.astype(np.float32), returns=returns)
+        data.metrics |= metrics
         return per_sample
 
-    def _update(self, draft: Draft, n: int) -> tuple[RunState, dict[str, float]]:
+    def _update(self, data: StepData, n: int) -> tuple[RunState, dict[str, float]]:
         """Makes the updates of the step and adjusts the controls. The critic's warm-up updates the critic alone."""
-        batch, progress = draft.batch, self.context.progress
-        critic_only = draft.state.critic is not None and n <= self.algorithm.critic_warmup
-        state, updated = self.update(draft.state, batch, critic_only=critic_only)
+        batch, progress = data.batch, self.context.progress
+        critic_only = data.state.critic is not None and n <= self.algorithm.critic_warmup
+        state, updated = self.update(data.state, batch, critic_only=critic_only)
         if not critic_only and batch.mask.any():  # otherwise nothing has moved the policy
-            moved = self.algorithm.controlled_by_step(progress.controls, draft.metrics, len(batch.mask))
+            moved = self.algorithm.controlled_by_step(progress.controls, data.metrics, len(batch.mask))
             progress.controls = moved
         return state, updated
 
@@ -233,30 +233,30 @@ class Stage(StageKind):
             )
 
     def _renew_reference(self, state: RunState, n: int) -> RunState:
-        """Returns the state. Every `reference_every` steps, its reference has moved to the policy."""
+        """Returns the state. Every `reference_every` steps it first moves the reference model towards the policy."""
         every = self.algorithm.reference_every
         if not every or n % every:
             return state
         with self.context.timeline.span("new reference"):
             return self.trainer.renew_reference(state, self.algorithm.reference_mix)
 
-    def _measure_staleness(self, draft: Draft) -> None:
+    def _measure_staleness(self, data: StepData) -> None:
         """Counts the updates between the weights that sampled each token of the mask and the current weights."""
-        stale = self.context.progress.version - draft.batch.version[draft.batch.mask != 0]
-        draft.stale = bool(stale.any())
+        stale = self.context.progress.version - data.batch.version[data.batch.mask != 0]
+        data.stale = bool(stale.any())
         if stale.size:
-            draft.metrics |= {
+            data.metrics |= {
                 "async/staleness_mean": float(stale.mean()),
                 "async/staleness_max": float(stale.max()),
             }
 
-    def _log(self, draft: Draft, advantages: np.ndarray, updated: dict, n: int, before: float) -> dict[str, float]:
+    def _log(self, data: StepData, advantages: np.ndarray, updated: dict, n: int, before: float) -> dict[str, float]:
         """Writes the samples. Returns the metrics of the step; `before`: total_flops of the trainer at its start."""
-        samples, scores, context = draft.rollouts, draft.scores, self.context
+        samples, scores, context = data.rollouts, data.scores, self.context
         assert samples is not None and scores is not None
         with context.timeline.span("writing samples"):
             context.events.samples(rollouts.records(samples, scores, advantages, self.name, n))
-        metrics, layout = draft.metrics, context.model.graph.layout
+        metrics, layout = data.metrics, context.model.graph.layout
         flops, seconds = samples.operations(self.trainer.flops), samples.seconds
         metrics |= rates("sample", flops, samples.counts["tokens"], seconds, layout)
         metrics |= memory_share(samples.counts["steps"] * context.generator.weight_bytes, seconds, layout)

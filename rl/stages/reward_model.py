@@ -34,7 +34,7 @@ class Stage(StageKind):
             "indexer": stage.indexer.training != "off",
         }
         for key in filter(options.get, options):
-            text = f"this is of updates of the policy, which {stage.algorithm.name} leaves as it is; leave it out"
+            text = f"{stage.algorithm.name} does not update the policy, so this option has no effect; leave it out"
             yield (*self.path, key), text
         yield from self._check_offline()
         yield from self._check_no_capacity()

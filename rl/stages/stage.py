@@ -5,7 +5,7 @@ A stage goes through five phases, and each method belongs to one:
     check                      configuration: what is wrong with it; without jax
     prepare                    data: reads rows, starts reward workers
     bind, abstract, programs   model: defines the compiled programs, for a run or a plan
-    start, step, evaluate      run: a state, and one step after the other
+    start, step, evaluation    run: a state, and one step after the other
     finish, export             files
 """
 
@@ -45,10 +45,10 @@ Problems = Iterator[tuple[tuple, str]]
 class Program:
     """One compiled program of a step, for a plan.
 
-    kind: its name. shape: shape of the arrays that it computes on. lower: traces it. graph: the model that it computes.
-    resident: abstract arguments that the run keeps on the devices all the time. times: runs per step. trip_count:
-    iterations of its outermost loop, whose length the device computes (micro-batches). rollout_memory: the generator
-    holds its temporary copies meanwhile.
+    kind: its name. shape: shape of its token arrays. lower: traces and lowers it. graph: the model that it runs.
+    resident: abstract arguments that stay on the devices during the run. times: calls per step. trip_count:
+    iterations of its loop over micro-batches, counted by the device at run time. rollout_memory: whether the generator
+    holds its temporary weight copies while the program runs.
     """
 
     kind: str
@@ -159,7 +159,7 @@ class ConfiguredStage:
             yield (*self.path, "sampling", "max_new_tokens"), text
 
     def _check_no_capacity(self) -> Problems:
-        """Yields a problem where updates may drop tokens that another pass over the same log-probabilities keeps."""
+        """Yields an error for each option that lets updates drop tokens which the compared model keeps."""
         for key in ("capacity_factor", "ragged_buffer_factor"):
             if getattr(self.options.router, key) is not None:
                 yield (
@@ -188,7 +188,7 @@ class StageKind(ConfiguredStage, ABC):
         """Reads the rows of the stage. Raises ConfigError or DataError."""
 
     def prompts(self) -> list:
-        """Returns the problems that this process holds and the generator completes in a step."""
+        """Returns the prompts of this process, with their data columns, that the generator completes."""
         return []
 
     def prepare_rewards(self, data: DataReader, problems: list) -> None:
@@ -234,7 +234,7 @@ class StageKind(ConfiguredStage, ABC):
             yield Program(program_name(source), shape, lower, scorer.graph, scorer.abstract, times, rollout_memory=True)
 
     def with_options(self, options: StageOptions) -> StageKind:
-        """Returns the stage with other rows of a micro-batch, for a plan. The programs are defined once."""
+        """Returns a copy of the stage with another micro-batch size, for a plan. Both share their programs."""
         other, other.trainer = copy.copy(self), copy.copy(self.trainer)
         other.options = other.trainer.stage = options
         return other
@@ -291,7 +291,7 @@ class StageKind(ConfiguredStage, ABC):
         return Evaluation(options, held_out, self.collect, self.sampling_params())
 
     def next_rows(self, total: int) -> list[int]:
-        """Returns the rows of the next `prompts_per_step` of `total` examples, in the stage's order of the data."""
+        """Returns row numbers of the next `prompts_per_step` examples, of `total`, in the stage's shuffled order."""
         progress, count = self.context.progress, self.options.prompts_per_step
         first, seed = progress.drawn, self.config.seed * 1000 + self.index
         progress.drawn += count
@@ -300,7 +300,7 @@ class StageKind(ConfiguredStage, ABC):
     def update(self, state: Any, batch: Batch, **how: Any) -> tuple[Any, dict[str, float]]:
         """Makes `updates_per_step` updates, each on an equal part of the rows.
 
-        Returns the state and the means of the metrics. The model sees the new weights at once: the arrays are shared.
+        Returns the state and the mean of each metric. After each update the model holds the new weights.
         """
         import jax
 
@@ -352,7 +352,7 @@ class StageKind(ConfiguredStage, ABC):
 
 
 def abstract_rows(stage: StageKind, parts: int) -> tuple[tuple[int, int], int]:
-    """Returns ((packed rows, tokens of each) of one of `parts` equal parts of a step, rows of a micro-batch)."""
+    """Returns ((packed rows, tokens per row), rows of a micro-batch) of a step cut into `parts` equal parts."""
     from rl.training.batch import padded_length
 
     limit = stage.config.max_length * stage.sequences_per_row

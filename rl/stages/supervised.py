@@ -52,17 +52,17 @@ class Stage(StageKind):
 
         return pack(self.rows.take(self.next_rows(self.rows.total)), self.config.max_length)
 
-    def complete(self, draft: inputs.Draft) -> None:
+    def complete(self, data: inputs.StepData) -> None:
         """Changes the batch once its inputs are there. Nothing by default."""
 
     def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
         """Makes `updates_per_step` updates on the next `prompts_per_step` rows."""
         before = self.trainer.total_flops
         with self.context.timeline.span("data"):
-            draft = inputs.Draft(state, self.batch())
+            data = inputs.StepData(state, self.batch())
         if self.inputs:
-            inputs.score(self, draft)
-        self.complete(draft)
-        state, updated = self.update(state, draft.batch)
+            inputs.score(self, data)
+        self.complete(data)
+        state, updated = self.update(state, data.batch)
         flops: Any = {"perf/step_tflop": (self.trainer.total_flops - before) / 1e12}
-        return state, draft.metrics | updated | flops
+        return state, data.metrics | updated | flops

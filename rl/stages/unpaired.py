@@ -70,9 +70,9 @@ class Stage(supervised.Stage):
         size = self.rows_per_update if "old_logp" in self.inputs else None
         return batch_of(answers, self.config.max_length, size)
 
-    def complete(self, draft: inputs.Draft) -> None:
+    def complete(self, data: inputs.StepData) -> None:
         if "old_logp" in self.inputs:
-            draft.batch = with_kl(draft.batch)
+            data.batch = with_kl(data.batch)
 
 
 def read_answer(where: str, row: dict[str, Any], options: DataOptions) -> Example:

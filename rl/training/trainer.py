@@ -33,14 +33,14 @@ from rl.training.flops import Operations, lengths
 from rl.training.packing import Packing, packing, row_counts
 from rl.training.updater import OptimizerStep, ParamState, updates_made
 
-# Tokens of a micro-batch on a CPU.
+# Target number of tokens in a default micro-batch on a CPU.
 CPU_TOKENS = 768
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RunState:
-    """The arrays of a stage. `reference`: weights from the start of the stage. Absent parts are None."""
+    """The arrays of a stage. `reference`: the policy at the start or the last renewal. Absent parts are None."""
 
     policy: ParamState
     reference: dict[str, jax.Array] | None
@@ -81,7 +81,7 @@ class BatchUpdates:
     def __init__(self, graph: Graph, stage: StageOptions, algorithm: Any):
         self.graph, self.stage, self.algorithm = graph, stage, algorithm
         self.flops, self.total_flops = Operations(graph), 0.0
-        # Only updates may drop expert choices: the generator, and the log-probabilities compared with it, never do.
+        # Only updates may drop tokens of full experts: the generator, and passes that are compared with it, never do.
         self._learning = graph.at(**stage.runtime)
 
     def layout(self, segments_NT: np.ndarray) -> tuple[Packing, int]:
@@ -112,7 +112,7 @@ class BatchUpdates:
     def totals(self) -> Callable[..., PolicyInputs]:
         """Returns the jitted function (batch, controls) -> PolicyInputs of an optimiser batch with its totals.
 
-        Arrays that the trained model computes are absent.
+        Outputs of the model that is trained, such as `logp`, are absent: the update computes them.
         """
 
         def totals(batch: Batch, controls: dict[str, jax.Array] | None = None) -> PolicyInputs:
@@ -195,7 +195,7 @@ class Trainer(BatchUpdates):
         return programs | ({"update of the critic": self.critic.program, "values": self._values} if self.critic else {})
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
-        """Returns the state at the beginning of the stage. Takes `params` over; reference and critic are copies."""
+        """Returns the state at the beginning of the stage. Owns `params`; reference and critic are copies."""
         reference = critic = None
         if self._has_reference:
             reference = jax.jit(lambda a: jax.tree.map(jnp.copy, fetch(a)), out_shardings=self.graph.shardings)(params)
@@ -250,7 +250,7 @@ class Trainer(BatchUpdates):
         if apart:
             assert self.critic is not None and critic is not None  # the state has a critic
             critic, _, result = self.critic(critic, batch, inputs, R, self.value_model.extra_params(policy.params))
-            del result["loss"]  # value/loss plus the balance term, which value/moe/balance reports
+            del result["loss"]  # the sum of value/loss and value/moe/balance, which are both reported
             metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in result.items()}
         if not critic_only:
             policy, head, result = self.policy(policy, batch, inputs, R, head=None if apart else critic)
@@ -259,7 +259,7 @@ class Trainer(BatchUpdates):
         return RunState(policy, state.reference, critic), metrics
 
     def _parts_loss(self, params, micro: Batch, inputs: PolicyInputs):
-        """Returns a loss of 0 and the losses of the layers; the head is not computed."""
+        """Returns a loss of 0 and the Aux of the layers, whose losses are trained alone. Computes no logits."""
         return jnp.float32(0.0), {}, self._learning.aux(params, micro.tokens, self.step_of(micro)), None
 
     def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):

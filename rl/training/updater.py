@@ -37,7 +37,7 @@ from rl.training.trainable import MODULES, learned
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ParamState:
-    """Trained weights and the state of their optimizer. Every update takes them as donated and writes them in place."""
+    """Trained weights and the state of their optimizer. Every update donates these arrays and reuses their memory."""
 
     params: dict[str, jax.Array]
     optimizer: Any
@@ -99,9 +99,9 @@ class OptimizerStep:
           options: settings of AdamW.
           stage: settings of the stage.
           seed: seed of the run, for dropout.
-          head: update of a value head on the states that `loss` computes. The head may learn in the same program:
-            `loss` then reads it from `params`, returns its gradient (None without a head) and reports its loss as
-            value/loss.
+          head: update of a value head that learns in the same program, from the states that `loss` computes. `loss`
+            then reads the head from `params`, returns the head's gradient (None without a head) and reports the
+            head's loss as value/loss.
         """
         self.owner, self._loss, self._options, self._stage, self.head = owner, loss, options, stage, head
         self._learned = learned(owner.axes, owner.runtime)
@@ -168,7 +168,7 @@ class OptimizerStep:
     def _spread(self, arrays: dict) -> dict:
         """Shards weights or gradients as their moments, if moments are sharded further.
 
-        Gradients then take a reduce-scatter, every device steps its part of the weights, and an all-gather follows.
+        XLA then reduce-scatters the gradients, each device updates its part of the weights, and XLA all-gathers them.
         """
         places = self._moments
         return {
@@ -199,8 +199,8 @@ class OptimizerStep:
     ) -> tuple[ParamState, ParamState | None, dict]:
         """Returns (learner, head, metrics on the device) after one update.
 
-        batch: a multiple of `micro_rows` rows. extra_params: further weights that the loss reads and that stay, by
-        path. head: the value head, which is trained too; None: it stays.
+        batch: a multiple of `micro_rows` rows. extra_params: frozen weights that the loss reads, by path. head: the
+        value head if this update trains it, else None.
         """
         return block_on_cpu_mesh(
             self.program(learner, batch, inputs, extra_params or {}, head, micro_rows=micro_rows), self.layout
@@ -237,7 +237,7 @@ class OptimizerStep:
         detach = mtp is not None and mtp.detach
         factors, norm, norms = _clipping(squares, self._options.clip_norm, detach=detach)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        # With a gradient of 0, as from equal rewards, the moments of earlier updates move no weights.
+        # A gradient of 0, as from equal rewards, changes nothing: else the old moments would still move the weights.
         good = finite & (sum(squares.values()) > 0)
         arguments = grads, factors, learner.optimizer, trained, good
         weights, states, changes = zip(*by_place(self._stepped, self.owner.tables, *arguments), strict=True)
@@ -254,7 +254,7 @@ class OptimizerStep:
         return ParamState(joined(weights) | kept, joined(states)), metrics | inside | norms | load_metrics(routing)
 
     def _stepped(self, grads, factors, state, weights, good):
-        """Returns (weights, optimizer state, norm of the change) after a step. Host-memory tables are stepped there."""
+        """Returns (weights, optimizer state, norm of the change) after a step. Tables in host memory stay there."""
         step = by_layer if self._in_host_memory and not weights.keys() <= self.owner.tables else at_once
         grads = jax.tree.map(jnp.multiply, row_tables.summed(grads), factors)
         return step(self._transform, grads, state, self._spread(weights) if step is at_once else weights, good)
@@ -275,8 +275,8 @@ class OptimizerStep:
 
         micros, batch_totals = jax.tree.map(cut, (batch, inputs)), totals(batch)
         if self._stage.router.balance == "batch" and M > 1:
-            # An extra forward pass without the head: the gradient of the first micro-batch needs the choices of each
-            # expert in the full batch.
+            # An extra forward pass without the head: the balance loss of every micro-batch needs the token count of
+            # each expert in the full batch.
             def count(_, xs):
                 return None, {
                     path: each.counts for path, each in self._loss(trained | still, *xs)[2].by_layer("routing").items()
@@ -306,7 +306,7 @@ class OptimizerStep:
             slopes = row_tables.gradients(self._graph, rows, {path: grads.pop(path) for path in looked_up})
             return _added(total, self._spread(fetch(grads))), (slopes, (loss, *rest))
 
-        # Gradients of tables in host memory stay there, where only a scan can stack them.
+        # Gradients of tables in host memory stay in host memory. There, only a scan can stack arrays.
         over = jax.lax.scan if self._graph.tables else partial(_over, count=_filled(micros[0].segments))
         grads, (slopes, outputs) = over(one, self._spread(_zeros(matrices)), micros)
         loss, metrics, routing, inside, head_gradients = outputs
@@ -336,7 +336,7 @@ def _clipping(squares: dict[str, jax.Array], limit: float | None, *, detach: boo
 
 
 def updates_made(learner: ParamState) -> jax.Array:
-    """Returns the number of updates that were not skipped, which the schedule of AdamW counts."""
+    """Returns the number of updates that changed the weights. The learning-rate schedule reads this count."""
     return learner.optimizer[-1].count
 
 

@@ -21,7 +21,7 @@ from rollout.request import Request
 if TYPE_CHECKING:
     from rollout.engine.runner import ModelRunner
 
-# While requests wait, a decode ends when this share of its rows has ended: one row in a small batch.
+# While requests wait, a decode of s rows ends once 1 + s // REFILL_SHARE of its requests have ended.
 REFILL_SHARE = 16
 
 
@@ -31,7 +31,7 @@ def stop_width(tokens: int) -> int:
 
 
 class ActiveBatch:
-    """Owns the cache of all slots and, while fewer decode, a cache of the batch alone.
+    """Owns the cache of all slots. If fewer slots decode on a contiguous cache, it also owns a cache of these rows.
 
     slots: the slot of each row of the batch; None: padding.
     requests: the request of each row.
@@ -65,7 +65,7 @@ class ActiveBatch:
         self._cache = cache
 
     def routes(self, slot: int) -> dict[str, Any]:
-        """Returns the experts of the entries of a slot, which are in the cache of the batch if it has the slot."""
+        """Returns the experts that computed each token of a slot, read from the batch's cache if that has the slot."""
         cache, rows, row = self._cache, self._geometry.slots, slot
         if self._batch_cache is not None and slot in self.slots:
             cache, rows, row = self._batch_cache, len(self.slots), self.slots.index(slot)

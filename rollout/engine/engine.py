@@ -37,7 +37,7 @@ class _InFlightStep(NamedTuple):
 
 
 class _ArrayIdentity:
-    """Notices when other arrays take the place of the last ones. It keeps none of them alive."""
+    """Detects that the weights are other arrays than at the last call. It holds weak references only."""
 
     def __init__(self) -> None:
         self._seen: list[weakref.ref] = []
@@ -70,9 +70,9 @@ class Engine:
     ):
         """weights: returns the arrays to compute with; it is called at every dispatch, and nothing is kept.
         seed: the seed of the random draws.
-        stop_string: `stop_string(tokens, before, strings)` returns the number of tokens up to the one, after the
-        first `before`, that completes one of the strings; None if none does. Without it requests cannot have stop
-        strings.
+        stop_string: `stop_string(tokens, before, strings)` searches the tokens after the first `before`. It returns
+        the number of tokens up to and including the one that completes a stop string; None if none does. Without it
+        requests cannot have stop strings.
         prefill_budget: prompt tokens that a turn prefills while others decode."""
         self.runner, self._weights, self._seed = runner, weights, seed
         self._stop_string, self._budget = stop_string, prefill_budget
@@ -162,7 +162,7 @@ class Engine:
             self.release(slot)
 
     def forget(self) -> None:
-        """Lets no request begin with entries of earlier ones."""
+        """Clears the prefix cache: later requests share no entries of earlier ones."""
         self.scheduler.forget()
 
     # A turn.
@@ -235,7 +235,7 @@ class Engine:
         inputs = batch.row_numbers(padded), tokens, starts, lengths, batch.page_tables(padded)
         batch.replace_cache(runner.prefill(self._weights(), batch.full_cache(), *inputs, fresh=fresh))
         for slot, request in zip(slots, requests, strict=True):
-            if slot not in scheduler.preempted:  # for one before it
+            if slot not in scheduler.preempted:  # an earlier request of this call may have taken its pages
                 scheduler.prefilled(slot, min(request.needed, request.cached + C))
         self.counts["prefill"] += int(sum(np.minimum(lengths - starts, C)))
         return P * C

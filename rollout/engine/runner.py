@@ -1,8 +1,9 @@
 """The model runner: calls the compiled programs of a generator.
 
-A contiguous cache has S rows, one per slot. A decode runs on s = 1, 2, 4, ... S of them. To decode on fewer than S,
-the engine gathers them into a cache of their own first, and scatters them back when it goes on with others. Over a
-paged cache a call of s rows takes their page table, and gathers only their states of fixed size.
+A contiguous cache has S rows, one per slot. A decode runs on s = 1, 2, 4, ... S of them (GeneratorOptions.batch_sizes).
+To decode on fewer than S rows, ActiveBatch first gathers them into a cache of their own. It scatters them back before
+it decodes other rows. On a paged cache, a call of s rows takes their page table and gathers only their states of fixed
+size.
 
 S slots, s rows of one call, P prompts of one prefill call, C tokens of it, M pages of a row.
 """
@@ -211,8 +212,8 @@ class ModelRunner:
         subject = " x ".join(map(str, shape)) or "its cache"
         message = f"the generator's program {name} for {subject} was not compiled ahead"
         if self._strict:
-            raise LateCompilation(f"{message}; strict_shapes forbids to compile it now")
-        _LOG.warning("%s; it is now, and the run waits", message)
+            raise LateCompilation(f"{message}; strict_shapes forbids compiling it now")
+        _LOG.warning("%s; it is compiled now, and the run waits", message)
 
     @property
     def memory(self) -> dict[tuple, Memory | None]:

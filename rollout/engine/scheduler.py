@@ -4,8 +4,8 @@ and nothing that depends on time.
 A request that is admitted gets a slot and keeps it until it is released. It is in one of these states:
 
 - prefilling: its prompt is not all in the cache. It may wait for another slot whose prompt has the same first tokens
-  (PrefixWaiters), or be preempted: it has no pages, because they ran out, and starts again when all that run can have
-  pages for another decode.
+  (PrefixWaiters). Or it is preempted: the scheduler took its pages because they ran out. It starts again when there
+  are pages for another decode of all running requests.
 - decoding: all in the cache but the token to feed next.
 - ended: `finish` says how; the engine releases the slot.
 """
@@ -26,11 +26,10 @@ PREFILL_ROWS = (1, 4, 16)
 # Tokens of the shortest prefill call; others have twice as many, and so on up to a chunk.
 SHORTEST_PREFILL = 16
 
-# A decode takes so many steps before a request is preempted for want of pages.
+# The scheduler shortens a decode to this many steps before it preempts a request because pages ran out.
 MIN_DECODE_STEPS = 16
 
-# Most steps of a decode in which stop strings are searched: the host does that, and what was decoded past one is
-# discarded.
+# Most steps of a decode with stop strings. The host searches for them afterwards and discards the tokens past one.
 MAX_STOP_STRING_STEPS = 16
 
 
@@ -54,8 +53,8 @@ class SchedulerLimits:
 
     decode_steps: steps of one multi-step decode.
     drafts: tokens past a request's last that a step may write.
-    copies_rows: whether a slot that begins like another needs more than its pages.
-    pins_prefixes: whether a slot that decodes leaves nothing to the next sample of its prompt.
+    copies_rows: whether sharing a prefix also copies arrays by slot (contiguous entries, states of fixed size).
+    pins_prefixes: whether a prompt is pinned for its next sample, because a decoding slot can no longer share it.
     """
 
     decode_steps: int
@@ -69,7 +68,7 @@ class Scheduler:
 
     updates: the changes of the cache that must run before the next program.
     next_request: the request that gets the next free slot, if one waits.
-    batch_changed: whether a request has joined or left the decoding ones in a way that the device does not know.
+    batch_changed: whether the host added or removed a decoding request, so that the device state must be rebuilt.
     """
 
     def __init__(self, rows: Rows | PagedRows, limits: SchedulerLimits, counts: dict[str, int] | None = None):
@@ -125,7 +124,7 @@ class Scheduler:
         waiters = self._evict(slot)
         if request.finish is None:
             self.batch_changed = True
-        # A state of fixed size is past the tokens if the host alone has ended the request.
+        # A state of fixed size may include discarded tokens if the host, not the device, ended the request.
         valid = self.rows.supports_truncation or (request.finish is not None and not request.params.stop)
         self.rows.free(slot, request.span(0, request.cached) if valid else ())
         self._readmit(waiters)
@@ -140,15 +139,14 @@ class Scheduler:
 
     def _readmit(self, slots: Sequence[int]) -> None:
         """Starts requests again that have a slot and prefill."""
-        for (
-            slot
-        ) in slots:  # all are empty first: otherwise each might wait for what another, that waits too, was to hold
+        # All slots are cleared before one starts: otherwise two could wait for each other's prefix.
+        for slot in slots:
             self.rows.clear(slot)
         for slot in slots:
             self._start(slot, *self.rows.reallocate(slot, self.running[slot].cacheable))
 
     def forget(self) -> None:
-        """Lets no request begin with entries of earlier ones."""
+        """Clears the prefix cache: later requests share no entries of earlier ones."""
         self._pinned.clear()
         self.rows.forget()
 
@@ -210,8 +208,8 @@ class Scheduler:
     # Prompts.
 
     def next_prefill(self) -> list[int]:
-        """Returns the slots of the next prefill call: the first that can go on, and others of its kind (first chunk or
-        later ones).
+        """Returns the slots of the next prefill call: the oldest that can be prefilled, and others that are, like it,
+        at their first chunk or past it.
         """
         able = [slot for slot in self.prefilling if slot not in self._waiters and slot not in self.preempted]
         fresh = [slot for slot in able if self.running[slot].cached == 0]
@@ -228,7 +226,7 @@ class Scheduler:
         while ready:
             slot = ready.pop()
             request = self.running[slot]
-            if not request.ready or slot in self.preempted:  # preempted for one before it
+            if not request.ready or slot in self.preempted:  # an earlier slot of this loop may have taken its pages
                 continue
             del self.prefilling[slot]
             self.batch_changed = True
@@ -261,7 +259,7 @@ class Scheduler:
         return steps
 
     def _decode_steps(self) -> int:
-        """Returns the most steps of the next decode. It takes fewer before requests are preempted for want of pages."""
+        """Returns the steps of the next decode: the limit, or fewer (halved) while there are too few pages."""
         decoding = self.decoding
         searched = any(self.running[slot].params.stop for slot in decoding)
         steps = min(self._limits.decode_steps, MAX_STOP_STRING_STEPS) if searched else self._limits.decode_steps

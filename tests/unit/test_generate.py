@@ -393,7 +393,7 @@ def test_a_program_that_is_compiled_late_is_named(model, strict, caplog):
             generator.generate([[1, 2]], late)
     else:
         generator.generate([[1, 2]], late)
-        assert "decode for 1 x 8 was not compiled ahead; it is now" in caplog.text
+        assert "decode for 1 x 8 was not compiled ahead; it is compiled now" in caplog.text
 
 
 # Errors.

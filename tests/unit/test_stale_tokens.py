@@ -33,9 +33,9 @@ class Case:
         model = SimpleNamespace(graph=SimpleNamespace(layout=layout))
         progress = SimpleNamespace(version=version)
         stage.context = SimpleNamespace(progress=progress, timeline=timeline, model=model)
-        draft = inputs.Draft(self.state, self.batch)
-        stage.log_probabilities(draft)
-        return draft.batch
+        data = inputs.StepData(self.state, self.batch)
+        stage.log_probabilities(data)
+        return data.batch
 
 
 def case(algorithm: dict, off: float = 1e-6, stale: float = 0.5, **keys) -> Case:
