@@ -81,6 +81,6 @@ def test_the_difference_of_sampler_and_trainer_is_that_of_fresh_tokens(updates, 
     how = {"max_logp_diff": 1e-2, "updates_per_step": updates}
     case({}, **how).scored(exact=exact)  # stale tokens are 0.5 apart
     it = case({}, off=2e-2, stale=0.0, **how)
-    with pytest.raises(ModelError, match=r"differ by 0\.02 a token"):
+    with pytest.raises(ModelError, match=r"differ by 0\.02 per token"):
         it.scored(exact=exact)
     it.scored(exact=exact, version=NOW + 1)  # all are stale
