@@ -129,7 +129,9 @@ def over_expanded(layer, x, step, arrays):
     from policy.ops.rope import rotate
 
     spec, table_, runtime = layer.spec, step.rotations[str(layer.spec.rope)], Runtime()
-    q_nope, q_rope = jnp.split(layer._queries(x, layer._query_latent(x, step, runtime), runtime), [spec.nope_dim], axis=-1)
+    q_nope, q_rope = jnp.split(
+        layer._queries(x, layer._query_latent(x, step, runtime), runtime), [spec.nope_dim], axis=-1
+    )
     latent, k_rope = jnp.split(x @ layer.kv_a_proj[...], [spec.kv_lora_rank], axis=-1)
     new = jnp.einsum("btc,chd->bhtd", layer.kv_a_layernorm(latent), layer.kv_b_proj[...])
     k_rope = jnp.broadcast_to(rotate(k_rope[:, None], spec.rope, table_), (*new.shape[:3], spec.rope.dim))
