@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, model_validator
 
 from policy.mesh.axes import AXES, DEFAULT_RULES, DESCRIPTIONS, REPLICATED, UNUSED
-from rl.config.schema import AnySection, Section
+from rl.config.schema import AnySection, Section, with_keys
 
 
 def _with_axes(**sizes: int) -> Callable[[type[AnySection]], type[AnySection]]:
@@ -18,9 +18,7 @@ def _with_axes(**sizes: int) -> Callable[[type[AnySection]], type[AnySection]]:
         keys: dict[str, Any] = {
             axis: (int, Field(default=sizes.get(axis, 1), description=text)) for axis, text in DESCRIPTIONS.items()
         }
-        return create_model(
-            section.__name__, __base__=section, __module__=section.__module__, __doc__=section.__doc__, **keys
-        )
+        return with_keys(section, keys)
 
     return complete
 

@@ -85,11 +85,16 @@ def fields_of(
                 keys[name] = annotation, Field(**metadata)
             else:
                 keys[name] = annotation, Field(list(default) if isinstance(default, tuple) else default, **metadata)
-        return create_model(
-            section.__name__, __base__=section, __module__=section.__module__, __doc__=section.__doc__, **keys
-        )
+        return with_keys(section, keys)
 
     return complete
+
+
+def with_keys(section: type[AnySection], keys: dict[str, Any]) -> type[AnySection]:
+    """Returns the section with further keys: name -> (type, pydantic field)."""
+    return create_model(
+        section.__name__, __base__=section, __module__=section.__module__, __doc__=section.__doc__, **keys
+    )
 
 
 def _type_of(component: type, name: str) -> Any:
