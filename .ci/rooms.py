@@ -9,6 +9,7 @@ and imports under TYPE_CHECKING included.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -64,11 +65,18 @@ def imported(source: str, module: str, known: dict[str, Path]) -> set[str]:
     return {name for name in names if name in known and name != module}
 
 
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """Maps each module to those of ours that it imports."""
+    known = modules()
+    return {module: imported(file.read_text(), module, known) for module, file in known.items()}
+
+
 def arrows() -> dict[tuple[str, str], dict[tuple[str, str], set[str]]]:
     """Maps each room to the rooms that it imports, each with the importing modules."""
-    known, result = modules(), defaultdict(lambda: defaultdict(set))
-    for module, file in known.items():
-        for target in imported(file.read_text(), module, known):
+    result = defaultdict(lambda: defaultdict(set))
+    for module, targets in imports().items():
+        for target in targets:
             if room(target) != room(module):
                 result[room(module)][room(target)].add(module)
     return result
@@ -76,8 +84,7 @@ def arrows() -> dict[tuple[str, str], dict[tuple[str, str], set[str]]]:
 
 def circles() -> list[list[str]]:
     """Lists the sets of modules that import each other in a circle."""
-    known = modules()
-    edges = {module: imported(file.read_text(), module, known) for module, file in known.items()}
+    known, edges = modules(), imports()
     packages = {module for module, file in known.items() if file.name == "__init__.py"}
 
     def reached(start: str) -> set[str]:

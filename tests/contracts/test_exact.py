@@ -156,6 +156,7 @@ def bad_drafts(monkeypatch):
     monkeypatch.setattr(rollout.engine.programs, "choose", poor)
 
 
+@pytest.mark.slow
 def test_wrong_drafts_change_nothing(bad_drafts):
     """Whatever the decoder makes, greedy or sampled, and also where a wrong token ends a completion or runs past its end."""
     generator = generator_of("Llama", **ALONE)

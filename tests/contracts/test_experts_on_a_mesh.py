@@ -39,6 +39,7 @@ def check_layers(number: int, cases: list) -> None:
         assert result["difference"] < case[4].get("tolerance", 1e-5) and result["dropped"] == 0, (case, result)
 
 
+@pytest.mark.slow
 def test_every_scheme_computes_what_one_device_does_unless_its_buffer_is_full():
     """Groups, a shared expert and a selection bias; biases and clamps with all tokens on two experts of one device, whose buffer is
     then too small; weighed inputs. A device has 8 rows of 6 tokens for four devices, 2 choices each: 24 choices. With room for 16

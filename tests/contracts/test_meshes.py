@@ -60,6 +60,7 @@ def test_sequences_that_are_cut():
     check(*cases)
 
 
+@pytest.mark.slow
 def test_explicit_shardings():
     """The same numbers, and no product of which the partitioner decides how it is cut."""
     dense, experts = {"fsdp": 2, "tensor": 2, "explicit": True}, {"fsdp": 2, "expert": 2, "explicit": True}

@@ -65,6 +65,7 @@ def check(name, sampling, **how):
     return every
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling", [pytest.param(GREEDY, marks=pytest.mark.slow, id="greedy"), pytest.param(FILTERED, id="drawn")]
 )

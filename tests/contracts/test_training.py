@@ -32,7 +32,7 @@ def model_of(kind, **runtime):
     return random_model(families.read(short(kind)), runtime=Runtime(**runtime))
 
 
-@pytest.mark.parametrize("kind", by_kind(always=("Llama", "DeepseekV3")))
+@pytest.mark.parametrize("kind", by_kind(always=("Llama",)))
 def test_one_grpo_step_moves_every_weight_that_learns(kind):
     model = model_of(kind)
     assert model.graph.runtime.scan and model.graph.runtime.remat == "full"

@@ -120,6 +120,7 @@ def test_demonstrations_without_an_answer_are_exit_code_3(tmp_path, capsys, no_m
     refused(capsys, 3, "data.jsonl:1", "completion", arguments=on_rows(tmp_path, [GOOD], sft))
 
 
+@pytest.mark.slow
 def test_a_broken_model_directory_is_exit_code_4_and_names_the_tensor(tmp_path, capsys):
     directory = tmp_path / "model"
     policy.save(random_model(families.read(configuration("Llama", vocab_size=64))), directory)
@@ -153,6 +154,7 @@ def test_a_reward_that_fails_stops_the_run_with_on_error_stop(tmp_path, capsys):
     assert "ZeroDivisionError: this one never works" in said and "own_rewards.py" in said and "prompt:" in said
 
 
+@pytest.mark.slow
 def test_rewards_that_raise_hang_or_give_nan_never_stop_a_run(tmp_path, caplog):
     more = [f"rewards.functions=['{OWN}:faulty']", "rewards.timeout_s=1.2", "rewards.workers=4", *launch.LIGHT]
     assert launch.train(tmp_path / "run", ONE_STEP.replace("steps: 1", "steps: 2"), *more) == 0
@@ -171,6 +173,7 @@ def test_rewards_that_raise_hang_or_give_nan_never_stop_a_run(tmp_path, caplog):
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_stage_without_a_finite_update_is_exit_code_4_however_often_it_is_started(tmp_path, capsys):
     model = random_model(families.read(configuration("Llama", vocab_size=64)))
     model.params = {path: weight * float("nan") for path, weight in model.params.items()}

@@ -45,6 +45,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(uninterrupted, tmp_path):
     launch.assert_same_run(directory, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(uninterrupted, tmp_path, caplog):
     directory = tmp_path / "run"
     shutil.copytree(uninterrupted, directory)

@@ -70,6 +70,7 @@ def of_the_losses() -> set[str]:
     return result | set(algorithm.advantages_per_token(np.ones(2), -host, -host, host, host)[2])
 
 
+@pytest.mark.slow
 def test_every_metric_of_a_run_is_documented(uninterrupted):
     assert not written(uninterrupted) - documented()
 
@@ -105,6 +106,7 @@ def test_every_metric_of_the_losses_is_documented_and_no_other_name(uninterrupte
     assert not documented() - possible
 
 
+@pytest.mark.slow
 def test_every_metric_of_a_run_with_a_critic_is_documented(tmp_path):
     stage = {
         "algorithm": "ppo",

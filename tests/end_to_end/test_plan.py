@@ -71,6 +71,7 @@ def plan(numbers, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_every_program_of_every_stage_is_planned(plan, tmp_path):
     code, result, shown = plan("cpu:4", *MESH)
     assert code == 0

@@ -154,6 +154,7 @@ def test_four_processes_stop_together_and_outlive_their_first(tmp_path):
     assert_same_numbers(directory, alone(tmp_path / "alone", *BOTH))
 
 
+@pytest.mark.slow
 def test_a_process_reads_of_a_directory_and_of_a_checkpoint_what_its_devices_hold(tmp_path):
     model = policy.create("tiny-deepseek", dtype="float32")
     policy.save(model, tmp_path / "model")

@@ -260,6 +260,7 @@ def test_a_step_that_ends_on_a_full_disk_keeps_the_last_good_one_and_goes_on(tmp
     assert [step for _, step, _ in launch.numbers(tmp_path / "run")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_weights_that_find_no_room_are_written_by_the_next_start(tmp_path, capsys):
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -280,7 +281,13 @@ def test_weights_that_find_no_room_are_written_by_the_next_start(tmp_path, capsy
 
 
 @pytest.mark.skipif(not full_disk.available(), reason="no process may mount a file system here")
-@pytest.mark.parametrize("shares", [(30,), pytest.param((0, 2, 5, 8, 12, 20, 40, 50, 60, 80), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "shares",
+    [
+        pytest.param((30,), marks=pytest.mark.slow),
+        pytest.param((0, 2, 5, 8, 12, 20, 40, 50, 60, 80), marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_on_a_full_disk_is_exit_code_5_and_goes_on_after_room_was_made(tmp_path, shares):
     done = full_disk.run(Path(__file__).with_name("full_disk_runs.py"), tmp_path, *shares)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
@@ -288,6 +295,7 @@ def test_a_run_on_a_full_disk_is_exit_code_5_and_goes_on_after_room_was_made(tmp
     assert 5 in codes.values(), codes
 
 
+@pytest.mark.slow
 def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_quickstart():
     prepared = prepare(load([launch.QUICKSTART]))
     prepared.close()
@@ -418,6 +426,7 @@ def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generato
     assert train("cut off") == 3
 
 
+@pytest.mark.slow
 def test_a_stage_ends_early_at_its_bound_and_a_run_killed_after_it_goes_on_with_the_next(tmp_path):
     reached, missed = "{metric: loss, at_most: 100}", "{metric: eval/greedy_accuracy, at_least: 2}"
     bounds = f"stages.0.until={reached}", f"stages.1.until={missed}"

@@ -75,6 +75,7 @@ def assert_same_logits(directory, row):
     return expected
 
 
+@pytest.mark.slow
 def test_the_old_keys_of_gemma3_scale_and_space_its_full_layers(tmp_path):
     theirs, row = oracle("Gemma3", num_hidden_layers=5, sliding_window_pattern=2), tokens(2, 12)
     directory = saved(theirs, tmp_path)

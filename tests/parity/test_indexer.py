@@ -75,6 +75,7 @@ def test_the_divergence_is_that_of_the_attention_weights_and_index_scores_of_tra
         )
 
 
+@pytest.mark.slow
 def test_greedy_decoding_over_selected_latents_is_that_of_transformers(tmp_path, monkeypatch):
     ours, model = pair(tmp_path, TOPK)
     real, taken = sparse_attention.take, []

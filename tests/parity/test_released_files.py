@@ -99,6 +99,7 @@ def llama4_with_vision(keys):
     return transformers.Llama4ForConditionalGeneration(config).float().eval()
 
 
+@pytest.mark.slow
 def test_the_text_model_of_a_multimodal_llama4_is_read_alone(tmp_path):
     theirs = llama4_with_vision(STANDARD["Llama4"])
     directory = saved(theirs, tmp_path / "in")

@@ -53,7 +53,7 @@ def packed(lengths, width, padding_first=False):
     return row, segments, documents
 
 
-@pytest.mark.parametrize("padding_first", [False, True])
+@pytest.mark.parametrize("padding_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_packed_documents_equal_the_documents_alone(model, padding_first):
     row, segments, documents = packed((9, 1, 14), 30, padding_first)
     logits = np.asarray(model.logits(row, segments=segments))
@@ -149,6 +149,7 @@ def test_every_way_to_compute_gives_the_same_gradients(kind):
         assert_same_gradients(result, expected, 2e-5)
 
 
+@pytest.mark.slow
 def test_remat_and_chunks_keep_the_gradients():
     config = families.read(configuration("Qwen3Moe", num_hidden_layers=2))
     model = random_model(config, runtime=Runtime(remat="none"))

@@ -33,6 +33,7 @@ def test_the_loss_is_the_formula_and_the_kl_is_at_least_0(sign):
     np.testing.assert_allclose(metrics["kto/kl"], z, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_micro_batches_add_up():
     algorithm = rl.algorithms.get("kto")
     full = algorithm.with_totals(inputs())

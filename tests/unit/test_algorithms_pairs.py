@@ -135,6 +135,7 @@ def test_what_is_missing_or_does_nothing_is_said():
         rl.algorithms.get("dpo", loss_type="exo_pair")
 
 
+@pytest.mark.slow
 def test_a_reward_model_ranks_the_scores_of_last_tokens_by_their_margin():
     batch, scores, _ = data()
     scores = np.nan_to_num(scores, nan=9.0)  # after every token, those of the prompt too

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import rl.algorithms
 from rl.algorithms import _policy_gradient
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROWS, WIDTH = 6, 5
 PER_TOKEN = ("logp", "old_logp", "sampler_logp", "ref_logp", "entropy", "advantages", "correct")
 # Together every aggregation, correction and rejection.
@@ -120,7 +122,8 @@ def run(algorithm, batch):
     def loss(logp, entropy):
         return algorithm.loss(dataclasses.replace(batch, logp=logp, entropy=entropy))
 
-    (value, metrics), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(batch.logp, batch.entropy)
+    gradients_of = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (value, metrics), gradients = gradients_of(batch.logp, batch.entropy)
     return value, metrics, gradients
 
 
@@ -134,7 +137,14 @@ def assert_same(actual, expected, name=""):
     np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(("name", "options"), cases(), ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, options, marks=() if not options or name in ("grpo", "gmpo") else pytest.mark.slow)
+        for name, options in cases()
+    ],
+    ids=str,
+)
 def test_micro_batches_of_packed_rows_add_up_to_the_batch_of_separate_rows(name, options):
     """Also where other garbage stands outside the mask, and some rows hold no token."""
     algorithm = rl.algorithms.get(name, **options)

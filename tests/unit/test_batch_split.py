@@ -36,7 +36,10 @@ def value_and_gradient(model, data, **changes):
     return logp, counts, gradient
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-5), pytest.param("bfloat16", 0.02, marks=pytest.mark.slow)]
+)
 def test_both_halves_together_are_the_plain_layer(dtype, tolerance):
     """A gradient of a weight is the sum of what either half gives, each rounded to the dtype (bfloat16: 8 bits)."""
     model, data = learners.experts(), learners.batch(rows=6)

@@ -104,6 +104,7 @@ def test_turns_alternate_and_the_ratio_is_that_of_the_medians(script):
     ]
 
 
+@pytest.mark.slow
 def test_bytes_and_operations_of_remat_policies(script):
     """Offloading moves what `minimal` keeps to the host, and recomputes as much; what is kept is not recomputed."""
     import numpy as np

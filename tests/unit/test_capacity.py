@@ -69,6 +69,7 @@ def test_a_capacity_mixture_is_the_loop_over_tokens(factor):
     np.testing.assert_array_equal(aux.routing.counts, np.bincount(experts[segments != 0].ravel(), minlength=X))
 
 
+@pytest.mark.slow
 def test_a_large_factor_drops_nothing_and_small_ones_have_the_gradient_of_what_is_left():
     module, (x, segments) = layer(), inputs()
     graph, weights = nnx.split(module)
@@ -107,6 +108,7 @@ def test_places_go_to_earlier_tokens_and_of_one_token_to_earlier_choices():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_updates_drop_and_log_it_while_scoring_and_generating_do_not():
     model, data = learners.experts(), learners.batch()

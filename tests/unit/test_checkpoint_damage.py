@@ -201,6 +201,7 @@ def test_a_kill_while_one_is_replaced_leaves_the_replaced_one(copy, monkeypatch)
     assert [p.name for p in copy.iterdir()] == ["0000000003"]
 
 
+@pytest.mark.slow
 def test_sharded_arrays_on_four_devices(tmp_path):
     done = subprocess.run([sys.executable, PROCESS, "sharded", tmp_path], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -218,6 +219,7 @@ def test_a_limit_on_file_size_keeps_the_last_good_checkpoint(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not full_disk.available(), reason="no process may mount a file system here")
 def test_a_disk_that_is_full_at_any_byte_of_a_save_shows_one_message(tmp_path):
     done = full_disk.run(PROCESS, "full", tmp_path)

@@ -59,7 +59,10 @@ def test_a_prepared_head_is_also_a_table():
     np.testing.assert_array_equal(sharded[jnp.asarray([[3, 1]])], table[jnp.asarray([[3, 1]])])
 
 
-@pytest.mark.parametrize(("name", "rows"), [("Qwen3", 1), ("Qwen3", 2), ("DeepseekV3", 2), ("Qwen3Next", 2)])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("Qwen3", 1), ("Qwen3", 2), ("DeepseekV3", 2), pytest.param("Qwen3Next", 2, marks=pytest.mark.slow)],
+)
 def test_one_step_of_a_decoder_is_the_same(size, name, rows):
     """Of attention, of latent attention with experts, and of the gated delta net."""
     model = random_model(families.read(configuration(name)), seed=1)

@@ -50,6 +50,7 @@ def logp(model, dropout, **runtime):
     return np.asarray(jax.jit(lambda p: graph.logprobs(p, data.tokens, step, 1.0)[0])(model.params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Llama", "GPT2"])
 def test_scanned_and_unrolled_layers_drop_the_same(kind):
     model = random_model(families.read(configuration(kind)))
@@ -59,6 +60,7 @@ def test_scanned_and_unrolled_layers_drop_the_same(kind):
     assert np.abs(scanned - plain).max() > 0.1
 
 
+@pytest.mark.slow
 def test_updates_drop_the_same_for_any_micro_batch_and_others_at_the_next_update():
     model, data = learners.dense(), batch()
     result = {}

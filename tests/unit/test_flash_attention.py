@@ -12,6 +12,8 @@ from policy.config import Runtime
 from policy.mesh.sharding import Layout, layout
 from policy.modes import make_step
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 T = 300  # not a multiple of the block size
 
 
@@ -31,9 +33,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in ("window", "latent"))) for c in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c != "window")) for c in CASES])
 def test_the_kernel_is_the_portable_form(case, monkeypatch):
     """Packed documents, a row of one, and padding; scores of unequal sizes, so that a wrong mask is seen."""
     monkeypatch.setattr(flash_attention, "BLOCK", 256)

@@ -356,7 +356,7 @@ def test_what_begins_like_an_earlier_prompt_is_not_read_again(model, generator):
 # Compiled programs.
 
 
-@pytest.mark.parametrize("slots", [3, 4])
+@pytest.mark.parametrize("slots", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_programs_are_compiled_ahead(model, slots, monkeypatch):
     options = GeneratorOptions(tokens_per_dispatch=4, prefill_chunk=16)
     generator = Generator(model, max_length=64, slots=slots, seed=1, options=options)
@@ -463,7 +463,13 @@ def test_a_request_that_cannot_run_is_refused_before_it_waits_or_takes_a_slot(mo
 # Values.
 
 
-@pytest.mark.parametrize("options", [{"cache": "paged", "page_size": 4, "pages": 12}, {}], ids=["paged", "contiguous"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"cache": "paged", "page_size": 4, "pages": 12}, id="paged"),
+        pytest.param({}, id="contiguous", marks=pytest.mark.slow),
+    ],
+)
 def test_values_are_those_of_the_critic(model, options):
     """The value of a token is the value of the state before it, as the critic of PPO computes it over full texts. Tests
     fewer slots than requests, stop strings that take tokens back and, over few pages, pauses. Another head gives other

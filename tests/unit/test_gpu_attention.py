@@ -14,12 +14,15 @@ from policy.config import Attention, Runtime
 from policy.mesh.sharding import Layout, layout
 from policy.modes import make_step
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 T = 150  # not a multiple of the block size
 
 
 OTHERS = [pytest.param(3, 3, 48, marks=pytest.mark.slow), pytest.param(4, 1, 128, marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), *OTHERS])
 def test_full_sequences_are_attended_as_by_the_portable_form(heads, kv_heads, dim):
     """Packed documents, a row of one, and padding; values and gradients."""

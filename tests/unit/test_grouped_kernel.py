@@ -8,10 +8,18 @@ from jax.sharding import PartitionSpec
 
 from policy.ops import grouped_kernel
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.mark.parametrize(
     ("M", "sizes"),
-    [(300, [100, 0, 150, 50]), (300, [0, 40, 0, 3]), (128, [128, 0, 0, 0]), (700, [513, 1, 0, 130])],
+    [
+        (300, [100, 0, 150, 50]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(300, [0, 40, 0, 3]), (128, [128, 0, 0, 0]), (700, [513, 1, 0, 130])]
+        ),
+    ],
     ids=["all", "few", "one group", "blocks"],
 )
 def test_products_and_gradients_are_those_of_ragged_dot(M, sizes):

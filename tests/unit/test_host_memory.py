@@ -75,6 +75,7 @@ def test_updates_of_policy_and_critic_are_those_of_device_memory(kind, sizes, sc
     assert_same_updates(kind, sizes, "ppo", scan=scan)
 
 
+@pytest.mark.slow
 def test_moments_alone_in_host_memory_and_an_update_that_is_not_finite():
     data = batch(rows=4, length=8)
     trainer, state = begin(model_of(), stage("grpo", optimizer={"host_memory": True}), fresh=True)
@@ -114,6 +115,7 @@ def test_only_a_slice_of_a_stack_is_fetched():
     assert not set(fetched) & stacked
 
 
+@pytest.mark.slow
 def test_generating_loading_saving_and_checkpoints(tmp_path):
     plain = model_of()
     policy.save(plain, tmp_path / "model")

@@ -59,6 +59,7 @@ def divergence(model, data, indexer):
     return float(result.divergence[0]) / (data.segments != 0).sum()
 
 
+@pytest.mark.slow
 def test_without_training_the_indexer_stays_bit_by_bit():
     before, after, metrics, moments = updated(stage(optimizer=DECAY, router=ROUTER), batch(), updates=2)
     indexer = {path for path in learners.indexed().params if ".indexer." in path}

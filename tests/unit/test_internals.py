@@ -62,6 +62,7 @@ def hybrid():
     return random_model(families.read(configuration("Qwen3Next", **layers)), seed=4)
 
 
+@pytest.mark.slow
 def test_activations_are_those_of_the_hidden_states_without_padding():
     model, rows = hybrid(), jnp.asarray(tokens(2, 9))
     segments = jnp.asarray([[1] * 4 + [2] * 5, [0] * 2 + [1] * 3 + [0] * 4])

@@ -99,6 +99,7 @@ def check_detached(*which):
     return before, alone, extra
 
 
+@pytest.mark.slow
 def test_detached_modules_learn_and_the_policy_feels_nothing():
     check_detached()
 

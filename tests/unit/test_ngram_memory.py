@@ -67,6 +67,7 @@ def test_a_memory_is_a_stack_of_its_own_and_each_has_its_own_hashes():
     assert [i for i, layer in enumerate(config.layers) if layer.engram] == [2, 5]
 
 
+@pytest.mark.slow
 def test_documents_alone_packed_and_padded_are_the_same(model):
     lengths, width = (9, 1, 12), 24
     documents = [tokens(1, n, seed=n)[0] for n in lengths]
@@ -120,6 +121,7 @@ def memory_of(kv):
     return {name: np.asarray(array[0]) for name, array in kv[1][0][0].items() if name.startswith("ngram")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "calls",
     [pytest.param([5, 5, 1, 1, 1, 1], id="chunks"), pytest.param([1] * 14, id="decoding", marks=pytest.mark.slow)],

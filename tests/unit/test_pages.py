@@ -33,7 +33,7 @@ MODELS = tiny.GENERATED | {
     "latents-of-128": ("DeepseekV3", KINDS["DeepseekV3"].short | {"kv_lora_rank": 128}),
     "engram": ("Llama", {"num_hidden_layers": 2, "duet": ENGRAM}),
 }
-FEW = {"llama-mqa-tied": 4, "v32": 1, "qwen3_next": 16}
+SIZES = {"llama-mqa-tied": 4, "v32": 1, "qwen3_next": 16}  # of pages
 
 
 @pytest.mark.parametrize(("back", "count", "size"), [(1, 1, 4), (5, 1, 4), (5, 3, 4), (8, 4, 3), (40, 1, 4)])
@@ -136,7 +136,9 @@ def check(name, size, **kind):
     np.testing.assert_allclose(result[2, :LENGTH_OF_C], full[2, :LENGTH_OF_C], atol=2e-5)
 
 
-@pytest.mark.parametrize(("name", "size"), FEW.items())
+@pytest.mark.parametrize(
+    ("name", "size"), [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] != 4)) for case in SIZES.items()]
+)
 def test_scattered_and_shared_pages_are_the_full_forward_pass(name, size):
     check(name, size)
 
@@ -161,6 +163,7 @@ def test_layers_with_a_window_may_keep_window_entries_next_to_pages(name):
     check(name, 4, room=4)
 
 
+@pytest.mark.slow
 def test_a_scanned_stack_has_its_pages_in_one_pool():
     check("qwen3-window", 4, scan=True)
 
@@ -168,9 +171,10 @@ def test_a_scanned_stack_has_its_pages_in_one_pool():
 @pytest.mark.parametrize(
     ("name", "quantization"),
     [
-        *(("deepseek-v3-groups-yarn", q) for q in (None, "int8", "int4", "fp8")),
-        ("wide-latents", None),
-        ("wide-latents", "int8"),
+        ("deepseek-v3-groups-yarn", None),
+        ("deepseek-v3-groups-yarn", "int8"),
+        *(pytest.param("deepseek-v3-groups-yarn", kind, marks=pytest.mark.slow) for kind in ("int4", "fp8")),
+        *(pytest.param("wide-latents", kind, marks=pytest.mark.slow) for kind in (None, "int8")),
     ],
 )
 def test_a_pool_holds_what_a_contiguous_cache_holds(name, quantization):

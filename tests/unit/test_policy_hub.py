@@ -345,6 +345,7 @@ def test_a_multimodal_configuration_of_no_family_is_named(directory):
 MODULES = {"multi_token_prediction": {"depth": 2}}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_modules_that_a_directory_knows_nothing_of_start_fresh_and_are_saved(tmp_path):
     policy.save(random_model(families.read(configuration("Llama"))), tmp_path / "in")

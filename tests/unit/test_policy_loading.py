@@ -107,6 +107,7 @@ def test_the_host_holds_the_weights_once(tmp_path):
     assert result["peak"] < 1.15 * result["weights"], result
 
 
+@pytest.mark.slow
 def test_every_device_reads_its_slice_only(tmp_path):
     policy.save(random_model(families.read(configuration("DeepseekV3"))), tmp_path)
     for name, result in run("slices", tmp_path, devices=8).items():

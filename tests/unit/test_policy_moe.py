@@ -15,6 +15,8 @@ from policy.experts.experts import AXES
 from policy.experts.router import bias_update, routing_statistics
 from policy.ops import quantization
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 N, k, G, E, F = 11, 2, 5, 6, 7
 CHOICES = {
     "mixed": np.random.default_rng(0).permuted(np.tile(np.arange(G), (N, 1)), axis=1)[:, :k],
@@ -46,6 +48,7 @@ def loop(x, w, weights, choices):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_layout_computes_the_definition_and_its_gradient(name):
     choices, rng = CHOICES[name], np.random.default_rng(2)
@@ -119,9 +122,17 @@ def test_few_tokens_go_through_every_expert_on_tpu():
     assert not experts.small_batch(1, "cpu") and not experts.small_batch(1, "gpu")
 
 
-@pytest.mark.parametrize("rule", [None, "int8"])
-@pytest.mark.parametrize("keys", [{}, {"bias": True, "clamp": ClampedSwiglu(limit=1.5)}, {"weigh": "input"}], ids=str)
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("rule", [None, pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        pytest.param({"bias": True, "clamp": ClampedSwiglu(limit=1.5)}, marks=pytest.mark.slow),
+        pytest.param({"weigh": "input"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["mixed", *(pytest.param(n, marks=pytest.mark.slow) for n in CHOICES if n != "mixed")])
 def test_through_every_expert_is_the_same_as_through_the_chosen_ones(name, keys, rule):
     """Values and all gradients; choices past the experts that are there add nothing."""
     choices, rng, held = CHOICES[name], np.random.default_rng(2), G - 1

@@ -37,10 +37,12 @@ def logp_gradients(model, **runtime):
 
 @pytest.mark.parametrize(
     ("kind", "rule"),
-    [("Mixtral", "int8")]
-    + [
+    [
         pytest.param(kind, rule, marks=pytest.mark.slow)
-        for kind, rule in zip(("Llama", "DeepseekV3", "Qwen3Next", "Gemma2"), itertools.cycle(RULES), strict=False)
+        for kind, rule in [
+            ("Mixtral", "int8"),
+            *zip(("Llama", "DeepseekV3", "Qwen3Next", "Gemma2"), itertools.cycle(RULES), strict=False),
+        ]
     ],
 )
 def test_scanned_layers_under_remat_are_unrolled_ones(kind, rule):
@@ -53,6 +55,7 @@ def test_scanned_layers_under_remat_are_unrolled_ones(kind, rule):
         assert np.linalg.norm(result - expected) <= 1e-4 * np.linalg.norm(expected) + 1e-6, path
 
 
+@pytest.mark.slow
 def test_routers_norms_and_head_keep_their_bits():
     """With weights of 0 where quantisation may act, it changes no number: all that is left are the products it may not touch."""
     model = random_model(families.read(short("Mixtral")))

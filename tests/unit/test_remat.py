@@ -168,7 +168,7 @@ TURNS = [[(policy, bool((i + k) % 2)) for i, policy in enumerate(POLICIES)] for 
 @pytest.mark.parametrize(
     ("kind", "cases", "dropout"),
     [
-        ("Llama", FAST, 0.3),
+        pytest.param("Llama", FAST, 0.3, marks=pytest.mark.slow),
         *(pytest.param(kind, TURNS[k], 0.3 * (k % 2), marks=pytest.mark.slow) for k, kind in enumerate(KINDS)),
     ],
 )

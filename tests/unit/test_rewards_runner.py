@@ -122,7 +122,10 @@ def mark(monkeypatch):
 
 
 @LINUX
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (k == "timeout" and n != "hangs_in_c")) for n, k in FAULTS.items()],
+)
 def test_a_faulty_reward_costs_only_its_own_samples(name, mark):
     hangs = FAULTS[name] == "timeout"
     memory = 512 if name == "takes_memory" else None

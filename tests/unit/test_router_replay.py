@@ -213,6 +213,7 @@ def test_given_routes_are_packed_and_cut_as_their_tokens_are():
     assert abs(own[1]["optim/grad_norm"] - full[1]["optim/grad_norm"]) > 1e-4, "other experts, and the same gradient"
 
 
+@pytest.mark.slow
 def test_the_trainer_agrees_with_the_generator_until_its_weights_move():
     model = learners.experts()
     _, result = recorded(model)

@@ -418,7 +418,7 @@ def test_a_slot_that_was_given_up_is_not_written_by_the_one_before():
     assert first.tokens and finished(engine, queue, second)
 
 
-@pytest.mark.parametrize("pages", [None, (3000, 4, 1)])
+@pytest.mark.parametrize("pages", [None, pytest.param((3000, 4, 1), marks=pytest.mark.slow)])
 def test_a_group_may_have_a_thousand_samples(pages):
     (engine, _), queue = engine_of(1000, budget=10**4, pages=pages), Queue()
     requests = [Request((1, 2, 3, 4, 1), SamplingParams(max_new_tokens=2)) for _ in range(1000)]

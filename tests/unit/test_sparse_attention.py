@@ -169,6 +169,7 @@ def test_selected_latents_give_what_the_masked_cache_gives(queries, monkeypatch)
     np.testing.assert_allclose(np.where(real, collected, 0), np.where(real, masked, 0), atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("topk", "scan"), [(5, True), pytest.param(1, False, marks=pytest.mark.slow)])
 def test_a_decoder_reads_selected_latents_only(topk, scan, monkeypatch):
     model, rows, lengths, taken = model_of(topk, layers=2), tokens(3, 26, seed=1), [26, 4, 17], []
@@ -226,6 +227,7 @@ def test_decoding_selects_the_keys_that_training_selects():
     assert (np.asarray(trained)[:, :, 0] == [0, -1, -1, -1]).all()
 
 
+@pytest.mark.slow
 def test_the_dense_warm_up_is_dense_and_sparse_training_computes_what_the_policy_does():
     sparse, dense, rows = model_of(3, layers=2), model_of(50, layers=2), tokens(2, 14)
     plain = stepwise.forward(sparse, rows)[0]

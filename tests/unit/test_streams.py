@@ -125,6 +125,7 @@ def test_saving_and_loading_is_the_identity(kind, tmp_path):
         np.testing.assert_array_equal(np.asarray(back.params[path]), np.asarray(array), err_msg=path)
 
 
+@pytest.mark.slow
 def test_a_fresh_decoder_starts_as_the_one_without():
     """With scales of 0 exactly, up to the eps of the norms: the streams are equal, and a norm takes their number
     out."""

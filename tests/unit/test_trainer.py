@@ -90,6 +90,7 @@ def test_updates_of_policy_and_critic_are_the_same_for_any_micro_batch():
     assert_cut_changes_nothing(learners.dense(), batch(), "ppo", cuts=[4])
 
 
+@pytest.mark.slow
 def test_updates_of_experts_are_the_same_for_any_micro_batch_and_move_biases_by_the_counts_of_the_full_batch():
     model, data = learners.experts(), batch()
     router = {"bias_rate": 0.05, "balance_coef": 0.3}
@@ -249,6 +250,7 @@ def test_weight_decay_acts_on_matrices_only():
     )
 
 
+@pytest.mark.slow
 def test_small_steps_of_weights_in_bfloat16_add_up():
     """Against AdamW of optax on the same weights in float32; without a copy in float32 most of them never move."""
     rng, adamw = np.random.default_rng(0), optax.adamw(1e-5, weight_decay=0.1)
@@ -298,6 +300,7 @@ def test_weights_cast_before_a_pass_give_the_bits_of_those_cast_in_it(model):
         np.testing.assert_array_equal(slope, cast[path].astype(jnp.float32), err_msg=path)
 
 
+@pytest.mark.slow
 def test_gradients_are_clipped_as_optax_clips_them():
     model, data = learners.dense(), batch()
 
@@ -349,6 +352,7 @@ def test_loss_and_adamw_are_those_of_torch(tmp_path):
         np.testing.assert_allclose(ours[name], tensor.numpy(), atol=2e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_critic_learns_a_constant_return_and_leaves_the_policy_alone():
     model, data = learners.dense(), batch()
     data = data.replace(returns=np.ones_like(data.returns), old_values=None)
@@ -399,6 +403,7 @@ def test_a_value_head_on_the_policys_states_learns_from_them_and_leaves_them_alo
     assert same_bits(host(state.policy), policy_before)
 
 
+@pytest.mark.slow
 def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
     """In an update of both from packed rows in micro-batches: the head as if the policy stayed, the policy as if the head did."""
     model, data = learners.dense(), batch()
