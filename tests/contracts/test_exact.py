@@ -122,6 +122,7 @@ def test_documents_that_are_not_plain_are_computed_as_they_are():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EACH)
 def test_slots_chunks_and_what_else_is_decoded_change_no_bit(kind):
     model = model_of(kind)

@@ -57,6 +57,7 @@ def expected_of(weights, scores, dense):
     return np.sum(p[inside] * np.log(p[inside] / q[inside])), p[kept].sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["dense_warmup", "sparse"])
 def test_the_divergence_is_that_of_the_attention_weights_and_index_scores_of_transformers(stage, tmp_path, monkeypatch):
     rows, dense = tokens(2, LENGTH, seed=4), stage == "dense_warmup"

@@ -104,6 +104,7 @@ def test_detached_modules_learn_and_the_policy_feels_nothing():
     check_detached()
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_modules_falls():
     trainer, state = learners.begin(model(), learners.stage(mtp={}))
     losses = []

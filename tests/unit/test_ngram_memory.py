@@ -134,6 +134,7 @@ def test_with_history_in_the_cache_every_token_is_that_of_the_full_forward(model
         np.testing.assert_allclose(result[row, :length], expected[row, :length], atol=3e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_slot_that_is_not_in_use_keeps_its_state_and_a_copied_prefix_brings_its_own(model):
     rows = tokens(3, 9)
     full, part, short = (

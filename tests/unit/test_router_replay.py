@@ -111,6 +111,7 @@ def family(kind):
     return random_model(families.read(short(kind)), seed=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["one layer", *(pytest.param(kind, marks=SLOW) for kind in ("Qwen3Next", "Gemma4Moe"))]
 )
