@@ -45,7 +45,7 @@ class PolicyInputs:
         None  # scalar: mean sampler-correction weight over the tokens of the optimiser batch
     )
     entropy_threshold: jax.Array | None = None  # scalar: entropy quantile of the batch, for `top_entropy`
-    controls: dict[str, jax.Array] | None = None  # scalars that `controlled` of the algorithm changes after each update
+    adaptive_coefs: dict[str, jax.Array] | None = None  # scalars that the algorithm adapts during training
     max_length: int | None = dataclasses.field(default=None, metadata={"static": True})  # largest completion, tokens
 
 

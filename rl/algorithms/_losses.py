@@ -55,7 +55,7 @@ class Tokens:
 def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (scalar, metrics): the loss of a `PolicyGradient` with these options."""
     _check_inputs(options, inputs)
-    inputs = options.with_totals(dataclasses.replace(inputs, old_logp=options.proximal(inputs)))
+    inputs = options.with_totals(dataclasses.replace(inputs, old_logp=options.select_old_logp(inputs)))
     tokens = _tokens(inputs)
     per_token, metrics = options.per_token(tokens)
     metrics |= _common_metrics(tokens)
@@ -67,7 +67,7 @@ def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str
     if tokens.sampler is not None:
         weight, sampler_metrics = correction(options, tokens)
         metrics |= sampler_metrics
-        if not options.corrects_itself:
+        if not options.per_token_applies_correction:
             per_token = per_token * weight
     loss = aggregate(per_token, inputs, tokens.sequences, options.aggregation)
     metrics["policy_loss"] = loss
@@ -81,7 +81,7 @@ def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str
         entropy = tokens.mean(tokens.entropy)
         metrics["entropy"] = entropy
         if options.has_entropy_bonus:
-            loss = loss - options.applied_entropy_coef(inputs.controls) * entropy
+            loss = loss - options.applied_entropy_coef(inputs.adaptive_coefs) * entropy
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 

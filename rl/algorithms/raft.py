@@ -24,7 +24,7 @@ class Algorithm(Sampled):
 
     name: ClassVar[str] = "raft"
     loss_type: ClassVar[str] = "nll"
-    corrects_itself: ClassVar[bool] = False
+    per_token_applies_correction: ClassVar[bool] = False
 
     keep: int = Field(1, ge=1, description="completions of a prompt that are learned, at most: those of highest reward")
     threshold: float | None = Field(

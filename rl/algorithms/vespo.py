@@ -25,7 +25,7 @@ class Algorithm(GroupRelative, PolicyGradient):
     """
 
     name: ClassVar[str] = "vespo"
-    corrects_itself: ClassVar[bool] = True
+    per_token_applies_correction: ClassVar[bool] = True
 
     k_pos: float = Field(2.0, ge=0, description="k where A >= 0")
     k_neg: float = Field(3.0, ge=0, description="k elsewhere")

@@ -189,18 +189,18 @@ class Stage(StageKind):
         Under `exact` they are the generator's log-probabilities; stale tokens take the ones in `current` instead.
         """
         if not self.config.generator.exact:
-            return batch.replace(old_logp=self.algorithm.proximal(batch))
+            return batch.replace(old_logp=self.algorithm.select_old_logp(batch))
         old_logp = batch.sampler_logp
         if current is not None:
             stale_NT = inputs.stale_tokens(batch, self.context.progress.version)
-            old_logp = np.where(stale_NT, self.algorithm.proximal(current), old_logp)
+            old_logp = np.where(stale_NT, self.algorithm.select_old_logp(current), old_logp)
         return batch.replace(old_logp=old_logp)
 
     def _advantages(self, data: StepData) -> np.ndarray:
         """Adds the advantages, float[N] or float[N,T], to the batch. Returns their means per completion, float[N]."""
         samples, batch, rewards = data.rollouts, data.batch, data.rewards
         assert samples is not None and rewards is not None
-        algorithm = self.algorithm.at(self.context.progress.controls)
+        algorithm = self.algorithm.with_coefs(self.context.progress.adaptive_coefs)
         lengths = np.asarray([len(completion.tokens) for _, completion in samples.flat]).reshape(rewards.shape[:2])
         with self.context.timeline.span("advantages"):
             advantages, returns, metrics = algorithm.estimate(rewards, lengths, batch, **data.arguments)
@@ -213,13 +213,13 @@ class Stage(StageKind):
         return per_sample
 
     def _update(self, data: StepData, n: int) -> tuple[RunState, dict[str, float]]:
-        """Makes the updates of the step and adjusts the controls. The critic's warm-up updates the critic alone."""
+        """Makes the updates of the step and adapts the coefficients. The critic's warm-up updates the critic alone."""
         batch, progress = data.batch, self.context.progress
         critic_only = data.state.critic is not None and n <= self.algorithm.critic_warmup
         state, updated = self.update(data.state, batch, critic_only=critic_only)
-        if not critic_only and batch.mask.any():  # otherwise nothing has moved the policy
-            moved = self.algorithm.controlled_by_step(progress.controls, data.metrics, len(batch.mask))
-            progress.controls = moved
+        if not critic_only and batch.mask.any():  # otherwise no update changed the policy
+            coefs = self.algorithm.adapt_after_step(progress.adaptive_coefs, data.metrics, len(batch.mask))
+            progress.adaptive_coefs = coefs
         return state, updated
 
     def _check_difference(self, difference: float | None) -> None:

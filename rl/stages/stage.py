@@ -246,7 +246,7 @@ class StageKind(ConfiguredStage, ABC):
         self.context = context
         if restored is not None:
             return restored
-        context.progress.start_stage(self.algorithm.controls)
+        context.progress.start_stage(self.algorithm.adaptive_coefs)
         return self.trainer.start(context.model.params, self.config.seed + self.index)
 
     def load_scorers(self, context: Context) -> None:
@@ -297,8 +297,8 @@ class StageKind(ConfiguredStage, ABC):
         progress.drawn += count
         return [datasets.order(seed, total, number) for number in range(first, first + count)]
 
-    def update(self, state: Any, batch: Batch, **how: Any) -> tuple[Any, dict[str, float]]:
-        """Makes `updates_per_step` updates, each on an equal part of the rows.
+    def update(self, state: Any, batch: Batch, **options: Any) -> tuple[Any, dict[str, float]]:
+        """Makes `updates_per_step` updates, each on an equal part of the rows. `options`: passed to `Trainer.update`.
 
         Returns the state and the mean of each metric. After each update the model holds the new weights.
         """
@@ -306,23 +306,25 @@ class StageKind(ConfiguredStage, ABC):
 
         context, updates = self.context, self.options.updates_per_step
         progress, rows, before = context.progress, len(batch.prompt) // updates, self.trainer.total_flops
-        controls, moves = dict(progress.controls), self.trains_policy and not how.get("critic_only")
-        every = []
+        coefs, updates_policy = dict(progress.adaptive_coefs), self.trains_policy and not options.get("critic_only")
+        metrics_of_updates = []
         with context.timeline.span("updates") as span:
             for u in range(updates):
-                part = batch.rows(slice(u * rows, (u + 1) * rows))
-                state, metrics = self.trainer.update(state, part, controls=progress.controls, **how)
+                rows_of_update = batch.rows(slice(u * rows, (u + 1) * rows))
+                state, metrics = self.trainer.update(
+                    state, rows_of_update, adaptive_coefs=progress.adaptive_coefs, **options
+                )
                 context.model.params = state.policy.params
-                progress.version += moves
-                if controls and moves:  # the controls of the next update follow from the metrics of this one
+                progress.version += updates_policy
+                if coefs and updates_policy:  # the coefficients of the next update follow from the metrics of this one
                     metrics = jax.device_get(metrics)
-                    progress.controls = self.algorithm.controlled(progress.controls, metrics)
-                every.append(metrics)
-            every = jax.device_get(every)
+                    progress.adaptive_coefs = self.algorithm.adapt_after_update(progress.adaptive_coefs, metrics)
+                metrics_of_updates.append(metrics)
+            every = jax.device_get(metrics_of_updates)
         means = {key: float(np.mean([metrics[key] for metrics in every])) for key in every[0]}
         means |= {"time/update": span.seconds, "perf/step_tokens": float(batch.real)}
         flops = self.trainer.total_flops - before
-        return state, controls | means | rates("train", flops, batch.real, span.seconds, context.model.graph.layout)
+        return state, coefs | means | rates("train", flops, batch.real, span.seconds, context.model.graph.layout)
 
     def learner(self, state: Any) -> Any:
         """Returns the ParamState that the metrics `optim/` are about."""
@@ -372,8 +374,8 @@ def update_program(
     trainer = stage.trainer
     rows, T = batch.tokens.shape
     R = abstract_rows(stage, stage.options.updates_per_step)[1]
-    controls = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.controls}
-    arguments = leading, batch, jax.eval_shape(trainer.totals, batch, controls or None), *trailing
+    coefs = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.adaptive_coefs}
+    arguments = leading, batch, jax.eval_shape(trainer.totals, batch, coefs or None), *trailing
 
     def lower():
         return trainer.executables[kind].lower(*arguments, micro_rows=R)

@@ -68,9 +68,9 @@ class RewardModelTrainer(BatchUpdates):
         return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
 
     def update(
-        self, state: RewardModelState, batch: Batch, *, controls: dict[str, float] | None = None
+        self, state: RewardModelState, batch: Batch, *, adaptive_coefs: dict[str, float] | None = None
     ) -> tuple[RewardModelState, dict]:
-        """Makes one optimiser update of the reward model from the pairs of `batch`, one a row; it has no `controls`."""
+        """Makes one optimiser update of the reward model from the pairs of `batch`, one per row. Adapts no coefficients."""
         self.add_flops(self.model.flops, batch, passes=3)
         place, R = self.layout(batch.segments)
         batch = by_rows(place.batch(batch), self.graph.layout)

@@ -110,12 +110,12 @@ class BatchUpdates:
 
     @cached_property
     def totals(self) -> Callable[..., PolicyInputs]:
-        """Returns the jitted function (batch, controls) -> PolicyInputs of an optimiser batch with its totals.
+        """Returns the jitted function (batch, coefs) -> PolicyInputs of an optimiser batch with its totals.
 
         Outputs of the model that is trained, such as `logp`, are absent: the update computes them.
         """
 
-        def totals(batch: Batch, controls: dict[str, jax.Array] | None = None) -> PolicyInputs:
+        def totals(batch: Batch, coefs: dict[str, jax.Array] | None = None) -> PolicyInputs:
             inputs = PolicyInputs(
                 mask=batch.mask,
                 old_logp=batch.old_logp,
@@ -128,7 +128,7 @@ class BatchUpdates:
                 segments=batch.segments,
                 prompt=batch.prompt,
                 correct=batch.correct,
-                controls=controls,
+                adaptive_coefs=coefs,
                 max_length=self.stage.sampling.max_new_tokens,
             )
             return self.algorithm.with_totals(inputs)
@@ -228,11 +228,16 @@ class Trainer(BatchUpdates):
         return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
 
     def update(
-        self, state: RunState, batch: Batch, *, critic_only: bool = False, controls: dict[str, float] | None = None
+        self,
+        state: RunState,
+        batch: Batch,
+        *,
+        critic_only: bool = False,
+        adaptive_coefs: dict[str, float] | None = None,
     ) -> tuple[RunState, dict]:
         """Makes one optimiser update of the policy, and of the critic if there is one.
 
-        batch: one sequence per row. critic_only: skips the policy. controls: for `PolicyInputs`.
+        batch: one sequence per row. critic_only: skips the policy. adaptive_coefs: values for `PolicyInputs`.
         Returns (state, metrics). Raises ValueError if the stage replays routes and the batch has none.
         """
         if self.stage.router_replay and batch.routes is None:
@@ -246,7 +251,8 @@ class Trainer(BatchUpdates):
         place, R = self.layout(batch.segments)
         batch = by_rows(place.batch(batch), self.graph.layout)
         policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": place.share(R)}
-        inputs = self.totals(batch, {name: np.float32(value) for name, value in controls.items()} if controls else None)
+        coefs = {name: np.float32(value) for name, value in (adaptive_coefs or {}).items()}
+        inputs = self.totals(batch, coefs or None)
         if apart:
             assert self.critic is not None and critic is not None  # the state has a critic
             critic, _, result = self.critic(critic, batch, inputs, R, self.value_model.extra_params(policy.params))

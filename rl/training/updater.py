@@ -360,7 +360,7 @@ def _over(function, carry, xs, count):
 
     def blank(path, leaf):
         name = str(getattr(path[-1], "key", "")) if path else ""
-        return jnp.full((M, *leaf.shape), rl.algorithms.unnoticed(name), leaf.dtype)
+        return jnp.full((M, *leaf.shape), rl.algorithms.neutral_value(name), leaf.dtype)
 
     def body(i, state):
         carry, out = function(state[0], entry(i))
