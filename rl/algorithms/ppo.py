@@ -1,8 +1,8 @@
 """Proximal policy optimisation with a critic (Schulman et al. 2017, arXiv:1707.06347; as in RLHF, arXiv:2203.02155).
 
 The reward of a token is -kl_reward_coef * (old_logp - ref_logp), plus the score of the completion on its last token;
-advantages are generalised advantage estimates (arXiv:1506.02438), whitened over all tokens of the batch, so that long
-completions weigh more in mean and deviation. With `lam_critic`, `lam_alpha` and `positive_nll_coef` it is VAPO
+advantages are generalised advantage estimates (arXiv:1506.02438), whitened over all tokens of the batch. A long completion
+therefore counts more in their mean and standard deviation. With `lam_critic`, `lam_alpha` and `positive_nll_coef` it is VAPO
 (arXiv:2504.05118). Shapes: N completions of T tokens.
 """
 
@@ -69,9 +69,9 @@ class Algorithm(KLReward, Clipped):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Returns the inputs of the loss and the KL penalty, values of a critic, and marks of correct completions."""
-        more = {"values", "correct"} if self.positive_nll_coef else {"values"}
-        return (super().inputs - {"token_kl"}) | more
+        """Returns the inputs of the loss and the KL penalty, the critic's values, and with `positive_nll_coef` `correct`."""
+        extra = {"values", "correct"} if self.positive_nll_coef else {"values"}
+        return (super().inputs - {"token_kl"}) | extra
 
     def estimate(
         self, rewards: Any, lengths: Any, batch: Any, **inputs: Any
@@ -100,14 +100,14 @@ class Algorithm(KLReward, Clipped):
         scored_N = np.isfinite(scores_N)
         mask_NT = (np.asarray(mask) != 0) & scored_N[:, None]
         rewards_NT, metrics = self._rewards(scores_N, old_logp, ref_logp, mask_NT)
-        after = last_values if self.bootstrap_truncated else None
+        bootstrap_N = last_values if self.bootstrap_truncated else None
 
-        def estimates(lam):
-            return gae(rewards_NT, values, mask_NT, self.gamma, lam, after)
+        def estimate_with(lam):
+            return gae(rewards_NT, values, mask_NT, self.gamma, lam, bootstrap_N)
 
-        advantages_NT, returns_NT = estimates(self._policy_lam(mask_NT))
+        advantages_NT, returns_NT = estimate_with(self._policy_lam(mask_NT))
         if self.lam_alpha is not None or self.lam_critic is not None:
-            returns_NT = estimates(self.lam if self.lam_critic is None else self.lam_critic)[1]
+            returns_NT = estimate_with(self.lam if self.lam_critic is None else self.lam_critic)[1]
         metrics |= value_metrics(values, returns_NT, mask_NT)
         if self.whiten:
             advantages_NT = whiten(advantages_NT, mask_NT)
@@ -195,8 +195,8 @@ def gae(
     next_advantage_N = np.zeros(mask_NT.shape[0])
     next_value_N = next_advantage_N if last_values is None else np.asarray(last_values, np.float64)
     for t in reversed(range(mask_NT.shape[1])):
-        surprise_N = rewards_NT[:, t] + gamma * next_value_N - values_NT[:, t]
-        advantage_N = surprise_N + gamma * lam * next_advantage_N
+        td_error_N = rewards_NT[:, t] + gamma * next_value_N - values_NT[:, t]
+        advantage_N = td_error_N + gamma * lam * next_advantage_N
         next_value_N = np.where(mask_NT[:, t], values_NT[:, t], next_value_N)
         next_advantage_N = np.where(mask_NT[:, t], advantage_N, next_advantage_N)
         advantages_NT[:, t] = np.where(mask_NT[:, t], advantage_N, 0.0)
@@ -205,10 +205,10 @@ def gae(
 
 def value_metrics(values: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> dict[str, float]:
     """Returns the explained variance, 1 - var(returns - values) / (var(returns) + 1e-5), and the mean return."""
-    chosen = np.asarray(mask) != 0
-    if not chosen.any():
+    mask_NT = np.asarray(mask) != 0
+    if not mask_NT.any():
         return {"value/explained_variance": 0.0, "value/return_mean": 0.0}
-    predicted, target = np.asarray(values, np.float64)[chosen], np.asarray(returns, np.float64)[chosen]
+    predicted, target = np.asarray(values, np.float64)[mask_NT], np.asarray(returns, np.float64)[mask_NT]
     explained = 1.0 - (target - predicted).var() / (target.var() + 1e-5)
     return {"value/explained_variance": float(explained), "value/return_mean": float(target.mean())}
 
