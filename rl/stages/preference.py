@@ -35,8 +35,8 @@ class Stage(supervised.Stage):
 
 def batch_of(pairs: Sequence[Pair], max_length: int) -> Batch:
     """Returns a batch of pairs: the chosen answer of a row is segment 1, the rejected one segment 2."""
-    from rl.training.batch import together
+    from rl.training.batch import segmented_batch
 
-    batch = together([(pair.chosen, pair.rejected) for pair in pairs], 2 * max_length)
+    batch = segmented_batch([(pair.chosen, pair.rejected) for pair in pairs], 2 * max_length)
     margin = np.asarray([pair.margin for pair in pairs], np.float32)
     return batch.replace(margin=np.broadcast_to(margin[:, None], batch.tokens.shape))

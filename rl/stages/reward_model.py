@@ -54,7 +54,7 @@ class Stage(StageKind):
         state, updates = self.abstract(), self.options.updates_per_step
         batch = abstract_batch(abstract_rows(self, updates)[0], None, "margin")
         learner = state.reward_model
-        yield update_program(self, "update of the critic", batch, learner, ({}, None), (learner, {}), updates)
+        yield update_program(self, "update of the reward model", batch, learner, ({}, None), (learner, {}), updates)
 
     def step(self, state: RewardModelState, n: int) -> tuple[RewardModelState, dict[str, float]]:
         """Makes `updates_per_step` updates on the next `prompts_per_step` pairs."""

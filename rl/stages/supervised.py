@@ -48,9 +48,9 @@ class Stage(StageKind):
 
     def batch(self) -> Batch:
         """Returns the rows of the next step."""
-        from rl.training.batch import pack
+        from rl.training.batch import padded_batch
 
-        return pack(self.rows.take(self.next_rows(self.rows.total)), self.config.max_length)
+        return padded_batch(self.rows.take(self.next_rows(self.rows.total)), self.config.max_length)
 
     def complete(self, data: inputs.StepData) -> None:
         """Changes the batch once its inputs are there. Nothing by default."""

@@ -94,7 +94,7 @@ def batch_of(answers: list[Answer], max_length: int, rotate: int | None) -> Batc
     rotate: rows of an update. Segment 2 of a row then holds the prompt of the row with the answer of the previous row
     in the same update (for the first row, the last row), cut at `max_length`. None: no such segment.
     """
-    from rl.training.batch import together
+    from rl.training.batch import segmented_batch
 
     rows: list[list[Row]] = []
     for i, (row, _) in enumerate(answers):
@@ -103,7 +103,7 @@ def batch_of(answers: list[Answer], max_length: int, rotate: int | None) -> Batc
             first = i - i % rotate
             other = answers[first + (i - first - 1) % rotate][0]
             rows[-1].append(_mismatched(row, other, max_length))
-    batch = together(rows, 2 * max_length)
+    batch = segmented_batch(rows, 2 * max_length)
     labels = np.asarray([label for _, label in answers], np.float32)[:, None]
     return batch.replace(extra={"label": np.broadcast_to(labels, batch.tokens.shape)})
 
