@@ -7,7 +7,7 @@ An algorithm file defines the frozen dataclass `Algorithm`. Its fields are its Y
                                         if a step makes several updates
     select_old_logp(Batch or PolicyInputs)
                                         which log-probabilities are the old ones, with rollouts
-    adaptive_coefs                      first values of the scalars that it adapts during training; passed to the loss as
+    adaptive_coefs                      initial values of the scalars that it adapts during training; the loss reads
                                         PolicyInputs.adaptive_coefs
     adapt_after_update(...), adapt_after_step(...)
                                         their next values, after an update and after a step

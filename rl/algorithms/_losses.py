@@ -1,9 +1,9 @@
 """Computes losses and metrics from log-probabilities and advantages, on the device.
 
-Shapes: N rows of T tokens; S sequence numbers in a row (0 is padding). lp, lo, ls, lr are current, old, sampler's and reference's
-log-probabilities. Every array is replaced where the mask is 0 *before* any exp or difference: 0 * inf is NaN in a
-gradient. All sums are float32. Metrics that are means are divided by counts of the full optimiser batch, so the
-metrics of its micro-batches add up (`rl.algorithms.reduce_metrics`).
+Shapes: N rows of T tokens; S sequence numbers in a row (0 is padding). lp, lo, ls, lr are current, old, sampler's and
+reference's log-probabilities. Every array is replaced where the mask is 0 *before* any exp or difference: 0 * inf is
+NaN in a gradient. All sums are float32. Metrics that are means are divided by counts of the full optimiser batch, so
+the metrics of its micro-batches add up (`rl.algorithms.reduce_metrics`).
 """
 
 from __future__ import annotations

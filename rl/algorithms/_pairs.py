@@ -1,8 +1,8 @@
 """Computes losses of preferred pairs, on the device.
 
 Shapes: N rows of T tokens with at most K = T // 2 pairs in each. The chosen answer of a pair is an odd segment of the
-row, the rejected answer is the next segment. w and l are the sums of logp - ref_logp over the tokens of the chosen and the
-rejected answer.
+row, the rejected answer is the next segment. w and l are the sums of logp - ref_logp over the tokens of the chosen and
+of the rejected answer.
 """
 
 from __future__ import annotations

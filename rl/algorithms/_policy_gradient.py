@@ -38,10 +38,9 @@ class PolicyGradient(Sampled):
 
         loss(logp, old_logp, A) * w + kl_coef * KL(policy, reference)
 
-    where A is the advantage, w is the weight of the sampler correction (the option `correction`), and `per_token` of the
-    algorithm computes the first term without w.
-    The tokens are then aggregated, and `entropy_coef` times the mean entropy is subtracted. (Shao et al. 2024,
-    arXiv:2402.03300)
+    where A is the advantage, w is the weight of the sampler correction (the option `correction`), and `per_token` of
+    the algorithm computes the first term without w. The tokens are then aggregated, and
+    `entropy_coef` times the mean entropy is subtracted. (Shao et al. 2024, arXiv:2402.03300)
     """
 
     per_token_applies_correction: ClassVar[bool] = False  # `per_token` includes the sampler correction
@@ -170,7 +169,7 @@ class PolicyGradient(Sampled):
 
     @property
     def adaptive_coefs(self) -> dict[str, float]:
-        """Returns the initial values of the scalars that are adapted: with `entropy_target`, the entropy coefficient."""
+        """Returns the initial values of the adapted scalars: with `entropy_target`, the entropy coefficient."""
         if self.entropy_target is None:
             return {}
         return {"entropy_coef": self.entropy_coef, "entropy_bonus_applied": 0.0}
@@ -289,7 +288,7 @@ class KLReward(_Mixin):
 
     @property
     def adaptive_coefs(self) -> dict[str, float]:
-        """Returns the initial values of the scalars that are adapted: with `kl_target`, also the KL coefficient."""
+        """Returns the initial values of the adapted scalars: with `kl_target`, also the KL coefficient."""
         return super().adaptive_coefs | ({} if self.kl_target is None else {_KL_COEF: self.kl_reward_coef})
 
     def adapt_after_step(

@@ -1,9 +1,9 @@
 """Proximal policy optimisation with a critic (Schulman et al. 2017, arXiv:1707.06347; as in RLHF, arXiv:2203.02155).
 
 The reward of a token is -kl_reward_coef * (old_logp - ref_logp), plus the score of the completion on its last token;
-advantages are generalised advantage estimates (arXiv:1506.02438), whitened over all tokens of the batch. A long completion
-therefore counts more in their mean and standard deviation. With `lam_critic`, `lam_alpha` and `positive_nll_coef` it is VAPO
-(arXiv:2504.05118). Shapes: N completions of T tokens.
+advantages are generalised advantage estimates (arXiv:1506.02438), whitened over all tokens of the batch: a long
+completion counts more in their mean and standard deviation. With `lam_critic`, `lam_alpha` and `positive_nll_coef` it
+is VAPO (arXiv:2504.05118). Shapes: N completions of T tokens.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ class Algorithm(KLReward, Clipped):
         description="the return of a completion that was cut off goes on with the value at the cut; false: with 0",
     )
     whiten_rewards: bool = Field(
-        False, description="rewards of tokens to variance 1 over the tokens of the batch; their mean stays"
+        False, description="scale the rewards of tokens to variance 1 over the tokens of the batch, and keep their mean"
     )
-    whiten: bool = Field(True, description="advantages to mean 0 and variance 1 over the tokens of the batch")
+    whiten: bool = Field(
+        True, description="shift and scale advantages to mean 0 and variance 1 over the tokens of the batch"
+    )
     value_clip: float | None = Field(0.2, gt=0, description="clipping range of a value around the old one; null: none")
     value_init_std: float = Field(0.0, ge=0, description="standard deviation of the value head's first weights")
     critic_trunk: Literal["own", "policy"] = Field(
         "own",
-        description="what the value head stands on: a decoder of its own, which starts as the policy and learns; or "
-        "the final hidden states of the policy, which take no gradient from it: no second model in memory",
+        description="the input of the value head. own: the final hidden states of a second decoder, which starts as a "
+        "copy of the policy and is trained. policy: those of the policy, detached; no second model in memory",
     )
     critic_warmup: int = Field(0, ge=0, description="first steps in which only the critic learns")
 
@@ -69,7 +71,7 @@ class Algorithm(KLReward, Clipped):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Returns the inputs of the loss and the KL penalty, the critic's values, and with `positive_nll_coef` `correct`."""
+        """Returns the inputs of the loss and the KL penalty, `values`, and with `positive_nll_coef` also `correct`."""
         extra = {"values", "correct"} if self.positive_nll_coef else {"values"}
         return (super().inputs - {"token_kl"}) | extra
 

@@ -26,10 +26,10 @@ class Algorithm(Sampled):
     loss_type: ClassVar[str] = "nll"
     per_token_applies_correction: ClassVar[bool] = False
 
-    keep: int = Field(1, ge=1, description="completions of a prompt that are learned, at most: those of highest reward")
-    threshold: float | None = Field(
-        None, description="rewards of completions that are learned are above this; null: any"
+    keep: int = Field(
+        1, ge=1, description="largest number of completions of a prompt to train on: those of highest reward"
     )
+    threshold: float | None = Field(None, description="train only on completions with a reward above this; null: any")
 
     def advantages(self, rewards: Any, lengths: Any = None) -> np.ndarray:
         """Returns float[P,G]: 1 where a completion is kept, else 0. Of equal rewards the first is kept.

@@ -1,7 +1,8 @@
 """Providers: one function of this file computes each input that an algorithm names in `inputs`.
 
-A provider reads and extends the StepData of a step. Its decorator says when it runs, which fields of the batch it fills,
-which part of the RunState it reads and which compiled program it calls; state, compilation and plans follow from that.
+A provider reads and extends the StepData of a step. Its decorator says when it runs, which fields of the batch it
+fills, which part of the RunState it reads and which compiled program it calls. The state of a stage, its
+compilation and plans follow from that.
 
 Shapes: P prompts, G completions of one prompt, N = P G completions, T tokens, F reward functions.
 """

@@ -307,21 +307,20 @@ class StageKind(ConfiguredStage, ABC):
         context, updates = self.context, self.options.updates_per_step
         progress, rows, flops_before = context.progress, len(batch.prompt) // updates, self.trainer.total_flops
         coefs, updates_policy = dict(progress.adaptive_coefs), self.trains_policy and not options.get("critic_only")
-        metrics_of_updates = []
+        all_metrics = []
         with context.timeline.span("updates") as span:
             for u in range(updates):
-                rows_of_update = batch.rows(slice(u * rows, (u + 1) * rows))
-                state, metrics = self.trainer.update(
-                    state, rows_of_update, adaptive_coefs=progress.adaptive_coefs, **options
-                )
+                mini_batch = batch.rows(slice(u * rows, (u + 1) * rows))
+                options["adaptive_coefs"] = progress.adaptive_coefs
+                state, metrics = self.trainer.update(state, mini_batch, **options)
                 context.model.params = state.policy.params
                 progress.version += updates_policy
                 if coefs and updates_policy:  # the coefficients of the next update follow from the metrics of this one
                     metrics = jax.device_get(metrics)
                     progress.adaptive_coefs = self.algorithm.adapt_after_update(progress.adaptive_coefs, metrics)
-                metrics_of_updates.append(metrics)
-            every = jax.device_get(metrics_of_updates)
-        means = {key: float(np.mean([metrics[key] for metrics in every])) for key in every[0]}
+                all_metrics.append(metrics)
+            all_metrics = jax.device_get(all_metrics)
+        means = {key: float(np.mean([metrics[key] for metrics in all_metrics])) for key in all_metrics[0]}
         means |= {"time/update": span.seconds, "perf/step_tokens": float(batch.real)}
         flops = self.trainer.total_flops - flops_before
         return state, coefs | means | rates("train", flops, batch.real, span.seconds, context.model.graph.layout)
@@ -395,8 +394,6 @@ def abstract_batch(shape: tuple[int, int], routes: dict | None, *names: str, ext
     batch = Batch(tokens=ids, segments=ids, mask=floats, prompt=ids, **dict.fromkeys(names, floats))
     if extra:
         batch = replace(batch, extra=dict.fromkeys(extra, floats))
-    if routes is None:
-        return batch
-    return replace(
-        batch, routes={path: jax.ShapeDtypeStruct((*shape, *a.shape), a.dtype) for path, a in routes.items()}
-    )
+    if routes is not None:
+        routes = {path: jax.ShapeDtypeStruct((*shape, *a.shape), a.dtype) for path, a in routes.items()}
+    return replace(batch, routes=routes)

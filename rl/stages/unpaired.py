@@ -29,7 +29,7 @@ Answer = tuple["Row", float]
 class Stage(supervised.Stage):
     """Updates the policy on labelled answers.
 
-    While inputs are computed, a row also holds its prompt with the answer to another prompt, for the estimate of the KL.
+    While inputs are computed, a row also holds its prompt with the answer to another prompt, to estimate the KL.
     """
 
     sequences_per_row = 2

@@ -27,9 +27,9 @@ def _select(tree: Any, paths: frozenset[str], listed: bool) -> Any:
 
 
 def on_each_memory(function: Callable, paths: frozenset[str], *trees: Any) -> list:
-    """Returns [function(device parts), function(host parts) on the host]; without `paths` [function(*trees)].
+    """Calls `function` on the device for the arrays there, and on the host for the arrays at `paths`, in host memory.
 
-    paths: the arrays in host memory.
+    Returns both results, or only the first one if there are no `paths`.
     """
     if not paths:
         return [function(*trees)]
@@ -38,7 +38,7 @@ def on_each_memory(function: Callable, paths: frozenset[str], *trees: Any) -> li
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Merges the parts that `on_each_memory` returned into one tree. A leaf that is no dict comes from the device part."""
+    """Merges the results of `on_each_memory` into one tree. A leaf that is not a dict comes from the device part."""
     return jax.tree.map(
         lambda *nodes: {k: v for node in nodes for k, v in node.items()} if _is_dict(nodes[0]) else nodes[0],
         *parts,

@@ -70,7 +70,7 @@ class RewardModelTrainer(BatchUpdates):
     def update(
         self, state: RewardModelState, batch: Batch, *, adaptive_coefs: dict[str, float] | None = None
     ) -> tuple[RewardModelState, dict]:
-        """Makes one optimiser update of the reward model from the pairs of `batch`, one per row. Adapts no coefficients."""
+        """Makes one optimiser update of the reward model from `batch`, one pair per row. Adapts no coefficients."""
         self.add_flops(self.model.flops, batch, passes=3)
         packing, R = self.packing_of(batch.segments)
         batch = shard_rows(packing.batch(batch), self.graph.layout)

@@ -18,8 +18,8 @@ MODULES = "mtp."
 def trained_paths(paths: Iterable[str], runtime: Runtime) -> frozenset[str]:
     """Returns the paths of the weights that are trained.
 
-    Indexers and prediction modules learn only from their own losses, so without these losses they stay as they are. During dense
-    warm-up only indexers learn.
+    Indexers and prediction modules are trained only by their own losses, so without these losses they stay as they are.
+    During dense warm-up only indexers are trained.
     """
 
     def is_trained(path: str) -> bool:

@@ -146,8 +146,8 @@ class BatchUpdates:
         """
         if metrics.get("optim/skipped") == 1.0 and not int(updates_made(learner)):
             raise ModelError(
-                "no update of this stage changed the weights: the updates of the last step were not finite, and every earlier "
-                "one was not finite or had a gradient of 0. Look for what grows in the events of the stage: "
+                "no update of this stage changed the weights: in the last step none was finite, and each earlier one "
+                "was not finite or had a gradient of 0. Look for what grows in the events of the stage: "
                 "`loss`, `optim/grad_norm`, `reward/mean`. Weights that are not finite, huge rewards and a narrow "
                 "dtype are usual causes"
             )
@@ -269,7 +269,7 @@ class Trainer(BatchUpdates):
         return RunState(policy, state.reference, critic), metrics
 
     def _auxiliary_only_loss(self, params, micro: Batch, inputs: PolicyInputs):
-        """Returns a policy loss of 0 and the Aux of the layers: only auxiliary losses are trained. Computes no logits."""
+        """Returns a policy loss of 0 and the Aux of the layers: only auxiliary losses train. Computes no logits."""
         return jnp.float32(0.0), {}, self._update_graph.aux(params, micro.tokens, self.step_of(micro)), None
 
     def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):

@@ -78,8 +78,8 @@ def optimizer(
 class OptimizerStep:
     """Compiles one optimiser update of some weights.
 
-    The program sums gradients over micro-batches, clips them, runs AdamW and updates the selection biases of routers. An
-    update that is not finite, or whose gradient is exactly 0, changes nothing.
+    The program sums gradients over micro-batches, clips them, runs AdamW and updates the selection biases of routers.
+    An update that is not finite, or whose gradient is exactly 0, changes nothing.
     """
 
     def __init__(
