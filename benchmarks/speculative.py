@@ -59,7 +59,7 @@ def trained(name: str, steps: int):
     from policy import create, families
     from policy.config import Runtime
     from rl.config.stage import StageOptions
-    from rl.training.batch import pack
+    from rl.training.batch import padded_batch
     from rl.training.trainer import Trainer
 
     section = {"duet": {"multi_token_prediction": {"depth": 1}}}
@@ -70,7 +70,7 @@ def trained(name: str, steps: int):
     state, metrics = trainer.start(model.params, seed=0), {}
     for step in range(steps):
         rows = [lines(LENGTH // 4, seed=step * ROWS + row)[:LENGTH] for row in range(ROWS)]
-        state, metrics = trainer.update(state, pack([(row, [1] * LENGTH) for row in rows], LENGTH))
+        state, metrics = trainer.update(state, padded_batch([(row, [1] * LENGTH) for row in rows], LENGTH))
     model.params = state.policy.params
     shown = (f"{key} {float(metrics[key]):.3f}" for key in ("nll", "mtp/loss", "mtp/acceptance"))
     print(f"{name} after {steps} steps:", *shown)

@@ -57,13 +57,13 @@ def duet_update(model, tokens) -> Callable[[], float]:
     """Makes one update of a supervised stage and returns its loss."""
     import rl.algorithms
     from rl.config.stage import StageOptions
-    from rl.training.batch import pack
+    from rl.training.batch import padded_batch
     from rl.training.trainer import Trainer
 
     stage = StageOptions.model_validate({"algorithm": "sft", "steps": 1000, "optimizer": {"learning_rate": RATE}})
     trainer = Trainer(model.graph, stage, rl.algorithms.get("sft"))
     state = trainer.start(model.params, seed=0)
-    batch = pack([(row, [0] + [1] * (len(row) - 1)) for row in tokens.tolist()], tokens.shape[1])
+    batch = padded_batch([(row, [0] + [1] * (len(row) - 1)) for row in tokens.tolist()], tokens.shape[1])
 
     def update() -> float:
         nonlocal state

@@ -5,10 +5,13 @@ An algorithm file defines the frozen dataclass `Algorithm`. Its fields are its Y
     stage                               the kind of stage that runs it: a file of rl/stages/
     inputs, repeated_inputs             names of rl/stages/inputs.py that the stage provides; the second: further inputs
                                         if a step makes several updates
-    proximal(Batch or PolicyInputs)     which log-probabilities are the old ones, with rollouts
-    controls, controlled(...)           scalars that it changes after each update, passed as PolicyInputs.controls
-    controlled_by_step(...), at(controls)
-                                        scalars that it changes after each step; the algorithm with them, on the host
+    select_old_logp(Batch or PolicyInputs)
+                                        which log-probabilities are the old ones, with rollouts
+    adaptive_coefs                      initial values of the scalars that it adapts during training; the loss reads
+                                        PolicyInputs.adaptive_coefs
+    adapt_after_update(...), adapt_after_step(...)
+                                        their next values, after an update and after a step
+    with_coefs(coefs)                   the algorithm with these values, for `advantages` on the host
     with_totals(PolicyInputs)           the full optimiser batch with its counts, before it is cut into micro-batches
     loss(PolicyInputs)                  device: (scalar, metrics), differentiable in logp and entropy
     per_token(Tokens)                   device: (loss of each token, metrics), for a `PolicyGradient`
@@ -35,7 +38,7 @@ from rewards.suggest import nearest
 if TYPE_CHECKING:
     from rl.algorithms._inputs import PolicyInputs
 
-__all__ = ["PolicyInputs", "get", "known", "reduce_metrics", "unnoticed"]
+__all__ = ["PolicyInputs", "get", "known", "neutral_value", "reduce_metrics"]
 
 
 def known() -> list[str]:
@@ -82,7 +85,7 @@ def reduce_metrics(stacked: dict[str, Any]) -> dict[str, Any]:
     return reduced
 
 
-def unnoticed(key: str) -> float:
+def neutral_value(key: str) -> float:
     """Returns the neutral value of a metric in `reduce_metrics`."""
     return -math.inf if key.endswith("_max") else math.inf if key.endswith("_min") else 0.0
 

@@ -1,6 +1,6 @@
 """Defines the inputs of a loss and sums over their sequences.
 
-Shapes: N rows of T tokens; S places for sequences in a row: 1, or T + 1 where rows are packed.
+Shapes: N rows of T tokens; S sequence numbers in a row: 1, or T + 1 (0 is padding) where rows are packed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PolicyInputs:
         None  # scalar: mean sampler-correction weight over the tokens of the optimiser batch
     )
     entropy_threshold: jax.Array | None = None  # scalar: entropy quantile of the batch, for `top_entropy`
-    controls: dict[str, jax.Array] | None = None  # scalars that `controlled` of the algorithm changes after each update
+    adaptive_coefs: dict[str, jax.Array] | None = None  # scalars that the algorithm adapts during training
     max_length: int | None = dataclasses.field(default=None, metadata={"static": True})  # largest completion, tokens
 
 
@@ -66,8 +66,8 @@ class Sequences:
 
     def packed_sum(self, values_NT: jax.Array) -> jax.Array:
         """Returns the sum of all tokens of each sequence of packed rows, [N,S]."""
-        places = values_NT.shape[1] + 1
-        return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=places))(
+        num_segments = values_NT.shape[1] + 1
+        return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=num_segments))(
             values_NT, self.segments_NT
         )
 
@@ -87,12 +87,12 @@ class Sequences:
         values_NT = jnp.where(self.mask_NT, values_NT, 0.0)
         if self.segments_NT is None:
             return values_NT.max(1, keepdims=True)
-        places = values_NT.shape[1] + 1
-        largest = partial(jax.ops.segment_max, num_segments=places)
+        num_segments = values_NT.shape[1] + 1
+        largest = partial(jax.ops.segment_max, num_segments=num_segments)
         return jnp.maximum(jax.vmap(largest)(values_NT, self.segments_NT), 0.0)
 
-    def spread(self, values_NS: jax.Array) -> jax.Array:
-        """Returns the value of the sequence of each token, [N,T]."""
+    def to_tokens(self, values_NS: jax.Array) -> jax.Array:
+        """Returns [N,T]: at each token the value of its sequence."""
         if self.segments_NT is None:
             return jnp.broadcast_to(values_NS, self.mask_NT.shape)
         return jnp.take_along_axis(values_NS, self.segments_NT, axis=1)
@@ -142,13 +142,13 @@ def _prompt_totals(inputs: PolicyInputs, sequences: Sequences, count_empty: bool
 
 
 def _packed_prompt_totals(prompt_NT: jax.Array, sequences: Sequences, count_empty: bool) -> dict:
-    """Returns the same for packed rows, where `prompt_NT` numbers prompts below the number of tokens."""
-    real_NT, places = prompt_NT >= 0, prompt_NT.size + 1
+    """Returns the same for packed rows. Every prompt number is smaller than the number of tokens."""
+    real_NT, num_segments = prompt_NT >= 0, prompt_NT.size + 1
     numbers = jnp.where(real_NT, prompt_NT, prompt_NT.size).reshape(-1)
 
     def by_prompt(counted_NT):
         counted = (counted_NT & real_NT).astype(jnp.float32).reshape(-1)
-        return jax.ops.segment_sum(counted, numbers, num_segments=places)
+        return jax.ops.segment_sum(counted, numbers, num_segments=num_segments)
 
     tokens_P = by_prompt(sequences.mask_NT)
     counted_P = by_prompt(real_NT) if count_empty else tokens_P

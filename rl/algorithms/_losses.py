@@ -1,9 +1,9 @@
 """Computes losses and metrics from log-probabilities and advantages, on the device.
 
-Shapes: N rows of T tokens; S places for sequences in a row. lp, lo, ls, lr are current, old, sampler's and reference's
-log-probabilities. Every array is replaced where the mask is 0 *before* any exp or difference: 0 * inf is NaN in a
-gradient. All sums are float32. Metrics that are means are divided by counts of the full optimiser batch, so the
-metrics of its micro-batches add up (`rl.algorithms.reduce_metrics`).
+Shapes: N rows of T tokens; S sequence numbers in a row (0 is padding). lp, lo, ls, lr are current, old, sampler's and
+reference's log-probabilities. Every array is replaced where the mask is 0 *before* any exp or difference: 0 * inf is
+NaN in a gradient. All sums are float32. Metrics that are means are divided by counts of the full optimiser batch, so
+the metrics of its micro-batches add up (`rl.algorithms.reduce_metrics`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Tokens:
 def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (scalar, metrics): the loss of a `PolicyGradient` with these options."""
     _check_inputs(options, inputs)
-    inputs = options.with_totals(dataclasses.replace(inputs, old_logp=options.proximal(inputs)))
+    inputs = options.with_totals(dataclasses.replace(inputs, old_logp=options.select_old_logp(inputs)))
     tokens = _tokens(inputs)
     per_token, metrics = options.per_token(tokens)
     metrics |= _common_metrics(tokens)
@@ -67,7 +67,7 @@ def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str
     if tokens.sampler is not None:
         weight, sampler_metrics = correction(options, tokens)
         metrics |= sampler_metrics
-        if not options.corrects_itself:
+        if not options.per_token_applies_correction:
             per_token = per_token * weight
     loss = aggregate(per_token, inputs, tokens.sequences, options.aggregation)
     metrics["policy_loss"] = loss
@@ -81,7 +81,7 @@ def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str
         entropy = tokens.mean(tokens.entropy)
         metrics["entropy"] = entropy
         if options.has_entropy_bonus:
-            loss = loss - options.applied_entropy_coef(inputs.controls) * entropy
+            loss = loss - options.applied_entropy_coef(inputs.adaptive_coefs) * entropy
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
@@ -218,9 +218,9 @@ def importance_ratio(kind: str, tokens: Tokens) -> jax.Array:
     """
     log_ratio, highest = tokens.log_ratio, MAX_LOG_RATIO
     if kind == "sequence_sum":
-        log_ratio = tokens.sequences.spread(tokens.sequences.sum(log_ratio))
+        log_ratio = tokens.sequences.to_tokens(tokens.sequences.sum(log_ratio))
     elif kind != "token":
-        log_ratio = tokens.sequences.spread(tokens.sequences.mean(log_ratio))
+        log_ratio = tokens.sequences.to_tokens(tokens.sequences.mean(log_ratio))
     if kind == "sequence_token":
         log_ratio = jax.lax.stop_gradient(log_ratio) + tokens.logp - jax.lax.stop_gradient(tokens.logp)
         highest = MAX_SEQUENCE_LOG_RATIO
@@ -270,7 +270,7 @@ def _off_policy(options: Any, tokens: Tokens) -> jax.Array:
     """Returns bool[N,T]: tokens with A < 0 in sequences that the policy moved away from since sampling."""
     before = tokens.old if tokens.sampler is None else tokens.sampler
     drift = tokens.sequences.mean(before - jax.lax.stop_gradient(tokens.logp))
-    return (tokens.advantages < 0) & (tokens.sequences.spread(drift) > options.off_policy_delta)
+    return (tokens.advantages < 0) & (tokens.sequences.to_tokens(drift) > options.off_policy_delta)
 
 
 def _bounded_weight(options: Any, tokens: Tokens, difference: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -278,9 +278,9 @@ def _bounded_weight(options: Any, tokens: Tokens, difference: jax.Array) -> tupl
     sequences, low_high, kind = tokens.sequences, options.correction_bounds, options.correction
     ratio = jnp.exp(clamp(difference))
     if kind in ("sequence_truncate", "sequence_mask"):
-        bounded = sequences.spread(jnp.exp(clamp(sequences.sum(difference))))
+        bounded = sequences.to_tokens(jnp.exp(clamp(sequences.sum(difference))))
     elif kind == "geometric_mask":
-        bounded = sequences.spread(jnp.exp(clamp(sequences.mean(difference))))
+        bounded = sequences.to_tokens(jnp.exp(clamp(sequences.mean(difference))))
     else:
         bounded = ratio
     outside = (bounded < low_high[0]) | (bounded > low_high[1])
@@ -372,7 +372,7 @@ def _rejected(options: Any, tokens: Tokens, difference: jax.Array) -> jax.Array:
     if where == "token":
         return divergence > limit
     reduce = {"sequence_sum": sequences.sum, "sequence_mean": sequences.mean, "sequence_max": sequences.max}[where]
-    return sequences.spread(reduce(divergence)) > limit
+    return sequences.to_tokens(reduce(divergence)) > limit
 
 
 def _kl(estimator: str, tokens: Tokens) -> jax.Array:

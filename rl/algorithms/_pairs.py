@@ -1,8 +1,8 @@
 """Computes losses of preferred pairs, on the device.
 
 Shapes: N rows of T tokens with at most K = T // 2 pairs in each. The chosen answer of a pair is an odd segment of the
-row, the rejected answer is the next segment. w and l are the summed log-ratios to the reference of the chosen and the
-rejected answer.
+row, the rejected answer is the next segment. w and l are the sums of logp - ref_logp over the tokens of the chosen and
+of the rejected answer.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Pairs:
     def __init__(self, inputs: PolicyInputs):
         if inputs.segments is None:
             raise ValueError(
-                "PolicyInputs.segments is missing: both answers of a pair lie in one row, as segments 1 and 2"
+                "PolicyInputs.segments is missing: both answers of a pair are in one row, as segments 1 and 2"
             )
         self.sequences = Sequences(inputs)
         self.exist_NK = self.split(self.sequences.exists_NS)[0]
 
     @staticmethod
     def split(values_NS: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (values of chosen answers, values of rejected answers), [N,K] each. Place 0 is padding."""
-        places = (values_NS.shape[1] - 1) // 2 * 2
-        return values_NS[:, 1 : places + 1 : 2], values_NS[:, 2 : places + 2 : 2]
+        """Returns (values of chosen answers, values of rejected answers), [N,K] each. Segment 0 is padding."""
+        answers = (values_NS.shape[1] - 1) // 2 * 2
+        return values_NS[:, 1 : answers + 1 : 2], values_NS[:, 2 : answers + 2 : 2]
 
     def last(self, values_NT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the value at the last token of each answer, as `split` does."""
@@ -44,7 +44,7 @@ class Pairs:
         return self.split(self.sequences.packed_sum(jnp.where(ends_NT, values_NT, 0.0)))
 
     def mean(self, values_NK: jax.Array, inputs: PolicyInputs) -> jax.Array:
-        """Returns the share of these rows in the mean over the pairs of the optimiser batch."""
+        """Returns the sum over the pairs of these rows, divided by the number of pairs of the optimiser batch."""
         total = jnp.where(self.exist_NK, values_NK.astype(jnp.float32), 0.0).sum()
         return total / jnp.maximum(jnp.asarray(inputs.num_sequences, jnp.float32) / 2, 1.0)
 
@@ -60,7 +60,7 @@ def with_totals(inputs: PolicyInputs) -> PolicyInputs:
 
 @dataclass(frozen=True)
 class Ratios:
-    """w and l of each pair, and the tokens of both answers, at least 1. All [N,K]."""
+    """w (chosen) and l (rejected) of each pair, and the number of tokens of both answers, at least 1. All [N,K]."""
 
     chosen: jax.Array
     rejected: jax.Array
@@ -78,14 +78,14 @@ class Ratios:
         return self.chosen / self.chosen_length - self.rejected / self.rejected_length
 
 
-def _either_way(z: jax.Array, smoothing: float) -> jax.Array:
+def _smoothed_nll(z: jax.Array, smoothing: float) -> jax.Array:
     """Returns -log sigmoid(z), with the labels swapped for a share `smoothing` of the pairs."""
     return -(1 - smoothing) * log_sigmoid(z) - smoothing * log_sigmoid(-z)
 
 
 def _sigmoid(options: Any, r: Ratios) -> jax.Array:
     """arXiv:2305.18290, eq. 7; with label_smoothing conservative DPO (Mitchell 2023)."""
-    return _either_way(options.beta * r.difference, options.label_smoothing)
+    return _smoothed_nll(options.beta * r.difference, options.label_smoothing)
 
 
 def _robust(options: Any, r: Ratios) -> jax.Array:
@@ -105,7 +105,7 @@ def _ipo(options: Any, r: Ratios) -> jax.Array:
 
 
 def _sigmoid_norm(options: Any, r: Ratios) -> jax.Array:
-    """Means over tokens in the place of sums (Tulu 3, arXiv:2411.15124)."""
+    """Means over tokens instead of sums (Tulu 3, arXiv:2411.15124)."""
     return -log_sigmoid(options.beta * r.mean_difference)
 
 

@@ -38,12 +38,12 @@ class PolicyGradient(Sampled):
 
         loss(logp, old_logp, A) * w + kl_coef * KL(policy, reference)
 
-    where A is the advantage, w is the sampler correction, and `per_token` of the algorithm computes the first factor.
-    The tokens are then aggregated, and `entropy_coef` times the mean entropy is subtracted. (Shao et al. 2024,
-    arXiv:2402.03300)
+    where A is the advantage, w is the weight of the sampler correction (the option `correction`), and `per_token` of
+    the algorithm computes the first term without w. The tokens are then aggregated, and
+    `entropy_coef` times the mean entropy is subtracted. (Shao et al. 2024, arXiv:2402.03300)
     """
 
-    corrects_itself: ClassVar[bool] = False  # `per_token` includes the sampler correction
+    per_token_applies_correction: ClassVar[bool] = False  # `per_token` includes the sampler correction
 
     aggregation: Literal["token", "sequence", "sequence_sum", "constant", "prompt"] = Field(
         "token",
@@ -103,7 +103,7 @@ class PolicyGradient(Sampled):
             )
         if self.correction is None and (self.correction_min is not None or self.correction_max is not None):
             raise ValueError("correction_min and correction_max do nothing without correction")
-        if self.correction_normalize and (self.correction is None or self.corrects_itself):
+        if self.correction_normalize and (self.correction is None or self.per_token_applies_correction):
             raise ValueError("correction_normalize needs a correction that multiplies the loss of a token")
         low, high = self.correction_bounds
         if low >= high:
@@ -155,7 +155,7 @@ class PolicyGradient(Sampled):
             "entropy": self.has_entropy_bonus or self.top_entropy is not None,
             "old_logp": self.top_entropy is not None or self.rejection_changes_denominator or self.correction_normalize,
         }
-        return frozenset(name for name, used in uses.items() if used)
+        return frozenset(name for name, is_used in uses.items() if is_used)
 
     @property
     def repeated_inputs(self) -> frozenset[str]:
@@ -163,34 +163,34 @@ class PolicyGradient(Sampled):
         log-probabilities are equal."""
         return frozenset({"old_logp"} if self.old_logp == "trainer" else ())
 
-    def proximal(self, arrays: Any) -> Any:
+    def select_old_logp(self, arrays: Any) -> Any:
         """Returns the old log-probabilities of a Batch or a PolicyInputs, selected by the option `old_logp`."""
         return arrays.sampler_logp if self.old_logp == "sampler" else arrays.old_logp
 
     @property
-    def controls(self) -> dict[str, float]:
-        """Returns the first values of `PolicyInputs.controls`."""
+    def adaptive_coefs(self) -> dict[str, float]:
+        """Returns the initial values of the adapted scalars: with `entropy_target`, the entropy coefficient."""
         if self.entropy_target is None:
             return {}
         return {"entropy_coef": self.entropy_coef, "entropy_bonus_applied": 0.0}
 
-    def controlled(self, controls: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
-        """Returns the controls of the next update from the controls and metrics of this one, as in TRL."""
+    def adapt_after_update(self, coefs: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
+        """Returns the values for the next update from the values and metrics of this one, as in TRL."""
         if self.entropy_target is None:
-            return controls
+            return coefs
         low = metrics["entropy"] <= self.entropy_target
-        moved = controls["entropy_coef"] + (self.entropy_step if low else -self.entropy_step)
-        return controls | {
-            "entropy_coef": min(max(moved, 0.0), self.entropy_coef_max),
+        adapted = coefs["entropy_coef"] + (self.entropy_step if low else -self.entropy_step)
+        return coefs | {
+            "entropy_coef": min(max(adapted, 0.0), self.entropy_coef_max),
             "entropy_bonus_applied": float(low),
         }
 
-    def applied_entropy_coef(self, controls: dict[str, Any] | None) -> Any:
+    def applied_entropy_coef(self, coefs: dict[str, Any] | None) -> Any:
         """Returns the weight of the entropy bonus in this update."""
         if self.entropy_target is None:
             return self.entropy_coef
-        controls = self.controls if controls is None else controls
-        return controls["entropy_coef"] * controls["entropy_bonus_applied"]
+        coefs = self.adaptive_coefs if coefs is None else coefs
+        return coefs["entropy_coef"] * coefs["entropy_bonus_applied"]
 
     def with_totals(self, inputs: Any) -> Any:
         """Returns the `PolicyInputs` of a full optimiser batch with its counts, entropy quantile and mean weight.
@@ -287,22 +287,22 @@ class KLReward(_Mixin):
         return self
 
     @property
-    def controls(self) -> dict[str, float]:
-        """Returns the first values of the controls, and of the KL coefficient with a target."""
-        return super().controls | ({} if self.kl_target is None else {_KL_COEF: self.kl_reward_coef})
+    def adaptive_coefs(self) -> dict[str, float]:
+        """Returns the initial values of the adapted scalars: with `kl_target`, also the KL coefficient."""
+        return super().adaptive_coefs | ({} if self.kl_target is None else {_KL_COEF: self.kl_reward_coef})
 
-    def controlled_by_step(
-        self, controls: dict[str, float], metrics: dict[str, float], completions: int
+    def adapt_after_step(
+        self, coefs: dict[str, float], metrics: dict[str, float], completions: int
     ) -> dict[str, float]:
-        """Returns the controls of the next step: the KL coefficient moves towards `kl_target`."""
+        """Returns the values for the next step; the KL coefficient changes so that the KL approaches `kl_target`."""
         if self.kl_target is None:
-            return controls
+            return coefs
         error = min(max(metrics["kl/reward"] / self.kl_target - 1.0, -0.2), 0.2)
-        return controls | {_KL_COEF: controls[_KL_COEF] * (1.0 + error * min(1.0, completions / self.kl_horizon))}
+        return coefs | {_KL_COEF: coefs[_KL_COEF] * (1.0 + error * min(1.0, completions / self.kl_horizon))}
 
-    def at(self, controls: dict[str, float]) -> Self:
-        """Returns the algorithm with the KL coefficient of these controls."""
-        return self if self.kl_target is None else dataclasses.replace(self, kl_reward_coef=controls[_KL_COEF])
+    def with_coefs(self, coefs: dict[str, float]) -> Self:
+        """Returns the algorithm with the KL coefficient in `coefs`."""
+        return self if self.kl_target is None else dataclasses.replace(self, kl_reward_coef=coefs[_KL_COEF])
 
     @property
     def inputs(self) -> frozenset[str]:
@@ -311,20 +311,20 @@ class KLReward(_Mixin):
             return super().inputs | {"token_kl"}
         return super().inputs | {"token_kl", "ref_logp"} | ({"old_logp"} if self.old_logp == "trainer" else set())
 
-    def checked(self, token_kl: ArrayLike | None) -> np.ndarray:
+    def require_token_kl(self, token_kl: ArrayLike | None) -> np.ndarray:
         """Returns `token_kl` in float64. Raises ValueError if it is absent."""
         if token_kl is None:
             raise ValueError("kl_reward_coef penalises old_logp - ref_logp of each token: give `token_kl`")
         return np.asarray(token_kl, np.float64)
 
-    def with_kl(
+    def subtract_kl(
         self, rewards: ArrayLike, lengths: ArrayLike | None, token_kl: ArrayLike | None, mask: ArrayLike | None
     ) -> np.ndarray:
         """Returns float64[P,G]: rewards minus the penalty of all tokens of the completion."""
         rewards_PG = np.asarray(rewards, np.float64)
         if not self.kl_reward_coef:
             return rewards_PG
-        kl_PGT = np.where(counted(lengths, token_kl, mask), self.checked(token_kl), 0.0)
+        kl_PGT = np.where(counted(lengths, token_kl, mask), self.require_token_kl(token_kl), 0.0)
         return rewards_PG - self.kl_reward_coef * kl_PGT.sum(-1)
 
 

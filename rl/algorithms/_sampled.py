@@ -12,14 +12,14 @@ from rl.algorithms._options import algorithm_options
 
 @algorithm_options()
 class Sampled:
-    """An algorithm of an online stage: no inputs, no scalars that move, no critic."""
+    """An algorithm of an online stage: no inputs, no adaptive coefficients, no critic."""
 
     stage: ClassVar[str] = "online"
     critic_warmup: ClassVar[int] = 0  # first steps in which only a critic learns
     reference_every: ClassVar[int] = 0  # steps after which the reference model is renewed
     inputs: ClassVar[frozenset[str]] = frozenset()
     repeated_inputs: ClassVar[frozenset[str]] = frozenset()
-    controls: ClassVar[dict[str, float]] = {}
+    adaptive_coefs: ClassVar[dict[str, float]] = {}
 
     mask_truncated: bool = Field(
         False, description="no loss on completions that were cut off; their rewards still count in their group"
@@ -40,22 +40,22 @@ class Sampled:
             raise ValueError("dynamic_reward does nothing without dynamic_batches")
         return self
 
-    def proximal(self, arrays: Any) -> Any:
+    def select_old_logp(self, arrays: Any) -> Any:
         """Returns the old log-probabilities among the arrays of a Batch or a PolicyInputs."""
         return arrays.old_logp
 
-    def controlled(self, controls: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
-        """Returns the controls of the next update, from the controls and the metrics of this one."""
-        return controls
+    def adapt_after_update(self, coefs: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
+        """Returns the values of `adaptive_coefs` for the next update, from the values and the metrics of this one."""
+        return coefs
 
-    def controlled_by_step(
-        self, controls: dict[str, float], metrics: dict[str, float], completions: int
+    def adapt_after_step(
+        self, coefs: dict[str, float], metrics: dict[str, float], completions: int
     ) -> dict[str, float]:
-        """Returns the controls of the next step, from the controls and the advantage metrics of this step."""
-        return controls
+        """Returns the values of `adaptive_coefs` for the next step, from the values and the metrics of this one."""
+        return coefs
 
-    def at(self, controls: dict[str, float]) -> Self:
-        """Returns the algorithm that computes `advantages` with these controls."""
+    def with_coefs(self, coefs: dict[str, float]) -> Self:
+        """Returns the algorithm that computes `advantages` with these values of `adaptive_coefs`."""
         return self
 
     def estimate(

@@ -6,16 +6,16 @@ from typing import Any, ClassVar
 
 
 class Supervised:
-    """Defaults of an algorithm that learns from data alone: no inputs, no scalars that move."""
+    """Defaults of an algorithm that learns from data alone: no inputs, no adaptive coefficients."""
 
     stage: ClassVar[str] = "supervised"
     inputs: ClassVar[frozenset[str]] = frozenset()
     repeated_inputs: ClassVar[frozenset[str]] = frozenset()
-    controls: ClassVar[dict[str, float]] = {}
+    adaptive_coefs: ClassVar[dict[str, float]] = {}
 
-    def controlled(self, controls: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
-        """Returns the controls of the next update: the same."""
-        return controls
+    def adapt_after_update(self, coefs: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
+        """Returns the values of `adaptive_coefs` for the next update: the same."""
+        return coefs
 
     def with_totals(self, inputs: Any) -> Any:
         """Returns the `PolicyInputs` of an optimiser batch with its counts; see `PolicyGradient.with_totals`."""

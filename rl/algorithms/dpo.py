@@ -44,7 +44,7 @@ class Algorithm(Supervised):
     inputs: ClassVar[frozenset[str]] = frozenset({"ref_logp"})
 
     loss_type: PairLoss = Field("sigmoid", description="function of the two log-ratios of a pair, see algorithms.md")
-    beta: float = Field(0.1, gt=0, description="how dear it is to move away from the reference model; ipo: its tau")
+    beta: float = Field(0.1, gt=0, description="how much a move away from the reference model costs; ipo: its tau")
     label_smoothing: float = Field(
         0.0,
         ge=0,

@@ -32,5 +32,5 @@ class Algorithm(GroupRelative, PolicyGradient):
         low, high = -self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
         log_ratio = _losses.clamp(tokens.log_ratio)
         clipped = jnp.where(tokens.advantages > 0, jnp.minimum(log_ratio, high), jnp.maximum(log_ratio, low))
-        ratio = jnp.exp(tokens.sequences.spread(tokens.sequences.mean(clipped)))
+        ratio = jnp.exp(tokens.sequences.to_tokens(tokens.sequences.mean(clipped)))
         return -ratio * tokens.advantages, _losses.clip_metrics(tokens.log_ratio, (low, high), tokens)

@@ -1,9 +1,9 @@
 """Proximal policy optimisation with a critic (Schulman et al. 2017, arXiv:1707.06347; as in RLHF, arXiv:2203.02155).
 
 The reward of a token is -kl_reward_coef * (old_logp - ref_logp), plus the score of the completion on its last token;
-advantages are generalised advantage estimates (arXiv:1506.02438), whitened over all tokens of the batch, so that long
-completions weigh more in mean and deviation. With `lam_critic`, `lam_alpha` and `positive_nll_coef` it is VAPO
-(arXiv:2504.05118). Shapes: N completions of T tokens.
+advantages are generalised advantage estimates (arXiv:1506.02438), whitened over all tokens of the batch: a long
+completion counts more in their mean and standard deviation. With `lam_critic`, `lam_alpha` and `positive_nll_coef` it
+is VAPO (arXiv:2504.05118). Shapes: N completions of T tokens.
 """
 
 from __future__ import annotations
@@ -40,15 +40,17 @@ class Algorithm(KLReward, Clipped):
         description="the return of a completion that was cut off goes on with the value at the cut; false: with 0",
     )
     whiten_rewards: bool = Field(
-        False, description="rewards of tokens to variance 1 over the tokens of the batch; their mean stays"
+        False, description="scale the rewards of tokens to variance 1 over the tokens of the batch, and keep their mean"
     )
-    whiten: bool = Field(True, description="advantages to mean 0 and variance 1 over the tokens of the batch")
+    whiten: bool = Field(
+        True, description="shift and scale advantages to mean 0 and variance 1 over the tokens of the batch"
+    )
     value_clip: float | None = Field(0.2, gt=0, description="clipping range of a value around the old one; null: none")
     value_init_std: float = Field(0.0, ge=0, description="standard deviation of the value head's first weights")
     critic_trunk: Literal["own", "policy"] = Field(
         "own",
-        description="what the value head stands on: a decoder of its own, which starts as the policy and learns; or "
-        "the final hidden states of the policy, which take no gradient from it: no second model in memory",
+        description="the input of the value head. own: the final hidden states of a second decoder, which starts as a "
+        "copy of the policy and is trained. policy: those of the policy, detached; no second model in memory",
     )
     critic_warmup: int = Field(0, ge=0, description="first steps in which only the critic learns")
 
@@ -69,9 +71,9 @@ class Algorithm(KLReward, Clipped):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Returns the inputs of the loss and the KL penalty, values of a critic, and marks of correct completions."""
-        more = {"values", "correct"} if self.positive_nll_coef else {"values"}
-        return (super().inputs - {"token_kl"}) | more
+        """Returns the inputs of the loss and the KL penalty, `values`, and with `positive_nll_coef` also `correct`."""
+        extra = {"values", "correct"} if self.positive_nll_coef else {"values"}
+        return (super().inputs - {"token_kl"}) | extra
 
     def estimate(
         self, rewards: Any, lengths: Any, batch: Any, **inputs: Any
@@ -100,14 +102,14 @@ class Algorithm(KLReward, Clipped):
         scored_N = np.isfinite(scores_N)
         mask_NT = (np.asarray(mask) != 0) & scored_N[:, None]
         rewards_NT, metrics = self._rewards(scores_N, old_logp, ref_logp, mask_NT)
-        after = last_values if self.bootstrap_truncated else None
+        bootstrap_N = last_values if self.bootstrap_truncated else None
 
-        def estimates(lam):
-            return gae(rewards_NT, values, mask_NT, self.gamma, lam, after)
+        def estimate_with(lam):
+            return gae(rewards_NT, values, mask_NT, self.gamma, lam, bootstrap_N)
 
-        advantages_NT, returns_NT = estimates(self._policy_lam(mask_NT))
+        advantages_NT, returns_NT = estimate_with(self._policy_lam(mask_NT))
         if self.lam_alpha is not None or self.lam_critic is not None:
-            returns_NT = estimates(self.lam if self.lam_critic is None else self.lam_critic)[1]
+            returns_NT = estimate_with(self.lam if self.lam_critic is None else self.lam_critic)[1]
         metrics |= value_metrics(values, returns_NT, mask_NT)
         if self.whiten:
             advantages_NT = whiten(advantages_NT, mask_NT)
@@ -195,8 +197,8 @@ def gae(
     next_advantage_N = np.zeros(mask_NT.shape[0])
     next_value_N = next_advantage_N if last_values is None else np.asarray(last_values, np.float64)
     for t in reversed(range(mask_NT.shape[1])):
-        surprise_N = rewards_NT[:, t] + gamma * next_value_N - values_NT[:, t]
-        advantage_N = surprise_N + gamma * lam * next_advantage_N
+        td_error_N = rewards_NT[:, t] + gamma * next_value_N - values_NT[:, t]
+        advantage_N = td_error_N + gamma * lam * next_advantage_N
         next_value_N = np.where(mask_NT[:, t], values_NT[:, t], next_value_N)
         next_advantage_N = np.where(mask_NT[:, t], advantage_N, next_advantage_N)
         advantages_NT[:, t] = np.where(mask_NT[:, t], advantage_N, 0.0)
@@ -205,10 +207,10 @@ def gae(
 
 def value_metrics(values: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> dict[str, float]:
     """Returns the explained variance, 1 - var(returns - values) / (var(returns) + 1e-5), and the mean return."""
-    chosen = np.asarray(mask) != 0
-    if not chosen.any():
+    mask_NT = np.asarray(mask) != 0
+    if not mask_NT.any():
         return {"value/explained_variance": 0.0, "value/return_mean": 0.0}
-    predicted, target = np.asarray(values, np.float64)[chosen], np.asarray(returns, np.float64)[chosen]
+    predicted, target = np.asarray(values, np.float64)[mask_NT], np.asarray(returns, np.float64)[mask_NT]
     explained = 1.0 - (target - predicted).var() / (target.var() + 1e-5)
     return {"value/explained_variance": float(explained), "value/return_mean": float(target.mean())}
 

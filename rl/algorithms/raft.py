@@ -20,16 +20,16 @@ from rl.algorithms._sampled import Sampled
 
 @algorithm_options()
 class Algorithm(Sampled):
-    """Advantages 1 for kept completions and 0 for others, the loss of demonstrations."""
+    """Advantage 1 for kept completions and 0 for others, and the loss of demonstrations (`sft`)."""
 
     name: ClassVar[str] = "raft"
     loss_type: ClassVar[str] = "nll"
-    corrects_itself: ClassVar[bool] = False
+    per_token_applies_correction: ClassVar[bool] = False
 
-    keep: int = Field(1, ge=1, description="completions of a prompt that are learned, at most: those of highest reward")
-    threshold: float | None = Field(
-        None, description="rewards of completions that are learned are above this; null: any"
+    keep: int = Field(
+        1, ge=1, description="largest number of completions of a prompt to train on: those of highest reward"
     )
+    threshold: float | None = Field(None, description="train only on completions with a reward above this; null: any")
 
     def advantages(self, rewards: Any, lengths: Any = None) -> np.ndarray:
         """Returns float[P,G]: 1 where a completion is kept, else 0. Of equal rewards the first is kept.
@@ -39,14 +39,14 @@ class Algorithm(Sampled):
         rewards = np.asarray(rewards)
         scores_PG = np.where(np.isfinite(rewards.astype(np.float64)), rewards, -np.inf).astype(np.float64)
         rank_PG = np.argsort(np.argsort(-scores_PG, axis=1, kind="stable"), axis=1, kind="stable")
-        least = -np.inf if self.threshold is None else self.threshold
-        return ((rank_PG < self.keep) & (scores_PG > least)).astype(precision(rewards))
+        threshold = -np.inf if self.threshold is None else self.threshold
+        return ((rank_PG < self.keep) & (scores_PG > threshold)).astype(precision(rewards))
 
     def with_totals(self, inputs: Any) -> Any:
         """Returns the `PolicyInputs` of an optimiser batch with a mask of kept completions and its counts."""
         from rl.algorithms import _inputs
 
-        return _inputs.with_totals(self._kept(inputs))
+        return _inputs.with_totals(self._with_kept_mask(inputs))
 
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
         """Returns the mean over the tokens of kept completions of the optimiser batch, and metrics.
@@ -55,9 +55,9 @@ class Algorithm(Sampled):
         """
         from rl.algorithms import _losses
 
-        return _losses.supervised_loss(self, self._kept(inputs))
+        return _losses.supervised_loss(self, self._with_kept_mask(inputs))
 
-    def _kept(self, inputs: Any) -> Any:
+    def _with_kept_mask(self, inputs: Any) -> Any:
         import jax.numpy as jnp
 
         if inputs.advantages is None:

@@ -43,7 +43,7 @@ class Algorithm(KLReward, Clipped):
         mask_PGT = counted(lengths, token_kl, mask) & np.isfinite(rewards_PG)[..., None]
         if self.baseline:
             returns_PGT = np.broadcast_to(
-                centred(self.with_kl(rewards, lengths, token_kl, mask))[..., None], mask_PGT.shape
+                centred(self.subtract_kl(rewards, lengths, token_kl, mask))[..., None], mask_PGT.shape
             )
         else:
             returns_PGT = self._returns(rewards_PG, token_kl, mask_PGT)
@@ -53,7 +53,9 @@ class Algorithm(KLReward, Clipped):
     def _returns(self, rewards_PG: np.ndarray, token_kl: Any, mask_PGT: np.ndarray) -> np.ndarray:
         """Returns the discounted return of each token; tokens outside the mask are skipped."""
         kl_PGT = (
-            np.zeros(mask_PGT.shape) if not self.kl_reward_coef else np.where(mask_PGT, self.checked(token_kl), 0.0)
+            np.zeros(mask_PGT.shape)
+            if not self.kl_reward_coef
+            else np.where(mask_PGT, self.require_token_kl(token_kl), 0.0)
         )
         returns, after = np.zeros(mask_PGT.shape), np.where(mask_PGT.any(-1), np.nan_to_num(rewards_PG), 0.0)
         first = np.ones(rewards_PG.shape, bool)  # the last token has the reward itself

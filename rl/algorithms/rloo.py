@@ -38,7 +38,7 @@ class Algorithm(KLReward, Clipped):
         rewards: float[P,G], NaN: no score. lengths: [P,G]. token_kl: float[P,G,T], old_logp - ref_logp, used if
         `kl_reward_coef` is above 0. mask: [P,G,T], tokens that count; None: the first `lengths`.
         """
-        rewards_PG = self.with_kl(rewards, lengths, token_kl, mask)
+        rewards_PG = self.subtract_kl(rewards, lengths, token_kl, mask)
         scored_PG = np.isfinite(rewards_PG)
         others_P1 = np.maximum(scored_PG.sum(axis=1, keepdims=True) - 1, 1)
         advantages_PG = centred(rewards_PG) * (others_P1 + 1) / others_P1

@@ -25,7 +25,7 @@ class Algorithm(GroupRelative, PolicyGradient):
     """
 
     name: ClassVar[str] = "vespo"
-    corrects_itself: ClassVar[bool] = True
+    per_token_applies_correction: ClassVar[bool] = True
 
     k_pos: float = Field(2.0, ge=0, description="k where A >= 0")
     k_neg: float = Field(3.0, ge=0, description="k elsewhere")
@@ -44,7 +44,7 @@ class Algorithm(GroupRelative, PolicyGradient):
             log_weight = jnp.log(jnp.maximum(_losses.correction(self, tokens)[0], math.exp(_LEAST)))
             per_sequence = (self.correction or "").startswith("sequence") and self.rejection is None
             log_w_NS += tokens.sequences.mean(log_weight) if per_sequence else tokens.sequences.sum(log_weight)
-        log_w = tokens.sequences.spread(jnp.clip(log_w_NS, _LEAST, _losses.MAX_LOG_RATIO))
+        log_w = tokens.sequences.to_tokens(jnp.clip(log_w_NS, _LEAST, _losses.MAX_LOG_RATIO))
         positive = tokens.advantages >= 0
         k, scale = jnp.where(positive, self.k_pos, self.k_neg), jnp.where(positive, self.lambda_pos, self.lambda_neg)
         phi = jax.lax.stop_gradient(jnp.exp(scale + k * log_w - scale * jnp.exp(log_w)))

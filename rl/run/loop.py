@@ -21,7 +21,7 @@ from rl.reporting.timeline import Timeline
 from rl.run import build
 from rl.run.compilation import compile_generator
 from rl.run.folder import RunFolder
-from rl.run.outlook import COMPILED, outlook, step_metrics
+from rl.run.outlook import FIRST_STEADY_STEP, outlook, step_metrics
 from rl.run.prepare import prepare
 from rl.run.signals import StopSignal
 from rl.run.state import Run, note_finished
@@ -44,10 +44,10 @@ def run(config: RunConfig) -> int:
                 return 0
             with contextlib.closing(Timeline(folder.path, config.profile)) as timeline:
                 timeline.past("reading the data", began, took)
-                with build.run(config, prepared, folder, stop, timeline) as opened:
-                    for stage, saved in opened.remaining():
-                        _run_stage(opened, stage, saved)
-                    opened.export()
+                with build.run(config, prepared, folder, stop, timeline) as open_run:
+                    for stage, checkpoint in open_run.remaining():
+                        _run_stage(open_run, stage, checkpoint)
+                    open_run.export()
     except RewardFailed as error:
         raise RewardStop(str(error)) from None
     except RewardError as error:
@@ -57,21 +57,21 @@ def run(config: RunConfig) -> int:
     return 0
 
 
-def _run_stage(run: Run, stage: StageKind, saved: dict | None) -> None:
-    """Runs all steps of a stage, or the steps after the checkpoint whose host part is `saved`."""
-    state = run.start(stage, saved)
+def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
+    """Runs all steps of a stage, or the steps after `checkpoint`, the host part (JSON) of a checkpoint."""
+    state = run.start(stage, checkpoint)
     compile_generator(run)
     evaluation = stage.evaluation(run.held_out)
-    if saved is None and evaluation:
+    if checkpoint is None and evaluation:
         run.events.step(stage.name, 0, _evaluate(run, evaluation, stage, 0))
-    first = saved["step"] if saved else 0
-    last = first if saved and saved["ended"] else stage.options.steps
-    for step in range(first + 1, last + 1):
+    steps_done = checkpoint["step"] if checkpoint else 0
+    last = steps_done if checkpoint and checkpoint["ended"] else stage.options.steps
+    for step in range(steps_done + 1, last + 1):
         with run.timeline.step(stage.name, step) as span:
             state, metrics = stage.step(state, step)
         metrics |= step_metrics(metrics, span.seconds, run.model.graph.layout)
         ended = step == stage.options.steps or _reached(stage.options.until, metrics)
-        if step - first == COMPILED and not ended:
+        if step - steps_done == FIRST_STEADY_STEP and not ended:
             run.events.note(outlook(metrics, stage.options.steps - step))
         if evaluation and (ended or evaluation.due(step)):
             evaluated = _evaluate(run, evaluation, stage, step)

@@ -11,28 +11,28 @@ from rl.training.flops import rates
 if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
 
-COMPILED = 3
-"""First step of a stage that compiles nothing: its time predicts the time of the others."""
-_PARTS = ("sync", "sample", "reward_models", "logprob", "reward", "update")
-"""Parts of a step, named as in time/<part>. The remainder is idle time."""
+FIRST_STEADY_STEP = 3
+"""First step, counted from the start of the process, that compiles nothing. Its time predicts the later ones."""
+_PHASES = ("sync", "sample", "reward_models", "logprob", "reward", "update")
+"""Phases of a step, named as in time/<phase>. The remainder is idle time."""
 
 
 def step_metrics(metrics: Mapping[str, float], seconds: float, layout: Layout) -> dict[str, float]:
     """Returns the time and the rates of a step that took `seconds`, from its other metrics."""
-    idle = max(0.0, seconds - sum(metrics.get(f"time/{part}", 0.0) for part in _PARTS))
+    idle = max(0.0, seconds - sum(metrics.get(f"time/{phase}", 0.0) for phase in _PHASES))
     work = metrics["perf/step_tflop"] * 1e12, metrics["perf/step_tokens"]
     return {"time/step": seconds, "time/idle": idle} | rates("step", *work, seconds, layout)
 
 
 def outlook(metrics: Mapping[str, float], left: int) -> str:
-    """Returns a line with the parts of a step's time, its rates, and the remaining time for `left` steps."""
+    """Returns a line with the phases of a step's time, its rates, and the remaining time for `left` steps."""
     seconds = metrics["time/step"]
-    parts = {name: metrics.get(f"time/{name}", 0.0) / seconds for name in _PARTS}
+    shares = {name: metrics.get(f"time/{name}", 0.0) / seconds for name in _PHASES}
     shown = ", ".join(
-        f"{name} {share:.0%}" for name, share in sorted(parts.items(), key=lambda part: -part[1]) if share >= 0.01
+        f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 0.01
     )
-    used = f", {metrics['perf/mfu_step']:.0%} of the devices' rate" if "perf/mfu_step" in metrics else ""
+    utilisation = f", {metrics['perf/mfu_step']:.0%} of the devices' rate" if "perf/mfu_step" in metrics else ""
     tokens, operations = metrics["perf/step_tokens_per_s"], metrics["perf/step_tflops_per_s"] * 1000
-    rate = f"{tokens:.3g} tokens/s and {operations:.3g} GFLOP/s a device{used}"
+    rate = f"{tokens:.3g} tokens/s and {operations:.3g} GFLOP/s a device{utilisation}"
     remaining = timedelta(seconds=round(left * seconds))
     return f"a step takes {seconds:.2g} s ({shown}; {rate}); {left} more: about {remaining}"

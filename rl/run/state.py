@@ -52,13 +52,15 @@ class Run(Context):
             )
         return [(stage, None) for stage in self.stages]
 
-    def start(self, stage: StageKind, saved: dict | None) -> Any:
-        """Returns the state of a stage: a fresh one, or the one of the checkpoint whose host part is `saved`."""
+    def start(self, stage: StageKind, checkpoint: dict | None) -> Any:
+        """Returns the state of a stage: a new one, or the restored one of the checkpoint with this host part."""
         stage.bind(self.model.graph)
         stage.load_scorers(self)
-        self.events.start_stage(stage.name, stage.options.steps, saved["step"] if saved else 0)
-        with self.timeline.span("starting the stage" if saved is None else "reading a checkpoint", stage=stage.name):
-            if saved is None:
+        self.events.start_stage(stage.name, stage.options.steps, checkpoint["step"] if checkpoint else 0)
+        with self.timeline.span(
+            "starting the stage" if checkpoint is None else "reading a checkpoint", stage=stage.name
+        ):
+            if checkpoint is None:
                 return stage.start(self)
             restored = self.checkpoints.restore(stage.abstract())
             assert restored is not None

@@ -25,28 +25,30 @@ class Progress:
 
     prompts: prompts sampled so far in the run, which is the id of the next one. version: updates of the policy so far.
     The other fields belong to the stage. drawn: rows taken from its data. carried: groups that are sampled and not used
-    yet. controls: scalars that the algorithm changes from update to update.
+    yet. adaptive_coefs: scalars that the algorithm adapts from update to update.
     """
 
     prompts: int = 0
     version: int = 0
     drawn: int = 0
     carried: list[Group] = field(default_factory=list)
-    controls: dict[str, float] = field(default_factory=dict)
+    adaptive_coefs: dict[str, float] = field(default_factory=dict)
 
-    def start_stage(self, controls: dict[str, float]) -> None:
-        """Resets what belongs to the stage."""
-        self.drawn, self.carried, self.controls = 0, [], dict(controls)
+    def start_stage(self, coefs: dict[str, float]) -> None:
+        """Resets the fields of the stage. `coefs`: initial `adaptive_coefs`."""
+        self.drawn, self.carried, self.adaptive_coefs = 0, [], dict(coefs)
 
     def to_json(self) -> dict:
         """Returns the progress as values that JSON can hold."""
         carried = [group.to_json() for group in self.carried]
-        return dataclasses.asdict(dataclasses.replace(self, carried=[])) | {"carried": carried}
+        values = dataclasses.asdict(dataclasses.replace(self, carried=[])) | {"carried": carried}
+        values["controls"] = values.pop("adaptive_coefs")  # its name in the files of checkpoints
+        return values
 
     @classmethod
     def from_json(cls, values: dict | None) -> Progress:
         """Reads the output of `to_json`. Raises ModelError for values that another version of Duet wrote."""
-        names = {each.name for each in dataclasses.fields(cls)}
+        names = cls().to_json().keys()
         if values is None or values.keys() != names:
             stored = "nothing" if values is None else ", ".join(values)
             raise ModelError(
@@ -55,7 +57,7 @@ class Progress:
                 "or start a new one in another run.dir"
             )
         fields: dict[str, Any] = values | {"carried": [Group.from_json(each) for each in values["carried"]]}
-        return cls(**fields)
+        return cls(adaptive_coefs=fields.pop("controls"), **fields)
 
 
 @dataclass

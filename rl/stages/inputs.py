@@ -1,7 +1,8 @@
 """Providers: one function of this file computes each input that an algorithm names in `inputs`.
 
-A provider reads and extends the StepData of a step. Its decorator says when it runs, which fields of the batch it fills,
-which part of the RunState it reads and which compiled program it calls; state, compilation and plans follow from that.
+A provider reads and extends the StepData of a step. Its decorator says when it runs, which fields of the batch it
+fills, which part of the RunState it reads and which compiled program it calls. The state of a stage, its
+compilation and plans follow from that.
 
 Shapes: P prompts, G completions of one prompt, N = P G completions, T tokens, F reward functions.
 """
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from rl.stages.rollouts import Rollouts
 
 SAMPLING, SCORING, REWARDS = "sampling", "scoring", "rewards"
-"""When a provider runs: while the generator samples; before the rewards arrive; once they are there."""
+"""When a provider runs: while the generator samples; before the rewards arrive; after they have arrived."""
 LOGPROBS, VALUES = "log-probabilities", "values"
 
 
@@ -51,8 +52,8 @@ class StepData:
 class Input:
     """A provider and its requirements.
 
-    occasional: whether only some steps call the program. skips: returns whether a stage does not need the provider,
-    because the update or the generator computes the input.
+    in_some_steps: whether only some steps call the program. not_needed: returns whether a stage does not need the
+    provider, because the update or the generator computes the input.
     """
 
     provide: Callable[[StageKind, StepData], None]
@@ -60,8 +61,8 @@ class Input:
     fields: tuple[str, ...] = ()
     state: str | None = None
     program: str | None = None
-    occasional: bool = False
-    skips: Callable[[StageKind], bool] = lambda stage: False
+    in_some_steps: bool = False
+    not_needed: Callable[[StageKind], bool] = lambda stage: False
 
 
 INPUTS: dict[str, Input] = {}
@@ -78,11 +79,11 @@ def provides(*names: str, when: str, **declared: Any) -> Callable:
     return register
 
 
-def used(stage: StageKind) -> list[Input]:
+def active_providers(stage: StageKind) -> list[Input]:
     """Returns the providers that a step of the stage runs. Raises KeyError for an input without a provider."""
     named = {id(INPUTS[name]) for name in stage.inputs}
     providers = {id(each): each for each in INPUTS.values() if id(each) in named}
-    return [each for each in providers.values() if not each.skips(stage)]
+    return [each for each in providers.values() if not each.not_needed(stage)]
 
 
 def state_of(names: Iterable[str]) -> set[str]:
@@ -92,47 +93,46 @@ def state_of(names: Iterable[str]) -> set[str]:
 
 def fields(stage: StageKind) -> list[str]:
     """Returns the fields of the batch that the inputs of a stage fill, all float32[N,T]."""
-    return list(dict.fromkeys(name for each in used(stage) for name in each.fields))
+    return list(dict.fromkeys(name for each in active_providers(stage) for name in each.fields))
 
 
 def provide(stage: StageKind, data: StepData, when: str) -> None:
-    """Runs the providers of one moment."""
-    for each in used(stage):
+    """Runs the providers of SAMPLING, SCORING or REWARDS."""
+    for each in active_providers(stage):
         if each.when == when:
             each.provide(stage, data)
 
 
 def score(stage: StageKind, data: StepData) -> None:
     """Runs the providers of SCORING: passes of the policy, the reference and the critic over the batch."""
-    context, before = stage.context, stage.trainer.total_flops
+    context, flops_before = stage.context, stage.trainer.total_flops
     with context.timeline.span(LOGPROBS) as span:
         provide(stage, data, SCORING)
     data.metrics["time/logprob"] = span.seconds
-    if (flops := stage.trainer.total_flops - before) > 0:
+    if (flops := stage.trainer.total_flops - flops_before) > 0:
         data.metrics |= rates("logprob", flops, data.batch.real, span.seconds, context.model.graph.layout)
 
 
 def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Program]:
-    """Yields the programs that the providers call, over all sequences of a step, before it is cut into updates."""
+    """Yields the programs that the providers call, over all sequences of a step, before they are split into updates."""
     (rows, T), R = abstract_rows(stage, 1)
     micro, passes, trainer = abstract_batch((R, T), routes), rows // R, stage.trainer
-    calls = [each.program for each in used(stage)]
-    always = [each.program for each in used(stage) if not each.occasional]
-    rest = micro.tokens, micro.segments
+    called = [each.program for each in active_providers(stage)]
+    in_every_step = [each.program for each in active_providers(stage) if not each.in_some_steps]
 
     def program(kind: str, params: dict, routes: dict | None, times: int) -> Program:
         def lower() -> Any:
-            return trainer.executables[kind].lower(params, *rest, routes)
+            return trainer.executables[kind].lower(params, micro.tokens, micro.segments, routes)
 
         return Program(kind, (R, T), lower, trainer.graph, params, times)
 
     params = state.policy.params
-    if LOGPROBS in calls:
-        yield program(LOGPROBS, params, micro.routes, passes * always.count(LOGPROBS))
-    if VALUES in calls:
+    if LOGPROBS in called:
+        yield program(LOGPROBS, params, micro.routes, passes * in_every_step.count(LOGPROBS))
+    if VALUES in called:
         model = trainer.value_model
-        both = model.extra_params(params) | state.critic.params
-        yield program(VALUES, both, micro.routes if model.shared else None, passes)
+        critic_params = model.extra_params(params) | state.critic.params
+        yield program(VALUES, critic_params, micro.routes if model.shared else None, passes)
 
 
 # Providers.
@@ -154,7 +154,7 @@ def sampler_logp(stage: StageKind, data: StepData) -> None:
     assert data.batch.sampler_logp is not None
 
 
-def _generator_is_exact(stage: StageKind) -> bool:
+def _no_pass_needed(stage: StageKind) -> bool:
     """Whether the stage needs no forward pass: the update computes the input, or the generator has (exact)."""
     exact = stage.samples and stage.config.generator.exact
     return "old_logp" not in stage.inputs or (exact and "entropy" not in stage.inputs)
@@ -166,7 +166,7 @@ def _generator_is_exact(stage: StageKind) -> bool:
     when=SCORING,
     fields=("old_logp", "entropy"),
     program=LOGPROBS,
-    skips=_generator_is_exact,
+    not_needed=_no_pass_needed,
 )
 def old_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities and entropy under the policy before the updates of the step."""
@@ -174,11 +174,11 @@ def old_logp(stage: StageKind, data: StepData) -> None:
     data.batch = data.batch.replace(old_logp=logp, entropy=entropy)
 
 
-@provides("current_logp", when=SCORING, program=LOGPROBS, occasional=True)
+@provides("current_logp", when=SCORING, program=LOGPROBS, in_some_steps=True)
 def current_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities under the current policy, in steps with tokens that an older policy sampled.
 
-    Under `exact`, stale tokens use them as old log-probabilities. The fresh tokens show how far generator and trainer
+    Under `exact`, stale tokens use them as old log-probabilities. The other tokens show how far generator and trainer
     differ.
     """
     stale_NT = stale_tokens(data.batch, stage.context.progress.version)
@@ -211,18 +211,18 @@ def values(stage: StageKind, data: StepData) -> None:
     Calls no program if the generator computed them.
     """
     assert data.rollouts is not None
-    cut = [completion.finish == "length" for _, completion in data.rollouts.flat]
-    if data.batch.old_values is not None and not (stage.algorithm.bootstrap_truncated and any(cut)):
+    truncated = [completion.finish == "length" for _, completion in data.rollouts.flat]
+    if data.batch.old_values is not None and not (stage.algorithm.bootstrap_truncated and any(truncated)):
         return
     before, after = stage.trainer.values(data.state, data.batch)
-    last = values_at_the_end(after, data.batch.mask, cut)
+    last = values_at_the_end(after, data.batch.mask, truncated)
     data.batch = data.batch.replace(old_values=before, last_values=last)
 
 
-def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, cut_N: Any) -> np.ndarray:
-    """Returns float[N]: the value after the last token of the mask where a completion was cut off, else 0."""
+def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, truncated_N: Any) -> np.ndarray:
+    """Returns float[N]: the value after the last token of the mask if the completion was truncated, else 0."""
     last_N = mask_NT.shape[1] - 1 - np.argmax(mask_NT[:, ::-1] != 0, axis=1)
-    return np.where(cut_N, after_NT[np.arange(len(last_N)), last_N], 0.0)
+    return np.where(truncated_N, after_NT[np.arange(len(last_N)), last_N], 0.0)
 
 
 @provides("each_reward", when=REWARDS)

@@ -1,4 +1,4 @@
-"""A stage that samples completions, scores them and learns from the scores.
+"""A stage that samples completions, scores them and trains on the scores.
 
 N completions, P prompts of G each, T tokens.
 """
@@ -15,7 +15,7 @@ from rl.stages import inputs, rollouts
 from rl.stages.dynamic_sampling import DynamicSampling
 from rl.stages.inputs import StepData
 from rl.stages.rollouts import Rollouts
-from rl.stages.stage import Problems, Program, StageKind, abstract_batch, abstract_rows, update_program
+from rl.stages.stage import ConfigProblems, Program, StageKind, abstract_batch, abstract_rows, update_program
 from rl.training.flops import memory_share, rates
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class Stage(StageKind):
-    """Updates the policy, and a critic where the algorithm has one, on completions of its own."""
+    """Updates the policy, and a critic if the algorithm has one, on completions that the policy samples."""
 
     samples = True
     problems: Shard
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Adds `current_logp` if groups may be stale and `exact` or `max_logp_diff` needs fresh log-probabilities."""
+        """Adds `current_logp` if groups may be stale and `exact` or `max_logp_diff` compares log-probabilities."""
         exact = self.config.generator.exact and self.algorithm.old_logp == "trainer"
         compared = exact or self.options.max_logp_diff is not None
         return super().inputs | ({"current_logp"} if self.algorithm.dynamic_batches and compared else frozenset())
@@ -52,7 +52,7 @@ class Stage(StageKind):
         on_policy = "values" in self.inputs and self.algorithm.critic_trunk == "policy"
         return on_policy and not self.algorithm.dynamic_batches
 
-    def _check_kind(self) -> Problems:
+    def _check_kind(self) -> ConfigProblems:
         stage, name = self.options, self.options.algorithm.name
         if not self.rewards:
             yield (*self.path, "rewards"), f"{name} needs rewards, here or for all stages (`rewards`)"
@@ -80,8 +80,14 @@ class Stage(StageKind):
     def bind(self, graph: Graph) -> None:
         from rl.training.trainer import Trainer
 
-        how = {"state": inputs.state_of(self.inputs), "temperature": self.options.sampling.temperature or 1.0}
-        self.trainer = Trainer(graph, self.options, self.algorithm, self.config.seed, **how)
+        self.trainer = Trainer(
+            graph,
+            self.options,
+            self.algorithm,
+            self.config.seed,
+            state=inputs.state_of(self.inputs),
+            temperature=self.options.sampling.temperature or 1.0,
+        )
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
         state, updates = self.abstract(), self.options.updates_per_step
@@ -103,27 +109,27 @@ class Stage(StageKind):
 
     def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
         """Samples groups, scores them, and makes `updates_per_step` updates of full groups each."""
-        data, before = StepData(state), self.trainer.total_flops
+        data, flops_before = StepData(state), self.trainer.total_flops
         self._sample(data)
         self._make_batch(data)
         self._score(data)
         advantages = self._advantages(data)
         state, updated = self._update(data, n)
-        if not data.stale:  # with stale tokens, `log_probabilities` has already compared the fresh ones
+        if not data.stale:  # with stale tokens, `log_probabilities` has already compared the others
             self._check_difference(updated.get("sampler/logp_diff_mean"))
         state = self._renew_reference(state, n)
-        return state, self._log(data, advantages, updated, n, before)
+        return state, self._log(data, advantages, updated, n, flops_before)
 
     def _sample(self, data: StepData) -> None:
-        """Completes the prompts of the step; rewards are computed meanwhile."""
+        """Samples completions of the step's prompts. Rewards are computed at the same time."""
         context = self.context
         if self.sampled_values and context.generator.options.record_values:
             from policy.modes import VALUE_HEAD
 
             context.generator.value_by(data.state.critic.params[VALUE_HEAD])
         with context.resharded() as metrics, context.timeline.span("sampling"):
-            data.rollouts, chosen = self._groups()
-            data.metrics |= chosen
+            data.rollouts, group_metrics = self._groups()
+            data.metrics |= group_metrics
             inputs.provide(self, data, inputs.SAMPLING)
         data.metrics |= metrics
 
@@ -133,7 +139,7 @@ class Stage(StageKind):
         params = self.sampling_params(n=self.options.samples_per_prompt)
 
         def sample() -> tuple[Rollouts, list[int]]:
-            rows = self.next_rows(self.problems.total)
+            rows = self.next_examples(self.problems.total)
             ids = range(progress.prompts, progress.prompts + len(rows))
             progress.prompts += len(rows)
             with self.context.timeline.span("data"):
@@ -144,9 +150,9 @@ class Stage(StageKind):
             return sample()[0], {}
         reward = algorithm.dynamic_reward
         sampling = DynamicSampling(algorithm.dynamic_batches, reward, self.problems.take, self.runner)
-        groups, left, metrics = sampling.fill(self.options.prompts_per_step, progress.carried, sample)
+        groups, left_over, metrics = sampling.fill(self.options.prompts_per_step, progress.carried, sample)
         # Routes are large: a checkpoint does not hold them, so groups that are left over are dropped.
-        progress.carried = [] if self.options.router_replay else left
+        progress.carried = [] if self.options.router_replay else left_over
         return groups, metrics
 
     def _make_batch(self, data: StepData) -> None:
@@ -189,18 +195,18 @@ class Stage(StageKind):
         Under `exact` they are the generator's log-probabilities; stale tokens take the ones in `current` instead.
         """
         if not self.config.generator.exact:
-            return batch.replace(old_logp=self.algorithm.proximal(batch))
+            return batch.replace(old_logp=self.algorithm.select_old_logp(batch))
         old_logp = batch.sampler_logp
         if current is not None:
             stale_NT = inputs.stale_tokens(batch, self.context.progress.version)
-            old_logp = np.where(stale_NT, self.algorithm.proximal(current), old_logp)
+            old_logp = np.where(stale_NT, self.algorithm.select_old_logp(current), old_logp)
         return batch.replace(old_logp=old_logp)
 
     def _advantages(self, data: StepData) -> np.ndarray:
         """Adds the advantages, float[N] or float[N,T], to the batch. Returns their means per completion, float[N]."""
         samples, batch, rewards = data.rollouts, data.batch, data.rewards
         assert samples is not None and rewards is not None
-        algorithm = self.algorithm.at(self.context.progress.controls)
+        algorithm = self.algorithm.with_coefs(self.context.progress.adaptive_coefs)
         lengths = np.asarray([len(completion.tokens) for _, completion in samples.flat]).reshape(rewards.shape[:2])
         with self.context.timeline.span("advantages"):
             advantages, returns, metrics = algorithm.estimate(rewards, lengths, batch, **data.arguments)
@@ -213,13 +219,13 @@ class Stage(StageKind):
         return per_sample
 
     def _update(self, data: StepData, n: int) -> tuple[RunState, dict[str, float]]:
-        """Makes the updates of the step and adjusts the controls. The critic's warm-up updates the critic alone."""
+        """Makes the updates of the step and adapts the coefficients. The critic's warm-up updates the critic alone."""
         batch, progress = data.batch, self.context.progress
         critic_only = data.state.critic is not None and n <= self.algorithm.critic_warmup
         state, updated = self.update(data.state, batch, critic_only=critic_only)
-        if not critic_only and batch.mask.any():  # otherwise nothing has moved the policy
-            moved = self.algorithm.controlled_by_step(progress.controls, data.metrics, len(batch.mask))
-            progress.controls = moved
+        if not critic_only and batch.mask.any():  # otherwise no update changed the policy
+            coefs = self.algorithm.adapt_after_step(progress.adaptive_coefs, data.metrics, len(batch.mask))
+            progress.adaptive_coefs = coefs
         return state, updated
 
     def _check_difference(self, difference: float | None) -> None:
@@ -233,7 +239,7 @@ class Stage(StageKind):
             )
 
     def _renew_reference(self, state: RunState, n: int) -> RunState:
-        """Returns the state. Every `reference_every` steps it first moves the reference model towards the policy."""
+        """Returns the state. Every `reference_every` steps it first mixes the policy into the reference model."""
         every = self.algorithm.reference_every
         if not every or n % every:
             return state
@@ -250,8 +256,13 @@ class Stage(StageKind):
                 "async/staleness_max": float(stale.max()),
             }
 
-    def _log(self, data: StepData, advantages: np.ndarray, updated: dict, n: int, before: float) -> dict[str, float]:
-        """Writes the samples. Returns the metrics of the step; `before`: total_flops of the trainer at its start."""
+    def _log(
+        self, data: StepData, advantages: np.ndarray, updated: dict, n: int, flops_before: float
+    ) -> dict[str, float]:
+        """Writes the samples. Returns the metrics of the step.
+
+        flops_before: total_flops of the trainer at the start of the step.
+        """
         samples, scores, context = data.rollouts, data.scores, self.context
         assert samples is not None and scores is not None
         with context.timeline.span("writing samples"):
@@ -261,7 +272,7 @@ class Stage(StageKind):
         metrics |= rates("sample", flops, samples.counts["tokens"], seconds, layout)
         metrics |= memory_share(samples.counts["steps"] * context.generator.weight_bytes, seconds, layout)
         metrics |= {f"advantage/{name}": float(getattr(advantages, name)()) for name in ("mean", "std", "min", "max")}
-        metrics["perf/step_tflop"] = (flops + self.trainer.total_flops - before) / 1e12
+        metrics["perf/step_tflop"] = (flops + self.trainer.total_flops - flops_before) / 1e12
         drafted = self.config.generator.speculative > 0
         return rollouts.metrics(samples, scores, drafted=drafted) | metrics | updated
 
@@ -269,5 +280,5 @@ class Stage(StageKind):
 def _difference(batch: Batch, version: int) -> float | None:
     """Returns the mean of |old_logp - sampler_logp| over the tokens of the mask that are not stale; None if all are."""
     assert batch.old_logp is not None and batch.sampler_logp is not None
-    fresh_NT = (batch.mask != 0) & ~inputs.stale_tokens(batch, version)
-    return float(np.abs(batch.old_logp - batch.sampler_logp)[fresh_NT].mean()) if fresh_NT.any() else None
+    on_policy_NT = (batch.mask != 0) & ~inputs.stale_tokens(batch, version)
+    return float(np.abs(batch.old_logp - batch.sampler_logp)[on_policy_NT].mean()) if on_policy_NT.any() else None

@@ -23,20 +23,20 @@ class Stage(supervised.Stage):
     sequences_per_row = 2
 
     def prepare(self, data: DataReader) -> None:
-        self.rows = data.pairs(self.data)
+        self.examples = data.pairs(self.data)
         self.prepare_rewards(data, [])
 
     def abstract_batch(self, shape: tuple[int, int]) -> Batch:
         return abstract_batch(shape, None, *inputs.fields(self), "margin")
 
     def batch(self) -> Batch:
-        return batch_of(self.rows.take(self.next_rows(self.rows.total)), self.config.max_length)
+        return batch_of(self.examples.take(self.next_examples(self.examples.total)), self.config.max_length)
 
 
 def batch_of(pairs: Sequence[Pair], max_length: int) -> Batch:
-    """Returns a batch of pairs: the chosen answer of a row is segment 1, the rejected one segment 2."""
-    from rl.training.batch import together
+    """Returns a batch with one pair per row: segment 1 is the chosen answer, segment 2 the rejected one."""
+    from rl.training.batch import segmented_batch
 
-    batch = together([(pair.chosen, pair.rejected) for pair in pairs], 2 * max_length)
+    batch = segmented_batch([(pair.chosen, pair.rejected) for pair in pairs], 2 * max_length)
     margin = np.asarray([pair.margin for pair in pairs], np.float32)
     return batch.replace(margin=np.broadcast_to(margin[:, None], batch.tokens.shape))

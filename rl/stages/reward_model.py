@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.stages.preference import batch_of
 from rl.stages.scorers import reward_model_of
-from rl.stages.stage import Problems, Program, StageKind, abstract_batch, abstract_rows, update_program
+from rl.stages.stage import ConfigProblems, Program, StageKind, abstract_batch, abstract_rows, update_program
 
 if TYPE_CHECKING:
     from policy.model import Graph
@@ -26,7 +26,7 @@ class Stage(StageKind):
     sequences_per_row = 2
     pairs: Shard
 
-    def _check_kind(self) -> Problems:
+    def _check_kind(self) -> ConfigProblems:
         stage = self.options
         options = {
             "mtp": stage.mtp is not None,
@@ -54,15 +54,15 @@ class Stage(StageKind):
         state, updates = self.abstract(), self.options.updates_per_step
         batch = abstract_batch(abstract_rows(self, updates)[0], None, "margin")
         learner = state.reward_model
-        yield update_program(self, "update of the critic", batch, learner, ({}, None), (learner, {}), updates)
+        yield update_program(self, "update of the reward model", batch, learner, ({}, None), (learner, {}), updates)
 
     def step(self, state: RewardModelState, n: int) -> tuple[RewardModelState, dict[str, float]]:
         """Makes `updates_per_step` updates on the next `prompts_per_step` pairs."""
-        before = self.trainer.total_flops
+        flops_before = self.trainer.total_flops
         with self.context.timeline.span("data"):
-            batch = batch_of(self.pairs.take(self.next_rows(self.pairs.total)), self.config.max_length)
+            batch = batch_of(self.pairs.take(self.next_examples(self.pairs.total)), self.config.max_length)
         state, metrics = self.update(state, batch)
-        return state, metrics | {"perf/step_tflop": (self.trainer.total_flops - before) / 1e12}
+        return state, metrics | {"perf/step_tflop": (self.trainer.total_flops - flops_before) / 1e12}
 
     def finish(self, state: RewardModelState, write: Callable[[Path, Callable[[Path], None]], Any]) -> None:
         export = partial(self.trainer.export, state, self.context.tokenizer)

@@ -81,18 +81,18 @@ class Rollouts:
         replay: adds the experts that the generator sent each token to. values: adds the values of a critic, if the
         generator computed them.
         """
-        from rl.training.batch import pack, spread
+        from rl.training.batch import padded_batch, scatter_to_mask
 
         rows = [
             (self.problems[p].ids + c.tokens, [0] * len(self.problems[p].ids) + [1] * len(c.tokens))
             for p, c in self.flat
         ]
-        batch, recorded = pack(rows, limit), [c.values for _, c in self.flat if c.values is not None]
+        batch, recorded = padded_batch(rows, limit), [c.values for _, c in self.flat if c.values is not None]
         return batch.replace(
             prompt=np.asarray([p for p, _ in self.flat], np.int32),
-            sampler_logp=spread([c.logprobs for _, c in self.flat], batch.mask),
+            sampler_logp=scatter_to_mask([c.logprobs for _, c in self.flat], batch.mask),
             version=np.asarray([self.versions[p] for p, _ in self.flat], np.int32)[:, None] * (batch.mask != 0),
-            old_values=spread(recorded, batch.mask) if values and len(recorded) == len(rows) else None,
+            old_values=scatter_to_mask(recorded, batch.mask) if values and len(recorded) == len(rows) else None,
             routes=routes_of([c for _, c in self.flat], batch.tokens.shape[1]) if replay else None,
         )
 

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from rl.training.reward_model import RewardModelScorer
     from rollout import SamplingParams
 
-Problems = Iterator[tuple[tuple, str]]
-"""(path of keys, message that says what is wrong and what to change) of each problem of a configuration."""
+ConfigProblems = Iterator[tuple[tuple, str]]
+"""(path of keys, message that says what is wrong and what to change) of each problem in a configuration."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ConfiguredStage:
     """Sequences of at most `max_length` tokens in one row of a batch."""
 
     def __init__(self, config: RunConfig, index: int):
-        """Reads nothing but the configuration; `index`: number of the stage in the run."""
+        """Reads only the configuration. `index`: number of the stage in the run, from 0."""
         self.config, self.index = config, index
         self.name, self.options = config.stage_names[index], config.stages[index]
         self.algorithm = algorithm_of(self.options)
@@ -110,8 +110,8 @@ class ConfiguredStage:
         """Rows of the batch of one update."""
         return self.options.prompts_per_step // self.options.updates_per_step
 
-    def check(self) -> Problems:
-        """Yields the problems of the stage in this configuration. Quick, and without jax."""
+    def check(self) -> ConfigProblems:
+        """Yields the problems of the stage in this configuration. It is quick and does not import jax."""
         stage, config, name = self.options, self.config, self.options.algorithm.name
         if not self.data:
             yield (*self.path, "data"), f"{name} needs data, here or for all stages (`data`)"
@@ -137,11 +137,11 @@ class ConfiguredStage:
             text = f"{stage.micro_batch} rows, but one update has {rows}; leave it out or lower it"
             yield (*self.path, "micro_batch"), text
 
-    def _check_kind(self) -> Problems:
-        """Yields the problems that the kind of stage adds to `check`."""
+    def _check_kind(self) -> ConfigProblems:
+        """Yields the problems that only this kind of stage can have."""
         yield from ()
 
-    def _check_offline(self) -> Problems:
+    def _check_offline(self) -> ConfigProblems:
         """Yields the problems of a stage that samples nothing."""
         if self.options.router_replay:
             yield (
@@ -152,13 +152,13 @@ class ConfiguredStage:
         if self.config.evaluation and self.trains_policy:
             yield from self._check_room()
 
-    def _check_room(self) -> Problems:
+    def _check_room(self) -> ConfigProblems:
         new, limit = self.options.sampling.max_new_tokens, self.config.max_length
         if new >= limit:
             text = f"{new} leaves no room for a prompt in max_length ({limit})"
             yield (*self.path, "sampling", "max_new_tokens"), text
 
-    def _check_no_capacity(self) -> Problems:
+    def _check_no_capacity(self) -> ConfigProblems:
         """Yields an error for each option that lets updates drop tokens which the compared model keeps."""
         for key in ("capacity_factor", "ragged_buffer_factor"):
             if getattr(self.options.router, key) is not None:
@@ -191,10 +191,10 @@ class StageKind(ConfiguredStage, ABC):
         """Returns the prompts of this process, with their data columns, that the generator completes."""
         return []
 
-    def prepare_rewards(self, data: DataReader, problems: list) -> None:
-        """Starts the reward workers where the stage scores `problems` or evaluates."""
-        if self.rewards and (problems or data.held_out):
-            self.runner = data.reward_runner(self.rewards, problems)
+    def prepare_rewards(self, data: DataReader, prompts: list) -> None:
+        """Starts the reward workers if the stage scores completions of `prompts` or evaluates."""
+        if self.rewards and (prompts or data.held_out):
+            self.runner = data.reward_runner(self.rewards, prompts)
 
     # Model.
 
@@ -246,7 +246,7 @@ class StageKind(ConfiguredStage, ABC):
         self.context = context
         if restored is not None:
             return restored
-        context.progress.start_stage(self.algorithm.controls)
+        context.progress.start_stage(self.algorithm.adaptive_coefs)
         return self.trainer.start(context.model.params, self.config.seed + self.index)
 
     def load_scorers(self, context: Context) -> None:
@@ -266,7 +266,7 @@ class StageKind(ConfiguredStage, ABC):
         return rollouts.sampling_params(self.options.sampling, self.context.stop_ids, **changes)
 
     def collect(self, problems, params: SamplingParams, ids, version: int = 0) -> rollouts.Rollouts:
-        """Completes problems and starts to score the completions."""
+        """Samples completions of `problems` (prompts with their data columns) and starts to score them."""
         context = self.context
         return rollouts.collect(
             rollouts.Source(context.generator, self.runner, self._timed_scorers(), context.timeline.calls),
@@ -290,42 +290,43 @@ class StageKind(ConfiguredStage, ABC):
             return None
         return Evaluation(options, held_out, self.collect, self.sampling_params())
 
-    def next_rows(self, total: int) -> list[int]:
+    def next_examples(self, total: int) -> list[int]:
         """Returns row numbers of the next `prompts_per_step` examples, of `total`, in the stage's shuffled order."""
         progress, count = self.context.progress, self.options.prompts_per_step
-        first, seed = progress.drawn, self.config.seed * 1000 + self.index
+        start, seed = progress.drawn, self.config.seed * 1000 + self.index
         progress.drawn += count
-        return [datasets.order(seed, total, number) for number in range(first, first + count)]
+        return [datasets.order(seed, total, number) for number in range(start, start + count)]
 
-    def update(self, state: Any, batch: Batch, **how: Any) -> tuple[Any, dict[str, float]]:
-        """Makes `updates_per_step` updates, each on an equal part of the rows.
+    def update(self, state: Any, batch: Batch, **options: Any) -> tuple[Any, dict[str, float]]:
+        """Makes `updates_per_step` updates, each on an equal part of the rows. `options`: passed to `Trainer.update`.
 
         Returns the state and the mean of each metric. After each update the model holds the new weights.
         """
         import jax
 
         context, updates = self.context, self.options.updates_per_step
-        progress, rows, before = context.progress, len(batch.prompt) // updates, self.trainer.total_flops
-        controls, moves = dict(progress.controls), self.trains_policy and not how.get("critic_only")
-        every = []
+        progress, rows, flops_before = context.progress, len(batch.prompt) // updates, self.trainer.total_flops
+        coefs, updates_policy = dict(progress.adaptive_coefs), self.trains_policy and not options.get("critic_only")
+        all_metrics = []
         with context.timeline.span("updates") as span:
             for u in range(updates):
-                part = batch.rows(slice(u * rows, (u + 1) * rows))
-                state, metrics = self.trainer.update(state, part, controls=progress.controls, **how)
+                mini_batch = batch.rows(slice(u * rows, (u + 1) * rows))
+                options["adaptive_coefs"] = progress.adaptive_coefs
+                state, metrics = self.trainer.update(state, mini_batch, **options)
                 context.model.params = state.policy.params
-                progress.version += moves
-                if controls and moves:  # the controls of the next update follow from the metrics of this one
+                progress.version += updates_policy
+                if coefs and updates_policy:  # the coefficients of the next update follow from the metrics of this one
                     metrics = jax.device_get(metrics)
-                    progress.controls = self.algorithm.controlled(progress.controls, metrics)
-                every.append(metrics)
-            every = jax.device_get(every)
-        means = {key: float(np.mean([metrics[key] for metrics in every])) for key in every[0]}
+                    progress.adaptive_coefs = self.algorithm.adapt_after_update(progress.adaptive_coefs, metrics)
+                all_metrics.append(metrics)
+            all_metrics = jax.device_get(all_metrics)
+        means = {key: float(np.mean([metrics[key] for metrics in all_metrics])) for key in all_metrics[0]}
         means |= {"time/update": span.seconds, "perf/step_tokens": float(batch.real)}
-        flops = self.trainer.total_flops - before
-        return state, controls | means | rates("train", flops, batch.real, span.seconds, context.model.graph.layout)
+        flops = self.trainer.total_flops - flops_before
+        return state, coefs | means | rates("train", flops, batch.real, span.seconds, context.model.graph.layout)
 
     def learner(self, state: Any) -> Any:
-        """Returns the ParamState that the metrics `optim/` are about."""
+        """Returns the ParamState of the trained model: the metrics `optim/` describe its updates."""
         return state.policy
 
     def check_learned(self, state: Any, metrics: dict[str, float]) -> None:
@@ -351,12 +352,12 @@ class StageKind(ConfiguredStage, ABC):
             self.context.tokenizer.save_pretrained(directory)
 
 
-def abstract_rows(stage: StageKind, parts: int) -> tuple[tuple[int, int], int]:
-    """Returns ((packed rows, tokens per row), rows of a micro-batch) of a step cut into `parts` equal parts."""
+def abstract_rows(stage: StageKind, updates: int) -> tuple[tuple[int, int], int]:
+    """Returns ((packed rows, tokens per row), rows of a micro-batch) of one of the `updates` equal parts of a step."""
     from rl.training.batch import padded_length
 
     limit = stage.config.max_length * stage.sequences_per_row
-    N = stage.options.prompts_per_step // parts * (stage.options.samples_per_prompt if stage.samples else 1)
+    N = stage.options.prompts_per_step // updates * (stage.options.samples_per_prompt if stage.samples else 1)
     T = padded_length(limit, limit)
     counts, R = stage.trainer.row_counts(N, T)
     rows = min(count for count in counts if count >= N)
@@ -372,8 +373,8 @@ def update_program(
     trainer = stage.trainer
     rows, T = batch.tokens.shape
     R = abstract_rows(stage, stage.options.updates_per_step)[1]
-    controls = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.controls}
-    arguments = leading, batch, jax.eval_shape(trainer.totals, batch, controls or None), *trailing
+    coefs = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.adaptive_coefs}
+    arguments = leading, batch, jax.eval_shape(trainer.totals, batch, coefs or None), *trailing
 
     def lower():
         return trainer.executables[kind].lower(*arguments, micro_rows=R)
@@ -393,8 +394,6 @@ def abstract_batch(shape: tuple[int, int], routes: dict | None, *names: str, ext
     batch = Batch(tokens=ids, segments=ids, mask=floats, prompt=ids, **dict.fromkeys(names, floats))
     if extra:
         batch = replace(batch, extra=dict.fromkeys(extra, floats))
-    if routes is None:
-        return batch
-    return replace(
-        batch, routes={path: jax.ShapeDtypeStruct((*shape, *a.shape), a.dtype) for path, a in routes.items()}
-    )
+    if routes is not None:
+        routes = {path: jax.ShapeDtypeStruct((*shape, *a.shape), a.dtype) for path, a in routes.items()}
+    return replace(batch, routes=routes)

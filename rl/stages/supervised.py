@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl.stages import inputs
-from rl.stages.stage import Problems, Program, StageKind, abstract_batch, abstract_rows, update_program
+from rl.stages.stage import ConfigProblems, Program, StageKind, abstract_batch, abstract_rows, update_program
 
 if TYPE_CHECKING:
     from policy.model import Graph
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class Stage(StageKind):
-    """Updates the policy on rows of a dataset."""
+    """Updates the policy on examples of a dataset."""
 
-    rows: Shard
+    examples: Shard
 
-    def _check_kind(self) -> Problems:
+    def _check_kind(self) -> ConfigProblems:
         yield from self._check_offline()
         if self.options.algorithm.name != "sft":
             yield from self._check_no_capacity()
 
     def prepare(self, data: DataReader) -> None:
-        self.rows = data.demonstrations(self.data, self.algorithm.train_on)
+        self.examples = data.demonstrations(self.data, self.algorithm.train_on)
         self.prepare_rewards(data, [])
 
     def bind(self, graph: Graph) -> None:
@@ -47,22 +47,22 @@ class Stage(StageKind):
         return abstract_batch(shape, None, *inputs.fields(self))
 
     def batch(self) -> Batch:
-        """Returns the rows of the next step."""
-        from rl.training.batch import pack
+        """Returns the batch of the next step, one example per row."""
+        from rl.training.batch import padded_batch
 
-        return pack(self.rows.take(self.next_rows(self.rows.total)), self.config.max_length)
+        return padded_batch(self.examples.take(self.next_examples(self.examples.total)), self.config.max_length)
 
     def complete(self, data: inputs.StepData) -> None:
-        """Changes the batch once its inputs are there. Nothing by default."""
+        """Changes the batch after its inputs have been added. By default it changes nothing."""
 
     def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
-        """Makes `updates_per_step` updates on the next `prompts_per_step` rows."""
-        before = self.trainer.total_flops
+        """Makes `updates_per_step` updates on the next `prompts_per_step` examples."""
+        flops_before = self.trainer.total_flops
         with self.context.timeline.span("data"):
             data = inputs.StepData(state, self.batch())
         if self.inputs:
             inputs.score(self, data)
         self.complete(data)
         state, updated = self.update(state, data.batch)
-        flops: Any = {"perf/step_tflop": (self.trainer.total_flops - before) / 1e12}
-        return state, data.metrics | updated | flops
+        updated["perf/step_tflop"] = (self.trainer.total_flops - flops_before) / 1e12
+        return state, data.metrics | updated

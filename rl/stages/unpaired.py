@@ -1,7 +1,7 @@
 """A stage that learns from single answers that are labelled good or bad. Nothing is sampled.
 
 Rows hold `prompt`, `completion` and `label` (true, false, 1 or 0), or pairs as in preferences. Each answer of a pair
-counts alone.
+is an example of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from rl.data import datasets
 from rl.stages import inputs, supervised
-from rl.stages.stage import Problems, abstract_batch
+from rl.stages.stage import ConfigProblems, abstract_batch
 
 if TYPE_CHECKING:
     from rl.config.data import DataOptions
@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 
 _LABELS = {True: 1.0, False: 0.0, "true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0}
 Answer = tuple["Row", float]
-"""(token ids and mask of a prompt with its answer, label)."""
+"""(token ids and mask of a prompt with its answer, label: 1 for a good answer, 0 for a bad one)."""
 
 
 class Stage(supervised.Stage):
-    """Updates the policy on labelled answers. While inputs are computed, a row also holds another prompt's answer."""
+    """Updates the policy on labelled answers.
+
+    While inputs are computed, a row also holds its prompt with the answer to another prompt, to estimate the KL.
+    """
 
     sequences_per_row = 2
 
-    def _check_kind(self) -> Problems:
+    def _check_kind(self) -> ConfigProblems:
         yield from super()._check_kind()
         if "old_logp" in self.inputs and self.rows_per_update < 2:
             yield (
@@ -53,9 +56,9 @@ class Stage(supervised.Stage):
         def length(answers: list[Answer]) -> int:
             return max(len(row[0]) for row, _ in answers)
 
-        self.rows = data.rows(self.data, ("answers",), encode, length, read=read_answer)
-        counts = {len(answers) for answers in self.rows.own}
-        self.answers_per_row = max(max(each, default=0) for each in processes.all_gather_object(counts))
+        self.examples = data.rows(self.data, ("answers",), encode, length, read=read_answer)
+        counts = {len(answers) for answers in self.examples.own}
+        self.answers_per_example = max(max(each, default=0) for each in processes.all_gather_object(counts))
         self.prepare_rewards(data, [])
 
     def abstract_batch(self, shape: tuple[int, int]) -> Batch:
@@ -63,10 +66,10 @@ class Stage(supervised.Stage):
         return abstract_batch(shape, None, *inputs.fields(self), extra=extra)
 
     def batch(self) -> Batch:
-        each = self.answers_per_row
-        numbers = self.next_rows(self.rows.total * each)
-        rows = self.rows.take([number // each for number in numbers])
-        answers = [row[number % each] for row, number in zip(rows, numbers, strict=True)]
+        per_example = self.answers_per_example
+        numbers = self.next_examples(self.examples.total * per_example)
+        examples = self.examples.take([number // per_example for number in numbers])
+        answers = [example[number % per_example] for example, number in zip(examples, numbers, strict=True)]
         size = self.rows_per_update if "old_logp" in self.inputs else None
         return batch_of(answers, self.config.max_length, size)
 
@@ -89,21 +92,21 @@ def _key(label: Any) -> Any:
 
 
 def batch_of(answers: list[Answer], max_length: int, rotate: int | None) -> Batch:
-    """Returns a batch of labelled answers, one a row.
+    """Returns a batch of labelled answers, one per row.
 
-    rotate: rows of an update. Segment 2 of a row then holds the prompt of the row with the answer of the previous row
-    in the same update (for the first row, the last row), cut at `max_length`. None: no such segment.
+    rotate: number of rows in an update. Segment 2 of a row then holds the prompt of the row with the answer of the
+    previous row in the same update (for the first row, the last row), cut at `max_length`. None: no such segment.
     """
-    from rl.training.batch import together
+    from rl.training.batch import segmented_batch
 
-    rows: list[list[Row]] = []
+    sequences: list[list[Row]] = []
     for i, (row, _) in enumerate(answers):
-        rows.append([row])
+        sequences.append([row])
         if rotate is not None:
-            first = i - i % rotate
-            other = answers[first + (i - first - 1) % rotate][0]
-            rows[-1].append(_mismatched(row, other, max_length))
-    batch = together(rows, 2 * max_length)
+            start = i - i % rotate  # first row of the update
+            other = answers[start + (i - start - 1) % rotate][0]
+            sequences[-1].append(_mismatched(row, other, max_length))
+    batch = segmented_batch(sequences, 2 * max_length)
     labels = np.asarray([label for _, label in answers], np.float32)[:, None]
     return batch.replace(extra={"label": np.broadcast_to(labels, batch.tokens.shape)})
 

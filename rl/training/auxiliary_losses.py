@@ -1,4 +1,4 @@
-"""Computes the losses of the model parts: router balance, indexers, prediction modules.
+"""Computes auxiliary losses: router balance, indexers, prediction modules.
 
 They are added to the loss of the algorithm. R repeats of a stack, X experts.
 """
@@ -51,7 +51,7 @@ def totals(batch: Batch) -> Totals:
 def auxiliary_loss(
     stage: StageOptions, aux: Aux, micro: Batch, batch_totals: Totals
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (the share of a micro-batch in the losses of the parts, times their coefficients; metrics)."""
+    """Returns (the share of a micro-batch in the auxiliary losses, times their coefficients; metrics)."""
     loss, metrics = jnp.float32(0.0), {}
     if routing := cast(dict[str, Routing], aux.by_layer("routing")):
         if stage.router.balance == "sequence":
@@ -59,7 +59,7 @@ def auxiliary_loss(
         else:
             balance = batch_balance(routing, batch_totals)
         metrics["moe/balance"] = balance
-        if stage.indexer.training != "dense_warmup":  # a constant there: the routers stay
+        if stage.indexer.training != "dense_warmup":  # a constant there: routers are not trained
             loss += stage.router.balance_coef * balance
     if indexing := cast(dict[str, Indexing], aux.by_layer("indexing")):
         per_layer, indexer_metrics = _indexer_terms(list(indexing.values()), batch_totals.tokens)
@@ -115,13 +115,15 @@ def batch_balance(routing: dict[str, Routing], batch_totals: Totals) -> jax.Arra
     return total
 
 
-def moved_biases(still: dict[str, jax.Array], routing: dict[str, Routing], rate: float) -> dict[str, jax.Array]:
-    """Returns the weights without a gradient after an update: router biases move by the counts of the full batch."""
+def updated_biases(biases: dict[str, jax.Array], routing: dict[str, Routing], rate: float) -> dict[str, jax.Array]:
+    """Returns the trained weights without a gradient after an update.
+
+    They are router biases, which follow the token counts of the full batch."""
     return {
         path: bias_update(array, routing[layer].counts, rate)
         if (layer := path.removesuffix(_BIAS)) in routing
         else array
-        for path, array in still.items()
+        for path, array in biases.items()
     }
 
 
@@ -140,7 +142,7 @@ def load_metrics(routing: dict[str, Routing]) -> dict[str, jax.Array]:
         metrics["moe/dropped"] = sum(dropped) / jnp.maximum(choices, 1.0)
     replayed = [each.replayed for each in routing.values() if each.replayed is not None]
     if replayed:
-        given, disagreed = (sum(getattr(each, name).sum() for each in replayed) for name in ("given", "disagreed"))
-        metrics["moe/replayed"] = given / jnp.maximum(choices, 1.0)
-        metrics["moe/replay_disagreement"] = disagreed / jnp.maximum(given, 1.0)
+        forced, disagreed = (sum(getattr(each, name).sum() for each in replayed) for name in ("given", "disagreed"))
+        metrics["moe/replayed"] = forced / jnp.maximum(choices, 1.0)
+        metrics["moe/replay_disagreement"] = disagreed / jnp.maximum(forced, 1.0)
     return metrics

@@ -61,10 +61,10 @@ class Batch:
 
     def without(self, rows_N: np.ndarray) -> Batch:
         """Returns the batch with the rows `rows_N`, bool[N], as padding, which losses, routers and counts skip."""
-        still = ~rows_N[:, None]
+        kept = ~rows_N[:, None]
         return self.replace(
-            segments=np.where(still, self.segments, 0).astype(np.int32),
-            mask=np.where(still, self.mask, 0).astype(np.float32),
+            segments=np.where(kept, self.segments, 0).astype(np.int32),
+            mask=np.where(kept, self.mask, 0).astype(np.float32),
             prompt=np.where(rows_N, -1, self.prompt).astype(np.int32),
         )
 
@@ -79,24 +79,24 @@ def padded_length(longest: int, limit: int) -> int:
     return min(limit, -(-longest // unit) * unit)
 
 
-def pack(rows: Sequence[tuple[Sequence[int], Sequence[int]]], limit: int) -> Batch:
+def padded_batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]], limit: int) -> Batch:
     """Returns a batch with one row per (ids, mask), padded on the right."""
-    return together([(row,) for row in rows], limit)
+    return segmented_batch([(row,) for row in rows], limit)
 
 
-def together(rows: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]], limit: int) -> Batch:
+def segmented_batch(rows: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]], limit: int) -> Batch:
     """Returns a batch with one row per list of (ids, mask), which become segments 1, 2, ...; padded on the right."""
     N, T = len(rows), padded_length(max(sum(len(ids) for ids, _ in row) for row in rows), limit)
     tokens, segments, mask = np.zeros((N, T), np.int32), np.zeros((N, T), np.int32), np.zeros((N, T), np.float32)
     for i, row in enumerate(rows):
         start = 0
         for number, (ids, trained) in enumerate(row, start=1):
-            here = slice(start, start := start + len(ids))
-            tokens[i, here], segments[i, here], mask[i, here] = ids, number, trained
+            columns = slice(start, start := start + len(ids))
+            tokens[i, columns], segments[i, columns], mask[i, columns] = ids, number, trained
     return Batch(tokens=tokens, segments=segments, mask=mask, prompt=np.arange(N, dtype=np.int32))
 
 
-def spread(values: Sequence[Sequence[float]], mask_NT: np.ndarray) -> np.ndarray:
+def scatter_to_mask(values: Sequence[Sequence[float]], mask_NT: np.ndarray) -> np.ndarray:
     """Scatters the values of the masked tokens of each row, in order, to float32[N, T]; 0 elsewhere."""
     out = np.zeros(mask_NT.shape, np.float32)
     for row, numbers in enumerate(values):

@@ -57,7 +57,7 @@ class Critic:
         """Returns (float32[B, T], Aux): at t the score of the sequence up to and including token t."""
         with self.trunk.precision():
             hidden, _, aux = self.trunk.decoder(params)(tokens_BT, step, None, self.trunk.runtime)
-            return _of(hidden, params[VALUE_HEAD]), aux
+            return _head_values(hidden, params[VALUE_HEAD]), aux
 
     def values(
         self, params: dict[str, jax.Array], tokens_BT: jax.Array, step: Step
@@ -68,17 +68,19 @@ class Critic:
         the losses of the trunk.
         """
         values, aux = self.scores(params, tokens_BT, step)
-        return _before(values, step.segments), values, Aux({}) if self.shared else aux
+        return _values_before(values, step.segments), values, Aux({}) if self.shared else aux
 
     def values_of(self, states_BTE: jax.Array, head_E: jax.Array, segments_BT: jax.Array) -> jax.Array:
         """Returns float32[B, T], the values before each token, from detached final states of another pass."""
         with self.trunk.precision():
-            return _before(_of(jax.lax.stop_gradient(states_BTE), head_E), segments_BT)
+            return _values_before(_head_values(jax.lax.stop_gradient(states_BTE), head_E), segments_BT)
 
 
-def _of(states_BTE: jax.Array, head_E: jax.Array) -> jax.Array:
+def _head_values(states_BTE: jax.Array, head_E: jax.Array) -> jax.Array:
+    """Returns float32[B, T], the output of the head after each token."""
     return jnp.einsum("bte,e->bt", states_BTE.astype(jnp.float32), head_E)
 
 
-def _before(values_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
+def _values_before(values_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
+    """Shifts values after each token to values before it; 0 at the first token of a sequence."""
     return jnp.where(first_of_segment(segments_BT), 0.0, jnp.pad(values_BT[:, :-1], ((0, 0), (1, 0))))

@@ -35,7 +35,7 @@ class Operations:
 
     @cached_property
     def active_weights(self) -> float:
-        """Returns how many weight elements multiply one token: k of E routed experts count.
+        """Returns how many weight elements multiply one token. Of the E routed experts, k count.
 
         Lookup tables, norms, biases and convolutions do not count.
         """
@@ -98,10 +98,10 @@ def _pairs(lengths: np.ndarray, window: int | None = None, chunk: int | None = N
     return float((seen * (seen + 1) / 2 + (lengths - seen) * seen).sum())
 
 
-def rates(part: str, operations: float, tokens: float, seconds: float, layout: Layout) -> dict[str, float]:
-    """Returns the metrics of a part of a step, per device: tokens per second, TFLOP/s and utilisation.
+def rates(phase: str, operations: float, tokens: float, seconds: float, layout: Layout) -> dict[str, float]:
+    """Returns the metrics of a phase of a step, per device: tokens per second, TFLOP/s and utilisation.
 
-    Utilisation is the share of the bfloat16 peak, for chips in rl/reporting/chips.py. A part of 0 seconds has no
+    Utilisation is the share of the bfloat16 peak, for chips in rl/reporting/chips.py. A phase of 0 seconds has no
     metrics.
     """
     if not seconds:
@@ -109,8 +109,8 @@ def rates(part: str, operations: float, tokens: float, seconds: float, layout: L
     devices = layout.mesh.devices
     each = seconds * devices.size
     rate, chip = operations / each / 1e12, chips.of(devices.flat[0].device_kind)
-    result = {f"perf/{part}_tokens_per_s": tokens / each, f"perf/{part}_tflops_per_s": rate}
-    return result | ({f"perf/mfu_{part}": rate / chip.tflops} if chip else {})
+    result = {f"perf/{phase}_tokens_per_s": tokens / each, f"perf/{phase}_tflops_per_s": rate}
+    return result | ({f"perf/mfu_{phase}": rate / chip.tflops} if chip else {})
 
 
 def memory_share(bytes_: float, seconds: float, layout: Layout) -> dict[str, float]:

@@ -17,25 +17,28 @@ def _is_dict(node: Any) -> bool:
     return isinstance(node, dict)
 
 
-def part(tree: Any, paths: frozenset[str], inside: bool) -> Any:
-    """Returns `tree` with the dict entries whose path is in `paths` if `inside`, else with the other entries."""
+def _select(tree: Any, paths: frozenset[str], listed: bool) -> Any:
+    """Returns `tree` with the dict entries whose path is in `paths` if `listed`, else with the other entries."""
 
     def chosen(node):
-        return {k: v for k, v in node.items() if (k in paths) == inside} if _is_dict(node) else node
+        return {k: v for k, v in node.items() if (k in paths) == listed} if _is_dict(node) else node
 
     return jax.tree.map(chosen, tree, is_leaf=_is_dict)
 
 
-def by_place(function: Callable, paths: frozenset[str], *trees: Any) -> list:
-    """Returns [function(device parts), function(host parts) on the host]; without `paths` [function(*trees)]."""
+def on_each_memory(function: Callable, paths: frozenset[str], *trees: Any) -> list:
+    """Calls `function` on the device for the arrays there, and on the host for the arrays at `paths`, in host memory.
+
+    Returns both results, or only the first one if there are no `paths`.
+    """
     if not paths:
         return [function(*trees)]
-    near, far = ([part(tree, paths, inside) for tree in trees] for inside in (False, True))
-    return [function(*near), on_host(function, *far)]
+    device_part, host_part = ([_select(tree, paths, listed) for tree in trees] for listed in (False, True))
+    return [function(*device_part), on_host(function, *host_part)]
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Merges the parts that `by_place` returned into one tree. A leaf that is no dict comes from the device part."""
+    """Merges the results of `on_each_memory` into one tree. A leaf that is not a dict comes from the device part."""
     return jax.tree.map(
         lambda *nodes: {k: v for node in nodes for k, v in node.items()} if _is_dict(nodes[0]) else nodes[0],
         *parts,

@@ -24,25 +24,25 @@ def stored_as(transform: optax.GradientTransformation, dtype: str, master: bool)
     rounded. bfloat16 weights need it: they lose steps smaller than half of the last bit, 1/512 of a number.
     """
 
-    def kept(state):
+    def to_stored_dtype(state):
         return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, state)
 
     def init(weights):
         wide = _wide(weights)
-        state = kept(transform.init(wide))
+        state = to_stored_dtype(transform.init(wide))
         return (wide, *state) if master else state
 
     def update(grads, state, weights):
         wide, state = (state[0], state[1:]) if master else (_wide(weights), state)
         changes, state = transform.update(grads, _wide(state), wide)
         if not master:
-            return changes, kept(state)
+            return changes, to_stored_dtype(state)
         wide = optax.apply_updates(wide, changes)
         # Exact: float32 represents the difference of two close bfloat16 numbers.
         changes = jax.tree.map(
             lambda new, old: new.astype(old.dtype).astype(jnp.float32) - old.astype(jnp.float32), wide, weights
         )
-        return changes, (wide, *kept(state))
+        return changes, (wide, *to_stored_dtype(state))
 
     return optax.GradientTransformation(cast(optax.TransformInitFn, init), cast(optax.TransformUpdateFn, update))
 
@@ -88,19 +88,20 @@ def by_layer(
 
     squares, stepped = jnp.float32(0.0), counters
     for group in _groups(weights):
-        slopes, here = _of(group, grads), (_of(group, weights), {i: _of(group, each) for i, each in moments.items()})
+        group_grads = _select(grads, group)
+        arrays = _select(weights, group), {i: _select(each, group) for i, each in moments.items()}
         if group[0].startswith("stacks."):
-            here, stepped, change = _over_layers(step, slopes, here, counters)
+            arrays, stepped, change = _step_layers(step, group_grads, arrays, counters)
         else:
-            *new, stepped, change = step(slopes, *fetch(here))
-            here = put_back(tuple(new), here)
-        weights = weights | here[0]
-        moments = {i: each | here[1][i] for i, each in moments.items()}
+            *new, stepped, change = step(group_grads, *fetch(arrays))
+            arrays = put_back(tuple(new), arrays)
+        weights = weights | arrays[0]
+        moments = {i: each | arrays[1][i] for i, each in moments.items()}
         squares += change
     return weights, merged(moments, stepped), jnp.sqrt(squares)
 
 
-def _over_layers(step, grads: dict, arrays: tuple, counters: dict):
+def _step_layers(step, grads: dict, arrays: tuple, counters: dict):
     """Runs `step` for each layer of a stack, whose arrays are all [R, ...].
 
     The loop carries the arrays, so each is written in place. A scan would hold its inputs and its outputs.
@@ -108,37 +109,40 @@ def _over_layers(step, grads: dict, arrays: tuple, counters: dict):
 
     def layer(r, carry):
         arrays, _, squares = carry
-        one, slopes = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, r, 0, keepdims=False), (arrays, grads))
-        *new, stepped, change = step(slopes, *fetch(one))
+        layer_arrays, layer_grads = jax.tree.map(
+            lambda a: jax.lax.dynamic_index_in_dim(a, r, 0, keepdims=False), (arrays, grads)
+        )
+        *new, stepped, change = step(layer_grads, *fetch(layer_arrays))
         new = put_back(tuple(new), arrays)
-        put = jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, r, 0), arrays, new)
-        return put, stepped, squares + change
+        arrays = jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, r, 0), arrays, new)
+        return arrays, stepped, squares + change
 
     repeats = next(iter(grads.values())).shape[0]
     return jax.lax.fori_loop(0, repeats, layer, (arrays, counters, jnp.float32(0.0)))
 
 
-def start(transform: optax.GradientTransformation, weights: dict, places: Any) -> Any:
-    """Returns the state before the first step, with the shardings `places`.
+def start(transform: optax.GradientTransformation, weights: dict, shardings: Any) -> Any:
+    """Returns the state before the first step, with these shardings.
 
-    The state is made group by group, so that the device never holds all moments.
+    The state is created group by group, so that the device never holds all moments.
     """
-    flat_places, structure = jax.tree.flatten(places, is_leaf=_by_path)
-    state: list[Any] = [{} if _by_path(place) else None for place in flat_places]
+    entries, structure = jax.tree.flatten(shardings, is_leaf=_by_path)
+    state: list[Any] = [{} if _by_path(entry) else None for entry in entries]
     for group in _groups(weights):
-        here = [_of(group, place) if _by_path(place) else place for place in flat_places]
-        made = jax.jit(transform.init, out_shardings=jax.tree.unflatten(structure, here))(fetch(_of(group, weights)))
-        made = jax.block_until_ready(jax.tree.leaves(made, is_leaf=_by_path))
-        state = [old | new if _by_path(new) else new for old, new in zip(state, made, strict=True)]
+        selected = [_select(entry, group) if _by_path(entry) else entry for entry in entries]
+        init = jax.jit(transform.init, out_shardings=jax.tree.unflatten(structure, selected))
+        created = jax.block_until_ready(jax.tree.leaves(init(fetch(_select(weights, group))), is_leaf=_by_path))
+        state = [old | new if _by_path(new) else new for old, new in zip(state, created, strict=True)]
     return jax.tree.unflatten(structure, state)
 
 
 def _by_path(entry: Any) -> bool:
+    """Returns whether an entry of the state is a dict of arrays by path; other entries are counters."""
     return isinstance(entry, dict)
 
 
-def _of(group: list[str], arrays: dict) -> dict:
-    return {path: arrays[path] for path in group}
+def _select(arrays: dict, paths: list[str]) -> dict:
+    return {path: arrays[path] for path in paths}
 
 
 def _groups(weights: dict) -> list[list[str]]:

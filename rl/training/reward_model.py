@@ -23,10 +23,10 @@ from policy.mesh.sharding import Layout, block_on_cpu_mesh, constrain
 from policy.model import Graph
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
-from rl.training.batch import Batch, pack
+from rl.training.batch import Batch, padded_batch
 from rl.training.critic import VALUE_HEAD, Critic
-from rl.training.packing import packing
-from rl.training.trainer import CPU_TOKENS, BatchUpdates, by_micro_batch, by_rows, num_row_shards
+from rl.training.packing import plan_packing
+from rl.training.trainer import CPU_TOKENS, BatchUpdates, by_micro_batch, num_row_shards, shard_rows
 from rl.training.updater import OptimizerStep, ParamState
 
 # Tokens that one device scores at a time, unless it is a CPU.
@@ -54,28 +54,28 @@ class RewardModelTrainer(BatchUpdates):
     @property
     def executables(self) -> dict[str, CompiledCache]:
         """Returns the programs of a step, by the names that a plan gives them."""
-        return {"update of the critic": self.reward_model.program}
+        return {"update of the reward model": self.reward_model.program}
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RewardModelState:
-        """Returns the state at the beginning of the stage: `params`, and a copy of them with a fresh head."""
+        """Returns the state at the beginning of the stage: `params`, and a copy of them with a new score head."""
         learner = self.reward_model.start(self.model.init(params, self.algorithm.score_init_std, seed))
         return block_on_cpu_mesh(RewardModelState(ParamState(params, None), learner), self.graph.layout)
 
     def abstract(self) -> RewardModelState:
         """Returns the shapes and shardings of the state, for a checkpoint to be read into."""
         shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
-        places = RewardModelState(ParamState(cast(Any, self.graph.shardings), None), self.reward_model.shardings)
-        return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
+        shardings = RewardModelState(ParamState(cast(Any, self.graph.shardings), None), self.reward_model.shardings)
+        return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, shardings)
 
     def update(
-        self, state: RewardModelState, batch: Batch, *, controls: dict[str, float] | None = None
+        self, state: RewardModelState, batch: Batch, *, adaptive_coefs: dict[str, float] | None = None
     ) -> tuple[RewardModelState, dict]:
-        """Makes one optimiser update of the reward model from the pairs of `batch`, one a row; it has no `controls`."""
+        """Makes one optimiser update of the reward model from `batch`, one pair per row. Adapts no coefficients."""
         self.add_flops(self.model.flops, batch, passes=3)
-        place, R = self.layout(batch.segments)
-        batch = by_rows(place.batch(batch), self.graph.layout)
+        packing, R = self.packing_of(batch.segments)
+        batch = shard_rows(packing.batch(batch), self.graph.layout)
         learner, _, metrics = self.reward_model(state.reward_model, batch, self.totals(batch), R)
-        return RewardModelState(state.policy, learner), metrics | {"perf/packed_share": place.share(R)}
+        return RewardModelState(state.policy, learner), metrics | {"perf/packed_share": packing.efficiency(R)}
 
     def _score_loss(self, params, micro: Batch, inputs: PolicyInputs):
         scores, aux = self.model.scores(params, micro.tokens, self.step_of(micro))
@@ -115,8 +115,8 @@ class RewardModelScorer:
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes and shardings of the weights."""
         shapes = self.graph.shapes | {VALUE_HEAD: jax.ShapeDtypeStruct(self._critic.sizes[VALUE_HEAD], jnp.float32)}
-        places = self._critic.shardings
-        return {path: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=places[path]) for path, s in shapes.items()}
+        shardings = self._critic.shardings
+        return {path: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=shardings[path]) for path, s in shapes.items()}
 
     def rows(self, T: int) -> int:
         """Returns how many rows of T tokens are scored at a time."""
@@ -125,11 +125,11 @@ class RewardModelScorer:
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """Returns the score at the last token of each sequence. Sequences are packed."""
-        batch = pack([(ids, [1] * len(ids)) for ids in sequences], self._limit)
+        batch = padded_batch([(ids, [1] * len(ids)) for ids in sequences], self._limit)
         N, T = batch.tokens.shape
         R = self.rows(T)
-        place = packing(batch.segments, [-(-N // R) * R])
-        (scores,) = by_micro_batch(partial(self.program, self._params), batch, place, R, self._layout)
+        packing = plan_packing(batch.segments, [-(-N // R) * R])
+        (scores,) = by_micro_batch(partial(self.program, self._params), batch, packing, R, self._layout)
         return [float(scores[row, len(ids) - 1]) for row, ids in enumerate(sequences)]
 
     def lowered(self, T: int) -> tuple[tuple[int, int], Callable[[], Any]]:

@@ -15,16 +15,16 @@ MODULES = "mtp."
 """Starts the path of every weight of a prediction module (policy/heads/multi_token_prediction.py)."""
 
 
-def learned(paths: Iterable[str], runtime: Runtime) -> frozenset[str]:
-    """Returns the paths that are trained.
+def trained_paths(paths: Iterable[str], runtime: Runtime) -> frozenset[str]:
+    """Returns the paths of the weights that are trained.
 
-    Indexers and prediction modules learn only from their own losses, so without these losses they stay. During dense
-    warm-up only indexers learn.
+    Indexers and prediction modules are trained only by their own losses, so without these losses they stay as they are.
+    During dense warm-up only indexers are trained.
     """
 
-    def moves(path: str) -> bool:
+    def is_trained(path: str) -> bool:
         if path.startswith(MODULES) and runtime.mtp is None:
             return False
         return runtime.indexer != ("off" if INDEXER in path else "dense_warmup")
 
-    return frozenset(filter(moves, paths))
+    return frozenset(filter(is_trained, paths))

@@ -30,7 +30,7 @@ from rl.errors import ModelError
 from rl.training.batch import Batch
 from rl.training.critic import VALUE_HEAD, Critic
 from rl.training.flops import Operations, lengths
-from rl.training.packing import Packing, packing, row_counts
+from rl.training.packing import Packing, plan_packing, row_counts
 from rl.training.updater import OptimizerStep, ParamState, updates_made
 
 # Target number of tokens in a default micro-batch on a CPU.
@@ -48,12 +48,12 @@ class RunState:
 
 
 def num_row_shards(layout: Layout) -> int:
-    """Returns into how many parts a mesh shards the rows of a batch."""
+    """Returns the number of shards into which a mesh splits the rows of a batch."""
     mesh = layout.mesh.shape
     return mesh["data"] * mesh["fsdp"] * mesh["expert"]
 
 
-def by_rows(tree: Any, layout: Layout) -> Any:
+def shard_rows(tree: Any, layout: Layout) -> Any:
     """Shards host arrays [N, ...] by rows over several processes. With one process it returns them unchanged."""
     if processes.count() == 1:
         return tree
@@ -62,16 +62,16 @@ def by_rows(tree: Any, layout: Layout) -> Any:
     )
 
 
-def by_micro_batch(program: Callable, batch: Batch, place: Packing, R: int, layout: Layout) -> tuple[np.ndarray, ...]:
+def by_micro_batch(program: Callable, batch: Batch, packing: Packing, R: int, layout: Layout) -> tuple[np.ndarray, ...]:
     """Runs `program(tokens, segments, routes)` on R packed rows at a time. Returns arrays [N, T] on the host."""
-    packed = place.pack(batch.tokens), place.segments, place.routes(batch)
-    parts = []
-    for i in range(0, place.used, R):
-        parts.append(
-            block_on_cpu_mesh(program(*by_rows(jax.tree.map(lambda a, i=i: a[i : i + R], packed), layout)), layout)
+    packed = packing.pack(batch.tokens), packing.segments, packing.routes(batch)
+    outputs = []
+    for i in range(0, packing.filled_rows, R):
+        outputs.append(
+            block_on_cpu_mesh(program(*shard_rows(jax.tree.map(lambda a, i=i: a[i : i + R], packed), layout)), layout)
         )
     return tuple(
-        place.unpack(np.concatenate([processes.on_host(p) for p in each])) for each in zip(*parts, strict=True)
+        packing.unpack(np.concatenate([processes.on_host(p) for p in each])) for each in zip(*outputs, strict=True)
     )
 
 
@@ -82,13 +82,13 @@ class BatchUpdates:
         self.graph, self.stage, self.algorithm = graph, stage, algorithm
         self.flops, self.total_flops = Operations(graph), 0.0
         # Only updates may drop tokens of full experts: the generator, and passes that are compared with it, never do.
-        self._learning = graph.at(**stage.runtime)
+        self._update_graph = graph.at(**stage.runtime)
 
-    def layout(self, segments_NT: np.ndarray) -> tuple[Packing, int]:
-        """Returns (packing of these sequences, packed rows of one micro-batch)."""
+    def packing_of(self, segments_NT: np.ndarray) -> tuple[Packing, int]:
+        """Returns (packing of these sequences, packed rows per micro-batch)."""
         counts, R = self.row_counts(*segments_NT.shape)
-        place = packing(segments_NT, counts, sequence_shards.multiple(self._learning.runtime))
-        return place, R or place.shape[0]
+        packing = plan_packing(segments_NT, counts, sequence_shards.multiple(self._update_graph.runtime))
+        return packing, R or packing.shape[0]
 
     def row_counts(self, N: int, T: int) -> tuple[list[int], int | None]:
         """Returns (possible numbers of packed rows of N sequences of T tokens, rows of a micro-batch; None: all)."""
@@ -110,12 +110,12 @@ class BatchUpdates:
 
     @cached_property
     def totals(self) -> Callable[..., PolicyInputs]:
-        """Returns the jitted function (batch, controls) -> PolicyInputs of an optimiser batch with its totals.
+        """Returns the jitted function (batch, coefs) -> PolicyInputs of an optimiser batch with its totals.
 
         Outputs of the model that is trained, such as `logp`, are absent: the update computes them.
         """
 
-        def totals(batch: Batch, controls: dict[str, jax.Array] | None = None) -> PolicyInputs:
+        def totals(batch: Batch, coefs: dict[str, jax.Array] | None = None) -> PolicyInputs:
             inputs = PolicyInputs(
                 mask=batch.mask,
                 old_logp=batch.old_logp,
@@ -128,7 +128,7 @@ class BatchUpdates:
                 segments=batch.segments,
                 prompt=batch.prompt,
                 correct=batch.correct,
-                controls=controls,
+                adaptive_coefs=coefs,
                 max_length=self.stage.sampling.max_new_tokens,
             )
             return self.algorithm.with_totals(inputs)
@@ -140,10 +140,14 @@ class BatchUpdates:
         self.total_flops += passes * operations.forward(lengths(batch.segments))
 
     def check_updates(self, learner: ParamState, metrics: dict[str, float]) -> None:
-        """Raises ModelError if all updates of `learner` were skipped. `metrics`: of the last update."""
+        """Raises ModelError if no update changed `learner` and the last step's updates were not finite.
+
+        metrics: metrics of the last step.
+        """
         if metrics.get("optim/skipped") == 1.0 and not int(updates_made(learner)):
             raise ModelError(
-                "no update of this stage was finite, so that nothing was learned. Look for what grows in its events: "
+                "no update of this stage changed the weights: in the last step none was finite, and each earlier one "
+                "was not finite or had a gradient of 0. Look for what grows in the events of the stage: "
                 "`loss`, `optim/grad_norm`, `reward/mean`. Weights that are not finite, huge rewards and a narrow "
                 "dtype are usual causes"
             )
@@ -180,13 +184,13 @@ class Trainer(BatchUpdates):
         super().__init__(graph, stage, algorithm)
         self.temperature = np.float32(temperature)
         self._has_reference = "reference" in state
-        loss = self._parts_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
+        loss = self._auxiliary_only_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
         self.critic = head = None
         if "critic" in state:
             self.value_model = Critic(graph, shared=algorithm.critic_trunk == "policy")
             self.critic = OptimizerStep(self.value_model, self._critic_loss, stage.critic, stage, seed)
             head = self.critic if self.value_model.shared else None
-        self.policy = OptimizerStep(self._learning, loss, stage.optimizer, stage, seed, head)
+        self.policy = OptimizerStep(self._update_graph, loss, stage.optimizer, stage, seed, head)
 
     @property
     def executables(self) -> dict[str, CompiledCache]:
@@ -220,58 +224,66 @@ class Trainer(BatchUpdates):
     def abstract(self) -> RunState:
         """Returns the shapes and shardings of the state, for a checkpoint to be read into."""
         shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
-        places = RunState(
+        shardings = RunState(
             self.policy.shardings,
             cast(Any, self.graph.shardings) if shapes.reference is not None else None,
             self.critic.shardings if self.critic else None,
         )
-        return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, places)
+        return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, shardings)
 
     def update(
-        self, state: RunState, batch: Batch, *, critic_only: bool = False, controls: dict[str, float] | None = None
+        self,
+        state: RunState,
+        batch: Batch,
+        *,
+        critic_only: bool = False,
+        adaptive_coefs: dict[str, float] | None = None,
     ) -> tuple[RunState, dict]:
         """Makes one optimiser update of the policy, and of the critic if there is one.
 
-        batch: one sequence per row. critic_only: skips the policy. controls: for `PolicyInputs`.
+        batch: one sequence per row. critic_only: skips the policy. adaptive_coefs: values for `PolicyInputs`.
         Returns (state, metrics). Raises ValueError if the stage replays routes and the batch has none.
         """
         if self.stage.router_replay and batch.routes is None:
             raise ValueError("router_replay: this batch has no routes; take it from Rollouts.batch(..., replay=True)")
         # A value head learns in the update of the policy, which computes its input states.
-        apart = state.critic is not None and (critic_only or not self.value_model.shared)
+        separate_critic = state.critic is not None and (critic_only or not self.value_model.shared)
         if not critic_only:
             self.add_flops(self.flops, batch, passes=3)
-        if apart:
+        if separate_critic:
             self.add_flops(self.value_model.flops, batch, passes=1 if self.value_model.shared else 3)
-        place, R = self.layout(batch.segments)
-        batch = by_rows(place.batch(batch), self.graph.layout)
-        policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": place.share(R)}
-        inputs = self.totals(batch, {name: np.float32(value) for name, value in controls.items()} if controls else None)
-        if apart:
+        packing, R = self.packing_of(batch.segments)
+        batch = shard_rows(packing.batch(batch), self.graph.layout)
+        policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": packing.efficiency(R)}
+        coefs = {name: np.float32(value) for name, value in (adaptive_coefs or {}).items()}
+        inputs = self.totals(batch, coefs or None)
+        if separate_critic:
             assert self.critic is not None and critic is not None  # the state has a critic
             critic, _, result = self.critic(critic, batch, inputs, R, self.value_model.extra_params(policy.params))
             del result["loss"]  # the sum of value/loss and value/moe/balance, which are both reported
             metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in result.items()}
         if not critic_only:
-            policy, head, result = self.policy(policy, batch, inputs, R, head=None if apart else critic)
-            critic = critic if apart else head
+            policy, head, result = self.policy(policy, batch, inputs, R, head=None if separate_critic else critic)
+            critic = critic if separate_critic else head
             metrics |= result
         return RunState(policy, state.reference, critic), metrics
 
-    def _parts_loss(self, params, micro: Batch, inputs: PolicyInputs):
-        """Returns a loss of 0 and the Aux of the layers, whose losses are trained alone. Computes no logits."""
-        return jnp.float32(0.0), {}, self._learning.aux(params, micro.tokens, self.step_of(micro)), None
+    def _auxiliary_only_loss(self, params, micro: Batch, inputs: PolicyInputs):
+        """Returns a policy loss of 0 and the Aux of the layers: only auxiliary losses train. Computes no logits."""
+        return jnp.float32(0.0), {}, self._update_graph.aux(params, micro.tokens, self.step_of(micro)), None
 
     def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):
-        logp, entropy, aux = self._learning.logprobs(params, micro.tokens, self.step_of(micro), self.temperature)
+        logp, entropy, aux = self._update_graph.logprobs(params, micro.tokens, self.step_of(micro), self.temperature)
         loss, metrics = self.algorithm.loss(replace(inputs, logp=logp, entropy=entropy))
         head_gradient = None
         if VALUE_HEAD in params:
-            head_gradient, head_metrics = self._head(params[VALUE_HEAD], aux.states, micro, inputs)
+            head_gradient, head_metrics = self._value_head_gradient(params[VALUE_HEAD], aux.states, micro, inputs)
             metrics |= head_metrics
         return loss, metrics, aux, head_gradient
 
-    def _head(self, head_E, states_BTE, micro: Batch, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def _value_head_gradient(
+        self, head_E, states_BTE, micro: Batch, inputs: PolicyInputs
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns (gradient of the loss of a value head on these states, metrics)."""
 
         def loss(head_E):
@@ -310,8 +322,8 @@ class Trainer(BatchUpdates):
         return before, after
 
     def _by_micro_batch(self, program, params, batch: Batch) -> tuple[np.ndarray, ...]:
-        place, R = self.layout(batch.segments)
-        return by_micro_batch(partial(program, params), batch, place, R, self.graph.layout)
+        packing, R = self.packing_of(batch.segments)
+        return by_micro_batch(partial(program, params), batch, packing, R, self.graph.layout)
 
     @cached_property
     def _logprobs(self):

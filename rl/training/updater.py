@@ -24,14 +24,14 @@ from policy.model import Graph
 from policy.ops.dropout import row_seeds
 from policy.ops.host_memory import belongs_there, fetch, in_host_memory, to_device
 from rl.config.stage import OptimizerOptions, StageOptions
-from rl.training.auxiliary_losses import auxiliary_loss, load_metrics, moved_biases, totals
+from rl.training.auxiliary_losses import auxiliary_loss, load_metrics, totals, updated_biases
 from rl.training.batch import Batch
 from rl.training.critic import VALUE_HEAD, Critic
 from rl.training.diagnostics import activation_metrics, gradient_norms
-from rl.training.host_memory import by_place, joined
+from rl.training.host_memory import joined, on_each_memory
 from rl.training.optimizer import at_once, by_layer, start, stored_as
 from rl.training.optimizer import norm as norm_of
-from rl.training.trainable import MODULES, learned
+from rl.training.trainable import MODULES, trained_paths
 
 
 @jax.tree_util.register_dataclass
@@ -47,14 +47,14 @@ def schedule(options: OptimizerOptions, updates: int) -> optax.Schedule:
     """Returns the learning rate by update: linear warm-up, then constant, or linear or cosine to `final_fraction`."""
     peak, warm = options.learning_rate, options.warmup_steps
     rest = max(1, updates - warm)
-    after = {
+    after_warmup = {
         "constant": optax.constant_schedule(peak),
         "linear": optax.linear_schedule(peak, peak * options.final_fraction, rest),
         "cosine": optax.cosine_decay_schedule(peak, rest, options.final_fraction),
     }[options.schedule]
-    return (
-        optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), after], [warm]) if warm else after
-    )
+    if not warm:
+        return after_warmup
+    return optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), after_warmup], [warm])
 
 
 def optimizer(
@@ -78,13 +78,13 @@ def optimizer(
 class OptimizerStep:
     """Compiles one optimiser update of some weights.
 
-    The program sums gradients over micro-batches, clips them, runs AdamW and moves the selection biases of routers. An
-    update that is not finite, or whose gradient is exactly 0, changes nothing.
+    The program sums gradients over micro-batches, clips them, runs AdamW and updates the selection biases of routers.
+    An update that is not finite, or whose gradient is exactly 0, changes nothing.
     """
 
     def __init__(
         self,
-        owner: Graph | Critic,
+        model: Graph | Critic,
         loss: Callable,
         options: OptimizerOptions,
         stage: StageOptions,
@@ -94,7 +94,7 @@ class OptimizerStep:
         """Defines the update.
 
         Args:
-          owner: the model that the weights belong to.
+          model: the model of the weights.
           loss: (params, micro, totals) -> (scalar, metrics, Aux, gradient of the value head). Micro-batches are summed.
           options: settings of AdamW.
           stage: settings of the stage.
@@ -103,27 +103,27 @@ class OptimizerStep:
             then reads the head from `params`, returns the head's gradient (None without a head) and reports the
             head's loss as value/loss.
         """
-        self.owner, self._loss, self._options, self._stage, self.head = owner, loss, options, stage, head
-        self._learned = learned(owner.axes, owner.runtime)
+        self.model, self._loss, self._options, self._stage, self.head = model, loss, options, stage, head
+        self._trained_paths = trained_paths(model.axes, model.runtime)
         self._seed = seed if stage.dropout else None
-        self._internals = stage.diagnostics and isinstance(owner, Graph)
-        self._graph = owner if isinstance(owner, Graph) else owner.trunk
+        self._diagnostics = stage.diagnostics and isinstance(model, Graph)
+        self._graph = model if isinstance(model, Graph) else model.trunk
         self.layout = self._graph.layout
         self.rate = schedule(options, stage.steps * stage.updates_per_step)
-        self._transform = optimizer(options, self.rate, owner.axes, owner.runtime.param_dtype)
+        self._transform = optimizer(options, self.rate, model.axes, model.runtime.param_dtype)
 
     def _split(self, params: dict) -> tuple[dict, dict]:
         """Returns (weights with a gradient, other weights)."""
-        moves = self._learned - self.owner.untrained
-        return {k: v for k, v in params.items() if k in moves}, {k: v for k, v in params.items() if k not in moves}
+        paths = self._trained_paths - self.model.untrained
+        return {k: v for k, v in params.items() if k in paths}, {k: v for k, v in params.items() if k not in paths}
 
     def start(self, params: dict[str, jax.Array]) -> ParamState:
-        """Returns the state before the first update. Takes `params` over."""
+        """Returns the state before the first update, which owns `params`."""
         return ParamState(params, block_on_cpu_mesh(self._start(self._split(params)[0]), self.layout))
 
     @property
     def _in_host_memory(self) -> bool:
-        return bool(self.owner.hosted - self.owner.tables) or self._options.host_memory
+        return bool(self.model.hosted - self.model.tables) or self._options.host_memory
 
     def _start(self, weights: dict[str, jax.Array]):
         if self._in_host_memory:
@@ -137,42 +137,43 @@ class OptimizerStep:
         Moments are sharded as their weights are, or further (`Layout.moment_spec`). Counters are replicated. Moments of
         a table in host memory are in host memory.
         """
-        weights = self.owner.shardings
+        weights = self.model.shardings
 
-        def place(path, _):
+        def sharding(path, _):
             keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
             if not keys:
                 return self.layout.replicated
             weight = keys[-1]
-            moment = self._moments.get(weight, NamedSharding(self.layout.mesh, weights[weight].spec))
-            moves = self._options.host_memory and belongs_there(self.owner.axes[weight])
-            return in_host_memory(moment) if moves or weight in self.owner.tables else moment
+            moment = self._moment_shardings.get(weight, NamedSharding(self.layout.mesh, weights[weight].spec))
+            hosted = self._options.host_memory and belongs_there(self.model.axes[weight])
+            return in_host_memory(moment) if hosted or weight in self.model.tables else moment
 
         trained = {k: jax.ShapeDtypeStruct((1,), jnp.float32) for k in self._split(weights)[0]}
         return ParamState(
-            cast(Any, weights), jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._transform.init, trained))
+            cast(Any, weights),
+            jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(self._transform.init, trained)),
         )
 
     @cached_property
-    def _moments(self) -> dict[str, NamedSharding]:
+    def _moment_shardings(self) -> dict[str, NamedSharding]:
         """Returns the shardings of moments that are sharded further than their weights, by path."""
         if not self.layout.moments_over_data:
             return {}
         specs = {
-            path: self.layout.moment_spec(self.owner.axes[path], shape) for path, shape in self.owner.sizes.items()
+            path: self.layout.moment_spec(self.model.axes[path], shape) for path, shape in self.model.sizes.items()
         }
         return {
-            path: NamedSharding(self.layout.mesh, spec) for path, spec in specs.items() if path not in self.owner.tables
+            path: NamedSharding(self.layout.mesh, spec) for path, spec in specs.items() if path not in self.model.tables
         }
 
-    def _spread(self, arrays: dict) -> dict:
+    def _shard_as_moments(self, arrays: dict) -> dict:
         """Shards weights or gradients as their moments, if moments are sharded further.
 
         XLA then reduce-scatters the gradients, each device updates its part of the weights, and XLA all-gathers them.
         """
-        places = self._moments
+        shardings = self._moment_shardings
         return {
-            path: jax.lax.with_sharding_constraint(a, places[path]) if path in places else a
+            path: jax.lax.with_sharding_constraint(a, shardings[path]) if path in shardings else a
             for path, a in arrays.items()
         }
 
@@ -216,11 +217,11 @@ class OptimizerStep:
         *,
         micro_rows: int,
     ) -> tuple[ParamState, ParamState | None, dict]:
-        trained, still = self._split(learner.params)
+        trained, others = self._split(learner.params)
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, updates_made(learner), batch.tokens.shape[0]))
-        others = still | (extra_params or {}) | (head.params if head else {})
-        grads, head_gradient, loss, metrics, routing = self._gradients(trained, others, batch, inputs, micro_rows)
+        constants = others | (extra_params or {}) | (head.params if head else {})
+        grads, head_gradient, loss, metrics, routing = self._gradients(trained, constants, batch, inputs, micro_rows)
         if head is not None:
             assert self.head is not None  # the caller passes a head only if there is an update for it
             head, head_metrics = self.head.apply(head, {VALUE_HEAD: head_gradient}, metrics["value/loss"], {})
@@ -230,20 +231,22 @@ class OptimizerStep:
 
     def apply(self, learner: ParamState, grads: dict, loss: jax.Array, routing: dict) -> tuple[ParamState, dict]:
         """Returns (the learner after a step by these gradients, metrics). Runs inside a jitted function."""
-        trained, still = self._split(learner.params)
-        squares = to_device(joined(by_place(_squares, self.owner.tables, grads)))
-        inside = gradient_norms(squares) if self._internals else {}
+        trained, others = self._split(learner.params)
+        squares = to_device(joined(on_each_memory(_squares, self.model.tables, grads)))
+        part_norms = gradient_norms(squares) if self._diagnostics else {}
         mtp = self._stage.mtp
         detach = mtp is not None and mtp.detach
         factors, norm, norms = _clipping(squares, self._options.clip_norm, detach=detach)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        # A gradient of 0, as from equal rewards, changes nothing: else the old moments would still move the weights.
+        # A gradient of 0, as from equal rewards, changes nothing: otherwise the old moments would change the weights.
         good = finite & (sum(squares.values()) > 0)
         arguments = grads, factors, learner.optimizer, trained, good
-        weights, states, changes = zip(*by_place(self._stepped, self.owner.tables, *arguments), strict=True)
-        constants = {path: array for path, array in still.items() if path in self._learned}
-        moved = moved_biases(constants, routing, self._stage.router.bias_rate)
-        kept = still | jax.tree.map(lambda a, b: jnp.where(good, a, b), moved, constants)
+        weights, states, changes = zip(
+            *on_each_memory(self._apply_optimizer, self.model.tables, *arguments), strict=True
+        )
+        biases = {path: array for path, array in others.items() if path in self._trained_paths}
+        new_biases = updated_biases(biases, routing, self._stage.router.bias_rate)
+        others = others | jax.tree.map(lambda a, b: jnp.where(good, a, b), new_biases, biases)
         metrics = {
             "loss": loss,
             "optim/lr": self.rate(updates_made(learner)),
@@ -251,15 +254,17 @@ class OptimizerStep:
             "optim/update_norm": norm_of(to_device(changes)),
             "optim/skipped": 1.0 - finite,
         }
-        return ParamState(joined(weights) | kept, joined(states)), metrics | inside | norms | load_metrics(routing)
+        metrics |= part_norms | norms | load_metrics(routing)
+        return ParamState(joined(weights) | others, joined(states)), metrics
 
-    def _stepped(self, grads, factors, state, weights, good):
+    def _apply_optimizer(self, grads, factors, state, weights, good):
         """Returns (weights, optimizer state, norm of the change) after a step. Tables in host memory stay there."""
-        step = by_layer if self._in_host_memory and not weights.keys() <= self.owner.tables else at_once
+        step = by_layer if self._in_host_memory and not weights.keys() <= self.model.tables else at_once
         grads = jax.tree.map(jnp.multiply, row_tables.summed(grads), factors)
-        return step(self._transform, grads, state, self._spread(weights) if step is at_once else weights, good)
+        weights = self._shard_as_moments(weights) if step is at_once else weights
+        return step(self._transform, grads, state, weights, good)
 
-    def _gradients(self, trained, still, batch: Batch, inputs, R: int):
+    def _gradients(self, trained, constants, batch: Batch, inputs, R: int):
         """Returns float32 sums over micro-batches.
 
         These are (gradients, gradient of the value head or None, loss, metrics, Routing by path of the layer).
@@ -267,70 +272,71 @@ class OptimizerStep:
         M = batch.tokens.shape[0] // R
         N = M * R
 
-        def cut(a):
+        def split(a):
             """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows; totals are repeated."""
             if not (jnp.ndim(a) and a.shape[0] == N):
                 return jnp.broadcast_to(a, (M, *jnp.shape(a)))
             return constrain(a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout)
 
-        micros, batch_totals = jax.tree.map(cut, (batch, inputs)), totals(batch)
+        micros, batch_totals = jax.tree.map(split, (batch, inputs)), totals(batch)
         if self._stage.router.balance == "batch" and M > 1:
             # An extra forward pass without the head: the balance loss of every micro-batch needs the token count of
             # each expert in the full batch.
             def count(_, xs):
                 return None, {
-                    path: each.counts for path, each in self._loss(trained | still, *xs)[2].by_layer("routing").items()
+                    path: each.counts
+                    for path, each in self._loss(trained | constants, *xs)[2].by_layer("routing").items()
                 }
 
             counts = jax.tree.map(lambda a: a.sum(axis=0), jax.lax.scan(count, None, micros)[1])
             batch_totals = replace(batch_totals, counts=counts)
 
         def objective(weights, micro, inputs):
-            loss, metrics, aux, head_gradient = self._loss(weights | still, micro, inputs)
+            loss, metrics, aux, head_gradient = self._loss(weights | constants, micro, inputs)
             auxiliary, auxiliary_metrics = auxiliary_loss(self._stage, aux, micro, batch_totals)
             return loss + auxiliary, (
                 metrics | auxiliary_metrics,
                 aux.by_layer("routing"),
-                aux.by_layer("activations") if self._internals else {},
+                aux.by_layer("activations") if self._diagnostics else {},
                 head_gradient,
             )
 
-        matrices = {path: weight for path, weight in trained.items() if path not in self.owner.tables}
-        read = self._graph.as_multiplied(matrices)
+        matrices = {path: weight for path, weight in trained.items() if path not in self.model.tables}
+        multiplied = self._graph.as_multiplied(matrices)
 
-        def one(total, xs):
+        def micro_step(total, xs):
             rows, looked_up = {}, {}
-            if self.owner.tables:
-                rows, looked_up = row_tables.read_rows(self._graph, trained | still, xs[0].tokens, xs[0].segments)
-            (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(read | looked_up, *xs)
-            slopes = row_tables.gradients(self._graph, rows, {path: grads.pop(path) for path in looked_up})
-            return _added(total, self._spread(fetch(grads))), (slopes, (loss, *rest))
+            if self.model.tables:
+                rows, looked_up = row_tables.read_rows(self._graph, trained | constants, xs[0].tokens, xs[0].segments)
+            (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(multiplied | looked_up, *xs)
+            table_grads = row_tables.gradients(self._graph, rows, {path: grads.pop(path) for path in looked_up})
+            return _accumulated(total, self._shard_as_moments(fetch(grads))), (table_grads, (loss, *rest))
 
         # Gradients of tables in host memory stay in host memory. There, only a scan can stack arrays.
-        over = jax.lax.scan if self._graph.tables else partial(_over, count=_filled(micros[0].segments))
-        grads, (slopes, outputs) = over(one, self._spread(_zeros(matrices)), micros)
-        loss, metrics, routing, inside, head_gradients = outputs
+        scan = jax.lax.scan if self._graph.tables else partial(_scan_first, count=_num_filled(micros[0].segments))
+        grads, (table_grads, outputs) = scan(micro_step, self._shard_as_moments(_zeros(matrices)), micros)
+        loss, metrics, routing, activations, head_gradients = outputs
         metrics = rl.algorithms.reduce_metrics(metrics)
-        if self._internals:
-            metrics |= activation_metrics(inside, batch.segments.reshape(M, R, -1), self._graph.config)
+        if self._diagnostics:
+            metrics |= activation_metrics(activations, batch.segments.reshape(M, R, -1), self._graph.config)
         head_gradient, routing = jax.tree.map(lambda a: a.sum(axis=0), (head_gradients, routing))
-        return grads | slopes, head_gradient, loss.sum(), metrics, routing
+        return grads | table_grads, head_gradient, loss.sum(), metrics, routing
 
 
 def _clipping(squares: dict[str, jax.Array], limit: float | None, *, detach: bool) -> tuple[dict, jax.Array, dict]:
     """Returns (factor of each gradient, norm before clipping, metrics) from the sums of squares by path.
 
-    With `detach`, prediction modules are clipped by their own norm, so that they do not shorten the steps of the
-    policy.
+    With `detach`, prediction modules are clipped by their own norm, so that their gradients do not scale down the
+    update of the policy.
     """
     metrics: dict[str, jax.Array] = {}
     modules = [path for path in squares if path.startswith(MODULES)]
-    apart = modules if detach else []
-    norm = _length([square for path, square in squares.items() if path not in apart])
+    clipped_alone = modules if detach else []
+    norm = _norm_from_squares([square for path, square in squares.items() if path not in clipped_alone])
     norms = dict.fromkeys(squares, norm)
     if modules:
-        metrics["mtp/grad_norm"] = _length([squares[path] for path in modules])
-        norms |= dict.fromkeys(apart, metrics["mtp/grad_norm"])
+        metrics["mtp/grad_norm"] = _norm_from_squares([squares[path] for path in modules])
+        norms |= dict.fromkeys(clipped_alone, metrics["mtp/grad_norm"])
     factors = {path: 1.0 if limit is None else jnp.minimum(1.0, limit / (each + 1e-6)) for path, each in norms.items()}
     return factors, norm, metrics
 
@@ -340,13 +346,13 @@ def updates_made(learner: ParamState) -> jax.Array:
     return learner.optimizer[-1].count
 
 
-def _filled(segments_MRT: jax.Array) -> jax.Array | int:
+def _num_filled(segments_MRT: jax.Array) -> jax.Array | int:
     """Returns how many micro-batches hold tokens, at least 1. Micro-batches of padding come last."""
     M = len(segments_MRT)
     return 1 if M == 1 else jnp.maximum(jnp.sum(jnp.any(segments_MRT != 0, axis=(1, 2))), 1)
 
 
-def _over(function, carry, xs, count):
+def _scan_first(function, carry, xs, count):
     """Runs `jax.lax.scan` over the first `count` of the M entries of `xs`; the device computes `count`.
 
     One program therefore serves any number of packed rows. Outputs of the other entries are neutral for a sum, a
@@ -358,15 +364,15 @@ def _over(function, carry, xs, count):
     def entry(i):
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, 0, keepdims=False), xs)
 
-    def blank(path, leaf):
+    def neutral(path, leaf):
         name = str(getattr(path[-1], "key", "")) if path else ""
-        return jnp.full((M, *leaf.shape), rl.algorithms.unnoticed(name), leaf.dtype)
+        return jnp.full((M, *leaf.shape), rl.algorithms.neutral_value(name), leaf.dtype)
 
     def body(i, state):
         carry, out = function(state[0], entry(i))
-        return carry, jax.tree.map(lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, i, 0), state[1], out)
+        return carry, jax.tree.map(lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, i, 0), state[1], out)
 
-    out = jax.tree_util.tree_map_with_path(blank, jax.eval_shape(function, carry, entry(0))[1])
+    out = jax.tree_util.tree_map_with_path(neutral, jax.eval_shape(function, carry, entry(0))[1])
     return jax.lax.fori_loop(0, count, body, (carry, out))
 
 
@@ -374,11 +380,11 @@ def _squares(grads: dict) -> dict[str, jax.Array]:
     return {path: jnp.sum(jnp.square(g)) for path, g in row_tables.summed(grads).items()}
 
 
-def _length(squares) -> jax.Array:
+def _norm_from_squares(squares: list[jax.Array]) -> jax.Array:
     return jnp.sqrt(sum(squares))
 
 
-def _added(total: dict, grads: dict) -> dict:
+def _accumulated(total: dict, grads: dict) -> dict:
     return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
 
 

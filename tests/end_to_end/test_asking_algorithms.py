@@ -1,5 +1,5 @@
-"""Algorithms that ask something of a run besides rewards: other groups, greedy completions, penalties in the rewards, controls; and
-what dynamic sampling carries survives a kill."""
+"""Algorithms that need more than rewards: other groups, greedy completions, penalties in the rewards, adaptive coefficients.
+Dynamic sampling: the groups that it carries over survive a kill."""
 
 import json
 import os

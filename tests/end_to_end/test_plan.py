@@ -112,9 +112,9 @@ def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
     state = trainer.start(graph.init(0), seed=0)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     N, T = options.prompts_per_step, config.max_length
-    place, _ = trainer.layout(np.ones((N, T), np.int32))
+    packing, _ = trainer.packing_of(np.ones((N, T), np.int32))
     assert result["aliased"] == held
-    read = 3 * 4 * place.shape[0] * place.shape[1] + 4  # tokens, segments and mask, and how many tokens count
+    read = 3 * 4 * packing.shape[0] * packing.shape[1] + 4  # tokens, segments and mask, and how many tokens count
     assert result["arguments"] == held + read
     estimated = Estimator(jax.devices()[:1], None, None)(config)
     assert estimated["sft: update"].resident == held, "what lies there all the time is known without compiling"

@@ -11,7 +11,7 @@ from oracles import oracle, reload, saved
 import policy
 import rl.algorithms
 from rl.algorithms._pairs import LOSSES
-from rl.training.batch import pack, together
+from rl.training.batch import padded_batch, segmented_batch
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +37,7 @@ def theirs_of(pairs):
     """The same as TRL's collator lays them out: chosen answers first, padded on the right."""
     import torch
 
-    batch = pack([pair[k] for k in (0, 1) for pair in pairs], 16)
+    batch = padded_batch([pair[k] for k in (0, 1) for pair in pairs], 16)
     tokens, mask, there = (torch.tensor(a).long() for a in (batch.tokens, batch.mask, batch.segments))
     return {"input_ids": tokens, "completion_mask": mask, "attention_mask": there}
 
@@ -93,7 +93,7 @@ def test_each_loss_and_its_slopes_are_those_of_trl(name, dpo, monkeypatch):
     loss.backward()
 
     algorithm = rl.algorithms.get("dpo", nll_coef=0.2, **options)
-    batch = together(pairs, 32)
+    batch = segmented_batch(pairs, 32)
     sharded = {k: place(batch, a) for k, a in (("logp", logp), ("ref_logp", ref))}
     full = algorithm.with_totals(
         rl.algorithms.PolicyInputs(mask=batch.mask, segments=batch.segments, ref_logp=sharded["ref_logp"])
@@ -124,7 +124,7 @@ def test_an_update_of_dpo_has_the_gradients_of_trl(directories, dpo, tmp_path):
     loss = dpo._compute_loss(dpo.model, theirs_of(rows()), False)
     loss.backward()
     model, reference = (policy.load(directory) for directory in directories)
-    algorithm, batch = rl.algorithms.get("dpo", beta=BETA, nll_coef=0.2), together(rows(), 32)
+    algorithm, batch = rl.algorithms.get("dpo", beta=BETA, nll_coef=0.2), segmented_batch(rows(), 32)
     step = make_step(batch.tokens, segments=batch.segments)
 
     def logprobs(params):
@@ -216,7 +216,7 @@ def test_an_update_of_a_reward_model_has_the_gradients_of_trl(scorer, tmp_path):
     loss.backward()
     graph, params, score = classification.read(scorer, Runtime(), layout({"fsdp": 1}, devices=jax.devices()[:1]))
     critic, algorithm = Critic(graph), rl.algorithms.get("reward_model", center_coef=0.05)
-    batch = together(rows(), 32)
+    batch = segmented_batch(rows(), 32)
     step = make_step(batch.tokens, segments=batch.segments)
     given = {"segments": batch.segments, "margin": np.broadcast_to(margin[:, None], batch.mask.shape)}
     full = algorithm.with_totals(rl.algorithms.PolicyInputs(mask=batch.mask, **given))

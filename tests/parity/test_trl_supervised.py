@@ -9,8 +9,8 @@ from oracles import oracle, reload, saved
 
 import policy
 import rl.algorithms
-from rl.training.batch import pack
-from rl.training.packing import packing
+from rl.training.batch import padded_batch
+from rl.training.packing import plan_packing
 from rollout.text import chat
 from rollout.text.tokenizer import byte_level
 
@@ -84,8 +84,8 @@ def test_tokens_loss_and_gradients(case, tmp_path):
     loss = theirs.compute_loss(theirs.model, inputs)
     loss.backward()
 
-    batch = pack(encoded, 64)
-    batch = packing(batch.segments, [len(rows)]).batch(batch)
+    batch = padded_batch(encoded, 64)
+    batch = plan_packing(batch.segments, [len(rows)]).batch(batch)
     assert batch.segments.max() > 1, "several documents in a row"
     model, algorithm = policy.load(tmp_path), rl.algorithms.get("sft", **options)
     step = make_step(batch.tokens, segments=batch.segments)
@@ -114,6 +114,6 @@ def test_rows_are_packed_by_best_fit():
         "seq_lengths"
     ]
     segments = (np.arange(32) < lengths[:, None]).astype(np.int32)
-    ours = packing(segments, [len(lengths)])
+    ours = plan_packing(segments, [len(lengths)])
     # Which of two rows with equal room is taken is not said, so how full they are is compared.
     assert sorted(np.count_nonzero(row) for row in ours.segments if row.any()) == sorted(map(sum, theirs))

@@ -8,8 +8,8 @@ import pytest
 
 import rl.algorithms
 from rl.algorithms._pairs import LOSSES
-from rl.training.batch import together
-from rl.training.packing import packing
+from rl.training.batch import segmented_batch
+from rl.training.packing import plan_packing
 
 BETA, SMOOTHING = 0.3, 0.1
 # Tokens before, and in, the chosen and the rejected answer of each pair.
@@ -19,7 +19,7 @@ LENGTHS = [((2, 4), (2, 1)), ((1, 2), (1, 5)), ((3, 1), (3, 2)), ((1, 1), (1, 1)
 def data():
     """(Batch of five pairs, logp, entropy); what stands outside of the answers is no number."""
     rows = [[([7] * (p + n), [0] * p + [1] * n) for p, n in pair] for pair in LENGTHS]
-    batch, rng = together(rows, 32), np.random.default_rng(1)
+    batch, rng = segmented_batch(rows, 32), np.random.default_rng(1)
     logp, ref, entropy = (
         np.where(batch.mask, rng.normal(-2, 1, batch.mask.shape), np.nan).astype(np.float32) for _ in range(3)
     )
@@ -106,19 +106,19 @@ def test_packed_rows_and_micro_batches_give_the_same(name):
     batch, logp, entropy = data()
     inputs, run = prepared(name, batch, entropy, nll_coef=0.2)
     (loss, metrics), gradient = run(inputs, logp)
-    place = packing(batch.segments, [5])
-    assert 1 < place.used < 5 and batch.segments.shape[1] % 2 == 0
-    full, run = prepared(name, place.batch(batch), place.pack(entropy), nll_coef=0.2)
+    packing = plan_packing(batch.segments, [5])
+    assert 1 < packing.filled_rows < 5 and batch.segments.shape[1] % 2 == 0
+    full, run = prepared(name, packing.batch(batch), packing.pack(entropy), nll_coef=0.2)
     losses, every, slopes = [], [], []
-    for row in range(place.used):
+    for row in range(packing.filled_rows):
         part = jax.tree.map(lambda a, row=row: a[row : row + 1] if np.ndim(a) else a, full)
-        (one, result), slope = run(part, place.pack(logp)[row : row + 1])
+        (one, result), slope = run(part, packing.pack(logp)[row : row + 1])
         losses.append(one)
         every.append(result)
         slopes.append(slope)
     np.testing.assert_allclose(sum(losses), loss, rtol=1e-6)
-    slopes = np.pad(np.concatenate(slopes), ((0, 5 - place.used), (0, 0)))
-    np.testing.assert_allclose(place.unpack(slopes), gradient, atol=1e-6)
+    slopes = np.pad(np.concatenate(slopes), ((0, 5 - packing.filled_rows), (0, 0)))
+    np.testing.assert_allclose(packing.unpack(slopes), gradient, atol=1e-6)
     reduced = rl.algorithms.reduce_metrics(jax.tree.map(lambda *each: np.stack(each), *every))
     for key in metrics:
         np.testing.assert_allclose(reduced[key], metrics[key], rtol=1e-6, atol=1e-6, err_msg=key)
@@ -144,8 +144,8 @@ def test_a_reward_model_ranks_the_scores_of_last_tokens_by_their_margin():
     ends = [(p + n, p + n + q + m) for (p, n), (q, m) in LENGTHS]
     chosen, rejected = (np.array([scores[row, end[k] - 1] for row, end in enumerate(ends)], np.float64) for k in (0, 1))
     expected = np.log1p(np.exp(-(chosen - rejected - margin))).mean() + 0.3 * ((chosen + rejected) ** 2).mean()
-    algorithm, place = rl.algorithms.get("reward_model", center_coef=0.3), packing(batch.segments, [5])
-    assert 1 < place.used < 5
+    algorithm, packing = rl.algorithms.get("reward_model", center_coef=0.3), plan_packing(batch.segments, [5])
+    assert 1 < packing.filled_rows < 5
 
     def run(batch, scores):
         given = {key: getattr(batch, key) for key in ("mask", "margin", "segments", "prompt")}
@@ -154,10 +154,10 @@ def test_a_reward_model_ranks_the_scores_of_last_tokens_by_their_margin():
 
     ((loss, metrics), slope), ((packed_loss, packed), packed_slope) = (
         run(batch, scores),
-        run(place.batch(batch), place.pack(scores, fill=9.0)),
+        run(packing.batch(batch), packing.pack(scores, fill=9.0)),
     )
     np.testing.assert_allclose([loss, packed_loss], expected, rtol=1e-6)
-    np.testing.assert_allclose(place.unpack(packed_slope), slope, atol=1e-7)
+    np.testing.assert_allclose(packing.unpack(packed_slope), slope, atol=1e-7)
     assert np.count_nonzero(slope) == 2 * len(LENGTHS)
     both = np.concatenate([chosen, rejected])
     for key, value in {

@@ -219,8 +219,8 @@ def test_correct_completions_are_imitated_too():
 def test_the_kl_coefficient_moves_towards_its_target(name):
     """Ziegler et al. 2019, section 2.2; the error is bounded by 0.2, and so is the step."""
     algorithm = rl.algorithms.get(name, kl_reward_coef=0.1, kl_target=0.5, kl_horizon=100, entropy_target=1.0)
-    controls = algorithm.controls
-    assert controls.keys() == {"entropy_coef", "entropy_bonus_applied", "kl/coef"}
+    coefs = algorithm.adaptive_coefs
+    assert coefs.keys() == {"entropy_coef", "entropy_bonus_applied", "kl/coef"}
     for kl, completions, factor in (
         (0.55, 10, 1.01),
         (5.0, 50, 1.1),
@@ -228,14 +228,14 @@ def test_the_kl_coefficient_moves_towards_its_target(name):
         (0.5, 50, 1.0),
         (5.0, 1000, 1.2),
     ):
-        moved = algorithm.controlled_by_step(controls, {"kl/reward": kl}, completions)
-        assert moved == controls | {"kl/coef": pytest.approx(0.1 * factor)}
-    assert algorithm.at(moved) == rl.algorithms.get(
+        moved = algorithm.adapt_after_step(coefs, {"kl/reward": kl}, completions)
+        assert moved == coefs | {"kl/coef": pytest.approx(0.1 * factor)}
+    assert algorithm.with_coefs(moved) == rl.algorithms.get(
         name, kl_reward_coef=moved["kl/coef"], kl_target=0.5, kl_horizon=100, entropy_target=1.0
     )
     fixed = rl.algorithms.get(name, kl_reward_coef=0.1)
-    assert fixed.at({}) is fixed
-    assert fixed.controls == fixed.controlled_by_step({}, {}, 8) == {}
+    assert fixed.with_coefs({}) is fixed
+    assert fixed.adaptive_coefs == fixed.adapt_after_step({}, {}, 8) == {}
 
 
 def test_what_the_trainer_has_to_provide():

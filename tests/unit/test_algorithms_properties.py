@@ -69,7 +69,9 @@ def cases():
     for name in known:
         algorithm = rl.algorithms.get(name)
         if hasattr(algorithm, "aggregation") and hasattr(algorithm, "rejection"):
-            options = OPTIONS[3] if algorithm.corrects_itself else next(some)  # such a correction takes no mean
+            options = (
+                OPTIONS[3] if algorithm.per_token_applies_correction else next(some)
+            )  # such a correction takes no mean
             result.append(
                 (
                     name,

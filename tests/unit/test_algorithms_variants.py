@@ -195,10 +195,12 @@ def test_adaptive_entropy_bonus():
         "grpo", entropy_coef=0.1, entropy_target=0.2, entropy_step=0.03, entropy_coef_max=0.15
     )
     arrays = inputs(entropy=np.where(MASK, 0.5, np.nan).astype(np.float32))
-    plain, controls = rl.algorithms.get("grpo").loss(arrays)[0], algorithm.controls
+    plain, coefs = rl.algorithms.get("grpo").loss(arrays)[0], algorithm.adaptive_coefs
     for entropy, coef, applied in [(0.1, 0.13, True), (0.2, 0.15, True), (0.3, 0.12, False), (0.1, 0.15, True)]:
-        controls = algorithm.controlled(controls, {"entropy": entropy})
-        close(controls["entropy_coef"], coef)
-        given = inputs(entropy=arrays.entropy, controls={name: np.float32(value) for name, value in controls.items()})
+        coefs = algorithm.adapt_after_update(coefs, {"entropy": entropy})
+        close(coefs["entropy_coef"], coef)
+        given = inputs(
+            entropy=arrays.entropy, adaptive_coefs={name: np.float32(value) for name, value in coefs.items()}
+        )
         close(algorithm.loss(given)[0], plain - coef * applied * 0.5)
     close(algorithm.loss(arrays)[0], plain)

@@ -104,8 +104,8 @@ def test_a_group_survives_a_checkpoint():
 
 @pytest.mark.parametrize("kept", [None, ["prompts", "version", "drawn"], ["seen"]])
 def test_progress_that_another_version_wrote_is_a_clear_error(kept):
-    plain = Progress(controls={"kl/coef": 0.1}).to_json()
-    assert Progress.from_json(json.loads(json.dumps(plain))) == Progress(controls={"kl/coef": 0.1})
+    plain = Progress(adaptive_coefs={"kl/coef": 0.1}).to_json()
+    assert Progress.from_json(json.loads(json.dumps(plain))) == Progress(adaptive_coefs={"kl/coef": 0.1})
     with pytest.raises(ModelError, match="written by another version of Duet: .* new one in another run.dir") as raised:
         Progress.from_json(None if kept is None else {name: plain.get(name, 0) for name in kept})
     assert raised.value.exit_code == 4

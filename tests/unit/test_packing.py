@@ -14,8 +14,8 @@ from learners import batch, begin, host, same_bits, stage
 
 import rl.algorithms
 from policy import modes
-from rl.training.batch import together
-from rl.training.packing import COUNTS, packing, row_counts
+from rl.training.batch import segmented_batch
+from rl.training.packing import MAX_ROW_COUNTS, plan_packing, row_counts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -46,10 +46,10 @@ def segments_of(lengths, T):
 @settings(max_examples=200, deadline=None)
 def test_every_sequence_is_contiguous_in_a_row_of_its_own_number(lengths, multiple):
     segments = segments_of(lengths, 12)
-    place = packing(segments, row_counts(len(lengths), multiple))
+    packing = plan_packing(segments, row_counts(len(lengths), multiple))
     tokens = np.arange(1, segments.size + 1).reshape(segments.shape) * segments
-    packed, numbers = place.pack(tokens), place.segments
-    np.testing.assert_array_equal(place.unpack(packed), tokens)
+    packed, numbers = packing.pack(tokens), packing.segments
+    np.testing.assert_array_equal(packing.unpack(packed), tokens)
     assert np.count_nonzero(packed) == sum(lengths) and ((packed != 0) == (numbers != 0)).all()
     result = []
     for row, numbered in zip(packed, numbers, strict=True):
@@ -68,7 +68,7 @@ def test_every_sequence_is_contiguous_in_a_row_of_its_own_number(lengths, multip
 def test_rows_come_in_few_numbers():
     for sequences, multiple in itertools.product([1, 7, 8, 64, 100], [1, 3, 8, 10]):
         counts = row_counts(sequences, multiple)
-        assert len(counts) <= COUNTS and counts[-1] >= sequences > counts[-1] - counts[0]
+        assert len(counts) <= MAX_ROW_COUNTS and counts[-1] >= sequences > counts[-1] - counts[0]
         assert all(count % multiple == 0 for count in counts)
 
 
@@ -76,34 +76,34 @@ def test_rows_come_in_few_numbers():
 @settings(max_examples=100, deadline=None)
 def test_pairs_stay_together_with_the_first_of_them_odd(lengths):
     segments = np.array([([1] * a + [2] * b + [0] * 12)[:12] for a, b in lengths], np.int32)
-    place = packing(segments, row_counts(len(lengths), 1))
-    pair, packed = np.broadcast_to(np.arange(1, 1 + len(lengths))[:, None], segments.shape), place.segments
-    np.testing.assert_array_equal(place.unpack(packed) % 2, segments % 2)
-    named = place.pack(pair)
+    packing = plan_packing(segments, row_counts(len(lengths), 1))
+    pair, packed = np.broadcast_to(np.arange(1, 1 + len(lengths))[:, None], segments.shape), packing.segments
+    np.testing.assert_array_equal(packing.unpack(packed) % 2, segments % 2)
+    named = packing.pack(pair)
     for row, numbers in zip(named, packed, strict=True):
         for k in range(1, numbers.max(initial=0), 2):
             (first,), (second,) = set(row[numbers == k]), set(row[numbers == k + 1])
             assert first == second
             assert ((numbers == k).sum(), (numbers == k + 1).sum()) == lengths[first - 1]
-    assert place.used <= len(lengths)
+    assert packing.filled_rows <= len(lengths)
 
 
 def test_prompts_keep_their_groups_whatever_their_numbers():
     data = uneven(rows=6).replace(prompt=np.array([7, 7, 7, 9, 9, -1], np.int32))
     data = data.without(data.prompt < 0)
-    place = packing(data.segments, [12])
-    packed = place.batch(data)
-    np.testing.assert_array_equal(place.unpack(packed.prompt)[:, 0], [0, 0, 0, 1, 1, 0])
+    packing = plan_packing(data.segments, [12])
+    packed = packing.batch(data)
+    np.testing.assert_array_equal(packing.unpack(packed.prompt)[:, 0], [0, 0, 0, 1, 1, 0])
     np.testing.assert_array_equal(packed.prompt < 0, packed.segments == 0)
 
 
-def inputs_of(data, logp, place=None):
+def inputs_of(data, logp, packing=None):
     """PolicyInputs of a batch as it is, or packed."""
-    if place is not None:
-        data, logp = place.batch(data), place.pack(logp)
+    if packing is not None:
+        data, logp = packing.batch(data), packing.pack(logp)
     names = ("mask", "old_logp", "sampler_logp", "ref_logp", "entropy", "advantages", "segments", "prompt")
     arrays = {name: jnp.asarray(getattr(data, name)) for name in names}
-    if place is None:
+    if packing is None:
         del arrays["segments"]
     return rl.algorithms.PolicyInputs(**arrays, max_length=8), jnp.asarray(logp)
 
@@ -130,8 +130,8 @@ def test_losses_and_their_gradients_are_those_of_separate_rows(aggregation, rati
     data = uneven()
     data.mask[2] = 0  # a completion without a token
     logp = data.old_logp + 0.2 * np.random.default_rng(2).normal(size=data.old_logp.shape).astype(np.float32)
-    place = packing(data.segments, [12])
-    assert place.used < 12
+    packing = plan_packing(data.segments, [12])
+    assert packing.filled_rows < 12
 
     @jax.jit
     def run(inputs, logp):
@@ -139,9 +139,9 @@ def test_losses_and_their_gradients_are_those_of_separate_rows(aggregation, rati
         return jax.value_and_grad(lambda lp: algorithm.loss(dataclasses.replace(inputs, logp=lp)), has_aux=True)(logp)
 
     (loss, metrics), slope = run(*inputs_of(data, logp))
-    (packed_loss, packed_metrics), packed_slope = run(*inputs_of(data, logp, place))
+    (packed_loss, packed_metrics), packed_slope = run(*inputs_of(data, logp, packing))
     np.testing.assert_allclose(packed_loss, loss, rtol=2e-6, atol=1e-7)
-    np.testing.assert_allclose(place.unpack(packed_slope), slope, rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(packing.unpack(packed_slope), slope, rtol=1e-5, atol=1e-8)
     assert np.abs(slope).max() > 1e-3
     for key in metrics:
         np.testing.assert_allclose(packed_metrics[key], metrics[key], rtol=2e-6, atol=1e-7, err_msg=key)
@@ -186,7 +186,7 @@ def test_updates_on_pairs_do_not_depend_on_how_they_are_cut(name):
     """Two pairs in a packed row and one row at a time, or all at once. A reward model leaves the policy's bits as they are."""
     rng, states, result = np.random.default_rng(4), [], []
     rows = [[(rng.integers(0, learners.VOCAB, p + n).tolist(), [0] * p + [1] * n) for p, n in pair] for pair in ANSWERS]
-    data = together(rows, 16).replace(prompt=np.arange(len(rows), dtype=np.int32))
+    data = segmented_batch(rows, 16).replace(prompt=np.arange(len(rows), dtype=np.int32))
     data = data.replace(margin=0.3 * np.ones(data.mask.shape, np.float32))
     for micro in (1, None):
         trainer, state = begin(learners.dense(), stage(name, micro_batch=micro))
@@ -196,8 +196,8 @@ def test_updates_on_pairs_do_not_depend_on_how_they_are_cut(name):
         state, metrics = trainer.update(state, data)
         states.append(host(state))
         result.append(metrics)
-    place = trainer.layout(data.segments)[0]
-    assert place.used < len(rows) and place.segments.max() == 4
+    packing = trainer.packing_of(data.segments)[0]
+    assert packing.filled_rows < len(rows) and packing.segments.max() == 4
     for key in result[0]:
         if key != "perf/packed_share":
             np.testing.assert_allclose(result[0][key], result[1][key], rtol=2e-5, atol=2e-6, err_msg=key)

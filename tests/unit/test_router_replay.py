@@ -23,8 +23,8 @@ from rl.config.run import RunConfig
 from rl.reporting import events
 from rl.run import checks
 from rl.stages.rollouts import Problem, Rollouts, routes_of
-from rl.training.batch import pack
-from rl.training.packing import packing
+from rl.training.batch import padded_batch
+from rl.training.packing import plan_packing
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -93,7 +93,7 @@ def recorded(model, params=SAMPLED, **options):
 
 def assert_those_of_the_forward_pass(model, completions):
     rows = [(prompt + c.tokens, c) for prompt, group in zip(PROMPTS, completions, strict=True) for c in group]
-    data = pack([(ids, [0] * len(ids)) for ids, _ in rows], 64)
+    data = padded_batch([(ids, [0] * len(ids)) for ids, _ in rows], 64)
     expected = own_routes(model, data.tokens, data.segments)
     result = routes_of([c for _, c in rows], data.tokens.shape[1])
     fed = np.arange(data.tokens.shape[1]) < np.asarray([len(ids) - 1 for ids, _ in rows])[:, None]
@@ -305,11 +305,11 @@ def test_prediction_modules_choose_themselves():
 def test_packing_fills_up_with_routes_that_are_not_known():
     data = batch()
     routes = np.random.default_rng(0).integers(0, 8, (*data.tokens.shape, 3, 2)).astype(np.int16)
-    place = packing(data.segments, [len(data.tokens)])
-    packed = place.batch(data.replace(routes={"a": routes}))
+    packing = plan_packing(data.segments, [len(data.tokens)])
+    packed = packing.batch(data.replace(routes={"a": routes}))
     assert (packed.routes["a"][packed.segments == 0] == UNKNOWN).all()
     for layer in range(3):
-        back = place.unpack(packed.routes["a"][:, :, layer, 1])
+        back = packing.unpack(packed.routes["a"][:, :, layer, 1])
         np.testing.assert_array_equal(back, routes[:, :, layer, 1] * (data.segments != 0))
 
 

@@ -19,7 +19,7 @@ from policy.experts.router import bias_update
 from policy.model import Model
 from policy.modes import make_step
 from rl.config.stage import OptimizerOptions
-from rl.training.batch import pack
+from rl.training.batch import padded_batch
 from rl.training.optimizer import stored_as
 from rl.training.updater import schedule
 from rollout import Generator, GeneratorOptions, SamplingParams
@@ -165,7 +165,7 @@ def test_the_generator_reads_the_arrays_that_the_update_wrote():
         generator.generate([prompt], params)  # not told of the new ones, it cannot go on with the old
     model.params = state.policy.params
     written = generator.generate([prompt], params)[0][0]
-    row = pack([(prompt + written.tokens, [0] * 3 + [1] * 8)], 16)
+    row = padded_batch([(prompt + written.tokens, [0] * 3 + [1] * 8)], 16)
     np.testing.assert_allclose(trainer.logprobs(state.policy.params, row)[0][0, 3:11], written.logprobs, atol=1e-5)
     assert not np.allclose(first.logprobs, written.logprobs, atol=1e-3)
 
@@ -423,8 +423,8 @@ def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
     trainer, state = begin(model, options)
-    place, R = trainer.layout(data.segments)
-    packed, start = place.batch(data), host(state.policy)
+    packing, R = trainer.packing_of(data.segments)
+    packed, start = packing.batch(data), host(state.policy)
     still = jax.jit(partial(trainer.policy._update, micro_rows=R))(state.policy, packed, trainer.totals(packed))[0]
     moved = host(both.policy)
     assert not same_bits(moved, start)
