@@ -218,7 +218,8 @@ class DecoderPrograms:
         def one(carry):
             i, cache, token, cached, left, active, outputs = carry
             decoder, runtime = self.graph.decoder(params), self.graph.runtime
-            states, cache = modes.feed(decoder, token, cached, active, cache, runtime, state.pages)
+            step = modes.next_token_step(cached, active, state.pages)
+            states, cache = modes.next_token_states(decoder, token, step, cache, runtime)
             logits = modes.logits(decoder, states, runtime)
             new, logp = choose(logits, (state.prompt_id, state.sample, cached + 1), state.draws)
             results = new, logp, None if head is None else states.astype(jnp.float32) @ head
