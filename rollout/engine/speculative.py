@@ -97,9 +97,9 @@ class SpeculativePrograms(DecoderPrograms):
         super().__init__(graph, options, slots, max_length)
 
     def _empty_rows(self, rows: int, length) -> tuple:
-        config, kind = self.graph.config, (length, self.graph.runtime.dtype, self.options.kv_cache)
+        config, storage = self.graph.config, (length, self.graph.runtime.dtype, self.options.kv_cache)
         main = super()._empty_rows(rows, length)
-        return main, caches.create_drafts(config, rows, kind, modules=self.ahead, window=self._window)
+        return main, caches.create_drafts(config, rows, storage, modules=self.ahead, window=self._window)
 
     def _fill(self, params, cache, tokens_PC, step: Step, lengths_P):
         """Returns the cache of P rows after the forward pass of C tokens.
