@@ -47,7 +47,7 @@ def measure(name: str, model, requests: int, repeats: int) -> Row:
     import numpy as np
 
     from rollout import Generator, SamplingParams
-    from rollout.engine.rows import CacheGeometry
+    from rollout.engine.cache_manager import CacheGeometry
     from rollout.request import Request
 
     class Hidden(Request):
@@ -74,7 +74,7 @@ def measure(name: str, model, requests: int, repeats: int) -> Row:
 
         def run() -> None:
             before = dict(generator.engine.counts)
-            generator.forget()
+            generator.reset_prefix_cache()
             for i, (prompt, length) in enumerate(zip(prompts, targets, strict=True)):
                 request = Hidden(tuple(prompt), params, prompt_id=i)
                 request.length = length

@@ -74,7 +74,7 @@ def bytes_of(model, options) -> str:
     from rollout.engine.weights import RolloutWeights
 
     if options.weights:
-        view = RolloutWeights(model.graph, options.weights).of(model.params)
+        view = RolloutWeights(model.graph, options.weights).with_copies(model.params)
         weights = [(view[path], model.params[path]) for path in model.graph.inputs]
         bits = 4 if options.weights == "int4" else 8
         kept = sum(quantized.qvalue.size * bits // 8 + quantized.scale.nbytes for quantized, _ in weights)

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from policy.attention.sequence_shards import Order, along_length
@@ -27,8 +28,7 @@ from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
 from policy.layers.prediction_module import PredictionModule
 from policy.mesh.explicit import in_explicit_mode, with_explicit_axes
-from policy.mesh.sharding import Layout as ShardingLayout
-from policy.mesh.sharding import axes_of, constrain, decoded, own_rows
+from policy.mesh.sharding import Layout, axes_of, constrain, decoded, own_rows
 from policy.ops.dropout import drop
 from policy.ops.host_memory import fetch_layer
 from policy.ops.norms import norm
@@ -53,18 +53,22 @@ class LayerStack(nnx.Module):
         split = cache is None and batch_split.applies(self.layers, x_BTE.shape, runtime)
         x_BTE = batch_split.split(x_BTE, runtime) if split else x_BTE
 
-        def repeat(x, part, one, r, index):
+        def repeat(x, part, repeat_weights, r, index):
             """Computes repeat number `r` of the pattern. `part` holds the cache arrays of one or all repeats; this
             repeat's are at `index`."""
             outputs, arrays = [], []
-            for i, layer in enumerate(nnx.merge(graph, fetch_layer(one, runtime))):
+            for i, layer in enumerate(nnx.merge(graph, fetch_layer(repeat_weights, runtime))):
                 view = None if part is None else LayerCache.of(part[i], index, step, runtime.layout)
-                here = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
-                here = _decode_rotations(here, runtime)
+                layer_step = step if step.dropout is None else step.at(self.first + r * len(self.layers) + i)
+                layer_step = _decode_rotations(layer_step, runtime)
                 if routes[i] is not None:
-                    here = replace(here, routes=jax.lax.dynamic_index_in_dim(routes[i], r, axis=2, keepdims=False))
+                    layer_step = replace(
+                        layer_step, routes=jax.lax.dynamic_index_in_dim(routes[i], r, axis=2, keepdims=False)
+                    )
                 x = jax.tree.map(lambda a: checkpoint_name(a, "decoder_layer_input"), x)
-                x, view, aux = batch_split.run(layer, x, here, runtime) if split else layer(x, here, view, runtime)
+                x, view, aux = (
+                    batch_split.run(layer, x, layer_step, runtime) if split else layer(x, layer_step, view, runtime)
+                )
                 x = x if cache is not None else jax.tree.map(lambda a: along_length(a, runtime), x)
                 outputs.append(aux)
                 arrays.append(None if view is None else view.arrays)
@@ -77,8 +81,10 @@ class LayerStack(nnx.Module):
             return batch_split.merge(x_BTE) if split else x_BTE, cache, outputs
 
         def body(carry, xs):
-            (x, part), (one, r) = carry, xs
-            x, part, outputs = repeat(x, part, one if cache is None else _as_stored(one, runtime), r, r)
+            (x, part), (repeat_weights, r) = carry, xs
+            if cache is not None:
+                repeat_weights = _as_stored(repeat_weights, runtime)
+            x, part, outputs = repeat(x, part, repeat_weights, r, r)
             return (x, part), outputs
 
         carry = (x_BTE, None if cache is None else cache[0])
@@ -88,15 +94,15 @@ class LayerStack(nnx.Module):
     def _unrolled(self, x_BTE, cache, weights, repeat):
         """Computes the repeats one after the other, each with a cache part of its own. With a cache they are traced
         once; in training each is traced, since remat policies do not see names inside a nested program."""
-        parts, each = [], []
+        parts, outputs = [], []
         repeat = repeat if cache is None else jax.jit(repeat, static_argnames="index")
         for r in range(self.repeats):
-            one = jax.tree.map(lambda a, r=r: a[r], weights)
-            x_BTE, part, aux = repeat(x_BTE, None if cache is None else cache[r], one, r, index=0)
+            repeat_weights = jax.tree.map(lambda a, r=r: a[r], weights)
+            x_BTE, part, aux = repeat(x_BTE, None if cache is None else cache[r], repeat_weights, r, index=0)
             parts.append(part)
-            each.append(aux)
-        outputs = jax.tree.map(lambda *a: jnp.stack(a), *each)
-        return x_BTE, None if cache is None else tuple(parts), outputs
+            outputs.append(aux)
+        stacked_outputs = jax.tree.map(lambda *a: jnp.stack(a), *outputs)
+        return x_BTE, None if cache is None else tuple(parts), stacked_outputs
 
 
 def _decode_rotations(step: Step, runtime: Runtime) -> Step:
@@ -115,7 +121,11 @@ def _as_stored(weights, runtime: Runtime):
 
     def pinned(array):
         full_tiles = array.ndim > 1 and array.shape[-1] % 128 == 0 and array.shape[-2] % 8 == 0
-        return with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim)))) if full_tiles else array
+        return (
+            with_layout_constraint(array, MemoryLayout(major_to_minor=tuple(range(array.ndim))))
+            if full_tiles
+            else array
+        )
 
     return jax.tree.map(pinned, weights)
 
@@ -129,40 +139,42 @@ def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
         return _read_rows(table_VE, ("vocab", "embed_vocab"), tokens_BT, layout).astype(runtime.dtype)
     if layout is None or layout.mesh.size == 1:
         return table_VE[tokens_BT].astype(runtime.dtype)
-    rows, width = layout.spec(("vocab", "embed_vocab"), table_VE.shape)
-    if width is not None:
-        spec = _shared(tokens_BT, width, layout)
-        read = table_VE[_constrain_to(tokens_BT, spec, layout)].astype(runtime.dtype)
-        return constrain(_constrain_to(read, PartitionSpec(*spec, width), layout), ("batch", "length", None), layout)
-    if rows is not None and layout.decodes:
-        read = own_rows(table_VE, tokens_BT, layout).astype(runtime.dtype)
+    vocab_axes, width_axes = layout.spec(("vocab", "embed_vocab"), table_VE.shape)
+    if width_axes is not None:
+        spec = _without_axes(tokens_BT, width_axes, layout)
+        rows_BTE = table_VE[_constrain_to(tokens_BT, spec, layout)].astype(runtime.dtype)
+        return constrain(
+            _constrain_to(rows_BTE, PartitionSpec(*spec, width_axes), layout), ("batch", "length", None), layout
+        )
+    if vocab_axes is not None and layout.decodes:
+        rows_BTE = own_rows(table_VE, tokens_BT, layout).astype(runtime.dtype)
     else:
-        read = table_VE[tokens_BT].astype(runtime.dtype)
-    return constrain(read, ("batch", "length", None), layout) if layout.rows_move else read
+        rows_BTE = table_VE[tokens_BT].astype(runtime.dtype)
+    return constrain(rows_BTE, ("batch", "length", None), layout) if layout.rows_move else rows_BTE
 
 
-def _read_rows(table, axes: tuple[str | None, str], index_BT: jax.Array, layout: ShardingLayout | None) -> jax.Array:
+def _read_rows(table, axes: tuple[str | None, str], index_BT: jax.Array, layout: Layout | None) -> jax.Array:
     """Returns table[index]. In explicit mode the devices that share the table read their parts of the rows of all their
     tokens and exchange them."""
     if not in_explicit_mode():
         return table[index_BT]
     assert layout is not None
-    width = layout.spec(axes, table.shape)[1]
-    spec = _shared(index_BT, width, layout)
-    read = table.at[jax.reshard(index_BT, spec)].get(out_sharding=PartitionSpec(*spec, width))
-    return constrain(read, ("batch", "length", None), layout)
+    width_axes = layout.spec(axes, table.shape)[1]
+    spec = _without_axes(index_BT, width_axes, layout)
+    rows_BTE = table.at[jax.reshard(index_BT, spec)].get(out_sharding=PartitionSpec(*spec, width_axes))
+    return constrain(rows_BTE, ("batch", "length", None), layout)
 
 
-def _shared(tokens_BT: jax.Array, width, layout: ShardingLayout) -> PartitionSpec:
+def _without_axes(tokens_BT: jax.Array, width_axes, layout: Layout) -> PartitionSpec:
     """Returns the sharding of tokens over the mesh axes that do not shard the width of the table, such as `data`. The
     table is replicated over these axes."""
     tokens = layout.spec(("batch", "length"), tokens_BT.shape)
     return PartitionSpec(
-        *(tuple(axis for axis in axes_of(dim) if axis not in axes_of(width)) or None for dim in tokens)
+        *(tuple(axis for axis in axes_of(dim) if axis not in axes_of(width_axes)) or None for dim in tokens)
     )
 
 
-def _constrain_to(x: jax.Array, spec: PartitionSpec, layout: ShardingLayout) -> jax.Array:
+def _constrain_to(x: jax.Array, spec: PartitionSpec, layout: Layout) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
 
 
@@ -211,13 +223,15 @@ class Decoder(nnx.Module):
             hidden, _, aux = cast(Decoder, decoder(arrays))._forward(tokens_BT, step, None, runtime)
             return hidden, aux
 
-        def place(a):
+        def spec_of(a):
             per_token = jnp.shape(a)[:2] == tokens_BT.shape
             return layout.spec(("batch", "length", *[None] * (a.ndim - 2)), a.shape) if per_token else PartitionSpec()
 
-        stored = [layout.spec(v.get_metadata("out_sharding"), a.shape) for v, a in zip(variables, arrays, strict=True)]
-        places = stored, place(tokens_BT), jax.tree.map(place, step)
-        hidden, aux = cast(Any, with_explicit_axes(run, layout.mesh, places)(arrays, tokens_BT, step))
+        weight_specs = [
+            layout.spec(v.get_metadata("out_sharding"), a.shape) for v, a in zip(variables, arrays, strict=True)
+        ]
+        specs = weight_specs, spec_of(tokens_BT), jax.tree.map(spec_of, step)
+        hidden, aux = cast(Any, with_explicit_axes(run, layout.mesh, specs)(arrays, tokens_BT, step))
         return hidden, None, aux
 
     def _forward(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
@@ -239,8 +253,8 @@ class Decoder(nnx.Module):
         caches, layers = [], {}
         for s, stack in enumerate(self.stacks):
             paths = [f"stacks.{s}.layers.{i}" for i in range(len(stack.layers))]
-            here = replace(step, routes=[(step.routes or {}).get(path) for path in paths])
-            x, part, outputs = stack(x, here, None if cache is None else cache[s], runtime)
+            stack_step = replace(step, routes=[(step.routes or {}).get(path) for path in paths])
+            x, part, outputs = stack(x, stack_step, None if cache is None else cache[s], runtime)
             caches.append(part)
             layers |= dict(zip(paths, outputs, strict=True))
         x = x if self.streams is None else self.streams.reduce(x)
@@ -264,7 +278,7 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         return x + self._position_embedding(step.positions, runtime.layout).astype(x.dtype) if config.positions else x
 
-    def _position_embedding(self, positions_BT: jax.Array, layout: ShardingLayout | None) -> jax.Array:
+    def _position_embedding(self, positions_BT: jax.Array, layout: Layout | None) -> jax.Array:
         """Returns float32[B, T, E], the sum of the position tables that the configuration has."""
         total = jnp.float32(0.0)
         for table in self.config.positions:

@@ -94,8 +94,8 @@ class Graph:
 
     def sharding(self, path: str) -> jax.sharding.NamedSharding:
         """Returns the sharding of the weight at `path`, in host memory if it lives there."""
-        place = self.layout.sharding(self.axes[path], self.shapes[path].shape)
-        return in_host_memory(place) if path in self.hosted else place
+        sharding = self.layout.sharding(self.axes[path], self.shapes[path].shape)
+        return in_host_memory(sharding) if path in self.hosted else sharding
 
     @property
     def shardings(self) -> dict[str, jax.sharding.NamedSharding]:
@@ -115,8 +115,8 @@ class Graph:
         runtime = self.runtime
         if runtime.quantization is not None:  # rounds what is stored
             return params
-        kept = self.hosted | (params.keys() - self.inputs.keys())
-        return {path: array if path in kept else array.astype(runtime.dtype) for path, array in params.items()}
+        unchanged = self.hosted | (params.keys() - self.inputs.keys())
+        return {path: array if path in unchanged else array.astype(runtime.dtype) for path, array in params.items()}
 
     def precision(self) -> AbstractContextManager:
         """Returns the context of every forward pass: with dtype float32, products at full precision on every
@@ -133,11 +133,11 @@ class Graph:
             leaves = dict(zip(self.paths, jax.tree.leaves(nnx.state(decoder)), strict=True))
             return {path: leaves[path].astype(self.shapes[path].dtype) for path in chosen}
 
-        places = {path: self.sharding(path) for path in chosen}
+        shardings = {path: self.sharding(path) for path in chosen}
         # The program runs once. On CPU this level compiles it in 0.4 of the time, to the same bits.
         options = {"xla_backend_optimization_level": 1} if self.layout.platform == "cpu" else None
         with nnx.use_eager_sharding(False):
-            return jax.jit(create, out_shardings=places, compiler_options=options)(jax.random.key(seed))
+            return jax.jit(create, out_shardings=shardings, compiler_options=options)(jax.random.key(seed))
 
     def logprobs(
         self, params: dict[str, jax.Array], tokens_BT: jax.Array, step: Step, temperature: ArrayLike
@@ -175,11 +175,11 @@ class Graph:
 
 class Model:
     """A decoder with weights. `params` is the one reference to them: the trainer rebinds it after each step, the
-    generator reads it at each call. `fresh` names the weights of a loaded model that started, at least in part, as
-    random numbers."""
+    generator reads it at each call. `newly_initialized` names the weights of a loaded model that started, at least
+    in part, as random numbers."""
 
-    def __init__(self, graph: Graph, params: dict[str, jax.Array], fresh: frozenset[str] = frozenset()):
-        self.graph, self.params, self.fresh = graph, params, fresh
+    def __init__(self, graph: Graph, params: dict[str, jax.Array], newly_initialized: frozenset[str] = frozenset()):
+        self.graph, self.params, self.newly_initialized = graph, params, newly_initialized
 
     @property
     def config(self) -> DecoderConfig:
@@ -218,12 +218,12 @@ class Model:
         """
         tokens, step = self._arguments(tokens, positions, segments)
         inputs = (tokens, step.segments, step.positions, temperature, *self.params.values())
-        runs = None
+        spans = None
         if not any(isinstance(a, Tracer) for a in inputs):
-            runs = documents(np.asarray(step.segments), np.asarray(step.positions), self.config.max_positions)
-        if runs is None:
+            spans = documents(np.asarray(step.segments), np.asarray(step.positions), self.config.max_positions)
+        if spans is None:
             return self._logprobs(self.params, tokens, step, jnp.float32(temperature))
-        logp, entropy = self.scorer.logprobs(self.params, np.asarray(tokens), runs, float(temperature))
+        logp, entropy = self.scorer.logprobs(self.params, np.asarray(tokens), spans, float(temperature))
         return jnp.asarray(logp), jnp.asarray(entropy)
 
     def hidden_states(

@@ -84,36 +84,29 @@ def prefill(decoder: Decoder, tokens_BT: jax.Array, step: Step, cache: tuple, ru
     return cast(tuple, decoder(tokens_BT, step, cache, runtime)[1])
 
 
-def autoregressive(
-    decoder: Decoder,
-    tokens_B: jax.Array,
-    lengths_B: jax.Array,
-    active_B: jax.Array,
-    cache: tuple,
-    runtime: Runtime,
-    pages_BM: jax.Array | None = None,
-) -> tuple[jax.Array, tuple]:
-    """Feeds one token to every slot and returns (logits float32[B, V] of the next token, cache). Arguments as for
-    `feed`."""
-    hidden, cache = feed(decoder, tokens_B, lengths_B, active_B, cache, runtime, pages_BM)
-    return logits(decoder, hidden, runtime), cache
+def next_token_step(lengths_B: jax.Array, active_B: jax.Array, pages_BM: jax.Array | None = None) -> Step:
+    """Returns the step of one token for every slot.
 
-
-def feed(
-    decoder: Decoder,
-    tokens_B: jax.Array,
-    lengths_B: jax.Array,
-    active_B: jax.Array,
-    cache: tuple,
-    runtime: Runtime,
-    pages_BM: jax.Array | None = None,
-) -> tuple[jax.Array, tuple]:
-    """Feeds one token to every slot and returns (final states [B, E], cache).
-
-    `lengths` counts the tokens already cached, which is the position of `tokens`. Slots that are not active leave the
-    cache as it is. `pages` int32[B, M]: the page table of each row of a paged cache.
+    `lengths` counts the tokens in the cache, so it is the position of the new token. A slot that is not active leaves
+    the cache unchanged. `pages` int32[B, M]: the page table of each row of a paged cache.
     """
-    step = Step(lengths_B[:, None], active_B[:, None].astype(jnp.int32), pages=pages_BM)
+    return Step(lengths_B[:, None], active_B[:, None].astype(jnp.int32), pages=pages_BM)
+
+
+def autoregressive(
+    decoder: Decoder, tokens_B: jax.Array, step: Step, cache: tuple, runtime: Runtime
+) -> tuple[jax.Array, tuple]:
+    """Feeds one token to every slot, with the step of `next_token_step`. Returns (logits float32[B, V] of the token
+    after it, cache)."""
+    states, cache = next_token_states(decoder, tokens_B, step, cache, runtime)
+    return logits(decoder, states, runtime), cache
+
+
+def next_token_states(
+    decoder: Decoder, tokens_B: jax.Array, step: Step, cache: tuple, runtime: Runtime
+) -> tuple[jax.Array, tuple]:
+    """Feeds one token to every slot as `autoregressive` does, without the head. Returns (final states [B, E],
+    cache)."""
     hidden, updated, _ = decoder(tokens_B[:, None], step, cache, runtime)
     return hidden[:, 0], cast(tuple, updated)
 

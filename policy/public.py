@@ -58,8 +58,8 @@ def load(
 
     config = sources.read_config(directory, sections)
     graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
-    params, fresh = model_directory.read_weights(directory, graph, missing=missing, seed=seed)
-    return Model(graph, params, fresh)
+    params, newly_initialized = model_directory.read_weights(directory, graph, missing=missing, seed=seed)
+    return Model(graph, params, newly_initialized)
 
 
 def save(model: Model, directory: str | os.PathLike) -> None:

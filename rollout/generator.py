@@ -150,16 +150,16 @@ class Generator:
         if self.verifier:
             self.verifier.remove(request)
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Clears the prefix cache, so that later calls do not depend on what ran before."""
-        self.engine.forget()
+        self.engine.reset_prefix_cache()
 
     def compile_ahead(self, longest: int, params: Iterable[SamplingParams], *, strict: bool = False) -> int:
         """Compiles every program that prompts of up to `longest` tokens and these parameters need, in parallel;
         returns their number. A program that is needed later and not compiled then logs a warning, or raises
         rollout.engine.runner.LateCompilation if `strict`."""
         widths = sorted({stop_width(len(each.stop_token_ids)) for each in params})
-        longest = self.max_length if self.options.rereads else longest
+        longest = self.max_length if self.options.prefills_completions else longest
         weights, count = self.model.params, 0
         if self.weights and self.weights.reshards:
             self.weights.compile_ahead(weights)
@@ -183,7 +183,7 @@ class Generator:
     @property
     def compiled_ahead(self) -> bool:
         """Whether `compile_ahead` has run."""
-        return self.engine.runner.sealed
+        return self.engine.runner.compiled_ahead
 
     def step(self) -> list[Request]:
         """Runs one turn: collects the output of the last dispatch, fills free slots from the queue, and starts the
@@ -210,9 +210,9 @@ class Generator:
         verifier.add(ended)
         if not verifier.due(waiting=bool(self._queue)):
             return []
-        done, again = verifier.check(self.model.params)
-        self._queue.add(again)
-        return done
+        verified, resumed = verifier.check(self.model.params)
+        self._queue.add(resumed)
+        return verified
 
     def value_by(self, head_E: jax.Array) -> None:
         """Records values by this head, float32[E], from now on. The generator keeps a copy, because an update may
@@ -254,4 +254,4 @@ class Generator:
     @property
     def _params(self) -> dict:
         """Returns the model's current weights, with copies where the options ask for them."""
-        return self.weights.of(self.model.params) if self.weights else self.model.params
+        return self.weights.with_copies(self.model.params) if self.weights else self.model.params

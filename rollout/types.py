@@ -88,7 +88,7 @@ class GeneratorOptions:
     )
 
     @property
-    def rereads(self) -> bool:
+    def prefills_completions(self) -> bool:
         """Whether a completion may be prefilled like a prompt, after a preemption or after a token was replaced."""
         return self.exact or self.cache == "paged"
 
@@ -168,9 +168,8 @@ class Completion:
     finish: "stop" or "length".
     text: with a tokenizer; else None.
     steps: decoder passes that produced it: fewer than tokens if drafts were accepted.
-    routes: under GeneratorOptions.record_routes, the experts of each token of prompt and completion but the last,
-    which is never
-    fed: int[tokens, R, k] by path of the layer, for the R repeats of its stack.
+    routes: under GeneratorOptions.record_routes, the experts of each token of prompt and completion except the last,
+    which is never fed: int[tokens, R, k] by path of the layer, for the R repeats of its stack.
     values: under GeneratorOptions.record_values, the value of the state that each token was drawn from.
     """
 

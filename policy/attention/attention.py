@@ -14,7 +14,7 @@ from policy.attention import flash_attention, paged_attention
 from policy.attention.attention_plan import Keys
 from policy.attention.context_parallel import applies, attend_cut
 from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
-from policy.cache.layer_cache import LayerCache, extend, layout_of
+from policy.cache.layer_cache import LayerCache, extend, row_layout
 from policy.cache.step import Step
 from policy.config import Attention, DecoderConfig, QueryTemperature, Runtime
 from policy.intermediates import LayerAux
@@ -70,9 +70,9 @@ class GroupedQueryAttention(nnx.Module):
         if spec.temperature:
             q = (q * temperature(spec.temperature, step.positions)).astype(q.dtype)
         q, k, v = (checkpoint_name(a, name) for a, name in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
-        q, k, v = (to_cache(a, layout_of(cache, runtime.layout)) for a in (q, k, v))
-        back = min((tokens for tokens in (spec.window, spec.chunk) if tokens), default=None)
-        visible, cache = extend(cache, step, back=back, k=k, v=v)
+        q, k, v = (to_cache(a, row_layout(cache, runtime.layout)) for a in (q, k, v))
+        lookback = min((tokens for tokens in (spec.window, spec.chunk) if tokens), default=None)
+        visible, cache = extend(cache, step, lookback=lookback, k=k, v=v)
         keys, values = visible.arrays["k"], visible.arrays["v"]
         mask = Mask(step, visible, spec.window, spec.chunk)
         sinks = self.sinks[...] if spec.sinks else None

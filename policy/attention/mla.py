@@ -23,7 +23,7 @@ from policy.attention.indexer import IndexedMask, KeyIndexer
 from policy.attention.paged_attention import decode_latent
 from policy.attention.sequence_shards import replicate_length
 from policy.attention.sparse_attention import attend_selected
-from policy.cache.layer_cache import LayerCache, Visible, extend, layout_of
+from policy.cache.layer_cache import LayerCache, Visible, extend, row_layout
 from policy.cache.step import Step
 from policy.config import DecoderConfig, LatentAttention, Runtime
 from policy.intermediates import LayerAux
@@ -103,13 +103,13 @@ class MultiHeadLatentAttention(nnx.Module):
         latent = checkpoint_name(self.kv_a_layernorm(latent), "mla_kv")
         k_rope = rotate(k_rope[:, None], spec.rope, table)
         index_queries, index_keys = self._index(x_BTE, q_latent, step)
-        layout = layout_of(cache, runtime.layout)
+        layout = row_layout(cache, runtime.layout)
         index_keys = None if index_keys is None else to_cache(index_keys, layout)
         new = {} if index_keys is None else {"index": index_keys}
         visible, expanded = None, cache is None or (not new and flash_attention.served(step, x_BTE.dtype, runtime))
         if cache is not None:
             kept = jnp.concatenate([rounded(latent, (-1,), latent.dtype, runtime)[:, None], k_rope], axis=-1)
-            visible, cache = extend(cache, step, back=None, latent=to_cache(kept, layout), **new)
+            visible, cache = extend(cache, step, lookback=None, latent=to_cache(kept, layout), **new)
         if expanded:
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], axis=-1), "query_proj")
             out, aux = self._expanded(q, (latent, k_rope), (index_queries, index_keys), step, cache, runtime)

@@ -80,7 +80,7 @@ def decode_latent(
     rank = spec.kv_lora_rank
     if spec.indexer is not None or rank % pages.LANES or not _served(q_BHTL, cache, "latent", step, runtime):
         return None
-    filling = pages.filled(q_BHTL.shape[-1]) - q_BHTL.shape[-1]
+    filling = pages.padded_dim(q_BHTL.shape[-1]) - q_BHTL.shape[-1]
     q_BHTL = jnp.pad(q_BHTL, [(0, 0)] * 3 + [(0, filling)])
     assert runtime.layout is not None, "a served call has a layout"
     return _over_pages(partial(latent_kernel, rank=rank), q_BHTL, cache, ("latent",), step, runtime.layout)

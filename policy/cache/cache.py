@@ -2,8 +2,11 @@
 
 An entry by position belongs to one token. These entries are contiguous, C for each slot, or lie in pools of pages
 (policy/cache/pages.py); then each call gets a page table of its rows. Both forms store states of fixed size (recurrent
-layers) by slot, and sliding windows too
-(policy/cache/sliding_window.py). policy/cache/layer_cache.py reads and writes the part of one layer.
+layers) and sliding windows (policy/cache/sliding_window.py) by slot. policy/cache/layer_cache.py reads and writes the
+entries of one layer.
+
+The cache of a stack is a tuple of parts. A scanned stack has one part with the entries of all its repeats; an unrolled
+stack has one part per repeat.
 
 A call may write tokens that are rejected later: drafted tokens of speculative decoding. An entry by position needs no
 undo: its position is larger than that of any query, so it is masked, and the next token overwrites it. A state of fixed
@@ -37,13 +40,13 @@ from policy.mesh.sharding import Layout
 AXES = (None, "cache_batch", "cache_heads", None, None)
 
 
-def _each(by_slot: Callable, by_page: Callable, *caches: Any) -> Any:
+def _map_arrays(by_slot: Callable, by_page: Callable, *caches: Any) -> Any:
     """Maps `by_slot` over arrays by slot and `by_page` over pools."""
 
-    def one(leaf, *others):
+    def map_leaf(leaf, *others):
         return (by_page if isinstance(leaf, Pool) else by_slot)(leaf, *others)
 
-    return jax.tree.map(one, *caches, is_leaf=lambda leaf: isinstance(leaf, Pool))
+    return jax.tree.map(map_leaf, *caches, is_leaf=lambda leaf: isinstance(leaf, Pool))
 
 
 def constrained(cache: Any, layout: Layout) -> Any:
@@ -61,7 +64,7 @@ def constrained(cache: Any, layout: Layout) -> Any:
 
 def by_axes(function: Callable, cache: Any) -> Any:
     """Replaces each array by `function(logical axes, array)`."""
-    return _each(partial(function, AXES), lambda pool: jax.tree.map(partial(function, pages.AXES), pool), cache)
+    return _map_arrays(partial(function, AXES), lambda pool: jax.tree.map(partial(function, pages.AXES), pool), cache)
 
 
 def rows_of(cache: Any, slots_B: jax.Array) -> Any:
@@ -69,7 +72,7 @@ def rows_of(cache: Any, slots_B: jax.Array) -> Any:
 
     A slot past the end gives the entries of some other slot.
     """
-    return _each(lambda array: array.at[:, slots_B].get(mode="clip"), lambda pool: pool, cache)
+    return _map_arrays(lambda array: array.at[:, slots_B].get(mode="clip"), lambda pool: pool, cache)
 
 
 def with_rows(cache: Any, rows: Any, slots_B: jax.Array) -> Any:
@@ -81,25 +84,25 @@ def with_rows(cache: Any, rows: Any, slots_B: jax.Array) -> Any:
     def put(array, row):
         return array.at[:, slots_B].set(row, mode="drop", unique_indices=True)
 
-    return _each(put, lambda before, after: before if after is None else after, cache, rows)
+    return _map_arrays(put, lambda before, after: before if after is None else after, cache, rows)
 
 
 def without_pools(cache: Any) -> Any:
-    """Returns the arrays by slot, with None in the place of each pool."""
-    return _each(lambda array: array, lambda pool: None, cache)
+    """Returns the arrays by slot, with None instead of each pool."""
+    return _map_arrays(lambda array: array, lambda pool: None, cache)
 
 
 def with_arrays(cache: Any, arrays: Any) -> Any:
     """Returns `cache` with its arrays by slot replaced by `arrays`, a result of `without_pools`. Writes nothing."""
-    return _each(lambda before, after: after, lambda pool, _: pool, cache, arrays)
+    return _map_arrays(lambda before, after: after, lambda pool, _: pool, cache, arrays)
 
 
-def copy_pages(cache: Any, source_n: jax.Array, to_n: jax.Array) -> Any:
-    """Copies page source[i] over page to[i], as a row needs before it writes into a page that it shares.
+def copy_pages(cache: Any, source_n: jax.Array, target_n: jax.Array) -> Any:
+    """Copies page source[i] over page target[i], as a row needs before it writes into a page that it shares.
 
     Numbers past the end, all different, are skipped.
     """
-    return _each(lambda array: array, lambda pool: pages.copy(pool, source_n, to_n), cache)
+    return _map_arrays(lambda array: array, lambda pool: pages.copy(pool, source_n, target_n), cache)
 
 
 def create(
@@ -121,10 +124,10 @@ def create(
     routes: whether layers with experts store which experts computed each token; the runtime then has to record them.
     """
 
-    kind = length, dtype, quantization, routes
+    storage = length, dtype, quantization, routes
 
     def part(stack, repeats):
-        return tuple(_empty(spec, config, (repeats, slots), kind) for spec in stack.pattern)
+        return tuple(_empty(spec, config, (repeats, slots), storage) for spec in stack.pattern)
 
     return tuple(
         (part(stack, stack.repeats),) if scan else tuple(part(stack, 1) for _ in range(stack.repeats))
@@ -132,20 +135,20 @@ def create(
     )
 
 
-def _empty(spec: LayerSpec, config: DecoderConfig, first: tuple[int, int], kind: tuple) -> dict[str, CacheArray]:
-    """Makes the arrays of a layer, [*first, K, C, D]. `kind`: (length or pages, dtype, quantization[, routes])."""
-    length, *options = kind
-    length, room = length if isinstance(length, WithSlidingWindows) else (length, None)
+def _empty(spec: LayerSpec, config: DecoderConfig, leading: tuple[int, int], storage: tuple) -> dict[str, CacheArray]:
+    """Makes the arrays of a layer, [*leading, K, C, D]. `storage`: (length or pages, dtype, quantization[, routes])."""
+    length, *options = storage
+    length, call_tokens = length if isinstance(length, WithSlidingWindows) else (length, None)
 
     def array(entry: Entry) -> CacheArray:
-        if room is not None and entry.window is not None:
-            window = entry.window + room
+        if call_tokens is not None and entry.window is not None:
+            window = entry.window + call_tokens
             if isinstance(length, Pages) or length > window:
-                return WindowEntries(jnp.zeros((*first, entry.heads, window, entry.dim), entry.dtype))
+                return WindowEntries(jnp.zeros((*leading, entry.heads, window, entry.dim), entry.dtype))
         if entry.length is None and isinstance(length, Pages):
-            return pages.empty(entry.heads, first[0], length, entry.dim, entry.dtype)
+            return pages.empty(entry.heads, leading[0], length, entry.dim, entry.dtype)
         C = length if entry.length is None else entry.length
-        return jnp.zeros((*first, entry.heads, C, entry.dim), entry.dtype)
+        return jnp.zeros((*leading, entry.heads, C, entry.dim), entry.dtype)
 
     return {name: array(entry) for name, entry in stored_entries(spec, config, *options).items()}
 
@@ -162,25 +165,25 @@ class Drafts(NamedTuple):
 
 
 def supports_truncation(spec: LayerSpec, config: DecoderConfig) -> bool:
-    """Tells whether the same positions may be fed to a layer again: it stores no state of fixed size."""
+    """Whether the same positions may be fed to a layer again: it stores no state of fixed size."""
     return all(entry.length is None for entry in entries(spec, config).values())
 
 
-def create_drafts(config: DecoderConfig, slots: int, kind: tuple, *, modules: int, window: int) -> Drafts:
+def create_drafts(config: DecoderConfig, slots: int, storage: tuple, *, modules: int, window: int) -> Drafts:
     """Makes empty `Drafts` for the first `modules` prediction modules, with W = `window`.
 
-    kind: (length of the cache, its dtype, its quantization).
+    storage: (length of the cache, its dtype, its quantization).
     """
     assert config.multi_token_prediction is not None, "drafts need prediction modules"
     spec = config.multi_token_prediction.layer
-    layers = tuple(_empty(spec, config, (1, slots), kind) for _ in range(modules))
-    return Drafts(layers, jnp.zeros((1, slots, 1, window, config.hidden_size), kind[1]))
+    layers = tuple(_empty(spec, config, (1, slots), storage) for _ in range(modules))
+    return Drafts(layers, jnp.zeros((1, slots, 1, window, config.hidden_size), storage[1]))
 
 
 def commit(cache: tuple, aux: Aux, counts_S: jax.Array) -> tuple:
     """Returns the cache after a tentative call in which the first counts[s] tokens of slot s are accepted (0: none)."""
 
-    def chosen(before_RSKCD, after_RSTKCD):
+    def last_accepted(before_RSKCD, after_RSTKCD):
         index = jnp.maximum(counts_S - 1, 0)[None, :, None, None, None, None]
         after = jnp.take_along_axis(after_RSTKCD, index, axis=2)[:, :, 0].astype(before_RSKCD.dtype)
         return jnp.where((counts_S > 0)[None, :, None, None, None], after, before_RSKCD)
@@ -188,7 +191,7 @@ def commit(cache: tuple, aux: Aux, counts_S: jax.Array) -> tuple:
     def layer(arrays, states, r):
         """r: number of the part, which holds one repeat if there are several."""
         after = {name: a[r * len(arrays[name]) : (r + 1) * len(arrays[name])] for name, a in (states or {}).items()}
-        return arrays | {name: chosen(arrays[name], a) for name, a in after.items()}
+        return arrays | {name: last_accepted(arrays[name], a) for name, a in after.items()}
 
     return tuple(
         tuple(
@@ -203,23 +206,23 @@ def insert(cache: tuple, prefix: tuple, slots: jax.Array, step: Step | None = No
     """Copies row b of `prefix` to slot slots[b] of `cache`. Slots past the end, all different, are skipped.
 
     prefix: a contiguous cache of the T tokens of `step`, from position 0 on. States of fixed size have the same shape
-    in both caches and are copied completely. Sliding windows must have room for T tokens. Pools take the entries that
-    are not padding to the step's pages.
+    in both caches and are copied completely. Sliding windows must have entries for T tokens. Pools take the entries
+    that are not padding to the step's pages.
     """
 
-    def copy(into, source):
-        return into.at[:, slots, :, : source.shape[3]].set(source, mode="drop", unique_indices=True)
+    def copy(target, source):
+        return target.at[:, slots, :, : source.shape[3]].set(source, mode="drop", unique_indices=True)
 
-    def one(into, source):
-        match into:
+    def copy_leaf(target, source):
+        match target:
             case Pool():
                 assert step is not None and step.pages is not None, "a paged cache needs the pages of its rows"
-                return pages.insert(into, step.pages, step, source)
+                return pages.insert(target, step.pages, step, source)
             case WindowEntries():
-                return WindowEntries(copy(into.array, source))
-        return copy(into, source)
+                return WindowEntries(copy(target.array, source))
+        return copy(target, source)
 
-    return jax.tree.map(one, cache, prefix, is_leaf=lambda leaf: isinstance(leaf, Pool | WindowEntries))
+    return jax.tree.map(copy_leaf, cache, prefix, is_leaf=lambda leaf: isinstance(leaf, Pool | WindowEntries))
 
 
 def routes(cache: tuple, row: jax.Array, pages_M: jax.Array | None = None) -> dict[str, jax.Array]:
@@ -228,14 +231,14 @@ def routes(cache: tuple, row: jax.Array, pages_M: jax.Array | None = None) -> di
     pages_M: the row's pages; None if the cache is contiguous.
     """
 
-    def of(array):
+    def routes_of(array):
         if not isinstance(array, Pool):
             return jnp.swapaxes(array[:, row, 0], 0, 1)
         routes_MRPk = array.array.at[0, :, pages_M].get(mode="promise_in_bounds")[..., : array.dim]
         return jnp.swapaxes(routes_MRPk, 1, 2).reshape(-1, routes_MRPk.shape[1], array.dim)
 
     return {
-        f"stacks.{s}.layers.{i}": jnp.concatenate([of(part[i][ROUTES]) for part in parts], axis=1)
+        f"stacks.{s}.layers.{i}": jnp.concatenate([routes_of(part[i][ROUTES]) for part in parts], axis=1)
         for s, parts in enumerate(cache)
         for i, arrays in enumerate(parts[0])
         if ROUTES in arrays
@@ -253,7 +256,7 @@ def bytes_per_token(config: DecoderConfig, dtype: DTypeLike, quantization: Store
 def bytes_per_page(config: DecoderConfig, size: int, dtype: DTypeLike, quantization: StoredType | None = None) -> int:
     """Counts the bytes of a page of `size` tokens, over all layers, padding of entries included."""
     stored = (e for e in _all_stored(config, dtype, quantization) if e.length is None)
-    return size * sum(e.heads * pages.filled(e.dim) * e.bits for e in stored) // 8
+    return size * sum(e.heads * pages.padded_dim(e.dim) * e.bits for e in stored) // 8
 
 
 def bytes_per_slot(config: DecoderConfig, dtype: DTypeLike) -> int:

@@ -1,4 +1,4 @@
-"""The part of a cache that one layer reads and writes in a call.
+"""The entries that one layer reads and writes in a call.
 
 A layer hands its new keys and values (or latents) to `extend` and gets back everything visible; it never asks for a
 mode. Without a cache the tokens of the call itself are visible. With a cache, the entries of earlier calls are visible
@@ -52,7 +52,7 @@ class LayerCache:
     arrays: arrays [R, S, K, C, D] by name; this layer owns [index]. In a paged cache entries by position are in pools,
         and this layer owns pages [:, index].
     table: int32[B, M], the pages of the rows of the call, for a paged cache.
-    layout: how a mesh cuts rows and pages.
+    layout: how a mesh shards rows and pages.
     anywhere: `Step.anywhere` of the call.
     """
 
@@ -68,7 +68,7 @@ class LayerCache:
         return cls(arrays, index, step.pages, layout, step.anywhere)
 
 
-def layout_of(cache: LayerCache | None, layout: Layout | None) -> Layout | None:
+def row_layout(cache: LayerCache | None, layout: Layout | None) -> Layout | None:
     """Returns the layout that routes queries and new entries to cache rows.
 
     None: queries and entries stay on their devices, and devices read the pages of all rows.
@@ -77,64 +77,67 @@ def layout_of(cache: LayerCache | None, layout: Layout | None) -> Layout | None:
 
 
 def extend(
-    cache: LayerCache | None, step: Step, *, back: int | None = None, **new: jax.Array
+    cache: LayerCache | None, step: Step, *, lookback: int | None = None, **new: jax.Array
 ) -> tuple[Visible, LayerCache | None]:
     """Adds `new` ([B, K, T, D] each, row b for slot b) at the step's positions. Returns everything visible and the
     cache.
 
-    back: how many tokens a query looks back at most, itself included. Only the pages that such queries see are then
+    lookback: how many tokens a query looks back at most, itself included. Only the pages that such queries see are then
     read.
 
     Padding is not written: its position is moved past the end and the scatter drops it. Entries past a query's own
-    position may be left over from an earlier owner of the slot; attention masks them, because their position is larger.
+    position may be left over from an earlier request in the slot; attention masks them, because their position is
+    larger.
     """
     if cache is None:
         return Visible(new, step.positions, step.segments), None
     arrays: dict[str, CacheArray] = {}
-    seen: dict[str, jax.Array] = {}
+    visible: dict[str, jax.Array] = {}
     B, T = step.positions.shape
     rows = jnp.arange(B)[:, None]
     # XLA makes a slice update of a scatter of one entry, which on CPU costs three copies of the array in every step of
     # a loop. A second entry, past the end, keeps it a scatter in place.
-    more = B * T == 1 and isinstance(cache.index, int)
-    looking, first = cache, 0
-    if cache.table is not None and back is not None and isinstance(pool := cache.arrays[next(iter(new))], Pool):
-        table, first = pages.looking_back(cache.table, step, back, pool.array.shape[3])
-        looking = replace(cache, table=table)
+    pad_index = B * T == 1 and isinstance(cache.index, int)
+    read_cache, first_position = cache, 0
+    if cache.table is not None and lookback is not None and isinstance(pool := cache.arrays[next(iter(new))], Pool):
+        table, first_position = pages.visible_table(cache.table, step, lookback, pool.array.shape[3])
+        read_cache = replace(cache, table=table)
     for name, value in new.items():
-        for part, written in _parts(cache.arrays, name, value).items():
-            array = cache.arrays[part]
+        for stored_name, written in _stored_form(cache.arrays, name, value).items():
+            array = cache.arrays[stored_name]
             if isinstance(array, Pool | WindowEntries):
-                arrays[part] = _write(cache, array, step, written)
+                arrays[stored_name] = _write(cache, array, step, written)
                 continue
-            at = jnp.where(step.segments != 0, step.positions, array.shape[3] + jnp.arange(T))
+            positions = jnp.where(step.segments != 0, step.positions, array.shape[3] + jnp.arange(T))
             written = jnp.swapaxes(written, 1, 2).astype(array.dtype)
-            if more:
-                at = jnp.pad(at, ((0, 0), (0, 1)), constant_values=array.shape[3] + 1)
+            if pad_index:
+                positions = jnp.pad(positions, ((0, 0), (0, 1)), constant_values=array.shape[3] + 1)
                 written = jnp.repeat(written, 2, axis=1)
-            arrays[part] = array.at[cache.index, rows, :, at].set(written, mode="drop", unique_indices=True)
-        seen[name] = read(arrays, name, partial(_all_entries, looking), value.dtype)
-    length, cache = next(iter(seen.values())).shape[2], replace(cache, arrays=cache.arrays | arrays)
+            arrays[stored_name] = array.at[cache.index, rows, :, positions].set(
+                written, mode="drop", unique_indices=True
+            )
+        visible[name] = read(arrays, name, partial(_all_entries, read_cache), value.dtype)
+    length, cache = next(iter(visible.values())).shape[2], replace(cache, arrays=cache.arrays | arrays)
     if isinstance(next(iter(arrays.values())), WindowEntries):
         positions = sliding_window.positions(step, length)
-        return Visible(seen, positions, (positions >= 0).astype(jnp.int32)), cache
-    positions = first + jnp.broadcast_to(jnp.arange(length), (B, length))
-    return Visible(seen, positions, jnp.ones_like(positions)), cache
+        return Visible(visible, positions, (positions >= 0).astype(jnp.int32)), cache
+    positions = first_position + jnp.broadcast_to(jnp.arange(length), (B, length))
+    return Visible(visible, positions, jnp.ones_like(positions)), cache
 
 
-def remember(cache: LayerCache | None, step: Step, routes_BTK: jax.Array | None) -> LayerCache | None:
+def write_routes(cache: LayerCache | None, step: Step, routes_BTK: jax.Array | None) -> LayerCache | None:
     """Writes the experts of the step's tokens, if the cache stores them. Returns the cache."""
     if cache is None or ROUTES not in cache.arrays:
         return cache
     assert routes_BTK is not None, "a cache that stores routes needs a runtime that records them"
-    return extend(cache, step, back=None, **{ROUTES: routes_BTK[:, None]})[1]
+    return extend(cache, step, lookback=None, **{ROUTES: routes_BTK[:, None]})[1]
 
 
-def take(cache: LayerCache, name: str, at_BTk: jax.Array, dtype: DTypeLike) -> jax.Array:
+def gather_entries(cache: LayerCache, name: str, at_BTk: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Reads the entries at positions `at` of an array with one head, row b of slot b: [B, T, k, D].
 
     The entries are read in place: slicing the layer out of a stacked array first would copy all of it. Slots are a
-    batch dimension of the gather: with an index for them, a mesh that cuts the cache by slots would exchange it.
+    batch dimension of the gather: with an index for them, a mesh that shards the cache by slots would exchange it.
     """
     dims = jax.lax.GatherDimensionNumbers(
         offset_dims=(3,),
@@ -174,7 +177,7 @@ def _write(cache: LayerCache, array: Pool | WindowEntries, step: Step, value_BKT
 
 
 def _all_entries(cache: LayerCache, array: CacheArray) -> jax.Array:
-    """Returns the layer's part of one of its arrays for every row of a call: [B, K, C, D]."""
+    """Returns all entries of one array of the layer, for every row of a call: [B, K, C, D]."""
     match array:
         case Pool():
             assert cache.table is not None, "a pool is read by the table of the call"
@@ -184,7 +187,7 @@ def _all_entries(cache: LayerCache, array: CacheArray) -> jax.Array:
     return cast(jax.Array, array)[cache.index]
 
 
-def _parts(arrays: dict[str, CacheArray], name: str, value: jax.Array) -> dict[str, jax.Array]:
+def _stored_form(arrays: dict[str, CacheArray], name: str, value: jax.Array) -> dict[str, jax.Array]:
     """Returns the arrays that the cache stores for `value`, by name: itself, or quantised values and scales."""
     if f"{name}.scale" not in arrays:
         return {name: value}

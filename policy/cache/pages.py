@@ -5,12 +5,12 @@ it: seen as [K, R N, P, D], which is the same memory, page n of layer r is numbe
 read the pool itself: to slice a layer out of it would copy the layer.
 
 A table int32[B, M] names the pages of each row in the order of its tokens: position p is entry p % P of page table[b, p
-// P]. Rows may share pages that none of them writes. Page 0 belongs to no row, so that 0 fills up the rows of a table.
+// P]. Rows may share pages that none of them writes. Page 0 belongs to no row: it pads the rows of a table.
 Writes at padding and past the end of a table are dropped.
 
-On a mesh that cuts the rows of a call, the pages of a pool are cut the same way, N / n to each of the n parts of the
-rows. Page numbers count over the full pool; a device reads its own part only, so a row's pages must lie in the part of
-the pool that goes with its part of the rows.
+On a mesh that shards the rows of a call, the pages of a pool are sharded the same way, N / n to each of the n shards.
+Page numbers count over the full pool; a device reads its own shard only, so a row's pages must lie in the shard of the
+pool that goes with its shard of the rows.
 
 Shapes: K heads, R repeats of a stack, N pages, P tokens of a page, D head dimension, B rows, T tokens, M pages of a
 row.
@@ -41,7 +41,7 @@ class Pages(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pool:
-    """The entries of one name for all layers of a stack part: [K, R, N, P, `filled(D)`]; `dim` is D."""
+    """The entries of one name for all layers of a stack part: [K, R, N, P, `padded_dim(D)`]; `dim` is D."""
 
     array: jax.Array
     dim: int = field(metadata={"static": True})
@@ -53,7 +53,7 @@ LANES = 128
 AXES = ("cache_heads", None, "cache_batch", None, None)
 
 
-def filled(dim: int) -> int:
+def padded_dim(dim: int) -> int:
     """Returns the stored numbers of an entry: more than 128 are padded to a multiple of 128 lanes.
 
     A TPU pads them anyway if the entries of a page are to lie together. Left at 576, the compiler orders the pool by
@@ -64,7 +64,7 @@ def filled(dim: int) -> int:
 
 def empty(heads: int, repeats: int, pages: Pages, dim: int, dtype: DTypeLike | None) -> Pool:
     """Makes a pool of zeros."""
-    return Pool(jnp.zeros((heads, repeats, *pages, filled(dim)), dtype), dim)
+    return Pool(jnp.zeros((heads, repeats, *pages, padded_dim(dim)), dtype), dim)
 
 
 def write(
@@ -72,35 +72,38 @@ def write(
 ) -> Pool:
     """Writes entries of layer number `layer` at the step's positions. Padding is dropped. Returns the pool.
 
-    Where a mesh cuts rows and pages (`layout`), each device writes the entries of its own rows; the partitioner would
+    Where a mesh shards rows and pages (`layout`), each device writes the entries of its own rows; the partitioner would
     send the entries of all rows to all devices.
     """
-    page_BT, offset_BT = _places(pool, table_BM, step)
-    cut, rows = _cut(pool, len(table_BM), layout, step.anywhere)
+    page_BT, offset_BT = _page_and_offset(pool, table_BM, step)
+    pool_spec, row_axes = _specs(pool, len(table_BM), layout, step.anywhere)
     number = pool.array.shape[2]
 
     def put(array, layer, page_BT, offset_BT, value_BKTD):
         # Heads are indices too: a window over them makes a TPU lay the pool out by it, with a copy before and after.
         head, size = jnp.arange(array.shape[0])[:, None, None], array.shape[2]
-        own = jnp.where(page_BT < number, page_BT % size, page_BT - number + size)
-        return _put(replace(pool, array=array), (head, layer, own, offset_BT), jnp.swapaxes(value_BKTD, 0, 1)).array
+        local_page = jnp.where(page_BT < number, page_BT % size, page_BT - number + size)
+        return _put(
+            replace(pool, array=array), (head, layer, local_page, offset_BT), jnp.swapaxes(value_BKTD, 0, 1)
+        ).array
 
-    if rows is not None:
-        assert layout is not None and cut is not None
-        specs = (cut, PartitionSpec(), PartitionSpec(rows), PartitionSpec(rows), PartitionSpec(rows, cut[0]))
-        put = jax.shard_map(put, mesh=layout.mesh, in_specs=specs, out_specs=cut, check_vma=False)
+    if row_axes is not None:
+        assert layout is not None and pool_spec is not None
+        by_row = PartitionSpec(row_axes)
+        specs = (pool_spec, PartitionSpec(), by_row, by_row, PartitionSpec(row_axes, pool_spec[0]))
+        put = jax.shard_map(put, mesh=layout.mesh, in_specs=specs, out_specs=pool_spec, check_vma=False)
     return replace(pool, array=put(pool.array, jnp.asarray(layer), page_BT, offset_BT, value_BKTD))
 
 
 def insert(pool: Pool, table_BM: jax.Array, step: Step, value_RBKTD: jax.Array) -> Pool:
     """Writes entries of all layers at the step's positions. Padding is dropped. Returns the pool."""
     K, R = pool.array.shape[:2]
-    page_BT, offset_BT = _places(pool, table_BM, step)
+    page_BT, offset_BT = _page_and_offset(pool, table_BM, step)
     head, layer = jnp.arange(K)[:, None, None, None], jnp.arange(R)[:, None, None]
     return _put(pool, (head, layer, page_BT, offset_BT), jnp.moveaxis(value_RBKTD, 2, 0))
 
 
-def _places(pool: Pool, table_BM: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
+def _page_and_offset(pool: Pool, table_BM: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
     """Returns (page, offset in it) of the step's positions, int32[B, T] each.
 
     Padding gets distinct pages past the last one.
@@ -108,10 +111,10 @@ def _places(pool: Pool, table_BM: jax.Array, step: Step) -> tuple[jax.Array, jax
     B, T = step.positions.shape
     N, P, M = *pool.array.shape[2:4], table_BM.shape[1]
     column = step.positions // P
-    kept = (step.segments != 0) & (column < M)
+    in_table = (step.segments != 0) & (column < M)
     page = jnp.take_along_axis(table_BM, jnp.minimum(column, M - 1), axis=1)
-    beyond = N + jnp.arange(B * T, dtype=page.dtype).reshape(B, T)  # each its own, so that indices are unique
-    return jnp.where(kept, page, beyond), step.positions % P
+    beyond = N + jnp.arange(B * T, dtype=page.dtype).reshape(B, T)  # all different, so that indices are unique
+    return jnp.where(in_table, page, beyond), step.positions % P
 
 
 def _put(pool: Pool, at: tuple, value: jax.Array) -> Pool:
@@ -120,18 +123,20 @@ def _put(pool: Pool, at: tuple, value: jax.Array) -> Pool:
     return replace(pool, array=array.at[at].set(written.astype(array.dtype), mode="drop", unique_indices=True))
 
 
-def looking_back(table_BM: jax.Array, step: Step, back: int, size: int) -> tuple[jax.Array, jax.Array | int]:
-    """Returns (the part of a table that the step's queries see, the position of its first entry, int32[B, 1] or 0).
+def visible_table(table_BM: jax.Array, step: Step, lookback: int, size: int) -> tuple[jax.Array, jax.Array | int]:
+    """Returns (the columns of a table that the step's queries see, the position of their first entry).
 
-    back: how many tokens a query looks back at most, itself included. size: tokens of a page. The tokens of a row
+    The position is int32[B, 1], or 0 for the complete table.
+
+    lookback: how many tokens a query looks back at most, itself included. size: tokens of a page. The tokens of a row
     follow one another.
     """
     T, M = step.positions.shape[1], table_BM.shape[1]
-    columns = -(-(back + T - 1 + size - 1) // size)
+    columns = -(-(lookback + T - 1 + size - 1) // size)
     if columns >= M:
         return table_BM, 0
     lowest = jnp.min(jnp.where(step.segments != 0, step.positions, M * size), axis=1, keepdims=True)
-    first = jnp.clip((lowest - back + 1) // size, 0, M - columns)
+    first = jnp.clip((lowest - lookback + 1) // size, 0, M - columns)
     return jnp.take_along_axis(table_BM, first + jnp.arange(columns), axis=1), first * size
 
 
@@ -169,48 +174,49 @@ def _read(
     pool: Pool,
     layer: jax.Array | int,
     number: jax.Array,
-    per: int,
+    per_page: int,
     layout: Layout | None,
     anywhere: bool,
 ) -> jax.Array:
-    """Returns read(array, layer, number [B, ...], mode) [B, ...]. The numbers count pages, or entries if `per` is P.
+    """Returns read(array, layer, number [B, ...], mode) [B, ...]. The numbers count pages, or entries if
+    `per_page` is P.
 
-    For a pool that the mesh cuts, the partitioner would send all pages of the layer to all devices. Here each device
-    reads its own rows from its own pages. Where a row's pages may lie `anywhere`, or there are too few rows to be cut,
-    each device reads its part for all rows, and the parts are summed.
+    For a pool that the mesh shards, the partitioner would send all pages of the layer to all devices. Here each device
+    reads its own rows from its own pages. Where a row's pages may lie `anywhere`, or there are too few rows to be
+    sharded, each device reads its shard for all rows, and the results are summed.
     """
-    cut, rows = _cut(pool, len(number), layout, anywhere)
-    if cut is None:
+    pool_spec, row_axes = _specs(pool, len(number), layout, anywhere)
+    if pool_spec is None:
         return read(pool.array, layer, number, "promise_in_bounds")
     assert layout is not None
 
     def local(array, layer, number):
-        size = array.shape[2] * per
-        if rows:
+        size = array.shape[2] * per_page
+        if row_axes:
             return read(array, layer, number % size, "promise_in_bounds")
-        own = jnp.where(number // size == jax.lax.axis_index(cut[2]), number % size, size)
-        return jax.lax.psum(read(array, layer, own, "fill"), cut[2])
+        local_page = jnp.where(number // size == jax.lax.axis_index(pool_spec[2]), number % size, size)
+        return jax.lax.psum(read(array, layer, local_page, "fill"), pool_spec[2])
 
-    specs, out = (cut, PartitionSpec(), PartitionSpec(rows)), PartitionSpec(rows, cut[0])
+    specs, out = (pool_spec, PartitionSpec(), PartitionSpec(row_axes)), PartitionSpec(row_axes, pool_spec[0])
     run = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=out, check_vma=False)
     return run(pool.array, jnp.asarray(layer), number)
 
 
-def _cut(
+def _specs(
     pool: Pool, rows: int, layout: Layout | None, anywhere: bool
 ) -> tuple[PartitionSpec | None, tuple[str, ...] | None]:
-    """Returns (how the mesh cuts a pool, how it cuts so many rows).
+    """Returns (the sharding of a pool, the mesh axes that shard so many rows).
 
-    The first is None where the pages are not cut; the second is None where rows are not cut as their pages are.
+    The first is None where the pages are not sharded; the second is None where rows are not sharded as their pages are.
     """
-    cut = None if layout is None or layout.mesh.size == 1 else layout.spec(AXES, pool.array.shape)
-    if layout is None or cut is None or cut[2] is None:
+    spec = None if layout is None or layout.mesh.size == 1 else layout.spec(AXES, pool.array.shape)
+    if layout is None or spec is None or spec[2] is None:
         return None, None
-    over = layout.spec(("cache_batch",), (rows,))[0]
-    return cut, None if anywhere or over != cut[2] else over
+    row_axes = layout.spec(("cache_batch",), (rows,))[0]
+    return spec, None if anywhere or row_axes != spec[2] else row_axes
 
 
-def copy(pool: Pool, source_n: jax.Array, to_n: jax.Array) -> Pool:
-    """Copies page source[i] over page to[i], in every layer. Numbers past the end, all different, are skipped."""
+def copy(pool: Pool, source_n: jax.Array, target_n: jax.Array) -> Pool:
+    """Copies page source[i] over page target[i], in every layer. Numbers past the end, all different, are skipped."""
     copied = pool.array.at[:, :, source_n].get(mode="clip")
-    return replace(pool, array=pool.array.at[:, :, to_n].set(copied, mode="drop", unique_indices=True))
+    return replace(pool, array=pool.array.at[:, :, target_n].set(copied, mode="drop", unique_indices=True))

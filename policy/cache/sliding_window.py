@@ -1,7 +1,8 @@
-"""The sliding-window cache of layers that look back a limited number of tokens: window + room entries per slot.
+"""The sliding-window cache of layers that look back a limited number of tokens: window + call_tokens entries per
+slot.
 
-Position p is entry p % C and replaces position p - C. `room` is the largest number of tokens of one call, including
-those that `commit` may take back: all of them are written before the first of them looks back. So no entry that a query
+Position p is entry p % C and replaces position p - C. `call_tokens` is the largest number of tokens of one call,
+including those that `commit` may take back: all of them are written before the first of them looks back. So no entry that a query
 may see is overwritten, and an entry that was taken back has a position that no query sees. Entries belong to their
 slot, as states of fixed size do: rows that share their first tokens each have a copy.
 
@@ -21,10 +22,11 @@ from policy.cache.step import Step
 
 
 class WithSlidingWindows(NamedTuple):
-    """The length (or pages) of a cache whose windowed layers store window + `room` entries where that is shorter."""
+    """The length (or pages) of a cache whose windowed layers store window + `call_tokens` entries where that is
+    shorter."""
 
     length: int | Pages
-    room: int
+    call_tokens: int
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +45,7 @@ def write(entries: WindowEntries, layer: jax.Array | int, step: Step, value_BKTD
     (B, T), C = step.positions.shape, entries.array.shape[3]
     if T > C:
         raise ValueError(
-            f"a call of {T} tokens over a sliding-window cache of {C} entries; make the cache with more room"
+            f"a call of {T} tokens over a sliding-window cache of {C} entries; make the cache with more call_tokens"
         )
     at = jnp.where(step.segments != 0, step.positions % C, C + jnp.arange(T))
     written = jnp.swapaxes(value_BKTD, 1, 2).astype(entries.array.dtype)

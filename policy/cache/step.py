@@ -29,8 +29,8 @@ class Step:
     contiguous: queries look at nothing before this call, and each segment is one run of tokens whose positions count by
         one. Order and segments alone then decide which keys a query sees.
     balanced: `contiguous` was true before the tokens were put into the balanced order of
-    policy/attention/sequence_shards.py. anywhere: rows are not slots, and on a mesh their pages may lie in any part of
-    the pool.
+        policy/attention/sequence_shards.py.
+    anywhere: rows are not slots, and on a mesh their pages may lie in any shard of the pool.
     """
 
     positions: jax.Array

@@ -1,4 +1,4 @@
-"""A cache of compiled programs that knows what memory each takes."""
+"""A cache of compiled programs, with the memory that each program takes."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ class Memory:
         )
         outputs = analysis.output_size_in_bytes - aliased
         # The CPU compiler's peak leaves temporaries out.
-        known = 0 if platform == "cpu" else getattr(analysis, "peak_memory_in_bytes", 0)
+        reported_peak = 0 if platform == "cpu" else getattr(analysis, "peak_memory_in_bytes", 0)
         # Other compilers' peaks include arrays in host memory.
-        everything = arguments + temporaries + outputs
-        return cls(arguments, temporaries, outputs, aliased, min(known or everything, everything))
+        total = arguments + temporaries + outputs
+        return cls(arguments, temporaries, outputs, aliased, min(reported_peak or total, total))
 
 
 class CompiledCache:
-    """The compiled programs of one jitted function, which say what memory they take. jit alone would compile a second
-    time for that.
+    """The compiled programs of one jitted function, and the memory that they take. With jit alone, the memory analysis
+    would compile each program a second time.
 
     A call compiles when jit would: once for each kind of arguments (shapes, dtypes and shardings of all arrays). A
-    caller whose programs differ in one known shape uses `run`, which looks at no array.
+    caller whose programs differ in one known shape uses `run`, which looks at no argument.
 
-    memory: the memory of each program, by its shape. After a call: the shape of the first array of the second
-    argument, which is what is computed on, after the weights; or what `shape_of` makes of the arguments.
+    memory: the memory of each program, by its shape. For calls, the shape of a program is the result of `shape_of`; by
+    default the shape of the first array of the second argument, which follows the weights.
     """
 
     def __init__(self, jitted, platform: str, *, shape_of: Callable[..., Shape] | None = None):
@@ -93,8 +93,8 @@ class CompiledCache:
         self._compile(_key(arguments, static), self._shape_of(*arguments), arguments, static)
 
     def run(self, shape: Shape, *arguments: Any) -> Any:
-        """Computes the function by the program of this shape; the first arguments of a shape decide for what it is
-        compiled."""
+        """Computes the function with the program of this shape. The first call with a shape compiles the program for
+        its arguments."""
         compiled = self._compiled.get(shape)
         if compiled is None:
             compiled = self._compile(shape, shape, arguments, {})
@@ -133,13 +133,13 @@ def _shape_of_second(*arguments: Any) -> Shape:
 
 def _key(arguments: tuple, static: dict[str, Any]) -> tuple:
     leaves, structure = jax.tree.flatten(arguments)
-    return (structure, *static.items(), *map(_kind, leaves))
+    return (structure, *static.items(), *map(_signature, leaves))
 
 
-def _kind(leaf) -> tuple:
+def _signature(leaf) -> tuple:
     """Returns the properties of an argument that a program depends on.
 
     It runs for every leaf at every call: reading attributes takes half the time of `isinstance` and `jnp.shape`.
     """
-    place = leaf.sharding if getattr(leaf, "committed", False) else None
-    return getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf)), getattr(leaf, "weak_type", False), place
+    sharding = leaf.sharding if getattr(leaf, "committed", False) else None
+    return getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf)), getattr(leaf, "weak_type", False), sharding

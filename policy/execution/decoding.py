@@ -16,8 +16,8 @@ import qwix
 from policy.model import Graph
 from policy.ops.projection import Projection, make_projections
 
-# Weights of one module that read the same input: one product in place of two or three.
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj"))
+# Weights of one module that read the same input. Decoding fuses them into one product.
+FUSED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj"))
 # A weight that is read in parts, not by a product of its own (policy/attention/mla.py).
 NOT_PRODUCTS = ("kv_b_proj",)
 
@@ -38,49 +38,49 @@ class Repeats:
 def prepare_for_decoding(graph: Graph, params: dict[str, jax.Array], rows: int) -> dict[str, Any]:
     """Prepares `params` for steps of `rows` tokens, on CPU with unrolled layers. Call it outside the loop of the steps.
 
-    Float32 weights on one device are joined and transposed; others are only split into repeats.
+    Float32 weights on one device are fused and transposed; others are only split into repeats.
     """
-    plain = graph.runtime.dtype == "float32" and graph.runtime.quantization is None and graph.layout.mesh.size == 1
+    can_fuse = graph.runtime.dtype == "float32" and graph.runtime.quantization is None and graph.layout.mesh.size == 1
     prepared: dict[str, Any] = dict(params)
     for path in params:
         if path.startswith("stacks.") and isinstance(prepared[path], (jax.Array, qwix.QArray)):
-            joined = _group(graph, params, path) if plain else []
-            prepared |= _joined(graph, params, joined, rows) if joined else {path: _cut(params[path])}
+            fused = _fused_with(graph, params, path) if can_fuse else []
+            prepared |= _fuse(graph, params, fused, rows) if fused else {path: _split_repeats(params[path])}
     head = "embed_tokens" if graph.config.tied_head else "lm_head"
-    if plain and head not in graph.hosted:
+    if can_fuse and head not in graph.hosted:
         prepared[head] = _head(params[head])
     return prepared
 
 
-def _cut(weight) -> Repeats:
+def _split_repeats(weight) -> Repeats:
     def repeat(r: int):
         return jax.lax.optimization_barrier(jax.tree.map(lambda a: a[r], weight))
 
     return Repeats(map(repeat, range(jax.tree.leaves(weight)[0].shape[0])))
 
 
-def _group(graph: Graph, params: dict[str, jax.Array], path: str) -> list[str]:
-    """Returns the paths of the weights that are joined with this one, itself included; none if it is not plain."""
-    if not _plain(graph, params, path):
+def _fused_with(graph: Graph, params: dict[str, jax.Array], path: str) -> list[str]:
+    """Returns the paths of the weights that are fused with this one, itself included; none if it cannot be fused."""
+    if not _can_fuse(graph, params, path):
         return []
     module, _, name = path.rpartition(".")
-    names = next((names for names in TOGETHER if name in names), (name,))
-    return [p for p in (f"{module}.{name}" for name in names) if _plain(graph, params, p)]
+    names = next((names for names in FUSED_PROJECTIONS if name in names), (name,))
+    return [p for p in (f"{module}.{name}" for name in names) if _can_fuse(graph, params, p)]
 
 
-def _plain(graph: Graph, params: dict[str, jax.Array], path: str) -> bool:
-    """Tells whether this is a weight of floats whose products sum over the first dimensions of each repeat."""
+def _can_fuse(graph: Graph, params: dict[str, jax.Array], path: str) -> bool:
+    """Whether this is a weight of floats whose products sum over the first dimensions of each repeat."""
     if path not in graph.inputs or path in graph.hosted or isinstance(params[path], qwix.QArray):
         return False
     inputs = graph.inputs[path]
     return inputs == tuple(range(1, len(inputs) + 1)) and path.rpartition(".")[2] not in NOT_PRODUCTS
 
 
-def _joined(graph: Graph, params: dict[str, jax.Array], paths: list[str], rows: int) -> dict[str, Repeats]:
+def _fuse(graph: Graph, params: dict[str, jax.Array], paths: list[str], rows: int) -> dict[str, Repeats]:
     inputs = len(graph.inputs[paths[0]])
     R = params[paths[0]].shape[0]
-    each = [make_projections([params[path][r] for path in paths], inputs, rows) for r in range(R)]
-    return {path: Repeats(made[i] for made in each) for i, path in enumerate(paths)}
+    repeats = [make_projections([params[path][r] for path in paths], inputs, rows) for r in range(R)]
+    return {path: Repeats(projections[i] for projections in repeats) for i, path in enumerate(paths)}
 
 
 def _head(weight_VE: jax.Array) -> Projection:

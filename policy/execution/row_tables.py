@@ -27,18 +27,19 @@ from policy.ops.host_memory import to_host
 class RowGradient:
     """The gradient of a table of `shape` [R, rows, D] with respect to the rows that M calls read.
 
-    rows: int32[M, R, B, T, H]. slopes: [M, R, B, T, H, D], the gradient of each row read. A single call has no axis M.
+    rows: int32[M, R, B, T, H]. row_grads: [M, R, B, T, H, D], the gradient of each row read. A single call has no
+    axis M.
     A row that was read several times occurs several times.
     """
 
     rows: jax.Array
-    slopes: jax.Array
+    row_grads: jax.Array
     shape: tuple[int, ...] = field(metadata={"static": True})
 
     def summed(self) -> jax.Array:
-        """Sums the slopes of each row: float32[R, rows, D]."""
-        zeros, slopes = to_host(jnp.zeros(self.shape[1:], jnp.float32)), self.slopes.astype(jnp.float32)
-        return jnp.stack([zeros.at[self.rows[:, r]].add(slopes[:, r]) for r in range(self.shape[0])])
+        """Sums the gradients of each row: float32[R, rows, D]."""
+        zeros, row_grads = to_host(jnp.zeros(self.shape[1:], jnp.float32)), self.row_grads.astype(jnp.float32)
+        return jnp.stack([zeros.at[self.rows[:, r]].add(row_grads[:, r]) for r in range(self.shape[0])])
 
 
 def summed(grads: dict[str, jax.Array | RowGradient]) -> dict[str, jax.Array]:
@@ -59,19 +60,23 @@ def read_rows(
         layer, repeats = path.removesuffix(".lookup.table"), range(graph.shapes[path].shape[0])
         spec, classes = graph.config.layers[graph.config.numbers(layer)[0]].engram, params[f"{layer}.lookup.classes"]
         assert spec is not None, "a table belongs to a layer with n-gram tables"
-        at = [ngram_rows(spec, classes[r], step) for r in repeats]
-        rows[path] = jnp.stack(at)
-        values[path] = jnp.stack([look_up(params[path][r], at[r], graph.runtime.dtype, graph.runtime) for r in repeats])
+        row_numbers = [ngram_rows(spec, classes[r], step) for r in repeats]
+        rows[path] = jnp.stack(row_numbers)
+        values[path] = jnp.stack(
+            [look_up(params[path][r], row_numbers[r], graph.runtime.dtype, graph.runtime) for r in repeats]
+        )
     return rows, values
 
 
-def gradients(graph: Graph, rows: dict[str, jax.Array], slopes: dict[str, jax.Array]) -> dict[str, RowGradient]:
+def gradients(graph: Graph, rows: dict[str, jax.Array], row_grads: dict[str, jax.Array]) -> dict[str, RowGradient]:
     """Returns the gradients of one call, in host memory. Each piece of a table gets the row numbers of all tokens."""
 
-    def each(path):
-        at = constrain(rows[path], (None,) * 4, graph.layout)
+    def gradient(path):
+        row_numbers = constrain(rows[path], (None,) * 4, graph.layout)
         return RowGradient(
-            at, constrain(slopes[path], (*(None,) * 4, "engram_row"), graph.layout), graph.shapes[path].shape
+            row_numbers,
+            constrain(row_grads[path], (*(None,) * 4, "engram_row"), graph.layout),
+            graph.shapes[path].shape,
         )
 
-    return to_host({path: each(path) for path in rows})
+    return to_host({path: gradient(path) for path in rows})

@@ -27,8 +27,9 @@ from policy.mesh.sharding import block_on_cpu_mesh, constrain
 
 Params = dict[str, jax.Array]
 
+# The shortest program, in tokens of a row.
 SHORTEST = 128
-# Tokens of a program, unless one row has more: on CPU a product of more than 512 rows is no faster per row.
+# Tokens of all rows of a program, unless one row has more: on CPU a product of more than 512 rows is no faster per row.
 TOKENS = 512
 
 
@@ -53,8 +54,8 @@ def documents(segments_BT: np.ndarray, positions_BT: np.ndarray, limit: int | No
         if len({int(segments[run.start]) for run in runs}) < len(runs):
             return None
         for _, start, end in runs:
-            plain = np.array_equal(positions_BT[row, start:end], np.arange(end - start))
-            if not plain or (limit is not None and end - start > limit):
+            counts_from_0 = np.array_equal(positions_BT[row, start:end], np.arange(end - start))
+            if not counts_from_0 or (limit is not None and end - start > limit):
                 return None
         spans += runs
     return spans
@@ -73,8 +74,8 @@ class Scorer:
         return CompiledCache(jax.jit(function, out_shardings=layout.replicated), layout.platform)
 
     def lengths(self, longest: int) -> list[int]:
-        """Returns the lengths of the programs that score documents of up to `longest` tokens, at most the last
-        position."""
+        """Returns the lengths of the programs that score documents of up to `longest` tokens, at most the number
+        of positions."""
         lengths = [SHORTEST]
         while lengths[-1] < longest:
             lengths.append(2 * lengths[-1])
@@ -119,11 +120,11 @@ class Scorer:
         documents = [(number, tokens[:L]) for number, tokens in rows if len(tokens) > self.first(L)]
         R = self.rows(L)
         for i in range(0, len(documents), R):
-            some = documents[i : i + R]
+            batch = documents[i : i + R]
             tokens_RL, lengths_R = np.zeros((R, L), np.int32), np.zeros(R, np.int32)
-            for row, (_, tokens) in enumerate(some):
+            for row, (_, tokens) in enumerate(batch):
                 tokens_RL[row, : len(tokens)], lengths_R[row] = tokens, len(tokens)
-            yield [number for number, _ in some], tokens_RL, lengths_R
+            yield [number for number, _ in batch], tokens_RL, lengths_R
 
     def logprobs(
         self, params: Params, tokens_BT: np.ndarray, spans: list[Document], temperature: float
@@ -131,16 +132,18 @@ class Scorer:
         """Returns (logp, entropy), float32[B, T]; both are 0 at the first token of a document and outside of
         documents."""
         out = np.zeros((2, *tokens_BT.shape), np.float32)
-        texts = [tokens_BT[each.row, each.start : each.end] for each in spans]
-        for L in self.lengths(max(map(len, texts), default=0)):
+        documents = [tokens_BT[span.row, span.start : span.end] for span in spans]
+        for L in self.lengths(max(map(len, documents), default=0)):
             first = self.first(L)
-            for numbers, tokens_RL, lengths_R in self.tiles(enumerate(texts), L):
+            for numbers, tokens_RL, lengths_R in self.tiles(enumerate(documents), L):
                 hidden = self.hidden(params, tokens_RL, lengths_R)
-                both = np.stack(self.score(params, hidden, tokens_RL[:, first:], temperature))
+                logp_and_entropy = np.stack(self.score(params, hidden, tokens_RL[:, first:], temperature))
                 for r, number in enumerate(numbers):
                     row, start, _ = spans[number]
                     begin = max(first, 1)
-                    out[:, row, start + begin : start + lengths_R[r]] = both[:, r, begin - first : lengths_R[r] - first]
+                    out[:, row, start + begin : start + lengths_R[r]] = logp_and_entropy[
+                        :, r, begin - first : lengths_R[r] - first
+                    ]
         return out[0], out[1]
 
     def _states_program(self, params, tokens_RL, lengths_R):

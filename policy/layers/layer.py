@@ -9,7 +9,7 @@ from flax import nnx
 
 from policy.attention.attention import GroupedQueryAttention
 from policy.attention.mla import MultiHeadLatentAttention
-from policy.cache.layer_cache import LayerCache, remember
+from policy.cache.layer_cache import LayerCache, write_routes
 from policy.cache.step import Step
 from policy.config import (
     Attention,
@@ -73,7 +73,7 @@ class Layer(nnx.Module):
             normed, mix = self.enter(x_BTE, normed, mix)
             fed, fed_aux = self.feed_forward(decoded(normed, step, runtime.layout), step, runtime)
             x_BTE, aux = decoded(self.leave(x_BTE, fed, step, mix), step, runtime.layout), aux.merge(fed_aux)
-            cache = remember(cache, step, fed_aux.routes)
+            cache = write_routes(cache, step, fed_aux.routes)
         if spec.scalar:
             x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
         return x_BTE, cache, aux.merge(observe(x_BTE, step.segments, runtime.record))

@@ -163,7 +163,7 @@ class Sampling:
         left = None if memory is None else memory - first.bytes - on_a_device(self._copy)
         self._runner = ModelRunner(self.graph, asked, config.generator.slots, config.max_length, left)
         self.cache = self._runner.abstract_cache
-        self._rereads = asked.rereads
+        self._prefills_completions = asked.prefills_completions
         self._verifier = Verifier(Scorer(self.graph), config.seed, stop_string=None) if asked.exact else None
         self._dropped = bool(self._weights and self._weights.reshards)
         # Bytes per device while rollouts run, and bytes that stay.
@@ -200,14 +200,14 @@ class Sampling:
         stays = held - on_a_device((params, self.cache))
         P *= stage.samples  # a step excludes evaluations
         steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // slots)
-        longest = self.config.max_length if self._rereads else prompts
+        longest = self.config.max_length if self._prefills_completions else prompts
         for (name, *shape), arguments in program_inputs(runner, params, longest, [stop_width(1)]):
             dispatch = 1
             if name == "decode" and shape[0] == slots:
                 times, dispatch = steps, min(runner.decode_steps, options.sampling.max_new_tokens)
             elif name in ("prefill", "extend") and shape == [
-                runner.most_prompts,
-                prefill_lengths(longest, runner.chunk)[-1] + runner.ahead,
+                runner.max_prefill_rows,
+                prefill_lengths(longest, runner.chunk)[-1] + runner.lookahead_tokens,
             ]:
                 chunks = -(-prompts // runner.chunk)
                 times = P * (1 if name == "prefill" else chunks - 1) / shape[0]

@@ -45,7 +45,7 @@ class Run(Context):
             events.note(f"continuing {self.folder.path} after step {host['step']} of {names[first]}")
             return [(stage, host if stage.index == first else None) for stage in self.stages[first:]]
         events.truncate_after(names, names[0], -1)
-        if self.model.fresh:
+        if self.model.newly_initialized:
             source, seed = self.config.model.source, self.config.seed
             events.note(
                 f"{source} lacks modules that predict further tokens: they start from random weights, seed {seed}"

@@ -147,7 +147,7 @@ def collect(
     columns["max_new_tokens"] = params.max_new_tokens
     groups = [p for p in range(len(problems)) for _ in range(G)]
     handle = source.runner.open([example.prompt for example in examples], columns, groups, on_calls=source.on_calls)
-    generator.forget()
+    generator.reset_prefix_cache()
     before = generator.counts
     completions: list[list[Any]] = [[None] * G for _ in problems]
 

@@ -1,7 +1,9 @@
 """The active batch: which slots decode together, and the cache that they decode on.
 
-The batch stays as it is from one decode to the next as long as its rows are the right ones, so that the state of its
-rows never leaves the device. This module handles caches and states as opaque values; it needs no device itself.
+The batch stays as it is from one decode to the next as long as it has the right slots, so that the state of its rows
+never leaves the device. This module handles caches and states as opaque values; it needs no device itself.
+
+A slot is a place in the cache that a request runs in. A row is a row of the arrays of one call.
 
 S slots, s rows of a batch, M pages of a row.
 """
@@ -14,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.engine.page_table import PagedRows
-from rollout.engine.rows import Rows
+from rollout.engine.cache_manager import CacheManager
 from rollout.request import Request
 
 if TYPE_CHECKING:
     from rollout.engine.runner import ModelRunner
 
-# While requests wait, a decode of s rows ends once 1 + s // REFILL_SHARE of its requests have ended.
-REFILL_SHARE = 16
+# While requests wait for a slot, a decode of s rows ends once 1 + s // EARLY_EXIT_DIVISOR of its requests have ended.
+EARLY_EXIT_DIVISOR = 16
 
 
 def stop_width(tokens: int) -> int:
@@ -37,9 +38,9 @@ class ActiveBatch:
     requests: the request of each row.
     """
 
-    def __init__(self, runner: ModelRunner, rows: Rows | PagedRows, seed: int):
+    def __init__(self, runner: ModelRunner, cache_manager: CacheManager, seed: int):
         """seed: the seed of the random draws."""
-        self._runner, self._geometry, self._rows, self._seed = runner, runner.geometry, rows, seed
+        self._runner, self._geometry, self._cache_manager, self._seed = runner, runner.geometry, cache_manager, seed
         self.slots: tuple[int | None, ...] = ()
         self.requests: tuple[Request | None, ...] = ()
         self._cache: Any = None
@@ -72,15 +73,15 @@ class ActiveBatch:
         tables = self.page_tables([slot])
         return self._runner.routes(cache, rows, row, None if tables is None else tables[0])
 
-    # Rows.
+    # The rows of the batch.
 
     def size_for(self, slots: Sequence[int]) -> int:
-        """Returns the number of rows of a batch of these slots. Each part of the cache has equally many."""
-        rows = self._rows.parts * max(Counter(map(self._rows.part, slots)).values())
+        """Returns the number of rows of a batch of these slots. Each shard of the cache has equally many."""
+        rows = self._cache_manager.num_shards * max(Counter(map(self._cache_manager.shard_of, slots)).values())
         return next(size for size in self._geometry.batch_sizes if size >= rows)
 
     def prepare(self, running: Mapping[int, Request], decoding: Sequence[int], *, changed: bool) -> bool:
-        """Makes a batch of the slots `decoding`, a part of the slots that run.
+        """Makes a batch of the slots `decoding`, some of the slots that run.
 
         Returns False if the batch can go on from the last decode: it has the right number of rows, and there is no
         change (`changed`) that the device does not know of.
@@ -97,7 +98,7 @@ class ActiveBatch:
         return True
 
     def _gather(self, decoding: Sequence[int]) -> None:
-        """Gathers these slots. A batch that has them all and no row too many stays as it is."""
+        """Makes a batch of these slots. A batch that has all of them and the right number of rows stays as it is."""
         size = self.size_for(decoding)
         if len(self.slots) == size and set(decoding) <= set(self.slots):
             return
@@ -106,22 +107,26 @@ class ActiveBatch:
             self.slots = tuple(range(size))
             return
         rows: list[int | None] = []
-        for part in range(self._rows.parts):
-            rows += [slot for slot in decoding if self._rows.part(slot) == part]
-            rows += [None] * ((part + 1) * size // self._rows.parts - len(rows))
+        for shard in range(self._cache_manager.num_shards):
+            rows += [slot for slot in decoding if self._cache_manager.shard_of(slot) == shard]
+            rows += [None] * ((shard + 1) * size // self._cache_manager.num_shards - len(rows))
         self.slots = tuple(rows)
         if self._geometry.copies_batch:
             self._batch_cache = self._runner.gather(cache, self.row_numbers(rows))
 
-    def min_active(self, decoding: int, *, waiting: bool) -> int:
-        """Returns the number of active rows at which a decode of so many slots ends early: if requests wait for a slot,
-        as soon as a share of the rows is free for them; else as soon as a smaller batch will do.
+    def early_exit_threshold(self, decoding: int, *, waiting: bool) -> int:
+        """Returns the number of active rows at which a decode of so many slots ends early.
+
+        If requests wait for a slot, it ends as soon as some rows are free for them; else as soon as a smaller batch is
+        enough.
         """
         size = len(self.slots)
         if waiting:
-            return decoding - 1 - size // REFILL_SHARE
+            return decoding - 1 - size // EARLY_EXIT_DIVISOR
         smaller = max((s for s in self._geometry.batch_sizes if s < size), default=0)
-        return smaller // self._rows.parts if smaller >= decoding else smaller  # the parts may not be filled evenly
+        if smaller < decoding:
+            return smaller
+        return smaller // self._cache_manager.num_shards  # the active rows may all be in one shard
 
     def decode(self, params: dict[str, Any], limits: tuple[int, int]) -> Any:
         """Starts a decode and returns its StepOutput, whose arrays are on the device. limits: as in
@@ -149,6 +154,6 @@ class ActiveBatch:
             return None
         tables = np.zeros((len(slots), width), np.int32)
         for row, slot in enumerate(slots):
-            pages = [] if slot is None else self._rows.pages(slot)
+            pages = [] if slot is None else self._cache_manager.pages(slot)
             tables[row, : len(pages)] = pages
         return tables

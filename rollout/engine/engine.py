@@ -94,9 +94,9 @@ class Engine:
         It and the batch are made at the first use: the number of pages depends on the memory left then.
         """
         if self._scheduler is None:
-            rows = self.runner.rows()
-            self._scheduler = Scheduler(rows, self.runner.limits, self.counts)
-            self._batch = ActiveBatch(self.runner, rows, self._seed)
+            cache_manager = self.runner.cache_manager()
+            self._scheduler = Scheduler(cache_manager, self.runner.limits, self.counts)
+            self._batch = ActiveBatch(self.runner, cache_manager, self._seed)
         return self._scheduler
 
     @property
@@ -130,7 +130,7 @@ class Engine:
             )
             raise ValueError(f"insert: {why} first")
         if self._weights_seen.changed(self._weights().values()):
-            self.forget()
+            self.reset_prefix_cache()
         return scheduler.admit(request)
 
     def check(self, request: Request) -> None:
@@ -151,7 +151,7 @@ class Engine:
         """Frees a slot and returns its request, which may have ended or not."""
         self._update_cache()
         request = self.scheduler.running[slot]
-        if request.finish is not None and self.runner.records:
+        if request.finish is not None and self.runner.records_routes:
             request.routes = self.batch.routes(slot)
         return self.scheduler.release(slot)
 
@@ -161,9 +161,9 @@ class Engine:
         for slot in [slot for slot, other in running.items() if other is request]:
             self.release(slot)
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Clears the prefix cache: later requests share no entries of earlier ones."""
-        self.scheduler.forget()
+        self.scheduler.reset_prefix_cache()
 
     # A turn.
 
@@ -190,7 +190,7 @@ class Engine:
     def _update_cache(self) -> None:
         """Runs the updates of the cache that the scheduler has recorded."""
         runner, batch = self.runner, self.batch
-        for update in self.scheduler.updates.take():
+        for update in self.scheduler.updates.drain():
             match update:
                 case Copies(rows, pages):
                     if rows:
@@ -222,21 +222,21 @@ class Engine:
         """Prefills the next chunk of these requests in one call. Returns the number of tokens that it computes."""
         scheduler, runner, batch = self.scheduler, self.runner, self.batch
         requests = [scheduler.running[slot] for slot in slots]
-        fresh, P = requests[0].cached == 0, prefill_rows(len(slots))
+        first_chunk, P = requests[0].cached == 0, prefill_rows(len(slots))
         longest = max(request.needed - request.cached for request in requests)
-        C = prefill_lengths(longest + 1, runner.chunk)[-1] if fresh else runner.chunk
+        C = prefill_lengths(longest + 1, runner.chunk)[-1] if first_chunk else runner.chunk
         padded = [*slots, *[None] * (P - len(slots))]
-        tokens = np.zeros((P, C + runner.ahead), np.int32)
+        tokens = np.zeros((P, C + runner.lookahead_tokens), np.int32)
         starts, lengths = np.zeros(P, np.int32), np.zeros(P, np.int32)
         for row, request in enumerate(requests):
-            span = request.span(request.cached, request.cached + C + runner.ahead)
+            span = request.span(request.cached, request.cached + C + runner.lookahead_tokens)
             tokens[row, : len(span)] = span
             starts[row], lengths[row] = request.cached, request.needed
         inputs = batch.row_numbers(padded), tokens, starts, lengths, batch.page_tables(padded)
-        batch.replace_cache(runner.prefill(self._weights(), batch.full_cache(), *inputs, fresh=fresh))
+        batch.replace_cache(runner.prefill(self._weights(), batch.full_cache(), *inputs, first_chunk=first_chunk))
         for slot, request in zip(slots, requests, strict=True):
             if slot not in scheduler.preempted:  # an earlier request of this call may have taken its pages
-                scheduler.prefilled(slot, min(request.needed, request.cached + C))
+                scheduler.mark_prefilled(slot, min(request.needed, request.cached + C))
         self.counts["prefill"] += int(sum(np.minimum(lengths - starts, C)))
         return P * C
 
@@ -250,10 +250,10 @@ class Engine:
             return
         if batch.prepare(scheduler.running, decoding, changed=scheduler.batch_changed):
             for slot in decoding:
-                scheduler.rows.advance(slot)
+                scheduler.cache_manager.advance(slot)
         scheduler.batch_changed = False
         waiting = scheduler.next_request is not None or bool(scheduler.prefilling)
-        output = batch.decode(self._weights(), (steps, batch.min_active(len(decoding), waiting=waiting)))
+        output = batch.decode(self._weights(), (steps, batch.early_exit_threshold(len(decoding), waiting=waiting)))
         self.counts["dispatches"] += 1
         self._in_flight = _InFlightStep(batch.requests, output)
 

@@ -41,20 +41,20 @@ MIN_DRAFTS = 8
 
 @dataclass(eq=False)
 class _Draft:
-    """A request that the engine has ended. same: whether its tokens were the ones drawn, as far as they have been
-    compared."""
+    """A request that the engine has ended. matches: whether all tokens compared until now were the ones drawn."""
 
     request: Request
     finish: str
-    same: bool = True
+    matches: bool = True
 
     @property
-    def text(self) -> np.ndarray:
+    def tokens(self) -> np.ndarray:
+        """Returns the tokens of prompt and completion."""
         return np.asarray((*self.request.prompt, *self.request.tokens), np.int32)
 
     @property
-    def begin(self) -> int:
-        """Returns the first position that is still to be verified, the prompt counted."""
+    def first_unverified(self) -> int:
+        """Returns the first position that is not verified yet; the prompt counts."""
         return len(self.request.prompt) + self.request.verified_tokens
 
 
@@ -107,17 +107,17 @@ class Verifier:
         drafts, self._drafts = self._drafts, []
         for temperature in sorted({_temperature(draft.request.params) for draft in drafts}):
             self._compare(params, [d for d in drafts if _temperature(d.request.params) == temperature], temperature)
-        done, again = [], []
+        ended, resumed = [], []
         for draft in drafts:
             request = draft.request
-            if draft.same:
+            if draft.matches:
                 request.finish = draft.finish
-                done.append(request)
+                ended.append(request)
             elif (finish := self._finish(request)) is not None:
                 self._drafts.append(_Draft(request, finish))  # the new token has no log-probability yet
             else:
-                again.append(request)
-        return done, again
+                resumed.append(request)
+        return ended, resumed
 
     def compile_ahead(self, params: dict, longest: int) -> int:
         """Runs every program that texts of up to `longest` tokens need, on empty rows; returns their number. On one
@@ -138,33 +138,35 @@ class Verifier:
     def _compare(self, params, drafts: list[_Draft], temperature: float) -> None:
         """Verifies the tokens of each draft up to the first that is not the one drawn, which is replaced."""
         scorer = self.scorer
-        for L in scorer.lengths(max(len(draft.text) for draft in drafts)):
+        for L in scorer.lengths(max(len(draft.tokens) for draft in drafts)):
             first = scorer.first(L)
-            rows = [(i, draft.text) for i, draft in enumerate(drafts) if draft.same and draft.begin < L]
+            rows = [(i, draft.tokens) for i, draft in enumerate(drafts) if draft.matches and draft.first_unverified < L]
             for numbers, tokens_RL, lengths_R in scorer.tiles(rows, L):
                 hidden = scorer.hidden(params, tokens_RL, lengths_R)
                 self.counts["scored"] += tokens_RL.size
                 logp, _ = scorer.score(params, hidden, tokens_RL[:, first:], temperature)
-                some = [drafts[i] for i in numbers]
+                batch = [drafts[i] for i in numbers]
                 drawn = self._draw_again(
-                    params, hidden, [d.request for d in some] + [None] * (len(lengths_R) - len(some)), L
+                    params, hidden, [d.request for d in batch] + [None] * (len(lengths_R) - len(batch)), L
                 )
-                for row, draft in enumerate(some):
-                    part = slice(draft.begin - first, lengths_R[row] - first)
-                    self._verify(draft, tokens_RL[row, first:][part], drawn[row, part], logp[row, part])
+                for row, draft in enumerate(batch):
+                    columns = slice(draft.first_unverified - first, lengths_R[row] - first)
+                    self._verify(draft, tokens_RL[row, first:][columns], drawn[row, columns], logp[row, columns])
 
     def _verify(self, draft: _Draft, drafted: np.ndarray, drawn: np.ndarray, logp: np.ndarray) -> None:
-        request, wrong = draft.request, np.flatnonzero(drafted != drawn)
-        right = int(wrong[0]) if len(wrong) else len(drafted)
-        at = request.verified_tokens
-        request.logprobs[at : at + right] = logp[:right].tolist()
-        request.verified_tokens += right
-        self.counts["checked"] += min(right + 1, len(drafted))
-        if right == len(drafted):
+        """Compares drafted tokens, from the first unverified one on, with the tokens drawn. Replaces the first that
+        differs and discards the tokens after it."""
+        request, mismatches = draft.request, np.flatnonzero(drafted != drawn)
+        num_equal = int(mismatches[0]) if len(mismatches) else len(drafted)
+        first = request.verified_tokens
+        request.logprobs[first : first + num_equal] = logp[:num_equal].tolist()
+        request.verified_tokens += num_equal
+        self.counts["checked"] += min(num_equal + 1, len(drafted))
+        if num_equal == len(drafted):
             return
-        draft.same = False
+        draft.matches = False
         self.counts["replaced"] += 1
-        request.tokens[request.verified_tokens :] = [int(drawn[right])]
+        request.tokens[request.verified_tokens :] = [int(drawn[num_equal])]
         for values in (request.logprobs, request.starts_step):
             del values[request.verified_tokens + 1 :]
 
@@ -193,29 +195,29 @@ class Verifier:
         V, M = graph.config.vocab_size, R * T
         m = head.Tiling(graph.runtime.num_vocab_tiling).rows(M, V)
         positions = jnp.broadcast_to(first + jnp.arange(T, dtype=jnp.int32), (R, T)).reshape(M)
-        each = draws.repeat(T)
+        repeated = draws.repeat(T)
         rows = (
-            each.temperature,
-            each.top_k,
-            each.top_p,
-            each.min_p,
+            repeated.temperature,
+            repeated.top_k,
+            repeated.top_p,
+            repeated.min_p,
             jnp.repeat(prompt_ids_R, T),
             jnp.repeat(samples_R, T),
             positions,
         )
 
-        def cut(a):
+        def in_chunks(a):
             return jnp.pad(a, [(0, -M % m)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, m, *a.shape[1:])
 
         with graph.precision():
             weight = graph.decoder(params).head_weight
 
-            def some(xs):
-                hidden_mE, (*how, ids, samples, places) = xs
+            def draw_chunk(xs):
+                hidden_mE, (*row_params, ids, samples, positions) = xs
                 logits = head.logits(hidden_mE, weight, graph.config.logit_softcap)
-                return choose(logits, (ids, samples, places), Draws(draws.seed, *how))[0]
+                return choose(logits, (ids, samples, positions), Draws(draws.seed, *row_params))[0]
 
-            drawn = jax.lax.map(some, (cut(hidden_RTE.reshape(M, E)), tuple(map(cut, rows))))
+            drawn = jax.lax.map(draw_chunk, (in_chunks(hidden_RTE.reshape(M, E)), tuple(map(in_chunks, rows))))
         return drawn.reshape(-1)[:M].reshape(R, T)
 
 

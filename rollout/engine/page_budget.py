@@ -1,4 +1,4 @@
-"""The number of pages of a paged cache: as many as full slots need, or as fit into the memory that is left."""
+"""The number of pages of a paged cache: as many as full slots need, or as fit into the available memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from policy.cache.pages import Pages
 from policy.mesh import processes
 from policy.mesh.sharding import Layout
 
-# The share of the memory that is left after weights and optimizer; an update needs the rest for its temporaries.
-SHARE = 0.5
+# The fraction of the memory left after weights and optimizer that pages may take; an update needs the rest for its
+# temporaries.
+MEMORY_FRACTION = 0.5
 
 
 @dataclass(frozen=True)
 class PageBudget:
     """The pages of a cache.
 
-    pages: the pages of all parts together. full: the number of pages that full slots need. bytes: per device.
+    pages: the pages of all shards together. full: the number of pages that full slots need. bytes: per device.
     """
 
     pages: Pages
@@ -33,13 +34,13 @@ class PageBudget:
 
     def __str__(self) -> str:
         share = self.pages.number / self.full
-        room = (
+        coverage = (
             "all that full slots need"
             if share >= 1
             else f"{share:.0%} of what full slots need, so requests may be preempted"
         )
         size = f"{self.bytes / 2**20:,.1f} MiB on each device"
-        return f"{self.pages.number:,} pages of {self.pages.size} tokens, {size}: {room}"
+        return f"{self.pages.number:,} pages of {self.pages.size} tokens, {size}: {coverage}"
 
 
 def choose_page_budget(
@@ -47,36 +48,36 @@ def choose_page_budget(
     layout: Layout,
     shape: tuple[int, int, int],
     pages: tuple[int | None, int],
-    memory_left: float | None = None,
+    available_memory: float | None = None,
     reserved_bytes: int = 0,
 ) -> PageBudget:
     """Chooses the number of pages of the cache that `empty` makes.
 
-    shape: (slots, pages of the longest row, parts into which slots and pages are split; each part has one page that
+    shape: (slots, pages of the longest row, shards into which slots and pages are split; each shard has one page that
     no row uses).
-    pages: (requested number, tokens of each). Without a number: as many as full slots need, or as SHARE of the memory
-    that is left has room for.
-    memory_left: bytes per device; None: what the devices report, less `reserved_bytes`.
+    pages: (requested number, tokens of each). Without a number: as many as full slots need, or as fit into MEMORY_FRACTION of
+    the available memory.
+    available_memory: bytes per device; None: what the devices report, less `reserved_bytes`.
 
-    Raises ValueError for fewer pages than one row of each part needs.
+    Raises ValueError for fewer pages than one row of each shard needs.
     """
     requested, size = pages
-    slots, columns, parts = shape
-    least, full = parts * (1 + columns), parts + slots * columns
-    page_bytes = _bytes_on_a_device(jax.eval_shape(lambda: empty(Pages(parts, size))), layout)
+    slots, columns, num_shards = shape
+    minimum, full = num_shards * (1 + columns), num_shards + slots * columns
+    page_bytes = _bytes_on_a_device(jax.eval_shape(lambda: empty(Pages(num_shards, size))), layout)
     number = requested or full
-    if requested is None and memory_left is None:
-        reports = processes.all_gather_object(device_memory_left(layout.mesh.local_devices[0]))
-        # The least of all processes, so that they choose the same number.
-        memory_left = min((each - reserved_bytes for each in reports if each is not None), default=None)
-    if requested is None and memory_left is not None:
-        number = max(least, min(full, parts * int(SHARE * memory_left / max(1, page_bytes))))
-    number -= number % parts
-    if number < least:
+    if requested is None and available_memory is None:
+        reports = processes.all_gather_object(device_available_memory(layout.mesh.local_devices[0]))
+        # The minimum over all processes, so that they choose the same number.
+        available_memory = min((each - reserved_bytes for each in reports if each is not None), default=None)
+    if requested is None and available_memory is not None:
+        number = max(minimum, min(full, num_shards * int(MEMORY_FRACTION * available_memory / max(1, page_bytes))))
+    number -= number % num_shards
+    if number < minimum:
         raise ValueError(
-            f"generator.pages: {number} pages of {size} tokens are less than the {least} of a row of max_length"
+            f"generator.pages: {number} pages of {size} tokens are less than the {minimum} of a row of max_length"
         )
-    return PageBudget(Pages(number, size), full, number // parts * page_bytes)
+    return PageBudget(Pages(number, size), full, number // num_shards * page_bytes)
 
 
 def _bytes_on_a_device(cache: Any, layout: Layout) -> int:
@@ -91,8 +92,8 @@ def _bytes_on_a_device(cache: Any, layout: Layout) -> int:
     return sum(sizes)
 
 
-def device_memory_left(device: Any) -> int | None:
-    """Bytes of memory that a device has left; None if it does not report it."""
+def device_available_memory(device: Any) -> int | None:
+    """Returns the bytes of memory that a device has left; None if it does not report it."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]

@@ -7,13 +7,13 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-# A row copies the first entries of another row if that saves so many tokens of prefill.
+# A slot copies the first entries of another slot if that saves so many tokens of prefill.
 MIN_SHARED_TOKENS = 32
 
 
-def is_worth_sharing(same: int, tokens: tuple[int, ...]) -> bool:
-    """Whether to copy the first `same` entries of these tokens instead of computing them."""
-    return same >= min(MIN_SHARED_TOKENS, max(1, len(tokens)))
+def is_worth_sharing(num_shared: int, tokens: tuple[int, ...]) -> bool:
+    """Whether to copy the first `num_shared` entries of these tokens instead of computing them."""
+    return num_shared >= min(MIN_SHARED_TOKENS, max(1, len(tokens)))
 
 
 def common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
@@ -30,8 +30,8 @@ def common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 class MinSet:
-    """A set of numbers that knows its least one: a heap from which removed numbers are deleted when they reach its
-    top."""
+    """A set of numbers with fast access to the least one: a heap from which removed numbers are deleted when they reach
+    its top."""
 
     def __init__(self) -> None:
         self._numbers: set[int] = set()
@@ -92,7 +92,7 @@ class PrefixIndex:
         self._tokens: dict[int, tuple[int, ...]] = {}
 
     def add(self, slot: int, tokens: tuple[int, ...]) -> None:
-        """Enters the tokens of a slot in the place of those it had. An empty sequence removes the slot."""
+        """Enters the tokens of a slot instead of its earlier tokens. An empty sequence removes the slot."""
         self.remove(slot)
         if not tokens:
             return
@@ -102,8 +102,8 @@ class PrefixIndex:
             child = node.children.get(rest[0])
             if child is None:
                 child = node.children[rest[0]] = _Node(rest)
-            elif (same := common_length(child.label, rest)) < len(child.label):
-                child = node.children[rest[0]] = child.split(same)
+            elif (num_shared := common_length(child.label, rest)) < len(child.label):
+                child = node.children[rest[0]] = child.split(num_shared)
             child.slots.add(slot)
             node, rest = child, rest[len(child.label) :]
         node.ends.add(slot)
@@ -129,16 +129,36 @@ class PrefixIndex:
             yield parent, node
 
     def longest(self, tokens: tuple[int, ...]) -> tuple[int, int]:
-        """Returns (slot, same): the slot with the most of the first of these tokens, and how many; (-1, 0) if no slot
-        has the first.
+        """Returns (slot, num_shared): the slot with the most of the first of these tokens, and how many; (-1, 0) if no
+        slot has the first.
         """
-        node, same = self._root, 0
-        while same < len(tokens) and (child := node.children.get(tokens[same])) is not None:
-            more = common_length(child.label, tokens[same : same + len(child.label)])
-            node, same = child, same + more
+        slots, num_shared = self.longest_all(tokens)
+        return (slots.least, num_shared) if num_shared else (-1, 0)
+
+    def longest_all(self, tokens: tuple[int, ...]) -> tuple[MinSet, int]:
+        """Returns (slots, num_shared): all slots with the most of the first of these tokens, and how many. With 0
+        shared tokens the slots have no meaning."""
+        node, num_shared = self._root, 0
+        while num_shared < len(tokens) and (child := node.children.get(tokens[num_shared])) is not None:
+            more = common_length(child.label, tokens[num_shared : num_shared + len(child.label)])
+            node, num_shared = child, num_shared + more
             if more < len(child.label):
                 break
-        return (node.slots.least, same) if same else (-1, 0)
+        return node.slots, num_shared
+
+    def longest_prefixes(self, tokens: tuple[int, ...]) -> tuple[MinSet, int]:
+        """Returns (slots, num_shared): the slots whose tokens are all among the first of these, with the most tokens,
+        and how many they have. With 0 shared tokens the slots have no meaning."""
+        node, start = self._root, 0
+        slots, num_shared = node.ends, 0
+        while start < len(tokens) and (child := node.children.get(tokens[start])) is not None:
+            end = start + len(child.label)
+            if child.label != tokens[start:end]:
+                break
+            node, start = child, end
+            if node.ends:
+                slots, num_shared = node.ends, end
+        return slots, num_shared
 
     def exact(self, tokens: tuple[int, ...]) -> int:
         """Returns the lowest slot with exactly these tokens; -1 if there is none."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollout.engine.page_table import PageCopy, PagedRows
-from rollout.engine.rows import Rows
+from rollout.engine.cache_manager import CacheManager
+from rollout.engine.page_allocator import PageCopy
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class PinStates:
-    """Keeps a copy of the states of a slot, in the place of an earlier copy."""
+    """Stores a copy of the states of a slot and drops an earlier copy."""
 
     slot: int
 
@@ -47,27 +47,28 @@ class CacheUpdates:
 
     def __init__(self) -> None:
         self._log: list[CacheUpdate] = []
-        self._open = Copies()
+        self._open_copies = Copies()
 
     def copy_row(self, source: int, target: int) -> None:
-        self._open.rows.append((source, target))
+        self._open_copies.rows.append((source, target))
 
     def copy_pages(self, copies: list[PageCopy]) -> None:
-        self._open.pages += copies
+        self._open_copies.pages += copies
 
-    def barrier(self) -> None:
-        """Lets no later copy run in one program with the earlier ones: pages may change hands in between."""
-        if self._open.rows or self._open.pages:
-            self._log.append(self._open)
-            self._open = Copies()
+    def start_copy_group(self) -> None:
+        """Starts a new group of copies. Copies of different groups do not run in one program, because pages may go to
+        another sequence in between."""
+        if self._open_copies.rows or self._open_copies.pages:
+            self._log.append(self._open_copies)
+            self._open_copies = Copies()
 
     def add(self, update: PinStates | RestoreStates | UnpinStates) -> None:
-        self.barrier()
+        self.start_copy_group()
         self._log.append(update)
 
-    def take(self) -> list[CacheUpdate]:
+    def drain(self) -> list[CacheUpdate]:
         """Empties the log and returns it."""
-        self.barrier()
+        self.start_copy_group()
         log, self._log = self._log, []
         return log
 
@@ -78,23 +79,23 @@ class PrefixWaiters:
     def __init__(self) -> None:
         self._source: dict[int, tuple[int, int]] = {}
 
-    def add(self, slot: int, source: int, same: int) -> None:
-        """Notes that the slot will begin with the first `same` entries of slot `source`."""
-        self._source[slot] = source, same
+    def add(self, slot: int, source: int, num_shared: int) -> None:
+        """Notes that the slot will begin with the first `num_shared` entries of slot `source`."""
+        self._source[slot] = source, num_shared
 
-    def of(self, source: int) -> list[tuple[int, int]]:
-        """Returns (slot, same) of the slots that wait for this slot."""
-        return [(slot, same) for slot, (other, same) in self._source.items() if other == source]
+    def waiting_for(self, source: int) -> list[tuple[int, int]]:
+        """Returns (slot, num_shared) of the slots that wait for this slot."""
+        return [(slot, num_shared) for slot, (other, num_shared) in self._source.items() if other == source]
 
-    def start(self, slot: int, source: int, same: int) -> bool:
-        """Removes a slot that waits for exactly this source. Returns False if it no longer does."""
-        if self._source.get(slot) != (source, same):
+    def start(self, slot: int, source: int, num_shared: int) -> bool:
+        """Removes a slot that waits for exactly this source. Returns False if it does not wait for it any more."""
+        if self._source.get(slot) != (source, num_shared):
             return False
         del self._source[slot]
         return True
 
     def remove(self, slot: int) -> list[int]:
-        """Takes out a slot and all that wait for it, directly or through others; returns the latter."""
+        """Removes a slot and all slots that wait for it, directly or through others. Returns the latter."""
         removed = [slot]
         for each in removed:
             removed += [other for other, (source, _) in self._source.items() if source == each]
@@ -107,39 +108,39 @@ class PrefixWaiters:
 
 
 class PinnedPrefix:
-    """The prompt of a group that is kept in the cache for a sample that still waits for a slot.
+    """The prompt of a group that stays in the cache for a sample that waits for a slot.
 
-    The samples of a prompt start from the entries of the first one. Where a slot that decodes leaves nothing to the
-    next sample (its states have moved on, or its last page is not indexed), its prompt is pinned: the pages stay in
-    use, and a copy of the states of fixed size is kept.
+    The samples of a prompt start from the entries of the first one. A slot that decodes may have nothing that
+    the next sample can use: its states have moved on, or its last page is not indexed. Then its prompt is pinned: the
+    pages stay in use, and a copy of the states of fixed size is stored.
     """
 
-    def __init__(self, rows: Rows | PagedRows, updates: CacheUpdates, *, copies_states: bool):
+    def __init__(self, cache_manager: CacheManager, updates: CacheUpdates, *, copies_states: bool):
         """copies_states: whether a row has more than its pages."""
-        self._rows, self._updates, self._copies_states = rows, updates, copies_states
+        self._cache_manager, self._updates, self._copies_states = cache_manager, updates, copies_states
         self._tokens: tuple[int, ...] | None = None
 
     def pin(self, slot: int, tokens: tuple[int, ...]) -> None:
-        """Pins the entries of these tokens, which are all that the slot holds, in the place of earlier ones."""
-        self._updates.barrier()
-        self._rows.pin(slot, len(tokens))
+        """Pins the entries of these tokens, which are all that the slot holds. Unpins earlier ones."""
+        self._updates.start_copy_group()
+        self._cache_manager.pin(slot, len(tokens))
         self._tokens = tokens
         if self._copies_states:
             self._updates.add(PinStates(slot))
 
     def start(self, slot: int, tokens: tuple[int, ...]) -> bool:
         """Starts a slot from the pinned entries. False if they are not the entries of exactly these tokens, or lie in
-        another part of the cache."""
-        if self._tokens is None or self._tokens != tokens or not self._rows.start_from_pinned(slot):
+        another shard of the cache."""
+        if self._tokens is None or self._tokens != tokens or not self._cache_manager.start_from_pinned(slot):
             return False
-        self._updates.barrier()
+        self._updates.start_copy_group()
         if self._copies_states:
             self._updates.add(RestoreStates(slot))
         return True
 
     def clear(self) -> None:
         """Unpins the entries, if there are any."""
-        self._rows.unpin()
+        self._cache_manager.unpin()
         if self._tokens is not None and self._copies_states:
             self._updates.add(UnpinStates())
         self._tokens = None

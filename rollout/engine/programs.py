@@ -28,6 +28,7 @@ from rollout.types import GeneratorOptions, SamplingParams
 # With more layers than this, decoding scans them on CPU too: unrolled layers run several times faster, but compile
 # longer.
 UNROLLED_LAYERS = 32
+# The sampling parameters of a row without a request.
 IDLE = SamplingParams(temperature=0)
 
 
@@ -97,19 +98,19 @@ class DecodeState:
 class DecoderPrograms:
     """Decoding of one token per step.
 
-    ahead: tokens past those of a prefill call that the call needs.
-    recent: trailing tokens of each row that a decode needs.
-    drafts: tokens past a request's last that a step may write.
-    records: whether the cache keeps the experts of each token.
-    scan: whether layers are scanned.
+    lookahead_tokens: how many tokens after its own a prefill call reads.
+    recent: how many trailing tokens of each row a decode needs.
+    drafts: how many drafted tokens a step may write after a request's last token.
+    records_routes: whether the cache keeps the experts of each token.
+    scan: whether decoding scans the layers.
     """
 
-    ahead = recent = drafts = 0
+    lookahead_tokens = recent = drafts = 0
 
     def __init__(self, graph: Graph, options: GeneratorOptions, slots: int, max_length: int):
         graph = graph.for_inference(options.rules)
-        self.records, self.paged = options.record_routes, options.cache == "paged"
-        if self.records:
+        self.records_routes, self.paged = options.record_routes, options.cache == "paged"
+        if self.records_routes:
             graph = graph.at(record=(*graph.runtime.record, "routes"))
         self.graph, self.options = graph, options
         self.slots, self.max_length, self.decode_steps = slots, max_length, options.tokens_per_dispatch
@@ -131,17 +132,17 @@ class DecoderPrograms:
     def empty(self, length: int | Pages) -> Any:
         """Returns an empty cache of all slots.
 
-        Sliding-window caches have room for the most tokens of a call, and for those that may be rejected.
+        Sliding-window caches have entries for the most tokens of a call, and for those that may be rejected.
         """
-        room = max(self.chunk, 1 + self.drafts) + self.drafts
+        call_tokens = max(self.chunk, 1 + self.drafts) + self.drafts
         return self._empty_rows(
-            self.slots, WithSlidingWindows(length, room) if self.options.sliding_window_cache else length
+            self.slots, WithSlidingWindows(length, call_tokens) if self.options.sliding_window_cache else length
         )
 
     def _empty_rows(self, rows: int, length: int | Pages | WithSlidingWindows) -> Any:
         dtype, kind = self.graph.runtime.dtype, self.options.kv_cache
         return caches.create(
-            self.graph.config, rows, length, dtype, scan=self.scan, quantization=kind, routes=self.records
+            self.graph.config, rows, length, dtype, scan=self.scan, quantization=kind, routes=self.records_routes
         )
 
     def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
@@ -149,18 +150,18 @@ class DecoderPrograms:
 
         Every start is 0, and earlier entries of the rows are ignored.
         """
-        P, C = tokens_PC.shape[0], tokens_PC.shape[1] - self.ahead
+        P, C = tokens_PC.shape[0], tokens_PC.shape[1] - self.lookahead_tokens
         step = self._step(starts, lengths, C, pages_PM)
-        part = self._fill(
+        prompt_cache = self._fill(
             params, self._empty_rows(P, C), tokens_PC, replace(step, pages=None, contiguous=True), lengths
         )
-        return self.pinned(caches.insert(cache, part, rows, step))
+        return self.pinned(caches.insert(cache, prompt_cache, rows, step))
 
     def extend(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
         """Returns the cache after a later chunk of P prompts."""
-        step = self._step(starts, lengths, tokens_PC.shape[1] - self.ahead, pages_PM)
-        part = self._fill(params, caches.rows_of(cache, rows), tokens_PC, step, lengths)
-        return self.pinned(caches.with_rows(cache, part, rows))
+        step = self._step(starts, lengths, tokens_PC.shape[1] - self.lookahead_tokens, pages_PM)
+        row_cache = self._fill(params, caches.rows_of(cache, rows), tokens_PC, step, lengths)
+        return self.pinned(caches.with_rows(cache, row_cache, rows))
 
     def _step(self, starts, lengths, C: int, pages_PM) -> Step:
         """Returns the positions of C tokens of each prompt."""
@@ -175,20 +176,20 @@ class DecoderPrograms:
     def copy_rows(self, cache, pairs, count):
         """Returns the cache after copying row pairs[i, 0] to row pairs[i, 1] for the first `count` pairs in order."""
 
-        def one(i, arrays):
+        def copy_row(i, arrays):
             # An array of one index lets a mesh that shards the slots send one row. A number would gather all rows.
             return caches.with_rows(arrays, caches.rows_of(arrays, pairs[i, :1]), pairs[i, 1:])
 
-        arrays = jax.lax.fori_loop(0, count, one, caches.without_pools(cache))
+        arrays = jax.lax.fori_loop(0, count, copy_row, caches.without_pools(cache))
         return self.pinned(caches.with_arrays(cache, arrays))
 
     def gather(self, cache, rows):
         """Returns a cache of these rows alone, without pools of pages."""
         return self.pinned(caches.without_pools(caches.rows_of(cache, rows)))
 
-    def scatter(self, cache, part, rows):
-        """Returns the cache with these rows replaced by the rows of `part`."""
-        return self.pinned(caches.with_rows(cache, part, rows))
+    def scatter(self, cache, batch_cache, rows):
+        """Returns the cache with these rows replaced by the rows of `batch_cache`."""
+        return self.pinned(caches.with_rows(cache, batch_cache, rows))
 
     def routes(self, cache, row, pages_M):
         """Returns the experts of all entries of a row, on every device."""
@@ -199,9 +200,9 @@ class DecoderPrograms:
 
         Decodes up to limits[0] steps, as long as more than limits[1] rows are active.
         """
-        part = caches.rows_of(cache, state.rows) if self.paged else cache
-        part, after, output = self._decode_rows(params, part, state, limits)
-        cache = caches.with_rows(cache, part, state.rows) if self.paged else part
+        row_cache = caches.rows_of(cache, state.rows) if self.paged else cache
+        row_cache, after, output = self._decode_rows(params, row_cache, state, limits)
+        cache = caches.with_rows(cache, row_cache, state.rows) if self.paged else row_cache
         # Replicated: the host of every process reads all of the output.
         return self.pinned(cache), *jax.lax.with_sharding_constraint((after, output), self.graph.layout.replicated)
 
@@ -209,29 +210,32 @@ class DecoderPrograms:
         """Returns (cache, DecodeState, StepOutput) after decoding on a cache of s rows."""
         s, K, head = state.token.shape[0], self.decode_steps, params.get(modes.VALUE_HEAD)
         params = params if self.scan else prepare_for_decoding(self.graph, params, s)
-        # Values in the output for a row that produced nothing.
-        nothing = np.int32(-1), np.float32(0), None if head is None else np.float32(0)
+        # The token, log-probability and value in the output for a row that produced none.
+        no_output = np.int32(-1), np.float32(0), None if head is None else np.float32(0)
 
         def go_on(carry):
             return (carry[0] < limits[0]) & (jnp.sum(carry[5]) > limits[1])
 
-        def one(carry):
+        def decode_step(carry):
             i, cache, token, cached, left, active, outputs = carry
             decoder, runtime = self.graph.decoder(params), self.graph.runtime
-            states, cache = modes.feed(decoder, token, cached, active, cache, runtime, state.pages)
+            step = modes.next_token_step(cached, active, state.pages)
+            states, cache = modes.next_token_states(decoder, token, step, cache, runtime)
             logits = modes.logits(decoder, states, runtime)
             new, logp = choose(logits, (state.prompt_id, state.sample, cached + 1), state.draws)
             results = new, logp, None if head is None else states.astype(jnp.float32) @ head
             outputs = jax.tree.map(
-                lambda each, row, none: each.at[i].set(jnp.where(active, row, none)), outputs, results, nothing
+                lambda each, row, none: each.at[i].set(jnp.where(active, row, none)), outputs, results, no_output
             )
             left = left - active
-            going = active & (left > 0) & ~jnp.any(new[:, None] == state.stops, axis=1)
-            return i + 1, cache, jnp.where(active, new, token), cached + active, left, going, outputs
+            still_active = active & (left > 0) & ~jnp.any(new[:, None] == state.stops, axis=1)
+            return i + 1, cache, jnp.where(active, new, token), cached + active, left, still_active, outputs
 
         with self.graph.precision():
-            blank = jax.tree.map(lambda none: jnp.full((K, s), none), nothing)
+            blank = jax.tree.map(lambda none: jnp.full((K, s), none), no_output)
             start = (0, cache, state.token, state.cached, state.left, state.active != 0, blank)
-            _, cache, token, cached, left, active, (tokens, logps, values) = jax.lax.while_loop(go_on, one, start)
+            _, cache, token, cached, left, active, (tokens, logps, values) = jax.lax.while_loop(
+                go_on, decode_step, start
+            )
         after = replace(state, token=token, cached=cached, left=left, active=active.astype(jnp.int32))
         return cache, after, StepOutput(tokens, logps, tokens >= 0, values)

@@ -1,8 +1,8 @@
 """The model runner: calls the compiled programs of a generator.
 
 A contiguous cache has S rows, one per slot. A decode runs on s = 1, 2, 4, ... S of them (GeneratorOptions.batch_sizes).
-To decode on fewer than S rows, ActiveBatch first gathers them into a cache of their own. It scatters them back before
-it decodes other rows. On a paged cache, a call of s rows takes their page table and gathers only their states of fixed
+To decode on fewer than S rows, ActiveBatch first gathers them into a batch cache. It scatters them back before it
+decodes other rows. On a paged cache, a call of s rows takes their page table and gathers only their states of fixed
 size.
 
 S slots, s rows of one call, P prompts of one prefill call, C tokens of it, M pages of a row.
@@ -29,10 +29,10 @@ from policy.mesh import processes
 from policy.mesh.sharding import Layout, block_on_cpu_mesh
 from policy.model import Graph
 from rollout.engine import prefix_index
+from rollout.engine.cache_manager import CacheGeometry, CacheManager, ContiguousCacheManager, PagedCacheManager
+from rollout.engine.page_allocator import PageAllocator, PageCopy
 from rollout.engine.page_budget import PageBudget, choose_page_budget
-from rollout.engine.page_table import PageCopy, PagedRows, PageTable
 from rollout.engine.programs import DecoderPrograms, DecodeState, StepOutput
-from rollout.engine.rows import CacheGeometry, Rows
 from rollout.engine.scheduler import PREFILL_ROWS, SchedulerLimits, prefill_lengths, prefill_rows
 from rollout.engine.speculative import SpeculativePrograms
 from rollout.request import Request
@@ -48,10 +48,13 @@ class LateCompilation(RuntimeError):
 class ModelRunner:
     """Runs the generator's programs over a cache that the caller holds. Caches are donated to the programs.
 
+    functions: the functions that are compiled (rollout/engine/programs.py).
     programs: the compiled programs, by name.
+    lookahead_tokens, records_routes: as in DecoderPrograms.
+    max_prefill_rows: the most prompts of one prefill call.
     value_head: float32[E], the head of the values that are recorded.
-    reserved_bytes: memory per device that something else will take after the number of pages is chosen.
-    sealed: whether programs were compiled ahead, so that another one is a warning or an error.
+    reserved_bytes: memory per device that other arrays will take after the number of pages is chosen.
+    compiled_ahead: whether programs were compiled ahead, so that another one is a warning or an error.
     """
 
     def __init__(
@@ -60,32 +63,34 @@ class ModelRunner:
         options: GeneratorOptions,
         slots: int,
         max_length: int,
-        memory_left: float | None = None,
+        available_memory: float | None = None,
     ):
-        """memory_left: bytes per device that a paged cache may share with an update; None: what the devices report."""
+        """available_memory: bytes per device that a paged cache may share with an update; None: as the devices
+        report."""
         kind = SpeculativePrograms if options.speculative else DecoderPrograms
-        self.traced = traced = kind(graph, options, slots, max_length)
-        self.graph, self.options, self._memory_left = traced.graph, options, memory_left
+        self.functions = functions = kind(graph, options, slots, max_length)
+        self.graph, self.options, self._available_memory = functions.graph, options, available_memory
         self.max_length, self.vocab_size = max_length, graph.config.vocab_size
-        self.chunk, self.ahead, self.records = traced.chunk, traced.ahead, traced.records
-        self.decode_steps, self.most_prompts = traced.decode_steps, prefill_rows(slots)
-        table_width = -(-(max_length + traced.drafts) // options.page_size) if traced.paged else None
+        self.chunk, self.lookahead_tokens = functions.chunk, functions.lookahead_tokens
+        self.records_routes = functions.records_routes
+        self.decode_steps, self.max_prefill_rows = functions.decode_steps, prefill_rows(slots)
+        table_width = -(-(max_length + functions.drafts) // options.page_size) if functions.paged else None
         layout = self.graph.layout
-        parts = slots // layout.sharding(("cache_batch",), (slots,)).shard_shape((slots,))[0]
+        num_shards = slots // layout.sharding(("cache_batch",), (slots,)).shard_shape((slots,))[0]
         sizes = None if options.batch_sizes is None else tuple(options.batch_sizes)
-        self.geometry = CacheGeometry(slots, parts, traced.supports_truncation, table_width, sizes)
+        self.geometry = CacheGeometry(slots, num_shards, functions.supports_truncation, table_width, sizes)
         self.value_head: jax.Array | None = None
-        self.reserved_bytes, self.sealed, self._strict = 0, False, False
+        self.reserved_bytes, self.compiled_ahead, self._strict = 0, False, False
         jitted = {
             "empty": jax.jit(self._empty_cache),
-            "prefill": jax.jit(traced.prefill, donate_argnums=1),
-            "extend": jax.jit(traced.extend, donate_argnums=1),
-            "copy": jax.jit(traced.copy_rows, donate_argnums=0),
+            "prefill": jax.jit(functions.prefill, donate_argnums=1),
+            "extend": jax.jit(functions.extend, donate_argnums=1),
+            "copy": jax.jit(functions.copy_rows, donate_argnums=0),
             "copy_pages": jax.jit(caches.copy_pages, donate_argnums=0),
-            "gather": jax.jit(traced.gather),
-            "scatter": jax.jit(traced.scatter, donate_argnums=0),
-            "decode": jax.jit(traced.decode, donate_argnums=1),
-            "routes": jax.jit(traced.routes),
+            "gather": jax.jit(functions.gather),
+            "scatter": jax.jit(functions.scatter, donate_argnums=0),
+            "decode": jax.jit(functions.decode, donate_argnums=1),
+            "routes": jax.jit(functions.routes),
         }
         self.programs = {name: CompiledCache(function, layout.platform) for name, function in jitted.items()}
 
@@ -94,60 +99,61 @@ class ModelRunner:
         """Returns the properties of the programs that the scheduler needs."""
         geometry = self.geometry
         return SchedulerLimits(
-            self.decode_steps, self.traced.drafts, geometry.copies_rows, pins_prefixes=geometry.pins_prefixes
+            self.decode_steps, self.functions.drafts, geometry.copies_rows, pins_prefixes=geometry.pins_prefixes
         )
 
     @cached_property
     def page_budget(self) -> PageBudget | None:
-        """Returns the pages of the cache, chosen at the first use from the memory that is left then; None: the cache is
-        contiguous.
+        """Returns the pages of the cache, chosen at the first use from the memory that is available then.
+
+        None: the cache is contiguous.
         """
         geometry, options = self.geometry, self.options
         if geometry.table_width is None:
             return None
-        shape = geometry.slots, geometry.table_width, geometry.parts
+        shape = geometry.slots, geometry.table_width, geometry.num_shards
         pages = options.pages, options.page_size
         return choose_page_budget(
-            self.traced.empty, self.graph.layout, shape, pages, self._memory_left, self.reserved_bytes
+            self.functions.empty, self.graph.layout, shape, pages, self._available_memory, self.reserved_bytes
         )
 
-    def rows(self) -> Rows | PagedRows:
-        """Returns the book-keeping of the slots of an empty cache."""
-        slots, parts, truncation = self.geometry.slots, self.geometry.parts, self.geometry.supports_truncation
+    def cache_manager(self) -> CacheManager:
+        """Returns the cache manager of an empty cache."""
+        slots, num_shards, truncation = self.geometry.slots, self.geometry.num_shards, self.geometry.supports_truncation
         budget = self.page_budget
         if budget is None:
-            return Rows(slots, supports_truncation=truncation)
+            return ContiguousCacheManager(slots, supports_truncation=truncation)
         number, size = budget.pages
-        tables = [PageTable(number // parts, size, n * number // parts) for n in range(parts)]
-        return PagedRows(slots, tables, supports_truncation=truncation, ample=number >= budget.full)
+        allocators = [PageAllocator(number // num_shards, size, n * number // num_shards) for n in range(num_shards)]
+        return PagedCacheManager(slots, allocators, supports_truncation=truncation, full_capacity=number >= budget.full)
 
     def _empty_cache(self):
         budget = self.page_budget
-        return self.traced.pinned(self.traced.empty(self.max_length if budget is None else budget.pages))
+        return self.functions.pinned(self.functions.empty(self.max_length if budget is None else budget.pages))
 
     def empty(self) -> Any:
         """Returns an empty cache of all slots."""
         return self._run("empty", ())
 
-    def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM, *, fresh: bool) -> Any:
+    def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM, *, first_chunk: bool) -> Any:
         """Returns the cache after a chunk of prompts in these rows; rows past the end are padding.
 
         Each prompt's tokens start .. start + C - 1 are computed, as far as its length goes.
 
-        fresh: every start is 0, and earlier entries of the rows are ignored. pages_PM: the pages of the rows; None if
-        the cache is contiguous.
+        first_chunk: every start is 0, and earlier entries of the rows are ignored. pages_PM: the pages of the rows;
+        None if the cache is contiguous.
         """
         inputs = rows, tokens_PC, starts, lengths, pages_PM
-        return self._run("prefill" if fresh else "extend", tokens_PC.shape, params, cache, *inputs)
+        return self._run("prefill" if first_chunk else "extend", tokens_PC.shape, params, cache, *inputs)
 
     def copy_rows(self, cache, pairs: Sequence[tuple[int, int]]) -> Any:
         """Returns the cache after copying row a to row b for each pair (a, b), one after the other."""
         slots = self.geometry.slots
         for start in range(0, len(pairs), slots):
-            some = pairs[start : start + slots]
+            group = pairs[start : start + slots]
             array = np.zeros((slots, 2), np.int32)
-            array[: len(some)] = some
-            cache = self._run("copy", (), cache, array, np.int32(len(some)))
+            array[: len(group)] = group
+            cache = self._run("copy", (), cache, array, np.int32(len(group)))
         return cache
 
     def copy_pages(self, cache, copies: Sequence[PageCopy]) -> Any:
@@ -155,10 +161,12 @@ class ModelRunner:
         slots, budget = self.geometry.slots, self.page_budget
         assert budget is not None, "a contiguous cache has no pages"
         for start in range(0, len(copies), slots):
-            some = copies[start : start + slots]
+            group = copies[start : start + slots]
             source = np.zeros(slots, np.int32)
             target = budget.pages.number + np.arange(slots, dtype=np.int32)
-            source[: len(some)], target[: len(some)] = zip(*((copy.source, copy.target) for copy in some), strict=True)
+            source[: len(group)], target[: len(group)] = zip(
+                *((copy.source, copy.target) for copy in group), strict=True
+            )
             cache = self._run("copy_pages", (), cache, source, target)
         return cache
 
@@ -166,9 +174,9 @@ class ModelRunner:
         """Returns a cache of these rows alone, without pools of pages. Rows past the end are padding."""
         return self._run("gather", rows.shape, cache, rows)
 
-    def scatter(self, cache, part, rows: np.ndarray) -> Any:
-        """Returns the cache with these rows replaced by the rows of `part`."""
-        return self._run("scatter", rows.shape, cache, part, rows)
+    def scatter(self, cache, batch_cache, rows: np.ndarray) -> Any:
+        """Returns the cache with these rows replaced by the rows of `batch_cache`."""
+        return self._run("scatter", rows.shape, cache, batch_cache, rows)
 
     def routes(self, cache, rows: int, row: int, pages_M: np.ndarray | None) -> dict[str, jax.Array]:
         """Returns the experts of all entries of a row (policy.cache.cache.routes) of a cache with so many rows.
@@ -181,15 +189,16 @@ class ModelRunner:
         return routes
 
     def decode(self, params, cache, state: DecodeState, limits: tuple[int, int]) -> tuple[Any, DecodeState, StepOutput]:
-        """Returns (cache, state, output) after up to `limits[0]` steps, as long as more than `limits[1]` rows are
-        active. The arrays are on the device.
+        """Returns (cache, state, output) after decoding. The arrays are on the device.
+
+        limits: (the most steps, the number of active rows at which the decode ends early).
         """
         head = {modes.VALUE_HEAD: self.value_head} if self.options.record_values else {}
         return self._run("decode", state.stops.shape, params | head, cache, state, np.asarray(limits, np.int32))
 
     def decode_state(self, requests: Sequence[Request | None], size: int, width: int, seed: int) -> DecodeState:
         """Returns the state of `size` rows, row i for request i. width: columns of the stop tokens."""
-        state = DecodeState.of(requests, size, width, seed, self.traced.recent)
+        state = DecodeState.of(requests, size, width, seed, self.functions.recent)
         layout = self.graph.layout
         return state if layout.mesh.size == 1 else processes.device_put_global(state, layout.replicated)
 
@@ -204,7 +213,7 @@ class ModelRunner:
 
     def _run(self, name: str, shape: tuple[int, ...], *arguments):
         program = self.programs[name]
-        if self.sealed and shape not in program.memory:
+        if self.compiled_ahead and shape not in program.memory:
             self._report_late(name, shape)
         return block_on_cpu_mesh(program.run(shape, *arguments), self.graph.layout)
 
@@ -229,9 +238,9 @@ class ModelRunner:
         compiled = self.memory
         missing = [each for each in program_inputs(self, params, longest, stop_widths) if each[0] not in compiled]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            traced = ((key, inputs, self.programs[key[0]].lower(*inputs)) for key, inputs in missing)
-            list(pool.map(lambda each: self.programs[each[0][0]].compile_shape(each[0][1:], *each[1:]), traced))
-        self.sealed, self._strict = True, strict
+            lowered = ((key, inputs, self.programs[key[0]].lower(*inputs)) for key, inputs in missing)
+            list(pool.map(lambda each: self.programs[each[0][0]].compile_shape(each[0][1:], *each[1:]), lowered))
+        self.compiled_ahead, self._strict = True, strict
         return len(self.memory)
 
     @cached_property
@@ -243,10 +252,10 @@ class ModelRunner:
 def _abstract(cache: Any, layout: Layout) -> Any:
     """Returns the shapes of a cache with the shardings that its programs give it."""
 
-    def one(axes, array):
+    def abstract(axes, array):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout.sharding(axes, array.shape))
 
-    return caches.by_axes(one, cache)
+    return caches.by_axes(abstract, cache)
 
 
 def program_inputs(
@@ -258,20 +267,23 @@ def program_inputs(
     cache, geometry = runner.abstract_cache, runner.geometry
     slots, width = geometry.slots, geometry.table_width
 
-    def rows_alone(rows: int):
+    def batch_cache(rows: int):
         return _abstract(jax.eval_shape(runner.programs["gather"].jitted, cache, _int32(rows)), runner.graph.layout)
 
-    def decoded(rows: int):
-        return cache if rows == slots or not geometry.copies_batch else rows_alone(rows)
+    def decoded_cache(rows: int):
+        return cache if rows == slots or not geometry.copies_batch else batch_cache(rows)
 
     for s in geometry.batch_sizes:
         for stops in stop_widths:
-            yield ("decode", s, stops), (params | _value_head(runner), decoded(s), _state(runner, s, stops), _int32(2))
+            yield (
+                ("decode", s, stops),
+                (params | _value_head(runner), decoded_cache(s), _state(runner, s, stops), _int32(2)),
+            )
     lengths = prefill_lengths(longest, runner.chunk)
-    for P in (rows for rows in PREFILL_ROWS if rows <= runner.most_prompts):
+    for P in (rows for rows in PREFILL_ROWS if rows <= runner.max_prefill_rows):
         pages = None if width is None else _int32(P, width)
         for C in lengths:
-            shape = P, C + runner.ahead
+            shape = P, C + runner.lookahead_tokens
             inputs = params, cache, _int32(P), _int32(*shape), _int32(P), _int32(P), pages
             yield ("prefill", *shape), inputs
             if lengths[-1] == C and longest - 1 > min(prefix_index.MIN_SHARED_TOKENS, runner.chunk):
@@ -279,14 +291,14 @@ def program_inputs(
     batches = geometry.batch_sizes[:-1] if geometry.copies_batch else ()
     for s in sorted({*batches, *(() if geometry.supports_truncation else (1,))}):
         yield ("gather", s), (cache, _int32(s))
-        yield ("scatter", s), (cache, rows_alone(s), _int32(s))
+        yield ("scatter", s), (cache, batch_cache(s), _int32(s))
     if geometry.copies_rows:
         yield ("copy",), (cache, _int32(slots, 2), _int32())
     if width is not None:
         yield ("copy_pages",), (cache, _int32(slots), _int32(slots))
-    if runner.records:
+    if runner.records_routes:
         for s in geometry.batch_sizes if geometry.copies_batch else (slots,):
-            yield ("routes", s), (decoded(s), _int32(), None if width is None else _int32(width))
+            yield ("routes", s), (decoded_cache(s), _int32(), None if width is None else _int32(width))
     yield ("empty",), ()
 
 
@@ -299,7 +311,7 @@ def _value_head(runner: ModelRunner) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _state(runner: ModelRunner, rows: int, stop_width: int) -> DecodeState:
     """Returns the abstract state of a decode."""
-    state, layout = DecodeState.of([], rows, stop_width, 0, runner.traced.recent), runner.graph.layout
+    state, layout = DecodeState.of([], rows, stop_width, 0, runner.functions.recent), runner.graph.layout
     if (width := runner.geometry.table_width) is not None:
         state = replace(state, rows=np.zeros(rows, np.int32), pages=np.zeros((rows, width), np.int32))
     sharding = layout.replicated if layout.mesh.size > 1 else None

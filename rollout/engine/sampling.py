@@ -16,28 +16,28 @@ from rollout.types import SamplingParams
 def uniforms(seed: jax.Array, prompt_ids_S: jax.Array, samples_S: jax.Array, positions_S: jax.Array) -> jax.Array:
     """One number in [0, 1) for each slot, a function of (seed, prompt id, sample index, position) only."""
 
-    def one(prompt_id, sample, position):
+    def uniform(prompt_id, sample, position):
         key = jax.random.key(seed)
         for number in (prompt_id, sample, position):
             key = jax.random.fold_in(key, number)
         return jax.random.uniform(key)
 
-    return jax.vmap(one)(prompt_ids_S, samples_S, positions_S)
+    return jax.vmap(uniform)(prompt_ids_S, samples_S, positions_S)
 
 
-def keep(logits_SV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """bool[S, V]: the tokens that pass top-k, top-p and min-p ([S, 1] each). Tokens as likely as the last that passes
-    pass too."""
+def filter_mask(logits_SV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+    """bool[S, V]: the tokens that pass top-k, top-p and min-p ([S, 1] each). Tokens as likely as the least likely one
+    that passes pass too."""
     V = logits_SV.shape[-1]
     ranked = -jnp.sort(-logits_SV, axis=-1)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
-    least = jnp.take_along_axis(ranked, k - 1, axis=-1)
-    probs = jax.nn.softmax(jnp.where(ranked >= least, ranked, -jnp.inf), axis=-1)
+    threshold = jnp.take_along_axis(ranked, k - 1, axis=-1)
+    probs = jax.nn.softmax(jnp.where(ranked >= threshold, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
     # The sum over a large vocabulary may pass 1 before its end, which must not cut anything off at top_p 1.
     likely = (before < top_p) | (top_p >= 1)
-    least = jnp.min(jnp.where(likely & (ranked >= least), ranked, jnp.inf), axis=-1, keepdims=True)
-    return (logits_SV >= least) & (logits_SV >= ranked[:, :1] + jnp.log(min_p))
+    threshold = jnp.min(jnp.where(likely & (ranked >= threshold), ranked, jnp.inf), axis=-1, keepdims=True)
+    return (logits_SV >= threshold) & (logits_SV >= ranked[:, :1] + jnp.log(min_p))
 
 
 def draw(logits_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
@@ -46,9 +46,9 @@ def draw(logits_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
     probs = jax.nn.softmax(logits_SV, axis=-1)
     # XLA sums in blocks, whose rounding may raise the sum at a token of probability 0: such tokens are skipped.
     cumulative = jnp.where(probs > 0, jnp.cumsum(probs, axis=-1), 0.0)
-    passed = cumulative > uniforms_S[:, None] * jnp.max(cumulative, axis=-1, keepdims=True)
+    candidates = cumulative > uniforms_S[:, None] * jnp.max(cumulative, axis=-1, keepdims=True)
     last = logits_SV.shape[-1] - 1
-    return jnp.min(jnp.where(passed, jnp.arange(last + 1, dtype=jnp.int32), last), axis=-1)
+    return jnp.min(jnp.where(candidates, jnp.arange(last + 1, dtype=jnp.int32), last), axis=-1)
 
 
 @jax.tree_util.register_dataclass
@@ -79,23 +79,23 @@ class Draws:
     def filtered(self, logits_SV: jax.Array) -> jax.Array:
         """Sets the logits of filtered tokens to -inf. Sorts only if a row has a filter."""
 
-        def some():
-            kept = keep(logits_SV, *(row[:, None] for row in (self.top_k, self.top_p, self.min_p)))
-            return jnp.where(kept, logits_SV, -jnp.inf)
+        def apply_filters():
+            mask = filter_mask(logits_SV, *(row[:, None] for row in (self.top_k, self.top_p, self.min_p)))
+            return jnp.where(mask, logits_SV, -jnp.inf)
 
         has_filter = (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
-        return jax.lax.cond(jnp.any(has_filter), some, lambda: logits_SV)
+        return jax.lax.cond(jnp.any(has_filter), apply_filters, lambda: logits_SV)
 
 
-def choose(logits_SV: jax.Array, numbers: tuple, draws: Draws) -> tuple[jax.Array, jax.Array]:
-    """Returns (token int[S], its log-probability float32[S] before any filter). numbers: int[S] each, the prompt id,
+def choose(logits_SV: jax.Array, draw_ids: tuple, draws: Draws) -> tuple[jax.Array, jax.Array]:
+    """Returns (token int[S], its log-probability float32[S] before any filter). draw_ids: int[S] each, the prompt id,
     sample index and position of the token; its draw is a function of the seed and these."""
-    warm = draws.temperature > 0
-    logits_SV = logits_SV / jnp.where(warm, draws.temperature, 1.0)[:, None]
+    is_sampled = draws.temperature > 0
+    logits_SV = logits_SV / jnp.where(is_sampled, draws.temperature, 1.0)[:, None]
     best = jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
 
     def drawn():
-        return jnp.where(warm, draw(draws.filtered(logits_SV), uniforms(draws.seed, *numbers)), best)
+        return jnp.where(is_sampled, draw(draws.filtered(logits_SV), uniforms(draws.seed, *draw_ids)), best)
 
-    new = jax.lax.cond(jnp.any(warm), drawn, lambda: best)
+    new = jax.lax.cond(jnp.any(is_sampled), drawn, lambda: best)
     return new, jnp.take_along_axis(jax.nn.log_softmax(logits_SV), new[:, None], axis=-1)[:, 0]

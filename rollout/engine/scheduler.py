@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.engine.page_table import PagedRows
+from rollout.engine.cache_manager import CacheManager
 from rollout.engine.prefixes import CacheUpdates, PinnedPrefix, PrefixWaiters
-from rollout.engine.rows import Rows
 from rollout.request import Request
 
 # Rows of a prefill call: few sizes, few programs.
@@ -71,9 +70,14 @@ class Scheduler:
     batch_changed: whether the host added or removed a decoding request, so that the device state must be rebuilt.
     """
 
-    def __init__(self, rows: Rows | PagedRows, limits: SchedulerLimits, counts: dict[str, int] | None = None):
+    def __init__(
+        self,
+        cache_manager: CacheManager,
+        limits: SchedulerLimits,
+        counts: dict[str, int] | None = None,
+    ):
         """counts: where the number of preempted requests is added up, under "preempted"."""
-        self.rows, self._limits = rows, limits
+        self.cache_manager, self._limits = cache_manager, limits
         self._counts = {"preempted": 0} if counts is None else counts
         self.running: dict[int, Request] = {}  # by slot, in the order of admission
         self.prefilling: dict[int, Request] = {}
@@ -82,12 +86,12 @@ class Scheduler:
         self.next_request: Request | None = None
         self.batch_changed = True
         self._waiters = PrefixWaiters()
-        self._pinned = PinnedPrefix(rows, self.updates, copies_states=limits.copies_rows)
+        self._pinned = PinnedPrefix(cache_manager, self.updates, copies_states=limits.copies_rows)
 
     @property
     def free_slots(self) -> int:
         """Slots that a request can be admitted to: none while a request is preempted."""
-        return 0 if self.preempted else self.rows.num_free
+        return 0 if self.preempted else self.cache_manager.num_free
 
     @property
     def decoding(self) -> list[int]:
@@ -96,37 +100,37 @@ class Scheduler:
 
     def admit(self, request: Request) -> int:
         """Returns the slot that the request runs in. There must be a free one."""
-        slot, source, same = self.rows.allocate(request.cacheable)
+        slot, source, num_shared = self.cache_manager.allocate(request.cacheable)
         self.running[slot] = self.prefilling[slot] = request
-        self._start(slot, source, same)
+        self._start(slot, source, num_shared)
         return slot
 
-    def _start(self, slot: int, source: int, same: int) -> None:
-        """Starts a request that shares its first `same` tokens with slot `source`."""
+    def _start(self, slot: int, source: int, num_shared: int) -> None:
+        """Starts a request that shares its first `num_shared` tokens with slot `source`."""
         request = self.running[slot]
         request.cached = 0
-        if not self._has_room(slot, same):
+        if not self._has_pages(slot, num_shared):
             self._preempt(slot)
         elif source in self.prefilling and source != slot:
-            self._waiters.add(slot, source, same)
-        elif same < request.needed and self._pinned.start(slot, request.cacheable):
-            self.prefilled(slot, request.needed)
-        elif same:
-            if self._share(source, slot, same):
-                self.prefilled(slot, same)
+            self._waiters.add(slot, source, num_shared)
+        elif num_shared < request.needed and self._pinned.start(slot, request.cacheable):
+            self.mark_prefilled(slot, request.needed)
+        elif num_shared:
+            if self._share(source, slot, num_shared):
+                self.mark_prefilled(slot, num_shared)
         else:
             self._reserve(slot, request.needed)
 
     def release(self, slot: int) -> Request:
         """Frees a slot and returns its request, which may have ended or not."""
-        self.updates.barrier()
+        self.updates.start_copy_group()
         request = self.running.pop(slot)
         waiters = self._evict(slot)
         if request.finish is None:
             self.batch_changed = True
         # A state of fixed size may include discarded tokens if the host, not the device, ended the request.
-        valid = self.rows.supports_truncation or (request.finish is not None and not request.params.stop)
-        self.rows.free(slot, request.span(0, request.cached) if valid else ())
+        valid = self.cache_manager.supports_truncation or (request.finish is not None and not request.params.stop)
+        self.cache_manager.free(slot, request.span(0, request.cached) if valid else ())
         self._readmit(waiters)
         return request
 
@@ -141,26 +145,26 @@ class Scheduler:
         """Starts requests again that have a slot and prefill."""
         # All slots are cleared before one starts: otherwise two could wait for each other's prefix.
         for slot in slots:
-            self.rows.clear(slot)
+            self.cache_manager.clear(slot)
         for slot in slots:
-            self._start(slot, *self.rows.reallocate(slot, self.running[slot].cacheable))
+            self._start(slot, *self.cache_manager.reallocate(slot, self.running[slot].cacheable))
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Clears the prefix cache: later requests share no entries of earlier ones."""
         self._pinned.clear()
-        self.rows.forget()
+        self.cache_manager.reset_prefix_cache()
 
     # Preemption.
 
-    def _end(self, request: Request, steps: int) -> int:
-        """Entries that the request may have after so many decoding steps."""
+    def _max_entries(self, request: Request, steps: int) -> int:
+        """Returns the number of entries that the request may have after so many decoding steps."""
         drafts = self._limits.drafts
         return request.needed + min(request.left, steps * (1 + drafts)) + drafts
 
-    def _has_room(self, slot: int, same: int) -> bool:
+    def _has_pages(self, slot: int, num_shared: int) -> bool:
         """Whether all that run, and this slot with them, can have pages for another decode."""
         active = {s: r.cached for s, r in self.running.items() if s not in self.preempted and r.finish is None}
-        starts = active | {slot: same}
+        starts = active | {slot: num_shared}
         steps = min(MIN_DECODE_STEPS, self._limits.decode_steps)
         if not self._fits(starts, steps) and self._pinned:
             self._pinned.clear()
@@ -168,12 +172,14 @@ class Scheduler:
 
     def _fits(self, starts: dict[int, int], steps: int) -> bool:
         """Whether these slots can have pages for so many steps. `starts`: the entries that each has now."""
-        return self.rows.fits((slot, start, self._end(self.running[slot], steps)) for slot, start in starts.items())
+        return self.cache_manager.fits(
+            (slot, start, self._max_entries(self.running[slot], steps)) for slot, start in starts.items()
+        )
 
     def _reserve(self, slot: int, end: int) -> bool:
         """Allocates pages for what the slot is about to write, up to entry `end`, and preempts the youngest requests
         for it. False if the slot itself was preempted."""
-        while (copies := self.rows.reserve(slot, self.running[slot].cached, end)) is None:
+        while (copies := self.cache_manager.reserve(slot, self.running[slot].cached, end)) is None:
             if self._pinned:
                 self._pinned.clear()
                 continue
@@ -189,9 +195,9 @@ class Scheduler:
 
     def _preempt(self, slot: int) -> None:
         """Takes the pages of a slot. Its request keeps the slot and its tokens, and will be prefilled again."""
-        self.updates.barrier()
+        self.updates.start_copy_group()
         waiters = self._evict(slot)
-        self.rows.clear(slot)
+        self.cache_manager.clear(slot)
         self.running[slot].cached, self.batch_changed = 0, True
         self.prefilling[slot] = self.running[slot]
         self.preempted.add(slot)
@@ -211,12 +217,13 @@ class Scheduler:
         """Returns the slots of the next prefill call: the oldest that can be prefilled, and others that are, like it,
         at their first chunk or past it.
         """
-        able = [slot for slot in self.prefilling if slot not in self._waiters and slot not in self.preempted]
-        fresh = [slot for slot in able if self.running[slot].cached == 0]
-        kind = fresh if fresh[:1] == able[:1] else [slot for slot in able if self.running[slot].cached]
-        return kind[: prefill_rows(len(kind))]
+        candidates = [slot for slot in self.prefilling if slot not in self._waiters and slot not in self.preempted]
+        group = [slot for slot in candidates if self.running[slot].cached == 0]  # at their first chunk
+        if group[:1] != candidates[:1]:
+            group = [slot for slot in candidates if self.running[slot].cached]
+        return group[: prefill_rows(len(group))]
 
-    def prefilled(self, slot: int, cached: int) -> None:
+    def mark_prefilled(self, slot: int, cached: int) -> None:
         """Notes that the first `cached` entries of a request are in the cache.
 
         If that is all of its prompt, the slots that wait for it start from it, and then those that wait for them. The
@@ -231,21 +238,21 @@ class Scheduler:
             del self.prefilling[slot]
             self.batch_changed = True
             tokens = request.cacheable
-            self.rows.filled(slot, tokens)
+            self.cache_manager.mark_cached(slot, tokens)
             if self._limits.pins_prefixes and self.next_request and self.next_request.cacheable == tokens:
                 self._pinned.pin(slot, tokens)
-            for other, same in self._waiters.of(slot):
-                if self._waiters.start(other, slot, same) and self._share(slot, other, same):
+            for other, num_shared in self._waiters.waiting_for(slot):
+                if self._waiters.start(other, slot, num_shared) and self._share(slot, other, num_shared):
                     ready.append(other)
 
-    def _share(self, source: int, slot: int, same: int) -> bool:
-        """Lets a slot use the first `same` entries of another, or its own. False if it was preempted for want of
-        pages."""
+    def _share(self, source: int, slot: int, num_shared: int) -> bool:
+        """Lets a slot use the first `num_shared` entries of another, or its own. Returns False if it was preempted
+        because pages ran out."""
         if source != slot:
-            self.rows.share(source, slot, same)
+            self.cache_manager.share(source, slot, num_shared)
             if self._limits.copies_rows:
                 self.updates.copy_row(source, slot)
-        self.running[slot].cached = same
+        self.running[slot].cached = num_shared
         return self._reserve(slot, self.running[slot].needed)
 
     # Decoding.
@@ -255,14 +262,14 @@ class Scheduler:
         steps = self._decode_steps()
         for slot in self.decoding:
             if slot not in self.preempted:
-                self._reserve(slot, self._end(self.running[slot], steps))
+                self._reserve(slot, self._max_entries(self.running[slot], steps))
         return steps
 
     def _decode_steps(self) -> int:
         """Returns the steps of the next decode: the limit, or fewer (halved) while there are too few pages."""
         decoding = self.decoding
-        searched = any(self.running[slot].params.stop for slot in decoding)
-        steps = min(self._limits.decode_steps, MAX_STOP_STRING_STEPS) if searched else self._limits.decode_steps
+        has_stop_strings = any(self.running[slot].params.stop for slot in decoding)
+        steps = min(self._limits.decode_steps, MAX_STOP_STRING_STEPS) if has_stop_strings else self._limits.decode_steps
         starts = {slot: self.running[slot].cached for slot in decoding}
         while steps > MIN_DECODE_STEPS and not self._fits(starts, steps):
             steps //= 2

@@ -1,7 +1,7 @@
 """Lossless speculative decoding: the policy's own prediction modules draft, the decoder checks, nothing changes but
 the speed.
 
-A step drafts d tokens and runs the decoder once over the last token and the drafts. At each of these d + 1 places a
+A step drafts d tokens and runs the decoder once over the last token and the drafts. At each of these d + 1 positions a
 token is drawn from the decoder's distribution, by the very number that plain decoding would use there: a draw is a
 function of (seed, prompt id, sample, position), see rollout/engine/sampling.py. Drafts are accepted as long as they
 equal the token drawn; the first that does not is replaced by it. So the completion is that of plain decoding, token
@@ -39,17 +39,17 @@ from rollout.types import GeneratorOptions
 
 def check(config: DecoderConfig) -> MultiTokenPrediction:
     """Returns the prediction modules of a model. Raises ValueError if it cannot draft with them."""
-    part = config.multi_token_prediction
-    if part is None:
+    modules = config.multi_token_prediction
+    if modules is None:
         raise ValueError(
             "speculative: this model has no prediction modules to draft with; see model.multi_token_prediction"
         )
-    if not caches.supports_truncation(part.layer, config):
-        kind = type(part.layer.mixer).__name__
+    if not caches.supports_truncation(modules.layer, config):
+        kind = type(modules.layer.mixer).__name__
         raise ValueError(
             f"speculative: the layer of the prediction modules keeps a state of fixed size ({kind}): it cannot draft"
         )
-    return part
+    return modules
 
 
 @jax.tree_util.register_dataclass
@@ -91,29 +91,29 @@ class SpeculativePrograms(DecoderPrograms):
 
     def __init__(self, graph: Graph, options: GeneratorOptions, slots: int, max_length: int):
         modules = check(graph.config).depth
-        self.drafts, self.ahead = options.speculative, min(options.speculative, modules)
-        self._window = self.drafts + self.ahead
+        self.drafts, self.lookahead_tokens = options.speculative, min(options.speculative, modules)
+        self._window = self.drafts + self.lookahead_tokens
         self.recent = self._window + 1
         super().__init__(graph, options, slots, max_length)
 
     def _empty_rows(self, rows: int, length) -> tuple:
-        config, kind = self.graph.config, (length, self.graph.runtime.dtype, self.options.kv_cache)
+        config, storage = self.graph.config, (length, self.graph.runtime.dtype, self.options.kv_cache)
         main = super()._empty_rows(rows, length)
-        return main, caches.create_drafts(config, rows, kind, modules=self.ahead, window=self._window)
+        return main, caches.create_drafts(config, rows, storage, modules=self.lookahead_tokens, window=self._window)
 
     def _fill(self, params, cache, tokens_PC, step: Step, lengths_P):
         """Returns the cache of P rows after the forward pass of C tokens.
 
-        tokens_PC has `ahead` more tokens: module k reads the token k places on.
+        tokens_PC has `lookahead_tokens` more tokens: module k reads the token k positions later.
         """
-        C, runtime, (main, drafts) = tokens_PC.shape[1] - self.ahead, self.graph.runtime, cache
+        C, runtime, (main, drafts) = tokens_PC.shape[1] - self.lookahead_tokens, self.graph.runtime, cache
         layers = []
         with self.graph.precision():
             decoder = self.graph.decoder(params)
             _, main, aux = decoder(tokens_PC[:, :C], step, main, runtime)
             assert aux.mtp_input is not None, "the decoder of a model with prediction modules returns their input"
             read = aux.mtp_input
-            for k in range(1, self.ahead + 1):
+            for k in range(1, self.lookahead_tokens + 1):
                 known = (step.positions <= lengths_P[:, None] - k).astype(jnp.int32)
                 shifted = replace(step, segments=step.segments * known, tokens=tokens_PC[:, k : k + C])
                 layer = LayerCache.of(drafts.layers[k - 1], 0, shifted, runtime.layout)
@@ -132,7 +132,7 @@ class SpeculativePrograms(DecoderPrograms):
         def go_on(loop):
             return (loop.step < limits[0]) & (jnp.sum(loop.active) > limits[1])
 
-        def one(loop):
+        def draft_and_verify(loop):
             decoder = self.graph.decoder(params)
             drafted, loop = self._draft(decoder, loop, state)
             return self._verify(decoder, loop, drafted, state)
@@ -150,7 +150,7 @@ class SpeculativePrograms(DecoderPrograms):
                 logprobs=jnp.zeros((S, N), jnp.float32),
                 starts_step=jnp.zeros((S, N), bool),
             )
-            loop = jax.lax.while_loop(go_on, one, loop)
+            loop = jax.lax.while_loop(go_on, draft_and_verify, loop)
         after = replace(
             state,
             token=loop.recent[:, -1],
@@ -168,7 +168,7 @@ class SpeculativePrograms(DecoderPrograms):
         at = loop.cached[:, None] + jnp.arange(-self._window, 0)
         tokens, read, layers, drafted = loop.recent[:, 1:], drafts.hidden[0, :, 0], list(drafts.layers), []
         for k in range(1, self.drafts + 1):
-            module = min(k, self.ahead)
+            module = min(k, self.lookahead_tokens)
             if k > module:  # the last module again, on its own last state and the last draft
                 at, tokens, read = at[:, -1:] + 1, tokens[:, -1:], read[:, -1:]
             step = Step(jnp.maximum(at, 0), (active & (at >= 0)).astype(jnp.int32), tokens=tokens, pages=state.pages)
@@ -186,30 +186,30 @@ class SpeculativePrograms(DecoderPrograms):
     def _verify(self, decoder, loop: _State, drafted, state: DecodeState) -> _State:
         """Returns the loop's state after a step: the decoder's tokens up to the first that was not drafted."""
         (main, drafts), T = loop.cache, self.drafts + 1
-        S, place = drafted.shape[0], jnp.arange(T)
+        S, offset = drafted.shape[0], jnp.arange(T)
         fed = jnp.concatenate([loop.recent[:, -1:], drafted], axis=1)
-        fits = loop.active[:, None] & (place < loop.left[:, None])
-        step = Step(loop.cached[:, None] + place, fits.astype(jnp.int32), pages=state.pages)
+        fits = loop.active[:, None] & (offset < loop.left[:, None])
+        step = Step(loop.cached[:, None] + offset, fits.astype(jnp.int32), pages=state.pages)
         logits, main, aux = modes.verify(decoder, fed, step, main, self.graph.runtime)
         each = jnp.repeat(state.prompt_id, T), jnp.repeat(state.sample, T), (step.positions + 1).reshape(-1)
         new, logp = (a.reshape(S, T) for a in choose(logits.reshape(S * T, -1), each, state.draws.repeat(T)))
 
-        right = jnp.cumprod(drafted == new[:, :-1], axis=1)
+        accepted = jnp.cumprod(drafted == new[:, :-1], axis=1)
         ends = jnp.any(new[..., None] == state.stops[:, None], axis=-1)
         kept = (
             fits
-            & jnp.pad(right, ((0, 0), (1, 0)), constant_values=1).astype(bool)
+            & jnp.pad(accepted, ((0, 0), (1, 0)), constant_values=1).astype(bool)
             & (jnp.cumsum(ends, axis=1) - ends == 0)
         )
         count = kept.sum(axis=1, dtype=jnp.int32)
         row, column = (
             jnp.arange(S)[:, None],
-            jnp.where(kept, loop.count[:, None] + place, loop.tokens.shape[1] + place),
+            jnp.where(kept, loop.count[:, None] + offset, loop.tokens.shape[1] + offset),
         )
         write = {"mode": "drop", "unique_indices": True}
         return _State(
             step=loop.step + 1,
-            cache=(caches.commit(main, aux, count), drafts._replace(hidden=self._seen(drafts, aux, count))),
+            cache=(caches.commit(main, aux, count), drafts._replace(hidden=self._last_states(drafts, aux, count))),
             recent=_slide(loop.recent[..., None], new[..., None], count)[..., 0],
             cached=loop.cached + count,
             left=loop.left - count,
@@ -217,10 +217,10 @@ class SpeculativePrograms(DecoderPrograms):
             count=loop.count + count,
             tokens=loop.tokens.at[row, column].set(new, **write),
             logprobs=loop.logprobs.at[row, column].set(logp, **write),
-            starts_step=loop.starts_step.at[row, column].set(jnp.broadcast_to(place == 0, (S, T)), **write),
+            starts_step=loop.starts_step.at[row, column].set(jnp.broadcast_to(offset == 0, (S, T)), **write),
         )
 
-    def _seen(self, drafts: Drafts, aux, count_S) -> jax.Array:
+    def _last_states(self, drafts: Drafts, aux, count_S) -> jax.Array:
         return _slide(drafts.hidden[0, :, 0], aux.mtp_input, count_S)[None, :, None]
 
 

@@ -48,8 +48,8 @@ class RolloutWeights:
             return None
         return cls(graph, options.weights, options.rules)
 
-    def of(self, params: dict[str, jax.Array]) -> dict[str, jax.Array | qwix.QArray]:
-        """Returns `params` with the copies in the place of their originals. Makes the copies if they are not up to
+    def with_copies(self, params: dict[str, jax.Array]) -> dict[str, jax.Array | qwix.QArray]:
+        """Returns `params` with the copies instead of their originals. Makes the copies if they are not up to
         date."""
         originals = {path: params[path] for path in self.paths}
         if any(path not in self._sources or self._sources[path]() is not array for path, array in originals.items()):

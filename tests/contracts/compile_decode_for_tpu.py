@@ -49,7 +49,8 @@ def decoding(graph):
             cache, token, made = carry
             with graph.precision():
                 decoder = graph.decoder(params)
-                logits, cache = modes.autoregressive(decoder, token, lengths + i, active, cache, graph.runtime, table)
+                step = modes.next_token_step(lengths + i, active, table)
+                logits, cache = modes.autoregressive(decoder, token, step, cache, graph.runtime)
             token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             return cache, token, made.at[i].set(token)
 

@@ -24,7 +24,7 @@ def main() -> None:
             out = generator.generate(PROMPTS, GREEDY)
         completions = [[[c.tokens, c.logprobs] for c in group] for group in out]
         sizes = [key[1] for key in generator.engine.runner.memory if key[0] == "decode"]
-        parts, preempted = generator.engine.scheduler.rows.parts, generator.engine.counts["preempted"]
+        parts, preempted = generator.engine.scheduler.cache_manager.num_shards, generator.engine.counts["preempted"]
         results.append({"completions": completions, "decoding": sizes, "parts": parts, "preempted": preempted})
     print(json.dumps(results))
 

@@ -77,7 +77,7 @@ def read(model) -> tuple[dict, list]:
 
     for name, program in runner.programs.items():
         program._compiled = {shape: watched(name, compiled) for shape, compiled in program._compiled.items()}
-    generator.forget()
+    generator.reset_prefix_cache()
     made, result = completed(generator), {"prefill": [], "decode": []}
     for name, compiled, params in given:
         if name in result:
@@ -140,7 +140,9 @@ def resharded(model, plain: list) -> dict:
 def quantised(model) -> dict:
     """Compares quantised weights that are resharded with quantised weights in the training sharding: one program makes
     both."""
-    plain, moved = (RolloutWeights(model.graph, "int8", rules).of(model.params) for rules in (None, STATIONARY_RULES))
+    plain, moved = (
+        RolloutWeights(model.graph, "int8", rules).with_copies(model.params) for rules in (None, STATIONARY_RULES)
+    )
     same = [learners.same_bits(learners.host(plain[path]), learners.host(moved[path])) for path in model.params]
     graph = model.graph.for_inference(STATIONARY_RULES)
     values = {path: moved[path].qvalue if path in graph.inputs else moved[path] for path in model.params}

@@ -185,7 +185,8 @@ def sent(kind: str, degrees: dict) -> dict:
         graph = random_model(families.read(config), mesh=on_mesh(degrees)).graph.for_inference(STATIONARY_RULES)
 
         def step(params, cache, ids, table, graph=graph):
-            logits, cache = modes.autoregressive(graph.decoder(params), ids, ids, ids, cache, graph.runtime, table)
+            decoder, one = graph.decoder(params), modes.next_token_step(ids, ids, table)
+            logits, cache = modes.autoregressive(decoder, ids, one, cache, graph.runtime)
             return jnp.argmax(logits, axis=-1), caches.constrained(cache, graph.layout)
 
         def put(array, axes, graph=graph):

@@ -214,7 +214,8 @@ def test_prefill_and_decoding_equal_the_full_forward(model, kind):
     @jax.jit
     def decode(params, tokens_B, lengths_B, active_B, kv):
         with graph.precision():
-            return modes.autoregressive(graph.decoder(params), tokens_B, lengths_B, active_B, kv, runtime)
+            step = modes.next_token_step(lengths_B, active_B)
+            return modes.autoregressive(graph.decoder(params), tokens_B, step, kv, runtime)
 
     kv = caches.create(graph.config, 2, 12, jnp.float32, scan=True)
     for first in range(0, start, 3):

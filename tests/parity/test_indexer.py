@@ -79,13 +79,13 @@ def test_the_divergence_is_that_of_the_attention_weights_and_index_scores_of_tra
 @pytest.mark.slow
 def test_greedy_decoding_over_selected_latents_is_that_of_transformers(tmp_path, monkeypatch):
     ours, model = pair(tmp_path, TOPK)
-    real, taken = sparse_attention.take, []
+    real, taken = sparse_attention.gather_entries, []
 
     def watched(cache, name, at, dtype):
         taken.append(at.shape)
         return real(cache, name, at, dtype)
 
-    monkeypatch.setattr(sparse_attention, "take", watched)
+    monkeypatch.setattr(sparse_attention, "gather_entries", watched)
     generator, new = Generator(ours, max_length=64, slots=2), 24
     prompts = [tokens(1, n, seed=n)[0].tolist() for n in (19, 3)]
     out = generator.generate(prompts, SamplingParams(max_new_tokens=new, temperature=0))

@@ -71,7 +71,8 @@ def test_one_step_of_a_decoder_is_the_same(size, name, rows):
 
     def step(params):
         decoder = model.graph.decoder(params)
-        return modes.autoregressive(decoder, tokens, lengths, jnp.ones(rows, bool), cache, model.graph.runtime)
+        one = modes.next_token_step(lengths, jnp.ones(rows, bool))
+        return modes.autoregressive(decoder, tokens, one, cache, model.graph.runtime)
 
     result = jax.jit(lambda params: step(prepare_for_decoding(model.graph, params, rows)))(model.params)
     for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(jax.jit(step)(model.params)), strict=True):

@@ -33,7 +33,7 @@ class Scripted:
     def __init__(self, greedy, sampled):
         self.scores, self.asked, self.added = {True: greedy, False: sampled}, [], []
 
-    def forget(self):
+    def reset_prefix_cache(self):
         self.added = []
 
     def stream(self, prompts, params, ids):

@@ -348,7 +348,7 @@ def test_what_begins_like_an_earlier_prompt_is_not_read_again(model, generator):
     (again,) = fresh.generate([second], params)[0]
     assert fresh.engine.counts["prefill"] == 39 + 2
     assert again.tokens == generator.generate([second], params)[0][0].tokens
-    fresh.forget()
+    fresh.reset_prefix_cache()
     fresh.generate([second], params)
     assert fresh.engine.counts["prefill"] == 39 + 2 + len(second) - 1
 

@@ -17,7 +17,7 @@ from learners import batch, begin, host, stage
 from policy import modes
 from policy.attention.indexer import IndexedMask
 from policy.cache.cache import AXES
-from policy.cache.layer_cache import LayerCache, Visible, take
+from policy.cache.layer_cache import LayerCache, Visible, gather_entries
 from policy.config import Indexer
 from policy.mesh.sharding import layout
 from rl.config.run import RunConfig
@@ -160,7 +160,7 @@ def exchanges() -> list[str]:
     def run(scores, latents):
         chosen, counts = mask.best(scores > 0, scores)
         return (
-            take(LayerCache({"latent": latents}, 1), "latent", chosen, jnp.float32),
+            gather_entries(LayerCache({"latent": latents}, 1), "latent", chosen, jnp.float32),
             counts,
             mask.kept(scores > 0, scores),
         )

@@ -6,7 +6,7 @@ import pytest
 import rollout.engine.page_budget
 from policy.cache import pages
 from policy.mesh.sharding import layout
-from rollout.engine.page_budget import choose_page_budget, device_memory_left
+from rollout.engine.page_budget import choose_page_budget, device_available_memory
 
 SHAPE = (4, 3, 1)  # 4 slots of at most 3 pages
 BYTES = 2 * 3 * 8 * 5 * 4  # of one page: 2 heads, 3 layers, 8 tokens of 5 float32
@@ -21,7 +21,7 @@ def empty(number: pages.Pages):
     [(None, None, 13), (10**12, None, 13), (2 * 9 * BYTES, None, 9), (0, None, 4), (0, 6, 6), (10**12, 99, 99)],
 )
 def test_pages_are_as_many_as_wished_for_needed_or_possible(monkeypatch, left, wish, number):
-    monkeypatch.setattr(rollout.engine.page_budget, "device_memory_left", lambda device: left)
+    monkeypatch.setattr(rollout.engine.page_budget, "device_available_memory", lambda device: left)
     result = choose_page_budget(empty, layout({}), SHAPE, (wish, 8))
     assert result.pages == (number, 8) and result.full == 13 and result.bytes == number * BYTES
     assert ("all that full slots need" in str(result)) == (number >= 13)
@@ -42,5 +42,5 @@ class Device:
 
 
 def test_memory_left_is_what_the_device_says():
-    assert device_memory_left(Device({"bytes_limit": 100, "bytes_in_use": 30})) == 70
-    assert device_memory_left(Device(None)) is None
+    assert device_available_memory(Device({"bytes_limit": 100, "bytes_in_use": 30})) == 70
+    assert device_available_memory(Device(None)) is None

@@ -16,7 +16,7 @@ from policy import families
 from policy.attention import paged_attention
 from policy.cache import cache as caches
 from policy.cache import pages
-from policy.cache.layer_cache import LayerCache, extend, take
+from policy.cache.layer_cache import LayerCache, extend, gather_entries
 from policy.cache.pages import Pages, Pool
 from policy.cache.sliding_window import WindowEntries, WithSlidingWindows
 from policy.cache.step import Step
@@ -42,7 +42,7 @@ def test_a_window_needs_few_pages_and_loses_none_that_a_query_sees(back, count, 
     table = rng.permutation(30)[: 3 * M].reshape(3, M)
     for start in ([0, 2, 11], [M * size - count, 7, 19 - count]):
         positions = np.asarray(start)[:, None] + np.arange(count)
-        part, first = pages.looking_back(jnp.asarray(table), Step(positions, np.ones_like(positions)), back, size)
+        part, first = pages.visible_table(jnp.asarray(table), Step(positions, np.ones_like(positions)), back, size)
         assert part.shape[1] <= min(M, (back + count - 2) // size + 2)
         for row, own, begins in zip(np.asarray(part), range(3), np.broadcast_to(first, (3, 1))[:, 0], strict=True):
             for seen in {p for q in positions[own] for p in range(max(0, q - back + 1), q + 1)}:
@@ -196,7 +196,7 @@ def test_a_pool_holds_what_a_contiguous_cache_holds(name, quantization):
     np.testing.assert_array_equal(result.arrays["latent"][:, :, :8], seen.arrays["latent"][:, :, :8])
     np.testing.assert_array_equal(result.positions, seen.positions)
     at = jnp.asarray([[[0, 4, 3]], [[2, 1, 4]]])
-    chosen = (take(cache, "latent", at, jnp.float32) for cache in (paged, contiguous))
+    chosen = (gather_entries(cache, "latent", at, jnp.float32) for cache in (paged, contiguous))
     np.testing.assert_array_equal(*chosen)
     assert np.abs(result.arrays["latent"]).max() > 1
 

@@ -351,13 +351,14 @@ def test_modules_that_a_directory_knows_nothing_of_start_fresh_and_are_saved(tmp
     policy.save(random_model(families.read(configuration("Llama"))), tmp_path / "in")
     plain, model = policy.load(tmp_path / "in"), policy.load(tmp_path / "in", sections=MODULES, seed=3)
     assert (
-        model.fresh
+        model.newly_initialized
         == {path for path in model.params if path.startswith("mtp.")}
         == model.params.keys() - plain.params.keys()
     )
     created = policy.create(model.config, 3)
     same_weights(
-        created, policy.Model(model.graph, created.params | {path: model.params[path] for path in model.fresh})
+        created,
+        policy.Model(model.graph, created.params | {path: model.params[path] for path in model.newly_initialized}),
     )
     same_weights(plain, policy.Model(plain.graph, {path: model.params[path] for path in plain.params}))
     assert (np.asarray(model.params["mtp.enorm.weight"]) == 1).all() and np.asarray(
@@ -367,7 +368,7 @@ def test_modules_that_a_directory_knows_nothing_of_start_fresh_and_are_saved(tmp
     for sections in (None, MODULES):
         back = policy.load(tmp_path / "out", sections=sections, seed=4)
         same_weights(model, back)
-        assert back.config.multi_token_prediction == model.config.multi_token_prediction and not back.fresh
+        assert back.config.multi_token_prediction == model.config.multi_token_prediction and not back.newly_initialized
 
 
 @pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"])
@@ -383,7 +384,7 @@ def test_modules_that_are_announced_and_not_there_are_missing(directory, key):
     ):
         assert words in str(caught.value), caught.value
     edit_config(directory, lambda config: config.update({key: 0}))
-    assert policy.load(directory, sections=MODULES).fresh
+    assert policy.load(directory, sections=MODULES).newly_initialized
 
 
 @pytest.mark.usefixtures("quick_compilation")
@@ -406,13 +407,15 @@ def test_missing_modules_start_fresh_where_the_caller_says_so(tmp_path, held):
     with pytest.raises(ModelFileError, match=rf"model\.layers\.{1 + held}\..* hold {held}[ ;].*missing: fresh"):
         policy.load(tmp_path, sections=MODULES)
     model = policy.load(tmp_path, sections=MODULES, seed=3, missing="fresh")
-    assert model.fresh == {path for path in model.params if path.startswith("mtp.")}
-    for path, created in model.graph.init(3, model.fresh).items():
+    assert model.newly_initialized == {path for path in model.params if path.startswith("mtp.")}
+    for path, created in model.graph.init(3, model.newly_initialized).items():
         np.testing.assert_array_equal(np.asarray(model.params[path])[held:], np.asarray(created)[held:], err_msg=path)
     for path, read in plain.params.items():
         result = np.asarray(model.params[path])
-        np.testing.assert_array_equal(result[:held] if path in model.fresh else result, np.asarray(read), err_msg=path)
+        np.testing.assert_array_equal(
+            result[:held] if path in model.newly_initialized else result, np.asarray(read), err_msg=path
+        )
     policy.save(model, tmp_path / "out")
     back = policy.load(tmp_path / "out")
     same_weights(model, back)
-    assert not back.fresh
+    assert not back.newly_initialized

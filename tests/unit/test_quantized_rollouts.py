@@ -42,7 +42,7 @@ def fresh(params, seed=1):
 @pytest.mark.parametrize("kind", ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int4", "fp8"))])
 def test_weights_are_rounded_with_a_scale_for_each_output_channel(kind):
     model = random_model(small("DeepseekV3"))
-    view = RolloutWeights(model.graph, kind).of(model.params)
+    view = RolloutWeights(model.graph, kind).with_copies(model.params)
     for path, inputs in model.graph.inputs.items():
         array, quantized = np.asarray(model.params[path]), view[path]
         peak = np.abs(array).max(axis=inputs, keepdims=True)
@@ -82,13 +82,13 @@ def _mesh():
 def test_a_view_is_made_again_in_its_own_buffers_when_the_weights_change_and_only_then():
     model = random_model(small("Llama"))
     weights = RolloutWeights(model.graph, "int8")
-    first = weights.of(model.params)
+    first = weights.with_copies(model.params)
     path = next(iter(model.graph.inputs))
-    assert weights.of(dict(model.params))[path] is first[path]
+    assert weights.with_copies(dict(model.params))[path] is first[path]
     assert all(first[p] is model.params[p] for p in model.params if p not in model.graph.inputs)
     places = [a.unsafe_buffer_pointer() for p in model.graph.inputs for a in (first[p].qvalue, first[p].scale)]
     changed = fresh(model.params)
-    second = weights.of(changed)
+    second = weights.with_copies(changed)
     assert first[path].qvalue.is_deleted() and first[path].scale.is_deleted()
     assert [
         a.unsafe_buffer_pointer() for p in model.graph.inputs for a in (second[p].qvalue, second[p].scale)
@@ -98,7 +98,9 @@ def test_a_view_is_made_again_in_its_own_buffers_when_the_weights_change_and_onl
         np.testing.assert_allclose(qwix.dequantize(second[p]), expected, atol=0.006 * np.abs(expected).max())
     one = changed | {path: changed[path] + 1.0}
     expected = np.asarray(one[path])
-    np.testing.assert_allclose(qwix.dequantize(weights.of(one)[path]), expected, atol=0.006 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        qwix.dequantize(weights.with_copies(one)[path]), expected, atol=0.006 * np.abs(expected).max()
+    )
 
 
 def test_a_view_lies_where_its_weights_do():

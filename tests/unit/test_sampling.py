@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout import SamplingParams
-from rollout.engine.sampling import Draws, choose, draw, keep, uniforms
+from rollout.engine.sampling import Draws, choose, draw, filter_mask, uniforms
 
 DRAWS = 40_000
 # (top_k, top_p, min_p): each alone, all pairs, all three, and the ones that keep everything.
@@ -29,7 +29,7 @@ FILTERS = [
 @jax.jit
 def keep_jit(logits, top_k, top_p, min_p):
     """The same filters for every row."""
-    return keep(logits, *(jnp.full((len(logits), 1), value) for value in (top_k, top_p, min_p)))
+    return filter_mask(logits, *(jnp.full((len(logits), 1), value) for value in (top_k, top_p, min_p)))
 
 
 @jax.jit

@@ -13,11 +13,11 @@ import rollout.engine.prefix_index
 import rollout.engine.scheduler
 from rollout import SamplingParams
 from rollout.engine.active_batch import ActiveBatch
+from rollout.engine.cache_manager import CacheGeometry, ContiguousCacheManager, PagedCacheManager
 from rollout.engine.engine import Engine
-from rollout.engine.page_table import PagedRows, PageTable
+from rollout.engine.page_allocator import PageAllocator
 from rollout.engine.prefixes import Copies, PinStates, RestoreStates
 from rollout.engine.programs import StepOutput
-from rollout.engine.rows import CacheGeometry, Rows
 from rollout.engine.scheduler import Scheduler, SchedulerLimits
 from rollout.request import Queue, Request
 
@@ -41,7 +41,7 @@ class Simulation:
     """A model runner over a cache that is a tuple of rows, each the tokens that it holds. Without `supports_truncation` a row can
     only be used as far as it is filled, as with states of fixed size."""
 
-    ahead, chunk, records = 0, CHUNK, True
+    lookahead_tokens, chunk, records_routes = 0, CHUNK, True
     vocab_size = max_length = 1000
 
     def __init__(self, slots: int, supports_truncation: bool, decode_steps: int = 3):
@@ -56,19 +56,19 @@ class Simulation:
             self.decode_steps, copies_rows=geometry.copies_rows, pins_prefixes=geometry.pins_prefixes
         )
 
-    def rows(self):
-        return Rows(self.slots, supports_truncation=self.supports_truncation)
+    def cache_manager(self):
+        return ContiguousCacheManager(self.slots, supports_truncation=self.supports_truncation)
 
     def empty(self):
         return ((),) * self.slots
 
-    def prefill(self, params, cache, rows, tokens, starts, lengths, tables, *, fresh):
+    def prefill(self, params, cache, rows, tokens, starts, lengths, tables, *, first_chunk):
         cache = list(cache)
         for row, given_tokens, start, length in zip(rows, tokens.tolist(), starts, lengths, strict=True):
             if row >= self.slots:
                 continue
-            held = () if fresh else self.read(cache[row], start)
-            assert start == 0 or not fresh
+            held = () if first_chunk else self.read(cache[row], start)
+            assert start == 0 or not first_chunk
             cache[row] = (*held, *given_tokens[: length - start])
             self.prefilled += min(length - start, tokens.shape[1])
         return tuple(cache)
@@ -135,14 +135,16 @@ class PagedSimulation(Simulation):
 
     def __init__(self, slots, supports_truncation, pages: tuple[int, int, int], decode_steps: int = 3):
         super().__init__(slots, supports_truncation, decode_steps)
-        self.number, self.size, self.parts = pages
-        self.geometry = CacheGeometry(slots, self.parts, supports_truncation, table_width=self.number // self.parts)
+        self.number, self.size, self.num_shards = pages
+        self.geometry = CacheGeometry(
+            slots, self.num_shards, supports_truncation, table_width=self.number // self.num_shards
+        )
 
-    def rows(self):
-        each = self.number // self.parts
-        return PagedRows(
+    def cache_manager(self):
+        each = self.number // self.num_shards
+        return PagedCacheManager(
             self.slots,
-            [PageTable(each, self.size, n * each) for n in range(self.parts)],
+            [PageAllocator(each, self.size, n * each) for n in range(self.num_shards)],
             supports_truncation=self.supports_truncation,
         )
 
@@ -160,15 +162,15 @@ class PagedSimulation(Simulation):
 
     def place(self, table, i):
         page = int(table[i // self.size])
-        assert page % (self.number // self.parts), "a page that is nobody's"
+        assert page % (self.number // self.num_shards), "a page that is nobody's"
         return page, i % self.size
 
-    def prefill(self, params, cache, rows, tokens, starts, lengths, tables, *, fresh):
+    def prefill(self, params, cache, rows, tokens, starts, lengths, tables, *, first_chunk):
         for slot, given_tokens, start, length, table in zip(
             rows, tokens.tolist(), starts, lengths, tables, strict=True
         ):
             if slot < self.slots:
-                if fresh:
+                if first_chunk:
                     cache = self.written(cache, slot, None)
                 seen = (*self.held(cache, slot, table, start), *given_tokens[: length - start])
                 for i in range(start, len(seen)):
@@ -207,10 +209,13 @@ class PagedSimulation(Simulation):
 
     def with_pages(self, slots, rows, tables):
         for row, slot in enumerate(rows.tolist()):
-            part = row * self.parts // len(rows)
-            assert slot >= self.slots or slot * self.parts // self.slots == part, "a row in another part than its slot"
+            part = row * self.num_shards // len(rows)
+            assert slot >= self.slots or slot * self.num_shards // self.slots == part, (
+                "a row in another part than its slot"
+            )
             assert all(
-                p == 0 or p * self.parts // self.number == slot * self.parts // self.slots for p in tables[row].tolist()
+                p == 0 or p * self.num_shards // self.number == slot * self.num_shards // self.slots
+                for p in tables[row].tolist()
             )
         return slots[0], rows, tables
 
@@ -333,10 +338,10 @@ def test_every_request_gets_its_own_completion_whatever_else_happens(slots, supp
         assert len(request.tokens) == len(request.logprobs) == len(request.starts_step)
         assert request.routes[: request.needed] == request.cacheable, "the routes of another request"
     if pages:
-        engine.forget()
-        assert all(table.available == pages[0] // pages[2] - 1 for table in engine.scheduler.rows._tables), (
-            "a page was lost"
-        )
+        engine.reset_prefix_cache()
+        assert all(
+            table.available == pages[0] // pages[2] - 1 for table in engine.scheduler.cache_manager._allocators
+        ), "a page was lost"
         return
     assert sorted(engine.insert(Request((1,))) for _ in range(slots)) == list(range(slots)), "a slot is given twice"
     with pytest.raises(ValueError, match="slots are in use"):
@@ -503,12 +508,12 @@ def test_the_longest_goes_first_and_groups_stay_together():
     ]
 
 
-def test_a_row_is_freed_once():
-    rows = Rows(2, supports_truncation=True)
-    row, *_ = rows.allocate((1, 2))
-    rows.free(row, (1, 2, 3))
-    with pytest.raises(ValueError, match=f"row {row} is free already"):
-        rows.free(row, ())
+def test_a_slot_is_freed_once():
+    rows = ContiguousCacheManager(2, supports_truncation=True)
+    slot, *_ = rows.allocate((1, 2))
+    rows.free(slot, (1, 2, 3))
+    with pytest.raises(ValueError, match=f"slot {slot} is free already"):
+        rows.free(slot, ())
 
 
 @given(
@@ -516,7 +521,7 @@ def test_a_row_is_freed_once():
     others=st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=5),
 )
 def test_the_row_that_holds_the_most_is_chosen(tokens, others):
-    rows = Rows(6, supports_truncation=True)
+    rows = ContiguousCacheManager(6, supports_truncation=True)
     for row, *_, other in [(*rows.allocate(tuple(other)), other) for other in others]:
         rows.free(row, tuple(other))
     row, same = rows.find(tuple(tokens))
@@ -534,7 +539,7 @@ def test_the_row_that_holds_the_most_is_chosen(tokens, others):
 
 def scheduler_of(slots, pages=None, supports_truncation=True):
     runner = runner_of(slots, supports_truncation, pages)
-    return Scheduler(runner.rows(), runner.limits)
+    return Scheduler(runner.cache_manager(), runner.limits)
 
 
 def test_a_scheduler_preempts_for_want_of_pages_and_starts_again_when_there_is_room():
@@ -543,7 +548,7 @@ def test_a_scheduler_preempts_for_want_of_pages_and_starts_again_when_there_is_r
     slots = [scheduler.admit(request) for request in (first, second)]
     assert scheduler.preempted == {slots[1]} and second.cached == 0 and not scheduler.free_slots
     assert scheduler.next_prefill() == slots[:1]
-    scheduler.prefilled(slots[0], 3)
+    scheduler.mark_prefilled(slots[0], 3)
     assert scheduler.decoding == slots[:1] and scheduler.reserve_decode() == 3
     scheduler.resume()
     assert scheduler.preempted == {slots[1]}
@@ -555,10 +560,10 @@ def test_a_scheduler_preempts_for_want_of_pages_and_starts_again_when_there_is_r
 
 def test_a_scheduler_counts_the_requests_that_it_preempts():
     counts, runner = {"preempted": 0}, runner_of(2, pages=(8, 2, 1))
-    scheduler = Scheduler(runner.rows(), SchedulerLimits(decode_steps=1, copies_rows=False), counts)
+    scheduler = Scheduler(runner.cache_manager(), SchedulerLimits(decode_steps=1, copies_rows=False), counts)
     for n in (1, 2):
         slot = scheduler.admit(Request((n, 2), SamplingParams(max_new_tokens=12)))
-        scheduler.prefilled(slot, 1)
+        scheduler.mark_prefilled(slot, 1)
     while not scheduler.preempted:
         scheduler.reserve_decode()
         for slot in scheduler.decoding:
@@ -573,9 +578,9 @@ def test_samples_of_a_prompt_wait_for_the_first_and_copy_its_row(supports_trunca
     scheduler = scheduler_of(3, supports_truncation=supports_truncation)
     slots = [scheduler.admit(Request((1, 2, 3, 4, 5), SamplingParams(max_new_tokens=2))) for _ in range(3)]
     assert scheduler.next_prefill() == slots[:1]
-    scheduler.prefilled(slots[0], 4)
+    scheduler.mark_prefilled(slots[0], 4)
     assert scheduler.decoding == slots and not scheduler.next_prefill()
-    (copies,) = scheduler.updates.take()
+    (copies,) = scheduler.updates.drain()
     assert isinstance(copies, Copies) and not copies.pages
     assert {target for _, target in copies.rows} == set(slots[1:])
 
@@ -585,19 +590,19 @@ def test_a_prompt_is_pinned_for_a_sample_that_has_no_slot_yet():
     first, second = (Request((1, 2, 3, 4, 5), SamplingParams(max_new_tokens=2)) for _ in range(2))
     scheduler.next_request = second
     slot = scheduler.admit(first)
-    scheduler.prefilled(slot, 4)
-    assert scheduler.updates.take() == [PinStates(slot)]
-    scheduler.rows.advance(slot)
+    scheduler.mark_prefilled(slot, 4)
+    assert scheduler.updates.drain() == [PinStates(slot)]
+    scheduler.cache_manager.advance(slot)
     first.tokens, first.cached, first.finish = [6, 7], 6, "length"
     scheduler.release(slot)
     scheduler.next_request = None
     assert scheduler.admit(second) == slot and second.ready, "nothing of it is prefilled"
-    assert scheduler.updates.take() == [RestoreStates(slot)]
+    assert scheduler.updates.drain() == [RestoreStates(slot)]
 
 
 def test_a_batch_is_packed_and_scattered_back():
     runner, running = runner_of(4), {}
-    rows = runner.rows()
+    rows = runner.cache_manager()
     batch = ActiveBatch(runner, rows, seed=0)
     for n in range(4):
         request = Request((1, 2, n), SamplingParams(max_new_tokens=9), prompt_id=n)
@@ -606,7 +611,7 @@ def test_a_batch_is_packed_and_scattered_back():
     batch.full_cache()
     batch.replace_cache(tuple(running[slot].cacheable for slot in range(4)))
     assert batch.prepare(running, [1, 3], changed=True) and batch.slots == (1, 3)
-    assert batch.requests == (running[1], running[3]) and batch.min_active(2, waiting=False) == 1
+    assert batch.requests == (running[1], running[3]) and batch.early_exit_threshold(2, waiting=False) == 1
     assert not batch.prepare(running, [1, 3], changed=False), "it can go on"
     output = batch.decode({}, (2, 0))
     for row, slot in enumerate(batch.slots):
@@ -620,17 +625,22 @@ def test_a_batch_is_packed_and_scattered_back():
 # The index of prefixes.
 
 
-class Searched(PagedRows):
-    """PagedRows that look for a prefix slot by slot."""
+class Searched(PagedCacheManager):
+    """PagedCacheManager that look for a prefix slot by slot."""
 
-    def _find(self, part, tokens):
-        begun = self._begun.get(tokens, -1) if tokens else -1
-        if begun >= 0 and begun not in self._free[part] and self.part(begun) == part and self._held[begun] == tokens:
+    def _find(self, shard, tokens):
+        begun = self._last_started.get(tokens, -1) if tokens else -1
+        if (
+            begun >= 0
+            and begun not in self._free[shard]
+            and self.shard_of(begun) == shard
+            and self._tokens[begun] == tokens
+        ):
             return begun, len(tokens), []
-        pages = self._tables[part].find(tokens) if self.supports_truncation else []
-        known, best = len(pages) * self._tables[part].size, (0, 0)
-        for slot, held in enumerate(self._held):
-            if slot in self._free[self.part(slot)] or self.part(slot) != part:
+        pages = self._allocators[shard].find(tokens) if self.supports_truncation else []
+        known, best = len(pages) * self._allocators[shard].size, (0, 0)
+        for slot, held in enumerate(self._tokens):
+            if slot in self._free[self.shard_of(slot)] or self.shard_of(slot) != shard:
                 continue
             same = next((i for i, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b), None)
             same = min(len(held), len(tokens)) if same is None else same
@@ -640,8 +650,21 @@ class Searched(PagedRows):
         return (-best[1], best[0], []) if enough else (-1, known, pages)
 
 
+class SearchedContiguous(ContiguousCacheManager):
+    """ContiguousCacheManager that looks for a prefix slot by slot."""
+
+    def find(self, tokens):
+        last = self._last_started.get(tokens) if tokens else None
+        if last is not None and self._num_shared(last, tokens) == len(tokens):
+            return last, len(tokens)
+        same, _, negative = max(
+            (self._num_shared(slot, tokens), slot in self._free, -slot) for slot in range(len(self._tokens))
+        )
+        return (-negative, same) if same >= min(3, max(1, len(tokens))) else (-1, 0)
+
+
 TOKENS = st.lists(st.integers(0, 2), max_size=9).map(tuple)
-ROW_EVENTS = st.sampled_from(["allocate", "allocate", "free", "clear", "advance", "forget"])
+ROW_EVENTS = st.sampled_from(["allocate", "allocate", "free", "clear", "advance", "reset_prefix_cache"])
 
 
 @settings(max_examples=300, deadline=None)
@@ -652,8 +675,8 @@ ROW_EVENTS = st.sampled_from(["allocate", "allocate", "free", "clear", "advance"
 )
 def test_pages_find_the_prefix_that_a_search_of_all_slots_finds(events, supports_truncation, parts):
     both = [
-        kind(6, [PageTable(99, 2, n * 99) for n in range(parts)], supports_truncation=supports_truncation)
-        for kind in (PagedRows, Searched)
+        kind(6, [PageAllocator(99, 2, n * 99) for n in range(parts)], supports_truncation=supports_truncation)
+        for kind in (PagedCacheManager, Searched)
     ]
     used = []
     for event, tokens, number in events:
@@ -663,17 +686,55 @@ def test_pages_find_the_prefix_that_a_search_of_all_slots_finds(events, supports
             used.append(slot)
             for rows in both:
                 assert rows.reserve(slot, same, len(tokens)) is not None
-                rows.filled(slot, tokens)
-        elif event == "forget":
+                rows.mark_cached(slot, tokens)
+        elif event == "reset_prefix_cache":
             for rows in both:
-                rows.forget()
+                rows.reset_prefix_cache()
         elif used and event != "allocate":
             slot = used[number % len(used)]
             for rows in both:
-                getattr(rows, event)(slot, *([rows._held[slot]] if event == "free" else []))
+                getattr(rows, event)(slot, *([rows._tokens[slot]] if event == "free" else []))
             if event == "free":
                 used.remove(slot)
         assert [both[0].pages(slot) for slot in range(6)] == [both[1].pages(slot) for slot in range(6)]
+
+
+@pytest.mark.parametrize("supports_truncation", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_contiguous_slots_find_the_prefix_that_a_search_of_all_slots_finds(seed, supports_truncation):
+    """Long random runs: a free slot and a lower slot in use that hold the same prefix are rare in short ones."""
+    random = np.random.default_rng(seed)
+    names = ["allocate", "allocate", "free", "free", "clear", "advance"]
+    events = [
+        (
+            "reset_prefix_cache" if random.random() < 0.02 else names[random.integers(len(names))],
+            tuple(random.integers(0, 3, random.integers(0, 10)).tolist()),
+            int(random.integers(100)),
+        )
+        for _ in range(1000)
+    ]
+    both = [kind(6, supports_truncation=supports_truncation) for kind in (ContiguousCacheManager, SearchedContiguous)]
+    used = []
+    for event, tokens, number in events:
+        if event == "allocate" and both[0].num_free:
+            (slot, *source), other = (rows.allocate(tokens) for rows in both)
+            assert (slot, *source) == other
+            used.append(slot)
+        elif event == "reset_prefix_cache":
+            for rows in both:
+                rows.reset_prefix_cache()
+        elif used and event != "allocate":
+            slot = used[number % len(used)]
+            if event == "clear":  # as a scheduler does that starts a request again
+                both[0].clear(slot), both[1].clear(slot)
+                assert both[0].reallocate(slot, tokens) == both[1].reallocate(slot, tokens)
+            elif event == "free":
+                used.remove(slot)
+                for rows in both:
+                    rows.free(slot, (*rows._tokens[slot], *tokens))
+            else:
+                both[0].advance(slot), both[1].advance(slot)
+        assert both[0].find(tokens) == both[1].find(tokens) and both[0]._tokens == both[1]._tokens
 
 
 def test_a_prefix_is_matched_without_looking_at_all_slots(monkeypatch):
@@ -682,7 +743,7 @@ def test_a_prefix_is_matched_without_looking_at_all_slots(monkeypatch):
     monkeypatch.setattr(rollout.engine.prefix_index, "common_length", lambda a, b: compared.append(a) or real(a, b))
     counts = []
     for slots in (10, 1000):
-        rows = PagedRows(slots + 1, [PageTable(9 * slots, 4)], supports_truncation=True)
+        rows = PagedCacheManager(slots + 1, [PageAllocator(9 * slots, 4)], supports_truncation=True)
         for n in range(slots):
             rows.reserve(rows.allocate((n // 30 % 9, 2, 3, n, 5))[0], 0, 5)
         compared.clear()

@@ -173,13 +173,13 @@ def test_selected_latents_give_what_the_masked_cache_gives(queries, monkeypatch)
 @pytest.mark.parametrize(("topk", "scan"), [(5, True), pytest.param(1, False, marks=pytest.mark.slow)])
 def test_a_decoder_reads_selected_latents_only(topk, scan, monkeypatch):
     model, rows, lengths, taken = model_of(topk, layers=2), tokens(3, 26, seed=1), [26, 4, 17], []
-    real = sparse_attention.take
+    real = sparse_attention.gather_entries
 
     def watched(cache, name, at, dtype):
         taken.append(at.shape)
         return real(cache, name, at, dtype)
 
-    monkeypatch.setattr(sparse_attention, "take", watched)
+    monkeypatch.setattr(sparse_attention, "gather_entries", watched)
     how = {"prompt": 6, "chunk": 2, "capacity": 33, "scan": scan}
     collected, _ = stepwise.through_cache(model, rows, lengths, **how)
     assert {shape[1:] for shape in taken} == {(2, topk), (1, topk)}

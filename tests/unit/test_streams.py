@@ -107,7 +107,8 @@ def test_prefill_and_decoding_equal_the_full_forward(kind):
             kv = modes.prefill(decoder, ROWS[:, :6], make_step(ROWS[:, :6]), kv, runtime)
             result = []
             for t in (6, 7):
-                logits, kv = modes.autoregressive(decoder, ROWS[:, t], jnp.full(2, t), jnp.ones(2, bool), kv, runtime)
+                step = modes.next_token_step(jnp.full(2, t), jnp.ones(2, bool))
+                logits, kv = modes.autoregressive(decoder, ROWS[:, t], step, kv, runtime)
                 result.append(logits)
         return jnp.stack(result, 1)
 
