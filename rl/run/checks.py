@@ -5,6 +5,7 @@ The checks are fast and import no jax. They run before anything is built, and fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,11 @@ from rl.data.rows import is_hub_name
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _BUILT_IN_TOKENIZERS = ("bytes", "characters")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_NO_LOCAL_PATH = (
+    "{} is no local path, and a run directory is one; use a folder that all machines of the run see, e.g. "
+    "run.dir=runs/NAME, and copy it when the run has ended"
+)
 
 
 def problems(config: RunConfig) -> list[tuple[tuple, str]]:
@@ -32,7 +38,9 @@ def problems(config: RunConfig) -> list[tuple[tuple, str]]:
 
 def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     directory = Path(config.run.dir)
-    if directory.exists() and not directory.is_dir():
+    if _URL.match(config.run.dir):
+        yield ("run", "dir"), _NO_LOCAL_PATH.format(config.run.dir)
+    elif directory.exists() and not directory.is_dir():
         yield ("run", "dir"), f"{directory} exists and is not a directory"
     yield from _model(config)
     yield from _features(config)
