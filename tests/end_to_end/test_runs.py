@@ -114,9 +114,11 @@ def test_every_completion_is_a_sample_whose_numbers_agree_with_the_events(uninte
 
 
 def test_the_export_holds_the_last_weights_and_the_tokenizer(uninterrupted, tmp_path):
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, GenerationConfig
 
     model = policy.load(uninterrupted / "export")
+    generation = GenerationConfig.from_pretrained(uninterrupted / "export")
+    assert (generation.eos_token_id, generation.pad_token_id, generation.do_sample) == (2, 0, True)
     config = load([uninterrupted])
     stage = rl.stages.create(config)[-1]
     stage.bind(model.graph)
