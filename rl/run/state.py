@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from policy.mesh import processes
+from rl.data import models
 from rl.errors import Interrupted, ResourceError
 from rl.reporting.program_memory import FILE, ProgramMemoryLog
 from rl.run.checkpoint import Checkpoints
@@ -22,7 +22,7 @@ to train those weights further, give them to a new run as `model: {0}/export`.""
 
 _RANDOM = (
     "model {0} names an architecture without weights: the weights are random (seed {1}). To train from weights, set "
-    "model=DIRECTORY (a Hugging Face directory with config.json and safetensors)"
+    "model=org/name (a model on the Hugging Face hub) or model=DIRECTORY (a directory with config.json and safetensors)"
 )
 
 
@@ -52,7 +52,7 @@ class Run(Context):
             return [(stage, host if stage.index == first else None) for stage in self.stages[first:]]
         events.truncate_after(names, names[0], -1)
         source, seed = self.config.model.source, self.config.seed
-        if not Path(source).is_dir():
+        if models.directory(source) is None:
             events.note(_RANDOM.format(source, seed))
         if self.model.fresh:
             events.note(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from policy.huggingface import generation_config
+from rl.data import models
+from rl.errors import ModelError
 from rl.stages import kind_of, rollouts
 
 if TYPE_CHECKING:
@@ -20,8 +22,10 @@ def keys(context: Context) -> dict[str, Any]:
     of the model's file are kept.
     """
     config, tokenizer = context.config, context.tokenizer
-    directory = Path(config.model.source)
-    source = generation_config.read(directory) if directory.is_dir() else {}
+    source: dict[str, Any] = {}
+    with contextlib.suppress(ModelError):  # the source is gone by now: it has no keys to keep
+        directory = models.directory(config.model.source)
+        source = generation_config.read(directory) if directory is not None else {}
     sampled = [stage for stage in config.stages if kind_of(stage).samples]
     params = rollouts.sampling_params((sampled or config.stages)[-1].sampling, context.stop_ids)
     sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
