@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 
 from policy.config import DecoderConfig, Runtime
 from policy.huggingface import sources
+from policy.mesh import processes
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
 
@@ -62,11 +64,17 @@ def load(
     return Model(graph, params, newly_initialized)
 
 
-def save(model: Model, directory: str | os.PathLike) -> None:
-    """Writes a Hugging Face directory that transformers loads with no missing or unexpected keys."""
-    from policy.huggingface import model_directory
+def save(model: Model, directory: str | os.PathLike, *, generation: Mapping[str, Any] | None = None) -> None:
+    """Writes a Hugging Face directory that transformers loads with no missing or unexpected keys.
+
+    `generation` holds the keys of its generation_config.json (`eos_token_id`, `temperature`, ...); None: no such file
+    is written.
+    """
+    from policy.huggingface import generation_config, model_directory
 
     model_directory.write(directory, model.graph, model.params)
+    if generation is not None and processes.first():
+        generation_config.write(directory, generation)
 
 
 def _one_device() -> Layout:

@@ -61,7 +61,10 @@ _RUNTIME = [field.name for field in dataclasses.fields(Runtime) if "description"
 class ModelOptions(Section):
     shorthand: ClassVar[str | None] = "source"
 
-    source: str = Field(description="Hugging Face directory, or the name of a file in configs/models/")
+    source: str = Field(
+        description="Hugging Face directory, the name of a file in configs/models/ (random weights), or a model on the "
+        "Hugging Face hub: org/name, or hf://org/name@revision"
+    )
     overrides: dict[str, Any] = Field(
         default={}, description="keys of the Hugging Face configuration to change; random weights only"
     )

@@ -30,7 +30,7 @@ class WandbOptions(Strict):
 
 
 class RunOptions(Strict):
-    dir: str = Field(default="runs/default", description="folder of the run; an existing run there is continued")
+    dir: str = Field(default="runs/default", description="local folder of the run; an existing run there is continued")
     checkpoint_every: int = Field(
         default=50, ge=0, description="steps between checkpoints; 0: only at the end of a stage"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from policy.huggingface import sources
@@ -13,7 +12,7 @@ from rewards.workers.threads import Call, Failure
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.run import RunConfig
 from rl.config.stage import StageOptions
-from rl.data import datasets
+from rl.data import datasets, models
 from rl.data.datasets import Example
 from rl.data.encoded import Pair, Problem, Row
 from rl.data.shard import Shard
@@ -29,7 +28,7 @@ serialization.register_type(Example, Problem, Pair, Call, Failure)
 
 def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
     """Returns (tokenizer of the run, token ids that end a completion). Raises ConfigError."""
-    directory = config.model.source if Path(config.model.source).is_dir() else None
+    directory = models.directory(config.model.source)
     try:
         if config.tokenizer is None:
             tokenizer = load_tokenizer(directory or config.model.source)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from policy.model import Graph, Model
 from policy.ops.host_memory import NoHostMemory, in_host_memory
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
+from rl.data import models
 from rl.data.reader import read_tokenizer
 from rl.errors import ConfigError, ModelError, ResourceError
 from rl.reporting.events import Events
@@ -103,9 +103,9 @@ def model(config: RunConfig, prepared: Prepared, *, with_weights: bool) -> Model
         if not with_weights:
             return Model(graph, {})
         how = {"runtime": options.runtime, "mesh": mesh}
-        if Path(options.source).is_dir():
+        if (directory := models.directory(options.source, weights=True)) is not None:
             missing = part.missing if (part := options.multi_token_prediction) else "refuse"
-            return policy.load(options.source, sections=options.sections, seed=config.seed, missing=missing, **how)
+            return policy.load(directory, sections=options.sections, seed=config.seed, missing=missing, **how)
         made = policy.create(decoder, config.seed, **how)
     except NoHostMemory as error:
         raise ResourceError(str(error)) from None
@@ -186,8 +186,8 @@ def check_cut(graph: Graph, tolerance: float) -> Graph:
 
 def _decoder(options: ModelOptions, tokenizer) -> tuple[DecoderConfig, np.ndarray | None]:
     """Returns the decoder, and the token classes of n-gram tables with random weights if it has such tables."""
-    if Path(options.source).is_dir():
-        return sources.read_config(options.source, options.sections), None
+    if (directory := models.directory(options.source)) is not None:
+        return sources.read_config(directory, options.sections), None
     decoder = sources.preset(options.source, options.changes)
     if options.engram is None:
         return decoder, None

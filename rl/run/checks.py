@@ -5,6 +5,7 @@ The checks are fast and import no jax. They run before anything is built, and fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,17 @@ from rl.config import mesh
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
+from rl.data import models
 from rl.data.rows import is_hub_name
+from rl.errors import DuetError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _BUILT_IN_TOKENIZERS = ("bytes", "characters")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_NO_LOCAL_PATH = (
+    "{} is no local path, and a run directory is one; use a folder that all machines of the run see, e.g. "
+    "run.dir=runs/NAME, and copy it when the run has ended"
+)
 
 
 def problems(config: RunConfig) -> list[tuple[tuple, str]]:
@@ -32,7 +40,9 @@ def problems(config: RunConfig) -> list[tuple[tuple, str]]:
 
 def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     directory = Path(config.run.dir)
-    if directory.exists() and not directory.is_dir():
+    if _URL.match(config.run.dir):
+        yield ("run", "dir"), _NO_LOCAL_PATH.format(config.run.dir)
+    elif directory.exists() and not directory.is_dir():
         yield ("run", "dir"), f"{directory} exists and is not a directory"
     yield from _model(config)
     yield from _features(config)
@@ -61,10 +71,10 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
 def decoder_of(model: ModelOptions) -> DecoderConfig | None:
     """Returns the decoder of a model, or None if it cannot be read; `_model` reports that."""
     try:
-        if Path(model.source).is_dir():
-            return sources.read_config(model.source, model.sections)
+        if (directory := models.directory(model.source)) is not None:
+            return sources.read_config(directory, model.sections)
         return sources.preset(model.source, model.changes)
-    except ValueError:
+    except (ValueError, DuetError):
         return None
 
 
@@ -115,15 +125,15 @@ def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
 
     yield from _memory(config.model, config.platform)
     path, source = ("model", "source"), config.model.source
-    directory = Path(source)
+    directory, on_hub = Path(source), models.is_hub_name(source)
     if source in model_presets():
         return
-    if not directory.exists():
+    if not directory.exists() and not on_hub:
         hint = nearest(source, list(model_presets()))
         yield path, f"no directory {source}, and no model of that name in configs/models/{hint}"
-    elif not (directory / "config.json").is_file():
+    elif not on_hub and not (directory / "config.json").is_file():
         yield path, f"{source} holds no config.json, so it is no Hugging Face model directory"
-    elif config.model.overrides and any(directory.glob("*.safetensors")):
+    elif config.model.overrides and (on_hub or any(directory.glob("*.safetensors"))):
         yield (
             ("model", "overrides"),
             f"{source} holds weights; overrides change the shape of a model that starts from random weights only",
@@ -200,7 +210,10 @@ def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     from rewards.suggest import nearest
 
     if config.tokenizer is None:
-        directory = Path(config.model.source)
+        try:
+            directory = models.directory(config.model.source) or Path(config.model.source)
+        except DuetError:
+            return  # `load` raises it
         if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
             yield ("tokenizer",), f"{directory} holds no tokenizer; name a directory that does, or `bytes`"
         return

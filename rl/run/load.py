@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rl.config.files import _merged, _report, validate
 from rl.config.run import RunConfig
+from rl.data import models
 from rl.errors import ConfigError
 
 
@@ -20,6 +21,7 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> RunConfi
 
     Raises:
         ConfigError: with one line per problem, `file:line: key.path: what (hint)`.
+        ModelError: the configuration of a model of the Hugging Face hub cannot be read, and there is no other problem.
     """
     from rl.run import checks
 
@@ -32,4 +34,5 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> RunConfi
         problems += [one for one in checked if not any(near and one[0][: len(near)] == near for near in left_out)]
     if problems or config is None:
         raise ConfigError(_report(tree, problems))
+    models.directory(config.model.source)
     return config

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from policy.mesh import processes
+from rl.data import models
 from rl.errors import Interrupted, ResourceError
 from rl.reporting.program_memory import FILE, ProgramMemoryLog
 from rl.run.checkpoint import Checkpoints
@@ -18,6 +19,11 @@ from rl.stages.stage import StageKind
 _FINISHED = """\
 {0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
 to train those weights further, give them to a new run as `model: {0}/export`."""
+
+_RANDOM = (
+    "model {0} names an architecture without weights: the weights are random (seed {1}). To train from weights, set "
+    "model=org/name (a model on the Hugging Face hub) or model=DIRECTORY (a directory with config.json and safetensors)"
+)
 
 
 @dataclass
@@ -45,8 +51,10 @@ class Run(Context):
             events.note(f"continuing {self.folder.path} after step {host['step']} of {names[first]}")
             return [(stage, host if stage.index == first else None) for stage in self.stages[first:]]
         events.truncate_after(names, names[0], -1)
+        source, seed = self.config.model.source, self.config.seed
+        if models.directory(source) is None:
+            events.note(_RANDOM.format(source, seed))
         if self.model.newly_initialized:
-            source, seed = self.config.model.source, self.config.seed
             events.note(
                 f"{source} lacks modules that predict further tokens: they start from random weights, seed {seed}"
             )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from rl.data import datasets
-from rl.stages import algorithm_of, rollouts
+from rl.stages import algorithm_of, generation, rollouts
 from rl.stages.evaluation import Evaluation
 from rl.training.flops import rates
 
@@ -347,7 +347,7 @@ class StageKind(ConfiguredStage, ABC):
         import policy
         from policy.mesh import processes
 
-        policy.save(self.context.model, directory)
+        policy.save(self.context.model, directory, generation=generation.keys(self.context))
         if processes.first():
             self.context.tokenizer.save_pretrained(directory)
 

@@ -114,9 +114,11 @@ def test_every_completion_is_a_sample_whose_numbers_agree_with_the_events(uninte
 
 
 def test_the_export_holds_the_last_weights_and_the_tokenizer(uninterrupted, tmp_path):
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, GenerationConfig
 
     model = policy.load(uninterrupted / "export")
+    generation = GenerationConfig.from_pretrained(uninterrupted / "export")
+    assert (generation.eos_token_id, generation.pad_token_id, generation.do_sample) == (2, 0, True)
     config = load([uninterrupted])
     stage = rl.stages.create(config)[-1]
     stage.bind(model.graph)
@@ -140,7 +142,13 @@ def test_the_export_holds_the_last_weights_and_the_tokenizer(uninterrupted, tmp_
 def test_a_pipe_gets_the_configuration_and_plain_lines(uninterrupted):
     text = (uninterrupted.parent / "stdout").read_text()
     assert "\x1b" not in text and "max_length: 32" in text
-    assert text.index("stage sft: 3 steps") < text.index("sft 3/3") < text.index("stage grpo-2: 1 steps")
+    random = "model tiny-deepseek names an architecture without weights: the weights are random (seed 0)"
+    assert (
+        text.index(random)
+        < text.index("stage sft: 3 steps")
+        < text.index("sft 3/3")
+        < text.index("stage grpo-2: 1 steps")
+    )
     assert f"final weights in {uninterrupted / 'export'}" in text.splitlines()[-1]
 
 
@@ -455,7 +463,9 @@ def test_modules_that_the_weights_lack_start_fresh_and_go_on_as_they_are_saved(t
     def train(name, source):
         model = f"model.source={source}", "model.overrides=null", "model.multi_token_prediction.depth=1"
         assert launch.train(tmp_path / name, *model, stages, "run.checkpoint_every=1", "evaluation=null") == 0
-        return "start from random weights" in "".join(capfd.readouterr())
+        said = "".join(capfd.readouterr())
+        assert "the weights are random" not in said
+        return "start from random weights" in said
 
     assert train("run", tmp_path / "model")
     full = launch.weights(tmp_path / "run"), launch.numbers(tmp_path / "run")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from policy.huggingface import sources
+from rl.commands.cli import train_main
 from rl.config import files, packaged
 from rl.errors import ConfigError
 from rl.run.load import load
@@ -471,3 +472,12 @@ def test_an_option_is_declared_at_the_component_that_reads_it():
             Options(**wrong)
     with pytest.raises(TypeError, match="no option sizes"):
         fields_of(Component, sizes=8)
+
+
+@pytest.mark.parametrize("name", ["gs://bucket/x", "s3://bucket/x", "hf://org/name", "file:///tmp/x"])
+def test_a_run_directory_that_is_no_local_path_is_refused_and_nothing_is_created(folder, name, capsys):
+    assert train_main(["--check", "run.yml", f"run.dir={name}"]) == 2
+    said = capsys.readouterr().err
+    assert f"run.dir: {name} is no local path" in said and "run.dir=runs/NAME" in said
+    assert train_main(["run.yml", f"run.dir={name}"]) == 2
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"model", "reward.py", "run.yml"}

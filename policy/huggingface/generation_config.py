@@ -1,0 +1,60 @@
+"""Reads and writes generation_config.json, which tells transformers and servers how a model generates and where it
+stops. Free of jax."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = "generation_config.json"
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p")
+"""Keys that determine how a token is drawn."""
+
+
+def read(directory: str | os.PathLike) -> dict[str, Any]:
+    """Returns the keys of a directory's generation_config.json, none if it has no such file.
+
+    Raises ValueError for a file that is no JSON.
+    """
+    file = Path(directory) / FILE
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def write(directory: str | os.PathLike, keys: Mapping[str, Any]) -> None:
+    """Writes the generation_config.json of a directory, keys in alphabetical order."""
+    text = json.dumps(dict(keys), indent=2, sort_keys=True, ensure_ascii=False)
+    (Path(directory) / FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def merged(
+    source: Mapping[str, Any], stops: tuple[int, ...], ids: Mapping[str, int | None], sampling: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the keys of a trained model: those of its source, with these in their place.
+
+    Args:
+        source: keys of the generation_config.json that training started from.
+        stops: all token ids that end a completion.
+        ids: `bos_token_id` and `pad_token_id`; None: unknown, the source's is kept.
+        sampling: `temperature`, `top_k`, `top_p` and `min_p`, which replace all keys of SAMPLING; empty: they stay.
+    """
+    # transformers replaces a file with `_from_model_config` by what config.json says, which knows one stop only.
+    dropped = {"_from_model_config", *(SAMPLING if sampling else ())}
+    keys = {key: value for key, value in source.items() if key not in dropped}
+    keys |= {key: value for key, value in ids.items() if value is not None}
+    if stops:
+        keys["eos_token_id"] = stops[0] if len(stops) == 1 else list(stops)
+    return keys | _drawn(sampling)
+
+
+def _drawn(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns sampling parameters as transformers names them. It warns about filters of greedy decoding."""
+    if not sampling:
+        return {}
+    if not sampling["temperature"]:
+        return {"do_sample": False}
+    # Without the key, transformers keeps the 50 most likely tokens; 0 keeps all.
+    drawn = {"do_sample": True, **{key: sampling[key] for key in ("temperature", "top_k", "top_p")}}
+    return drawn | ({"min_p": sampling["min_p"]} if sampling["min_p"] else {})

@@ -1,0 +1,35 @@
+"""Computes the generation_config.json of an export: where the trained policy stops, and how it was sampled."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from policy.huggingface import generation_config
+from rl.data import models
+from rl.errors import ModelError
+from rl.stages import kind_of, rollouts
+
+if TYPE_CHECKING:
+    from rl.stages.context import Context
+
+
+def keys(context: Context) -> dict[str, Any]:
+    """Returns the keys of generation_config.json for the policy of a run.
+
+    Stops and sampling parameters come from the last stage that samples, or from the last stage if none does. Without a
+    sampling stage, sampling parameters of the model's own file win, because training did not use others. All other keys
+    of the model's file are kept.
+    """
+    config, tokenizer = context.config, context.tokenizer
+    source: dict[str, Any] = {}
+    with contextlib.suppress(ModelError):  # the source is gone by now: it has no keys to keep
+        directory = models.directory(config.model.source)
+        source = generation_config.read(directory) if directory is not None else {}
+    sampled = [stage for stage in config.stages if kind_of(stage).samples]
+    params = rollouts.sampling_params((sampled or config.stages)[-1].sampling, context.stop_ids)
+    sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    if not sampled and any(key in source for key in generation_config.SAMPLING):
+        sampling = {}
+    ids = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "pad_token_id")}
+    return generation_config.merged(source, params.stop_token_ids, ids, sampling)
