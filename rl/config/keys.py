@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -46,8 +47,14 @@ def _options(algorithm: str) -> list[str]:
 
 
 def key_for(word: str) -> str | None:
-    """Returns the key that a word of another framework stands for, or the first key of this name, or None."""
-    return FOREIGN.get(word) or next((key for key in schema_keys() if key.rpartition(".")[2] == word), None)
+    """Returns the first key that a name, a dotted path or a word of another framework stands for, or None.
+
+    The key has the index 0 in place of N, or the indices of the path.
+    """
+    if re.sub(r"\.\d+(?=\.)", ".N", word) in schema_keys():
+        return word
+    key = FOREIGN.get(word) or next((key for key in schema_keys() if key.rpartition(".")[2] == word), None)
+    return key.replace(".N", ".0") if key else None
 
 
 def unknown_key(path: tuple, value: Any, siblings: list[str]) -> str:

@@ -317,8 +317,12 @@ def test_files_that_cannot_be_read_are_named(folder):
 
 
 OVERRIDES = [
-    ("stages.2.steps=3", "override 1: stages.2: `stages` is a list, and its entries are 0 to 1"),
-    ("stages.first.steps=3", "override 1: stages.first: `stages` is a list"),
+    ("stages.2.steps=3", "override 1: stages.2: there are 2 stages: write stages.1.steps=3"),
+    ("stages.-1.algorithm.kl_coef=3", "stages.-1: there are 2 stages: write stages.1.algorithm.kl_coef=3"),
+    ("stages.steps=3", "override 1: stages.steps: there are 2 stages: write stages.0.steps=3"),
+    ("rewards.functions.1.weight=2", "there is 1 entry: write rewards.functions.0.weight=2"),
+    ("stages.2.sampling={top_k: 3, stop: [a]}", "write stages.1.sampling={top_k: 3, stop: [a]}"),
+    ("stages.2.algorithm=a b", "write stages.1.algorithm=a b"),
     ("stages.0.steps=", "no value after `=`"),
     ("stages.0.steps = ", "no value after `=`"),
     ("=3", "an override is key.path=value"),
@@ -333,6 +337,13 @@ OVERRIDES = [
 def test_a_bad_override_is_reported_with_its_number(folder, override, part):
     said = message("run.yml", overrides=[override])
     assert said.startswith("override 1: ") and part in said
+
+
+def test_an_index_in_a_list_of_one_stage_or_none_is_explained(folder):
+    write("one.yml", "stages: [{algorithm: sft, steps: 7}]\n")
+    assert "stages.1: there is 1 stage: write stages.0.steps=3" in message("one.yml", overrides=["stages.1.steps=3"])
+    write("none.yml", "stages: []\n")
+    assert "stages.0: `stages` is an empty list" in message("none.yml", overrides=["stages.0.steps=3"])
 
 
 def test_overrides_change_lists_by_index_and_extend_shorthands(folder):
