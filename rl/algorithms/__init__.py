@@ -109,6 +109,6 @@ def _with_nearest_names(error: Any, algorithm: str, names: list[str]) -> Any:
         if kind == "unexpected_keyword_argument":
             option = fault["loc"][-1]
             text = f"{algorithm} has no option {option!r}{nearest(option, names)}"
-            kind = PydanticCustomError("unknown_option", "{text}", {"text": text})
+            kind = PydanticCustomError("unknown_option", "{text}", {"text": text, "algorithm": algorithm})
         details.append(InitErrorDetails(type=kind, loc=fault["loc"], input=fault["input"], ctx=fault.get("ctx", {})))
     return ValidationError.from_exception_data(algorithm, details)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from rl.commands import train
 from rl.commands.exits import run_guarded
+from rl.commands.overrides import overrides_of
 
 # A verb is a module with SUMMARY, add_arguments(parser) and run(arguments); DESCRIPTION and HELP (the epilog) are
 # optional.
@@ -27,8 +28,9 @@ def train_main(argv: Sequence[str] | None = None) -> int:
         epilog=train.HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_version(parser)
     train.add_arguments(parser)
-    return run_guarded(train.run, parser.parse_args(argv))
+    return run_guarded(train.run, _parsed(parser, argv))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="rl", description="Reinforcement learning and post-training of language models."
     )
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    _add_version(parser)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name in VERBS:
         verb = importlib.import_module(f"rl.commands.{name}")
         verb_parser = verbs.add_parser(
@@ -48,8 +51,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         verb.add_arguments(verb_parser)
         verb_parser.set_defaults(run=verb.run)
-    arguments = parser.parse_args(argv)
+    arguments = _parsed(parser, argv)
+    if arguments.verb is None:
+        parser.print_help()
+        return 0
     return run_guarded(arguments.run, arguments)
+
+
+def _add_version(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version of duet-rl and exit")
+
+
+class _Version(argparse.Action):
+    """Prints the version of the installed package. Reads it only when asked, to keep `--help` quick."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"duet-rl {version('duet-rl')}")
+        except PackageNotFoundError:
+            parser.exit(1, "duet-rl is not installed: run `pip install -e .` in the checkout\n")
+        parser.exit()
+
+
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses a command line. Exits with 2 if an argument is unknown, with the override if it is a configuration key."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        overrides = overrides_of(argv, unknown) if hasattr(arguments, "config") else []
+        hint = f"; write {' '.join(overrides)}" if overrides else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 import rl.algorithms
 from rewards.suggest import nearest
 from rl.config import yaml_tree
+from rl.config.keys import unknown_key, unknown_option
 from rl.config.packaged import packaged, presets, run_names
 from rl.config.renamed import RENAMED
 from rl.config.run import RunConfig
@@ -253,7 +254,7 @@ def _problems(error: Mapping[str, Any]) -> list[Problem]:
         model = _model_at(path[:-1])
         if path[-1] in RENAMED:
             return [(path, f"this key is called `{RENAMED[path[-1]]}` now")]
-        return [(path, f"unknown key{nearest(path[-1], list(model.model_fields) if model else [])}")]
+        return [(path, unknown_key(path, error["input"], list(model.model_fields) if model else []))]
     if kind == "missing":
         return [(path, "this key is required")]
     if kind == "literal_error":
@@ -267,7 +268,7 @@ def _problems(error: Mapping[str, Any]) -> list[Problem]:
     if kind == "unknown_option":
         if path[-1] in RENAMED:
             return [(path, f"this option is called `{RENAMED[path[-1]]}` now")]
-        return [(path, error["msg"])]
+        return [(path, unknown_option(path, error["ctx"]["algorithm"]))]
     value = error["input"]
     shown = repr(value) if value is None or isinstance(value, (str, int, float, bool)) else f"a {type(value).__name__}"
     return [(path, f"{_MESSAGES.get(kind) or error['msg'].replace('Input should', 'must')}, got {shown}")]
@@ -290,7 +291,11 @@ def _report(tree: Item, problems: list[Problem]) -> str:
     for path, text in problems:
         place = yaml_tree.locate(tree, path)
         dotted = ".".join(map(str, path))
+        if path[:1] == ("stages",) and path[1:]:
+            shown = text.replace("stages.N", f"stages.{path[1]}")
+        else:
+            shown = text + " (N: number of the stage, from 0)" * ("stages.N" in text)
         # Report a wrong line of `every_stage` once, not for every stage.
         key = (place, text, path[2:] if path[:1] == ("stages",) else path)
-        lines.setdefault(key, f"{place}: {dotted}: {text}".replace("\n", "\n    "))
+        lines.setdefault(key, f"{place}: {dotted}: {shown}".replace("\n", "\n    "))
     return "\n".join(lines.values())

@@ -6,13 +6,13 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import rl.algorithms
+from rl.config.keys import models_in
 from rl.config.run import RunConfig
 from rl.config.schema import Strict, accepted_types
 from rl.config.stage import AlgorithmOptions
@@ -31,7 +31,8 @@ rl-train --check configs/quickstart.yml seed=1 stages.1.steps=3
 `--check` checks keys, values, names and paths, prints the values that differ from the defaults, and stops; data are
 read when the run starts. Mappings merge; any other value replaces the earlier one. An index changes an entry of a
 list (`stages.1.steps=3`). `every_stage` merges into all stages, `if_present` into the sections that exist. Unknown
-keys are refused with file, line and the nearest valid key, and all errors are reported at once. `1e-5` is a number.
+keys are refused with file, line and the right place or the nearest valid keys. Keys of TRL, verl, Tunix and OpenRLHF are
+refused with the key of Duet. All errors are reported at once. `1e-5` is a number.
 An empty section has its defaults. A file has at most 262,144 characters and 20,000 values (an alias counts as all
 values that it repeats), nested at most 32 deep. Relative paths start at the working directory. The resolved
 configuration is saved as `config.yml` in the run's folder; running that file repeats the run.
@@ -62,19 +63,11 @@ def _sections() -> dict[type[BaseModel], list[str]]:
     def visit(model: type[BaseModel], path: str) -> None:
         sections.setdefault(model, []).append(path)
         for name, field in model.model_fields.items():
-            for inner, is_list in _models(field.annotation):
+            for inner, is_list in models_in(field.annotation):
                 visit(inner, ".".join(filter(None, (path, name, "N" if is_list else ""))))
 
     visit(RunConfig, "")
     return sections
-
-
-def _models(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
-    """Yields (model, whether it is the entry of a list) for each model in an annotation."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation, False
-    for argument in typing.get_args(annotation):
-        yield from ((model, typing.get_origin(annotation) is list) for model, _ in _models(argument))
 
 
 def _section(model: type[BaseModel], paths: list[str]) -> str:

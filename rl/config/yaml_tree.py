@@ -7,6 +7,7 @@ depth and number of values are bounded, so that every text is refused quickly.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -224,9 +225,28 @@ def merge(base: Item, over: Item, shorthand: Callable[[tuple], str | None], path
         entries = list(base.value)
         for name, child in over.value.items():
             if not (name.isdecimal() and int(name) < len(entries)):
-                have = f"its entries are 0 to {len(entries) - 1}" if entries else "it is empty"
-                dotted = ".".join(map(str, path))
-                raise ConfigError(f"{child.place}: {dotted}.{name}: `{dotted}` is a list, and {have}")
+                raise _no_entry(".".join(map(str, path)), len(entries), name, child)
             entries[int(name)] = merge(entries[int(name)], child, shorthand, (*path, int(name)))
         return Item(entries, base.where, base.key_where)
     return over
+
+
+def _no_entry(dotted: str, count: int, name: str, child: Item) -> ConfigError:
+    """Returns the error about a list of `count` entries that has no entry `name`, with the override to write instead."""
+    is_number = name.lstrip("-").isdecimal()
+    where = f"{child.place}: {dotted}.{name}: "
+    if not count:
+        return ConfigError(f"{where}`{dotted}` is an empty list")
+    keys, value = [] if is_number else [name], child
+    while isinstance(value.value, dict) and len(value.value) == 1:
+        key, value = next(iter(value.value.items()))
+        keys.append(key)
+    index = count - 1 if is_number else 0
+    text = (
+        yaml.dump(plain(value), Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=math.inf)
+        .removesuffix("\n...\n")
+        .strip()
+    )
+    one = dotted.removesuffix("s") if "." not in dotted else "entry"
+    there = f"there is 1 {one}" if count == 1 else f"there are {count} {dotted if one != 'entry' else 'entries'}"
+    return ConfigError(f"{where}{there}: write {'.'.join([dotted, str(index), *keys])}={text}")

@@ -16,12 +16,12 @@ def test_known_lists_the_files_of_algorithms():
 
 
 def test_unknown_algorithm():
-    with pytest.raises(ValueError, match=r"unknown algorithm 'grpoo' .nearest: grpo; valid: .*ppo"):
+    with pytest.raises(ValueError, match=r"unknown algorithm 'grpoo' .nearest: grpo, .* are valid"):
         rl.algorithms.get("grpoo")
 
 
 def test_unknown_option_names_the_nearest_and_the_valid_ones():
-    with pytest.raises(ValueError, match=r"grpo has no option 'epsilom' .nearest: epsilon; .*kl_coef") as caught:
+    with pytest.raises(ValueError, match=r"grpo has no option 'epsilom' .nearest: epsilon, .* are valid") as caught:
         rl.algorithms.get("grpo", epsilom=0.1)
     assert "inputs" not in str(caught.value)
 

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,44 @@ def test_arguments_with_an_equals_sign_are_overrides_unless_a_file_has_that_name
     assert overrides == ["stages.1.steps=3", "data.path=/x=y"]
     long = f"model.overrides={{{', '.join(f'key_{i}: {i}' for i in range(50))}}}"  # longer than a file's name can be
     assert train.split_arguments([long]) == ([], [long])
+
+
+OPTIONS = [
+    (["x.yml", "--steps", "3"], "unrecognized arguments: --steps 3; write stages.0.steps=3\n"),
+    (["--steps", "3", "x.yml"], "; write stages.0.steps=3\n"),
+    (["x.yml", "--learning-rate=1e-3", "--seed"], "; write stages.0.optimizer.learning_rate=1e-3 seed=VALUE\n"),
+    (["x.yml", "--lr", "1e-3", "--check"], "; write stages.0.optimizer.learning_rate=1e-3\n"),
+    (["x.yml", "--run.dir", "runs/a"], "; write run.dir=runs/a\n"),
+    (["x.yml", "--stages.1.steps=3"], "; write stages.1.steps=3\n"),
+    (["x.yml", "--kl_coef", "-0.5"], "; write stages.0.algorithm.kl_coef=-0.5\n"),
+    (["x.yml", "--nothing", "3"], "unrecognized arguments: --nothing 3\n"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "end"), OPTIONS)
+def test_an_option_that_is_a_configuration_key_is_refused_with_the_override(arguments, end, capsys):
+    plan = ["plan", *arguments, "--topology", "cpu:1"]
+    for command in (lambda: cli.train_main(arguments), lambda: cli.main(["train", *arguments]), lambda: cli.main(plan)):
+        with pytest.raises(SystemExit) as ended:
+            command()
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.replace(" --check;", ";").endswith(end)
+
+
+@pytest.mark.parametrize("command", ["train_main(['--version'])", "main(['--version'])", "main([])"])
+def test_version_and_help_start_quickly(command):
+    code = f"""
+import sys
+from rl.commands import cli
+try:
+    code = cli.{command}
+except SystemExit as end:
+    code = end.code
+print("code", code or 0, "loaded", [name for name in {HEAVY} if name in sys.modules])
+"""
+    done = python(code)
+    expected = "usage: rl" if command == "main([])" else f"duet-rl {metadata.version('duet-rl')}\n"
+    assert done.stdout.startswith(expected) and "code 0 loaded []" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("error", "code"), [(ConfigError("no such key"), 2), (DataError("row 3"), 3)])

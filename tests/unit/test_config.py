@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+import rl.algorithms
 from policy.huggingface import sources
+from rewards.suggest import nearest
 from rl.commands.cli import train_main
-from rl.config import files, packaged
+from rl.config import files, foreign, keys, packaged
 from rl.errors import ConfigError
 from rl.run.load import load
 
@@ -76,7 +79,7 @@ BAD = [
     ("max_length: 64", "max_lenght: 64", 5, "max_lenght", ["unknown key", "nearest: max_length"]),
     ("    steps: 3", "    stepz: 3", 12, "stages.1.stepz", ["nearest: steps"]),
     ("learning_rate: 1e-3", "learning_rat: 1e-3", 10, "stages.0.optimizer.learning_rat", ["nearest: learning_rate"]),
-    ("max_new_tokens: 8", "max_tokens: 8", 13, "stages.1.sampling.max_tokens", ["nearest: max_new_tokens"]),
+    ("max_new_tokens: 8", "max_new_token: 8", 13, "stages.1.sampling.max_new_token", ["nearest: max_new_tokens"]),
     ("{source: MODEL}", "{source: model, dtyp: float32}", 1, "model.dtyp", ["nearest: dtype"]),
     ("{source: MODEL}", "{dtype: float32}", 1, "model.source", ["required"]),
     ("    steps: 3\n", "", 11, "stages.1.steps", ["required"]),
@@ -91,13 +94,13 @@ BAD = [
     ("max_length: 64", "run: {tensorboard: on}", 5, "run.tensorboard", ["true or false", "'on'"]),
     ("max_length: 64", "run: [1]", 5, "run", ["mapping"]),
     ("max_length: 64", "max_length: 64\nmax_length: 65", 6, "", ["`max_length` is written twice", "bad.yml:5"]),
-    ("algorithm: grpo", "algorithm: grop", 11, "stages.1.algorithm", ["unknown algorithm", "grpo", "ppo", "sft"]),
+    ("algorithm: grpo", "algorithm: grop", 11, "stages.1.algorithm", ["unknown algorithm", "nearest: grpo, "]),
     (
         "algorithm: grpo",
         "algorithm: {name: grpo, epsilonn: 1}",
         11,
         "stages.1.algorithm.epsilonn",
-        ["nearest: epsilon;"],
+        ["nearest: epsilon,"],
     ),
     ("algorithm: grpo", "algorithm: {name: grpo, epsilon: x}", 11, "stages.1.algorithm.epsilon", ["number", "'x'"]),
     ("algorithm: grpo", "algorithm: {name: grpo, scale: goup}", 11, "stages.1.algorithm.scale", ["nearest: group"]),
@@ -213,6 +216,50 @@ def test_all_errors_are_reported_at_once_also_those_behind_an_unknown_key(folder
     assert len(said.splitlines()) == 5
 
 
+FOREIGN_KEYS = [
+    ("stages.0.optimizer.lr=1e-3", "unknown key; Duet calls it `stages.0.optimizer.learning_rate`"),
+    ("lr=1e-3", "unknown key; Duet calls it `stages.N.optimizer.learning_rate`"),
+    ("learning_rate=1e-3", "unknown key; it belongs to `stages.N.optimizer`"),
+    ("algorithm=grpo", "unknown key; it belongs to `stages.N`"),
+    ("algorithm.name=grpo", "unknown key; it belongs to `stages.N`"),
+    ("stages.1.beta=0.1", "unknown key; Duet calls it `stages.1.algorithm.kl_coef`"),
+    ("stages.1.algorithm.beta=0.1", "grpo has no option 'beta'; Duet calls it `stages.1.algorithm.kl_coef`"),
+    ("stages.0.algorithm.beta=0.1", "sft has no option 'beta' (valid: loss_type, train_on)"),
+    ("stages.1.algorithm.num_generations=4", "Duet calls it `stages.1.samples_per_prompt`"),
+    ("stages.1.epsilon=0.1", "unknown key; it belongs to `stages.1.algorithm`"),
+    ("functions=[a]", "unknown key; it belongs to `rewards` or `stages.N.rewards`"),
+    ("stages.0.max_length=8", "unknown key; it belongs to the top level"),
+    ("data.use_vllm=true", "unknown key; Duet trains and generates with one decoder"),
+    ("actor_rollout_ref.actor.optim.lr=1", "unknown key; of its keys, `lr` is `stages.N.optimizer.learning_rate`"),
+    ("stages.0.xyz=1", "unknown key (nearest: "),
+]
+
+
+@pytest.mark.parametrize(("override", "part"), FOREIGN_KEYS)
+def test_a_key_of_another_framework_or_section_leads_to_the_right_place(folder, override, part):
+    said = message("run.yml", overrides=[override])
+    assert part in said and ("stages.N" in said) == ("(N: number of the stage, from 0)" in said)
+    assert said.startswith("override 1: ") and "\n" not in said and len(said) < 200
+
+
+def test_every_key_that_stands_for_one_of_another_framework_exists(folder):
+    for word, key in foreign.FOREIGN.items():
+        section, _, name = key.replace(".N", ".0").rpartition(".")
+        model = files._model_at(tuple(section.split(".")) if section else ())
+        options = {o for a in rl.algorithms.known() for o in dataclasses.asdict(rl.algorithms.get(a))}
+        known = {*model.model_fields, *(options if section == "stages.0.algorithm" else ())}
+        assert name in known and key in keys.schema_keys(), (word, key)
+    for text in foreign.ABSENT.values():
+        for key in re.findall(r"`([\w.]+)`", text):
+            assert key in keys.schema_keys(), key
+
+
+def test_a_long_list_of_names_is_cut_to_the_nearest_three():
+    assert nearest("stepz", ["steps", "seed"]) == " (nearest: steps; valid: seed, steps)"
+    many = nearest("stepz", [f"name{i}" for i in range(30)] + ["steps"])
+    assert many.startswith(" (nearest: steps, ") and many.count(",") == 2 and many.endswith("; 31 are valid)")
+
+
 FILES = [
     ("", "the file is empty"),
     ("# nothing\n", "the file is empty"),
@@ -271,8 +318,12 @@ def test_files_that_cannot_be_read_are_named(folder):
 
 
 OVERRIDES = [
-    ("stages.2.steps=3", "override 1: stages.2: `stages` is a list, and its entries are 0 to 1"),
-    ("stages.first.steps=3", "override 1: stages.first: `stages` is a list"),
+    ("stages.2.steps=3", "override 1: stages.2: there are 2 stages: write stages.1.steps=3"),
+    ("stages.-1.algorithm.kl_coef=3", "stages.-1: there are 2 stages: write stages.1.algorithm.kl_coef=3"),
+    ("stages.steps=3", "override 1: stages.steps: there are 2 stages: write stages.0.steps=3"),
+    ("rewards.functions.1.weight=2", "there is 1 entry: write rewards.functions.0.weight=2"),
+    ("stages.2.sampling={top_k: 3, stop: [a]}", "write stages.1.sampling={top_k: 3, stop: [a]}"),
+    ("stages.2.algorithm=a b", "write stages.1.algorithm=a b"),
     ("stages.0.steps=", "no value after `=`"),
     ("stages.0.steps = ", "no value after `=`"),
     ("=3", "an override is key.path=value"),
@@ -287,6 +338,13 @@ OVERRIDES = [
 def test_a_bad_override_is_reported_with_its_number(folder, override, part):
     said = message("run.yml", overrides=[override])
     assert said.startswith("override 1: ") and part in said
+
+
+def test_an_index_in_a_list_of_one_stage_or_none_is_explained(folder):
+    write("one.yml", "stages: [{algorithm: sft, steps: 7}]\n")
+    assert "stages.1: there is 1 stage: write stages.0.steps=3" in message("one.yml", overrides=["stages.1.steps=3"])
+    write("none.yml", "stages: []\n")
+    assert "stages.0: `stages` is an empty list" in message("none.yml", overrides=["stages.0.steps=3"])
 
 
 def test_overrides_change_lists_by_index_and_extend_shorthands(folder):

@@ -1,0 +1,27 @@
+"""Turns options that are keys of the configuration (`--steps 3`) into the overrides to write (`stages.0.steps=3`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def overrides_of(argv: Sequence[str], unknown: Sequence[str]) -> list[str]:
+    """Returns an override for each unknown option that names a key of the configuration.
+
+    argv: the full command line, where the value of an option may follow it.
+    """
+    options = [text for text in unknown if text.startswith("--") and len(text) > 2]
+    return [override for text in options if (override := _override(text, argv))]
+
+
+def _override(option: str, argv: Sequence[str]) -> str | None:
+    from rl.config.keys import key_for
+
+    name, equals, value = option.removeprefix("--").partition("=")
+    key = key_for(name.replace("-", "_"))
+    if key is None:
+        return None
+    if not equals:
+        following = argv[argv.index(option) + 1 :][:1]
+        value = following[0] if following and not following[0].startswith("--") else "VALUE"
+    return f"{key}={value}"
