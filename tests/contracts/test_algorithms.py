@@ -68,6 +68,7 @@ def test_its_loss_compiles_and_gives_finite_float32_scalars(name):
         assert np.isfinite(value), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if rl.algorithms.get(name).stage in PAIRED])
 def test_micro_batches_of_pairs_add_up_and_padding_gets_no_gradient(name):
     """For the others see unit/test_algorithms_properties.py."""

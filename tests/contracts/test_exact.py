@@ -193,6 +193,7 @@ def test_programs_for_wrong_drafts_are_there_before_the_first_step(bad_drafts):
     assert generator.counts["replaced"] > 0
 
 
+@pytest.mark.slow
 def test_a_request_that_was_put_off_ends_as_it_would_have():
     generator = alone("Llama")
     request = generator.submit(Request(tuple(PROMPTS[2]), PLAIN, 2))

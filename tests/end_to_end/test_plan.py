@@ -299,7 +299,7 @@ def test_a_search_for_a_tpu_slice_ends_with_settings_that_a_plan_finds_to_need_t
         ("v5p:8by8", (), 2, "--topology v5p:8by8: no such topology; give KIND:AxB"),
         ("v9:2x2", (), 2, "no such topology"),
         ("cpu:0", (), 2, "no such topology"),
-        ("cpu:3", ("mesh.fsdp=2",), 5, "needs 2 devices, there are 3"),
+        pytest.param("cpu:3", ("mesh.fsdp=2",), 5, "needs 2 devices, there are 3", marks=pytest.mark.slow),
         ("cpu:2", ("stages.0.steps=x",), 2, "stages.0.steps"),
     ],
 )

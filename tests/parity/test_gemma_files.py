@@ -43,7 +43,7 @@ def multimodal(kind, keys):
     [
         ("Gemma3", {"final_logit_softcapping": None}),
         ("Gemma4", {"pad_token_id": 0}),
-        ("Gemma4Moe", {"pad_token_id": 0}),
+        pytest.param("Gemma4Moe", {"pad_token_id": 0}, marks=pytest.mark.slow),
     ],
 )
 def test_the_text_model_of_a_multimodal_one_is_read_alone(kind, keys, tmp_path):

@@ -111,7 +111,7 @@ def test_the_text_model_of_a_multimodal_llama4_is_read_alone(tmp_path):
     assert_same_logits(tmp_path / "out", theirs.language_model)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
+@pytest.mark.parametrize("kind", ["Qwen3_5", pytest.param("Qwen3_5Moe", marks=pytest.mark.slow)])
 def test_the_text_model_of_a_multimodal_qwen3_5_is_read_alone(kind, tmp_path):
     import transformers
 

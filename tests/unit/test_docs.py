@@ -115,7 +115,15 @@ def test_configurations_load_and_their_data_too(document, tmp_path):
             assert expected - {key for f in config.rewards.functions for key in f.options} <= given
 
 
-def test_python_runs(document, tmp_path):
+TAKES_LONG = ("extending.md", "generator.md")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each.name in TAKES_LONG)) for each in DOCUMENTS],
+    indirect=True,
+)
+def test_python_runs(document):
     for number, snippet in enumerate(s for s in document if s.language == "python"):
         file = Path(snippet.file or f"snippet_{number}.py")
         file.write_text(snippet.text)

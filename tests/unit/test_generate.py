@@ -369,7 +369,10 @@ def test_all_programs_are_compiled_ahead(model, slots, monkeypatch):
     assert count == generator.compile_ahead(40, params, strict=True)
 
 
-@pytest.mark.parametrize(("batch_sizes", "expected"), [(None, [1, 2, 4, 6]), ([], [6]), ([3, 9, 6, 3], [3, 6])])
+@pytest.mark.parametrize(
+    ("batch_sizes", "expected"),
+    [pytest.param(None, [1, 2, 4, 6], marks=pytest.mark.slow), ([], [6]), ([3, 9, 6, 3], [3, 6])],
+)
 def test_decoding_is_compiled_for_these_numbers_of_rows_and_completions_stay(model, generator, batch_sizes, expected):
     options = dataclasses.replace(OPTIONS, batch_sizes=batch_sizes)
     few = Generator(model, max_length=64, slots=6, seed=1, options=options)

@@ -37,7 +37,7 @@ SHAPES = {
     ),
     "indexed": ("DeepseekV32", {"index_topk": 5, "index_n_heads": 32, "attention_bias": True}),
 }
-QUICK = ("odd", "indexed")
+QUICK = ("indexed",)
 ROWS, LENGTH, PROMPT = 3, 27, 9
 LENGTHS = np.array([27, 5, 19])  # the second ends inside the prompt, the third while decoding
 

@@ -201,6 +201,7 @@ def test_saving_and_loading_keeps_every_number_in_any_dtype(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_one_update_moves_the_rows_that_were_looked_up_and_no_others():
     sizes = learners.SIZES | {"num_hidden_layers": 1}
     section = SECTION | {"layers": [0], "vocab_bases": [300, 300]}

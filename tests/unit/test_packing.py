@@ -181,7 +181,8 @@ def test_updates_are_those_of_separate_rows(create, algorithm):
             np.testing.assert_allclose(other[key], one[key], atol=2e-6, err_msg=key)
 
 
-@pytest.mark.parametrize("name", ["dpo", pytest.param("reward_model", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "reward_model"])
 def test_updates_on_pairs_do_not_depend_on_how_they_are_cut(name):
     """Two pairs in a packed row and one row at a time, or all at once. A reward model leaves the policy's bits as they are."""
     rng, states, result = np.random.default_rng(4), [], []

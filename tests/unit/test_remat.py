@@ -127,6 +127,7 @@ def test_scanned_layers_keep_the_same_stacked(policy, capsys):
     assert sorted(result) == sorted([*stacked, ("f32[2,2,12,32]", False)])  # and the inputs of the layers
 
 
+@pytest.mark.slow
 def test_every_name_is_the_name_of_some_tensor(capsys):
     every, result = tuple((name, "device") for name in remat.TENSORS), set()
     for kind in KINDS:

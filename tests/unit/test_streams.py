@@ -59,7 +59,7 @@ def gradients(model, **runtime):
     return float(loss), {path: np.asarray(grad) for path, grad in grads.items()}
 
 
-@every("Llama")
+@every()
 def test_scanned_and_rematerialised_layers_equal_unrolled_ones_and_every_weight_learns(kind):
     model = model_of(kind)
     loss, grads = gradients(model)
