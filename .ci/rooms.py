@@ -22,7 +22,7 @@ ORDER = {
         *("fields", "families", "huggingface", "public"),
     ],
     "rewards": ["suggest", "text", "registry", "plugins", "workers", "runner", "check"],
-    "rollout": ["types", "request", "text", "engine", "generator"],
+    "rollout": ["types", "request", "text", "engine", "generator", "collect"],
     "rl": [
         *("errors", "cluster", "algorithms", "tasks", "config", "data", "reporting", "training", "stages", "run"),
         *("plan", "commands"),

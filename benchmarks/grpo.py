@@ -173,9 +173,11 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
     from policy.config import Runtime
     from rewards import Runner, RunnerOptions
     from rl.data.datasets import Example
-    from rl.stages import rollouts
+    from rl.data.encoded import Problem
+    from rl.stages.rollouts import to_batch
     from rl.training.trainer import Trainer
     from rollout import Generator, SamplingParams
+    from rollout.collect import Source, collect
     from rollout.text import chat
     from rollout.text.tokenizer import byte_level
 
@@ -184,7 +186,7 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
     algorithm = rl.algorithms.get("grpo")
     trainer = Trainer(model.graph, grpo_stage(), algorithm)
     state = trainer.start(model.params, seed=0)
-    problems = [rollouts.Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS]
+    problems = [Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS]
     max_length = max(len(problem.ids) for problem in problems) + NEW_TOKENS
     generator = Generator(model, max_length=max_length, slots=PROMPTS * SAMPLES, tokenizer=tokenizer)
     params = SamplingParams(
@@ -201,10 +203,10 @@ def duet_steps(directory: str, turns: int, told: Turns) -> None:
     def step() -> dict:
         nonlocal state, count
         began = time.perf_counter()
-        samples = rollouts.collect(rollouts.Source(generator, runner), problems, params, range(count, count + PROMPTS))
+        samples = collect(Source(generator, runner), problems, params, range(count, count + PROMPTS))
         count += PROMPTS
         advantages = algorithm.advantages(samples.scores.result().total.reshape(PROMPTS, SAMPLES))
-        batch = samples.batch(max_length).replace(advantages=advantages.reshape(-1).astype("float32"))
+        batch = to_batch(samples, max_length).replace(advantages=advantages.reshape(-1).astype("float32"))
         before = time.perf_counter()
         state, metrics = trainer.update(state, batch)
         model.params = state.policy.params

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rewards import Runner, Scores
-from rl.stages.rollouts import Problem, Rollouts
+from rl.data.encoded import Problem
+from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
     from rollout.types import Completion

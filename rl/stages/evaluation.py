@@ -15,7 +15,7 @@ from rewards import plugins
 from rl.config.data import EvaluationOptions
 from rl.data.encoded import Problem
 from rl.errors import DataError
-from rl.stages.rollouts import Rollouts
+from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
     from rollout import SamplingParams

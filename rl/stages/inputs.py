@@ -20,7 +20,7 @@ from rl.training.flops import rates
 
 if TYPE_CHECKING:
     from rewards import Scores
-    from rl.stages.rollouts import Rollouts
+    from rollout.collect import Rollouts
 
 SAMPLING, SCORING, REWARDS = "sampling", "scoring", "rewards"
 """When a provider runs: while the generator samples; before the rewards arrive; after they have arrived."""

@@ -14,9 +14,9 @@ from rl.errors import ConfigError, ModelError
 from rl.stages import inputs, rollouts
 from rl.stages.dynamic_sampling import DynamicSampling
 from rl.stages.inputs import StepData
-from rl.stages.rollouts import Rollouts
 from rl.stages.stage import ConfigProblems, Program, StageKind, abstract_batch, abstract_rows, update_program
 from rl.training.flops import memory_share, rates
+from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
     from policy.model import Graph
@@ -160,7 +160,7 @@ class Stage(StageKind):
         samples, replay = data.rollouts, self.options.router_replay
         assert samples is not None
         with self.context.timeline.span("batch"):
-            batch = samples.batch(self.config.max_length, replay=replay, values=self.sampled_values)
+            batch = rollouts.to_batch(samples, self.config.max_length, replay=replay, values=self.sampled_values)
         if self.algorithm.mask_truncated:
             complete = np.asarray([[completion.finish != "length"] for _, completion in samples.flat], np.float32)
             batch = batch.replace(mask=batch.mask * complete)
@@ -268,7 +268,7 @@ class Stage(StageKind):
         with context.timeline.span("writing samples"):
             context.events.samples(rollouts.records(samples, scores, advantages, self.name, n))
         metrics, layout = data.metrics, context.model.graph.layout
-        flops, seconds = samples.operations(self.trainer.flops), samples.seconds
+        flops, seconds = rollouts.operations(samples, self.trainer.flops), samples.seconds
         metrics |= rates("sample", flops, samples.counts["tokens"], seconds, layout)
         metrics |= memory_share(samples.counts["steps"] * context.generator.weight_bytes, seconds, layout)
         metrics |= {f"advantage/{name}": float(getattr(advantages, name)()) for name in ("mean", "std", "min", "max")}

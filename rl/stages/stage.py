@@ -25,6 +25,7 @@ from rl.data import datasets
 from rl.stages import algorithm_of, generation, rollouts
 from rl.stages.evaluation import Evaluation
 from rl.training.flops import rates
+from rollout.collect import Rollouts, Source, collect
 
 if TYPE_CHECKING:
     from policy.execution.compiled_cache import CompiledCache
@@ -265,11 +266,11 @@ class StageKind(ConfiguredStage, ABC):
         """Returns how completions are drawn, with `changes`."""
         return rollouts.sampling_params(self.options.sampling, self.context.stop_ids, **changes)
 
-    def collect(self, problems, params: SamplingParams, ids, version: int = 0) -> rollouts.Rollouts:
+    def collect(self, problems, params: SamplingParams, ids, version: int = 0) -> Rollouts:
         """Samples completions of `problems` (prompts with their data columns) and starts to score them."""
         context = self.context
-        return rollouts.collect(
-            rollouts.Source(context.generator, self.runner, self._timed_scorers(), context.timeline.calls),
+        return collect(
+            Source(context.generator, self.runner, self._timed_scorers(), context.timeline.calls),
             problems,
             params,
             ids,

@@ -245,7 +245,9 @@ class Trainer(BatchUpdates):
         Returns (state, metrics). Raises ValueError if the stage replays routes and the batch has none.
         """
         if self.stage.router_replay and batch.routes is None:
-            raise ValueError("router_replay: this batch has no routes; take it from Rollouts.batch(..., replay=True)")
+            raise ValueError(
+                "router_replay: this batch has no routes; take it from rollouts.to_batch(..., replay=True)"
+            )
         # A value head learns in the update of the policy, which computes its input states.
         separate_critic = state.critic is not None and (critic_only or not self.value_model.shared)
         if not critic_only:

@@ -10,11 +10,11 @@ import pytest
 
 from rl.config.data import EvaluationOptions
 from rl.data.datasets import Example
+from rl.data.encoded import Problem
 from rl.errors import DataError
-from rl.stages import rollouts
 from rl.stages.evaluation import Evaluation, pass_at_k
-from rl.stages.rollouts import Problem
 from rollout import Completion, SamplingParams
+from rollout.collect import Source, collect
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def evaluate(greedy, sampled=None, **options):
     problems = [Problem(Example("1+1=", columns={"answer": "2"}), [7]) for _ in greedy]
     settings = EvaluationOptions.model_validate({"data": {"task": "arithmetic"}} | options)
     params = SamplingParams(n=3, max_new_tokens=9, temperature=0.7, top_k=3, stop=("!",), stop_token_ids=(2,))
-    collect = functools.partial(rollouts.collect, rollouts.Source(script, script))
-    return Evaluation(settings, problems, collect, params).run(), script.asked
+    sample = functools.partial(collect, Source(script, script))
+    return Evaluation(settings, problems, sample, params).run(), script.asked
 
 
 def test_a_completion_without_a_score_is_not_correct():

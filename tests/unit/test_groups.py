@@ -11,8 +11,8 @@ from rewards import Scores
 from rl.errors import ModelError
 from rl.stages.context import Progress
 from rl.stages.dynamic_sampling import DynamicSampling, Group, ReadyScores
-from rl.stages.rollouts import Rollouts
 from rollout import Completion
+from rollout.collect import Rollouts
 
 
 class Runner:

@@ -20,12 +20,14 @@ from policy.cache.step import UNKNOWN
 from policy.config import Runtime
 from policy.experts.router import bias_update
 from rl.config.run import RunConfig
+from rl.data.encoded import Problem
 from rl.reporting import events
 from rl.run import checks
-from rl.stages.rollouts import Problem, Rollouts, routes_of
+from rl.stages.rollouts import routes_of, to_batch
 from rl.training.batch import padded_batch
 from rl.training.packing import plan_packing
 from rollout import Generator, GeneratorOptions, SamplingParams
+from rollout.collect import Rollouts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 SLOW = pytest.mark.slow
@@ -219,7 +221,8 @@ def test_the_trainer_agrees_with_the_generator_until_its_weights_move():
     model = learners.experts()
     _, result = recorded(model)
     problems = [Problem(None, ids) for ids in PROMPTS]
-    data = Rollouts(problems, range(len(PROMPTS)), result, None, {}, 0.0, [0] * len(PROMPTS)).batch(64, replay=True)
+    samples = Rollouts(problems, range(len(PROMPTS)), result, None, {}, 0.0, [0] * len(PROMPTS))
+    data = to_batch(samples, 64, replay=True)
     advantages = np.random.default_rng(0).normal(size=len(data.tokens)).astype(np.float32)
     trainer, state = begin(model, stage("grpo", router_replay=True, optimizer={"learning_rate": 0.1}))
     disagreements = []

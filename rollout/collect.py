@@ -1,0 +1,144 @@
+"""Groups of completions from prompts: calls the generator and starts to score what it returns.
+
+The one seam between an engine and a stage: a stage knows Rollouts, whatever made them. P prompts, G completions of each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rewards import Runner, Scores
+
+if TYPE_CHECKING:
+    from rollout.generator import Generator
+    from rollout.types import Completion, SamplingParams
+
+
+class Example(Protocol):
+    """A row of data: its prompt, as text or as messages, and its other columns, which rewards may take."""
+
+    @property
+    def prompt(self) -> Any:
+        """Text, or messages of a chat."""
+        ...
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """The other columns by name."""
+        ...
+
+
+class Problem(Protocol):
+    """A prompt to complete."""
+
+    @property
+    def example(self) -> Example:
+        """The row of data."""
+        ...
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt as token ids."""
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where completions and their scores come from.
+
+    scorers: reward models by name, each a function from sequences of token ids to scores. on_calls: gets the calls that
+    computed some scores, once the scores are there.
+    """
+
+    generator: Generator
+    runner: Runner
+    scorers: Mapping[str, Callable[[list[list[int]]], list[float]]] = field(default_factory=dict)
+    on_calls: Callable[[Sequence[Any]], None] | None = None
+
+
+class PendingScores(Protocol):
+    """Scores that may still be computed."""
+
+    def result(self) -> Scores:
+        """Waits for the scores and returns them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The completions of one step, with their pending scores.
+
+    completions: [P][G]. versions: policy version (number of updates) that sampled each group. counts: counts of the
+    generator over all sampling for this step, and the `tokens` of its completions. seconds: time of decoding. scoring:
+    time of the reward models after decoding.
+    """
+
+    problems: Sequence[Problem]
+    prompt_ids: Sequence[int]
+    completions: list[list[Completion]]
+    scores: PendingScores
+    counts: Mapping[str, int]
+    seconds: float
+    versions: Sequence[int]
+    scoring: float = 0.0
+
+    @property
+    def flat(self) -> list[tuple[int, Completion]]:
+        """Returns (number of the prompt, completion) of each sample, group by group."""
+        return [(p, completion) for p, group in enumerate(self.completions) for completion in group]
+
+
+def collect(
+    source: Source,
+    problems: Sequence[Problem],
+    params: SamplingParams,
+    prompt_ids: Sequence[int],
+    version: int = 0,
+) -> Rollouts:
+    """Completes the prompts with weights of this `version`, and starts to score the completions.
+
+    The processes of the rewards score a group as soon as it is complete, while other groups are decoded. Reward models
+    need the devices too, so with them all scoring starts after the last completion.
+    """
+    began, G, generator = time.perf_counter(), params.n, source.generator
+    examples = [problem.example for problem in problems for _ in range(G)]
+    names = sorted({name for example in examples for name in example.columns})
+    columns: dict[str, Any] = {name: [example.columns.get(name) for example in examples] for name in names}
+    columns |= {"completion_lengths": [0] * len(examples), "truncated": [False] * len(examples)}
+    columns["reward_model_scores"] = [{}] * len(examples)
+    columns["max_new_tokens"] = params.max_new_tokens
+    groups = [p for p in range(len(problems)) for _ in range(G)]
+    handle = source.runner.open([example.prompt for example in examples], columns, groups, on_calls=source.on_calls)
+    generator.reset_prefix_cache()
+    before = generator.counts
+    completions: list[list[Any]] = [[None] * G for _ in problems]
+
+    def score(p: int, sample: int, **more: Any) -> None:
+        completion = completions[p][sample]
+        text = _as_written(problems[p].example.prompt, completion.text)
+        known = {"completion_lengths": len(completion.tokens), "truncated": completion.finish == "length"}
+        handle.add(p * G + sample, text, **known, **more)
+
+    for p, sample, completion in generator.stream([problem.ids for problem in problems], params, ids=prompt_ids):
+        completions[p][sample] = completion
+        if not source.scorers:
+            score(p, sample)
+    counts = {name: count - before[name] for name, count in generator.counts.items()}
+    counts["tokens"] = sum(len(completion.tokens) for group in completions for completion in group)
+    seconds = time.perf_counter() - began
+    scoring = 0.0
+    if source.scorers:
+        rows = [problems[p].ids + completion.tokens for p, group in enumerate(completions) for completion in group]
+        scores = {name: scorer(rows) for name, scorer in source.scorers.items()}
+        scoring = time.perf_counter() - began - seconds
+        for i in range(len(rows)):
+            score(*divmod(i, G), reward_model_scores={name: each[i] for name, each in scores.items()})
+    return Rollouts(problems, prompt_ids, completions, handle, counts, seconds, [version] * len(problems), scoring)
+
+
+def _as_written(prompt, text: str):
+    """Returns a completion in the form of its prompt: text after text, a message of the assistant after messages."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
