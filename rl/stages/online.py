@@ -87,6 +87,7 @@ class Stage(StageKind):
             self.config.seed,
             state=inputs.state_of(self.inputs),
             temperature=self.options.sampling.temperature or 1.0,
+            returns_tokens=True,
         )
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
@@ -144,7 +145,7 @@ class Stage(StageKind):
             progress.prompts += len(rows)
             with self.context.timeline.span("data"):
                 problems = self.problems.take(rows)
-            return self.collect(problems, params, ids, progress.version), rows
+            return self.collect(problems, params, ids), rows
 
         if not algorithm.dynamic_batches:
             return sample()[0], {}
@@ -222,7 +223,10 @@ class Stage(StageKind):
         """Makes the updates of the step and adapts the coefficients. The critic's warm-up updates the critic alone."""
         batch, progress = data.batch, self.context.progress
         critic_only = data.state.critic is not None and n <= self.algorithm.critic_warmup
-        state, updated = self.update(data.state, batch, critic_only=critic_only)
+        outputs = []
+        on_tokens = outputs.append if self.config.run.samples.keeps_step(n) else None
+        state, updated = self.update(data.state, batch, critic_only=critic_only, on_tokens=on_tokens)
+        data.token_outputs = _concatenated([each.on_host() for each in outputs])
         if not critic_only and batch.mask.any():  # otherwise no update changed the policy
             coefs = self.algorithm.adapt_after_step(progress.adaptive_coefs, data.metrics, len(batch.mask))
             progress.adaptive_coefs = coefs
@@ -265,8 +269,10 @@ class Stage(StageKind):
         """
         samples, scores, context = data.rollouts, data.scores, self.context
         assert samples is not None and scores is not None
-        with context.timeline.span("writing samples"):
-            context.events.samples(rollouts.records(samples, scores, advantages, self.name, n))
+        if self.config.run.samples.keeps_step(n):
+            with context.timeline.span("writing samples"):
+                lines = rollouts.records(samples, scores, self.name, n, advantages)
+                context.events.samples(lines, rollouts.token_records(samples, data.batch, data.token_outputs))
         metrics, layout = data.metrics, context.model.graph.layout
         flops, seconds = rollouts.operations(samples, self.trainer.flops), samples.seconds
         metrics |= rates("sample", flops, samples.counts["tokens"], seconds, layout)
@@ -275,6 +281,11 @@ class Stage(StageKind):
         metrics["perf/step_tflop"] = (flops + self.trainer.total_flops - flops_before) / 1e12
         drafted = self.config.generator.speculative > 0
         return rollouts.metrics(samples, scores, drafted=drafted) | metrics | updated
+
+
+def _concatenated(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Returns the rows of all updates of a step, by name."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
 
 def _difference(batch: Batch, version: int) -> float | None:

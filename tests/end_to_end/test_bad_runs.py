@@ -158,7 +158,7 @@ def test_a_reward_that_fails_stops_the_run_with_on_error_stop(tmp_path, capsys):
 def test_rewards_that_raise_hang_or_give_nan_never_stop_a_run(tmp_path, caplog):
     more = [f"rewards.functions=['{OWN}:faulty']", "rewards.timeout_s=1.2", "rewards.workers=4", *launch.LIGHT]
     assert launch.train(tmp_path / "run", ONE_STEP.replace("steps: 1", "steps: 2"), *more) == 0
-    samples = events.read(tmp_path / "run" / "samples.jsonl")
+    samples = launch.trained(tmp_path / "run")
     kind = {row["prompt_id"]: int(row["prompt"].split("+")[0]) % 4 for row in samples}
     assert len(samples) == 32 and all((row["reward"] is None) == (kind[row["prompt_id"]] != 3) for row in samples)
     assert all(row["advantage"] == 0 for row in samples if row["reward"] is None)
