@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl.errors import ConfigError, ModelError
+from rl.errors import ConfigError, ModelError, RewardStop
 from rl.stages import inputs, rollouts
 from rl.stages.dynamic_sampling import DynamicSampling
 from rl.stages.inputs import StepData
@@ -20,6 +20,7 @@ from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
     from policy.model import Graph
+    from rewards import Scores
     from rl.data.reader import DataReader
     from rl.data.shard import Shard
     from rl.training.batch import Batch
@@ -31,6 +32,7 @@ class Stage(StageKind):
 
     samples = True
     problems: Shard
+    _unscored = 0  # steps in a row in which no completion has a score
 
     @property
     def inputs(self) -> frozenset[str]:
@@ -175,10 +177,26 @@ class Stage(StageKind):
         with context.timeline.span("waiting for rewards") as span:
             data.scores = scores = samples.scores.result()
         data.metrics["time/reward"] = span.seconds
+        self._check_scored(scores)
         data.batch = data.batch.without(~np.isfinite(scores.total))
         data.rewards = scores.total.reshape(len(samples.completions), self.options.samples_per_prompt)
         inputs.provide(self, data, inputs.REWARDS)
         self._measure_staleness(data)
+
+    def _check_scored(self, scores: Scores) -> None:
+        """Raises RewardStop after `rewards.unscored_steps` steps in a row without one score."""
+        self._unscored = 0 if np.isfinite(scores.total).any() else self._unscored + 1
+        limit = min(self.rewards.unscored_steps, self.options.steps)
+        if not limit or self._unscored < limit:
+            return
+        cause = "every function returned None (not applicable)"
+        if scores.faults:
+            fault = scores.faults[0]
+            cause = f"{fault.function} failed ({fault.kind}): {fault.traceback.strip().rpartition(chr(10))[2]}"
+        raise RewardStop(
+            f"{self.name}: no completion of the last {self._unscored} steps has a score, so there is nothing to learn: "
+            f"{cause}. Test the function with `rl reward test`, or set rewards.unscored_steps=0 to go on"
+        )
 
     def log_probabilities(self, data: StepData) -> None:
         """Adds the old, reference and critic outputs that the algorithm asks for.
