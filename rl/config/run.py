@@ -7,6 +7,7 @@ files and turns what pydantic says into file:line messages.
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -18,6 +19,7 @@ from rl.config.mesh import MeshOptions
 from rl.config.model import ModelOptions, TokenizerOptions
 from rl.config.schema import Section, Strict, fields_of
 from rl.config.stage import StageOptions
+from rl.errors import ConfigError
 
 
 class WandbOptions(Strict):
@@ -50,7 +52,11 @@ class SampleRecords(Strict):
 
 
 class RunOptions(Strict):
-    dir: str = Field(default="runs/default", description="local folder of the run; an existing run there is continued")
+    dir: str | None = Field(
+        default=None,
+        description="local folder of the run; an existing run there is continued; null: runs/FILE-NUMBER, by the name "
+        "of the configuration file and the first number that is free",
+    )
     checkpoint_every: int = Field(
         default=50, ge=0, description="steps between checkpoints; 0: only at the end of a stage"
     )
@@ -130,6 +136,13 @@ class RunConfig(Strict):
     if_present: dict[str, Any] = Field(
         default={}, description="merged over the sections that the files before have, e.g. evaluation"
     )
+
+    @property
+    def directory(self) -> Path:
+        """Folder of the run. Raises ConfigError if none is set."""
+        if self.run.dir is None:
+            raise ConfigError("run.dir is missing; set it, for example run.dir=runs/NAME")
+        return Path(self.run.dir)
 
     @property
     def stage_names(self) -> list[str]:
