@@ -17,7 +17,7 @@ from rollout.engine.cache_manager import CacheGeometry, ContiguousCacheManager, 
 from rollout.engine.engine import Engine
 from rollout.engine.page_allocator import PageAllocator
 from rollout.engine.prefixes import Copies, PinStates, RestoreStates
-from rollout.engine.programs import StepOutput
+from rollout.engine.programs import DecodeOutput
 from rollout.engine.scheduler import Scheduler, SchedulerLimits
 from rollout.request import Queue, Request
 
@@ -118,7 +118,7 @@ class Simulation:
                 slots[n] = Row((*row.seen, new), row.left - 1, row.stops, row.left > 1 and new not in row.stops)
             steps += 1
         self.dispatches.append(steps)
-        return tuple(cache), tuple(slots), StepOutput(tokens, np.zeros(tokens.shape), tokens >= 0)
+        return tuple(cache), tuple(slots), DecodeOutput(tokens, np.zeros(tokens.shape), tokens >= 0)
 
 
 @dataclass(frozen=True)
