@@ -94,7 +94,7 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
     routes = sampling.routes if sampling and stage.options.router_replay else None
     for each in (
         *stage.programs(routes, build.generator_options(own.stage.config).record_values),
-        *stage.scoring_programs(),
+        *stage.reward_model_programs(),
     ):
         resident = own.bytes
         if sampling:
