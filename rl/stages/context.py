@@ -68,8 +68,9 @@ class Progress:
                 f"{stored}, where this version reads {', '.join(sorted(names))}. Continue the run with that version, "
                 "or start a new one in another run.dir"
             )
-        names_of = {key: name for name, key in _JSON_KEYS.items()}
-        fields: dict[str, Any] = {names_of.get(key, key): value for key, value in values.items()}
+        fields: dict[str, Any] = dict(values)
+        for name, key in _JSON_KEYS.items():
+            fields[name] = fields.pop(key)
         fields["carried"] = [Group.from_json(each) for each in values["carried"]]
         return cls(**fields)
 
