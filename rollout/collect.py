@@ -75,8 +75,8 @@ class Rollouts:
 
     completions: [P][G]. versions: policy version (number of updates) that sampled each group. counts: what the
     generator counted (Engine.counts) in all sampling for this step, and the `tokens` of its completions. With dynamic
-    sampling both include the groups that it dropped. seconds: time of sampling. scoring: time of the reward models after
-    it.
+    sampling (rl/stages/dynamic_sampling.py) they include the groups that it dropped. seconds: time of sampling.
+    scoring: time of the reward models after it.
     """
 
     problems: Sequence[Problem]

@@ -29,7 +29,8 @@ class Generator:
 
     A token's draw depends only on (seed, prompt id, sample index, position), so neither the other prompts of a call
     nor the number of slots changes a completion. The generator reads the weights from `model.params` at every
-    prefill call and every decode. It renews its copies (`weights`) when the weights have changed (rollout/engine/weights.py).
+    prefill call and every decode. It renews its copies (`weights`) when the weights have changed
+    (rollout/engine/weights.py).
 
     engine: runs the requests. verifier: checks their tokens, under GeneratorOptions.exact.
     """

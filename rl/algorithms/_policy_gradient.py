@@ -1,8 +1,8 @@
 """Defines the options of policy-gradient losses, and advantages relative to a group.
 
 Shapes: P prompts, G completions of one prompt (the group), F reward functions, T tokens. Letters after an underscore
-are the axes: rewards_PG is [P, G]. Advantages are numpy on the host. The losses of the device are in `_losses`, which is
-imported lazily.
+are the axes: rewards_PG is [P, G]. Advantages are numpy on the host. The losses of the device are in `_losses`, which
+is imported lazily.
 
 Log-probabilities of a token: logp under the weights that are trained, old_logp before the updates of the step,
 sampler_logp as the generator computed it, ref_logp under the reference model. R = exp(logp - old_logp) is the ratio.
@@ -84,8 +84,8 @@ class PolicyGradient(Sampled):
     off_policy_delta: float | None = Field(
         None,
         gt=0,
-        description="drop completions with A < 0 whose mean log-probability per token has fallen by more than this since "
-        "they were sampled",
+        description="drop completions with A < 0 whose mean log-probability per token has fallen by more than this "
+        "since they were sampled",
     )
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus; with entropy_target, its first value")
     entropy_target: float | None = Field(
@@ -174,8 +174,8 @@ class PolicyGradient(Sampled):
         return frozenset({"old_logp"} if self.old_logp == "trainer" else ())
 
     def select_old_logp(self, arrays: Any) -> Any:
-        """Returns the log-probabilities that the ratio of the loss divides by: the array `sampler_logp` or `old_logp` of
-        a Batch or a PolicyInputs, as the option `old_logp` says."""
+        """Returns the log-probabilities that the ratio of the loss divides by: the array `sampler_logp` or `old_logp`
+        of a Batch or a PolicyInputs, as the option `old_logp` says."""
         return arrays.sampler_logp if self.old_logp == "sampler" else arrays.old_logp
 
     @property
@@ -345,9 +345,9 @@ class GroupRelative(_Mixin):
 
     scale: Literal["group", "batch", "none", "others"] = Field(
         "group",
-        description="standard deviation that rewards minus the mean of their group are divided by. group: of the group. "
-        "batch: of all rewards of the step. none: no division (Dr.GRPO, arXiv:2503.20783). others: mean and standard "
-        "deviation are of the other completions of the group",
+        description="standard deviation that rewards minus the mean of their group are divided by. group: of the "
+        "group. batch: of all rewards of the step. none: no division (Dr.GRPO, arXiv:2503.20783). others: mean and "
+        "standard deviation are of the other completions of the group",
     )
     std_eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
     combine: Literal["sum", "normalize_then_sum"] = Field(

@@ -58,8 +58,8 @@ def update_program(
 def abstract_batch(shape: tuple[int, int], routes: dict | None, *names: str, extra: tuple[str, ...] = ()) -> Batch:
     """Returns a packed batch of `shape` (N, T) as shapes.
 
-    routes: the routes of one token (the experts that computed it), as shapes; None: the batch has none. names: fields of
-    Batch that are float32[N,T]. extra: names in `Batch.extra`, numbers that only this kind of stage has.
+    routes: the routes of one token (the experts that computed it), as shapes; None: the batch has none. names: fields
+    of Batch that are float32[N,T]. extra: names in `Batch.extra`, numbers that only this kind of stage has.
     """
     import jax
     import jax.numpy as jnp

@@ -224,7 +224,8 @@ class Engine:
                     self._pinned_states = None
 
     def _prefill_prompts(self) -> None:
-        """Prefills the admitted prompts, chunk after chunk. While slots decode, no call begins once the budget is spent."""
+        """Prefills the admitted prompts, chunk after chunk. While slots decode, no call begins once the budget
+        is spent."""
         scheduler = self.scheduler
         scheduler.resume()
         decodes = len(scheduler.running) > len(scheduler.prefilling)
@@ -273,7 +274,8 @@ class Engine:
         if not decoding:
             return
         if batch.prepare(scheduler.running, decoding, changed=scheduler.batch_changed):
-            # The batch is built anew, so some slots may decode for the first time since their prefill.
+            # The batch is built anew, so some slots may decode for the first time since their prefill. Their states
+            # move past the prompt, so that no other slot can begin with them.
             for slot in decoding:
                 scheduler.cache_manager.advance(slot)
         scheduler.batch_changed = False  # the device knows of all changes now

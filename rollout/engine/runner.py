@@ -8,8 +8,8 @@ program takes the page tables of its s rows and gathers their states itself.
 
 Arrays `rows` are slots, one for each row of the call. A number >= S marks padding: nothing is written for it.
 
-S slots, s rows of one call, P rows of one prefill call, C tokens that it computes of each row, M pages of a row. Letters
-after an underscore are the axes: pages_PM is [P, M].
+S slots, s rows of one call, P rows of one prefill call, C tokens that it computes of each row, M pages of a row.
+Letters after an underscore are the axes: pages_PM is [P, M].
 """
 
 from __future__ import annotations

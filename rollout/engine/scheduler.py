@@ -35,8 +35,8 @@ SHORTEST_PREFILL = 16
 # preempts requests.
 MIN_DECODE_STEPS = 16
 
-# Most decoding steps of a decode with stop strings. The host searches for the strings afterwards and discards the tokens
-# past one.
+# Most decoding steps of a decode with stop strings. The host searches for the strings afterwards and discards the
+# tokens past one.
 MAX_STOP_STRING_STEPS = 16
 
 
@@ -277,7 +277,8 @@ class Scheduler:
     # Decoding.
 
     def reserve_decode(self) -> int:
-        """Allocates pages for the next decode and returns its decoding steps at most. Requests may be preempted for it."""
+        """Allocates pages for the next decode and returns the most decoding steps that it may make. Requests may be
+        preempted for it."""
         steps = self._decode_steps()
         for slot in self.decoding:
             if slot not in self.preempted:
