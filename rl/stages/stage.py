@@ -127,8 +127,8 @@ class ConfiguredStage:
         if stage.router_replay and config.generator.exact:
             yield (
                 (*self.path, "router_replay"),
-                "`generator.exact` takes log-probabilities under the trainer's own routes, and replay takes them under "
-                "the generator's routes; leave one out",
+                "`generator.exact: true` takes log-probabilities under the trainer's own routes, and replay takes them "
+                "under the generator's routes; leave one out",
             )
         yield from self._check_kind()
         if stage.router.ragged_buffer_factor is not None and config.model.expert_parallel != "all_to_all":
