@@ -14,7 +14,8 @@ from rl.errors import ConfigError, ModelError, RewardStop
 from rl.stages import inputs, rollouts
 from rl.stages.dynamic_sampling import DynamicSampling
 from rl.stages.inputs import StepData
-from rl.stages.stage import ConfigProblems, Program, StageKind, abstract_batch, abstract_rows, update_program
+from rl.stages.shapes import abstract_batch, abstract_rows, update_program
+from rl.stages.stage import ConfigProblems, Program, StageKind
 from rl.training.flops import memory_share, rates
 from rollout.collect import Rollouts
 
@@ -143,8 +144,8 @@ class Stage(StageKind):
 
         def sample() -> tuple[Rollouts, list[int]]:
             rows = self.next_examples(self.problems.total)
-            ids = range(progress.prompts, progress.prompts + len(rows))
-            progress.prompts += len(rows)
+            ids = range(progress.next_prompt_id, progress.next_prompt_id + len(rows))
+            progress.next_prompt_id += len(rows)
             with self.context.timeline.span("data"):
                 problems = self.problems.take(rows)
             return self.collect(problems, params, ids), rows
@@ -203,7 +204,7 @@ class Stage(StageKind):
 
         Raises ModelError beyond `max_logp_diff`.
         """
-        inputs.score(self, data)
+        inputs.run_model_passes(self, data)
         if data.current is not None:
             self._check_difference(_difference(data.current, self.context.progress.version))
         data.batch = self._with_old_logp(data.batch, data.current)
