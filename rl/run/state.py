@@ -130,7 +130,9 @@ class Run(Context):
         last.context = self
         with self.timeline.span("export"):
             exported = self.folder.export(last.export)
-        self.events.note(f"final weights in {exported}")
+        path = self.folder.path
+        self.events.note(f"samples in {path}/samples.jsonl; see the run: rl report {path}, rl explain {path}")
+        self.events.note(f"final weights in {exported}; use them: rl chat {path}, rl generate {path} --prompts FILE")
 
 
 def _ended(host: dict, stage: StageKind) -> bool:
