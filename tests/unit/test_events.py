@@ -123,7 +123,7 @@ def test_a_terminal_gets_a_progress_bar(tmp_path, capsys, monkeypatch):
     assert "eval/greedy_accuracy 0.250" in said and "saved [step 1]" in said and "1/3" in said
 
 
-def test_a_terminal_of_80_columns_shows_whole_names(tmp_path, capsys, monkeypatch):
+def test_a_terminal_of_80_columns_cuts_no_name(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     events = Events(config((1, 40)), tmp_path)
