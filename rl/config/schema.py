@@ -18,6 +18,8 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     shorthand: ClassVar[str | None] = None
     """Key that a plain text sets: `model: tiny` is `model: {source: tiny}`."""
+    exactly_one: ClassVar[tuple[str, ...]] = ()
+    """Keys of which exactly one must be set; `null` does not set a key."""
 
     @model_validator(mode="before")
     @classmethod
@@ -35,6 +37,12 @@ class Strict(BaseModel):
             elif name in values and value is None and type(None) not in kinds and not kinds <= {int, float, bool, str}:
                 del values[name]
         return values
+
+    @model_validator(mode="after")
+    def _exactly_one(self):
+        if self.exactly_one and sum(getattr(self, name) is not None for name in self.exactly_one) != 1:
+            raise ValueError(f"give exactly one of {' and '.join(f'`{name}`' for name in self.exactly_one)}")
+        return self
 
 
 def accepted_types(annotation: Any) -> set[Any]:

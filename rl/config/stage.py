@@ -99,15 +99,11 @@ class PredictionOptions(Strict):
 class UntilOptions(Strict):
     """Ends a stage before its last step, after the first step whose `metric` reaches a bound."""
 
+    exactly_one: ClassVar[tuple[str, ...]] = ("at_least", "at_most")
+
     metric: str = Field(description="a name of docs/metrics.md, e.g. loss; looked at after each step that has it")
     at_least: float | None = Field(default=None, description="the stage ends when the metric is this or more")
     at_most: float | None = Field(default=None, description="the stage ends when the metric is this or less")
-
-    @model_validator(mode="after")
-    def _one_bound(self):
-        if (self.at_least is None) == (self.at_most is None):
-            raise ValueError("give exactly one of `at_least` and `at_most`")
-        return self
 
 
 class AlgorithmOptions(Strict):
