@@ -27,7 +27,7 @@ def algorithm(writer: SchemaWriter, partial: bool) -> Json:
             for option, schema in each.items()
         }
 
-    branches = [{"enum": list(options), "description": "name of an algorithm, with the default of each option"}]
+    branches: list[Json] = [{"enum": list(options)}]
     of_algorithm = _presets()
     for name, each in options.items():
         properties = by_reference(each)

@@ -73,10 +73,8 @@ class SchemaWriter:
     def object(self, model: type[BaseModel], partial: bool) -> Json:
         """Returns the schema of a model as a mapping of its keys."""
         fields = model.model_fields
-        described = model.__doc__ and model.__doc__ != Strict.__doc__
-        schema: Json = {"description": inspect.cleandoc(model.__doc__ or "")} if described else {}
         properties = {name: self._field(model, name, partial) for name in fields} | self._more_keys.get(model, {})
-        schema |= {"type": "object", "properties": properties, "additionalProperties": False}
+        schema: Json = {"type": "object", "properties": properties, "additionalProperties": False}
         if not partial:
             required = [name for name, field in fields.items() if field.is_required()]
             if required and model not in self._given_elsewhere:
@@ -99,7 +97,7 @@ class SchemaWriter:
         empty = not field.is_required() and not kinds <= _SCALARS.keys() and type(None) not in kinds
         if empty or (write and type(None) in kinds):
             schema = nullable(schema)
-        return self._described(schema, field)
+        return self._described(schema, field, [] if write else _about(field.annotation))
 
     def value(self, field: FieldInfo, partial: bool) -> Json:
         """Returns the schema of a field's annotation and bounds."""
@@ -144,13 +142,16 @@ class SchemaWriter:
         by_index = {"type": "object", "patternProperties": {INDEX: entry}, "additionalProperties": False}
         return {"anyOf": [schema, by_index | {"description": "changes entries of the list by index, from 0"}]}
 
-    def _described(self, schema: Json, field: FieldInfo) -> Json:
+    def _described(self, schema: Json, field: FieldInfo, about: Iterable[str] = ()) -> Json:
+        if "$ref" in schema:  # draft-07 ignores what stands next to a reference
+            schema = {"allOf": [schema]}
         default = field.get_default()
-        text = (field.description or "").rstrip(".")
+        text = ". ".join(text.rstrip(".") for text in (field.description, *about) if text)
         if default is PydanticUndefined or isinstance(default, BaseModel):
             return {"description": f"{text}."} | schema
         shown = default if isinstance(default, str) else json.dumps(default)
-        return {"description": f"{text}. Default: {shown}.", "default": default} | schema
+        said = "" if "default:" in text.lower() else f" Default: {shown}."
+        return {"description": f"{text}.{said}", "default": default} | schema
 
     def _differs(self, model: type[BaseModel]) -> bool:
         """Whether the partial schema of a model is another one."""
@@ -164,6 +165,14 @@ class SchemaWriter:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             return self._differs(annotation)
         return any(self._changes(one) for one in typing.get_args(annotation))
+
+
+def _about(annotation: Any) -> list[str]:
+    """Returns the documentation of the sections in an annotation, which an editor shows with the key's description."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        text = inspect.cleandoc(annotation.__doc__ or "")
+        return [] if text in ("", inspect.cleandoc(Strict.__doc__ or "")) else [" ".join(text.split())]
+    return [text for one in typing.get_args(annotation) for text in _about(one)]
 
 
 _NULL: Json = {"type": "null"}

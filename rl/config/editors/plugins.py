@@ -16,20 +16,20 @@ import rl.data.tasks
 from rewards import registry
 from rl.config.editors.json_schema import Json, SchemaWriter
 
-PLUGIN: Json = {"type": "string", "pattern": ":", "description": "file.py:function or package.module:function"}
+PLUGIN: Json = {"type": "string", "pattern": ":"}
+"""`file.py:function` or `package.module:function`."""
 REWARD = "reward"
 """Definition whose first branch lists the rewards that have a name."""
 
 
 def reward_name() -> Json:
     """Returns the schema of the name of a reward. Names of installed entry points are not part of it."""
-    about = "built-in reward, or the entry point of an installed package"
-    return {"anyOf": [{"enum": registry.builtin_names(), "description": about}, PLUGIN]}
+    return {"anyOf": [{"enum": registry.builtin_names()}, PLUGIN]}
 
 
 def task_name() -> Json:
     """Returns the schema of the name of a task. The tasks of reasoning-gym depend on its version."""
-    other = {"type": "string", "pattern": r"^[a-z][a-z0-9_]*$", "description": "task of reasoning-gym"}
+    other = {"type": "string", "pattern": r"^[a-z][a-z0-9_]*$"}
     return {"anyOf": [{"enum": rl.data.tasks.names()}, PLUGIN, other]}
 
 
