@@ -178,7 +178,7 @@ def problems(validator, value) -> list[str]:
 
 
 def test_the_shipped_schemas_are_what_the_code_makes():
-    made = {name: documents.text_of(document) for name, document in documents.documents().items()}
+    made = {name: files.text_of(document) for name, document in documents.documents().items()}
     shipped = {path.name: path.read_text() for path in (ROOT / "configs").glob("*.json")}
     assert made == shipped, "python -m rl.config.editors.documents"
 

@@ -6,16 +6,15 @@ configs/presets/, and `MODEL` a file of configs/models/.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from policy import families, remat
 from policy.mesh.axes import AXES, DEFAULT_RULES, DESCRIPTIONS, REPLICATED, UNUSED
 from rl.config.data import DataOptions, EvaluationOptions, RewardOptions
 from rl.config.editors.algorithms import algorithm
-from rl.config.editors.files import DIALECT, MODEL, PARTIAL, PRESET, RUN
+from rl.config.editors.files import DIALECT, MODEL, PARTIAL, PRESET, REWARD, RUN, text_of
 from rl.config.editors.json_schema import Json, SchemaWriter
-from rl.config.editors.plugins import PLUGIN, REWARD, add_options, reward_name, task_name
+from rl.config.editors.plugins import PLUGIN, add_options, reward_name, task_name
 from rl.config.mesh import MeshOptions, SliceOptions
 from rl.config.model import ModelOptions, TokenizerOptions
 from rl.config.packaged import PACKAGED, model_presets
@@ -28,11 +27,6 @@ _MERGED = ("every_stage", "if_present")
 def documents() -> dict[str, Json]:
     """Returns the name of each file -> its schema. Names of installed plugins are not part of them."""
     return {RUN: _run(), PARTIAL: _partial(), PRESET: _preset(), MODEL: _model()}
-
-
-def text_of(document: Json) -> str:
-    """Returns the text of a schema's file."""
-    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
 def _run() -> Json:

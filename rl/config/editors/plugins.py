@@ -18,8 +18,6 @@ from rl.config.editors.json_schema import Json, SchemaWriter
 
 PLUGIN: Json = {"type": "string", "pattern": ":"}
 """`file.py:function` or `package.module:function`."""
-REWARD = "reward"
-"""Definition whose first branch lists the rewards that have a name."""
 
 
 def reward_name() -> Json:
