@@ -48,7 +48,7 @@ _duet_unfinished() {
   done
 }
 _duet_rl() { _shtab_rl "$@"; _duet_unfinished; }
-_duet_rl_train() { _shtab_rl_train "$@"; _duet_unfinished; }
+_duet_rl_train() { _shtab_duet_train "$@"; _duet_unfinished; }
 complete -F _duet_rl rl
 complete -F _duet_rl_train rl-train
 """
@@ -75,12 +75,13 @@ _duet_config() {
 
 typeset -A opt_args
 
-if [[ ${zsh_eval_context[-1]} == loadautofunc ]]; then
-  # A file of $fpath: this is the first completion.
-  if [[ $service == rl-train ]]; then _shtab_rl_train "$@"; else _shtab_rl "$@"; fi
-else
+if [[ ${zsh_eval_context[-1]} == (eval|file) ]]; then
   compdef _shtab_rl rl
-  compdef _shtab_rl_train rl-train
+  compdef _shtab_duet_train rl-train
+elif [[ $service == rl-train ]]; then  # a file of $fpath: the call is a completion
+  _shtab_duet_train "$@"
+else
+  _shtab_rl "$@"
 fi
 """
 
@@ -109,24 +110,26 @@ def script(shell: str) -> str:
 
     from rl.commands import cli
 
-    parsers = [cli.parser(), cli.train_parser()]
     parts = []
-    for parser in parsers:
+    # The prefix of functions: the default one of rl-train is also the one of the verb `train` of rl.
+    for parser, prefix in ((cli.parser(), "rl"), (cli.train_parser(), "duet_train")):
         _mark(parser, shtab)
-        parts.append(shtab.complete(parser, shell))
+        parts.append(shtab.complete(parser, shell, root_prefix=prefix))
     if shell == "bash":
         return "\n".join([*parts, _BASH])
     if shell == "fish":
         return "\n".join([_FISH, *parts])
-    return "\n".join(["#compdef rl rl-train", *map(_without_start, parts), _ZSH])
+    return "\n".join(["#compdef rl rl-train", _without_start(parts[0], True), _without_start(parts[1], False), _ZSH])
 
 
-def _without_start(part: str) -> str:
+def _without_start(part: str, has_verbs: bool) -> str:
     """Returns the functions of a script for zsh, without the lines that register or call them.
 
     shtab completes only the first of several arguments (`(*)` excludes the others); `*` completes each of them.
     """
     functions = part.partition("\ntypeset -A opt_args\n")[0].replace(f"{part.splitlines()[0]}\n", "", 1)
+    if not has_verbs:  # the default arguments are for verbs
+        functions = functions.replace("_defaults_added=0", "_defaults_added=1")
     return re.sub(r'^( *)"\(\*\):', r'\1"*:', functions, flags=re.MULTILINE)
 
 

@@ -112,7 +112,7 @@ class Schema:
         """Yields the keys of a mapping, or the indices of a list of sections, each with its schema."""
         if parts[:1] == ["stages"] and parts[2:] == ["algorithm"] and not self._is_of(node, parts[1]):
             return
-        yield from node.get("properties", {}).items()
+        yield from ((name, value) for name, value in node.get("properties", {}).items() if "doNotSuggest" not in value)
         entry = node.get("items")
         if entry is not None and any(_holds_keys(each) for each in self._flat(entry)):
             for index in range(max(1, len(self._algorithms)) if list(parts) == ["stages"] else 1):
@@ -191,9 +191,9 @@ def _stages(words: Sequence[str]) -> list[str | None]:
         if word.endswith(_CONFIGS) and "=" not in word:
             algorithms = _algorithms(word) or algorithms
     for word in words:
-        if match := re.fullmatch(r"stages\.(\d+)\.algorithm(?:\.(?:name|preset))?=(\w+)", word):
-            if int(match[1]) < len(algorithms):
-                algorithms[int(match[1])] = match[2]
+        match = re.fullmatch(r"stages\.(\d+)\.algorithm(?:\.(?:name|preset))?=(\w+)", word)
+        if match and int(match[1]) < len(algorithms):
+            algorithms[int(match[1])] = match[2]
     return algorithms
 
 

@@ -116,7 +116,10 @@ def _writer() -> SchemaWriter:
     }
     for model in (MeshOptions, SliceOptions):
         values |= {(model, axis): lambda *_: _AXIS for axis in DESCRIPTIONS}
-    unused = {axis: {"const": 1, "description": f"only 1 device: {text}"} for axis, text in UNUSED.items()}
+    unused = {
+        axis: {"const": 1, "description": f"only 1 device: {text}", "doNotSuggest": True}
+        for axis, text in UNUSED.items()
+    }
     return SchemaWriter(values, {MeshOptions: unused}, given_elsewhere=[StageOptions])
 
 
