@@ -139,7 +139,7 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "HOME": str(folder), "TERM": "xterm", "COLUMNS": "200"}
 
 
-def typed(command: list[str], lines: list[str], folder: Path, seconds: float = 60) -> str:
+def type_lines(command: list[str], lines: list[str], folder: Path, seconds: float = 60) -> str:
     """Types lines into a shell that has a terminal. Returns what it printed until it ended."""
     child, terminal = pty.fork()
     if child == 0:
@@ -178,7 +178,7 @@ def test_a_shell_inserts_what_fits(shell, start, folder):
         pytest.skip(f"no {shell} here")
     # Ctrl-A and Ctrl-E go to the start and the end of the line.
     lines = [f"{line}\t\x01show \x05" for line in LINES]
-    output = typed(COMMAND[shell], [START[start], "bindkey -e" if shell == "zsh" else "", *lines], folder)
+    output = type_lines(COMMAND[shell], [START[start], "bindkey -e" if shell == "zsh" else "", *lines], folder)
     shown = re.findall(r"=>(.*?)<=", output)
     shown = [text for text in shown if "$*" not in text]
     assert [text.split("|") for text in shown] == list(LINES.values()), output[-3000:]
