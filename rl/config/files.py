@@ -164,10 +164,11 @@ def _over_preset(stage: Item, path: tuple) -> Item:
     if algorithm is None or not isinstance(algorithm.value, dict) or "preset" not in algorithm.value:
         return stage
     preset, known = algorithm.value["preset"], presets()
-    if preset.value not in known:
+    if not isinstance(preset.value, str) or preset.value not in known:
         dotted = ".".join(map(str, path))
         raise ConfigError(
-            f"{preset.place}: {dotted}.algorithm.preset: no preset {preset.value!r}{nearest(preset.value, known)}"
+            f"{preset.place}: {dotted}.algorithm.preset: no preset {yaml_tree.plain(preset)!r}"
+            f"{nearest(yaml_tree.plain(preset), known)}"
         )
     base = yaml_tree.parse(
         known[preset.value].read_text(encoding="utf-8"), lambda line: f"configs/presets/{preset.value}.yml:{line}"

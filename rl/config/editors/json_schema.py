@@ -132,7 +132,11 @@ class SchemaWriter:
     def with_short_form(self, model: type[BaseModel], schema: Json, partial: bool) -> Json:
         """Returns the schema of a section, or of the text that sets its one key."""
         short = getattr(model, "shorthand", None)
-        return schema if short is None else {"anyOf": [self._field(model, short, partial), schema]}
+        if short is None:
+            return schema
+        write = self._values.get((model, short))
+        text = {"type": "string"} if write is None else write(self, partial)
+        return {"anyOf": [*text["anyOf"], schema] if "anyOf" in text else [text, schema]}
 
     def list_of(self, entry: Json, partial: bool) -> Json:
         """Returns the schema of a list. A partial one may be a mapping that changes entries by index."""
