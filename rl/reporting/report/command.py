@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl.errors import ConfigError, DataError, ResourceError
-from rl.reporting.report import page, samples, series, summary, text_table
+from rl.reporting.report import page, samples, series, summary
 from rl.reporting.report.read import Damage, Part, Run, check_steps, damage_text, read_run
 
 
@@ -72,7 +72,7 @@ def report(directories: Sequence[str], options: Options) -> int:
 def compare_text(directories: Sequence[str], part: Part) -> int:
     """Prints the comparison of runs as tables. Raises as `report` does."""
     runs = _read(directories, part)
-    print(text_table.compare(runs))
+    print(summary.compare(runs))
     _refuse([each for run in runs for each in run.damage], None)
     return 0
 

@@ -1,8 +1,9 @@
-"""Chooses completions that are worth reading: best, worst, longest, cut off, faulted, those on which generator and trainer
-differ most, and random ones.
+"""Chooses completions that are worth reading: best, worst, longest, cut off, faulted, random, and those on which
+generator and trainer differ most.
 
-Choosing needs a few numbers of every completion. Lines of small files are parsed. In large files the numbers are cut out
-of the bytes, and only the chosen lines are parsed: inside a JSON text a quotation mark is escaped, so `"reward":` is a key.
+Choosing needs a few numbers of every completion. Lines of small files are parsed. In large files the numbers are cut
+out of the bytes, and only the chosen lines are parsed: inside a JSON text a quotation mark is escaped, so `"reward":`
+is a key.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ KINDS = ("best", "worst", "gap", "longest", "cut off", "faulted", "random")
 """Reasons to show a completion, in the order of the page."""
 
 TOKEN = np.dtype(
-    [("id", "<u4"), ("logp", "<f4"), ("gap", "<f2"), ("entropy", "<f2"), ("advantage", "<f2"), ("flags", "u1"), ("turn", "u1")]
+    [
+        ("id", "<u4"),
+        ("logp", "<f4"),
+        ("gap", "<f2"),
+        ("entropy", "<f2"),
+        ("advantage", "<f2"),
+        ("flags", "u1"),
+        ("turn", "u1"),
+    ]
 )
 """A token in the .bin file next to a segment of samples: 16 bytes, little-endian. flags: bit 0 is the mask."""
 
@@ -252,7 +261,15 @@ def _cut_out(line: bytes) -> tuple[str, int, float, int, bool, bool, int] | None
     start = line.rfind(b'"faults":')
     faulted = start >= 0 and line[start + 9 : start + 24].lstrip()[:2].rstrip() not in (b"{}", b"nu", b"{")
     cut = _value(line, b'"finish":') == b'"length"'
-    return (stage or b"").strip(b'"').decode(errors="replace"), step, reward, length, cut, faulted or value == b"null", at
+    return (
+        (stage or b"").strip(b'"').decode(errors="replace"),
+        step,
+        reward,
+        length,
+        cut,
+        faulted or value == b"null",
+        at,
+    )
 
 
 def _value(line: bytes, key: bytes) -> bytes | None:

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rl.reporting.report import settings, summary
-from rl.reporting.report.charts import ACCURACY
+from rl.reporting.report.plans import ACCURACY
 from rl.reporting.report.read import Run
 from rl.reporting.report.series import seconds_text, text
 from rl.reporting.report.svg import TONES
 
+_EVALUATIONS = 300  # rows of their table
+_LONGEST = 40_000  # characters of a configuration
 _ROWS = 12  # rows of a table of programs before the rest is folded
 
 
@@ -65,7 +67,8 @@ def about(run: Run) -> str:
 
 def device_text(run: Run) -> str:
     """Returns the devices of the run, e.g. `8 x TPU v5p`; the platform of the configuration if they are unknown."""
-    info = run.info.get("devices") if isinstance(run.info.get("devices"), dict) else run.info
+    inner = run.info.get("devices")
+    info = inner if isinstance(inner, dict) else run.info
     kind = next((info[key] for key in ("device_kind", "kind", "device") if isinstance(info.get(key), str)), None)
     count = next((info[key] for key in ("device_count", "count", "devices") if isinstance(info.get(key), int)), None)
     if kind:
@@ -144,8 +147,8 @@ def overview(runs: Sequence[Run]) -> str:
 
 def stages(run: Run) -> str:
     """Returns the tables of stages and attempts."""
-    planned = run.config.get("stages") if isinstance(run.config.get("stages"), list) else []
-    rows = []
+    entries = run.config.get("stages")
+    planned, rows = entries if isinstance(entries, list) else [], []
     for name in _stage_names(run, planned):
         number = len(rows)
         entry = planned[number] if number < len(planned) and isinstance(planned[number], dict) else {}
@@ -153,7 +156,7 @@ def stages(run: Run) -> str:
         spent = [run.seconds[place] for place in run.seconds if place[0] == name]
         before = max((run.seconds[place] for place in run.seconds if _earlier(run, place[0], name)), default=0.0)
         done = f"{last:,}" if name in run.steps else "not started"
-        if (steps := entry.get("steps")) and name in run.steps and steps != last:
+        if isinstance(steps := entry.get("steps"), int) and name in run.steps and steps != last:
             done += f" of {steps:,}"
         rows.append([esc(name), done, seconds_text(max(spent) - before) if spent else "-", *_change(run, name)])
     result = table(("stage", "steps", "time in steps", "metric", "first", "last"), rows, (1, 2, 4, 5)) if rows else ""
@@ -198,7 +201,7 @@ def evaluation_table(runs: Sequence[Run]) -> str:
     rows, every = [], [(run, each) for run in runs for each in summary.evaluations(run)]
     passes = sorted({k for _, each in every for k in each.passes})
     others = sorted({name for _, each in every for name in each.others})[:8]
-    for run, each in every:
+    for run, each in _spread(every):
         between = f"{text(each.interval[0])} to {text(each.interval[1])}" if each.interval else "-"
         cells = [esc(each.stage), f"{each.step:,}", text(each.accuracy), between, _bar(each)]
         for k in passes:
@@ -214,6 +217,13 @@ def evaluation_table(runs: Sequence[Run]) -> str:
     shift = len(runs) > 1
     right = [n + shift for n in (1, 2)] + list(range(5 + shift, len(head)))
     return f'<div class="card">{table(head, rows, right, "scroll tall" if len(rows) > 14 else "scroll")}</div>'
+
+
+def _spread(every: Sequence[Any]) -> Sequence[Any]:
+    """Returns at most _EVALUATIONS of the rows, evenly spread, the first and the last included."""
+    if len(every) <= _EVALUATIONS:
+        return every
+    return [every[round(n * (len(every) - 1) / (_EVALUATIONS - 1))] for n in range(_EVALUATIONS)]
 
 
 def _bar(each: summary.Evaluation) -> str:
@@ -232,23 +242,31 @@ def configuration(runs: Sequence[Run]) -> str:
     """Returns what the configuration changes, its full text, and what differs between runs."""
     parts = []
     if len(runs) > 1:
-        rows = [[f'<span class="mono">{esc(key)}</span>', *map(_setting, values)] for key, values in settings.differences(runs)]
+        rows = [
+            [f'<span class="mono">{esc(key)}</span>', *map(_setting, values)]
+            for key, values in settings.differences(runs)
+        ]
         head = ("key", *(run.name for run in runs))
-        shown = table(head, rows, kind="scroll tall" if len(rows) > 16 else "scroll") if rows else "<p>No key differs.</p>"
+        shown = (
+            table(head, rows, kind="scroll tall" if len(rows) > 16 else "scroll") if rows else "<p>No key differs.</p>"
+        )
         parts.append(f'<h3>Difference of the runs</h3><div class="card">{shown}</div>')
     for run in runs:
         if not run.config:
             continue
-        short, full = settings.yaml_text(settings.changed(run.config)), settings.yaml_text(run.config)
+        texts = settings.yaml_text(settings.changed(run.config)), settings.yaml_text(run.config)
+        short, full = (each if len(each) <= _LONGEST else f"{each[:_LONGEST]}\n... (see config.yml)" for each in texts)
         title = "Changed from the defaults" + (f": {esc(run.name)}" if len(runs) > 1 else "")
         body = f'<pre class="block">{esc(short)}</pre>'
-        fold = f'<details class="fold"><summary>All keys</summary><div class="body"><pre class="block">{esc(full)}</pre></div></details>'
+        fold = f'<details class="fold"><summary>All keys</summary><pre class="block">{esc(full)}</pre></details>'
         parts.append(f'<h3>{title}</h3><div class="card">{body}{fold}</div>')
     return "".join(parts)
 
 
 def _setting(value: Any) -> str:
-    return '<span class="mono">' + (esc(json.dumps(value, ensure_ascii=False)) if value is not None else "-") + "</span>"
+    return (
+        '<span class="mono">' + (esc(json.dumps(value, ensure_ascii=False)) if value is not None else "-") + "</span>"
+    )
 
 
 def programs(run: Run) -> str:
@@ -260,13 +278,16 @@ def programs(run: Run) -> str:
             esc(" x ".join(map(str, each.get("shape") or []))),
             *(text(size(each, key) / 2**20) for key in ("arguments", "temporaries", "outputs", "peak")),
         ]
-        for each in sorted(run.programs, key=lambda each: -size(each, "peak"))
+        for each in sorted(run.programs, key=lambda each: -size(each, "peak"))[:200]
     ]
     if not rows:
         return ""
     head = ("program", "shape", "arguments", "temporaries", "outputs", "peak, MiB per device")
-    rest = f'<details class="fold"><summary>{len(rows) - _ROWS} more programs</summary>{table(head, rows[_ROWS:], (2, 3, 4, 5))}</details>'
-    return f'<div class="card">{table(head, rows[:_ROWS], (2, 3, 4, 5))}{rest if len(rows) > _ROWS else ""}</div>'
+    shown, rest = table(head, rows[:_ROWS], (2, 3, 4, 5)), ""
+    if len(rows) > _ROWS:
+        more = table(head, rows[_ROWS:], (2, 3, 4, 5))
+        rest = f'<details class="fold"><summary>{len(rows) - _ROWS} more programs</summary>{more}</details>'
+    return f'<div class="card">{shown}{rest}</div>'
 
 
 def versions(run: Run) -> str:
@@ -280,5 +301,7 @@ def versions(run: Run) -> str:
 
 
 def _short(value: Any) -> str:
-    shown = value if isinstance(value, str) else " ".join(map(str, value)) if isinstance(value, list) else json.dumps(value)
+    shown = (
+        value if isinstance(value, str) else " ".join(map(str, value)) if isinstance(value, list) else json.dumps(value)
+    )
     return shown if len(shown) <= 2000 else shown[:2000] + " ..."

@@ -1,4 +1,4 @@
-"""Turns metrics into curves: one axis of steps for all stages and runs, buckets, intervals, ticks, and numbers as text."""
+"""Turns metrics into curves: one axis of steps for all stages and runs, buckets, intervals, ticks, texts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Axis:
 
 
 def axis(runs: Sequence[Run]) -> Axis:
-    """Returns the axis of these runs. Stages of equal names share their place; it has the most steps that a run made."""
+    """Returns the axis of these runs. Stages of equal names share a place, as long as the longest of them."""
     names: list[str] = []
     for run in runs:
         names += [name for name in run.stages if name not in names]

@@ -1,7 +1,11 @@
-"""Reduces a run to its headline numbers: first, last and best of each metric, evaluations, time to each accuracy."""
+"""Reduces runs to their headline numbers, and writes the tables of `rl compare --text`.
+
+Headline numbers are the first, last and best value of each metric, the evaluations, and the time to each accuracy.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from rl.reporting.report.charts import ACCURACY, BETTER, HEADLINES
+from rl.reporting.report import settings
+from rl.reporting.report.plans import ACCURACY, BETTER, HEADLINES
 from rl.reporting.report.read import Metric, Run, evaluation_problems
-from rl.reporting.report.series import Axis, curve, wilson
+from rl.reporting.report.series import Axis, curve, seconds_text, text, wilson
 
 CODES = {
     0: "done",
@@ -179,9 +184,7 @@ def numbers(run: Run, axis: Axis, verdict: Sequence[str] = ()) -> dict[str, Any]
 
 def _headline_numbers(line: Headline) -> dict[str, Any]:
     parts = {"first": line.first, "last": line.last, "best": line.best}
-    return {
-        key: {"value": part[0], "stage": part[1], "step": part[2]} if part else None for key, part in parts.items()
-    }
+    return {key: {"value": part[0], "stage": part[1], "step": part[2]} if part else None for key, part in parts.items()}
 
 
 def _evaluation_numbers(each: Evaluation) -> dict[str, Any]:
@@ -220,3 +223,59 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(child) for child in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def compare(runs: Sequence[Run]) -> str:
+    """Returns tables of metrics (first, last, best), accuracies reached, and keys of the configuration that differ."""
+    return "\n\n".join(part for part in (_metrics(runs), _reached(runs), _settings(runs)) if part)
+
+
+def _metrics(runs: Sequence[Run]) -> str:
+    rows = []
+    for name in headlines(runs):
+        for number, run in enumerate(runs):
+            line = headline(run, name)
+            if line is None:
+                rows.append([name if not number else "", run.name, "-", "-", "-", "-"])
+                continue
+            best = text(line.best[0]) if line.best else "-"
+            where = f"{line.best[1]} {line.best[2]:,}" if line.best else ""
+            rows.append([name if not number else "", run.name, text(line.first[0]), text(line.last[0]), best, where])
+    return _table(["metric", "run", "first", "last", "best", "best at step"], rows, (2, 3, 4))
+
+
+def _reached(runs: Sequence[Run]) -> str:
+    tables = [{each[0]: each for each in reached(run)} for run in runs]
+    tenths = sorted({tenth for each in tables for tenth in each})
+    rows = []
+    for tenth in tenths:
+        row = [f"{tenth:.1f}"]
+        for each in tables:
+            if tenth in each:
+                _, stage, step, seconds = each[tenth]
+                row.append(f"{stage} {step:,}, {seconds_text(seconds)}")
+            else:
+                row.append("not reached")
+        rows.append(row)
+    return _table(["accuracy", *(run.name for run in runs)], rows, ()) if rows else ""
+
+
+def _settings(runs: Sequence[Run]) -> str:
+    rows = [[key, *map(_short, values)] for key, values in settings.differences(runs)]
+    if not rows:
+        return "configuration: no key differs"
+    return _table(["key", *(run.name for run in runs)], rows, ())
+
+
+def _short(value: Any) -> str:
+    shown = "-" if value is None else json.dumps(value, ensure_ascii=False)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
+    widths = [max(len(row[number]) for row in [head, *rows]) for number in range(len(head))]
+    pad = lambda row: "  ".join(  # noqa: E731
+        cell.rjust(width) if number in right else cell.ljust(width)
+        for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+    )
+    return "\n".join(pad(row).rstrip() for row in [head, ["-" * width for width in widths], *rows])

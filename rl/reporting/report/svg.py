@@ -124,7 +124,7 @@ def _steps(chart: Chart, axis: Axis, restarts: Sequence[float]) -> str:
             marks.append(f'<line class="stage" x1="{x}" x2="{x}" y1="0" y2="100%"/>')
         if len(visible) > 1 and not chart.small:
             x = _percent((max(stage.start, chart.first) - chart.first) / width)
-            marks.append(f'<text class="stage" x="{x}" dx="4" y="0" dy="11">{html.escape(stage.name)}</text>')
+            marks.append(f'<text class="stage" x="{x}" dx="1" y="0" dy="-5">{html.escape(stage.name)}</text>')
     for x in restarts:
         if chart.first < x < chart.last:
             at = _percent((x - chart.first) / width)
@@ -259,9 +259,13 @@ class Data:
             entry |= {"bl": numbers(line.low), "bh": numbers(line.high)}
         if len(shown.lost):
             entry["lost"] = sorted({int(each) for each in shown.lost})[: len(x) + 400]
+        entry |= {"e": 1} if line.metric.startswith("eval/") else {}
         return entry | ({"d": 1} if line.dots else {}) | ({"r": 1} if line.reference else {})
 
 
 def numbers(values: np.ndarray) -> list[float]:
     """Returns numbers of four digits: the JSON of a float is its shortest text."""
-    return [int(short) if (short := float(f"{each:.4g}")) == int(short) and abs(short) < 1e6 else short for each in values.tolist()]
+    return [
+        int(short) if (short := float(f"{each:.4g}")) == int(short) and abs(short) < 1e6 else short
+        for each in values.tolist()
+    ]
