@@ -129,14 +129,14 @@ def _lines(
     for number, run in enumerate(runs):
         for line in plan.lines:
             if line.metric in run.metrics:
-                label = line.label if len(runs) == 1 else run.name
-                yield _drawn(line, run, axis, label, number if len(runs) > 1 else tone, buckets, plan.stacked)
+                shown = line if len(runs) == 1 else Line(line.metric, run.name)
+                yield _drawn(shown, run, axis, number if len(runs) > 1 else tone, buckets, plan.stacked)
                 tone += 1
     if against is not None:
         line = Line("time/step", "") if plan.stacked else plan.lines[0] if plan.lines else None
         if line and line.metric in against.metrics and tone:
-            plain = Line(line.metric, line.label)
-            yield _drawn(plain, against, axis, against.name, 0, buckets, False, reference=True)
+            shown = _drawn(Line(line.metric, against.name), against, axis, 0, buckets, bare=True)
+            yield replace(shown, reference=True)
 
 
 def _complete(run: Run, plan: Plan) -> Run:
@@ -150,7 +150,9 @@ def _complete(run: Run, plan: Plan) -> Run:
         value = np.zeros(len(every))
         value[np.searchsorted(every, _place(each))] = np.nan_to_num(each.value)
         filled[name] = Metric(every // _MOST_STEPS, every % _MOST_STEPS, value)
-    return replace(run, metrics=run.metrics | {name: each for name, each in filled.items() if each.value.any()})
+    used = {name: each for name, each in filled.items() if each.value.any()} or filled
+    others = {name: each for name, each in run.metrics.items() if name not in parts}
+    return replace(run, metrics=others | used)
 
 
 def _place(metric: Metric) -> np.ndarray:
@@ -158,26 +160,25 @@ def _place(metric: Metric) -> np.ndarray:
     return metric.stage * _MOST_STEPS + metric.step
 
 
-def _drawn(
-    line: Line, run: Run, axis: Axis, label: str, tone: int, buckets: int, plain: bool, reference: bool = False
-) -> Drawn:
+def _drawn(line: Line, run: Run, axis: Axis, tone: int, buckets: int, bare: bool) -> Drawn:
+    """Returns a line of a chart. bare: without bands and dots."""
     metric = run.metrics[line.metric]
     x, stage = axis.positions(run, metric)
     result = curve(x, stage, metric.value, buckets)
     low = high = None
-    if reference or plain:
-        return Drawn(label, line.metric, result, tone, reference=reference)
+    if bare:
+        return Drawn(line.label, line.metric, result, tone)
     if line.metric == ACCURACY or line.metric.startswith("eval/pass@"):
         if (problems := _problems(run, result, axis)) is not None:
             low, high = wilson(result.mean, problems)
-        return Drawn(label, line.metric, result, tone, low, high, dots=len(result.x) <= 60)
+        return Drawn(line.label, line.metric, result, tone, low, high, dots=len(result.x) <= 60)
     if line.deviation in run.metrics:
         other = run.metrics[line.deviation]
         same = np.isin(_place(other), _place(metric)[np.isfinite(metric.value)])
         spread = curve(*axis.positions(run, other), np.where(same, other.value, np.nan), buckets)
         if len(spread.x) == len(result.x):
             low, high = result.mean - spread.mean, result.mean + spread.mean
-    return Drawn(label, line.metric, result, tone, low, high, dots=len(result.x) <= 2)
+    return Drawn(line.label, line.metric, result, tone, low, high, dots=len(result.x) <= 2)
 
 
 def _problems(run: Run, shown: Curve, axis: Axis) -> np.ndarray | float | None:

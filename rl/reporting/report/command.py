@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import time
@@ -90,10 +89,11 @@ def _read(directories: Sequence[str], part: Part) -> list[Run]:
     runs = [read_run(directory, part) for directory in directories]
     for run in runs:
         check_steps(run, part)
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):
+    for depth in range(2, 9):
+        names = [run.name for run in runs]
         for run in runs:
-            run.name = os.path.normpath(run.path)
+            if names.count(run.name) > 1:
+                run.name = "/".join(run.path.resolve().parts[-depth:])
     return runs
 
 

@@ -22,6 +22,8 @@ _TOOLS = """<div class="tools" hidden><label>smoothing
 <label>scale <select id="scale"><option value="auto">automatic</option><option value="log">logarithmic</option>
 <option value="linear">linear</option></select></label>
 <span>drag over a chart to zoom</span><button id="reset" hidden>show all steps</button></div>"""
+_BANDS = """<p class="about lead">A point of a curve is the mean of up to {count:,} steps. The band around it reaches from
+their lowest to their highest value.</p>"""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,12 @@ def figures(runs: Sequence[Run], axis: Axis, against: Run | None = None) -> Figu
     if not large and not small:
         return Figures("", numbers)
     quiet = f'<p class="quiet">0 at every step, not drawn: {esc(", ".join(charts.zero))}.</p>' if charts.zero else ""
+    count = max(
+        (int(line.curve.count.max()) for each in charts.headline for line in each.lines if len(line.curve.x)), default=1
+    )
+    bands = _BANDS.format(count=count) if count > 1 else ""
     drawn = f'<div class="charts">{"".join(large)}</div>{quiet}{_other(small, charts.other[_MOST_SMALL:])}'
-    return Figures(f'<section id="charts"><h2>Charts</h2>{_TOOLS}{drawn}</section>', numbers)
+    return Figures(f'<section id="charts"><h2>Charts</h2>{bands}{_TOOLS}{drawn}</section>', numbers)
 
 
 def _other(small: Sequence[tuple[Chart, str]], rest: Sequence[Chart]) -> str:
@@ -102,8 +108,6 @@ def _legend(chart: Chart) -> str:
         own = [line.curve.mean for line in chart.lines if not line.reference]
         top = max(sum(each) for each in zip(*own, strict=True))
         entries.append(f"<span>marks at the top: above {text(scale.high)} s, at most {text(top)} s</span>")
-    if any(line.curve.bucketed for line in chart.lines) and not chart.small and not chart.stacked:
-        entries.append("<span>dark band: lowest to highest of the steps of a point</span>")
     if count := sum(len(line.curve.lost) for line in chart.lines):
         entries.append(f"<span>marks at the bottom: {count:,} values that are not finite</span>")
     return f'<div class="legend">{"".join(entries)}</div>' if entries else ""

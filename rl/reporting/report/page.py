@@ -37,7 +37,8 @@ class Report:
     @property
     def title(self) -> str:
         """Name of the run, or of all runs."""
-        return " against ".join(run.name for run in self.runs)
+        *first, last = (run.name for run in self.runs)
+        return f"{', '.join(first)} and {last}" if first else last
 
 
 def page(report: Report) -> str:
@@ -85,8 +86,7 @@ def _before(report: Report) -> str:
         parts.append(sections.tiles(one, report.samples[0].total))
     else:
         parts.append(f'<section class="verdict">{sections.overview(runs)}</section>')
-    tables = "".join((f"<h3>{esc(run.name)}</h3>" if len(runs) > 1 else "") + sections.stages(run) for run in runs)
-    if tables:
+    if tables := sections.stages(runs):
         parts.append(f'<section id="stages"><h2>Stages</h2>{tables}</section>')
     return "".join(parts)
 

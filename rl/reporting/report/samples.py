@@ -246,40 +246,35 @@ def sample_length(row: dict[str, Any]) -> int:
 
 def _cut_out(line: bytes) -> tuple[str, int, float, int, bool, bool, int] | None:
     """Returns what `_parsed` does, without parsing the line."""
-    if not line.startswith(b"{") or not line.rstrip().endswith(b"}"):
+    if not line.startswith(b"{") or not line.endswith((b"}\n", b"}\r\n")):
         return None
+    tokens = line.find(b'"tokens":')
     try:
-        stage, step = _value(line, b'"stage":'), int(_value(line, b'"step":') or b"x")
-        value = _value(line, b'"reward":')
-        reward = math.nan if value in (None, b"null") else float(value)
-        length, at = int(_value(line, b'"n":') or -1), int(_value(line, b'"at":') or -1)
+        stage, step = _value(line, line.find(b'"stage":')), int(_value(line, line.find(b'"step":')))
+        value = _value(line, line.rfind(b'"reward":'))
+        reward = math.nan if value in (b"", b"null") else float(value)
+        if tokens >= 0:  # lines with token ids name no place in a .bin file
+            length, at = line.count(b",", tokens, line.find(b"]", tokens)) + 1, -1
+        else:
+            length = int(_value(line, line.rfind(b'"n":')) or len(line))
+            at = int(_value(line, line.rfind(b'"at":')) or -1)
     except ValueError:
         return None
-    if length < 0:
-        start = line.find(b'"tokens":')
-        length = line.count(b",", start, line.find(b"]", start)) + 1 if start >= 0 else len(line)
-    start = line.rfind(b'"faults":')
-    faulted = start >= 0 and line[start + 9 : start + 24].lstrip()[:2].rstrip() not in (b"{}", b"nu", b"{")
-    cut = _value(line, b'"finish":') == b'"length"'
-    return (
-        (stage or b"").strip(b'"').decode(errors="replace"),
-        step,
-        reward,
-        length,
-        cut,
-        faulted or value == b"null",
-        at,
-    )
+    faults = line.rfind(b'"faults":')
+    faulted = faults >= 0 and line[faults + 9 : faults + 24].lstrip()[:2] not in (b"{}", b"nu")
+    cut = _value(line, line.rfind(b'"finish":')) == b'"length"'
+    return stage.strip(b'"').decode(errors="replace"), step, reward, length, cut, faulted or value == b"null", at
 
 
-def _value(line: bytes, key: bytes) -> bytes | None:
-    """Returns the bytes of a short value, or None. Keys near the end are the frequent ones."""
-    start = line.rfind(key)
+def _value(line: bytes, start: int) -> bytes:
+    """Returns the bytes of the short value of the key at `start`; b"" if it is -1."""
     if start < 0:
-        return None
-    start += len(key)
-    rest = line[start : start + 120]
-    return rest.replace(b"}", b",").split(b",", 1)[0].strip()
+        return b""
+    start = line.find(b":", start) + 1
+    end = line.find(b",", start, start + 120)
+    if end < 0:
+        end = min(len(line), start + 120)
+    return line[start:end].rstrip(b"}\r\n").strip()
 
 
 def _gaps(index: _Index, files: Sequence[Path]) -> np.ndarray:

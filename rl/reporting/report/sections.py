@@ -145,29 +145,43 @@ def overview(runs: Sequence[Run]) -> str:
     return f'<div class="card">{table(head, rows, (2, 3, 4, 5, 6, 7))}</div>'
 
 
-def stages(run: Run) -> str:
+def stages(runs: Sequence[Run]) -> str:
     """Returns the tables of stages and attempts."""
-    entries = run.config.get("stages")
-    planned, rows = entries if isinstance(entries, list) else [], []
-    for name in _stage_names(run, planned):
-        number = len(rows)
+    named = ["run"] if len(runs) > 1 else []
+    shift, result = len(named), ""
+    rows = [[*([esc(run.name)] * shift), *row] for run in runs for row in _stage_rows(run)]
+    if rows:
+        head = (*named, "stage", "steps", "time in steps", "metric", "first", "last")
+        result = table(head, rows, [shift + n for n in (1, 2, 4, 5)])
+    rows = [[*([esc(run.name)] * shift), *row] for run in runs for row in _attempt_rows(run)]
+    if rows:
+        head = (*named, "attempt", "start", "end", "duration", "exit code")
+        result += "<h3>Attempts</h3>" + table(head, rows, [shift + 3])
+    return f'<div class="card">{result}</div>' if result else ""
+
+
+def _stage_rows(run: Run) -> list[list[str]]:
+    entries, rows = run.config.get("stages"), []
+    planned = entries if isinstance(entries, list) else []
+    for number, name in enumerate(_stage_names(run, planned)):
         entry = planned[number] if number < len(planned) and isinstance(planned[number], dict) else {}
-        first, last = run.steps.get(name, (0, 0))
+        _, last = run.steps.get(name, (0, 0))
         spent = [run.seconds[place] for place in run.seconds if place[0] == name]
         before = max((run.seconds[place] for place in run.seconds if _earlier(run, place[0], name)), default=0.0)
         done = f"{last:,}" if name in run.steps else "not started"
         if isinstance(steps := entry.get("steps"), int) and name in run.steps and steps != last:
             done += f" of {steps:,}"
         rows.append([esc(name), done, seconds_text(max(spent) - before) if spent else "-", *_change(run, name)])
-    result = table(("stage", "steps", "time in steps", "metric", "first", "last"), rows, (1, 2, 4, 5)) if rows else ""
-    if run.attempts:
-        shown = []
-        for number, each in enumerate(run.attempts, 1):
-            code = "-" if each.code is None else f"{each.code}: {summary.CODES.get(each.code, 'stopped by a signal')}"
-            length = each.end - each.start if each.start and each.end else None
-            shown.append([str(number), moment(each.start), moment(each.end), seconds_text(length), esc(code)])
-        result += "<h3>Attempts</h3>" + table(("attempt", "start", "end", "duration", "exit code"), shown, (3,))
-    return f'<div class="card">{result}</div>' if result else ""
+    return rows
+
+
+def _attempt_rows(run: Run) -> list[list[str]]:
+    rows = []
+    for number, each in enumerate(run.attempts, 1):
+        code = "-" if each.code is None else f"{each.code}: {summary.CODES.get(each.code, 'stopped by a signal')}"
+        length = each.end - each.start if each.start and each.end else None
+        rows.append([str(number), moment(each.start), moment(each.end), seconds_text(length), esc(code)])
+    return rows[-50:]
 
 
 def _stage_names(run: Run, planned: Sequence[Any]) -> list[str]:

@@ -150,7 +150,7 @@ def text(value: float | None) -> str:
     if size == 0:
         return "0"
     if size >= 1e15 or size < 5e-4:
-        return f"{value:.2g}"
+        return f"{value:.2g}".replace("e-0", "e-").replace("e+", "e")
     for limit, factor, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M")):
         if size >= limit:
             return f"{value / factor:.3g}{unit}"

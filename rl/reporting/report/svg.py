@@ -99,7 +99,7 @@ def _grid(scale: Scale, count: int) -> str:
     marks = []
     for value in ticks(scale.low, scale.high, scale.log, count):
         y = _percent(float(scale.y(value)) / HEIGHT)
-        label = text(value) if abs(value) > 1e-12 * scale.high else "0"
+        label = text(value) if scale.log or abs(value) > 1e-12 * scale.high else "0"
         marks.append(
             f'<line x1="0" x2="100%" y1="{y}" y2="{y}"/><text x="-7" y="{y}" dy=".32em">{html.escape(label)}</text>'
         )
