@@ -193,11 +193,8 @@ def _span(axis: Axis, curves: Sequence[Curve]) -> tuple[float, float]:
     """Returns the first and last position of the stages in which these curves have values."""
     stages = {int(number) for each in curves for number in np.unique(each.stage)}
     lost = [float(x) for each in curves for x in each.lost]
-    if not stages:
-        return (min(lost), max(lost)) if lost else (0.0, 1.0)
-    first = min(axis.stages[number].start for number in stages)
-    last = max(axis.stages[number].end for number in stages)
-    first, last = min([first, *lost]), max([last, *lost])
+    first = min([*lost, *(axis.stages[number].start for number in stages)], default=0)
+    last = max([*lost, *(axis.stages[number].end for number in stages)], default=0)
     return float(first), float(max(last, first + 1))
 
 

@@ -10,8 +10,7 @@ from typing import Any
 from rl.reporting.report import svg
 from rl.reporting.report.charts import Chart, choose
 from rl.reporting.report.read import Run
-from rl.reporting.report.sections import esc
-from rl.reporting.report.series import BUCKETS, Axis, text
+from rl.reporting.report.series import BUCKETS, Axis, esc, text
 
 _BYTES = 1_300_000
 # Buckets of the headline charts and of the others, tried in this order until the charts fit.
@@ -107,7 +106,9 @@ def _legend(chart: Chart) -> str:
     if chart.stacked and (scale := svg.scale_of(chart)).clipped:
         own = [line.curve.mean for line in chart.lines if not line.reference]
         top = max(sum(each) for each in zip(*own, strict=True))
-        entries.append(f"<span>marks at the top: above {text(scale.high)} s, at most {text(top)} s</span>")
+        entries.append(f"<span>marks at the top: steps above {text(scale.high)} s, up to {text(top)} s</span>")
+    if any(line.low is not None and not line.metric.startswith("eval/") for line in chart.lines):
+        entries.append("<span>pale band: one standard deviation</span>")
     if count := sum(len(line.curve.lost) for line in chart.lines):
         entries.append(f"<span>marks at the bottom: {count:,} values that are not finite</span>")
     return f'<div class="legend">{"".join(entries)}</div>' if entries else ""

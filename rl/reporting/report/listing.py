@@ -7,8 +7,7 @@ from typing import Any
 
 from rl.reporting.report import samples
 from rl.reporting.report.read import Run
-from rl.reporting.report.sections import esc
-from rl.reporting.report.series import text
+from rl.reporting.report.series import esc, text
 
 _PEEK = 140  # characters of a completion that its line shows
 _CAPS = (60_000, 20_000, 8_000, 4_000, 2_000, 1_000, 500, 200, 60)  # bytes of a text, tried in this order
@@ -22,14 +21,19 @@ def listing(runs: Sequence[Run], chosen: Sequence[samples.Chosen], room: int) ->
     every = [(run, record) for run, each in zip(runs, chosen, strict=True) for record in each.records]
     if not every or room < 2000:
         return ""
-    items: list[str] = []
+    items, size = [], 0
+    sizes = [len(content) for _, record in every for content in _texts(record)]
     for cap in _CAPS:
+        if sum(min(each, cap) for each in sizes) > room:
+            continue
         items = [_sample(run if len(runs) > 1 else None, record, cap) for run, record in every]
         size = sum(len(item.encode("utf-8", "replace")) for item in items)
         if size <= room - 2000:
             break
-    else:
-        items = items[: len(items) * (room - 2000) // size]
+    if size > room - 2000 or not items:
+        items = [_sample(run if len(runs) > 1 else None, record, _CAPS[-1]) for run, record in every]
+        size = sum(len(item.encode("utf-8", "replace")) for item in items)
+        items = items[: len(items) * (room - 2000) // max(size, room - 2000)]
     counts = {kind: sum(kind in record["why"] for _, record in every) for kind in samples.KINDS}
     buttons = "".join(
         f'<button data-kind="{kind}" aria-pressed="false">{kind} {count}</button>'
@@ -92,6 +96,10 @@ def _facts(record: Mapping[str, Any]) -> str:
     return "".join(f"<div><span>{esc(key)}</span> {esc(value)}</div>" for key, value in values)
 
 
+def _texts(record: Mapping[str, Any]) -> list[str]:
+    return [content for name in ("prompt", "completion") for _, content in samples.messages(record.get(name))]
+
+
 def _start(value: Any, count: int) -> str:
     """Returns the beginning of the last message of a prompt or completion, on one line."""
     content = [content for _, content in samples.messages(value)][-1:]
@@ -101,8 +109,10 @@ def _start(value: Any, count: int) -> str:
 
 def _cut(content: str, cap: int) -> str:
     """Escapes a text and cuts its middle out if it has more than `cap` bytes."""
-    shown = esc(content)
-    keep, size = len(content), len(shown.encode())
+    keep = size = len(content)
+    if size <= cap:
+        shown = esc(content)
+        size = len(shown.encode())
     while size > cap:
         keep = max(1, int(keep * cap / size * 0.95)) if keep > 40 else 0
         left_out = len(content) - keep

@@ -16,8 +16,7 @@ from rl.reporting.report import samples, sections
 from rl.reporting.report.figures import figures
 from rl.reporting.report.listing import listing
 from rl.reporting.report.read import Run, damage_text
-from rl.reporting.report.sections import esc
-from rl.reporting.report.series import Axis
+from rl.reporting.report.series import Axis, esc
 
 MOST_BYTES = 2_000_000
 _SAMPLE_BYTES = 700_000

@@ -39,7 +39,7 @@ PLANS: tuple[Plan, ...] = (
     Plan(
         "reward",
         "Reward",
-        "Mean of the completions of a step; pale band: one standard deviation.",
+        "Mean of the completions of a step.",
         (Line("reward/mean", "mean", "reward/std"),),
         "up",
     ),

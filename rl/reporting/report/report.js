@@ -14,7 +14,7 @@
   }
   function number(v) {
     const size = Math.abs(v), unit = [[1e12, "T"], [1e9, "G"], [1e6, "M"]].find(each => size >= each[0]);
-    if (!size || size >= 1e15 || size < 5e-4) return String(+v.toPrecision(2));
+    if (!size || size >= 1e15 || size < 5e-4) return size >= 1e-4 && size < 1 ? String(+v.toPrecision(2)) : size ? v.toExponential(1).replace(/\.0e|e\+/, "e") : "0";
     if (unit) return +(v / unit[0]).toPrecision(3) + unit[1];
     return size >= 1000 ? Math.round(v).toLocaleString("en-US") : String(+v.toPrecision(size < 1 ? 3 : 4));
   }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import time
@@ -12,21 +11,12 @@ from typing import Any
 from rl.reporting.report import settings, summary
 from rl.reporting.report.plans import ACCURACY
 from rl.reporting.report.read import Run
-from rl.reporting.report.series import seconds_text, text
+from rl.reporting.report.series import esc, seconds_text, text
 from rl.reporting.report.svg import TONES
 
 _EVALUATIONS = 300  # rows of their table
 _LONGEST = 40_000  # characters of a configuration
 _ROWS = 12  # rows of a table of programs before the rest is folded
-
-
-def esc(value: Any) -> str:
-    """Escapes a text for HTML. Control characters are shown by their pictures; half a surrogate pair becomes ?."""
-    clean = str(value).encode("utf-8", "replace").decode()
-    return html.escape(clean.translate(_PICTURES))
-
-
-_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "\u2421"}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int] = (), kind: str = "scroll") -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +13,7 @@ import numpy as np
 from rl.reporting.report.read import Metric, Run
 
 BUCKETS = 400
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _Z = 1.959963984540054  # of the normal distribution, for 95%
 
 
@@ -173,3 +176,9 @@ def seconds_text(seconds: float | None) -> str:
             rest = rounded % size // part
             return f"{rounded // size} {unit}" + (f" {rest} {small}" if rest else "")
     return f"{rounded} s"
+
+
+def esc(value: object) -> str:
+    """Escapes a text for HTML. Control characters are shown by their pictures; half a surrogate pair becomes ?."""
+    clean = str(value).encode("utf-8", "replace").decode()
+    return html.escape(_CONTROL.sub(lambda match: chr(0x2400 + min(ord(match[0]), 33)), clean))

@@ -41,6 +41,7 @@ def _changed(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any
             continue
         section = next(iter(models_in(known.annotation)), (None, False))[0]
         default = None if known.is_required() else known.get_default(call_default_factory=True)
+        default = list(default) if isinstance(default, tuple) else default
         if key == "algorithm" and isinstance(value, Mapping):
             result[key] = _algorithm(value)
         elif section is not None and isinstance(value, Mapping):

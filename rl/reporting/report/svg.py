@@ -6,7 +6,6 @@ classes of report.css. Coordinates of paths are whole numbers and relative, whic
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rl.reporting.report.charts import Chart, Drawn
-from rl.reporting.report.series import Axis, Curve, is_log, nice_step, text, ticks
+from rl.reporting.report.series import Axis, Curve, esc, is_log, nice_step, text, ticks
 
 WIDTH, HEIGHT = 2000, 1000
 TONES = 7  # colours of report.css
@@ -75,7 +74,7 @@ def draw(chart: Chart, axis: Axis, number: int | None, restarts: Sequence[float]
     data = "" if number is None else f' data-c="{number}"'
     kind = "plot small" if chart.small else "plot"
     return (
-        f'<svg class="{kind}" role="img" aria-label="{html.escape(description(chart))}"{data}>'
+        f'<svg class="{kind}" role="img" aria-label="{esc(description(chart))}"{data}>'
         f"{_grid(scale, 2 if chart.small else 4)}{_steps(chart, axis, restarts)}"
         f'<svg class="ink" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" width="100%" height="100%">'
         f"{_ink(chart, scale)}</svg></svg>"
@@ -100,9 +99,7 @@ def _grid(scale: Scale, count: int) -> str:
     for value in ticks(scale.low, scale.high, scale.log, count):
         y = _percent(float(scale.y(value)) / HEIGHT)
         label = text(value) if scale.log or abs(value) > 1e-12 * scale.high else "0"
-        marks.append(
-            f'<line x1="0" x2="100%" y1="{y}" y2="{y}"/><text x="-7" y="{y}" dy=".32em">{html.escape(label)}</text>'
-        )
+        marks.append(f'<line x1="0" x2="100%" y1="{y}" y2="{y}"/><text x="-7" y="{y}" dy=".32em">{esc(label)}</text>')
     return f'<g class="grid">{"".join(marks)}</g>'
 
 
@@ -124,7 +121,7 @@ def _steps(chart: Chart, axis: Axis, restarts: Sequence[float]) -> str:
             marks.append(f'<line class="stage" x1="{x}" x2="{x}" y1="0" y2="100%"/>')
         if len(visible) > 1 and not chart.small:
             x = _percent((max(stage.start, chart.first) - chart.first) / width)
-            marks.append(f'<text class="stage" x="{x}" dx="1" y="0" dy="-5">{html.escape(stage.name)}</text>')
+            marks.append(f'<text class="stage" x="{x}" dx="1" y="0" dy="-5">{esc(stage.name)}</text>')
     for x in restarts:
         if chart.first < x < chart.last:
             at = _percent((x - chart.first) / width)
