@@ -262,7 +262,8 @@ def test_large_files_give_the_same_choice(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "_READ", 20_000)
     monkeypatch.setattr(samples, "_BLOCKS", 4)
     part = samples.choose(run, 50, read.Part(), [])
-    assert part.partial and 0 < part.total < before.total and {row["step"] for row in part.records} > {60} - {60}
+    steps = [row["step"] for row in part.records]
+    assert part.partial and 0 < part.total < before.total and min(steps) < 20 and max(steps) > 40
 
 
 def test_segments_with_tokens_give_the_gap(tmp_path):
@@ -345,9 +346,7 @@ def test_the_page_in_its_order(tmp_path, monkeypatch):
 def test_headline_charts_only_with_data_in_their_order(tmp_path):
     run = read.read_run(learning(tmp_path / "a"))
     chosen = charts.choose([run], series.axis([run]))
-    assert [each.key for each in chosen.headline] == ["reward", "evaluation", "loss", "seconds"] or [
-        each.key for each in chosen.headline
-    ] == ["reward", "evaluation", "loss"]
+    assert [each.key for each in chosen.headline] == ["reward", "evaluation", "loss"]
     evaluation = chosen.headline[1]
     assert [line.label for line in evaluation.lines] == ["greedy accuracy", "pass@4"]
     assert evaluation.lines[0].low[-1] == pytest.approx(0.963, abs=1e-3)  # of eval/problems

@@ -149,7 +149,7 @@
       row.append(element("span", { className: s.r ? "dot dash" : "dot t" + s.t }), s.n + " ", element("b", { textContent: value }));
       return row;
     });
-    const title = `${stage.n}, step ${step.toLocaleString("en-US")}` + (count > 1 ? `, mean of ${count} steps` : "");
+    const title = `${stage.n}, step ${step.toLocaleString("en-US")}` + (count > 1 ? `, mean of up to ${count} steps` : "");
     tip.replaceChildren(element("div", { className: "at", textContent: title }), ...lines);
     tip.hidden = false;
     tip.style.left = Math.max(4, Math.min(event.pageX + 14, document.documentElement.clientWidth - tip.offsetWidth - 8)) + "px";
