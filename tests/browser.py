@@ -21,15 +21,18 @@ _FLAGS = (
 
 
 class Browser:
-    """One page. `errors` lists what its console and its Content-Security-Policy complained about; `requests` every address
-    that it asked for."""
+    """One page. `errors` lists what its console and its Content-Security-Policy complained about, `requests` every
+    address that it asked for."""
+
+    file: Path
 
     def __init__(self, width: int = 1280, height: int = 900, dark: bool = False):
         self._folder = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
         # Chromium reads commands from descriptor 3 and writes to 4.
-        shell = f"exec {CHROMIUM} {' '.join(map(_quoted, _FLAGS))} --remote-debugging-pipe --user-data-dir={self._folder.name}"
+        flags = " ".join(map(_quoted, (*_FLAGS, "--remote-debugging-pipe", f"--user-data-dir={self._folder.name}")))
+        shell = f"exec {CHROMIUM} {flags}"
         self._process = subprocess.Popen(
             ["bash", "-c", f"{shell} about:blank 3<&{to_browser} 4>&{from_browser}"],
             pass_fds=(to_browser, from_browser),
