@@ -97,7 +97,7 @@ def test_hover_zoom_scale_and_smoothing(page):
     assert max(ticks) >= 500
     page.evaluate("scale.value = 'log'; scale.dispatchEvent(new Event('change'))")
     labels = page.evaluate("[...document.querySelectorAll('#chart-loss .grid text')].map(node => node.textContent)")
-    assert labels == ["1", "10", "100"]
+    assert labels == ["1", "10", "100", "1,000"]
     page.evaluate("smooth.value = 0.9; smooth.dispatchEvent(new Event('input'))")
     assert "faint" in page.evaluate(ink)
     assert page.errors == []

@@ -1,7 +1,7 @@
 """Draws a chart as SVG, readable without a script, and gives the script the numbers to draw it again.
 
 The outer SVG has no viewBox: labels keep their size at any width. The inner one stretches the paths. Colours are
-classes of report.css. Coordinates of paths are whole numbers and relative, which keeps a chart near 5 kB.
+classes of report.css. Coordinates of paths are integers and relative, which keeps a chart near 5 kB.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Scale:
     clipped: bool = False
 
     def y(self, values: np.ndarray | float) -> np.ndarray:
-        """Returns heights from the top, 0..HEIGHT, as whole numbers."""
+        """Returns heights from the top, 0..HEIGHT, as integers."""
         low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             shown = np.log10(np.maximum(values, self.low)) if self.log else np.asarray(values, float)
