@@ -238,7 +238,8 @@ def test_unscored_completions_are_faulted_and_neither_best_nor_worst(tmp_path):
 
 def test_numbers_are_cut_out_of_a_line_as_they_are_parsed():
     rows = [
-        *(sample(3, 1), sample(3, 1, reward=None), sample(3, 1, finish="length", reward=-1e-5)),
+        *(sample(3, 1), sample(3, 1, reward=None), sample(3, 1, finish="length", reward=-1e-5, tokens=[])),
+        sample(3, 1, faults={"exact": "raised"}, reward=None, n=2, at=99),
         sample(3, 1, completion='"reward":9,"step":7,"finish":"length"', prompt='{"tokens":[1,2,3]}'),
         {
             key: value
@@ -266,21 +267,28 @@ def test_large_files_give_the_same_choice(tmp_path, monkeypatch):
     assert part.partial and 0 < part.total < before.total and min(steps) < 20 and max(steps) > 40
 
 
-def test_segments_with_tokens_give_the_gap(tmp_path):
-    run = write_run(tmp_path, [event("grpo", 1, loss=1.0)])
+@pytest.mark.parametrize("files", [("samples.jsonl", "tokens.bin"), ("samples/000003-grpo-00001.jsonl",) * 2])
+def test_tokens_give_the_gap(tmp_path, files):
+    run, tokens = write_run(tmp_path, [event("grpo", 1, loss=1.0)]), np.zeros(40, samples.TOKEN)
     (run / "samples").mkdir()
-    tokens = np.zeros(30, samples.TOKEN)
-    assert tokens.dtype.itemsize == 16
-    tokens["flags"] = 1
-    tokens["gap"][12], tokens["gap"][25], tokens["flags"][25] = -0.25, 9.0, 0
-    tokens.tofile(run / "samples" / "000001-step-00001.bin")
-    rows = [sample(1, n, at=10 * n, n=10, columns={"answer": "42"}, reward_log={"exact": "why <b>"}) for n in range(3)]
-    rows = [{key: value for key, value in row.items() if key != "tokens"} for row in rows]
-    (run / "samples" / "000001-step-00001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokens["flags"] = samples.TRAINED
+    tokens["gap"][12], tokens["gap"][25], tokens["flags"][25], tokens["gap"][30:] = -0.25, 9.0, 0, np.nan
+    tokens.tofile((run / files[1]).with_suffix(".bin"))
+    rows = [sample(1, n, at=10 * n, columns={"answer": "42"}, reward_log={"exact": "why <b>"}) for n in range(4)]
+    (run / files[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
     chosen = samples.choose(run, 7, read.Part(), [])
-    assert [row["gap"] for row in chosen.records] == [0, 0.25, 0] and "gap" in chosen.records[1]["why"]
+    assert [row.get("gap") for row in chosen.records] == [0, 0.25, 0, None]  # the last has no update
+    assert ["gap" in row["why"] for row in chosen.records] == [False, True, False, False]
     code, page = report(run)
     assert code == 0 and "answer: 42" in page and "why &lt;b&gt;" in page
+
+
+def test_restarts_follow_from_the_starts_of_attempts(tmp_path):
+    run = write_run(tmp_path, [event("grpo", step, loss=1.0) | {"time": 100.0 + step} for step in range(1, 9)])
+    attempts = [{"start": 90.0}, {"start": 104.5, "end": 105.0, "exit_code": 75}, {"start": 104.6, "exit_code": 0}]
+    (run / "run.json").write_text(json.dumps({"attempts": attempts}))
+    assert read.read_run(run).restarts == [("grpo", 5)]
+    assert 'class="restart"' in report(run)[1]
 
 
 # The page

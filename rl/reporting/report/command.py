@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.errors import ConfigError, DataError, ResourceError
+from rl.errors import ConfigError, DataError, DuetError, ResourceError
 from rl.reporting.report import page, samples, series, summary
 from rl.reporting.report.read import Damage, Part, Run, check_steps, damage_text, read_run
 
@@ -82,7 +82,10 @@ def verdict(run: Run) -> list[str]:
         from rl.reporting.explain import verdict as explain
     except ImportError:
         return []
-    return explain(run.path)[:8]
+    try:
+        return explain(run.path)[:8]
+    except DuetError:  # no events yet, or damaged ones, which the report names
+        return []
 
 
 def _read(directories: Sequence[str], part: Part) -> list[Run]:

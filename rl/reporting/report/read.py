@@ -62,7 +62,7 @@ class Run:
 
     steps maps a stage to its (first, last) recorded step. restarts lists the (stage, step) that a later attempt wrote
     first. seconds maps (stage, step) to the seconds of all steps and evaluations up to it; by the clock, pauses
-    included, in a run without `time/step`.
+    included, in a run without `time/step`. times maps it to its Unix seconds, if they are recorded.
     """
 
     path: Path
@@ -72,6 +72,7 @@ class Run:
     metrics: dict[str, Metric] = field(default_factory=dict)
     restarts: list[tuple[str, int]] = field(default_factory=list)
     seconds: dict[tuple[str, int], float] = field(default_factory=dict)
+    times: dict[tuple[str, int], float] = field(default_factory=dict)
     attempts: list[Attempt] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     programs: list[dict[str, Any]] = field(default_factory=list)
@@ -114,6 +115,8 @@ def read_run(directory: str | Path, part: Part | None = None) -> Run:
     programs = _read_json(run, PROGRAMS).get("programs")
     run.programs = [each for each in programs if isinstance(each, dict)] if isinstance(programs, list) else []
     run.attempts = _attempts(run.info) or run.attempts
+    run.info = _facts(run.info)
+    run.restarts = run.restarts or _restarts(run)
     return run
 
 
@@ -180,6 +183,7 @@ def _read_events(run: Run, part: Part) -> None:
         steps[place] = steps[place] | metrics if place in steps else metrics
         if (time := _number(row.get("time"))) is not None:
             times[place] = time
+    run.times = {place: times[place] for place in steps if place in times}
     _fill(run, steps, times)
 
 
@@ -251,6 +255,20 @@ def _attempts(info: Mapping[str, Any]) -> list[Attempt]:
         for row in rows
         if isinstance(row, dict)
     ]
+
+
+def _facts(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what run.json says about the newest attempt, apart from its times and its end."""
+    rows, times = info.get("attempts"), ("start", "end", "exit_code", "code")
+    newest = rows[-1] if isinstance(rows, list) and rows and isinstance(rows[-1], dict) else {}
+    return {key: value for key, value in {**info, **newest}.items() if key not in ("attempts", *times)}
+
+
+def _restarts(run: Run) -> list[tuple[str, int]]:
+    """Returns the first (stage, step) of each attempt after the first, by their times."""
+    starts = [each.start for each in run.attempts[1:] if each.start is not None]
+    places = [next((place for place, time in run.times.items() if time >= start), None) for start in starts]
+    return [place for place in dict.fromkeys(places) if place is not None and place != next(iter(run.times))]
 
 
 def _exit(row: Mapping[str, Any]) -> Any:

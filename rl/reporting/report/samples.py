@@ -17,28 +17,16 @@ from typing import Any
 
 import numpy as np
 
+from rl.reporting import samples as sample_files
 from rl.reporting.report.read import Damage, Part
+from rl.reporting.samples import TOKEN, TRAINED
 
 KINDS = ("best", "worst", "gap", "longest", "cut off", "faulted", "random")
 """Reasons to show a completion, in the order of the page."""
 
-TOKEN = np.dtype(
-    [
-        ("id", "<u4"),
-        ("logp", "<f4"),
-        ("gap", "<f2"),
-        ("entropy", "<f2"),
-        ("advantage", "<f2"),
-        ("flags", "u1"),
-        ("turn", "u1"),
-    ]
-)
-"""A token in the .bin file next to a segment of samples: 16 bytes, little-endian. flags: bit 0 is the mask."""
-
 _PARSED = 64 * 2**20  # bytes of samples up to which every line is parsed
 _READ = 1024 * 2**20  # bytes of samples that are read; of more, evenly spread files or blocks
 _BLOCKS = 64
-_MASK = 1
 
 
 @dataclass
@@ -68,18 +56,12 @@ class _Index:
     at: list[int] = field(default_factory=list)
 
 
-def sample_files(directory: Path) -> list[Path]:
-    """Returns the files of completions, oldest first: samples.jsonl, or the segments in samples/."""
-    single = directory / "samples.jsonl"
-    return [*([single] if single.is_file() else []), *sorted((directory / "samples").glob("*.jsonl"))]
-
-
 def choose(directory: Path, count: int, part: Part, damage: list[Damage], seed: int = 0) -> Chosen:
     """Chooses at most `count` completions of a run. Equal files give equal choices.
 
     Appends damaged lines to `damage`.
     """
-    files = sample_files(directory)
+    files = sample_files.files(directory)
     sizes = [file.stat().st_size for file in files]
     if count <= 0 or not sum(sizes):
         return Chosen()
@@ -249,21 +231,28 @@ def _cut_out(line: bytes) -> tuple[str, int, float, int, bool, bool, int] | None
     if not line.startswith(b"{") or not line.endswith((b"}\n", b"}\r\n")):
         return None
     tokens = line.find(b'"tokens":')
+    behind = line.find(b"]", tokens) if tokens >= 0 else 0  # the numbers of a completion follow its token ids
     try:
         stage, step = _value(line, line.find(b'"stage":')), int(_value(line, line.find(b'"step":')))
-        value = _value(line, line.rfind(b'"reward":'))
+        value = _value(line, _last(line, b'"reward":', behind))
         reward = math.nan if value in (b"", b"null") else float(value)
-        if tokens >= 0:  # lines with token ids name no place in a .bin file
-            length, at = line.count(b",", tokens, line.find(b"]", tokens)) + 1, -1
+        if tokens >= 0:
+            length = line.count(b",", tokens, behind) + (line[tokens + 9 : behind].strip() != b"[")
         else:
             length = int(_value(line, line.rfind(b'"n":')) or len(line))
-            at = int(_value(line, line.rfind(b'"at":')) or -1)
+        at = int(_value(line, line.rfind(b'"at":', behind)) or -1)
     except ValueError:
         return None
-    faults = line.rfind(b'"faults":')
+    faults = line.rfind(b'"faults":', behind)
     faulted = faults >= 0 and line[faults + 9 : faults + 24].lstrip()[:2] not in (b"{}", b"nu")
-    cut = _value(line, line.rfind(b'"finish":')) == b'"length"'
+    cut = _value(line, _last(line, b'"finish":', behind)) == b'"length"'
     return stage.strip(b'"').decode(errors="replace"), step, reward, length, cut, faulted or value == b"null", at
+
+
+def _last(line: bytes, key: bytes, behind: int) -> int:
+    """Returns the place of the last key after `behind`, or else in the line; -1 without one."""
+    place = line.rfind(key, behind)
+    return place if place >= 0 else line.rfind(key)
 
 
 def _value(line: bytes, start: int) -> bytes:
@@ -285,19 +274,18 @@ def _gaps(index: _Index, files: Sequence[Path]) -> np.ndarray:
     result = np.full(len(index.file), np.nan)
     of_file, at = np.asarray(index.file, np.int64), np.asarray(index.at, np.int64)
     for number, file in enumerate(files):
-        binary = file.with_suffix(".bin")
+        binary = sample_files.tokens_file(file)
         rows = np.flatnonzero((of_file == number) & (at >= 0))
         if not len(rows) or not binary.is_file() or binary.stat().st_size < TOKEN.itemsize:
             continue
         tokens = np.memmap(binary, TOKEN, "r", shape=(binary.stat().st_size // TOKEN.itemsize,))
-        places = at[rows]
-        if places.max() >= len(tokens):  # places in bytes
-            places = places // TOKEN.itemsize
-        rows, places = rows[places < len(tokens)], places[places < len(tokens)]
-        rows = rows[np.argsort(places, kind="stable")]
-        places, first = np.unique(places, return_index=True)
-        size = np.where(tokens["flags"] & _MASK, np.abs(tokens["gap"].astype(np.float32)), 0)
-        result[rows[first]] = np.maximum.reduceat(np.nan_to_num(size, nan=0.0, posinf=0.0), places)
+        rows = rows[at[rows] < len(tokens)]
+        rows = rows[np.argsort(at[rows], kind="stable")]
+        places, first = np.unique(at[rows], return_index=True)
+        if len(places):
+            size = np.abs(tokens["gap"].astype(np.float32))
+            size[(tokens["flags"] & TRAINED == 0) | ~np.isfinite(size)] = np.nan
+            result[rows[first]] = np.fmax.reduceat(size, places)
     return result
 
 

@@ -298,7 +298,7 @@ def versions(run: Run) -> str:
     """Returns what run.json says about versions, command, devices and git, or "" without it."""
     rows = [
         [f'<span class="mono">{esc(key)}</span>', f'<span class="mono">{esc(_short(value))}</span>']
-        for key, value in settings.flat({k: v for k, v in run.info.items() if k != "attempts"})
+        for key, value in settings.flat(run.info)
         if value not in (None, "", [], {})
     ]
     return f'<div class="card">{table(("", ""), rows[:80])}</div>' if rows else ""
