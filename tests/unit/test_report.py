@@ -277,8 +277,8 @@ def test_tokens_give_the_gap(tmp_path, files):
     rows = [sample(1, n, at=10 * n, columns={"answer": "42"}, reward_log={"exact": "why <b>"}) for n in range(4)]
     (run / files[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
     chosen = samples.choose(run, 7, read.Part(), [])
-    assert [row.get("gap") for row in chosen.records] == [0, 0.25, 0, None]  # the last has no update
-    assert ["gap" in row["why"] for row in chosen.records] == [False, True, False, False]
+    assert [row.get("gap") for row in chosen.records] == [None, 0, 0.25, 0]  # the newest has no update
+    assert ["gap" in row["why"] for row in chosen.records] == [False, False, True, False]
     code, page = report(run)
     assert code == 0 and "answer: 42" in page and "why &lt;b&gt;" in page
 

@@ -31,7 +31,7 @@ _BLOCKS = 64
 
 @dataclass
 class Chosen:
-    """records: the chosen completions in order of steps, each with its reasons in `why` and `gap` if it is known.
+    """records: the chosen completions, the newest first, each with its reasons in `why` and `gap` if it is known.
 
     total: completions of which they were chosen; partial: whether there were too many to look at all.
     """
@@ -73,7 +73,8 @@ def choose(directory: Path, count: int, part: Part, damage: list[Damage], seed: 
     partial = sum(last - first for _, first, last in ranges) < sum(sizes)
     result = Chosen(total=len(index.file), partial=partial)
     gaps = _gaps(index, files)
-    for row, why in sorted(pick(index.reward, index.length, index.cut, index.faulted, gaps, count, seed).items()):
+    chosen = pick(index.reward, index.length, index.cut, index.faulted, gaps, count, seed)
+    for row, why in sorted(chosen.items(), reverse=True):
         with files[index.file[row]].open("rb") as file:
             file.seek(index.offset[row])
             line = file.read(index.size[row])

@@ -26,7 +26,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[
     body = "".join(
         "<tr>" + "".join(f"<td{mark(n)}>{cell}</td>" for n, cell in enumerate(row)) + "</tr>" for row in rows
     )
-    return f'<div class="{kind}"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    top = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
+    return f'<div class="{kind}"><table>{top}<tbody>{body}</tbody></table></div>'
 
 
 def pill(run: Run) -> str:
@@ -280,18 +281,18 @@ def programs(run: Run) -> str:
         [
             esc(each.get("name", "?")),
             esc(" x ".join(map(str, each.get("shape") or []))),
-            *(text(size(each, key) / 2**20) for key in ("arguments", "temporaries", "outputs", "peak")),
+            *(f"{size(each, key) / 2**20:,.2f}" for key in ("arguments", "temporaries", "outputs", "peak")),
         ]
         for each in sorted(run.programs, key=lambda each: -size(each, "peak"))[:200]
     ]
     if not rows:
         return ""
-    head = ("program", "shape", "arguments", "temporaries", "outputs", "peak, MiB per device")
+    head = ("program", "shape", "arguments", "temporaries", "outputs", "peak")
     shown, rest = table(head, rows[:_ROWS], (2, 3, 4, 5)), ""
     if len(rows) > _ROWS:
         more = table(head, rows[_ROWS:], (2, 3, 4, 5))
         rest = f'<details class="fold"><summary>{len(rows) - _ROWS} more programs</summary>{more}</details>'
-    return f'<div class="card">{shown}{rest}</div>'
+    return f'<p class="about lead">MiB per device.</p><div class="card">{shown}{rest}</div>'
 
 
 def versions(run: Run) -> str:
