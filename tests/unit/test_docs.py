@@ -50,7 +50,7 @@ NOT_RUN = {
     "rl-train configs/quickstart.yml run.dir=runs/quickstart",
     "rl report runs/quickstart",
     "rl report runs/quickstart-1 --open",
-    "chromium --headless --hide-scrollbars --window-size=1280,1230 --screenshot=docs/pictures/report.png "
+    "chromium --headless --hide-scrollbars --window-size=1280,1008 --screenshot=docs/pictures/report.png "
     "runs/quickstart/report.html",
     "rl compare runs/a runs/b",
     "rl compare runs/a runs/b --text",

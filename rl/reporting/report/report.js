@@ -60,7 +60,7 @@
     let [low, high] = seen.length ? [Math.min(...seen), Math.max(...seen)] : [0, 1];
     const log = low > 0 && high > low && (view.scale === "log" || (view.scale === "auto" && (chart.log || high / low >= 1000)));
     if (log) return { low: low / 1.15, high: high * 1.15, log };
-    if (view.from === null && chart.share && low >= 0 && high <= 1) return { low: 0, high: high > 0.5 ? 1 : Math.max(high * 1.1, 1e-9), log };
+    if (view.from === null && chart.share && low >= 0 && high <= 1) return { low: 0, high: high > 0.5 || !high ? 1 : high * 1.1, log };
     if (view.from === null && low >= 0 && low < 0.5 * high) low = 0;
     const space = (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
     return { low: low && low - space, high: high || !low ? high + space : 0, log };
@@ -89,7 +89,7 @@
         if (x > -0.01 && x < 100.01 && (last || end - x >= 6)) nodes.push(make("text", { x: x + "%", y: "100%", dy: 16 }, n.toLocaleString("en-US")));
       }
       if (start > 0) rule("stage", start);
-      if (stages.length > 1 && !chart.small) nodes.push(make("text", { class: "stage", x: Math.max(0, start) + "%", dx: 1, y: 0, dy: -5 }, s.n));
+      if (stages.length > 1 && !chart.small && (end - Math.max(0, start) > 1.8 * s.n.length || end >= 100)) nodes.push(make("text", { class: "stage", x: Math.max(0, start) + "%", dx: 1, y: 0, dy: -5 }, s.n));
     }
     D.restarts.filter(x => x > from && x < to).forEach(x => rule("restart", at(x)));
     svg.querySelector(".steps").replaceChildren(...nodes);

@@ -19,6 +19,7 @@ from rl.reporting.report.series import Axis, Curve, esc, is_log, nice_step, text
 WIDTH, HEIGHT = 2000, 1000
 TONES = 7  # colours of report.css
 _X_TICKS = 6
+_CHARACTER = 0.018  # width of a character of a stage's name, as a share of a narrow chart
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def scale_of(chart: Chart) -> Scale:
     if is_log(low, high) or (chart.log and low > 0 and high > low):
         return Scale(low / 1.15, high * 1.15, True)
     if chart.share and low >= 0 and high <= 1:
-        return Scale(0.0, 1.0 if high > 0.5 else max(high * 1.1, 1e-9), False)
+        return Scale(0.0, 1.0 if high > 0.5 or not high else high * 1.1, False)
     if 0 <= low < 0.5 * high:
         low = 0.0
     elif high <= 0 and 0.5 * low < high:
@@ -72,7 +73,7 @@ def draw(chart: Chart, axis: Axis, number: int | None, restarts: Sequence[float]
     """Returns the SVG of a chart. number: its index in the data of the script; None: it has none."""
     scale = scale_of(chart)
     data = "" if number is None else f' data-c="{number}"'
-    kind = "plot small" if chart.small else "plot"
+    kind = "plot" + " small" * chart.small + " stacked" * chart.stacked
     return (
         f'<svg class="{kind}" role="img" aria-label="{esc(description(chart))}"{data}>'
         f"{_grid(scale, 2 if chart.small else 4)}{_steps(chart, axis, restarts)}"
@@ -119,7 +120,8 @@ def _steps(chart: Chart, axis: Axis, restarts: Sequence[float]) -> str:
         if stage.start > chart.first:
             x = _percent((stage.start - chart.first) / width)
             marks.append(f'<line class="stage" x1="{x}" x2="{x}" y1="0" y2="100%"/>')
-        if len(visible) > 1 and not chart.small:
+        room = (stage.end - max(stage.start, chart.first)) / width
+        if len(visible) > 1 and not chart.small and (room > _CHARACTER * len(stage.name) or stage is visible[-1]):
             x = _percent((max(stage.start, chart.first) - chart.first) / width)
             marks.append(f'<text class="stage" x="{x}" dx="1" y="0" dy="-5">{esc(stage.name)}</text>')
     for x in restarts:
