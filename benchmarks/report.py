@@ -2,8 +2,8 @@
 
     python benchmarks/report.py [--steps 10000] [--samples 100000] [--directory DIR]
 
-The run is made by this script: noise, trends and spikes under the names of docs/metrics.md. It prints the seconds of
-writing the report in this process, those of the command `rl report` with its start, and the size of the file.
+The run is made by this script: noise, trends and spikes under the names of docs/metrics.md. It prints seconds by the
+clock, CPU seconds, which other load changes little, and the size of the file. The start of the command is included.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -47,7 +48,7 @@ def write_run(directory: Path, steps: int, metrics: int, samples: int, seed: int
         "model: {source: qwen3-0.6b}\nevaluation: {problems: 512}\n"
         f"stages: [{{algorithm: {{name: grpo}}, steps: {steps}}}]\n"
     )
-    words = "we add the two numbers and carry the one, so that the sum is < 100 and > 9; ".split(" ")
+    words = ["we", "add", "the", "two", "numbers", "<", "carry", "one,", "so", "that", "sum", "is", "&", "46;", "check"]
     with (directory / "samples.jsonl").open("w") as file:
         for number in range(samples):
             tokens = [draw.randrange(150_000) for _ in range(draw.randrange(100, 500))]
@@ -74,6 +75,18 @@ def _value(name: str, step: int, steps: int, draw: random.Random) -> float:
     return (1 + step / steps) * (0.5 + draw.random()) * spike
 
 
+def _seconds(*arguments: str) -> str:
+    """Runs `rl report` three times and returns the least seconds."""
+    code, clock, cpu = "import sys; from rl.commands.cli import main; sys.exit(main(sys.argv[1:]))", [], []
+    for _ in range(3):
+        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code, "report", *arguments], check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        clock.append(time.perf_counter() - start)
+        cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return f"{min(clock):.2f} s, {min(cpu):.2f} CPU s"
+
+
 def main() -> int:
     """Runs the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -88,17 +101,11 @@ def main() -> int:
             write_run(directory, options.steps, options.metrics, options.samples)
         size = lambda name: (directory / name).stat().st_size / 1e6  # noqa: E731
         print(f"events {size('events.jsonl'):.0f} MB, samples {size('samples.jsonl'):.0f} MB")
-        code = "import sys; from rl.commands.cli import main; sys.exit(main(sys.argv[1:]))"
-        start = time.perf_counter()
-        for _ in range(3):
-            subprocess.run([sys.executable, "-c", code, "report", "--help"], check=True, stdout=subprocess.DEVNULL)
-        print(f"rl report --help: {(time.perf_counter() - start) / 3:.2f} s")
+        print(f"rl report --help: {_seconds('--help')}")
         for count in ("0", "200"):
-            start = time.perf_counter()
-            command = [sys.executable, "-c", code, "report", str(directory), "--samples", count]
-            subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-            seconds = time.perf_counter() - start
-            print(f"rl report --samples {count}: {seconds:.2f} s, {size('report.html'):.2f} MB")
+            print(
+                f"rl report --samples {count}: {_seconds(str(directory), '--samples', count)}, {size('report.html'):.2f} MB"
+            )
     return 0
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,34 +188,44 @@ def _read_events(run: Run, part: Part) -> None:
 
 
 def _fill(run: Run, steps: Mapping[tuple[str, int], dict], times: Mapping[tuple[str, int], float]) -> None:
+    """Fills stages, steps, seconds and metrics of a run from the metrics of each (stage, step)."""
     run.stages = list(dict.fromkeys(stage for stage, _ in steps))
     index = {name: number for number, name in enumerate(run.stages)}
-    columns: dict[str, tuple[list[int], list[int], list[float]]] = {}
+    places = sorted(steps, key=lambda each: (index[each[0]], each[1]))
+    # Most steps have the metrics of the step before, so rows of equal keys are turned into columns together.
+    groups: dict[tuple[str, ...], list[int]] = {}
     spent = 0.0
-    for place in sorted(steps, key=lambda each: (index[each[0]], each[1])):
-        stage, step = place
+    for row, place in enumerate(places):
         metrics = steps[place]
-        for name, value in metrics.items():
-            # The usual case first: a run has a million of these.
-            if type(value) is not float:
-                value = math.nan if value is None else _number(value)
-                if value is None:
-                    continue
-            column = columns.get(name)
-            if column is None:
-                column = columns[name] = ([], [], [])
-            column[0].append(index[stage])
-            column[1].append(step)
-            column[2].append(value)
-        first, _ = run.steps.get(stage, (step, step))
-        run.steps[stage] = (first, step)
-        spent += (_number(metrics.get("time/step")) or 0.0) + (_number(metrics.get("time/eval")) or 0.0)
+        groups.setdefault(tuple(metrics), []).append(row)
+        first, _ = run.steps.get(place[0], (place[1], place[1]))
+        run.steps[place[0]] = (first, place[1])
+        spent += sum(_number(metrics.get(name)) or 0.0 for name in ("time/step", "time/eval"))
         run.seconds[place] = spent
     if not spent and times and len(times) == len(steps):
         start = min(times.values())
         run.seconds = {place: time - start for place, time in times.items()}
-    for name, (stage, step, value) in columns.items():
-        run.metrics[name] = Metric(np.asarray(stage), np.asarray(step), np.asarray(value, np.float64))
+    parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for names, rows in groups.items():
+        for name, column in zip(names, zip(*(steps[places[row]].values() for row in rows), strict=True), strict=True):
+            value, known = _column(column)
+            if known.any():
+                parts.setdefault(name, []).append((np.asarray(rows)[known], value[known]))
+    stage = np.asarray([index[name] for name, _ in places], np.int64)
+    step = np.asarray([number for _, number in places], np.int64)
+    for name, each in parts.items():
+        row, value = (np.concatenate(pieces) for pieces in zip(*each, strict=True))
+        order = np.argsort(row, kind="stable")
+        run.metrics[name] = Metric(stage[row[order]], step[row[order]], value[order])
+
+
+def _column(values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the numbers of a metric, float[n] with NaN for null, and which of its values are numbers or null, bool[n]."""
+    if all(type(value) is float for value in values):
+        return np.asarray(values, np.float64), np.ones(len(values), bool)
+    numbers = [math.nan if value is None else _number(value) for value in values]
+    known = np.asarray([value is not None for value in numbers])
+    return np.asarray([math.nan if value is None else value for value in numbers]), known
 
 
 def _read_config(run: Run) -> dict[str, Any]:
