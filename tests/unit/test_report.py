@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import html
+import importlib
 import json
 import math
 import re
@@ -295,7 +296,8 @@ def test_restarts_follow_from_the_starts_of_attempts(tmp_path):
 
 
 def test_texts_of_a_run_are_escaped(tmp_path):
-    events = [event("grpo", 1, **{"reward__mean": 1.0, f"rewards/{EVIL}/mean": 0.5, EVIL: 2.0})]
+    metrics = {"reward__mean": 1.0, "loss": 1.0, f"rewards/{EVIL}/mean": 0.5, EVIL: 2.0}
+    events = [event(stage, step, **metrics) for stage in ("grpo", EVIL) for step in range(9)]
     rows = [
         sample(
             1, 0, prompt=[{"role": EVIL, "content": EVIL}], completion=EVIL, rewards={EVIL: 1.0}, columns={EVIL: EVIL}
@@ -437,6 +439,32 @@ print([name for name in ("jax", "transformers", "datasets", "wandb", "rich", "ma
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
-def test_a_missing_folder_raises(tmp_path):
-    with pytest.raises(ConfigError, match="no such folder"):
-        read.read_run(tmp_path / "x")
+def test_a_folder_that_is_none_is_refused_with_the_nearest(tmp_path):
+    run = learning(tmp_path / "quickstart-1")
+    with pytest.raises(ConfigError, match=r"no such folder \(nearest: .*/quickstart-1;"):
+        read.read_run(tmp_path / "quickstart-2")
+    with pytest.raises(ConfigError, match=f"a file. Name the folder of the run: {run}"):
+        read.read_run(run / "events.jsonl")
+
+
+@pytest.mark.parametrize("events", [[], [{"event": "start"}]])
+def test_a_run_before_its_first_step(tmp_path, events):
+    code, page = report(write_run(tmp_path, events))
+    assert code == 0 and "not finished" in page and 'id="charts"' not in page
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_of_eighty_metrics_keep_their_spikes_within_two_megabytes(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    make = importlib.import_module("report")
+    make.write_run(tmp_path, steps=10_000, metrics=80, samples=2_000)
+    code, page = report(tmp_path)
+    run = read.read_run(tmp_path)
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    lines = [line for chart in data["charts"] for line in chart["s"]]
+    assert code == 0 and len(page.encode()) <= 2_000_000 and page.count('class="sample"') == 200
+    assert len(lines) >= 80 and all(len(line["y"]) <= 400 for line in lines)
+    assert sum(len(line["y"]) == 400 for line in lines) >= 70
+    for name in ("entropy", "optim/grad_norm", "activation/std/0"):
+        shown = next(line for line in lines if line["n"] in (name, "policy") and max(line["hi"]) > 1)
+        assert max(shown["hi"]) == pytest.approx(run.metrics[name].value.max(), rel=1e-3) and max(shown["hi"]) > 20

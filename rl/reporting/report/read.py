@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rewards.suggest import nearest
 from rl.errors import ConfigError
 
 EVENTS = "events.jsonl"
@@ -102,8 +103,11 @@ def read_run(directory: str | Path, part: Part | None = None) -> Run:
     """Reads a run folder. Raises ConfigError if there is no run, or no stage of the requested name."""
     part = part or Part()
     path = Path(directory)
+    if path.is_file():
+        raise ConfigError(f"{path}: a file. Name the folder of the run: {path.parent}")
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder. Name the folder of a run, e.g. runs/quickstart-1")
+        runs = [str(file.parent) for file in path.parent.glob(f"*/{EVENTS}")]
+        raise ConfigError(f"{path}: no such folder{nearest(str(path), runs) or '. Name the folder of a run'}")
     if not (path / EVENTS).is_file() and not (path / CONFIG).is_file():
         near = sorted(str(file.parent) for file in path.glob(f"*/{EVENTS}"))[:3]
         hint = f". Runs below it: {', '.join(near)}" if near else ""
