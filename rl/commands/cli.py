@@ -15,10 +15,10 @@ from rl.commands import train
 from rl.commands.exits import run_guarded
 from rl.commands.overrides import overrides_of
 
+COMPLETE = "_complete"  # what the scripts of `rl completion` call; no verb of the help
 # A verb is a module with SUMMARY, add_arguments(parser) and run(arguments); DESCRIPTION and HELP (the epilog) are
 # optional.
-COMPLETE = "_complete"  # what the scripts of `rl completion` call; no verb of the help
-VERBS = ("train", "plan", "generate", "chat", "reward", "schema", "completion")
+VERBS = ("train", "plan", "report", "compare", "generate", "chat", "reward", "schema", "completion")
 
 
 def train_main(argv: Sequence[str] | None = None) -> int:
