@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
 
 STEADY_STEPS = (3, 5)
-"""First and last step, from the start of the process, whose median time predicts the later ones: none of them compiles."""
+"""First and last step, from the start of the process, whose median time predicts the later ones. None compiles."""
 _PHASES = ("sync", "sample", "reward_models", "logprob", "reward", "update")
 """Phases of a step, named as in time/<phase>. The remainder is idle time."""
 
