@@ -182,7 +182,8 @@ class Stage(StageKind):
         data.batch = data.batch.without(~np.isfinite(scores.total))
         data.rewards = scores.total.reshape(len(samples.completions), self.options.samples_per_prompt)
         inputs.provide(self, data, inputs.REWARDS)
-        self._measure_staleness(data)
+        data.stale, staleness = _staleness(data.batch, context.progress.version)
+        data.metrics |= staleness
 
     def _check_scored(self, scores: Scores) -> None:
         """Raises RewardStop after `rewards.unscored_steps` steps in a row without one score."""
@@ -251,16 +252,6 @@ class Stage(StageKind):
         with self.context.timeline.span("new reference"):
             return self.trainer.renew_reference(state, self.algorithm.reference_mix)
 
-    def _measure_staleness(self, data: StepData) -> None:
-        """Counts the updates between the weights that sampled each token of the mask and the current weights."""
-        stale = self.context.progress.version - data.batch.version[data.batch.mask != 0]
-        data.stale = bool(stale.any())
-        if stale.size:
-            data.metrics |= {
-                "async/staleness_mean": float(stale.mean()),
-                "async/staleness_max": float(stale.max()),
-            }
-
     def _log(
         self, data: StepData, advantages: np.ndarray, updated: dict, n: int, flops_before: float
     ) -> dict[str, float]:
@@ -304,6 +295,19 @@ def _check_difference(limit: float | None, difference: float | None) -> None:
             f"than max_logp_diff ({limit:g}). Use `generator.exact: true`, `router_replay: true` or a wider dtype; the "
             "last checkpoint is from before this step"
         )
+
+
+def _staleness(batch: Batch, version: int) -> tuple[bool, dict[str, float]]:
+    """Counts the updates between the weights that sampled each token of the mask and the current weights.
+
+    Returns (whether any token is stale, metrics).
+    """
+    assert batch.version is not None
+    stale = version - batch.version[batch.mask != 0]
+    if not stale.size:
+        return False, {}
+    metrics = {"async/staleness_mean": float(stale.mean()), "async/staleness_max": float(stale.max())}
+    return bool(stale.any()), metrics
 
 
 def _concatenated(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
