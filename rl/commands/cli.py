@@ -15,13 +15,34 @@ from rl.commands import train
 from rl.commands.exits import run_guarded
 from rl.commands.overrides import overrides_of
 
+COMPLETE = "_complete"  # what the scripts of `rl completion` call; no verb of the help
 # A verb is a module with SUMMARY, add_arguments(parser) and run(arguments); DESCRIPTION and HELP (the epilog) are
 # optional.
-VERBS = ("train", "plan", "report", "compare", "generate", "chat", "reward")
+VERBS = ("train", "plan", "report", "compare", "generate", "chat", "reward", "schema", "completion")
 
 
 def train_main(argv: Sequence[str] | None = None) -> int:
     """Runs the command `rl-train` and returns its exit code."""
+    return run_guarded(train.run, _parsed(train_parser(), argv))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command `rl` and returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == [COMPLETE]:
+        from rl.config.editors import complete
+
+        return complete.main(argv[1:])
+    root = parser()
+    arguments = _parsed(root, argv)
+    if arguments.verb is None:
+        root.print_help()
+        return 0
+    return run_guarded(arguments.run, arguments)
+
+
+def train_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command `rl-train`."""
     parser = argparse.ArgumentParser(
         prog="rl-train",
         description="Train a language model in the stages of a configuration: SFT, DPO, reward models, GRPO, PPO, ...",
@@ -30,11 +51,11 @@ def train_main(argv: Sequence[str] | None = None) -> int:
     )
     _add_version(parser)
     train.add_arguments(parser)
-    return run_guarded(train.run, _parsed(parser, argv))
+    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command `rl` and returns its exit code."""
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command `rl`, with all verbs."""
     parser = argparse.ArgumentParser(
         prog="rl", description="Reinforcement learning and post-training of language models."
     )
@@ -51,11 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         verb.add_arguments(verb_parser)
         verb_parser.set_defaults(run=verb.run)
-    arguments = _parsed(parser, argv)
-    if arguments.verb is None:
-        parser.print_help()
-        return 0
-    return run_guarded(arguments.run, arguments)
+    return parser
 
 
 def _add_version(parser: argparse.ArgumentParser) -> None:

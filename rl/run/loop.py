@@ -23,7 +23,7 @@ from rl.reporting.timeline import Timeline
 from rl.run import build
 from rl.run.compilation import compile_generator
 from rl.run.folder import RunFolder
-from rl.run.outlook import FIRST_STEADY_STEP, outlook, step_metrics
+from rl.run.outlook import Outlook, step_metrics
 from rl.run.prepare import prepare
 from rl.run.signals import StopSignal
 from rl.run.state import Run, note_finished
@@ -75,6 +75,7 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
     evaluation = stage.evaluation(run.held_out)
     if checkpoint is None and evaluation:
         run.events.step(stage.name, 0, _evaluate(run, evaluation, stage, 0))
+    outlook = Outlook()
     steps_done = checkpoint["step"] if checkpoint else 0
     last = steps_done if checkpoint and checkpoint["ended"] else stage.options.steps
     for step in range(steps_done + 1, last + 1):
@@ -82,8 +83,8 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
             state, metrics = stage.step(state, step)
         metrics |= step_metrics(metrics, span.seconds, run.model.graph.layout)
         ended = step == stage.options.steps or _reached(stage.options.until, metrics)
-        if step - steps_done == FIRST_STEADY_STEP and not ended:
-            run.events.note(outlook(metrics, stage.options.steps - step))
+        if (estimate := outlook.after(metrics, stage.options.steps - step)) and not ended:
+            run.events.note(estimate)
         if evaluation and (ended or evaluation.due(step)):
             evaluated = _evaluate(run, evaluation, stage, step)
             if "time/sync" in evaluated:
