@@ -296,8 +296,8 @@ def test_restarts_follow_from_the_starts_of_attempts(tmp_path):
 
 
 def test_texts_of_a_run_are_escaped(tmp_path):
-    metrics = {"reward__mean": 1.0, "loss": 1.0, f"rewards/{EVIL}/mean": 0.5, EVIL: 2.0}
-    events = [event(stage, step, **metrics) for stage in ("grpo", EVIL) for step in range(9)]
+    metrics = {"reward__mean": 1.0, "loss": 1.0, f"rewards/{EVIL}/mean": 0.5}
+    events = [event(stage, step, **metrics | {EVIL: step}) for stage in ("grpo", EVIL) for step in range(9)]
     rows = [
         sample(
             1, 0, prompt=[{"role": EVIL, "content": EVIL}], completion=EVIL, rewards={EVIL: 1.0}, columns={EVIL: EVIL}
@@ -445,6 +445,21 @@ def test_a_folder_that_is_none_is_refused_with_the_nearest(tmp_path):
         read.read_run(tmp_path / "quickstart-2")
     with pytest.raises(ConfigError, match=f"a file. Name the folder of the run: {run}"):
         read.read_run(run / "events.jsonl")
+
+
+def test_output_numbers_and_browser(tmp_path, monkeypatch, capsys):
+    run, opened = learning(tmp_path / "a"), []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    assert cli.main(["report", str(run), "-o", str(tmp_path / "r.html"), "--open"]) == 0
+    assert opened == [(tmp_path / "r.html").as_uri()] and not (run / "report.html").exists()
+    capsys.readouterr()
+    assert cli.main(["report", str(run), "-o", "-"]) == 0 and capsys.readouterr().out.startswith("<!DOCTYPE html>")
+    assert cli.main(["report", str(run), "--json", "-"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["headline"]["reward/mean"]["best"] == {"value": 1, "stage": "grpo", "step": 20}
+    assert numbers["evaluations"][-1]["low"] == pytest.approx(0.963, abs=1e-3)
+    assert cli.main(["report", str(run), "-o", str(tmp_path / "no" / "r.html")]) == 5
+    assert "Choose another file with -o" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("events", [[], [{"event": "start"}]])
