@@ -1,0 +1,151 @@
+"""Rules about data: the mask, templates that differ between stages, data that is used up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl.reporting.explain.finding import Finding, run_rule, stage_rule
+from rl.reporting.explain.learning import MIN_STEPS
+from rl.reporting.explain.record import RunRecord, StageRecord
+
+EPOCHS_SFT, EPOCHS_RL = 4.0, 10.0
+MASK_ALL, MASK_NONE = 0.98, 0.01
+EMPTY_SHARE = 0.5
+INSPECTION = {
+    4: "wrong mask",
+    11: "wrong mask",
+    2: "wrong template or stop token",
+    5: "wrong template or stop token",
+    7: "wrong template or stop token",
+    8: "wrong template or stop token",
+}
+"""Check of rl/data/inspect -> the illness that it announces."""
+
+
+@stage_rule
+def mask(stage: StageRecord) -> Iterator[Finding]:
+    """Names a mask that covers prompts, or hardly anything."""
+    share = stage.series("batch/trained_share")
+    learns_from_answers = not stage.samples_completions and stage.steps >= MIN_STEPS
+    everything = stage.algorithm.get("train_on") == "all"
+    change = f"Set {stage.key('algorithm.train_on')}: assistant; see the mask of each token with `rl inspect {stage.run.path}`"
+    if learns_from_answers and (everything or (share and share.typical >= MASK_ALL)):
+        shown = (
+            f"{share.typical:.0%} of the tokens are trained on" if share else "every token but the first is trained on"
+        )
+        yield Finding(
+            "wrong mask",
+            f"{shown}{' (train_on: all)' if everything else ''}",
+            "The loss covers the prompts too, so the policy learns to write problems",
+            change,
+            stage.name,
+            1,
+            severity=0.83,
+        )
+    elif learns_from_answers and share and share.typical <= MASK_NONE:
+        yield Finding(
+            "wrong mask",
+            f"{share.typical:.1%} of the tokens are trained on",
+            "The mask leaves out the answers",
+            change,
+            stage.name,
+            1,
+            severity=0.83,
+        )
+    empty = stage.series("sequences/empty")
+    per_update = stage.completions_per_step / max(1, int(stage.option("updates_per_step", 1)))
+    if stage.samples_completions and len(empty) >= MIN_STEPS and empty.last >= EMPTY_SHARE * per_update:
+        cut = " (mask_truncated leaves out those that were cut)" if stage.algorithm.get("mask_truncated") else ""
+        yield Finding(
+            "wrong mask",
+            f"{empty.last / per_update:.0%} of the completions have no token in the loss{cut}",
+            "Completions without a score, or that the mask leaves out, teach nothing",
+            f"Raise {stage.key('sampling.max_new_tokens')}, or mend the reward",
+            stage.name,
+            empty.since(lambda value: value >= EMPTY_SHARE * per_update),
+            severity=0.8,
+        )
+
+
+@stage_rule
+def exhausted(stage: StageRecord) -> Iterator[Finding]:
+    """Names a stage that goes over its data again and again."""
+    epochs = stage.epochs
+    limit = EPOCHS_RL if stage.samples_completions else EPOCHS_SFT
+    if stage.steps < MIN_STEPS or epochs <= limit or stage.improving and epochs <= 4 * limit:
+        return
+    reward, accuracy = stage.series("reward/mean"), stage.evaluated("eval/greedy_accuracy")
+    gap = (
+        f"; reward/mean {reward.last:.2g}, eval/greedy_accuracy {accuracy.values[-1]:.2g}"
+        if reward and accuracy
+        else ""
+    )
+    loss = stage.series("nll")
+    gap = gap or (f"; nll fell to {loss.last:.2g}" if loss else "")
+    yield Finding(
+        "data exhausted",
+        f"the stage has gone over its data {epochs:.0f} times{gap}",
+        "The policy memorises the rows",
+        f"Add rows to {stage.setting('data')[1]}, or lower {stage.key('steps')}",
+        stage.name,
+        stage.step_of_epoch(limit),
+        severity=0.72,
+    )
+
+
+@run_rule
+def templates(run: RunRecord) -> Iterator[Finding]:
+    """Names stages whose prompts are rendered in different ways, and evaluations that differ from the training."""
+    previous: tuple[StageRecord, Mapping[str, Any]] | None = None
+    for stage in run.stages:
+        if not (shape := _rendering(stage.setting("data")[0])):
+            continue
+        if previous and shape != previous[1]:
+            yield _different(stage, f"{previous[0].name} and {stage.name}", previous[1], shape)
+        previous = (stage, shape)
+    evaluation = run.config.get("evaluation")
+    data = evaluation.get("data") if isinstance(evaluation, Mapping) else None
+    if not previous or not isinstance(data, Mapping):
+        return
+    stage, shape = previous
+    # Rows of another file may have another form, which needs another rendering.
+    if _rendering(data) != shape and data.get("path") == stage.setting("data")[0].get("path"):
+        yield _different(stage, f"{stage.name} and its evaluation", shape, _rendering(data))
+
+
+def _rendering(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what decides how a plain prompt is rendered."""
+    if not data:
+        return {}
+    chat = bool(data.get("chat") or data.get("system"))
+    return {"chat": chat, "system": data.get("system"), "prompt_template": data.get("prompt_template")}
+
+
+def _different(stage: StageRecord, who: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Finding:
+    keys = [key for key in one if one[key] != other[key]]
+    shown = ", ".join(f"{key}: {one[key]} and {other[key]}" for key in keys)
+    return Finding(
+        "wrong template",
+        f"the prompts of {who} are rendered in different ways ({shown})",
+        "The policy is asked in another form than it was taught",
+        f"Give both the same {', '.join(f'data.{key}' for key in keys)}",
+        stage.name,
+        severity=0.82,
+    )
+
+
+@run_rule
+def inspection(run: RunRecord) -> Iterator[Finding]:
+    """Repeats the warnings of the checks at the start of the run that announce an illness."""
+    for each in run.inspection:
+        illness = INSPECTION.get(each.get("check", 0))
+        if illness and each.get("level") in ("warn", "refuse"):
+            yield Finding(
+                illness,
+                str(each.get("text")),
+                f"Check {each['check']} at the start of the run",
+                str(each.get("change") or f"Run `rl inspect {run.path}`"),
+                each.get("stage"),
+                severity=0.84,
+            )

@@ -1,0 +1,127 @@
+"""Makes small runs that are ill in a known way, and healthy ones: `python tests/illnesses/make.py DIRECTORY [NAME ...]`.
+
+Every run is a real one: a configuration of the quickstart's model on sums, seconds long. Most start from the weights of a
+short SFT, which is made first. `--fixtures FOLDER` keeps what `rl explain` reads of each run, shortened, for the tests.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+REWARDS = "tests/illnesses/own_rewards.py"
+SUMS = "{task: arithmetic, options: {operations: ['+'], max_operand: 99, style: reversed}}"
+BASE = [
+    "configs/quickstart.yml",
+    "stages=[{algorithm: sft, steps: 165, prompts_per_step: 128, optimizer: {learning_rate: 3.0e-3, warmup_steps: 20}, "
+    "router: {bias_rate: 0.01}, sampling: {max_new_tokens: 6}}]",
+]
+
+
+def grpo(**changes) -> str:
+    """Returns `stages` with one short stage of GRPO."""
+    stage = {
+        "algorithm": {"name": "grpo"},
+        "steps": 24,
+        "prompts_per_step": 32,
+        "samples_per_prompt": 8,
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2},
+        "router": {"bias_rate": 0.0},
+        "sampling": {"max_new_tokens": 6},
+    }
+    return "stages=" + json.dumps([stage | changes])
+
+
+def sft(**changes) -> str:
+    """Returns `stages` with one short stage of SFT."""
+    stage = {
+        "algorithm": {"name": "sft"},
+        "steps": 30,
+        "prompts_per_step": 64,
+        "optimizer": {"learning_rate": 3e-3, "warmup_steps": 5},
+        "sampling": {"max_new_tokens": 6},
+    }
+    return "stages=" + json.dumps([stage | changes])
+
+
+def reward(name: str) -> str:
+    """Returns `rewards` with one function."""
+    return "rewards=" + json.dumps({"functions": [name if ":" in name else f"{REWARDS}:{name}"], "workers": 1})
+
+
+def rate(value: float) -> dict:
+    """Returns an optimizer with a learning rate."""
+    return {"learning_rate": value, "warmup_steps": 2}
+
+
+TEXTS = ["tokenizer=bytes", "model={source: tiny-deepseek, overrides: {vocab_size: 320}, remat: none, scan: false}"]
+LONG = ["max_length=48", "generator.tokens_per_dispatch=8"]
+DIALOGUE = f"data={SUMS[:-1]}, chat: true}}"
+RUNS: dict[str, list[str]] = {
+    "healthy": ["MODEL", grpo()],
+    "healthy_sft": [sft()],
+    "healthy_kl": ["MODEL", grpo(algorithm={"name": "grpo", "kl_coef": 0.02}, updates_per_step=2)],
+    "learning_rate": ["MODEL", grpo(optimizer=rate(1e-1))],
+    "learning_rate_sft": [sft(optimizer=rate(3e-1))],
+    "learning_rate_updates": ["MODEL", grpo(optimizer=rate(3e-2), updates_per_step=4)],
+    "equal_rewards": ["MODEL", reward("constant"), grpo()],
+    "length": ["MODEL", *LONG, reward("pays_for_length"), grpo(sampling={"max_new_tokens": 40}, steps=30)],
+    "entropy": ["MODEL", reward("pays_for_ones"), grpo(steps=30)],
+    "kl": ["MODEL", reward("pays_for_ones"), grpo(algorithm={"name": "grpo", "kl_coef": 1e-4}, optimizer=rate(3e-3))],
+    "truncated": ["MODEL", grpo(sampling={"max_new_tokens": 3})],
+    "mask": [sft(algorithm={"name": "sft", "train_on": "all"})],
+    "template": [
+        *TEXTS,
+        "max_length=48",
+        DIALOGUE,
+        "tokenizer={source: bytes, chat_template: tests/illnesses/no_stop.jinja}",
+        "generator.tokens_per_dispatch=8",
+        grpo(sampling={"max_new_tokens": 16}, steps=8),
+    ],
+    "stale": ["MODEL", grpo(algorithm={"name": "dapo", "dynamic_batches": 8}, prompts_per_step=8, updates_per_step=8)],
+    "faults": ["MODEL", reward("misses_a_column"), grpo()],
+    "faults_some": ["MODEL", reward("sometimes_raises"), grpo()],
+    "exhausted": ["MODEL", f"data={SUMS[:-1]}, limit: 16}}", grpo(prompts_per_step=16)],
+    "exhausted_sft": [f"data={SUMS[:-1]}, limit: 64}}", sft(steps=60)],
+}
+
+
+def train(arguments: list[str], directory: Path) -> int:
+    """Runs `rl-train` with these arguments. Returns its exit code."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "rl.commands.cli", *arguments, f"run.dir={directory}", "run.checkpoint_every=0"]
+    with open(f"{directory}.log", "w") as log:
+        return subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False).returncode
+
+
+def make(name: str, folder: Path) -> Path:
+    """Makes a run in folder/name unless it is there, and the weights that it starts from. Returns its directory."""
+    directory = folder / name
+    arguments = BASE if name == "base" else ["configs/quickstart.yml", "evaluation.problems=64", *RUNS[name]]
+    if "MODEL" in arguments:
+        weights = make("base", folder) / "export"
+        place = arguments.index("MODEL")
+        arguments = [
+            *arguments[:place],
+            f"model={{source: {weights}, remat: none, scan: false}}",
+            "tokenizer=null",
+            *arguments[place + 1 :],
+        ]
+    if not (directory / "export").is_dir():
+        code = train(arguments, directory)
+        print(name, "exit code", code, flush=True)
+    return directory
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("names", nargs="*", default=list(RUNS))
+    options = parser.parse_args()
+    options.directory.mkdir(parents=True, exist_ok=True)
+    for each in options.names:
+        make(each, options.directory.resolve())
