@@ -14,7 +14,7 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("run", metavar="RUN", help="folder of a run")
+    parser.add_argument("directory", metavar="RUN", help="folder of a run")
     parser.add_argument("--json", action="store_true", help="print every finding with all its numbers as JSON")
 
 
@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rl.reporting.explain import findings, verdict
 
     if arguments.json:
-        print(json.dumps([each.to_json() for each in findings(arguments.run)], indent=1))
+        print(json.dumps([each.to_json() for each in findings(arguments.directory)], indent=1))
     else:
-        print(*verdict(arguments.run), sep="\n")
+        print(*verdict(arguments.directory), sep="\n")
     return 0

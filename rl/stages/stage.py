@@ -179,6 +179,7 @@ class StageKind(ConfiguredStage, ABC):
     def __init__(self, config: RunConfig, index: int):
         super().__init__(config, index)
         self.runner: Any = None
+        self.rows_of_data = 0
         self.scorers: dict[str, RewardModelScorer] = {}
         self.trainer: Any = None
 
@@ -296,6 +297,7 @@ class StageKind(ConfiguredStage, ABC):
         progress, count = self.context.progress, self.options.prompts_per_step
         start, seed = progress.drawn, self.config.seed * 1000 + self.index
         progress.drawn += count
+        self.rows_of_data = total
         return [datasets.order(seed, total, number) for number in range(start, start + count)]
 
     def update(self, state: Any, batch: Batch, **options: Any) -> tuple[Any, dict[str, float]]:
@@ -323,6 +325,9 @@ class StageKind(ConfiguredStage, ABC):
             all_metrics = jax.device_get(all_metrics)
         means = {key: float(np.mean([metrics[key] for metrics in all_metrics])) for key in all_metrics[0]}
         means |= {"time/update": span.seconds, "perf/step_tokens": float(batch.real)}
+        means["batch/trained_share"] = float(np.count_nonzero(batch.mask)) / max(1, batch.real)
+        if self.rows_of_data:
+            means["data/epoch"] = progress.drawn / self.rows_of_data
         flops = self.trainer.total_flops - flops_before
         return state, coefs | means | rates("train", flops, batch.real, span.seconds, context.model.graph.layout)
 

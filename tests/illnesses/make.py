@@ -48,6 +48,12 @@ def sft(**changes) -> str:
     return "stages=" + json.dumps([stage | changes])
 
 
+def two(first: str, second: str) -> str:
+    """Returns `stages` with the stages of both."""
+    lists = [json.loads(text.removeprefix("stages=")) for text in (first, second)]
+    return "stages=" + json.dumps([*lists[0], *lists[1]])
+
+
 def reward(name: str) -> str:
     """Returns `rewards` with one function."""
     return "rewards=" + json.dumps({"functions": [name if ":" in name else f"{REWARDS}:{name}"], "workers": 1})
@@ -58,9 +64,15 @@ def rate(value: float) -> dict:
     return {"learning_rate": value, "warmup_steps": 2}
 
 
-TEXTS = ["tokenizer=bytes", "model={source: tiny-deepseek, overrides: {vocab_size: 320}, remat: none, scan: false}"]
 LONG = ["max_length=48", "generator.tokens_per_dispatch=8"]
+CHAT = {"task": "arithmetic", "options": {"operations": ["+"], "max_operand": 99, "style": "reversed"}, "chat": True}
 DIALOGUE = f"data={SUMS[:-1]}, chat: true}}"
+WORDS = [
+    "tokenizer={source: bytes, alphabet: null}",
+    "model={source: tiny-deepseek, overrides: {vocab_size: 320}, remat: none, scan: false}",
+    DIALOGUE,
+    *LONG,
+]
 RUNS: dict[str, list[str]] = {
     "healthy": ["MODEL", grpo()],
     "healthy_sft": [sft()],
@@ -75,13 +87,17 @@ RUNS: dict[str, list[str]] = {
     "truncated": ["MODEL", grpo(sampling={"max_new_tokens": 3})],
     "mask": [sft(algorithm={"name": "sft", "train_on": "all"})],
     "template": [
-        *TEXTS,
-        "max_length=48",
-        DIALOGUE,
-        "tokenizer={source: bytes, chat_template: tests/illnesses/no_stop.jinja}",
-        "generator.tokens_per_dispatch=8",
-        grpo(sampling={"max_new_tokens": 16}, steps=8),
+        *WORDS,
+        "tokenizer={source: bytes, alphabet: null, chat_template: tests/illnesses/no_stop.jinja}",
+        two(sft(steps=80), grpo(sampling={"max_new_tokens": 16}, steps=8)),
     ],
+    "template_between": [
+        *WORDS,
+        f"data={SUMS}",
+        two(sft(steps=80, data=CHAT), grpo(sampling={"max_new_tokens": 16}, steps=8)),
+    ],
+    "template_plain": ["MODEL", *LONG, f"data={SUMS[:-1]}, chat: true}}", grpo(steps=12)],
+    "mask_last": [*WORDS, sft(algorithm={"name": "sft", "train_on": "all"})],
     "stale": ["MODEL", grpo(algorithm={"name": "dapo", "dynamic_batches": 8}, prompts_per_step=8, updates_per_step=8)],
     "faults": ["MODEL", reward("misses_a_column"), grpo()],
     "faults_some": ["MODEL", reward("sometimes_raises"), grpo()],

@@ -12,6 +12,7 @@ from rl.reporting.explain.record import RunRecord, StageRecord
 EPOCHS_SFT, EPOCHS_RL = 4.0, 10.0
 MASK_ALL, MASK_NONE = 0.98, 0.01
 EMPTY_SHARE = 0.5
+GAP = 0.15
 INSPECTION = {
     4: "wrong mask",
     11: "wrong mask",
@@ -94,6 +95,31 @@ def exhausted(stage: StageRecord) -> Iterator[Finding]:
     )
 
 
+@stage_rule
+def training_below_evaluation(stage: StageRecord) -> Iterator[Finding]:
+    """Names training prompts that score far below the evaluation of the same weights, before the first update."""
+    reward, before = stage.series("reward/mean"), stage.evaluated("eval/reward_mean")
+    if len(reward) < MIN_STEPS or not before or before.steps[0] != 0:
+        return
+    start = before.values[0]
+    error = (max(start * (1 - start), 0.01) / stage.run.evaluation_problems) ** 0.5
+    if (
+        start - 4 * error <= 0
+        or reward.values[0] > GAP * start
+        or stage.series("reward/faults").values[:1] not in ([], [0.0])
+    ):
+        return
+    yield Finding(
+        "wrong template",
+        f"reward/mean is {reward.values[0]:.2g} at step {reward.steps[0]}, eval/reward_mean {start:.2g} before it",
+        "The same weights do far worse on the training prompts, which are rendered in another form, or are harder",
+        f"Compare both with `rl inspect {stage.run.path}`; set {stage.setting('data')[1]}.chat, system or prompt_template",
+        stage.name,
+        reward.steps[0],
+        severity=0.92,
+    )
+
+
 @run_rule
 def templates(run: RunRecord) -> Iterator[Finding]:
     """Names stages whose prompts are rendered in different ways, and evaluations that differ from the training."""
@@ -110,7 +136,8 @@ def templates(run: RunRecord) -> Iterator[Finding]:
         return
     stage, shape = previous
     # Rows of another file may have another form, which needs another rendering.
-    if _rendering(data) != shape and data.get("path") == stage.setting("data")[0].get("path"):
+    trained = stage.setting("data")[0]
+    if _rendering(data) != shape and all(data.get(key) == trained.get(key) for key in ("path", "task")):
         yield _different(stage, f"{stage.name} and its evaluation", shape, _rendering(data))
 
 

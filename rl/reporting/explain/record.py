@@ -147,8 +147,10 @@ class StageRecord:
         prompts = {sample.get("prompt_id"): str(sample.get("prompt")) for sample in self.samples}
         distinct = len(set(prompts.values()))
         limit = self.setting("data")[0].get("limit")
-        known = [limit] if isinstance(limit, int) else []
-        return min([*known, *([distinct] if distinct and len(prompts) >= 3 * distinct else [])], default=0)
+        known: list[int] = [limit] if isinstance(limit, int) else []
+        if distinct and len(prompts) >= 3 * distinct:
+            known.append(distinct)
+        return min(known, default=0)
 
     def _accuracy_error(self, share: float) -> float:
         """Returns the standard error of an accuracy, sqrt(p (1 - p) / n), with one problem at least on either side."""

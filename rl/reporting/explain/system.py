@@ -26,11 +26,15 @@ def memory(stage: StageRecord) -> Iterator[Finding]:
     """Names memory that is nearly used up, on the devices or on the host."""
     for metric, where, change in (
         (
-            "memory/device_share",
+            "perf/device_memory_share",
             "device memory",
             f"Lower {stage.key('micro_batch')} or generator.slots, set model.remat: full; `rl plan` compares settings",
         ),
-        ("memory/host_share", "host memory", "Use fewer rewards.workers, smaller data, or a machine with more memory"),
+        (
+            "perf/host_memory_share",
+            "host memory",
+            "Use fewer rewards.workers, smaller data, or a machine with more memory",
+        ),
     ):
         series = stage.series(metric)
         if not series:
