@@ -150,7 +150,7 @@ class DataReader:
         lengths = {id(example): length(each) for example, each in zip(dataset, encoded, strict=True)}
         advice = f"raise max_length ({self._config.max_length}) or leave these rows out"
         datasets.check_lengths(dataset, lambda example: lengths[id(example)], self._config.max_length, advice)
-        return Shard(encoded, dataset.total)
+        return Shard(encoded, dataset.total, dataset.examples)
 
     def _load(self, source: DataOptions, **kind: Any) -> datasets.Dataset:
         """Loads a dataset. Every process loads all held-out rows, because it samples completions for all of them."""

@@ -45,6 +45,7 @@ def run(config: RunConfig) -> int:
             with contextlib.closing(Timeline(folder.path, config.profile)) as timeline:
                 timeline.past("reading the data", began, took)
                 with build.run(config, prepared, folder, stop, timeline) as open_run:
+                    open_run.note_inspection(prepared.findings)
                     for stage, checkpoint in open_run.remaining():
                         _run_stage(open_run, stage, checkpoint)
                     open_run.export()

@@ -9,6 +9,7 @@ import numpy as np
 from rewards import RewardError, Runner, RunnerOptions
 from rewards.registry import REWARD_MODEL
 from rl.config.data import RewardSettings
+from rl.data.datasets import Example
 from rl.data.inspect.finding import Finding
 from rl.data.inspect.stage_rows import StageRows
 
@@ -24,10 +25,10 @@ def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator
     functions = tuple(
         (each.name, each.weight, each.options) for each in settings.functions if each.name != REWARD_MODEL
     )
-    rows = [each for each in stage.examples if each.completion or each.messages][:SCORED]
+    rows = [each for each in stage.examples if _answer(each)][:SCORED]
     if not rows or not functions:
         return
-    answers = [each.completion or each.messages[-1]["content"] for each in rows if each.completion or each.messages]
+    answers = [_answer(each) for each in rows]
     encoded = [len(stage.tokenizer.encode(answer, add_special_tokens=False)) for answer in answers]
     names = set.intersection(*(set(each.columns) for each in rows))
     values = {name: [each.columns[name] for each in rows] for name in names}
@@ -69,3 +70,8 @@ def demonstrations_score(stage: StageRows, settings: RewardSettings) -> Iterator
             "The reward or the column that it reads is wrong, or the answers are" if level == "warn" else "",
             stage.name,
         )
+
+
+def _answer(example: Example) -> str:
+    """Returns the answer of a demonstration; empty without one."""
+    return example.completion or (example.messages[-1]["content"] if example.messages else "")

@@ -10,7 +10,7 @@ from rl.reporting.explain.learning import MIN_STEPS
 from rl.reporting.explain.record import RunRecord, StageRecord
 
 EPOCHS_SFT, EPOCHS_RL = 4.0, 10.0
-MASK_ALL, MASK_NONE = 0.98, 0.01
+MASK_NONE, UNTRAINED_TOKENS = 0.01, 1.5
 EMPTY_SHARE = 0.5
 GAP = 0.15
 INSPECTION = {
@@ -31,7 +31,7 @@ def mask(stage: StageRecord) -> Iterator[Finding]:
     learns_from_answers = not stage.samples_completions and stage.steps >= MIN_STEPS
     everything = stage.algorithm.get("train_on") == "all"
     change = f"Set {stage.key('algorithm.train_on')}: assistant; see the mask of each token with `rl inspect {stage.run.path}`"
-    if learns_from_answers and (everything or (share and share.typical >= MASK_ALL)):
+    if learns_from_answers and (everything or _prompts_are_trained_on(stage)):
         shown = (
             f"{share.typical:.0%} of the tokens are trained on" if share else "every token but the first is trained on"
         )
@@ -67,6 +67,14 @@ def mask(stage: StageRecord) -> Iterator[Finding]:
             empty.since(lambda value: value >= EMPTY_SHARE * per_update),
             severity=0.8,
         )
+
+
+def _prompts_are_trained_on(stage: StageRecord) -> bool:
+    """Tells whether at most UNTRAINED_TOKENS of a sequence are left out in an SFT: its first token has no prediction."""
+    share, tokens = stage.series("batch/trained_share"), stage.series("perf/step_tokens")
+    if stage.algorithm.get("name") != "sft" or not share or not tokens:
+        return False
+    return (1 - share.typical) * tokens.typical / int(stage.option("prompts_per_step", 32)) <= UNTRAINED_TOKENS
 
 
 @stage_rule

@@ -10,7 +10,7 @@ from rl.reporting.explain.record import StageRecord
 from rl.reporting.explain.series import Series
 
 MIN_STEPS = 3
-"""Steps without which no rule about a level judges: configs/tiny.yml makes two, of random weights."""
+"""Fewest steps for a rule about a level: configs/tiny.yml makes two, of random weights."""
 WEIGHT_STD = 0.02
 """`initializer_range` of the Hugging Face configurations: AdamW moves each weight by about the learning rate per update."""
 LOSS_RISE = 1.25
