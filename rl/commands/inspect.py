@@ -24,6 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the rows and findings as a page")
     parser.add_argument("--json", action="store_true", help="print rows and findings as JSON")
     parser.add_argument("--strict", action="store_true", help="exit code 3 for warnings too")
+    parser.add_argument(
+        "--probe",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also load the model and sample N prompts with the settings of the first stage that samples",
+    )
     parser.add_argument("--no-rewards", action="store_true", help="do not score the demonstrations with the rewards")
 
 
@@ -37,11 +44,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.stage not in (None, *config.stage_names):
         raise ConfigError(f"--stage {arguments.stage}: the stages are {', '.join(config.stage_names)}")
     inspection = inspect(config, arguments.stage, rewards=not arguments.no_rewards)
+    probed = None
+    if arguments.probe and not inspection.refused:
+        from rl.commands.environment import choose_platform, use_program_cache
+
+        choose_platform(config.platform)
+        use_program_cache(config.run.program_cache)
+        from rl.run.probe import inspect_probe
+
+        probed = inspect_probe(config, arguments.probe, arguments.stage)
     if arguments.json:
-        print(json.dumps(show.to_json(inspection, arguments.rows), indent=1, ensure_ascii=False))
+        values = show.to_json(inspection, arguments.rows) | ({"probe": probed.to_json()} if probed else {})
+        print(json.dumps(values, indent=1, ensure_ascii=False))
     else:
         for line in show.lines(inspection, arguments.rows, sys.stdout.isatty()):
             print(line)
+        if probed:
+            print(*probed.lines(), *(f"refuse: {problem}" for problem in probed.problems()), sep="\n")
     if arguments.html:
         arguments.html.write_text(show.page(inspection, arguments.rows), encoding="utf-8")
-    return 3 if inspection.refused or (arguments.strict and inspection.warned) else 0
+    return 3 if inspection.refused or (probed and probed.problems()) or (arguments.strict and inspection.warned) else 0

@@ -18,7 +18,7 @@ from rl.config.run import RunConfig
 from rl.config.stage import UntilOptions
 from rl.errors import DataError, RewardStop
 from rl.reporting.timeline import Timeline
-from rl.run import build
+from rl.run import build, probe
 from rl.run.compilation import compile_generator
 from rl.run.folder import RunFolder
 from rl.run.outlook import FIRST_STEADY_STEP, outlook, step_metrics
@@ -62,6 +62,8 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
     """Runs all steps of a stage, or the steps after `checkpoint`, the host part (JSON) of a checkpoint."""
     state = run.start(stage, checkpoint)
     compile_generator(run)
+    if checkpoint is None:
+        probe.before_first_step(run, stage)
     evaluation = stage.evaluation(run.held_out)
     if checkpoint is None and evaluation:
         run.events.step(stage.name, 0, _evaluate(run, evaluation, stage, 0))
