@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import queue
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -278,10 +278,12 @@ class Runner:
         """Adds the results of the other processes to a batch. `own`: the samples that this process has scored."""
         if self._share.count == 1:
             return
-        parts = self._share.gather(({sample: batch.results[sample] for sample in own}, batch.calls, batch.retried))
-        batch.calls = [call for _, calls, _ in parts for call in calls]
-        batch.retried = sum(retried for _, _, retried in parts)
-        for results, _, _ in parts:
+        results = {sample: batch.results[sample] for sample in own}
+        parts = self._share.gather((results, batch.calls, batch.retried, batch.logs))
+        batch.calls = [call for _, calls, _, _ in parts for call in calls]
+        batch.retried = sum(retried for _, _, retried, _ in parts)
+        batch.logs = {key: text for *_, logs in parts for key, text in logs.items()}
+        for results, *_ in parts:
             for sample, row in results.items():
                 batch.results[sample] = row
 
@@ -312,7 +314,10 @@ class Runner:
             raise RewardFailed(
                 f"reward {fault.function} failed ({fault.kind}) on\n{fault.sample_text()}\n{fault.traceback}"
             )
-        return Scores(rewards, total, self.names, faults, self._metrics(batch, rewards, faults))
+        logs: dict[int, dict[str, str]] = defaultdict(dict)
+        for (sample, slot), text in sorted(batch.logs.items()):
+            logs[sample][self.names[slot]] = text
+        return Scores(rewards, total, self.names, faults, self._metrics(batch, rewards, faults), dict(logs))
 
     def _refuse_overflow(self, row: list[Result]) -> None:
         """Replaces the largest scores of a sample by Failures until all, and their weighted sum, fit in float32."""

@@ -48,7 +48,7 @@ class ResourceError(DuetError):
 
 
 class RewardStop(DuetError):
-    """A reward function failed and `rewards.on_error` is `stop`."""
+    """A reward function failed and `rewards.on_error` is `stop`, or no completion of several steps has a score."""
 
     exit_code = 6
     heading = "stopped by a reward"

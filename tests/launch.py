@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rl.commands import cli
 from rl.reporting import events
+from rl.reporting import samples as records
 
 ROOT = Path(__file__).resolve().parents[1]
 # Merged over the small run: one layer without experts, and no generator where nothing is sampled.
@@ -71,7 +72,12 @@ def weights(directory) -> bytes:
 
 
 def samples(directory) -> bytes:
-    return (Path(directory) / events.SAMPLES).read_bytes()
+    return b"".join((Path(directory) / name).read_bytes() for name in (records.SAMPLES, records.TOKENS))
+
+
+def trained(directory) -> list[dict]:
+    """The completions that a run was trained on, without those of evaluations."""
+    return [row for row in records.read(directory) if not row.get("eval")]
 
 
 def assert_same_run(one, other) -> None:

@@ -5,7 +5,7 @@ Shapes: N completions, F functions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -40,6 +40,7 @@ class Scores:
     total: float64[N], weighted sum of the scores of a sample; NaN if it has none or any function faulted.
     names: short names of the F functions.
     faults: by function, then sample.
+    logs: sample -> function -> what the function printed, or returned with the score.
     """
 
     rewards: np.ndarray
@@ -47,6 +48,7 @@ class Scores:
     names: tuple[str, ...]
     faults: list[Fault]
     metrics: dict[str, float]
+    logs: dict[int, dict[str, str]] = field(default_factory=dict)
 
 
 def _shortened(value: object) -> str:

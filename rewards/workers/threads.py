@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from rewards.registry import Parameters
 from rewards.workers.process import WorkerLost, WorkerProcess
+from rewards.workers.worker import LOG_LIMIT
 
 _LOG = logging.getLogger("duet.rewards")
 _LOAD_LIMIT_S = 120.0
@@ -62,6 +63,7 @@ class ScoringBatch:
 
     inputs: argument name -> column of one value per completion.
     results: for each completion, one result per function: a score, None (not applicable), or a Failure.
+    logs: (completion, number of the function) -> what the function printed, or returned with the score.
     """
 
     inputs: dict
@@ -69,6 +71,7 @@ class ScoringBatch:
     calls_left: int
     calls: list[Call] = field(default_factory=list)
     retried: int = 0
+    logs: dict[tuple[int, int], str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -164,13 +167,15 @@ class WorkerThread:
         try:
             answer = process.ask(message, timeout_s)
             results, failure = _checked(answer, len(samples))
+            logs = _logs(answer, len(samples))
             seconds = time.monotonic() - began
             if answer.get("children", 0) > _MOST_CHILDREN:  # the reward starts processes and does not end them
                 self._drop()
         except WorkerLost as lost:
             seconds = time.monotonic() - began
-            results, failure = [], self._lost(lost, lost.kind)
+            results, failure, logs = [], self._lost(lost, lost.kind), {}
         with batch.lock:
+            batch.logs |= {(samples[index], slot): text for index, text in logs.items()}
             batch.calls.append(Call(self._functions[slot].name, len(samples), self._number, at, seconds))
         self._busy = False
         return results, failure, seconds
@@ -232,6 +237,15 @@ def _checked(answer: dict, count: int) -> tuple[list[Result], Failure | None]:
     for index, kind, text in bad:
         results[index] = Failure(kind, text)
     return results, None
+
+
+def _logs(answer: dict, count: int) -> dict[int, str]:
+    """Returns the texts of an answer by index, without what has another form: the worker ran the code of the user."""
+    logs = answer.get("logs")
+    if not isinstance(logs, dict):
+        return {}
+    known = {str(index): index for index in range(count)}
+    return {known[key]: text[:LOG_LIMIT] for key, text in logs.items() if key in known and isinstance(text, str)}
 
 
 def _finite(values: list) -> bool:

@@ -6,6 +6,8 @@ answer, and no answer can execute code in the run (no pickle). There are two kin
     {"load": slot, "spec": ..., "options": {...}}  -> {"ok": true} or {"error": kind, "text": traceback}
     {"call": slot, "count": n, "arguments": {...}} -> {"values": [...], "bad": [[index, kind, text], ...]} or error
 
+The answer of a call has `logs`, texts by index: what the function returned with a score, and what it printed, under index 0.
+
 Every answer also says how many child processes the worker has, so that the run can replace a worker with too many.
 
 Each worker has a guard, a fork that waits for the end of the run or of the worker, and then kills what the worker
@@ -29,7 +31,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from rewards import registry
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 MARKER = "DUET_REWARD_WORKER"
 _TEXT_LIMIT = 8000
+LOG_LIMIT = 2048  # characters that are kept for each sample
 _LENGTH = struct.Struct("!I")
 HEAD_BYTES = _LENGTH.size
 
@@ -92,13 +95,34 @@ def _load(message: dict, loaded: dict) -> dict:
 
 def _call(message: dict, loaded: dict) -> dict:
     function, options = loaded[message["call"]]
+    printed = _Printed()
     try:
-        result = function(**message["arguments"], **options)
-        if inspect.isawaitable(result):
-            result = _event_loop().run_until_complete(_await(result))
-        return _values(result, message["count"])
+        with redirect_stdout(printed):
+            result = function(**message["arguments"], **options)
+            if inspect.isawaitable(result):
+                result = _event_loop().run_until_complete(_await(result))
+            answer = _values(result, message["count"])
+        if printed.text:
+            answer["logs"]["0"] = "\n".join(filter(None, (printed.text.strip(), answer["logs"].get("0"))))
+        return answer
     except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code are faults too
         return {"error": "raised", "text": _text_of_error(error)}
+
+
+class _Printed(io.TextIOBase):
+    """Keeps the first characters that a function prints, and passes all on to the output of the worker."""
+
+    text = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.text += text[: max(0, LOG_LIMIT - len(self.text))]
+        return cast(io.TextIOWrapper, sys.__stdout__).write(text)
+
+    def flush(self) -> None:
+        cast(io.TextIOWrapper, sys.__stdout__).flush()
 
 
 async def _await(result: Awaitable[object]) -> object:
@@ -119,7 +143,11 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def _values(result: Any, count: int) -> dict:
-    """Turns the return value of a reward into floats. Lists wrong elements; a wrong type or length is one error."""
+    """Turns the return value of a reward into floats, and texts that explain them.
+
+    An element is a score, None, or a pair of one of these and its explanation. Lists wrong elements; a wrong type or
+    length is one error.
+    """
     if not isinstance(result, (list, tuple)):
         if type(getattr(result, "ndim", None)) is not int or result.ndim != 1:
             text = f"returned a {type(result).__name__}; expected a list of {count} numbers, one for each completion"
@@ -127,15 +155,17 @@ def _values(result: Any, count: int) -> dict:
         result = result.tolist()
     if len(result) != count:
         return {"error": "wrong_length", "text": f"returned {len(result)} values for {count} completions"}
-    values, bad = [], []
+    values, bad, logs = [], [], {}
     for index, element in enumerate(result):
+        if isinstance(element, (list, tuple)) and len(element) == 2 and isinstance(element[1], str):
+            element, logs[str(index)] = element[0], element[1][:LOG_LIMIT]
         try:
             values.append(None if element is None else _number(element))
         except (TypeError, ArithmeticError) as error:
             values.append(None)
             kind = "wrong_type" if isinstance(error, TypeError) else "not_finite"
             bad.append([index, kind, str(error)])
-    return {"values": values, "bad": bad}
+    return {"values": values, "bad": bad, "logs": logs}
 
 
 def _number(element: Any) -> float:

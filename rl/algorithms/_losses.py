@@ -56,7 +56,7 @@ def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str
     """Returns (scalar, metrics): the loss of a `PolicyGradient` with these options."""
     _check_inputs(options, inputs)
     inputs = options.with_totals(dataclasses.replace(inputs, old_logp=options.select_old_logp(inputs)))
-    tokens = _tokens(inputs)
+    tokens = tokens_of(inputs)
     per_token, metrics = options.per_token(tokens)
     metrics |= _common_metrics(tokens)
     if options.off_policy_delta is not None:
@@ -90,7 +90,7 @@ def supervised_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict
     if inputs.logp is None:
         raise ValueError("PolicyInputs.logp is missing")
     inputs = with_totals(inputs)
-    tokens = _tokens(inputs)
+    tokens = tokens_of(inputs)
     nll = tokens.mean(-tokens.logp)
     loss = nll
     if options.loss_type == "dft":
@@ -174,7 +174,8 @@ def _masked(values: Any, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, jnp.asarray(values, jnp.float32), 0.0)
 
 
-def _tokens(inputs: PolicyInputs) -> Tokens:
+def tokens_of(inputs: PolicyInputs) -> Tokens:
+    """Returns the arrays of a loss, 0 where the mask is 0."""
     sequences = Sequences(inputs)
     mask = sequences.mask_NT
 
@@ -356,7 +357,7 @@ def _before_the_update(inputs: PolicyInputs, option: str) -> Tokens:
     missing = [name for name in ("old_logp", "sampler_logp") if getattr(inputs, name) is None]
     if missing:
         raise ValueError(f"PolicyInputs.{', '.join(missing)} missing: needed with {option}")
-    return _tokens(dataclasses.replace(inputs, logp=inputs.old_logp))
+    return tokens_of(dataclasses.replace(inputs, logp=inputs.old_logp))
 
 
 def _rejected(options: Any, tokens: Tokens, difference: jax.Array) -> jax.Array:

@@ -163,6 +163,12 @@ class PolicyGradient(Sampled):
         log-probabilities are equal."""
         return frozenset({"old_logp"} if self.old_logp == "trainer" else ())
 
+    def token_flags(self, inputs: Any) -> Any:
+        """Returns uint8[N,T]: which tokens of a PolicyInputs the loss cuts off (rl/algorithms/_token_flags.py)."""
+        from rl.algorithms._token_flags import token_flags
+
+        return token_flags(self, inputs)
+
     def select_old_logp(self, arrays: Any) -> Any:
         """Returns the old log-probabilities of a Batch or a PolicyInputs, selected by the option `old_logp`."""
         return arrays.sampler_logp if self.old_logp == "sampler" else arrays.old_logp

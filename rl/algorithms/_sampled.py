@@ -34,6 +34,10 @@ class Sampled:
         None, description="the reward function that has to differ; null: their weighted sum"
     )
 
+    def token_flags(self, inputs: Any) -> Any:
+        """Returns uint8[N,T]: which tokens of a PolicyInputs the loss cuts off; None: it cuts off none."""
+        return None
+
     @model_validator(mode="after")
     def _consistent_groups(self):
         if self.dynamic_reward is not None and not self.dynamic_batches:

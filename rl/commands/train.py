@@ -8,11 +8,12 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl.commands.environment import choose_platform, use_program_cache
 from rl.commands.exits import run_guarded
-from rl.errors import DuetError, ResourceError, no_room
+from rl.errors import ConfigError, DuetError, ResourceError, no_room
 
 if TYPE_CHECKING:
     from rl.cluster.watchdog import Watch
@@ -55,8 +56,13 @@ def run(arguments: argparse.Namespace) -> int:
     from rl.config import files
     from rl.run.load import load
 
-    config = load(*split_arguments(arguments.config))
+    given, overrides = split_arguments(arguments.config)
+    config = load(given, overrides)
     together = None if arguments.check else launch.launch(arguments.processes, arguments.process, arguments.coordinator)
+    if config.run.dir is None and together is not None:
+        raise ConfigError("run.dir: several processes need one folder that all of them see; set run.dir=FOLDER")
+    if config.run.dir is None:
+        config = with_directory(config, new_directory(given))
     if together is None or together.index == 0:
         _show(files.changed_yaml(config))
     if arguments.check:
@@ -65,6 +71,19 @@ def run(arguments: argparse.Namespace) -> int:
     choose_platform(config.platform)
     use_program_cache(config.run.program_cache)
     return _train(config) if together is None else _train_together(config, launch.start(together))
+
+
+def new_directory(given: Sequence[str]) -> str:
+    """Returns runs/FILE-NUMBER: the last configuration file but `tiny`, and the first number after those that exist."""
+    names = [Path(path).stem for path in given]
+    name = next((name for name in reversed(names) if name != "tiny"), names[-1])
+    used = [path.name.removeprefix(f"{name}-") for path in Path("runs").glob(f"{name}-*")]
+    return f"runs/{name}-{1 + max((int(number) for number in used if number.isdecimal()), default=0)}"
+
+
+def with_directory(config: RunConfig, directory: str) -> RunConfig:
+    """Returns the configuration with this folder of the run."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
 
 
 def _train(config: RunConfig) -> int:

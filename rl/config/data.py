@@ -83,3 +83,9 @@ class RewardSettings(Strict):
         default="continue",
         description="continue: a sample on which a function fails has no score; stop: the run ends, exit code 6",
     )
+    unscored_steps: int = Field(
+        default=2,
+        ge=0,
+        description="steps in a row in which no completion has a score, after which the run ends with exit code 6; a "
+        "stage with fewer steps ends so after its last; 0: never",
+    )

@@ -6,6 +6,8 @@ files and turns what pydantic says into file:line messages.
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -17,6 +19,7 @@ from rl.config.mesh import MeshOptions
 from rl.config.model import ModelOptions, TokenizerOptions
 from rl.config.schema import Section, Strict, fields_of
 from rl.config.stage import StageOptions
+from rl.errors import ConfigError
 
 
 class WandbOptions(Strict):
@@ -29,8 +32,31 @@ class WandbOptions(Strict):
     )
 
 
+class SampleRecords(Strict):
+    """Which completions are kept in samples.jsonl and tokens.bin."""
+
+    every: int = Field(default=1, ge=0, description="steps between steps whose completions are kept; 0: none")
+    share: float = Field(default=1.0, gt=0, le=1, description="share of the prompts whose completions are kept")
+    keep_gib: float = Field(
+        default=20.0, gt=0, description="GiB of full files in samples/ that stay on the disk; the oldest go first"
+    )
+
+    def keeps_step(self, step: int) -> bool:
+        """Whether completions of this step are kept."""
+        return bool(self.every) and step % self.every == 0
+
+    def keeps_prompt(self, prompt_id: int) -> bool:
+        """Whether completions of this prompt are kept: for a share of all numbers, the same in every run."""
+        digest = hashlib.blake2b(prompt_id.to_bytes(8, "little"), digest_size=8).digest()
+        return int.from_bytes(digest, "little") < self.share * 2**64
+
+
 class RunOptions(Strict):
-    dir: str = Field(default="runs/default", description="local folder of the run; an existing run there is continued")
+    dir: str | None = Field(
+        default=None,
+        description="local folder of the run; an existing run there is continued; null: runs/FILE-NUMBER, by the name "
+        "of the configuration file and the first number that is free",
+    )
     checkpoint_every: int = Field(
         default=50, ge=0, description="steps between checkpoints; 0: only at the end of a stage"
     )
@@ -41,6 +67,7 @@ class RunOptions(Strict):
         description="prompts sampled before the first step of the first stage that samples; a number: the run ends with exit "
         "code 3 if it cannot learn from them (docs/diagnose.md); 0: none; null: 32 with a warning only, none for random weights",
     )
+    samples: SampleRecords = Field(default=SampleRecords(), description="which completions are kept")
     log_every: int = Field(default=1, ge=1, description="steps between lines on the console")
     wandb: WandbOptions | None = Field(default=None, description="mirror to Weights & Biases; `{}` for its defaults")
     tensorboard: bool = Field(default=False, description="mirror to the folder tensorboard/ of the run")
@@ -115,6 +142,13 @@ class RunConfig(Strict):
     if_present: dict[str, Any] = Field(
         default={}, description="merged over the sections that the files before have, e.g. evaluation"
     )
+
+    @property
+    def directory(self) -> Path:
+        """Folder of the run. Raises ConfigError if none is set."""
+        if self.run.dir is None:
+            raise ConfigError("run.dir is missing; set it, for example run.dir=runs/NAME")
+        return Path(self.run.dir)
 
     @property
     def stage_names(self) -> list[str]:

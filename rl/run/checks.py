@@ -39,10 +39,10 @@ def problems(config: RunConfig) -> list[tuple[tuple, str]]:
 
 
 def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
-    directory = Path(config.run.dir)
-    if _URL.match(config.run.dir):
-        yield ("run", "dir"), _NO_LOCAL_PATH.format(config.run.dir)
-    elif directory.exists() and not directory.is_dir():
+    directory = config.run.dir
+    if directory is not None and _URL.match(directory):
+        yield ("run", "dir"), _NO_LOCAL_PATH.format(directory)
+    elif directory is not None and Path(directory).exists() and not Path(directory).is_dir():
         yield ("run", "dir"), f"{directory} exists and is not a directory"
     yield from _model(config)
     yield from _features(config)

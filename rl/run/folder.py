@@ -31,7 +31,7 @@ class RunFolder:
     """
 
     def __init__(self, config: RunConfig):
-        self.path = Path(config.run.dir)
+        self.path = config.directory
         self._config = config
         self._lock: int | None = None
 

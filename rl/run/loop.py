@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 
 from policy.mesh import processes
 from rewards import RewardError, RewardFailed
 from rl.config.run import RunConfig
 from rl.config.stage import UntilOptions
 from rl.errors import DataError, RewardStop
+from rl.reporting.manifest import Manifest, devices
 from rl.reporting.timeline import Timeline
 from rl.run import build, probe
 from rl.run.compilation import compile_generator
@@ -42,20 +44,29 @@ def run(config: RunConfig) -> int:
         with RunFolder(config) as folder, StopSignal() as stop:
             if note_finished(folder):
                 return 0
-            with contextlib.closing(Timeline(folder.path, config.profile)) as timeline:
+            open_timeline = contextlib.closing(Timeline(folder.path, config.profile))
+            with Manifest(folder.path) as manifest, _reward_errors(), open_timeline as timeline:
                 timeline.past("reading the data", began, took)
                 with build.run(config, prepared, folder, stop, timeline) as open_run:
                     open_run.note_inspection(prepared.findings)
+                    manifest.note(devices=devices(), weights=open_run.weights)
                     for stage, checkpoint in open_run.remaining():
                         _run_stage(open_run, stage, checkpoint)
                     open_run.export()
+    finally:
+        prepared.close()
+    return 0
+
+
+@contextlib.contextmanager
+def _reward_errors() -> Iterator[None]:
+    """Turns errors of the rewards into errors of the run."""
+    try:
+        yield
     except RewardFailed as error:
         raise RewardStop(str(error)) from None
     except RewardError as error:
         raise DataError(f"rewards: {error}") from None
-    finally:
-        prepared.close()
-    return 0
 
 
 def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
@@ -95,7 +106,7 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
 def _evaluate(run: Run, evaluation: Evaluation, stage: StageKind, step: int) -> dict[str, float]:
     """Returns the metrics of an evaluation after a step."""
     with run.resharded() as metrics, run.timeline.span("evaluation", stage=stage.name, step=step):
-        return evaluation.run() | metrics
+        return evaluation.run(step) | metrics
 
 
 def _reached(until: UntilOptions | None, metrics: dict[str, float]) -> bool:

@@ -43,6 +43,14 @@ class Run(Context):
     programs: ProgramMemoryLog
     saved: tuple[int, dict] | None
 
+    @property
+    def weights(self) -> str:
+        """Where the weights of this attempt come from."""
+        if self.saved is not None:
+            return f"checkpoint {self.saved[0]}"
+        directory = models.directory(self.config.model.source)
+        return "random" if directory is None else f"read from {directory}"
+
     def remaining(self) -> list[tuple[StageKind, dict | None]]:
         """Returns the remaining stages, the first with the host part of its checkpoint. Removes the events after it."""
         names, events = self.config.stage_names, self.events
@@ -88,6 +96,7 @@ class Run(Context):
             host = {"stage": stage.index, "step": step, "ended": ended, "progress": self.progress.to_json()}
             with self.timeline.span("checkpoint", stage=stage.name, step=step):
                 self.checkpoints.save(number, state, host, wait=bool(signal))
+            self.events.rotate()
         if signal:
             newest = self.checkpoints.host()
             where = f"after step {step} of {stage.name}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rewards import plugins
+from rewards import Scores, plugins
 from rl.config.data import EvaluationOptions
 from rl.data.encoded import Problem
 from rl.errors import DataError
@@ -38,26 +38,28 @@ class Evaluation:
         problems: Sequence[Problem],
         collect: Callable[[Sequence[Problem], SamplingParams, Sequence[int]], Rollouts],
         params: SamplingParams,
+        record: Callable[[int, Rollouts, Scores], None] = lambda step, samples, scores: None,
     ):
         """Computes nothing yet.
 
         collect: completes and scores (problems, params, prompt ids). params: lengths and stops; temperatures come from
-        `options`.
+        `options`. record: gets (step, completions, scores) of each call.
         """
         self.options, self.problems, self._collect, self._params = options, problems, collect, params
+        self._record = record
 
     def due(self, step: int) -> bool:
         """Whether step number `step` (from 1) of a stage is followed by an evaluation, apart from its last."""
         return bool(self.options.every and step % self.options.every == 0)
 
-    def run(self) -> dict[str, float]:
-        """Returns eval/greedy_accuracy, eval/reward_mean and eval/pass@k."""
+    def run(self, step: int = 0) -> dict[str, float]:
+        """Returns eval/greedy_accuracy, eval/reward_mean and eval/pass@k after a step, and eval/problems."""
         began, options = time.perf_counter(), self.options
         unfiltered = replace(self._params, n=1, top_k=0, top_p=1.0, min_p=0.0)
         greedy = replace(unfiltered, temperature=0)
-        rollouts = self._rollouts(greedy)
-        totals = rollouts.scores.result().total
+        rollouts, totals = self._rollouts(greedy, step)
         metrics = {
+            "eval/problems": float(len(self.problems)),
             "eval/greedy_accuracy": float(np.mean(self._correct(totals))),
             "eval/reward_mean": float(np.nanmean(totals)) if np.isfinite(totals).any() else float("nan"),
         }
@@ -65,7 +67,9 @@ class Evaluation:
             metrics |= _own_metric(name, rollouts, totals)
         if options.samples:
             sampled = replace(unfiltered, n=options.samples, temperature=options.temperature)
-            correct = self._correct(self._totals(sampled)).sum(axis=1)
+            totals = self._rollouts(sampled, step)[1].reshape(len(self.problems), options.samples)
+            correct = self._correct(totals).sum(axis=1)
+            metrics["eval/samples"] = float(options.samples)
             for k in options.k:
                 metrics[f"eval/pass@{k}"] = float(np.mean([pass_at_k(options.samples, int(c), k) for c in correct]))
         return metrics | {"time/eval": time.perf_counter() - began}
@@ -73,13 +77,13 @@ class Evaluation:
     def _correct(self, totals: np.ndarray) -> np.ndarray:
         return np.nan_to_num(totals, nan=-np.inf) >= self.options.correct_at
 
-    def _totals(self, params: SamplingParams) -> np.ndarray:
-        """Rewards, float[problems, n]; NaN where there is no score."""
-        return self._rollouts(params).scores.result().total.reshape(len(self.problems), params.n)
-
-    def _rollouts(self, params: SamplingParams) -> Rollouts:
+    def _rollouts(self, params: SamplingParams, step: int) -> tuple[Rollouts, np.ndarray]:
+        """Returns (completions, rewards float[problems * n]); NaN where there is no score."""
         ids = range(SEED_OFFSET, SEED_OFFSET + len(self.problems))
-        return self._collect(self.problems, params, ids)
+        rollouts = self._collect(self.problems, params, ids)
+        scores = rollouts.scores.result()
+        self._record(step, rollouts, scores)
+        return rollouts, scores.total
 
 
 def _own_metric(name: str, rollouts: Rollouts, rewards: np.ndarray) -> dict[str, float]:

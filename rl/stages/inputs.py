@@ -34,7 +34,7 @@ class StepData:
     state: arrays of the stage. batch: rows of the step. rollouts, scores: completions and their scores. rewards:
     float[P,G] for `advantages` (float[P,G,F] under `each_reward`). arguments: more arguments of `advantages` by name.
     stale: whether older weights sampled a token that is trained on. current: the batch with the log-probabilities under
-    the current policy, if `current_logp` provides them.
+    the current policy, if `current_logp` provides them. token_outputs: arrays [N,T] that the updates computed, by name.
     """
 
     state: Any
@@ -45,6 +45,7 @@ class StepData:
     arguments: dict[str, Any] = field(default_factory=dict)
     stale: bool = False
     current: Any = None
+    token_outputs: dict[str, np.ndarray] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
 

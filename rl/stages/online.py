@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rl.errors import ConfigError, ModelError
+from rl.errors import ConfigError, ModelError, RewardStop
 from rl.stages import inputs, rollouts
 from rl.stages.dynamic_sampling import DynamicSampling
 from rl.stages.inputs import StepData
@@ -20,6 +20,7 @@ from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
     from policy.model import Graph
+    from rewards import Scores
     from rl.data.reader import DataReader
     from rl.data.shard import Shard
     from rl.training.batch import Batch
@@ -31,6 +32,7 @@ class Stage(StageKind):
 
     samples = True
     problems: Shard
+    _unscored = 0  # steps in a row in which no completion has a score
 
     @property
     def inputs(self) -> frozenset[str]:
@@ -87,6 +89,7 @@ class Stage(StageKind):
             self.config.seed,
             state=inputs.state_of(self.inputs),
             temperature=self.options.sampling.temperature or 1.0,
+            returns_tokens=True,
         )
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
@@ -144,7 +147,7 @@ class Stage(StageKind):
             progress.prompts += len(rows)
             with self.context.timeline.span("data"):
                 problems = self.problems.take(rows)
-            return self.collect(problems, params, ids, progress.version), rows
+            return self.collect(problems, params, ids), rows
 
         if not algorithm.dynamic_batches:
             return sample()[0], {}
@@ -174,10 +177,26 @@ class Stage(StageKind):
         with context.timeline.span("waiting for rewards") as span:
             data.scores = scores = samples.scores.result()
         data.metrics["time/reward"] = span.seconds
+        self._check_scored(scores)
         data.batch = data.batch.without(~np.isfinite(scores.total))
         data.rewards = scores.total.reshape(len(samples.completions), self.options.samples_per_prompt)
         inputs.provide(self, data, inputs.REWARDS)
         self._measure_staleness(data)
+
+    def _check_scored(self, scores: Scores) -> None:
+        """Raises RewardStop after `rewards.unscored_steps` steps in a row without one score."""
+        self._unscored = 0 if np.isfinite(scores.total).any() else self._unscored + 1
+        limit = min(self.rewards.unscored_steps, self.options.steps)
+        if not limit or self._unscored < limit:
+            return
+        cause = "every function returned None (not applicable)"
+        if scores.faults:
+            fault = scores.faults[0]
+            cause = f"{fault.function} failed ({fault.kind}): {fault.traceback.strip().rpartition(chr(10))[2]}"
+        raise RewardStop(
+            f"{self.name}: no completion of the last {self._unscored} steps has a score, so there is nothing to learn: "
+            f"{cause}. Test the function with `rl reward test`, or set rewards.unscored_steps=0 to go on"
+        )
 
     def log_probabilities(self, data: StepData) -> None:
         """Adds the old, reference and critic outputs that the algorithm asks for.
@@ -222,7 +241,10 @@ class Stage(StageKind):
         """Makes the updates of the step and adapts the coefficients. The critic's warm-up updates the critic alone."""
         batch, progress = data.batch, self.context.progress
         critic_only = data.state.critic is not None and n <= self.algorithm.critic_warmup
-        state, updated = self.update(data.state, batch, critic_only=critic_only)
+        outputs = []
+        on_tokens = outputs.append if self.config.run.samples.keeps_step(n) else None
+        state, updated = self.update(data.state, batch, critic_only=critic_only, on_tokens=on_tokens)
+        data.token_outputs = _concatenated([each.on_host() for each in outputs])
         if not critic_only and batch.mask.any():  # otherwise no update changed the policy
             coefs = self.algorithm.adapt_after_step(progress.adaptive_coefs, data.metrics, len(batch.mask))
             progress.adaptive_coefs = coefs
@@ -265,8 +287,10 @@ class Stage(StageKind):
         """
         samples, scores, context = data.rollouts, data.scores, self.context
         assert samples is not None and scores is not None
-        with context.timeline.span("writing samples"):
-            context.events.samples(rollouts.records(samples, scores, advantages, self.name, n))
+        if self.config.run.samples.keeps_step(n):
+            with context.timeline.span("writing samples"):
+                lines = rollouts.records(samples, scores, self.name, n, advantages)
+                context.events.samples(lines, rollouts.token_records(samples, data.batch, data.token_outputs))
         metrics, layout = data.metrics, context.model.graph.layout
         flops, seconds = rollouts.operations(samples, self.trainer.flops), samples.seconds
         metrics |= rates("sample", flops, samples.counts["tokens"], seconds, layout)
@@ -275,6 +299,11 @@ class Stage(StageKind):
         metrics["perf/step_tflop"] = (flops + self.trainer.total_flops - flops_before) / 1e12
         drafted = self.config.generator.speculative > 0
         return rollouts.metrics(samples, scores, drafted=drafted) | metrics | updated
+
+
+def _concatenated(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Returns the rows of all updates of a step, by name."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
 
 def _difference(batch: Batch, version: int) -> float | None:

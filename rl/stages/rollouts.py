@@ -5,19 +5,24 @@ P prompts, G completions of each, F reward functions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rewards import Scores
 from rl.config.stage import SamplingOptions
+from rl.reporting.samples import STOP, TOKEN, TRAINED
 from rl.training.flops import Operations
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
+    from rl.reporting.events import Events
     from rl.training.batch import Batch
     from rollout import Completion, SamplingParams
+
+LONGEST_COLUMN = 1024  # bytes of a text of the data that is kept with each sample
 
 
 def operations(samples: Rollouts, of: Operations) -> float:
@@ -80,31 +85,87 @@ def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes
     return SamplingParams(**(settings | changes))
 
 
-def records(samples: Rollouts, scores: Scores, advantages: np.ndarray, stage: str, step: int) -> list[dict]:
-    """Returns a line of samples.jsonl for each completion.
+def records(
+    samples: Rollouts, scores: Scores, stage: str, step: int, advantages: np.ndarray | None = None
+) -> list[dict[str, Any]]:
+    """Returns a line of samples.jsonl for each completion; rl/reporting/samples.py adds `at`.
 
-    advantages: float[P * G], the advantage of each completion or the mean over its tokens.
+    advantages: float[P * G], the advantage of each completion or the mean over its tokens; None: the completions of an
+    evaluation.
     """
-    lines = []
-    sample_of = {}
+    faults: dict[int, dict[str, str]] = defaultdict(dict)
+    for fault in scores.faults:
+        faults[fault.sample][fault.function] = fault.kind
+    lines, sample_of = [], Counter()
     for i, (p, completion) in enumerate(samples.flat):
-        sample_of[p] = sample_of.get(p, -1) + 1
-        lines.append(
-            {
-                "stage": stage,
-                "step": step,
-                "prompt_id": int(samples.prompt_ids[p]),
-                "sample": sample_of[p],
-                "prompt": samples.problems[p].example.prompt,
-                "completion": completion.text,
-                "tokens": completion.tokens,
-                "finish": completion.finish,
-                "rewards": dict(zip(scores.names, scores.rewards[i].tolist(), strict=True)),
-                "reward": float(scores.total[i]),
-                "advantage": float(advantages[i]),
-            }
-        )
+        problem = samples.problems[p]
+        line = {
+            "stage": stage,
+            "step": step,
+            "prompt_id": int(samples.prompt_ids[p]),
+            "sample": sample_of[p],
+            "version": samples.versions[p],
+            "prompt": problem.example.prompt,
+            "completion": completion.text,
+            "tokens": completion.tokens,
+            "finish": completion.finish,
+            "rewards": dict(zip(scores.names, scores.rewards[i].tolist(), strict=True)),
+            "reward": float(scores.total[i]),
+            "advantage": None if advantages is None else float(advantages[i]),
+            "columns": {name: value for name, value in problem.example.columns.items() if _is_short(value)},
+            "n_prompt": len(problem.ids),
+            "n": len(completion.tokens),
+        }
+        optional = {"faults": faults.get(i), "reward_log": scores.logs.get(i), "eval": advantages is None}
+        lines.append(line | {name: value for name, value in optional.items() if value})
+        sample_of[p] += 1
     return lines
+
+
+def record_evaluation(events: Events, stage: str, step: int, samples: Rollouts, scores: Scores) -> None:
+    """Writes the completions of an evaluation."""
+    events.samples(records(samples, scores, stage, step), token_records(samples))
+
+
+def _is_short(value: Any) -> bool:
+    """Whether a value of a column is kept with a sample: a number, or text of at most a kilobyte."""
+    if isinstance(value, str):
+        return len(value.encode("utf-8", "replace")) <= LONGEST_COLUMN
+    return value is None or isinstance(value, (bool, int, float, np.number, np.bool_))
+
+
+def token_records(
+    samples: Rollouts, batch: Batch | None = None, outputs: Mapping[str, np.ndarray] | None = None
+) -> list[np.ndarray]:
+    """Returns TOKEN[n_prompt + n] (rl/reporting/samples.py) of each completion.
+
+    batch: the rows of an update, one for each completion. outputs: arrays [N,T] of `TokenOutputs`; None: no update of
+    the policy saw the batch.
+    """
+    result = []
+    for i, (p, completion) in enumerate(samples.flat):
+        ids = [*samples.problems[p].ids, *completion.tokens]
+        new = slice(len(samples.problems[p].ids), len(ids))
+        tokens = np.zeros(len(ids), TOKEN)
+        tokens["id"] = ids
+        tokens["turn"][new] = 1
+        for name in ("logp", "gap", "entropy", "advantage"):
+            tokens[name] = np.nan
+        tokens["logp"][new] = completion.logprobs
+        if completion.finish == "stop":
+            tokens["flags"][-1] |= STOP
+        if batch is not None:
+            assert batch.advantages is not None and batch.sampler_logp is not None
+            tokens["flags"][new] |= np.where(batch.mask[i, new] != 0, TRAINED, 0).astype(np.uint8)
+            tokens["advantage"][new] = batch.advantages[i] if batch.advantages.ndim == 1 else batch.advantages[i, new]
+            if outputs and batch.segments[i].any():
+                scored = batch.old_logp is not None and batch.old_logp is not batch.sampler_logp
+                trainer_logp = batch.old_logp if scored else outputs["logp"]
+                tokens["gap"][new] = (trainer_logp - batch.sampler_logp)[i, new]
+                tokens["entropy"][new] = outputs["entropy"][i, new]
+                tokens["flags"][new] |= outputs["flags"][i, new] if "flags" in outputs else 0
+        result.append(tokens)
+    return result
 
 
 def metrics(samples: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def reward_model_of(config: RunConfig, stage: str) -> Path:
     """Returns the directory of the reward model that the stage of this name trains."""
-    return Path(config.run.dir) / "reward_models" / stage
+    return config.directory / "reward_models" / stage
 
 
 def program_name(source: str) -> str:

@@ -267,7 +267,7 @@ class StageKind(ConfiguredStage, ABC):
         """Returns how completions are drawn, with `changes`."""
         return rollouts.sampling_params(self.options.sampling, self.context.stop_ids, **changes)
 
-    def collect(self, problems, params: SamplingParams, ids, version: int = 0) -> Rollouts:
+    def collect(self, problems, params: SamplingParams, ids) -> Rollouts:
         """Samples completions of `problems` (prompts with their data columns) and starts to score them."""
         context = self.context
         return collect(
@@ -275,7 +275,7 @@ class StageKind(ConfiguredStage, ABC):
             problems,
             params,
             ids,
-            version,
+            context.progress.version,
         )
 
     def _timed_scorers(self) -> dict[str, Callable[[list[list[int]]], list[float]]]:
@@ -290,7 +290,9 @@ class StageKind(ConfiguredStage, ABC):
         options = self.config.evaluation
         if options is None or not self.trains_policy:
             return None
-        return Evaluation(options, held_out, self.collect, self.sampling_params())
+        record = partial(rollouts.record_evaluation, self.context.events, self.name)
+        kept = {"record": record} if self.config.run.samples.every else {}
+        return Evaluation(options, held_out, self.collect, self.sampling_params(), **kept)
 
     def next_examples(self, total: int) -> list[int]:
         """Returns row numbers of the next `prompts_per_step` examples, of `total`, in the stage's shuffled order."""

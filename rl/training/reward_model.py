@@ -74,13 +74,13 @@ class RewardModelTrainer(BatchUpdates):
         self.add_flops(self.model.flops, batch, passes=3)
         packing, R = self.packing_of(batch.segments)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
-        learner, _, metrics = self.reward_model(state.reward_model, batch, self.totals(batch), R)
+        learner, _, metrics, _ = self.reward_model(state.reward_model, batch, self.totals(batch), R)
         return RewardModelState(state.policy, learner), metrics | {"perf/packed_share": packing.efficiency(R)}
 
     def _score_loss(self, params, micro: Batch, inputs: PolicyInputs):
         scores, aux = self.model.scores(params, micro.tokens, self.step_of(micro))
         loss, metrics = self.algorithm.loss(replace(inputs, scores=scores))
-        return loss, metrics, aux, None
+        return loss, metrics, aux, None, {}
 
     def export(self, state: RewardModelState, tokenizer: Any, directory: Path) -> None:
         """Writes the reward model as transformers stores a sequence classification model, with its tokenizer."""

@@ -47,6 +47,22 @@ class RunState:
     critic: ParamState | None
 
 
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What an update computed of each token before it changed the weights.
+
+    arrays: packed rows on the devices. logp, entropy: float32 under the current policy. flags: uint8, which tokens the
+    loss cuts off (rl/algorithms/_token_flags.py); absent for a loss that cuts off none.
+    """
+
+    arrays: dict[str, jax.Array]
+    packing: Packing
+
+    def on_host(self) -> dict[str, np.ndarray]:
+        """Waits for the update. Returns the arrays [N, T], one sequence per row, 0 on padding."""
+        return {name: self.packing.unpack(processes.on_host(array)) for name, array in self.arrays.items()}
+
+
 def num_row_shards(layout: Layout) -> int:
     """Returns the number of shards into which a mesh splits the rows of a batch."""
     mesh = layout.mesh.shape
@@ -170,6 +186,7 @@ class Trainer(BatchUpdates):
         *,
         state: Collection[str] = (),
         temperature: float = 1.0,
+        returns_tokens: bool = False,
     ):
         """Defines the programs; nothing compiles yet.
 
@@ -180,9 +197,10 @@ class Trainer(BatchUpdates):
           seed: seed of the run, for dropout.
           state: parts of a RunState besides the policy: "reference", "critic".
           temperature: logits are divided by it before log-probabilities are taken.
+          returns_tokens: whether an update of the policy can report log-probability and entropy of each token.
         """
         super().__init__(graph, stage, algorithm)
-        self.temperature = np.float32(temperature)
+        self.temperature, self._returns_tokens = np.float32(temperature), returns_tokens
         self._has_reference = "reference" in state
         loss = self._auxiliary_only_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
         self.critic = head = None
@@ -238,11 +256,13 @@ class Trainer(BatchUpdates):
         *,
         critic_only: bool = False,
         adaptive_coefs: dict[str, float] | None = None,
+        on_tokens: Callable[[TokenOutputs], None] | None = None,
     ) -> tuple[RunState, dict]:
         """Makes one optimiser update of the policy, and of the critic if there is one.
 
-        batch: one sequence per row. critic_only: skips the policy. adaptive_coefs: values for `PolicyInputs`.
-        Returns (state, metrics). Raises ValueError if the stage replays routes and the batch has none.
+        batch: one sequence per row. critic_only: skips the policy. adaptive_coefs: values for `PolicyInputs`. on_tokens:
+        gets the policy's outputs for each token. Returns (state, metrics). Raises ValueError if the stage replays
+        routes and the batch has none.
         """
         if self.stage.router_replay and batch.routes is None:
             raise ValueError(
@@ -261,18 +281,22 @@ class Trainer(BatchUpdates):
         inputs = self.totals(batch, coefs or None)
         if separate_critic:
             assert self.critic is not None and critic is not None  # the state has a critic
-            critic, _, result = self.critic(critic, batch, inputs, R, self.value_model.extra_params(policy.params))
+            critic, _, result, _ = self.critic(critic, batch, inputs, R, self.value_model.extra_params(policy.params))
             del result["loss"]  # the sum of value/loss and value/moe/balance, which are both reported
             metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in result.items()}
         if not critic_only:
-            policy, head, result = self.policy(policy, batch, inputs, R, head=None if separate_critic else critic)
+            policy, head, result, tokens = self.policy(
+                policy, batch, inputs, R, head=None if separate_critic else critic
+            )
             critic = critic if separate_critic else head
             metrics |= result
+            if on_tokens is not None and tokens:
+                on_tokens(TokenOutputs(tokens, packing))
         return RunState(policy, state.reference, critic), metrics
 
     def _auxiliary_only_loss(self, params, micro: Batch, inputs: PolicyInputs):
         """Returns a policy loss of 0 and the Aux of the layers: only auxiliary losses train. Computes no logits."""
-        return jnp.float32(0.0), {}, self._update_graph.aux(params, micro.tokens, self.step_of(micro)), None
+        return jnp.float32(0.0), {}, self._update_graph.aux(params, micro.tokens, self.step_of(micro)), None, {}
 
     def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):
         logp, entropy, aux = self._update_graph.logprobs(params, micro.tokens, self.step_of(micro), self.temperature)
@@ -281,7 +305,15 @@ class Trainer(BatchUpdates):
         if VALUE_HEAD in params:
             head_gradient, head_metrics = self._value_head_gradient(params[VALUE_HEAD], aux.states, micro, inputs)
             metrics |= head_metrics
-        return loss, metrics, aux, head_gradient
+        return loss, metrics, aux, head_gradient, self._token_outputs(inputs, logp, entropy)
+
+    def _token_outputs(self, inputs: PolicyInputs, logp: jax.Array, entropy: jax.Array) -> dict[str, jax.Array]:
+        """Returns arrays [R, T] for the record of a run, by the names of TokenOutputs."""
+        if not self._returns_tokens:
+            return {}
+        logp, entropy = jax.lax.stop_gradient((logp, entropy))
+        flags = self.algorithm.token_flags(replace(inputs, logp=logp, entropy=entropy))
+        return {"logp": logp, "entropy": entropy} | ({} if flags is None else {"flags": flags})
 
     def _value_head_gradient(
         self, head_E, states_BTE, micro: Batch, inputs: PolicyInputs
@@ -301,7 +333,7 @@ class Trainer(BatchUpdates):
         )
         values, _, aux = self.value_model.values(params, micro.tokens, step)
         loss, metrics = self.algorithm.value_loss(values, micro.old_values, micro.returns, inputs)
-        return loss, metrics, aux, None
+        return loss, metrics, aux, None, {}
 
     def logprobs(self, params: dict[str, jax.Array], batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Computes (logp, entropy), float32[N, T] on the host, with the training graph, micro-batch by micro-batch.

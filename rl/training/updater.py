@@ -95,7 +95,8 @@ class OptimizerStep:
 
         Args:
           model: the model of the weights.
-          loss: (params, micro, totals) -> (scalar, metrics, Aux, gradient of the value head). Micro-batches are summed.
+          loss: (params, micro, totals) -> (scalar, metrics, Aux, gradient of the value head, token outputs). Micro-batches
+            are summed. Token outputs are arrays [R, T] by name, which the update returns as [N, T].
           options: settings of AdamW.
           stage: settings of the stage.
           seed: seed of the run, for dropout.
@@ -183,7 +184,7 @@ class OptimizerStep:
         update = jax.jit(
             self._update,
             donate_argnums=(0, 4),
-            out_shardings=(self.shardings, self.head and self.head.shardings, None),
+            out_shardings=(self.shardings, self.head and self.head.shardings, None, None),
             static_argnames="micro_rows",
             compiler_options=batch_split.compiler_options(self._graph.runtime),
         )
@@ -197,8 +198,8 @@ class OptimizerStep:
         micro_rows: int,
         extra_params: dict[str, jax.Array] | None = None,
         head: ParamState | None = None,
-    ) -> tuple[ParamState, ParamState | None, dict]:
-        """Returns (learner, head, metrics on the device) after one update.
+    ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
+        """Returns (learner, head, metrics on the device) after one update, and the token outputs of the loss.
 
         batch: a multiple of `micro_rows` rows. extra_params: frozen weights that the loss reads, by path. head: the
         value head if this update trains it, else None.
@@ -216,18 +217,19 @@ class OptimizerStep:
         head: ParamState | None = None,
         *,
         micro_rows: int,
-    ) -> tuple[ParamState, ParamState | None, dict]:
+    ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
         trained, others = self._split(learner.params)
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, updates_made(learner), batch.tokens.shape[0]))
         constants = others | (extra_params or {}) | (head.params if head else {})
-        grads, head_gradient, loss, metrics, routing = self._gradients(trained, constants, batch, inputs, micro_rows)
+        sums, tokens = self._gradients(trained, constants, batch, inputs, micro_rows)
+        grads, head_gradient, loss, metrics, routing = sums
         if head is not None:
             assert self.head is not None  # the caller passes a head only if there is an update for it
             head, head_metrics = self.head.apply(head, {VALUE_HEAD: head_gradient}, metrics["value/loss"], {})
             metrics |= {f"value/{name}": value for name, value in head_metrics.items() if name != "loss"}
         learner, step_metrics = self.apply(learner, grads, loss, routing)
-        return learner, head, metrics | step_metrics
+        return learner, head, metrics | step_metrics, tokens
 
     def apply(self, learner: ParamState, grads: dict, loss: jax.Array, routing: dict) -> tuple[ParamState, dict]:
         """Returns (the learner after a step by these gradients, metrics). Runs inside a jitted function."""
@@ -265,9 +267,9 @@ class OptimizerStep:
         return step(self._transform, grads, state, weights, good)
 
     def _gradients(self, trained, constants, batch: Batch, inputs, R: int):
-        """Returns float32 sums over micro-batches.
+        """Returns (float32 sums over micro-batches, token outputs).
 
-        These are (gradients, gradient of the value head or None, loss, metrics, Routing by path of the layer).
+        The sums are (gradients, gradient of the value head or None, loss, metrics, Routing by path of the layer).
         """
         M = batch.tokens.shape[0] // R
         N = M * R
@@ -292,13 +294,14 @@ class OptimizerStep:
             batch_totals = replace(batch_totals, counts=counts)
 
         def objective(weights, micro, inputs):
-            loss, metrics, aux, head_gradient = self._loss(weights | constants, micro, inputs)
+            loss, metrics, aux, head_gradient, tokens = self._loss(weights | constants, micro, inputs)
             auxiliary, auxiliary_metrics = auxiliary_loss(self._stage, aux, micro, batch_totals)
             return loss + auxiliary, (
                 metrics | auxiliary_metrics,
                 aux.by_layer("routing"),
                 aux.by_layer("activations") if self._diagnostics else {},
                 head_gradient,
+                tokens,
             )
 
         matrices = {path: weight for path, weight in trained.items() if path not in self.model.tables}
@@ -315,12 +318,13 @@ class OptimizerStep:
         # Gradients of tables in host memory stay in host memory. There, only a scan can stack arrays.
         scan = jax.lax.scan if self._graph.tables else partial(_scan_first, count=_num_filled(micros[0].segments))
         grads, (table_grads, outputs) = scan(micro_step, self._shard_as_moments(_zeros(matrices)), micros)
-        loss, metrics, routing, activations, head_gradients = outputs
+        loss, metrics, routing, activations, head_gradients, tokens = outputs
         metrics = rl.algorithms.reduce_metrics(metrics)
         if self._diagnostics:
             metrics |= activation_metrics(activations, batch.segments.reshape(M, R, -1), self._graph.config)
         head_gradient, routing = jax.tree.map(lambda a: a.sum(axis=0), (head_gradients, routing))
-        return grads | table_grads, head_gradient, loss.sum(), metrics, routing
+        tokens = {name: array.reshape(N, -1) for name, array in tokens.items()}
+        return (grads | table_grads, head_gradient, loss.sum(), metrics, routing), tokens
 
 
 def _clipping(squares: dict[str, jax.Array], limit: float | None, *, detach: bool) -> tuple[dict, jax.Array, dict]:

@@ -154,11 +154,21 @@ def test_a_reward_that_fails_stops_the_run_with_on_error_stop(tmp_path, capsys):
     assert "ZeroDivisionError: this one never works" in said and "own_rewards.py" in said and "prompt:" in said
 
 
+def test_a_run_in_which_nothing_is_scored_ends_with_exit_code_6(tmp_path, capsys):
+    more = [f"rewards.functions=['{OWN}:always_raises']", *launch.LIGHT]
+    arguments = launch.arguments(tmp_path / "run", ONE_STEP.replace("steps: 1", "steps: 3"), *more)
+    assert cli.train_main(arguments) == 6
+    said = capsys.readouterr().err
+    assert "grpo: no completion of the last 2 steps has a score" in said and "Traceback" not in said
+    assert "always_raises failed (raised): ZeroDivisionError: this one never works" in said
+    assert launch.lines(tmp_path / "run") == 1 and not (tmp_path / "run" / "export").exists()
+
+
 @pytest.mark.slow
 def test_rewards_that_raise_hang_or_give_nan_never_stop_a_run(tmp_path, caplog):
     more = [f"rewards.functions=['{OWN}:faulty']", "rewards.timeout_s=1.2", "rewards.workers=4", *launch.LIGHT]
     assert launch.train(tmp_path / "run", ONE_STEP.replace("steps: 1", "steps: 2"), *more) == 0
-    samples = events.read(tmp_path / "run" / "samples.jsonl")
+    samples = launch.trained(tmp_path / "run")
     kind = {row["prompt_id"]: int(row["prompt"].split("+")[0]) % 4 for row in samples}
     assert len(samples) == 32 and all((row["reward"] is None) == (kind[row["prompt_id"]] != 3) for row in samples)
     assert all(row["advantage"] == 0 for row in samples if row["reward"] is None)

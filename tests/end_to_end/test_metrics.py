@@ -84,7 +84,7 @@ def test_every_metric_of_a_run_is_documented(uninterrupted):
 
 def test_tokens_per_second_are_those_of_the_samples(uninterrupted):
     """On one device. A prompt has a token for each character."""
-    samples = events.read(uninterrupted / events.SAMPLES)
+    samples = launch.trained(uninterrupted)
     rows = [row for row in events.read(uninterrupted / events.EVENTS) if row["step"] and row["stage"] != "sft"]
     assert len(rows) == 4
     for row in rows:
@@ -145,7 +145,5 @@ def test_every_metric_of_a_run_that_drafts_is_documented(tmp_path):
     last = events.read(tmp_path / "run" / "events.jsonl")[-1]["metrics"]
     assert last["mtp/grad_norm"] > 0 and last["sampler/logp_diff_max"] < 1e-4
     assert launch.train(tmp_path / "again", "generator.speculative=0", *changes[::2]) == 0
-    tokens = [
-        [line["tokens"] for line in map(json.loads, (tmp_path / d / "samples.jsonl").open())] for d in ("run", "again")
-    ]
+    tokens = [[line["tokens"] for line in launch.trained(tmp_path / d)] for d in ("run", "again")]
     assert tokens[0] == tokens[1]

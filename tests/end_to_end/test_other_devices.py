@@ -8,8 +8,6 @@ import launch
 import pytest
 from test_processes import GRPO, SFT, assert_same_numbers, on_devices
 
-from rl.reporting import events
-
 STAGES = [GRPO | {"steps": 4}, SFT]
 RUN = (*launch.LIGHT, "generator.slots=8", "run.checkpoint_every=1", f"stages={json.dumps(STAGES)}")
 
@@ -26,7 +24,7 @@ def finish(running) -> str:
 
 def drawn(directory) -> list[tuple]:
     """The prompt of every sample, in the order of the run."""
-    rows = events.read(directory / "samples.jsonl")
+    rows = launch.trained(directory)
     return [(row["stage"], row["step"], row["prompt_id"], row["sample"], row["prompt"]) for row in rows]
 
 

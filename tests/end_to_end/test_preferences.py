@@ -88,7 +88,7 @@ def test_a_stage_trains_a_reward_model_that_transformers_reads_and_the_next_one_
     directory = run / "reward_models" / "reward_model"
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(directory)
-    samples = events.read(run / "samples.jsonl")
+    samples = launch.trained(run)
     assert len(samples) == 8
     for sample in samples:
         ids = tokenizer.encode(sample["prompt"]) + sample["tokens"]

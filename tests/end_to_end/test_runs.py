@@ -17,7 +17,7 @@ import policy
 import rl.stages
 from policy import families
 from rl.data.tasks import arithmetic
-from rl.reporting import events
+from rl.reporting import events, manifest, samples
 from rl.reporting.timeline import CHECKPOINTS, FILE, RUN, WORKERS
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
@@ -42,6 +42,11 @@ SAMPLE_KEYS = {
         "rewards",
         "reward",
         "advantage",
+        "version",
+        "columns",
+        "n_prompt",
+        "n",
+        "at",
     ),
 }
 
@@ -95,7 +100,7 @@ def test_every_step_is_an_event_and_every_stage_is_evaluated_at_both_ends(uninte
 
 
 def test_every_completion_is_a_sample_whose_numbers_agree_with_the_events(uninterrupted):
-    rows = events.read(uninterrupted / "samples.jsonl")
+    rows = launch.trained(uninterrupted)
     assert len(rows) == 4 * 4 * 4 and all(row.keys() == SAMPLE_KEYS for row in rows)
     assert sorted({row["prompt_id"] for row in rows}) == list(range(16))  # counted through the stages
     means = {
@@ -111,6 +116,35 @@ def test_every_completion_is_a_sample_whose_numbers_agree_with_the_events(uninte
         assert row["rewards"] == {"digits": row["reward"]} and row["finish"] in ("stop", "length")
         assert row["reward"] == sum(c.isdigit() for c in row["completion"]) / max(1, len(row["completion"]))
         assert 1 <= len(row["tokens"]) <= 6 and (row["finish"] == "stop") == (row["tokens"][-1] == 2)
+
+
+def test_the_tokens_of_every_completion_have_their_numbers(uninterrupted):
+    file, config = uninterrupted / samples.SAMPLES, load([uninterrupted])
+    every = list(samples.read(uninterrupted))
+    assert (
+        len(every)
+        == 64 + sum("eval/problems" in r["metrics"] for r in events.read(uninterrupted / "events.jsonl")) * 24
+    )
+    differences = {}
+    for row in every:
+        tokens = samples.read_tokens(file, row)
+        prompt, completion = np.split(tokens, [row["n_prompt"]])
+        assert completion["id"].tolist() == row["tokens"] and len(prompt) == len(row["prompt"])
+        assert (prompt["turn"] == 0).all() and (completion["turn"] == 1).all() and np.isnan(prompt["logp"]).all()
+        assert (completion["logp"] < 0).all() and not prompt["flags"].any()
+        assert bool(completion["flags"][-1] & samples.STOP) == (row["finish"] == "stop")
+        assert set(row["columns"]) == {"answer", "problem"} and row["columns"]["answer"].isdigit()
+        if row.get("eval"):
+            assert row["advantage"] is None and np.isnan(completion["gap"]).all()
+            continue
+        assert (completion["flags"] & samples.TRAINED).all() and (completion["entropy"] > 0).all()
+        np.testing.assert_allclose(completion["advantage"], row["advantage"], atol=1e-3)
+        differences.setdefault((row["stage"], row["step"]), []).extend(np.abs(completion["gap"]).tolist())
+    metrics = {(r["stage"], r["step"]): r["metrics"] for r in events.read(uninterrupted / "events.jsonl")}
+    for place, gaps in differences.items():
+        # The event has the mean over two updates; the tokens are those of both.
+        assert np.mean(gaps) == pytest.approx(metrics[place]["sampler/logp_diff_mean"], rel=0.1, abs=1e-7)
+    assert config.stages[1].updates_per_step == 2
 
 
 def test_the_export_holds_the_last_weights_and_the_tokenizer(uninterrupted, tmp_path):
@@ -134,9 +168,18 @@ def test_the_export_holds_the_last_weights_and_the_tokenizer(uninterrupted, tmp_
     tokenizer = AutoTokenizer.from_pretrained(uninterrupted / "export")
     assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34=" and tokenizer.eos_token_id == 2
     assert sorted(path.name for path in (uninterrupted / "checkpoints").iterdir()) == ["0000000007", "0000000009"]
-    assert {"config.yml", "events.jsonl", "samples.jsonl", "checkpoints", "export"} <= {
+    assert {"config.yml", "events.jsonl", "samples.jsonl", "tokens.bin", "run.json", "checkpoints", "export"} <= {
         p.name for p in uninterrupted.iterdir()
     }
+
+
+def test_run_json_holds_every_attempt(uninterrupted):
+    (attempt,) = manifest.read(uninterrupted)
+    assert attempt["exit_code"] == 0 and attempt["weights"] == "random" and attempt["start"] < attempt["end"]
+    assert attempt["versions"]["jax"] == jax.__version__ and attempt["devices"]["count"] == 1
+    assert attempt["command"][1:] == [str(each) for each in launch.arguments(uninterrupted)]
+    times = [row["time"] for row in events.read(uninterrupted / "events.jsonl")]
+    assert times == sorted(times) and attempt["start"] < times[0] and times[-1] < attempt["end"]
 
 
 def test_a_pipe_gets_the_configuration_and_plain_lines(uninterrupted):
@@ -241,9 +284,11 @@ def test_the_timeline_covers_the_run_and_every_call_of_a_reward(uninterrupted):
     )
     calls = [s for s in result if s["tid"] == WORKERS]
     evaluations = sum(name == "evaluation" for _, _, name in every)
-    assert sum(s["args"]["completions"] for s in calls) == launch.lines(
-        uninterrupted, events.SAMPLES
-    ) + evaluations * 8 * (1 + 2)
+    assert (
+        sum(s["args"]["completions"] for s in calls)
+        == launch.lines(uninterrupted, samples.SAMPLES)
+        == len(launch.trained(uninterrupted)) + evaluations * 8 * (1 + 2)
+    )
     assert {s["name"] for s in calls} == {"digits"} and len(result) == len(every) + len(saved) + len(calls)
     meant = [(a, b) for a, b, name in every if name in ("step", "evaluation")]
     assert all(any(a <= s["ts"] and s["ts"] + s["dur"] <= b + 1e4 for a, b in meant) for s in calls)
@@ -289,14 +334,9 @@ def test_weights_that_find_no_room_are_written_by_the_next_start(tmp_path, capsy
 
 
 @pytest.mark.skipif(not full_disk.available(), reason="no process may mount a file system here")
-@pytest.mark.parametrize(
-    "shares",
-    [
-        pytest.param((30,), marks=pytest.mark.slow),
-        pytest.param((0, 2, 5, 8, 12, 20, 40, 50, 60, 80), marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_on_a_full_disk_is_exit_code_5_and_goes_on_after_room_was_made(tmp_path, shares):
+@pytest.mark.slow
+def test_a_run_on_a_full_disk_is_exit_code_5_and_goes_on_after_room_was_made(tmp_path):
+    shares = (0, 2, 5, 8, 12, 20, 30, 40, 50, 60, 80)
     done = full_disk.run(Path(__file__).with_name("full_disk_runs.py"), tmp_path, *shares)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     codes = json.loads(done.stdout.splitlines()[-1])

@@ -8,6 +8,7 @@ import pytest
 
 from rl.commands import cli, environment, train
 from rl.errors import ConfigError, DataError, Interrupted
+from rl.run.load import load
 
 ROOT = Path(cli.__file__).parents[2]
 HEAVY = ("jax", "pydantic", "transformers", "datasets", "numpy", "yaml", "rich", "wandb", "tokamax")
@@ -210,3 +211,21 @@ def test_a_full_disk_anywhere_in_a_run_is_exit_code_5(tmp_path, monkeypatch, cap
     error = KeyError("a bug")
     with pytest.raises(KeyError):
         cli.train_main([str(ROOT / "configs" / "quickstart.yml"), f"run.dir={tmp_path}"])
+
+
+def test_a_run_without_a_folder_gets_the_first_number_that_is_free(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = [str(ROOT / "configs" / name) for name in ("sft_then_grpo.yml", "tiny.yml")]
+    assert train.new_directory(given) == "runs/sft_then_grpo-1" and not (tmp_path / "runs").exists()
+    for name in ("sft_then_grpo-1", "sft_then_grpo-9", "sft_then_grpo-old", "other-12"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert train.new_directory(given) == "runs/sft_then_grpo-10"
+    assert train.new_directory(["tiny"]) == "runs/tiny-1"
+    assert load(given).run.dir is None
+
+
+def test_several_processes_need_a_folder(capsys):
+    given = [str(ROOT / "configs" / name) for name in ("sft_then_grpo.yml", "tiny.yml")]
+    arguments = [*given, "--processes", "2", "--process", "1", "--coordinator", "localhost:1"]
+    assert cli.train_main(arguments) == 2
+    assert "run.dir: several processes need one folder" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 import json
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 from rl.config.run import RunConfig
 from rl.errors import ResourceError
 from rl.reporting import trackers
-from rl.reporting.events import EVENTS, SAMPLES, EventLog, Events, read
+from rl.reporting.events import EVENTS, EventLog, Events, read
+from rl.reporting.samples import SAMPLES, TOKEN, TOKENS
 
 STAGES = ["sft", "grpo"]
 
@@ -24,7 +26,8 @@ def filled(directory: Path) -> EventLog:
     log = EventLog(directory)
     for stage, step in [("sft", 0), ("sft", 1), ("sft", 2), ("grpo", 0), ("grpo", 1), ("grpo", 2)]:
         log.step(stage, step, {"loss": step / 3})
-        log.samples({"stage": stage, "step": step, "sample": n, "completion": "é\u2028x"} for n in range(2))
+        sample = {"stage": stage, "step": step, "prompt_id": 7, "completion": "é\u2028x", "n_prompt": 1, "n": 2}
+        log.samples([{**sample, "sample": n} for n in range(2)], [np.full(3, step, TOKEN)] * 2)
     return log
 
 
@@ -37,12 +40,13 @@ def test_a_step_is_one_line_of_strict_json_with_every_digit(tmp_path):
     value = 0.1 + 0.2
     metrics = {"a": value, "b": float("nan"), "c": np.float32(0.1), "d": np.arange(2), "e": -np.inf, "f": None}
     log.step("sft", 1, metrics)
-    log.samples([{"completion": "\ud800 half a pair"}])
+    log.samples([{"prompt_id": 0, "completion": "\ud800 half a pair"}], [np.zeros(0, TOKEN)])
     text = (tmp_path / EVENTS).read_text()
     assert text.endswith("\n") and text.count("\n") == 1
     row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert row["metrics"] == {"a": value, "b": None, "c": float(np.float32(0.1)), "d": [0, 1], "e": None, "f": None}
-    assert read(tmp_path / SAMPLES) == [{"completion": "? half a pair"}]
+    assert abs(row["time"] - time.time()) < 60
+    assert read(tmp_path / SAMPLES) == [{"prompt_id": 0, "completion": "? half a pair", "at": 0}]
 
 
 def test_resuming_drops_what_is_later_than_the_checkpoint_and_a_torn_line(tmp_path):
@@ -57,7 +61,7 @@ def test_resuming_drops_what_is_later_than_the_checkpoint_and_a_torn_line(tmp_pa
     assert places(tmp_path / EVENTS)[-2:] == [("grpo", 1), ("grpo", 2)]
     log.truncate_after(STAGES, "sft", 1)
     assert places(tmp_path / EVENTS) == [("sft", 0), ("sft", 1)]
-    assert sorted(os.listdir(tmp_path)) == [EVENTS, SAMPLES]
+    assert sorted(os.listdir(tmp_path)) == [EVENTS, SAMPLES, TOKENS]
 
 
 def test_truncation_leaves_the_old_file_when_it_is_killed_before_the_replacement(tmp_path, monkeypatch):

@@ -163,7 +163,7 @@ def test_updates_are_those_of_separate_rows(create, algorithm):
     data = uneven()
     options = stage(algorithm, router={"bias_rate": 0.05, "balance_coef": 0.3})
     trainer, state = begin(create(), options, fresh=True)
-    apart, _, result = trainer.policy(state.policy, data, trainer.totals(data), 12)
+    apart, _, result, _ = trainer.policy(state.policy, data, trainer.totals(data), 12)
     if trainer.critic:
         critic, _, values = trainer.critic(state.critic, data, trainer.totals(data), 12)
     trainer, state = begin(create(), options)

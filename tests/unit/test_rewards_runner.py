@@ -585,3 +585,17 @@ def test_no_completions_give_no_scores():
         scores = runner.score([], [], {"answer": []})
     assert scores.rewards.shape == (0, 1)
     assert scores.total.shape == (0,)
+
+
+def test_what_a_function_prints_or_returns_with_a_score_is_kept(tmp_path):
+    file = tmp_path / "explains.py"
+    file.write_text(
+        "def explains(prompts, completions):\n"
+        "    print('a call of', len(completions))\n"
+        "    return [(1.5, 'short'), 2, (None, 'not mine'), (0.5, 'x' * 5000)]\n"
+    )
+    with Runner(RunnerOptions(((f"{file}:explains", 1.0, {}),), workers=1)) as runner:
+        scores = runner.score(["p"] * 4, ["a", "b", "c", "d"], {}, [0] * 4)
+    assert scores.rewards[:, 0].tolist()[:2] == [1.5, 2.0] and np.isnan(scores.rewards[2, 0]) and not scores.faults
+    logs = {sample: log["explains"] for sample, log in scores.logs.items()}
+    assert logs == {0: "a call of 4\nshort", 2: "not mine", 3: "x" * 2048}

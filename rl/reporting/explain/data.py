@@ -184,3 +184,14 @@ def inspection(run: RunRecord) -> Iterator[Finding]:
                 each.get("stage"),
                 severity=0.84,
             )
+
+
+@run_rule
+def probe(run: RunRecord) -> Iterator[Finding]:
+    """Repeats what the probe before the first step complained about."""
+    stage = next((each for each in run.stages if each.name == run.probed.get("stage")), None)
+    for text in run.probed.get("problems") or ():
+        yield Finding(
+            "probe failed", str(text), "The probe before the first step shows it", f"Run `rl inspect {run.path} --probe 64`",
+            stage.name if stage else run.probed.get("stage"), 0, severity=0.5,
+        )  # fmt: skip

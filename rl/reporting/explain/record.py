@@ -165,7 +165,7 @@ class RunRecord:
 
     config: config.yml as plain values; {} if it cannot be read. damaged: numbers of the lines of events.jsonl that
     cannot be read. ends: exit codes of the attempts that ended, as far as they are recorded. inspection: findings of the
-    checks at the start of the run. programs: memory of compiled programs. info: run.json.
+    checks at the start of the run. probed: the probe before the first step.
     """
 
     path: Path
@@ -174,8 +174,7 @@ class RunRecord:
     damaged: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     inspection: list[dict[str, Any]] = field(default_factory=list)
-    programs: Mapping[str, Any] = field(default_factory=dict)
-    info: Mapping[str, Any] = field(default_factory=dict)
+    probed: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
@@ -192,13 +191,6 @@ class RunRecord:
         """Whether the model computes in float32."""
         return lookup(self.config, "model.dtype", "float32") == "float32"
 
-    @property
-    def random_weights(self) -> bool:
-        """Whether the run starts from random weights: its model is no directory and no name of a hub."""
-        if isinstance(weights := self.info.get("weights"), str):
-            return weights.startswith("random")
-        return "/" not in str(lookup(self.config, "model.source", "/"))
-
 
 def read(directory: str | Path) -> RunRecord:
     """Reads the folder of a run. Raises ConfigError if there is no run, or no event of it."""
@@ -209,15 +201,13 @@ def read(directory: str | Path) -> RunRecord:
         path,
         _config(path / "config.yml"),
         inspection=_json(path / "inspection.json").get("findings", []),
-        programs=_json(path / "programs.json"),
-        info=_json(path / "run.json"),
+        probed=_json(path / "probe.json"),
     )
+    record.ends.extend(_exit_codes(_json(path / "run.json")))
     by_stage: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
     for number, row in _rows(path / "events.jsonl"):
         if row is None:
             record.damaged.append(number)
-        elif row.get("event") == "end":
-            record.ends.append(int(row.get("code") or 0))
         elif isinstance(row.get("metrics"), dict) and "stage" in row:
             by_stage.setdefault(str(row["stage"]), []).append((int(row.get("step") or 0), row["metrics"]))
     names = _stage_names(record.config)
@@ -245,9 +235,9 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def _newest_samples(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the samples at the end of the newest file, which is samples.jsonl or a segment samples/*.jsonl."""
+    """Yields the samples at the end of the newest file: samples.jsonl, or the last segment samples/*.jsonl before it."""
     segments = sorted((path / "samples").glob("*.jsonl")) if (path / "samples").is_dir() else []
-    files = [file for file in (path / "samples.jsonl", *segments) if file.is_file() and file.stat().st_size]
+    files = [file for file in (*segments, path / "samples.jsonl") if file.is_file() and file.stat().st_size]
     if not files:
         return
     with files[-1].open("rb") as file:
@@ -292,6 +282,14 @@ def _json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _exit_codes(info: Mapping[str, Any]) -> list[int]:
+    """Returns the exit code of the last attempt that run.json holds, if it has ended."""
+    attempts = info.get("attempts")
+    last = attempts[-1] if isinstance(attempts, list) and attempts else None
+    code = last.get("exit_code") if isinstance(last, dict) else None
+    return [code] if isinstance(code, int) else []
 
 
 def _stage_names(config: Mapping[str, Any]) -> list[str]:

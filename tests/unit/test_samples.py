@@ -1,0 +1,135 @@
+"""The record of completions: segments, tokens, and what is left after a cut."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from rl.config.run import SampleRecords
+from rl.reporting import samples
+from rl.reporting.samples import SAMPLES, TOKEN, TOKENS, SampleLog
+
+LINE_BYTES = 75
+
+
+def row(step, sample=0):
+    return {"stage": "grpo", "step": step, "prompt_id": step, "sample": sample, "n_prompt": 2, "n": 1 + step % 3}
+
+
+def tokens_of(record):
+    result = np.zeros(record["n_prompt"] + record["n"], TOKEN)
+    result["id"], result["logp"], result["flags"] = record["step"], -record["sample"], samples.TRAINED
+    return result
+
+
+def write(log, steps):
+    for step in steps:
+        log.write([row(step, n) for n in range(2)], [tokens_of(row(step, n)) for n in range(2)])
+        log.rotate()
+
+
+def check(directory, steps):
+    """Every sample of these steps is there once, in order, with its tokens."""
+    assert [(r["step"], r["sample"]) for r in samples.read(directory)] == [(s, n) for s in steps for n in range(2)]
+    for path in samples.files(directory):
+        for record in map(json.loads, path.open()):
+            np.testing.assert_array_equal(samples.read_tokens(path, record), tokens_of(record))
+
+
+def keep_until(step):
+    return lambda record: record["step"] <= step
+
+
+def test_a_token_has_16_bytes():
+    assert TOKEN.itemsize == 16
+
+
+def test_full_files_move_on_and_each_keeps_its_tokens(tmp_path):
+    log = SampleLog(tmp_path, limit=3 * 2 * LINE_BYTES)
+    write(log, range(1, 11))
+    names = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert names[:2] == ["000000-grpo-00001.bin", "000000-grpo-00001.jsonl"] and len(names) >= 6
+    check(tmp_path, range(1, 11))
+    log.close()
+    write(SampleLog(tmp_path, limit=3 * 2 * LINE_BYTES), range(11, 20))
+    check(tmp_path, range(1, 20))
+
+
+@pytest.mark.parametrize("last", [19, 18, 12, 3, 0])
+def test_a_cut_takes_lines_and_tokens_of_all_files_after_it(tmp_path, last):
+    log = SampleLog(tmp_path, limit=3 * 2 * LINE_BYTES)
+    write(log, range(1, 20))
+    with (tmp_path / SAMPLES).open("ab") as file:
+        file.write(b'{"stage": "gr')
+    log.truncate_after(keep_until(last))
+    check(tmp_path, range(1, last + 1))
+    write(log, range(last + 1, 22))
+    check(tmp_path, range(1, 22))
+
+
+def test_a_cut_reads_only_the_newest_file(tmp_path):
+    log = SampleLog(tmp_path, limit=3 * 2 * LINE_BYTES)
+    write(log, range(1, 12))
+    (oldest, *_, newest) = samples.files(tmp_path)
+    oldest.write_bytes(b"damaged\n" * 4)
+    assert newest.name == SAMPLES and newest.stat().st_size
+    log.truncate_after(keep_until(11))
+    with pytest.raises(ValueError, match=f"{oldest.name}:1: damaged line"):
+        list(samples.read(tmp_path))
+
+
+def test_a_damaged_line_on_the_way_is_an_error_with_its_place(tmp_path):
+    log = SampleLog(tmp_path)
+    write(log, range(1, 4))
+    lines = (tmp_path / SAMPLES).read_bytes().splitlines(keepends=True)
+    (tmp_path / SAMPLES).write_bytes(b"".join([*lines[:3], b"{]\n", *lines[4:]]))
+    with pytest.raises(ValueError, match=r"samples.jsonl:4: damaged line"):
+        log.truncate_after(keep_until(1))
+
+
+def test_a_rotation_that_was_cut_off_is_completed(tmp_path, monkeypatch):
+    log, replace, moved = SampleLog(tmp_path, limit=LINE_BYTES), os.replace, []
+
+    def killed_at_the_second(*paths):
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(replace(*paths))
+
+    monkeypatch.setattr(os, "replace", killed_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        write(log, [1])
+    monkeypatch.undo()
+    write(SampleLog(tmp_path, limit=LINE_BYTES), [2])
+    check(tmp_path, [1, 2])
+
+
+def test_the_oldest_segments_go_beyond_the_limit(tmp_path):
+    log = SampleLog(tmp_path, limit=1, keep=8 * LINE_BYTES)
+    write(log, range(1, 10))
+    left = [record["step"] for record in samples.read(tmp_path)]
+    assert left[-1] == 9 and 1 not in left and len(left) < 8
+    assert len(list((tmp_path / "samples").glob("*.bin"))) == len(left) // 2
+
+
+def test_a_run_without_tokens_is_read_and_continued(tmp_path):
+    """Older versions wrote samples.jsonl alone, and no place in tokens.bin."""
+    old = [{"stage": "grpo", "step": step, "prompt_id": step, "sample": 0, "tokens": [1]} for step in (1, 2, 3)]
+    (tmp_path / SAMPLES).write_text("".join(json.dumps(each) + "\n" for each in old))
+    log = SampleLog(tmp_path)
+    log.truncate_after(keep_until(2))
+    log.write([row(3)], [tokens_of(row(3))])
+    result = list(samples.read(tmp_path))
+    assert result == [*old[:2], {**row(3), "at": 0}]
+    assert not len(samples.read_tokens(tmp_path / SAMPLES, result[0]))
+    assert samples.read_tokens(tmp_path / SAMPLES, result[2])["id"].tolist() == [3, 3, 3]
+    log.truncate_after(keep_until(2))
+    assert list(samples.read(tmp_path)) == old[:2] and not (tmp_path / TOKENS).stat().st_size
+
+
+def test_options_choose_steps_and_a_share_of_the_prompts():
+    assert [step for step in range(7) if SampleRecords(every=3).keeps_step(step)] == [0, 3, 6]
+    assert not any(SampleRecords(every=0).keeps_step(step) for step in range(4))
+    kept = [SampleRecords(share=0.25).keeps_prompt(number) for number in range(4000)]
+    assert 0.22 < np.mean(kept) < 0.28 and kept == [SampleRecords(share=0.25).keeps_prompt(n) for n in range(4000)]
+    assert all(SampleRecords().keeps_prompt(number) for number in range(100))
