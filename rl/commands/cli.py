@@ -17,7 +17,7 @@ from rl.commands.overrides import overrides_of
 
 # A verb is a module with SUMMARY, add_arguments(parser) and run(arguments); DESCRIPTION and HELP (the epilog) are
 # optional.
-VERBS = ("train", "plan", "inspect", "explain", "generate", "chat", "reward")
+VERBS = ("train", "plan", "inspect", "explain", "doctor", "generate", "chat", "reward")
 
 
 def train_main(argv: Sequence[str] | None = None) -> int:

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         choose_platform(config.platform)
         use_program_cache(config.run.program_cache)
-        from rl.run.probe import inspect_probe
+        from rl.run.health.probe import inspect_probe
 
         probed = inspect_probe(config, arguments.probe, arguments.stage)
     if arguments.json:
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in show.lines(inspection, arguments.rows, sys.stdout.isatty()):
             print(line)
         if probed:
-            print(*probed.lines(), *(f"refuse: {problem}" for problem in probed.problems()), sep="\n")
+            print(*probed.lines(), *(f"refuse: {text}" for _, text in probed.problems()), sep="\n")
     if arguments.html:
         arguments.html.write_text(show.page(inspection, arguments.rows), encoding="utf-8")
     return 3 if inspection.refused or (probed and probed.problems()) or (arguments.strict and inspection.warned) else 0

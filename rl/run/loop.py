@@ -20,9 +20,10 @@ from rl.config.stage import UntilOptions
 from rl.errors import DataError, RewardStop
 from rl.reporting.manifest import Manifest, devices
 from rl.reporting.timeline import Timeline
-from rl.run import build, probe
+from rl.run import build
 from rl.run.compilation import compile_generator
 from rl.run.folder import RunFolder
+from rl.run.health import probe
 from rl.run.outlook import FIRST_STEADY_STEP, outlook, step_metrics
 from rl.run.prepare import prepare
 from rl.run.signals import StopSignal

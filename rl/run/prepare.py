@@ -13,7 +13,7 @@ from rl.data.encoded import Problem
 from rl.data.inspect import Finding
 from rl.data.reader import DataReader
 from rl.errors import DataError
-from rl.run.start_checks import start_checks
+from rl.run.health.start_checks import start_checks
 from rl.stages.stage import StageKind
 
 

@@ -11,9 +11,9 @@ from rl.data import models
 from rl.data.inspect import Finding
 from rl.errors import Interrupted, ResourceError
 from rl.reporting.program_memory import FILE, ProgramMemoryLog
-from rl.run import start_checks
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
+from rl.run.health import start_checks
 from rl.run.signals import StopSignal
 from rl.stages.context import Context
 from rl.stages.stage import StageKind

@@ -58,29 +58,38 @@ class ProbeResult:
             f"  reward {reward}{signal}; {self.scored:.0%} have a score, {self.faults} faults",
         ]
 
-    def problems(self) -> list[str]:
-        """Returns the reasons why the stage cannot learn from such completions, each with what to change."""
+    def problems(self) -> list[tuple[str, str]]:
+        """Returns (illness as `rl explain` names it, reason and what to change) for each cause of learning nothing."""
         result = []
         if self.cut > MOST_CUT:
             result.append(
-                f"{self.cut:.0%} of the completions are cut off at {self.max_new_tokens} tokens: raise "
-                "sampling.max_new_tokens, or check chat template and stop tokens with `rl inspect`"
+                (
+                    "clipped completions",
+                    f"{self.cut:.0%} of the completions are cut off at {self.max_new_tokens} tokens: raise "
+                    "sampling.max_new_tokens, or check chat template and stop tokens with `rl inspect`",
+                )
             )
         if self.scored < 1 - MOST_UNSCORED:
             result.append(
-                f"{1 - self.scored:.0%} of the completions have no score ({self.faults} faults): read the tracebacks above, "
-                "then `rl reward test FUNCTION`"
+                (
+                    "reward faults" if self.faults else "no scores",
+                    f"{1 - self.scored:.0%} of the completions have no score ({self.faults} faults): read the tracebacks above, "
+                    "then `rl reward test FUNCTION`",
+                )
             )
         elif self.reward_std == 0 and self.completions > 1:
             result.append(
-                f"all {self.completions} rewards are {self.reward_mean:g}: test the reward on demonstrations with "
-                "`rl inspect`, use easier problems, or start from weights that solve some (stage sft)"
+                (
+                    "equal rewards",
+                    f"all {self.completions} rewards are {self.reward_mean:g}: test the reward on demonstrations with "
+                    "`rl inspect`, use easier problems, or start from weights that solve some (stage sft)",
+                )
             )
         return result
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields as values that JSON can hold."""
-        return asdict(self) | {"problems": self.problems()}
+        return asdict(self) | {"problems": [{"illness": name, "text": text} for name, text in self.problems()]}
 
 
 def probe(

@@ -21,7 +21,7 @@ from rl.data.inspect.stage_rows import Encoded, StageRows
 from rl.data.tokenizer import read_tokenizer
 from rl.errors import DataError, DuetError
 from rollout.text import chat
-from rollout.text.tokenizer import BUILT_IN
+from rollout.text.tokenizer import CHAT_TEMPLATE
 
 ENCODED = 5000
 """Rows that are encoded for the checks: all of a smaller dataset, otherwise a seeded sample."""
@@ -113,7 +113,7 @@ def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, 
         path=f"stages.{index}",
         kind=algorithm.stage,
         tokenizer=tokenizer,
-        built_in=config.tokenizer is not None and config.tokenizer.source in BUILT_IN,
+        built_in=tokenizer.chat_template == CHAT_TEMPLATE,
         stops=stops,
         rows=[],
         max_length=config.max_length,

@@ -44,10 +44,11 @@ class StageRows:
     """The rows of one stage.
 
     path: its dotted key, such as stages.0. kind: kind of the stage (supervised, online, preference, ...). built_in:
-    whether the tokenizer is one of Duet's own. max_new_tokens: 0 for a stage that samples nothing. stops: tokens that end a
-    completion. rows: encoded sequences. problems: (place, text) of rows that cannot be encoded. total: rows of the data, of
-    which `rows` may be a sample. held_out: examples of the evaluation. declared_stops: ends of sequence by the file that
-    declares them. task: whether the rows are problems made in code.
+    whether the chat template is the one of Duet's own tokenizers. max_new_tokens: 0 for a stage that samples
+    nothing. stops: tokens that end a completion. rows: encoded sequences. problems: (place, text) of rows that
+    cannot be encoded. total: rows of the data, of which `rows` may be a sample. held_out: examples of the
+    evaluation. declared_stops: ends of sequence by the file that declares them. task: whether the rows are problems
+    made in code.
     """
 
     name: str

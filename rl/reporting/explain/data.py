@@ -13,14 +13,7 @@ EPOCHS_SFT, EPOCHS_RL = 4.0, 10.0
 MASK_NONE, UNTRAINED_TOKENS = 0.01, 1.5
 EMPTY_SHARE = 0.5
 GAP = 0.15
-INSPECTION = {
-    4: "wrong mask",
-    11: "wrong mask",
-    2: "wrong template or stop token",
-    5: "wrong template or stop token",
-    7: "wrong template or stop token",
-    8: "wrong template or stop token",
-}
+INSPECTION = {2: "wrong template or stop token", 4: "wrong mask", 5: "wrong template or stop token", 11: "wrong mask"}
 """Check of rl/data/inspect -> the illness that it announces."""
 
 
@@ -188,10 +181,14 @@ def inspection(run: RunRecord) -> Iterator[Finding]:
 
 @run_rule
 def probe(run: RunRecord) -> Iterator[Finding]:
-    """Repeats what the probe before the first step complained about."""
-    stage = next((each for each in run.stages if each.name == run.probed.get("stage")), None)
-    for text in run.probed.get("problems") or ():
+    """Repeats what the probe before the first step showed."""
+    for problem in run.probed.get("problems") or ():
         yield Finding(
-            "probe failed", str(text), "The probe before the first step shows it", f"Run `rl inspect {run.path} --probe 64`",
-            stage.name if stage else run.probed.get("stage"), 0, severity=0.5,
-        )  # fmt: skip
+            str(problem.get("illness")),
+            str(problem.get("text")),
+            "The probe before the first step shows it",
+            f"Run `rl inspect {run.path} --probe 64`",
+            run.probed.get("stage"),
+            0,
+            severity=0.3,
+        )

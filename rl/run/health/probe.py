@@ -44,7 +44,7 @@ def before_first_step(run: Run, stage: StageKind) -> None:
     with run.resharded(), run.timeline.span("probe", stage=stage.name):
         params = stage.sampling_params(n=stage.options.samples_per_prompt)
         result, _ = probe(stage.name, _problems(stage, count), params, stage.collect, run.tokenizer)
-    problems = result.problems()
+    problems = [text for _, text in result.problems()]
     if processes.first():
         text = json.dumps(result.to_json(), indent=1, ensure_ascii=False)
         (run.folder.path / FILE).write_text(text + "\n", encoding="utf-8")
