@@ -7,6 +7,7 @@ short SFT, which is made first. `--fixtures FOLDER` keeps what `rl explain` read
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,7 @@ WORDS = [
     *LONG,
 ]
 RUNS: dict[str, list[str]] = {
+    "healthy_texts": [*WORDS, f"evaluation.data={DIALOGUE.removeprefix('data=')}", sft(steps=20)],
     "healthy": ["MODEL", grpo()],
     "healthy_sft": [sft()],
     "healthy_kl": ["MODEL", grpo(algorithm={"name": "grpo", "kl_coef": 0.02}, updates_per_step=2)],
@@ -86,58 +88,98 @@ RUNS: dict[str, list[str]] = {
     "kl": ["MODEL", reward("pays_for_ones"), grpo(algorithm={"name": "grpo", "kl_coef": 1e-4}, optimizer=rate(3e-3))],
     "truncated": ["MODEL", grpo(sampling={"max_new_tokens": 3})],
     "mask": [sft(algorithm={"name": "sft", "train_on": "all"})],
-    "template": [
-        *WORDS,
-        "tokenizer={source: bytes, alphabet: null, chat_template: tests/illnesses/no_stop.jinja}",
-        two(sft(steps=80), grpo(sampling={"max_new_tokens": 16}, steps=8)),
-    ],
     "template_between": [
         *WORDS,
-        f"data={SUMS}",
+        f"data={SUMS[:-1]}, chat: false}}",
         two(sft(steps=80, data=CHAT), grpo(sampling={"max_new_tokens": 16}, steps=8)),
     ],
     "template_plain": ["MODEL", *LONG, f"data={SUMS[:-1]}, chat: true}}", grpo(steps=12)],
-    "mask_last": [*WORDS, sft(algorithm={"name": "sft", "train_on": "all"})],
     "stale": ["MODEL", grpo(algorithm={"name": "dapo", "dynamic_batches": 8}, prompts_per_step=8, updates_per_step=8)],
     "faults": ["MODEL", reward("misses_a_column"), grpo()],
     "faults_some": ["MODEL", reward("sometimes_raises"), grpo()],
     "exhausted": ["MODEL", f"data={SUMS[:-1]}, limit: 16}}", grpo(prompts_per_step=16)],
+    "memory": ["MODEL", "LIMIT", grpo(steps=8)],
     "exhausted_sft": [f"data={SUMS[:-1]}, limit: 64}}", sft(steps=60)],
 }
 
 
-def train(arguments: list[str], directory: Path) -> int:
-    """Runs `rl-train` with these arguments. Returns its exit code."""
+def train(arguments: list[str], directory: Path, limit: int | None = None) -> int:
+    """Runs `rl-train` with these arguments. Returns its exit code. limit: most bytes of its address space."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "rl.commands.cli", *arguments, f"run.dir={directory}", "run.checkpoint_every=0"]
+    if limit is not None:
+        command = ["bash", "-c", f'ulimit -v {limit // 1024}; exec "$@"', "limited", *command]
     with open(f"{directory}.log", "w") as log:
         return subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False).returncode
 
 
 def make(name: str, folder: Path) -> Path:
     """Makes a run in folder/name unless it is there, and the weights that it starts from. Returns its directory."""
-    directory = folder / name
+    directory, limited = folder / name, False
     arguments = BASE if name == "base" else ["configs/quickstart.yml", "evaluation.problems=64", *RUNS[name]]
     if "MODEL" in arguments:
         weights = make("base", folder) / "export"
-        place = arguments.index("MODEL")
-        arguments = [
-            *arguments[:place],
-            f"model={{source: {weights}, remat: none, scan: false}}",
-            "tokenizer=null",
-            *arguments[place + 1 :],
-        ]
+        model = [f"model={{source: {weights}, remat: none, scan: false}}", "tokenizer=null"]
+        arguments = [each for one in arguments for each in (model if one == "MODEL" else [one])]
+    if "LIMIT" in arguments:
+        arguments, limited = [each for each in arguments if each != "LIMIT"], True
     if not (directory / "export").is_dir():
-        code = train(arguments, directory)
-        print(name, "exit code", code, flush=True)
+        limit = int(address_space(arguments, folder / f"{name}-measured") / 0.94) if limited else None
+        print(name, "exit code", train(arguments, directory, limit), flush=True)
     return directory
+
+
+def address_space(arguments: list[str], directory: Path) -> float:
+    """Returns the bytes of address space that a run takes at its end, measured under a limit that it does not reach."""
+    limit = 2**35  # so low that the process uses more of it than all processes of the machine's memory
+    train(arguments, directory, limit)
+    return metrics(directory)[-1]["metrics"]["perf/host_memory_share"] * limit
+
+
+def metrics(directory: Path) -> list[dict]:
+    """Returns the events of a run."""
+    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+NOT_KEPT = ("time/", "perf/", "generator/", "advantage/", "sampler/is", "sampler/k", "rewards/", "moe/", "optim/update")
+SAMPLE = ("stage", "step", "prompt_id", "prompt", "completion", "reward", "n")
+KEPT = ("perf/host_memory_share", "perf/step_tokens")
+
+
+def keep(directory: Path, fixtures: Path) -> None:
+    """Writes what `rl explain` reads of a run to a folder, with four digits, and 32 of its samples."""
+    target = fixtures / directory.name
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("inspection.json", "probe.json"):
+        if (directory / name).exists():
+            shutil.copy(directory / name, target)
+    config = (directory / "config.yml").read_text().replace(str(directory.parent), "runs")
+    (target / "config.yml").write_text(config)
+    rows = []
+    for row in metrics(directory):
+        values = {k: short(v) for k, v in row["metrics"].items() if k in KEPT or not k.startswith(NOT_KEPT)}
+        rows.append(json.dumps({"stage": row["stage"], "step": row["step"], "metrics": values}, separators=(",", ":")))
+    (target / "events.jsonl").write_text("\n".join(rows) + "\n")
+    samples = directory / "samples.jsonl"
+    if samples.exists():
+        last = [json.loads(line) for line in samples.read_text().splitlines()]
+        kept = [{key: row[key] for key in SAMPLE if key in row} for row in last if not row.get("eval")][-32:]
+        (target / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+
+def short(value: float | None) -> float | None:
+    """Returns a number with four digits."""
+    return value if value is None else float(f"{value:.4g}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("names", nargs="*", default=list(RUNS))
+    parser.add_argument("names", nargs="*", default=["base", *RUNS])
+    parser.add_argument("--fixtures", type=Path, help="folder for what `rl explain` reads of each run")
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
     for each in options.names:
-        make(each, options.directory.resolve())
+        made = make(each, options.directory.resolve())
+        if options.fixtures:
+            keep(made, options.fixtures)

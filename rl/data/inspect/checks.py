@@ -36,11 +36,11 @@ def _stage(stage: StageRows) -> Iterator[Finding]:
     for check in (*TEMPLATE_CHECKS, *ROW_CHECKS):
         yield from check(stage)
     if stage.problems:
-        where, text = stage.problems[0]
+        example, text = stage.problems[0]
         yield Finding(
             11,
             "refuse",
-            f"{len(stage.problems)} rows cannot be encoded, first {where}: {text}",
+            f"{len(stage.problems)} rows cannot be encoded, first {example.where}: {text}",
             "Mend these rows",
             stage.name,
         )

@@ -148,12 +148,12 @@ def _stage(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, ...]
     if len(examples) > ENCODED:
         examples = [examples[n] for n in sorted(random.Random(config.seed).sample(range(len(examples)), ENCODED))]
     rows: list[Encoded] = []
-    problems: list[tuple[str, str]] = []
+    problems: list[tuple[Example, str]] = []
     for example in examples:
         try:
             rows += _encoded(stage, example)
         except ValueError as error:
-            problems.append((example.where, str(error)))
+            problems.append((example, str(error)))
     return replace(stage, rows=rows, problems=problems, total=dataset.total, held_out=held_out)
 
 

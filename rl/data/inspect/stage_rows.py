@@ -11,6 +11,10 @@ from rl.data.datasets import Example
 Kind = Literal["prompt", "trained", "ignored", "stop"]
 
 
+SOME = 100
+"""Rows that checks of the template look at: the others repeat it."""
+
+
 @dataclass(frozen=True)
 class Encoded:
     """A sequence of tokens.
@@ -45,7 +49,7 @@ class StageRows:
 
     path: its dotted key, such as stages.0. kind: kind of the stage (supervised, online, preference, ...). built_in:
     whether the chat template is the one of Duet's own tokenizers. max_new_tokens: 0 for a stage that samples
-    nothing. stops: tokens that end a completion. rows: encoded sequences. problems: (place, text) of rows that
+    nothing. stops: tokens that end a completion. rows: encoded sequences. problems: (example, text) of rows that
     cannot be encoded. total: rows of the data, of which `rows` may be a sample. held_out: examples of the
     evaluation. declared_stops: ends of sequence by the file that declares them. task: whether the rows are problems
     made in code.
@@ -63,7 +67,7 @@ class StageRows:
     train_on: str = "assistant"
     total: int = 0
     vocab_size: int | None = None
-    problems: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[tuple[Example, str]] = field(default_factory=list)
     held_out: Sequence[Example] = ()
     declared_stops: dict[str, list[int]] = field(default_factory=dict)
     task: bool = False
@@ -82,4 +86,9 @@ class StageRows:
     @property
     def messages(self) -> bool:
         """Whether prompts are rendered by the chat template."""
-        return any(not isinstance(row.example.prompt, str) for row in self.rows[:100])
+        return any(not isinstance(each.prompt, str) for each in self.some_examples)
+
+    @property
+    def some_examples(self) -> list[Example]:
+        """The first examples, those that cannot be encoded among them."""
+        return [*(example for example, _ in self.problems[:SOME]), *(row.example for row in self.rows[:SOME])]

@@ -7,11 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rl.data.inspect.finding import Finding
-from rl.data.inspect.stage_rows import StageRows
+from rl.data.inspect.stage_rows import SOME, StageRows
 from rollout.text import chat
 
-LOOKED_AT = 100
-"""Rows that checks of the template look at: they repeat it."""
 _CONTENT = "DuetAnswer"
 _MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 
@@ -108,8 +106,8 @@ def stops_agree(stage: StageRows) -> Iterator[Finding]:
 
 def prefixes(stage: StageRows) -> Iterator[Finding]:
     """5: the rendering of k messages is the beginning of the rendering of k + 1."""
-    for row in stage.rows[:LOOKED_AT]:
-        messages = _messages(row.example)
+    for example in stage.some_examples:
+        messages = _messages(example)
         turns = sum(message["role"] == "assistant" for message in messages)
         if turns < 2:
             continue
@@ -120,7 +118,7 @@ def prefixes(stage: StageRows) -> Iterator[Finding]:
                 5,
                 "refuse" if trained else "warn",
                 f"the chat template rewrites what comes before message {place} when that message is added "
-                f"({row.example.where}): the policy is trained on turns that it never sees in this form",
+                f"({example.where}): the policy is trained on turns that it never sees in this form",
                 "Use a template that only appends, one turn per row, or algorithm.train_on: last_turn",
                 stage.name,
             )
@@ -147,7 +145,7 @@ def round_trips(stage: StageRows) -> Iterator[Finding]:
     """6: text -> ids -> text gives the text, and markers of the template are single tokens."""
     tokenizer = stage.tokenizer
     unknown = tokenizer.unk_token_id
-    for row in stage.rows[:LOOKED_AT]:
+    for row in stage.rows[:SOME]:
         for text in _texts(row.example):
             ids = tokenizer.encode(text, add_special_tokens=False)
             back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -172,7 +170,7 @@ def round_trips(stage: StageRows) -> Iterator[Finding]:
 
 
 def _markers(stage: StageRows) -> Iterator[Finding]:
-    prompt = next(row.example.prompt for row in stage.rows if not isinstance(row.example.prompt, str))
+    prompt = next(each.prompt for each in stage.some_examples if not isinstance(each.prompt, str))
     text = _rendered(stage.tokenizer, prompt, generation=True)
     several = sorted(
         {
@@ -194,7 +192,7 @@ def _markers(stage: StageRows) -> Iterator[Finding]:
 def sampled_form(stage: StageRows) -> Iterator[Finding]:
     """7: the generation prompt with the answer as sampled is the template's own conversation, token by token."""
     tokenizer = stage.tokenizer
-    for row in stage.rows[:LOOKED_AT]:
+    for row in stage.rows[:SOME]:
         messages = _messages(row.example)
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             continue

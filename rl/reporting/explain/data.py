@@ -159,6 +159,7 @@ def _different(stage: StageRecord, who: str, one: Mapping[str, Any], other: Mapp
         "The policy is asked in another form than it was taught",
         f"Give both the same {', '.join(f'data.{key}' for key in keys)}",
         stage.name,
+        1,
         severity=0.82,
     )
 
