@@ -77,7 +77,7 @@ def test_two_steps_say_little(tmp_path):
     equal = {"reward/frac_zero_std": 1.0, "reward/std": 0.0, "reward/mean": 0.0, "completion/truncated_ratio": 1.0}
     assert named(run(tmp_path, [equal] * 2)) == []
     assert "fewer than 3 steps" in verdict(tmp_path)[0]
-    assert named(run(tmp_path, [equal] * 3)) == ["equal rewards", "wrong template or stop token"]
+    assert named(run(tmp_path, [equal] * 3)) == ["wrong template or stop token", "equal rewards"]
 
 
 def test_equal_rewards_of_solved_problems_are_no_illness(tmp_path):

@@ -176,7 +176,8 @@ def inspection(run: RunRecord) -> Iterator[Finding]:
                 f"Check {each['check']} at the start of the run",
                 str(each.get("change") or f"Run `rl inspect {run.path}`"),
                 each.get("stage"),
-                severity=0.84,
+                0,
+                severity=0.6,
             )
 
 

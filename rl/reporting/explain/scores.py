@@ -87,7 +87,7 @@ def equal_rewards(stage: StageRecord) -> Iterator[Finding]:
         ),
         stage.name,
         equal.steps[0] if constant else step,
-        severity=0.9 if constant else 0.65,
+        severity=0.79 if constant else 0.65,
     )
 
 
