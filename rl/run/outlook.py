@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from rl.reporting import memory
 from rl.training.flops import rates
 
 if TYPE_CHECKING:
@@ -18,10 +19,10 @@ _PHASES = ("sync", "sample", "reward_models", "logprob", "reward", "update")
 
 
 def step_metrics(metrics: Mapping[str, float], seconds: float, layout: Layout) -> dict[str, float]:
-    """Returns the time and the rates of a step that took `seconds`, from its other metrics."""
+    """Returns time, rates and memory of a step that took `seconds`, from its other metrics."""
     idle = max(0.0, seconds - sum(metrics.get(f"time/{phase}", 0.0) for phase in _PHASES))
     work = metrics["perf/step_tflop"] * 1e12, metrics["perf/step_tokens"]
-    return {"time/step": seconds, "time/idle": idle} | rates("step", *work, seconds, layout)
+    return {"time/step": seconds, "time/idle": idle} | rates("step", *work, seconds, layout) | memory.metrics()
 
 
 class Outlook:
