@@ -33,7 +33,7 @@ Several are merged from left to right; key=value overrides come last:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument("config", nargs="+", metavar="CONFIG | key=value", help="files first, then overrides")
-    parser.add_argument("--check", action="store_true", help="check the configuration, print it, and stop")
+    parser.add_argument("--check", action="store_true", help="check configuration, tokenizer and first rows, and stop")
     group = parser.add_argument_group(
         "several processes (docs/processes.md)", "by default, the cluster announces them, if there is one"
     )
@@ -66,7 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
     if together is None or together.index == 0:
         _show(files.changed_yaml(config))
     if arguments.check:
-        print("the configuration is good")
+        from rl.data.inspect import check_first_rows
+
+        for note in check_first_rows(config):
+            print(note)
+        print("the configuration is good, and so are the tokenizer and the first rows of the data")
         return 0
     choose_platform(config.platform)
     use_program_cache(config.run.program_cache)

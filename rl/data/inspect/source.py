@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import rl.algorithms
 from policy.huggingface import sources
+from rewards import RewardError, registry
+from rl.config.data import DataOptions
 from rl.config.run import RunConfig
 from rl.data import datasets, models
 from rl.data.datasets import Example
@@ -18,6 +20,7 @@ from rl.data.inspect.checks import check_stages, in_order
 from rl.data.inspect.finding import Finding
 from rl.data.inspect.reward_check import demonstrations_score
 from rl.data.inspect.stage_rows import Encoded, StageRows
+from rl.data.rows import is_hub_name
 from rl.data.tokenizer import read_tokenizer
 from rl.errors import DataError, DuetError
 from rollout.text import chat
@@ -172,3 +175,44 @@ def _encoded(stage: StageRows, example: Example) -> list[Encoded]:
         return [Encoded(example, *chat.encode_answer(tokenizer, example.prompt, answer)) for answer in example.pair]
     texts = example.prompt, example.completion, example.messages
     return [Encoded(example, *chat.encode_example(tokenizer, *texts, stage.train_on))]
+
+
+def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
+    """Reads the tokenizer and the first rows of each dataset, as a quick check. Scores nothing.
+
+    Returns notes about what was not read: datasets of the hub, which would be downloaded. Raises ConfigError for a
+    tokenizer, file or task that cannot be used, DataError for findings that refuse a run, and for a column that a reward
+    needs and the rows do not have.
+    """
+    notes: list[str] = []
+
+    def first(options: DataOptions | None) -> DataOptions | None:
+        if options is None or options.path is None or not is_hub_name(str(options.path)) or Path(options.path).exists():
+            return options and options.model_copy(update={"limit": min(count, options.limit or count)})
+        notes.append(f"{options.path} is a dataset of the hub: its rows were not read (rl inspect reads them)")
+        return None
+
+    stages = [stage.model_copy(update={"data": first(stage.data or config.data)}) for stage in config.stages]
+    evaluation = config.evaluation
+    if evaluation is not None:
+        data = first(evaluation.data)
+        evaluation = None if data is None else evaluation.model_copy(update={"data": data})
+    short = config.model_copy(update={"data": None, "stages": stages, "evaluation": evaluation})
+    names = [name for name, stage in zip(config.stage_names, stages, strict=True) if stage.data is not None]
+    inspections = [inspect(short, name, rewards=False) for name in names]
+    refused = [each.line() for inspection in inspections for each in inspection.findings if each.level == "refuse"]
+    refused += [text for inspection in inspections for stage in inspection.stages for text in _columns(config, stage)]
+    if refused:
+        raise DataError("\n".join(dict.fromkeys(refused)))
+    return list(dict.fromkeys(notes))
+
+
+def _columns(config: RunConfig, stage: StageRows) -> Iterator[str]:
+    """Yields the columns that rewards of a sampling stage need and its first row does not have."""
+    settings = config.stages[int(stage.path.split(".")[1])].rewards or config.rewards
+    for function in settings.functions if settings is not None and stage.samples and stage.rows else ():
+        example = stage.rows[0].example
+        try:
+            registry.check(function.name, function.options, frozenset(example.columns))
+        except RewardError as error:
+            yield f"{example.where}: {error}"
