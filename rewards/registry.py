@@ -144,6 +144,11 @@ def known() -> list[str]:
     return sorted({*_registered, *_builtins(), *_entry_points()})
 
 
+def builtin_names() -> list[str]:
+    """Returns the names of the rewards that this package has, sorted."""
+    return sorted(_builtins())
+
+
 def load(spec: str) -> RewardFunction:
     """Returns the function that `spec` names (forms: top of this file). Raises RewardError."""
     return locate(spec).function

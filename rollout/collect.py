@@ -1,6 +1,7 @@
-"""Groups of completions from prompts: calls the generator and starts to score what it returns.
+"""Groups of completions from prompts: calls the generator and starts to compute the rewards of what it returns.
 
-The one seam between an engine and a stage: a stage knows Rollouts, whatever made them. P prompts, G completions of each.
+The one seam between an engine and a stage: a stage knows Rollouts, whatever made them. Scores are numbers for
+completions, from reward functions and reward models. P prompts, G completions of each.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class Problem(Protocol):
 class Source:
     """Where completions and their scores come from.
 
-    scorers: reward models by name, each a function from sequences of token ids to scores. on_calls: gets the calls that
-    computed some scores, once the scores are there.
+    runner: calls the reward functions. scorers: reward models by name, each a function from sequences of token ids
+    (prompt and completion) to scores, which the reward functions get. on_calls: called with the finished reward calls,
+    for the timeline.
     """
 
     generator: Generator
@@ -71,9 +73,10 @@ class PendingScores(Protocol):
 class Rollouts:
     """The completions of one step, with their pending scores.
 
-    completions: [P][G]. versions: policy version (number of updates) that sampled each group. counts: counts of the
-    generator over all sampling for this step, and the `tokens` of its completions. seconds: time of decoding. scoring:
-    time of the reward models after decoding.
+    completions: [P][G]. versions: policy version (number of updates) that sampled each group. counts: what the
+    generator counted (Engine.counts) in all sampling for this step, and the `tokens` of its completions. With dynamic
+    sampling (rl/stages/dynamic_sampling.py) they include the groups that it dropped. seconds: time of sampling.
+    scoring: time of the reward models after it.
     """
 
     problems: Sequence[Problem]
@@ -87,7 +90,7 @@ class Rollouts:
 
     @property
     def flat(self) -> list[tuple[int, Completion]]:
-        """Returns (number of the prompt, completion) of each sample, group by group."""
+        """Returns (index of the prompt, completion) of each sample, group by group."""
         return [(p, completion) for p, group in enumerate(self.completions) for completion in group]
 
 
@@ -98,10 +101,10 @@ def collect(
     prompt_ids: Sequence[int],
     version: int = 0,
 ) -> Rollouts:
-    """Completes the prompts with weights of this `version`, and starts to score the completions.
+    """Completes the prompts with weights of this `version`, and starts to compute the rewards.
 
-    The processes of the rewards score a group as soon as it is complete, while other groups are decoded. Reward models
-    need the devices too, so with them all scoring starts after the last completion.
+    The reward functions get a group as soon as it is complete, in their own processes, while other groups are decoded.
+    Reward models need the devices too, so with them all rewards start after the last completion.
     """
     began, G, generator = time.perf_counter(), params.n, source.generator
     examples = [problem.example for problem in problems for _ in range(G)]
@@ -116,7 +119,7 @@ def collect(
     before = generator.counts
     completions: list[list[Any]] = [[None] * G for _ in problems]
 
-    def score(p: int, sample: int, **more: Any) -> None:
+    def reward(p: int, sample: int, **more: Any) -> None:
         completion = completions[p][sample]
         text = _as_written(problems[p].example.prompt, completion.text)
         known = {"completion_lengths": len(completion.tokens), "truncated": completion.finish == "length"}
@@ -125,17 +128,17 @@ def collect(
     for p, sample, completion in generator.stream([problem.ids for problem in problems], params, ids=prompt_ids):
         completions[p][sample] = completion
         if not source.scorers:
-            score(p, sample)
+            reward(p, sample)
     counts = {name: count - before[name] for name, count in generator.counts.items()}
     counts["tokens"] = sum(len(completion.tokens) for group in completions for completion in group)
     seconds = time.perf_counter() - began
     scoring = 0.0
     if source.scorers:
-        rows = [problems[p].ids + completion.tokens for p, group in enumerate(completions) for completion in group]
-        scores = {name: scorer(rows) for name, scorer in source.scorers.items()}
+        sequences = [problems[p].ids + completion.tokens for p, group in enumerate(completions) for completion in group]
+        scores = {name: scorer(sequences) for name, scorer in source.scorers.items()}
         scoring = time.perf_counter() - began - seconds
-        for i in range(len(rows)):
-            score(*divmod(i, G), reward_model_scores={name: each[i] for name, each in scores.items()})
+        for i in range(len(sequences)):
+            reward(*divmod(i, G), reward_model_scores={name: each[i] for name, each in scores.items()})
     return Rollouts(problems, prompt_ids, completions, handle, counts, seconds, [version] * len(problems), scoring)
 
 

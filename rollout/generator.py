@@ -29,7 +29,8 @@ class Generator:
 
     A token's draw depends only on (seed, prompt id, sample index, position), so neither the other prompts of a call
     nor the number of slots changes a completion. The generator reads the weights from `model.params` at every
-    dispatch. It renews its copies (`weights`) when the weights have changed (rollout/engine/weights.py).
+    prefill call and every decode. It renews its copies (`weights`) when the weights have changed
+    (rollout/engine/weights.py).
 
     engine: runs the requests. verifier: checks their tokens, under GeneratorOptions.exact.
     """
@@ -171,7 +172,7 @@ class Generator:
 
     def reshard_for_rollout(self) -> None:
         """Copies the weights to the shardings of `options.rules` now, if there are rules and the copy is not up to
-        date. Without this call the next dispatch copies them."""
+        date. Without this call the next program copies them."""
         if self.weights and self.weights.reshards:
             jax.block_until_ready(self._params)
 
@@ -186,8 +187,8 @@ class Generator:
         return self.engine.runner.compiled_ahead
 
     def step(self) -> list[Request]:
-        """Runs one turn: collects the output of the last dispatch, fills free slots from the queue, and starts the
-        next dispatch. Returns the requests that ended; the caller processes them while the device works.
+        """Collects the output of the last decode, fills free slots from the queue, and starts the next decode.
+        Returns the requests that ended; the caller processes them while the device works.
 
         If it is interrupted or fails, it drops all requests and the cache, which may have been donated to a program
         that never returned."""

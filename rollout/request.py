@@ -12,18 +12,23 @@ from rollout.types import SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """One completion to sample: sample number `sample` of prompt number `prompt_id` of a run. `index` is the caller's
-    number of the prompt.
+    """One completion to sample.
+
+    prompt_id, sample: ids of the prompt and of the sample of it. With the seed and a position they determine each draw.
+    index: index of the prompt in the call that made the request.
 
     The engine appends to four lists until `finish` is "stop" or "length":
 
     - tokens: the completion.
     - logprobs: the log-probability of each token.
-    - starts_step: whether a token is the first that its decoding step produced.
+    - starts_step: true for the first token of a decoding step; false for further tokens that the step gains from
+      accepted drafts. Its sum is the number of decoding steps.
     - values: where they are recorded, the value of the state that each token was drawn from.
 
-    cached: how many tokens of prompt and completion have entries in the cache.
-    verified_tokens: how many tokens an exact check has confirmed (rollout/engine/exact.py).
+    cached: how many tokens of prompt and completion have entries in the cache. A request can decode when these are all
+    but the last (`needed`): a decoding step feeds that one, makes its entry and samples the next.
+    verified_tokens: how many tokens of the completion the scoring programs have confirmed, under
+    GeneratorOptions.exact (rollout/engine/exact.py).
     routes: where they are recorded, once the request has ended: the experts of its entries, the first `needed` rows of
     int[C, R, k], by path of the layer.
     """
@@ -44,12 +49,13 @@ class Request:
 
     @property
     def needed(self) -> int:
-        """Returns the number of cache entries before decoding: all tokens but the last, which is fed first."""
+        """Returns the number of entries that the cache must have before decoding: one for each token of prompt and
+        completion but the last, which decoding feeds first."""
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
     def ready(self) -> bool:
-        """Whether the next step can be a decoding step."""
+        """Whether the request can decode: its first `needed` tokens are in the cache."""
         return self.cached >= self.needed
 
     @property
@@ -64,7 +70,8 @@ class Request:
 
     @property
     def cacheable(self) -> tuple[int, ...]:
-        """Returns the tokens that must be in the cache before decoding starts: the first `needed`."""
+        """Returns the first `needed` tokens: those that must be in the cache before decoding, and that other requests
+        can share."""
         return self.span(0, self.needed)
 
     def span(self, start: int, end: int) -> tuple[int, ...]:

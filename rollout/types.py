@@ -39,14 +39,14 @@ class GeneratorOptions:
     tokens_per_dispatch: int = option(
         128,
         ge=1,
-        description="Most decoding steps of one dispatch (num_scheduler_steps): the host looks at the tokens after so "
-        "many.",
+        description="Most decoding steps of one multi-step decode (num_scheduler_steps): the host looks at the tokens "
+        "after so many.",
     )
     prefill_budget: int | None = option(
         None,
         ge=1,
-        description="Prompt tokens prefilled between two dispatches while others decode (max_num_batched_tokens); "
-        "null: as many as a dispatch of all slots samples.",
+        description="Prompt tokens, with padding, prefilled between two multi-step decodes "
+        "(max_num_batched_tokens); the last call may exceed it. null: as many as a decode of all slots samples.",
     )
     batch_sizes: Sequence[int] | None = option(
         None,

@@ -1,7 +1,11 @@
 """Defines the options of policy-gradient losses, and advantages relative to a group.
 
-Shapes: P prompts, G completions of one prompt (the group). Advantages are numpy on the host. The losses of the device
-are in `_losses`, which is imported lazily.
+Shapes: P prompts, G completions of one prompt (the group), F reward functions, T tokens. Letters after an underscore
+are the axes: rewards_PG is [P, G]. Advantages are numpy on the host. The losses of the device are in `_losses`, which
+is imported lazily.
+
+Log-probabilities of a token: logp under the weights that are trained, old_logp before the updates of the step,
+sampler_logp as the generator computed it, ref_logp under the reference model. R = exp(logp - old_logp) is the ratio.
 """
 
 from __future__ import annotations
@@ -38,12 +42,12 @@ class PolicyGradient(Sampled):
 
         loss(logp, old_logp, A) * w + kl_coef * KL(policy, reference)
 
-    where A is the advantage, w is the weight of the sampler correction (the option `correction`), and `per_token` of
-    the algorithm computes the first term without w. The tokens are then aggregated, and
-    `entropy_coef` times the mean entropy is subtracted. (Shao et al. 2024, arXiv:2402.03300)
+    where A is the advantage and w is the weight of the sampler correction (the option `correction`). `per_token` of the
+    algorithm computes loss(logp, old_logp, A). The tokens are then aggregated, and `entropy_coef` times the mean
+    entropy is subtracted. (Shao et al. 2024, arXiv:2402.03300)
     """
 
-    per_token_applies_correction: ClassVar[bool] = False  # `per_token` includes the sampler correction
+    per_token_applies_correction: ClassVar[bool] = False  # whether `per_token` applies w itself, in a form of its own
 
     aggregation: Literal["token", "sequence", "sequence_sum", "constant", "prompt"] = Field(
         "token",
@@ -56,7 +60,9 @@ class PolicyGradient(Sampled):
         "itself if a step makes one update. sampler: the generator, which saves that pass; nothing is then corrected",
     )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL term; 0 needs no reference model")
-    kl: Literal["k1", "k2", "k3", "unbiased"] = Field("k3", description="estimator of the KL term; unbiased: k3 * R")
+    kl: Literal["k1", "k2", "k3", "unbiased"] = Field(
+        "k3", description="estimator of the KL term; unbiased: k3 times the ratio exp(logp - old_logp)"
+    )
     reference_every: int = Field(0, ge=0, description="steps after which the reference model is renewed; 0: never")
     reference_mix: float = Field(1.0, gt=0, le=1, description="share of the policy in the renewed reference model")
     correction: Correction | None = Field(None, description="what is done with w = exp(old_logp - sampler_logp)")
@@ -76,7 +82,10 @@ class PolicyGradient(Sampled):
         False, description="what correction or rejection drops does not count in means either"
     )
     off_policy_delta: float | None = Field(
-        None, gt=0, description="drop completions with A < 0 whose mean log-probability has since fallen by more"
+        None,
+        gt=0,
+        description="drop completions with A < 0 whose mean log-probability per token has fallen by more than this "
+        "since they were sampled",
     )
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus; with entropy_target, its first value")
     entropy_target: float | None = Field(
@@ -146,8 +155,9 @@ class PolicyGradient(Sampled):
     def inputs(self) -> frozenset[str]:
         """Returns the names of rl/stages/inputs.py that the loss and the advantages take.
 
-        `old_logp` is one of them if the loss needs a number of the full batch before the first micro-batch: the entropy
-        quantile, the count of tokens that are not rejected, or the mean weight of the correction.
+        `old_logp` is one of them if the loss needs a statistic of the full batch in advance: the entropy quantile, the
+        count of tokens that are not rejected, or the mean weight of the correction. This input is a pass of the trainer
+        before the updates, whatever the option `old_logp` says.
         """
         uses = {
             "ref_logp": self.kl_coef > 0,
@@ -159,8 +169,8 @@ class PolicyGradient(Sampled):
 
     @property
     def repeated_inputs(self) -> frozenset[str]:
-        """Returns the inputs that several updates per step need in addition. With one, old and current
-        log-probabilities are equal."""
+        """Returns the inputs that several updates per step need in addition. With one update, logp before the update is
+        old_logp, and the update needs no pass for it."""
         return frozenset({"old_logp"} if self.old_logp == "trainer" else ())
 
     def token_flags(self, inputs: Any) -> Any:
@@ -170,7 +180,8 @@ class PolicyGradient(Sampled):
         return token_flags(self, inputs)
 
     def select_old_logp(self, arrays: Any) -> Any:
-        """Returns the old log-probabilities of a Batch or a PolicyInputs, selected by the option `old_logp`."""
+        """Returns the log-probabilities that the ratio of the loss divides by: the array `sampler_logp` or `old_logp`
+        of a Batch or a PolicyInputs, as the option `old_logp` says."""
         return arrays.sampler_logp if self.old_logp == "sampler" else arrays.old_logp
 
     @property
@@ -225,7 +236,7 @@ class PolicyGradient(Sampled):
 
 @algorithm_options()
 class Clipped(PolicyGradient):
-    """The clipped loss: with R = exp(logp - old_logp), for each token
+    """The clipped loss: with the ratio R = exp(logp - old_logp), for each token
 
         max(-R A, -clip(R, 1 - epsilon, 1 + epsilon_high) A)
 
@@ -336,11 +347,13 @@ class KLReward(_Mixin):
 
 @algorithm_options()
 class GroupRelative(_Mixin):
-    """A mixin: advantages from the other completions of the same prompt, without a critic."""
+    """A mixin: advantages relative to the mean reward of the group, without a critic."""
 
     scale: Literal["group", "batch", "none", "others"] = Field(
         "group",
-        description="what centred rewards are divided by: a standard deviation, or none (Dr.GRPO, arXiv:2503.20783)",
+        description="standard deviation that rewards minus the mean of their group are divided by. group: of the "
+        "group. batch: of all rewards of the step. none: no division (Dr.GRPO, arXiv:2503.20783). others: mean and "
+        "standard deviation are of the other completions of the group",
     )
     std_eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
     combine: Literal["sum", "normalize_then_sum"] = Field(

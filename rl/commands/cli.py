@@ -1,4 +1,6 @@
-"""Runs the commands `rl-train` and `rl`. A verb is a file of this folder, named in VERBS.
+"""Runs the commands `rl-train` and `rl`. A verb is a file of this folder or of one in it, named in VERBS.
+
+runs/ has the verbs that read the folder of a run, setup/ those that come before one.
 
 A verb imports jax and other slow packages only when it needs them: `--help` answers in a fraction of a second, and a
 configuration is checked without jax.
@@ -15,13 +17,41 @@ from rl.commands import train
 from rl.commands.exits import run_guarded
 from rl.commands.overrides import overrides_of
 
+COMPLETE = "_complete"  # what the scripts of `rl completion` call; no verb of the help
 # A verb is a module with SUMMARY, add_arguments(parser) and run(arguments); DESCRIPTION and HELP (the epilog) are
 # optional.
-VERBS = ("train", "plan", "inspect", "explain", "doctor", "generate", "chat", "reward")
+VERBS = {
+    path.rpartition(".")[2]: f"rl.commands.{path}"
+    for path in (
+        *("train", "plan", "setup.inspect", "runs.explain", "runs.report", "runs.compare", "generate", "chat"),
+        *("reward", "setup.doctor", "setup.schema", "setup.completion"),
+    )
+}
+"""Verb -> its module, in the order of the help."""
 
 
 def train_main(argv: Sequence[str] | None = None) -> int:
     """Runs the command `rl-train` and returns its exit code."""
+    return run_guarded(train.run, _parsed(train_parser(), argv))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command `rl` and returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == [COMPLETE]:
+        from rl.config.editors import complete
+
+        return complete.main(argv[1:])
+    root = parser()
+    arguments = _parsed(root, argv)
+    if arguments.verb is None:
+        root.print_help()
+        return 0
+    return run_guarded(arguments.run, arguments)
+
+
+def train_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command `rl-train`."""
     parser = argparse.ArgumentParser(
         prog="rl-train",
         description="Train a language model in the stages of a configuration: SFT, DPO, reward models, GRPO, PPO, ...",
@@ -30,18 +60,18 @@ def train_main(argv: Sequence[str] | None = None) -> int:
     )
     _add_version(parser)
     train.add_arguments(parser)
-    return run_guarded(train.run, _parsed(parser, argv))
+    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command `rl` and returns its exit code."""
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command `rl`, with all verbs."""
     parser = argparse.ArgumentParser(
         prog="rl", description="Reinforcement learning and post-training of language models."
     )
     _add_version(parser)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
-    for name in VERBS:
-        verb = importlib.import_module(f"rl.commands.{name}")
+    for name, module in VERBS.items():
+        verb = importlib.import_module(module)
         verb_parser = verbs.add_parser(
             name,
             help=verb.SUMMARY,
@@ -51,11 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         verb.add_arguments(verb_parser)
         verb_parser.set_defaults(run=verb.run)
-    arguments = _parsed(parser, argv)
-    if arguments.verb is None:
-        parser.print_help()
-        return 0
-    return run_guarded(arguments.run, arguments)
+    return parser
 
 
 def _add_version(parser: argparse.ArgumentParser) -> None:

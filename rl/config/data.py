@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rl.config.schema import Strict
 
@@ -28,6 +28,7 @@ class DataOptions(Strict):
     """Either `task` (problems generated in code) or `path` (a JSONL, CSV or Parquet file, a folder, or a hub name)."""
 
     shorthand: ClassVar[str | None] = "path"
+    exactly_one: ClassVar[tuple[str, ...]] = ("task", "path")
 
     task: str | None = Field(default=None, description="arithmetic, or any reasoning-gym task by name")
     options: dict[str, Any] = Field(default={}, description="options of the task")
@@ -41,12 +42,6 @@ class DataOptions(Strict):
     system: str | None = Field(default=None, description="system message put before the prompt; implies chat")
     chat: bool = Field(default=False, description="render plain prompts as a user message through the chat template")
     limit: int | None = Field(default=None, ge=1, description="use only the first rows")
-
-    @model_validator(mode="after")
-    def _one_source(self):
-        if (self.task is None) == (self.path is None):
-            raise ValueError("give exactly one of `task` and `path`")
-        return self
 
 
 class EvaluationOptions(Strict):

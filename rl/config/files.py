@@ -164,10 +164,11 @@ def _over_preset(stage: Item, path: tuple) -> Item:
     if algorithm is None or not isinstance(algorithm.value, dict) or "preset" not in algorithm.value:
         return stage
     preset, known = algorithm.value["preset"], presets()
-    if preset.value not in known:
+    if not isinstance(preset.value, str) or preset.value not in known:
         dotted = ".".join(map(str, path))
         raise ConfigError(
-            f"{preset.place}: {dotted}.algorithm.preset: no preset {preset.value!r}{nearest(preset.value, known)}"
+            f"{preset.place}: {dotted}.algorithm.preset: no preset {yaml_tree.plain(preset)!r}"
+            f"{nearest(yaml_tree.plain(preset), known)}"
         )
     base = yaml_tree.parse(
         known[preset.value].read_text(encoding="utf-8"), lambda line: f"configs/presets/{preset.value}.yml:{line}"
@@ -184,6 +185,17 @@ def _with_if_present(tree: Item) -> Item:
         return tree
     if not isinstance(over.value, dict):
         raise ConfigError(f"{over.place}: if_present: must be a mapping of sections of a run")
+    # A misspelt section is never present, so nothing else would report it.
+    sections = [name for name in RunConfig.model_fields if name not in ("every_stage", "if_present")]
+    unknown = [key for key in over.value if key not in sections]
+    if unknown:
+        raise ConfigError(
+            "\n".join(
+                f"{over.value[key].place}: if_present.{key}: "
+                f"{unknown_key(('if_present', key), yaml_tree.plain(over.value[key]), sections)}"
+                for key in unknown
+            )
+        )
     present = {key: item for key, item in over.value.items() if key in tree.value and tree.value[key].value is not None}
     rest = Item({key: item for key, item in tree.value.items() if key != "if_present"}, tree.where)
     return yaml_tree.merge(rest, Item(present, over.where), shorthand) if present else rest

@@ -35,7 +35,8 @@ keys are refused with file, line and the right place or the nearest valid keys. 
 refused with the key of Duet. All errors are reported at once. `1e-5` is a number.
 An empty section has its defaults. A file has at most 262,144 characters and 20,000 values (an alias counts as all
 values that it repeats), nested at most 32 deep. Relative paths start at the working directory. The resolved
-configuration is saved as `config.yml` in the run's folder; running that file repeats the run.
+configuration is saved as `config.yml` in the run's folder; running that file repeats the run. Editors show this
+reference on hover, and check keys and values while you write ([editors.md](editors.md)).
 
 If a section has a *short form*, a plain text sets that one key: `model: tiny-deepseek` is
 `model: {source: tiny-deepseek}`.

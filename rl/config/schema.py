@@ -18,6 +18,8 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     shorthand: ClassVar[str | None] = None
     """Key that a plain text sets: `model: tiny` is `model: {source: tiny}`."""
+    exactly_one: ClassVar[tuple[str, ...]] = ()
+    """Keys of which exactly one must be set; `null` does not set a key."""
 
     @model_validator(mode="before")
     @classmethod
@@ -29,12 +31,25 @@ class Strict(BaseModel):
         values = dict(values)
         for name, field in cls.model_fields.items():
             value, kinds = values.get(name), accepted_types(field.annotation)
-            if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
-                values[name] = int(value)
+            if name in values:
+                values[name] = as_integer(value, kinds)
             # A section left empty (`optimizer:` with every line below commented out) is the section's defaults.
-            elif name in values and value is None and type(None) not in kinds and not kinds <= {int, float, bool, str}:
+            if name in values and value is None and type(None) not in kinds and not kinds <= {int, float, bool, str}:
                 del values[name]
         return values
+
+    @model_validator(mode="after")
+    def _exactly_one(self):
+        if self.exactly_one and sum(getattr(self, name) is not None for name in self.exactly_one) != 1:
+            raise ValueError(f"give exactly one of {' and '.join(f'`{name}`' for name in self.exactly_one)}")
+        return self
+
+
+def as_integer(value: Any, kinds: set[Any]) -> Any:
+    """Returns `1e3` as an integer if the types of a key include int and not float; any other value unchanged."""
+    if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
+        return int(value)
+    return value
 
 
 def accepted_types(annotation: Any) -> set[Any]:

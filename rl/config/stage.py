@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 import rl.algorithms
 import rollout.types
 from rl.config.data import DataOptions, RewardSettings
-from rl.config.schema import Section, Strict, fields_of
+from rl.config.schema import Section, Strict, accepted_types, as_integer, fields_of
 
 
 @fields_of(rollout.types.SamplingParams, leave_out=("n",), max_new_tokens=256)
@@ -99,15 +99,11 @@ class PredictionOptions(Strict):
 class UntilOptions(Strict):
     """Ends a stage before its last step, after the first step whose `metric` reaches a bound."""
 
+    exactly_one: ClassVar[tuple[str, ...]] = ("at_least", "at_most")
+
     metric: str = Field(description="a name of docs/metrics.md, e.g. loss; looked at after each step that has it")
     at_least: float | None = Field(default=None, description="the stage ends when the metric is this or more")
     at_most: float | None = Field(default=None, description="the stage ends when the metric is this or less")
-
-    @model_validator(mode="after")
-    def _one_bound(self):
-        if (self.at_least is None) == (self.at_most is None):
-            raise ValueError("give exactly one of `at_least` and `at_most`")
-        return self
 
 
 class AlgorithmOptions(Strict):
@@ -120,7 +116,12 @@ class AlgorithmOptions(Strict):
 
     @model_validator(mode="after")
     def _known(self):
-        algorithm = rl.algorithms.get(self.name, **(self.model_extra or {}))
+        fields = type(rl.algorithms.get(self.name)).__pydantic_fields__
+        options = {
+            option: as_integer(value, accepted_types(fields[option].annotation)) if option in fields else value
+            for option, value in (self.model_extra or {}).items()
+        }
+        algorithm = rl.algorithms.get(self.name, **options)
         # A saved run says every number it used, so that it stays the same run when a default changes.
         assert self.__pydantic_extra__ is not None, "extra='allow' keeps the algorithm's fields"
         self.__pydantic_extra__.update({f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)})

@@ -94,7 +94,7 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
     routes = sampling.routes if sampling and stage.options.router_replay else None
     for each in (
         *stage.programs(routes, build.generator_options(own.stage.config).record_values),
-        *stage.scoring_programs(),
+        *stage.reward_model_programs(),
     ):
         resident = own.bytes
         if sampling:
@@ -201,14 +201,12 @@ class Sampling:
         P *= stage.samples  # a step excludes evaluations
         steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // slots)
         longest = self.config.max_length if self._prefills_completions else prompts
+        lengths = {"prefill": prefill_lengths(longest - 1, runner.chunk)[-1], "extend": runner.chunk}
         for (name, *shape), arguments in program_inputs(runner, params, longest, [stop_width(1)]):
             dispatch = 1
             if name == "decode" and shape[0] == slots:
                 times, dispatch = steps, min(runner.decode_steps, options.sampling.max_new_tokens)
-            elif name in ("prefill", "extend") and shape == [
-                runner.max_prefill_rows,
-                prefill_lengths(longest, runner.chunk)[-1] + runner.lookahead_tokens,
-            ]:
+            elif name in lengths and shape == [runner.max_prefill_rows, lengths[name] + runner.lookahead_tokens]:
                 chunks = -(-prompts // runner.chunk)
                 times = P * (1 if name == "prefill" else chunks - 1) / shape[0]
             else:

@@ -10,7 +10,7 @@ import secrets
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -119,13 +119,28 @@ class _Guarded:
 
 def line(stage: str, step: int, steps: int, metrics: Metrics) -> str:
     """Returns a line for the console: `grpo 12/250  reward/mean 0.412  kl/ref 0.001  0.4s`."""
-    parts = [f"{stage} {step}/{steps}"]
-    parts += [f"{name} {_short(value)}" for name in _SHOWN if (value := metrics.get(name)) is not None]
+    return "  ".join([f"{stage} {step}/{steps}", *_shown(metrics)])
+
+
+def _shown(metrics: Metrics) -> list[str]:
+    """Returns name and value of the metrics in a line of the console, in its order, and the time of the step."""
+    parts = [f"{name} {_short(value)}" for name in _SHOWN if (value := metrics.get(name)) is not None]
     passes = [(name, value) for name, value in metrics.items() if name.startswith("eval/pass@") and value is not None]
     parts += [f"{name} {_short(value)}" for name, value in passes]
     if metrics.get("time/step") is not None:
         parts.append(f"{metrics['time/step']:.1f}s")
-    return "  ".join(parts)
+    return parts
+
+
+def fitting(parts: Sequence[str], width: int) -> str:
+    """Joins the first parts that fit in a line of `width` columns. No part is cut."""
+    text = ""
+    for part in parts:
+        longer = f"{text}  {part}" if text else part
+        if len(longer) > width:
+            break
+        text = longer
+    return text
 
 
 class PlainConsole:
@@ -151,32 +166,46 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """Shows a progress bar in a terminal. Steps with an evaluation, and notes, scroll above it."""
+    """Shows two lines in a terminal: bar, steps and time left of the stage; and as many metrics as fit.
+
+    Steps with an evaluation, and notes, scroll above them.
+    """
 
     def __init__(self, stages: Mapping[str, StageSteps], log_every: int):
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.text import Text
+
+        live, console = self, Console()
+
+        class TwoLines(Progress):
+            def get_renderables(self):
+                yield self.make_tasks_table(self.tasks)
+                yield Text(fitting(live._metrics, console.width))
 
         self._stages = stages
         self._every = log_every
-        self._progress = Progress(
+        self._metrics: list[str] = []
+        self._progress = TwoLines(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
+            TextColumn("time left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[shown]}", markup=False),
+            console=console,
         )
         self._tasks: dict[str, Any] = {}
 
     def start_stage(self, name: str, steps: int, first_step: int) -> None:
-        self._progress.update(self._task(name), completed=first_step)
+        self._task(name, first_step)
 
     def step(self, stage: str, step: int, metrics: Metrics) -> None:
         task, steps = self._task(stage), self._stages[stage].steps
-        text = line(stage, step, steps, metrics)
         if _evaluated(metrics):
-            self.note(text)
+            self.note(line(stage, step, steps, metrics))
         if step % self._every == 0 or step == steps:
-            self._progress.update(task, completed=step, shown=text.partition("  ")[2])
+            self._metrics = _shown(metrics)
+            self._progress.update(task, completed=step)
 
     def note(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
@@ -184,12 +213,12 @@ class LiveConsole:
     def close(self) -> None:
         self._progress.stop()
 
-    def _task(self, stage: str) -> Any:
+    def _task(self, stage: str, first_step: int = 0) -> Any:
         if stage not in self._tasks:
             for task in self._tasks.values():
                 self._progress.stop_task(task)
             self._progress.start()
-            self._tasks[stage] = self._progress.add_task(stage, total=self._stages[stage].steps, shown="")
+            self._tasks[stage] = self._progress.add_task(stage, total=self._stages[stage].steps, completed=first_step)
         return self._tasks[stage]
 
 

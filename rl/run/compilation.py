@@ -23,6 +23,7 @@ def compile_generator(run: Run) -> None:
         raise ConfigError(str(error)) from None
     if pool is not None:
         run.events.note(f"the generator's cache: {pool}")
+    run.events.note("compiling the programs of the generator, once for all steps ...")
     every = [sampling_params(stage.options.sampling, run.stop_ids) for stage in run.stages]
     with run.timeline.span("compiling the generator") as span:
         count = generator.compile_ahead(longest, every, strict=run.config.generator.strict_shapes)

@@ -18,6 +18,7 @@ from rl.config.run import RunConfig
 from rl.errors import ConfigError, ResourceError, no_room
 from rl.reporting.events import EVENTS
 from rl.run.load import load
+from rl.stages import kind_of
 
 # Keys that may differ when a run is continued: they change output and storage, not numbers.
 _FREE = ("run", "profile")
@@ -106,8 +107,11 @@ class RunFolder:
     def _claim(self) -> None:
         file, events = self.path / "config.yml", self.path / EVENTS
         if file.exists() and events.exists() and events.stat().st_size:
-            theirs, ours = (_numbers(c) for c in (load([file]), self._config))
-            if different := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
+            before = load([file])
+            theirs, ours = (_numbers(c) for c in (before, self._config))
+            if self._extends(before, theirs, ours):
+                self._keep_export(before)
+            elif different := sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)):
                 shown = "; ".join(f"{key}: {theirs.get(key)} there, {ours.get(key)} here" for key in different[:5])
                 raise ConfigError(
                     f"{self.path} holds a run with another configuration ({shown}). Continue that one with "
@@ -123,6 +127,28 @@ class RunFolder:
             raise ResourceError(
                 f"{file} cannot be written: {error.strerror}. Make room, then start the run again"
             ) from None
+
+    def _extends(self, before: RunConfig, theirs: dict[str, object], ours: dict[str, object]) -> bool:
+        """Whether this is the run of the folder with more steps in its last stage.
+
+        Raises ConfigError for a stage whose first steps depend on the number of steps.
+        """
+        last, key = self._config.stages[-1], f"stages.{len(self._config.stages) - 1}.steps"
+        if theirs | {key: last.steps} != ours or before.stages[-1].steps >= last.steps:
+            return False
+        if any(each.schedule != "constant" for each in (last.optimizer, last.critic)):
+            raise ConfigError(
+                f"{key}: the learning rate follows a schedule over all steps, so the steps of {self.path} would have "
+                f"been others. Give {self.path}/export to a new run as `model`"
+            )
+        if not kind_of(last).trains_policy:
+            raise ConfigError(f"{key}: a stage that trains a reward model cannot be extended; start a new run")
+        return True
+
+    def _keep_export(self, before: RunConfig) -> None:
+        """Moves the weights of the shorter run aside: the run is not finished any more."""
+        if self._exported.is_dir():
+            self._exported.rename(self.path / f"export-{before.stage_names[-1]}-{before.stages[-1].steps}")
 
 
 def _numbers(config: RunConfig) -> dict[str, object]:

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 
 from policy.mesh import processes
-from rewards import RewardError, RewardFailed
 from rl.config.run import RunConfig
 from rl.config.stage import UntilOptions
-from rl.errors import DataError, RewardStop
+from rl.errors import reward_errors
 from rl.reporting.manifest import Manifest, devices
 from rl.reporting.timeline import Timeline
 from rl.run import build
 from rl.run.compilation import compile_generator
 from rl.run.folder import RunFolder
 from rl.run.health import probe
-from rl.run.outlook import FIRST_STEADY_STEP, outlook, step_metrics
+from rl.run.outlook import Outlook, step_metrics
 from rl.run.prepare import prepare
 from rl.run.signals import StopSignal
 from rl.run.state import Run, note_finished
@@ -46,7 +44,7 @@ def run(config: RunConfig) -> int:
             if note_finished(folder):
                 return 0
             open_timeline = contextlib.closing(Timeline(folder.path, config.profile))
-            with Manifest(folder.path) as manifest, _reward_errors(), open_timeline as timeline:
+            with Manifest(folder.path) as manifest, reward_errors(), open_timeline as timeline:
                 timeline.past("reading the data", began, took)
                 with build.run(config, prepared, folder, stop, timeline) as open_run:
                     open_run.note_inspection(prepared.findings)
@@ -59,17 +57,6 @@ def run(config: RunConfig) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _reward_errors() -> Iterator[None]:
-    """Turns errors of the rewards into errors of the run."""
-    try:
-        yield
-    except RewardFailed as error:
-        raise RewardStop(str(error)) from None
-    except RewardError as error:
-        raise DataError(f"rewards: {error}") from None
-
-
 def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
     """Runs all steps of a stage, or the steps after `checkpoint`, the host part (JSON) of a checkpoint."""
     state = run.start(stage, checkpoint)
@@ -79,6 +66,7 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
     evaluation = stage.evaluation(run.held_out)
     if checkpoint is None and evaluation:
         run.events.step(stage.name, 0, _evaluate(run, evaluation, stage, 0))
+    outlook = Outlook()
     steps_done = checkpoint["step"] if checkpoint else 0
     last = steps_done if checkpoint and checkpoint["ended"] else stage.options.steps
     for step in range(steps_done + 1, last + 1):
@@ -86,8 +74,8 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
             state, metrics = stage.step(state, step)
         metrics |= step_metrics(metrics, span.seconds, run.model.graph.layout)
         ended = step == stage.options.steps or _reached(stage.options.until, metrics)
-        if step - steps_done == FIRST_STEADY_STEP and not ended:
-            run.events.note(outlook(metrics, stage.options.steps - step))
+        if (estimate := outlook.after(metrics, stage.options.steps - step)) and not ended:
+            run.events.note(estimate)
         if evaluation and (ended or evaluation.due(step)):
             evaluated = _evaluate(run, evaluation, stage, step)
             if "time/sync" in evaluated:

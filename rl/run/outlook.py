@@ -12,8 +12,8 @@ from rl.training.flops import rates
 if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
 
-FIRST_STEADY_STEP = 3
-"""First step, counted from the start of the process, that compiles nothing. Its time predicts the later ones."""
+STEADY_STEPS = (3, 5)
+"""First and last step, from the start of the process, whose median time predicts the later ones. None compiles."""
 _PHASES = ("sync", "sample", "reward_models", "logprob", "reward", "update")
 """Phases of a step, named as in time/<phase>. The remainder is idle time."""
 
@@ -25,6 +25,21 @@ def step_metrics(metrics: Mapping[str, float], seconds: float, layout: Layout) -
     return {"time/step": seconds, "time/idle": idle} | rates("step", *work, seconds, layout) | memory.metrics()
 
 
+class Outlook:
+    """Estimates the remaining time of a stage, once."""
+
+    def __init__(self) -> None:
+        self._steps: list[Mapping[str, float]] = []
+
+    def after(self, metrics: Mapping[str, float], left: int) -> str | None:
+        """Takes the metrics of a step. Returns the estimate for `left` more steps after the last of STEADY_STEPS."""
+        self._steps.append(metrics)
+        first, last = STEADY_STEPS
+        if len(self._steps) != last:
+            return None
+        return outlook(sorted(self._steps[first - 1 :], key=lambda each: each["time/step"])[(last - first) // 2], left)
+
+
 def outlook(metrics: Mapping[str, float], left: int) -> str:
     """Returns a line with the phases of a step's time, its rates, and the remaining time for `left` steps."""
     seconds = metrics["time/step"]
@@ -34,6 +49,6 @@ def outlook(metrics: Mapping[str, float], left: int) -> str:
     )
     utilisation = f", {metrics['perf/mfu_step']:.0%} of the devices' rate" if "perf/mfu_step" in metrics else ""
     tokens, operations = metrics["perf/step_tokens_per_s"], metrics["perf/step_tflops_per_s"] * 1000
-    rate = f"{tokens:.3g} tokens/s and {operations:.3g} GFLOP/s a device{utilisation}"
+    rate = f"{tokens:,.0f} tokens/s and {operations:,.1f} GFLOP/s per device{utilisation}"
     remaining = timedelta(seconds=round(left * seconds))
     return f"a step takes {seconds:.2g} s ({shown}; {rate}); {left} more: about {remaining}"

@@ -59,6 +59,7 @@ class Run(Context):
             first = host["stage"]
             events.truncate_after(names, names[first], host["step"])
             events.note(f"continuing {self.folder.path} after step {host['step']} of {names[first]}")
+            host["ended"] = _ended(host, self.stages[first])
             return [(stage, host if stage.index == first else None) for stage in self.stages[first:]]
         events.truncate_after(names, names[0], -1)
         source, seed = self.config.model.source, self.config.seed
@@ -93,7 +94,8 @@ class Run(Context):
         due = ended or signal or (options.checkpoint_every and step % options.checkpoint_every == 0)
         number = sum(each.options.steps + 1 for each in self.stages[: stage.index]) + step
         if due and self.events.sync():
-            host = {"stage": stage.index, "step": step, "ended": ended, "progress": self.progress.to_json()}
+            host = {"stage": stage.index, "step": step, "steps": stage.options.steps, "ended": ended}
+            host["progress"] = self.progress.to_json()
             with self.timeline.span("checkpoint", stage=stage.name, step=step):
                 self.checkpoints.save(number, state, host, wait=bool(signal))
             self.events.rotate()
@@ -142,7 +144,15 @@ class Run(Context):
         last.context = self
         with self.timeline.span("export"):
             exported = self.folder.export(last.export)
-        self.events.note(f"final weights in {exported}")
+        path = self.folder.path
+        self.events.note(f"samples in {path}/samples.jsonl; see the run: rl report {path}, rl explain {path}")
+        self.events.note(f"final weights in {exported}; use them: rl chat {path}, rl generate {path} --prompts FILE")
+
+
+def _ended(host: dict, stage: StageKind) -> bool:
+    """Whether the stage of a checkpoint is over: it may have got more steps since, unless `until` ended it."""
+    all_steps = host["step"] == host.get("steps", stage.options.steps)
+    return host["ended"] and not (all_steps and host["step"] < stage.options.steps)
 
 
 def note_finished(folder: RunFolder) -> bool:

@@ -19,31 +19,43 @@ if TYPE_CHECKING:
     from rollout import Generator
 
 
+# Fields of Progress with another name in the files of checkpoints.
+_JSON_KEYS = {"next_prompt_id": "prompts", "examples_drawn": "drawn", "adaptive_coefs": "controls"}
+
+
 @dataclass
 class Progress:
     """The part of a checkpoint that holds no arrays.
 
-    prompts: prompts sampled so far in the run, which is the id of the next one. version: updates of the policy so far.
-    The other fields belong to the stage. drawn: rows taken from its data. carried: groups that are sampled and not used
-    yet. adaptive_coefs: scalars that the algorithm adapts from update to update.
+    Two fields belong to the run:
+
+    - next_prompt_id: the id of the next prompt that a step samples. Ids count from 0 through all stages, so that no two
+      prompts of a run have the same random draws.
+    - version: number of updates that the policy has seen. Groups and tokens carry the version that sampled them.
+
+    The other fields belong to the stage:
+
+    - examples_drawn: how many examples of its shuffled data it has taken. The order goes on from here.
+    - carried: groups of completions that dynamic sampling (DAPO) has sampled beyond the need of a step. The next step
+      uses them first.
+    - adaptive_coefs: scalars that the algorithm adapts from update to update.
     """
 
-    prompts: int = 0
+    next_prompt_id: int = 0
     version: int = 0
-    drawn: int = 0
+    examples_drawn: int = 0
     carried: list[Group] = field(default_factory=list)
     adaptive_coefs: dict[str, float] = field(default_factory=dict)
 
     def start_stage(self, coefs: dict[str, float]) -> None:
         """Resets the fields of the stage. `coefs`: initial `adaptive_coefs`."""
-        self.drawn, self.carried, self.adaptive_coefs = 0, [], dict(coefs)
+        self.examples_drawn, self.carried, self.adaptive_coefs = 0, [], dict(coefs)
 
     def to_json(self) -> dict:
         """Returns the progress as values that JSON can hold."""
         carried = [group.to_json() for group in self.carried]
         values = dataclasses.asdict(dataclasses.replace(self, carried=[])) | {"carried": carried}
-        values["controls"] = values.pop("adaptive_coefs")  # its name in the files of checkpoints
-        return values
+        return {_JSON_KEYS.get(name, name): value for name, value in values.items()}
 
     @classmethod
     def from_json(cls, values: dict | None) -> Progress:
@@ -56,8 +68,11 @@ class Progress:
                 f"{stored}, where this version reads {', '.join(sorted(names))}. Continue the run with that version, "
                 "or start a new one in another run.dir"
             )
-        fields: dict[str, Any] = values | {"carried": [Group.from_json(each) for each in values["carried"]]}
-        return cls(adaptive_coefs=fields.pop("controls"), **fields)
+        fields: dict[str, Any] = dict(values)
+        for name, key in _JSON_KEYS.items():
+            fields[name] = fields.pop(key)
+        fields["carried"] = [Group.from_json(each) for each in values["carried"]]
+        return cls(**fields)
 
 
 @dataclass

@@ -1,10 +1,14 @@
 """Providers: one function of this file computes each input that an algorithm names in `inputs`.
 
-A provider reads and extends the StepData of a step. Its decorator says when it runs, which fields of the batch it
-fills, which part of the RunState it reads and which compiled program it calls. The state of a stage, its
+A provider reads and extends the StepData of a step. Its decorator says when it runs, which fields of the batch its
+input adds, which part of the RunState it reads and which compiled program it calls. The state of a stage, its
 compilation and plans follow from that.
 
-Shapes: P prompts, G completions of one prompt, N = P G completions, T tokens, F reward functions.
+Scores and rewards are numbers for completions, from reward functions and reward models. Log-probabilities and values
+are numbers for tokens, from passes of a model over the batch.
+
+Shapes: P prompts, G completions of one prompt, N = P G completions, T tokens, F reward functions. Letters after an
+underscore are the axes: mask_NT is [N, T].
 """
 
 from __future__ import annotations
@@ -15,26 +19,34 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.stages.stage import Program, StageKind, abstract_batch, abstract_rows
+from rl.stages.shapes import abstract_batch, abstract_rows
+from rl.stages.stage import Program, StageKind
 from rl.training.flops import rates
 
 if TYPE_CHECKING:
     from rewards import Scores
     from rollout.collect import Rollouts
 
-SAMPLING, SCORING, REWARDS = "sampling", "scoring", "rewards"
-"""When a provider runs: while the generator samples; before the rewards arrive; after they have arrived."""
+SAMPLING, MODEL_PASSES, REWARDS = "sampling", "model passes", "rewards"
+"""When a provider runs.
+
+SAMPLING: after the groups of the step, while the generator still has its weights, so that it can sample more.
+MODEL_PASSES: when the batch is made, before the step waits for the rewards. REWARDS: when the rewards are there.
+"""
 LOGPROBS, VALUES = "log-probabilities", "values"
+"""Programs of the trainer that a pass over the batch calls."""
 
 
 @dataclass
 class StepData:
     """The data of a step while the stage assembles it.
 
-    state: arrays of the stage. batch: rows of the step. rollouts, scores: completions and their scores. rewards:
-    float[P,G] for `advantages` (float[P,G,F] under `each_reward`). arguments: more arguments of `advantages` by name.
-    stale: whether older weights sampled a token that is trained on. current: the batch with the log-probabilities under
-    the current policy, if `current_logp` provides them. token_outputs: arrays [N,T] that the updates computed, by name.
+    state: arrays of the stage. batch: all rows of the step, before they are split into updates and packed. rollouts:
+    the completions. scores: the scores of each reward function, and their weighted sums. rewards: float[P,G], the sums
+    as `advantages` takes them (float[P,G,F], each function, under `each_reward`). arguments: more arguments of
+    `advantages` by name. stale: whether older weights sampled a token that is trained on. current: the batch with the
+    log-probabilities under the current policy, if `current_logp` provides them. token_outputs: arrays [N,T] that the
+    updates computed, by name.
     """
 
     state: Any
@@ -53,8 +65,11 @@ class StepData:
 class Input:
     """A provider and its requirements.
 
-    in_some_steps: whether only some steps call the program. not_needed: returns whether a stage does not need the
-    provider, because the update or the generator computes the input.
+    when: SAMPLING, MODEL_PASSES or REWARDS. fields: float32[N,T] fields of the batch of an update that the input adds.
+    The provider fills them, or the stage computes them later from what it provides (`returns`). state: the part of the
+    RunState that the provider reads besides the policy. program: the program of the trainer that it calls.
+    in_some_steps: whether only some steps call it. needed: returns whether a stage must run the provider; if not, the
+    update or the generator computes the input.
     """
 
     provide: Callable[[StageKind, StepData], None]
@@ -63,7 +78,7 @@ class Input:
     state: str | None = None
     program: str | None = None
     in_some_steps: bool = False
-    not_needed: Callable[[StageKind], bool] = lambda stage: False
+    needed: Callable[[StageKind], bool] = lambda stage: True
 
 
 INPUTS: dict[str, Input] = {}
@@ -84,7 +99,7 @@ def active_providers(stage: StageKind) -> list[Input]:
     """Returns the providers that a step of the stage runs. Raises KeyError for an input without a provider."""
     named = {id(INPUTS[name]) for name in stage.inputs}
     providers = {id(each): each for each in INPUTS.values() if id(each) in named}
-    return [each for each in providers.values() if not each.not_needed(stage)]
+    return [each for each in providers.values() if each.needed(stage)]
 
 
 def state_of(names: Iterable[str]) -> set[str]:
@@ -93,22 +108,22 @@ def state_of(names: Iterable[str]) -> set[str]:
 
 
 def fields(stage: StageKind) -> list[str]:
-    """Returns the fields of the batch that the inputs of a stage fill, all float32[N,T]."""
+    """Returns the fields of the batch that the inputs of a stage add, all float32[N,T]."""
     return list(dict.fromkeys(name for each in active_providers(stage) for name in each.fields))
 
 
 def provide(stage: StageKind, data: StepData, when: str) -> None:
-    """Runs the providers of SAMPLING, SCORING or REWARDS."""
+    """Runs the providers of SAMPLING, MODEL_PASSES or REWARDS."""
     for each in active_providers(stage):
         if each.when == when:
             each.provide(stage, data)
 
 
-def score(stage: StageKind, data: StepData) -> None:
-    """Runs the providers of SCORING: passes of the policy, the reference and the critic over the batch."""
+def run_model_passes(stage: StageKind, data: StepData) -> None:
+    """Runs the providers of MODEL_PASSES: passes of the policy, the reference and the critic over the batch."""
     context, flops_before = stage.context, stage.trainer.total_flops
     with context.timeline.span(LOGPROBS) as span:
-        provide(stage, data, SCORING)
+        provide(stage, data, MODEL_PASSES)
     data.metrics["time/logprob"] = span.seconds
     if (flops := stage.trainer.total_flops - flops_before) > 0:
         data.metrics |= rates("logprob", flops, data.batch.real, span.seconds, context.model.graph.layout)
@@ -149,38 +164,48 @@ def greedy_reward(stage: StageKind, data: StepData) -> None:
     data.metrics["reward/greedy"] = float(np.nanmean(greedy)) if np.isfinite(greedy).any() else float("nan")
 
 
-@provides("sampler_logp", when=SCORING)
+@provides("sampler_logp", when=MODEL_PASSES)
 def sampler_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities as the generator computed them: they come with the completions."""
     assert data.batch.sampler_logp is not None
 
 
-def _no_pass_needed(stage: StageKind) -> bool:
-    """Whether the stage needs no forward pass: the update computes the input, or the generator has (exact)."""
+def _old_pass_needed(stage: StageKind) -> bool:
+    """Whether a step runs a pass for old log-probabilities and entropies.
+
+    It runs none if only the update uses them, which computes them itself. It also runs none for log-probabilities under
+    `generator.exact`. The generator then verifies each completion with the programs of `Model.logprobs`, and its
+    log-probabilities are those of `Model.logprobs`, bit for bit (docs/exact.md).
+    """
     exact = stage.samples and stage.config.generator.exact
-    return "old_logp" not in stage.inputs or (exact and "entropy" not in stage.inputs)
+    return "old_logp" in stage.inputs and not (exact and "entropy" not in stage.inputs)
 
 
 @provides(
     "old_logp",
     "entropy",
-    when=SCORING,
+    when=MODEL_PASSES,
     fields=("old_logp", "entropy"),
     program=LOGPROBS,
-    not_needed=_no_pass_needed,
+    needed=_old_pass_needed,
 )
 def old_logp(stage: StageKind, data: StepData) -> None:
-    """Log-probabilities and entropy under the policy before the updates of the step."""
+    """Log-probabilities and entropy under the policy before the updates of the step.
+
+    The input `old_logp` is this pass. The array `Batch.old_logp`, which the ratio of the loss divides by, can have
+    another source: the stage replaces it by the generator's log-probabilities under the algorithm's option `old_logp:
+    sampler`, and under `generator.exact`.
+    """
     logp, entropy = stage.trainer.logprobs(data.state.policy.params, data.batch)
     data.batch = data.batch.replace(old_logp=logp, entropy=entropy)
 
 
-@provides("current_logp", when=SCORING, program=LOGPROBS, in_some_steps=True)
+@provides("current_logp", when=MODEL_PASSES, program=LOGPROBS, in_some_steps=True)
 def current_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities under the current policy, in steps with tokens that an older policy sampled.
 
-    Under `exact`, stale tokens use them as old log-probabilities. The other tokens show how far generator and trainer
-    differ.
+    Under `generator.exact`, stale tokens use them as old log-probabilities. The other tokens show how far generator and
+    trainer differ.
     """
     stale_NT = stale_tokens(data.batch, stage.context.progress.version)
     if not stale_NT.any():
@@ -196,7 +221,7 @@ def stale_tokens(batch: Any, version: int) -> np.ndarray:
     return (batch.mask != 0) & (batch.version != version)
 
 
-@provides("ref_logp", when=SCORING, fields=("ref_logp",), state="reference", program=LOGPROBS)
+@provides("ref_logp", when=MODEL_PASSES, fields=("ref_logp",), state="reference", program=LOGPROBS)
 def ref_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities under the reference model. It is another model, so its routers choose experts themselves."""
     with stage.context.timeline.span("log-probabilities of the reference") as span:
@@ -205,11 +230,13 @@ def ref_logp(stage: StageKind, data: StepData) -> None:
     data.metrics["time/ref"] = span.seconds
 
 
-@provides("values", when=SCORING, fields=("old_values", "returns"), state="critic", program=VALUES)
+@provides("values", when=MODEL_PASSES, fields=("old_values", "returns"), state="critic", program=VALUES)
 def values(stage: StageKind, data: StepData) -> None:
-    """Values of a critic before each token, and after the last token of a truncated completion.
+    """Values of a critic before each token (`old_values`), and after the last token of a truncated completion
+    (`last_values`). From them the algorithm estimates the advantages and `returns`.
 
-    Calls no program if the generator computed them.
+    If the generator computed `old_values`, the program runs only for `last_values`: if the algorithm bootstraps
+    truncated completions and the step has any. It then replaces `old_values` too.
     """
     assert data.rollouts is not None
     truncated = [completion.finish == "length" for _, completion in data.rollouts.flat]

@@ -8,7 +8,7 @@ import numpy as np
 
 from rl.data.encoded import Pair
 from rl.stages import inputs, supervised
-from rl.stages.stage import abstract_batch
+from rl.stages.shapes import abstract_batch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl.stages.preference import batch_of
 from rl.stages.scorers import reward_model_of
-from rl.stages.stage import ConfigProblems, Program, StageKind, abstract_batch, abstract_rows, update_program
+from rl.stages.shapes import abstract_batch, abstract_rows, update_program
+from rl.stages.stage import ConfigProblems, Program, StageKind
 
 if TYPE_CHECKING:
     from policy.model import Graph

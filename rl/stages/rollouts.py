@@ -28,7 +28,7 @@ LONGEST_COLUMN = 1024  # bytes of a text of the data that is kept with each samp
 def operations(samples: Rollouts, of: Operations) -> float:
     """Returns the FLOPs of these prompts and completions.
 
-    Groups that dynamic sampling dropped count without attention.
+    Groups that dynamic sampling dropped are counted by their tokens only; their attention FLOPs are left out.
     """
     lengths = [len(samples.problems[p].ids) + len(completion.tokens) for p, completion in samples.flat]
     return of.forward(lengths, weighed=samples.counts["prefill"] + samples.counts["useful"])

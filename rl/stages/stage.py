@@ -7,6 +7,8 @@ A stage goes through five phases, and each method belongs to one:
     bind, abstract, programs   model: defines the compiled programs, for a run or a plan
     start, step, evaluation    run: a state, and one step after the other
     finish, export             files
+
+A step takes `prompts_per_step` prompts or examples. It makes `updates_per_step` updates, each on an equal part of them.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -46,10 +48,11 @@ ConfigProblems = Iterator[tuple[tuple, str]]
 class Program:
     """One compiled program of a step, for a plan.
 
-    kind: its name. shape: shape of its token arrays. lower: traces and lowers it. graph: the model that it runs.
-    resident: abstract arguments that stay on the devices during the run. times: calls per step. trip_count:
-    iterations of its loop over micro-batches, counted by the device at run time. rollout_memory: whether the generator
-    holds its temporary weight copies while the program runs.
+    kind: its name. shape: (rows, tokens of a row) of its token arrays. lower: traces and lowers it. graph: the model
+    that it runs. resident: its arguments, as shapes, that are on the devices during all of the run, such as weights and
+    moments; the plan counts them once for all programs. times: calls per step. trip_count: iterations of its loop over
+    micro-batches. The program computes this number, so the compiler does not know it. rollout_memory: whether the
+    generator holds its temporary weight copies while the program runs.
     """
 
     kind: str
@@ -70,10 +73,10 @@ class ConfiguredStage:
     trains_policy: ClassVar[bool] = True
     """Whether a step changes the policy, which is then evaluated."""
     sequences_per_row: ClassVar[int] = 1
-    """Sequences of at most `max_length` tokens in one row of a batch."""
+    """Sequences of at most `max_length` tokens in one row of a batch, before rows are packed."""
 
     def __init__(self, config: RunConfig, index: int):
-        """Reads only the configuration. `index`: number of the stage in the run, from 0."""
+        """Reads only the configuration. `index`: index of the stage in the run."""
         self.config, self.index = config, index
         self.name, self.options = config.stage_names[index], config.stages[index]
         self.algorithm = algorithm_of(self.options)
@@ -92,9 +95,9 @@ class ConfiguredStage:
 
     @property
     def rewards(self) -> Any:
-        """Returns the RewardSettings of the stage, or of the run; None where the stage scores nothing."""
-        scores = self.samples or (self.config.evaluation is not None and self.trains_policy)
-        return (self.options.rewards or self.config.rewards) if scores else None
+        """Returns the RewardSettings of the stage, or of the run; None where the stage samples no completions."""
+        samples = self.samples or (self.config.evaluation is not None and self.trains_policy)
+        return (self.options.rewards or self.config.rewards) if samples else None
 
     @property
     def optimizers(self) -> list[str]:
@@ -108,7 +111,7 @@ class ConfiguredStage:
 
     @property
     def rows_per_update(self) -> int:
-        """Rows of the batch of one update."""
+        """Rows of the batch of one update, before they are packed: sequences or pairs."""
         return self.options.prompts_per_step // self.options.updates_per_step
 
     def check(self) -> ConfigProblems:
@@ -124,8 +127,8 @@ class ConfiguredStage:
         if stage.router_replay and config.generator.exact:
             yield (
                 (*self.path, "router_replay"),
-                "exact: true gives log-probabilities under the model's own routes, and replay gives them under the "
-                "generator's routes; leave one out",
+                "`generator.exact: true` takes log-probabilities under the trainer's own routes, and replay takes them "
+                "under the generator's routes; leave one out",
             )
         yield from self._check_kind()
         if stage.router.ragged_buffer_factor is not None and config.model.expert_parallel != "all_to_all":
@@ -178,9 +181,9 @@ class StageKind(ConfiguredStage, ABC):
 
     def __init__(self, config: RunConfig, index: int):
         super().__init__(config, index)
-        self.runner: Any = None
-        self.rows_of_data = 0
-        self.scorers: dict[str, RewardModelScorer] = {}
+        self.runner: Any = None  # rewards.Runner, if completions are rewarded
+        self.rows_of_data = 0  # of a stage that draws examples
+        self.scorers: dict[str, RewardModelScorer] = {}  # reward models, by the name in the rewards
         self.trainer: Any = None
 
     # Data.
@@ -215,17 +218,18 @@ class StageKind(ConfiguredStage, ABC):
         """Returns the programs of a step and of reward models, by the names that a plan gives them."""
         from rl.stages.scorers import program_name
 
-        scoring = {program_name(source): scorer.program for source, scorer in self.scorers.items()}
-        return self.trainer.executables | scoring
+        reward_models = {program_name(source): scorer.program for source, scorer in self.scorers.items()}
+        return self.trainer.executables | reward_models
 
     @abstractmethod
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
         """Yields the programs of a step, each for the largest shape that it has.
 
-        routes: Batch.routes of one token, abstract. values: the generator computes values of a critic while it samples.
+        routes: Batch.routes of one token (the experts that computed it), as shapes; None: the generator records none.
+        values: whether the generator computes values of a critic while it samples.
         """
 
-    def scoring_programs(self) -> Iterator[Program]:
+    def reward_model_programs(self) -> Iterator[Program]:
         """Yields the programs of reward models, on full rows of all completions of a step."""
         from rl.stages.scorers import program_name
 
@@ -261,14 +265,17 @@ class StageKind(ConfiguredStage, ABC):
 
     @abstractmethod
     def step(self, state: Any, n: int) -> tuple[Any, dict[str, float]]:
-        """Makes step number `n`, from 1. Returns the new state and its metrics, numbers only."""
+        """Makes step `n`, counted from 1. Returns the new state and the metrics of the step, numbers only."""
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """Returns how completions are drawn, with `changes`."""
         return rollouts.sampling_params(self.options.sampling, self.context.stop_ids, **changes)
 
     def collect(self, problems, params: SamplingParams, ids) -> Rollouts:
-        """Samples completions of `problems` (prompts with their data columns) and starts to score them."""
+        """Samples completions of `problems` (prompts with their data columns) and starts to compute their rewards.
+
+        ids: a prompt id for each, for the random draws.
+        """
         context = self.context
         return collect(
             Source(context.generator, self.runner, self._timed_scorers(), context.timeline.calls),
@@ -279,11 +286,13 @@ class StageKind(ConfiguredStage, ABC):
         )
 
     def _timed_scorers(self) -> dict[str, Callable[[list[list[int]]], list[float]]]:
-        def score(source: str, scorer: RewardModelScorer, sequences: list[list[int]]) -> list[float]:
+        """Returns the reward models; the timeline shows each call."""
+
+        def rewards_of(source: str, scorer: RewardModelScorer, sequences: list[list[int]]) -> list[float]:
             with self.context.timeline.span("reward model", source=source, completions=len(sequences)):
                 return scorer(sequences)
 
-        return {source: partial(score, source, scorer) for source, scorer in self.scorers.items()}
+        return {source: partial(rewards_of, source, scorer) for source, scorer in self.scorers.items()}
 
     def evaluation(self, held_out: list) -> Evaluation | None:
         """Returns the evaluation of the policy, or None if the run has none or the stage does not change the policy."""
@@ -295,10 +304,10 @@ class StageKind(ConfiguredStage, ABC):
         return Evaluation(options, held_out, self.collect, self.sampling_params(), **kept)
 
     def next_examples(self, total: int) -> list[int]:
-        """Returns row numbers of the next `prompts_per_step` examples, of `total`, in the stage's shuffled order."""
+        """Returns the indices in the data of the next `prompts_per_step` examples, of `total`, in shuffled order."""
         progress, count = self.context.progress, self.options.prompts_per_step
-        start, seed = progress.drawn, self.config.seed * 1000 + self.index
-        progress.drawn += count
+        start, seed = progress.examples_drawn, self.config.seed * 1000 + self.index
+        progress.examples_drawn += count
         self.rows_of_data = total
         return [datasets.order(seed, total, number) for number in range(start, start + count)]
 
@@ -329,7 +338,7 @@ class StageKind(ConfiguredStage, ABC):
         means |= {"time/update": span.seconds, "perf/step_tokens": float(batch.real)}
         means["batch/trained_share"] = float(np.count_nonzero(batch.mask)) / max(1, batch.real)
         if self.rows_of_data:
-            means["data/epoch"] = progress.drawn / self.rows_of_data
+            means["data/epoch"] = progress.examples_drawn / self.rows_of_data
         flops = self.trainer.total_flops - flops_before
         return state, coefs | means | rates("train", flops, batch.real, span.seconds, context.model.graph.layout)
 
@@ -358,50 +367,3 @@ class StageKind(ConfiguredStage, ABC):
         policy.save(self.context.model, directory, generation=generation.keys(self.context))
         if processes.first():
             self.context.tokenizer.save_pretrained(directory)
-
-
-def abstract_rows(stage: StageKind, updates: int) -> tuple[tuple[int, int], int]:
-    """Returns ((packed rows, tokens per row), rows of a micro-batch) of one of the `updates` equal parts of a step."""
-    from rl.training.batch import padded_length
-
-    limit = stage.config.max_length * stage.sequences_per_row
-    N = stage.options.prompts_per_step // updates * (stage.options.samples_per_prompt if stage.samples else 1)
-    T = padded_length(limit, limit)
-    counts, R = stage.trainer.row_counts(N, T)
-    rows = min(count for count in counts if count >= N)
-    return (rows, T), R or rows
-
-
-def update_program(
-    stage: StageKind, kind: str, batch: Batch, leading: Any, trailing: tuple, resident: Any, times: float
-) -> Program:
-    """Returns the Program of an update: (leading, batch, totals, *trailing) with the rows of a micro-batch."""
-    import jax
-
-    trainer = stage.trainer
-    rows, T = batch.tokens.shape
-    R = abstract_rows(stage, stage.options.updates_per_step)[1]
-    coefs = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.adaptive_coefs}
-    arguments = leading, batch, jax.eval_shape(trainer.totals, batch, coefs or None), *trailing
-
-    def lower():
-        return trainer.executables[kind].lower(*arguments, micro_rows=R)
-
-    return Program(kind, (rows, T), lower, trainer.graph, resident, times, trip_count=rows // R)
-
-
-def abstract_batch(shape: tuple[int, int], routes: dict | None, *names: str, extra: tuple[str, ...] = ()) -> Batch:
-    """Returns a packed batch as shapes, with the float32[N,T] fields `names`. routes: abstract routes of one token."""
-    import jax
-    import jax.numpy as jnp
-
-    from rl.training.batch import Batch
-
-    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
-    floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
-    batch = Batch(tokens=ids, segments=ids, mask=floats, prompt=ids, **dict.fromkeys(names, floats))
-    if extra:
-        batch = replace(batch, extra=dict.fromkeys(extra, floats))
-    if routes is not None:
-        routes = {path: jax.ShapeDtypeStruct((*shape, *a.shape), a.dtype) for path, a in routes.items()}
-    return replace(batch, routes=routes)

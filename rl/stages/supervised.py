@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rl.stages import inputs
-from rl.stages.stage import ConfigProblems, Program, StageKind, abstract_batch, abstract_rows, update_program
+from rl.stages.shapes import abstract_batch, abstract_rows, update_program
+from rl.stages.stage import ConfigProblems, Program, StageKind
 
 if TYPE_CHECKING:
     from policy.model import Graph
@@ -61,7 +62,7 @@ class Stage(StageKind):
         with self.context.timeline.span("data"):
             data = inputs.StepData(state, self.batch())
         if self.inputs:
-            inputs.score(self, data)
+            inputs.run_model_passes(self, data)
         self.complete(data)
         state, updated = self.update(state, data.batch)
         updated["perf/step_tflop"] = (self.trainer.total_flops - flops_before) / 1e12

@@ -129,7 +129,7 @@ class ActiveBatch:
         return smaller // self._cache_manager.num_shards  # the active rows may all be in one shard
 
     def decode(self, params: dict[str, Any], limits: tuple[int, int]) -> Any:
-        """Starts a decode and returns its StepOutput, whose arrays are on the device. limits: as in
+        """Starts a decode and returns its DecodeOutput, whose arrays are on the device. limits: as in
         ModelRunner.decode."""
         tables = self.page_tables(self.slots)
         if tables is not None:

@@ -1,12 +1,26 @@
 """The engine: runs what the scheduler decides on the model runner, and hands the tokens to their requests.
 
-A turn is `start`, then `collect`. `start` first prefills prompts, at most `prefill_budget` tokens of them while
-others decode, so that a long prompt never stalls the rest; then it starts a multi-step decode of all slots whose
-prompt is in the cache. A decode ends early on the device when enough slots have ended that waiting requests can use,
-or so many that a smaller batch will do. While it runs, the host processes the completions that have ended. `collect`
-waits for it.
+Words of this folder, as in vLLM:
 
-S slots, s rows of a batch, P prompts of one prefill call, C tokens of it.
+- step, or engine step: `start`, then `collect`.
+- decode, or multi-step decode: one run of the decode program. It is a loop of decoding steps on the device.
+- decoding step: one pass of the decoder over the rows of a batch. Each active row gets one token, or, with drafts, the
+  accepted drafts and one token.
+- slot: a place in the cache that a request runs in. Row: a row of the arrays of one call. A row of the cache of all
+  slots belongs to one slot.
+- prompt of a request: the tokens that must have cache entries before it can decode (`Request.needed`). These are all
+  its tokens but the last, which the next decoding step feeds. They include a part of the completion if the request was
+  preempted or is continued.
+
+`start` first prefills prompts. While others decode, it stops once the calls have computed `prefill_budget` tokens, so
+that a long prompt never stalls the rest. Then it starts a decode of all slots whose prompt is in the cache. A decode
+stops early when requests wait and enough slots are free for them, or when the active rows fit a smaller batch. While it
+runs, the host processes the completions that have ended. `collect` waits for it.
+
+Counts: `steps`, decoding steps; `rows` of the batches of these steps; `useful`, rows that produced a token; `prefill`,
+prefilled tokens without padding; `dispatches`, decodes; `preempted`, how often a request that had pages lost them.
+
+S slots, s rows of a batch, P rows of one prefill call, C tokens that it computes of each row.
 """
 
 from __future__ import annotations
@@ -23,17 +37,17 @@ from rollout.engine.scheduler import Scheduler, prefill_lengths, prefill_rows
 from rollout.request import Request
 
 if TYPE_CHECKING:
-    from rollout.engine.programs import StepOutput
+    from rollout.engine.programs import DecodeOutput
     from rollout.engine.runner import ModelRunner
 
 StopString = Callable[[list[int], int, tuple[str, ...]], "int | None"]
 
 
-class _InFlightStep(NamedTuple):
-    """A multi-step decode that the device works on: the request of each row, and its output."""
+class _InFlightDecode(NamedTuple):
+    """A decode that the device works on: the request of each row, and its output."""
 
     requests: tuple[Request | None, ...]
-    output: StepOutput
+    output: DecodeOutput
 
 
 class _ArrayIdentity:
@@ -53,11 +67,7 @@ class _ArrayIdentity:
 
 
 class Engine:
-    """Runs requests in S slots over one cache.
-
-    counts: decoding steps, rows of all steps, useful rows (that produced a token), prefilled tokens, decodes
-    ("dispatches"), and preempted requests.
-    """
+    """Runs requests in S slots over one cache. `counts` holds the totals of this file's top since the start."""
 
     def __init__(
         self,
@@ -68,12 +78,14 @@ class Engine:
         stop_string: StopString | None,
         prefill_budget: int,
     ):
-        """weights: returns the arrays to compute with; it is called at every dispatch, and nothing is kept.
+        """weights: returns the arrays to compute with; it is called before every prefill call and every decode, and
+        nothing is kept.
         seed: the seed of the random draws.
         stop_string: `stop_string(tokens, before, strings)` searches the tokens after the first `before`. It returns
         the number of tokens up to and including the one that completes a stop string; None if none does. Without it
         requests cannot have stop strings.
-        prefill_budget: prompt tokens that a turn prefills while others decode."""
+        prefill_budget: tokens, padding included, after which a step prefills no more while others decode. The last
+        call may exceed it."""
         self.runner, self._weights, self._seed = runner, weights, seed
         self._stop_string, self._budget = stop_string, prefill_budget
         self.counts = {"steps": 0, "rows": 0, "useful": 0, "prefill": 0, "dispatches": 0, "preempted": 0}
@@ -85,7 +97,7 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._batch: ActiveBatch | None = None
         self._pinned_states = None
-        self._in_flight: _InFlightStep | None = None
+        self._in_flight: _InFlightDecode | None = None
 
     @property
     def scheduler(self) -> Scheduler:
@@ -123,12 +135,11 @@ class Engine:
         scheduler = self.scheduler
         if not scheduler.free_slots:
             preempted, slots = len(scheduler.preempted), self.runner.geometry.slots
-            why = (
-                f"{preempted} requests wait for pages; step"
+            raise ValueError(
+                f"insert: {preempted} preempted requests wait for pages and go first; call step() until they run"
                 if preempted
-                else f"all {slots} slots are in use; release one"
+                else f"insert: all {slots} slots are in use; call release(slot) first"
             )
-            raise ValueError(f"insert: {why} first")
         if self._weights_seen.changed(self._weights().values()):
             self.reset_prefix_cache()
         return scheduler.admit(request)
@@ -165,10 +176,10 @@ class Engine:
         """Clears the prefix cache: later requests share no entries of earlier ones."""
         self.scheduler.reset_prefix_cache()
 
-    # A turn.
+    # An engine step.
 
     def step(self, next_request: Request | None = None) -> list[int]:
-        """Runs one turn: `start`, and its `collect` at once."""
+        """Runs one engine step: `start`, and its `collect` at once."""
         self.start(next_request)
         return self.collect()
 
@@ -176,7 +187,7 @@ class Engine:
         """Prefills prompts and starts a decode; the device works while the host goes on. next_request: the request
         that gets the next free slot, if one waits. Raises ValueError if the last decode has not been collected."""
         if self._in_flight is not None:
-            raise ValueError("start: the last dispatch has not been collected")
+            raise ValueError("start: the last decode has not been collected; call collect() first")
         self.scheduler.next_request = next_request
         self._prefill_prompts()
         self._start_decode()
@@ -184,8 +195,8 @@ class Engine:
     def collect(self) -> list[int]:
         """Waits for the decode that was started and gives its tokens to their requests. Returns the slots whose
         requests ended; the caller releases them."""
-        step, self._in_flight = self._in_flight, None
-        return [] if step is None else self._process_outputs(step)
+        decode, self._in_flight = self._in_flight, None
+        return [] if decode is None else self._process_outputs(decode)
 
     def _update_cache(self) -> None:
         """Runs the updates of the cache that the scheduler has recorded."""
@@ -206,7 +217,8 @@ class Engine:
                     self._pinned_states = None
 
     def _prefill_prompts(self) -> None:
-        """Prefills the admitted prompts, chunk after chunk. While slots decode it stops when the budget is spent."""
+        """Prefills the admitted prompts, chunk after chunk. While slots decode, no call begins once the budget
+        is spent."""
         scheduler = self.scheduler
         scheduler.resume()
         decodes = len(scheduler.running) > len(scheduler.prefilling)
@@ -219,12 +231,18 @@ class Engine:
             spent += self._prefill(slots)
 
     def _prefill(self, slots: list[int]) -> int:
-        """Prefills the next chunk of these requests in one call. Returns the number of tokens that it computes."""
+        """Prefills the next chunk of these requests in one call. Returns P * C, the tokens that it computes with
+        padding.
+
+        tokens: int32[P, C + lookahead_tokens]. The prediction modules read `lookahead_tokens` tokens after the chunk
+        (rollout/engine/speculative.py); the call makes no entries for these. starts, lengths: int32[P], the entries
+        before the call, and the entries of the full prompt.
+        """
         scheduler, runner, batch = self.scheduler, self.runner, self.batch
         requests = [scheduler.running[slot] for slot in slots]
         first_chunk, P = requests[0].cached == 0, prefill_rows(len(slots))
         longest = max(request.needed - request.cached for request in requests)
-        C = prefill_lengths(longest + 1, runner.chunk)[-1] if first_chunk else runner.chunk
+        C = prefill_lengths(longest, runner.chunk)[-1] if first_chunk else runner.chunk
         padded = [*slots, *[None] * (P - len(slots))]
         tokens = np.zeros((P, C + runner.lookahead_tokens), np.int32)
         starts, lengths = np.zeros(P, np.int32), np.zeros(P, np.int32)
@@ -243,31 +261,35 @@ class Engine:
     def _start_decode(self) -> None:
         """Starts a decode if a slot can decode."""
         scheduler, batch = self.scheduler, self.batch
-        steps = scheduler.reserve_decode()
+        steps = scheduler.reserve_decode()  # may preempt requests, which leave `scheduler.decoding`
         self._update_cache()
         decoding = scheduler.decoding
         if not decoding:
             return
         if batch.prepare(scheduler.running, decoding, changed=scheduler.batch_changed):
+            # The batch is built anew, so some slots may decode for the first time since their prefill. Their states
+            # move past the prompt, so that no other slot can begin with them.
             for slot in decoding:
                 scheduler.cache_manager.advance(slot)
-        scheduler.batch_changed = False
+        scheduler.batch_changed = False  # the device knows of all changes now
         waiting = scheduler.next_request is not None or bool(scheduler.prefilling)
-        output = batch.decode(self._weights(), (steps, batch.early_exit_threshold(len(decoding), waiting=waiting)))
+        # The decode stops after `steps` decoding steps, or as soon as at most `threshold` rows are active.
+        threshold = batch.early_exit_threshold(len(decoding), waiting=waiting)
+        output = batch.decode(self._weights(), (steps, threshold))
         self.counts["dispatches"] += 1
-        self._in_flight = _InFlightStep(batch.requests, output)
+        self._in_flight = _InFlightDecode(batch.requests, output)
 
-    def _process_outputs(self, step: _InFlightStep) -> list[int]:
+    def _process_outputs(self, decode: _InFlightDecode) -> list[int]:
         """Appends the output of a decode to its requests. Returns the slots whose requests ended."""
-        output = type(step.output)(*(None if array is None else np.asarray(array) for array in step.output))
-        counts = (output.tokens >= 0).sum(axis=0).tolist()
-        steps = int(np.max(output.starts_step.sum(axis=0)))
+        output = type(decode.output)(*(None if array is None else np.asarray(array) for array in decode.output))
+        counts = (output.tokens >= 0).sum(axis=0).tolist()  # -1 where a row has no token
+        steps = int(np.max(output.starts_step.sum(axis=0)))  # of the row that was active longest
         self.counts["steps"] += steps
-        self.counts["rows"] += steps * len(step.requests)
+        self.counts["rows"] += steps * len(decode.requests)
         self.counts["useful"] += int(output.starts_step.sum())
         ended, slots = [], {id(request): slot for slot, request in self.scheduler.running.items()}
-        for row, request in enumerate(step.requests):
-            slot = slots.get(id(request))
+        for row, request in enumerate(decode.requests):
+            slot = slots.get(id(request))  # None: released while the decode ran
             if request is None or slot is None or not counts[row] or request.finish is not None:
                 continue
             self._append(request, output.row(row), counts[row])
@@ -275,13 +297,13 @@ class Engine:
                 ended.append(slot)
         return ended
 
-    def _append(self, request: Request, output: StepOutput, count: int) -> None:
+    def _append(self, request: Request, output: DecodeOutput, count: int) -> None:
         """Appends the first `count` tokens of an output to a request, and notes how it ended if it did."""
         before, params = len(request.tokens), request.params
-        lists = request.tokens, request.logprobs, request.starts_step, request.values
+        lists = [getattr(request, name) for name in output._fields]  # a request has a list for each field
         for values, new in zip(lists, output, strict=True):
             values += [] if new is None else new[:count].tolist()
-        request.cached = request.needed
+        request.cached = request.needed  # the last token that was sampled has not been fed
         end = self._stop_string(request.tokens, before, params.stop) if params.stop and self._stop_string else None
         if end is not None:
             for values in lists:

@@ -116,7 +116,7 @@ class PinnedPrefix:
     """
 
     def __init__(self, cache_manager: CacheManager, updates: CacheUpdates, *, copies_states: bool):
-        """copies_states: whether a row has more than its pages."""
+        """copies_states: whether a slot has more than pages: its row of the cache is then saved with them."""
         self._cache_manager, self._updates, self._copies_states = cache_manager, updates, copies_states
         self._tokens: tuple[int, ...] | None = None
 

@@ -1,7 +1,10 @@
 """The functions that the generator compiles: an empty cache, prefill, copies between rows, and multi-step decoding.
 
-s rows of one call, P prompts of one prefill, C tokens of one prefill call, K decoding steps of one call, M pages of a
-row, W stop tokens, E hidden.
+The words are those of engine.py: a decode is a loop of decoding steps.
+
+s rows of one call, P rows of one prefill call, C tokens that it computes of each row, K decoding steps of a decode, N
+tokens of a row that a decode can sample (K, or K (1 + drafts) with drafts), M pages of a row, W stop tokens, E hidden.
+Letters after an underscore are the axes: tokens_PC is [P, C].
 """
 
 from __future__ import annotations
@@ -32,11 +35,12 @@ UNROLLED_LAYERS = 32
 IDLE = SamplingParams(temperature=0)
 
 
-class StepOutput(NamedTuple):
-    """The result of a multi-step decode, [N, s], or [N] for one row.
+class DecodeOutput(NamedTuple):
+    """The result of a decode, [N, s], or [N] for one row. A request has a list with the name of each field.
 
-    tokens: -1 where a row produced none. starts_step: whether a token is the first of its decoding step. values:
-    where they are recorded, the value of the state that each token was drawn from.
+    tokens: the tokens of a row come first, then -1. starts_step: true for the first token of a decoding step; false for
+    the further tokens that the step gains from accepted drafts, and where there is no token. values: where they are
+    recorded, the value of the state that each token was drawn from.
     """
 
     tokens: Any
@@ -44,14 +48,14 @@ class StepOutput(NamedTuple):
     starts_step: Any
     values: Any = None
 
-    def row(self, row: int) -> StepOutput:
-        return StepOutput(*(None if array is None else array[:, row] for array in self))
+    def row(self, row: int) -> DecodeOutput:
+        return DecodeOutput(*(None if array is None else array[:, row] for array in self))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """The state of the rows of a decode, numpy or jax arrays.
+    """The state of the rows between two decodes, numpy or jax arrays.
 
     token, cached, left, prompt_id, sample, active: int32[s]: the token to feed next, the number of cached tokens, the
     number of tokens still to sample, the ids of the random draw, and 1 where the row is in use.
@@ -96,13 +100,16 @@ class DecodeState:
 
 
 class DecoderPrograms:
-    """Decoding of one token per step.
+    """Decoding of one token per decoding step.
 
-    lookahead_tokens: how many tokens after its own a prefill call reads.
+    lookahead_tokens: how many tokens a prefill call reads after the C that it computes. The call makes no entries for
+    them; tokens_PC is [P, C + lookahead_tokens]. 0 without drafts.
     recent: how many trailing tokens of each row a decode needs.
-    drafts: how many drafted tokens a step may write after a request's last token.
-    records_routes: whether the cache keeps the experts of each token.
+    drafts: how many drafted tokens a decoding step may write after the token that it feeds.
+    records_routes: whether the cache keeps the routes: the experts that computed each token.
     scan: whether decoding scans the layers.
+    chunk: the most tokens of a prompt in one prefill call.
+    decode_steps: the most decoding steps of a decode.
     """
 
     lookahead_tokens = recent = drafts = 0
@@ -125,8 +132,8 @@ class DecoderPrograms:
             caches.supports_truncation(spec, self.graph.config) for spec in self.graph.config.layers
         )
 
-    def pinned(self, cache: Any) -> Any:
-        """Returns the cache with its shardings fixed."""
+    def constrained(self, cache: Any) -> Any:
+        """Constrains the result of a program to the shardings of the cache."""
         return caches.constrained(cache, self.graph.layout)
 
     def empty(self, length: int | Pages) -> Any:
@@ -155,13 +162,13 @@ class DecoderPrograms:
         prompt_cache = self._fill(
             params, self._empty_rows(P, C), tokens_PC, replace(step, pages=None, contiguous=True), lengths
         )
-        return self.pinned(caches.insert(cache, prompt_cache, rows, step))
+        return self.constrained(caches.insert(cache, prompt_cache, rows, step))
 
     def extend(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
         """Returns the cache after a later chunk of P prompts."""
         step = self._step(starts, lengths, tokens_PC.shape[1] - self.lookahead_tokens, pages_PM)
         row_cache = self._fill(params, caches.rows_of(cache, rows), tokens_PC, step, lengths)
-        return self.pinned(caches.with_rows(cache, row_cache, rows))
+        return self.constrained(caches.with_rows(cache, row_cache, rows))
 
     def _step(self, starts, lengths, C: int, pages_PM) -> Step:
         """Returns the positions of C tokens of each prompt."""
@@ -181,22 +188,22 @@ class DecoderPrograms:
             return caches.with_rows(arrays, caches.rows_of(arrays, pairs[i, :1]), pairs[i, 1:])
 
         arrays = jax.lax.fori_loop(0, count, copy_row, caches.without_pools(cache))
-        return self.pinned(caches.with_arrays(cache, arrays))
+        return self.constrained(caches.with_arrays(cache, arrays))
 
     def gather(self, cache, rows):
         """Returns a cache of these rows alone, without pools of pages."""
-        return self.pinned(caches.without_pools(caches.rows_of(cache, rows)))
+        return self.constrained(caches.without_pools(caches.rows_of(cache, rows)))
 
     def scatter(self, cache, batch_cache, rows):
         """Returns the cache with these rows replaced by the rows of `batch_cache`."""
-        return self.pinned(caches.with_rows(cache, batch_cache, rows))
+        return self.constrained(caches.with_rows(cache, batch_cache, rows))
 
     def routes(self, cache, row, pages_M):
         """Returns the experts of all entries of a row, on every device."""
         return jax.lax.with_sharding_constraint(caches.routes(cache, row, pages_M), self.graph.layout.replicated)
 
     def decode(self, params, cache, state: DecodeState, limits):
-        """Returns (cache, DecodeState, StepOutput) after decoding.
+        """Returns (cache, DecodeState, DecodeOutput) after decoding.
 
         Decodes up to limits[0] steps, as long as more than limits[1] rows are active.
         """
@@ -204,10 +211,10 @@ class DecoderPrograms:
         row_cache, after, output = self._decode_rows(params, row_cache, state, limits)
         cache = caches.with_rows(cache, row_cache, state.rows) if self.paged else row_cache
         # Replicated: the host of every process reads all of the output.
-        return self.pinned(cache), *jax.lax.with_sharding_constraint((after, output), self.graph.layout.replicated)
+        return self.constrained(cache), *jax.lax.with_sharding_constraint((after, output), self.graph.layout.replicated)
 
     def _decode_rows(self, params, cache, state: DecodeState, limits):
-        """Returns (cache, DecodeState, StepOutput) after decoding on a cache of s rows."""
+        """Returns (cache, DecodeState, DecodeOutput) after decoding on a cache of s rows."""
         s, K, head = state.token.shape[0], self.decode_steps, params.get(modes.VALUE_HEAD)
         params = params if self.scan else prepare_for_decoding(self.graph, params, s)
         # The token, log-probability and value in the output for a row that produced none.
@@ -238,4 +245,4 @@ class DecoderPrograms:
                 go_on, decode_step, start
             )
         after = replace(state, token=token, cached=cached, left=left, active=active.astype(jnp.int32))
-        return cache, after, StepOutput(tokens, logps, tokens >= 0, values)
+        return cache, after, DecodeOutput(tokens, logps, tokens >= 0, values)

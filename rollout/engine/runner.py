@@ -1,11 +1,15 @@
 """The model runner: calls the compiled programs of a generator.
 
-A contiguous cache has S rows, one per slot. A decode runs on s = 1, 2, 4, ... S of them (GeneratorOptions.batch_sizes).
-To decode on fewer than S rows, ActiveBatch first gathers them into a batch cache. It scatters them back before it
-decodes other rows. On a paged cache, a call of s rows takes their page table and gathers only their states of fixed
-size.
+A cache of all slots has S rows, one per slot. In a contiguous cache a row holds all entries of its slot. In a paged
+cache it holds only the states of fixed size (scheduler.py), and the entries are in pages. A decode runs on s = 1, 2, 4,
+... S rows (GeneratorOptions.batch_sizes). To decode on fewer than S rows of a contiguous cache, ActiveBatch first
+gathers them into a batch cache. It scatters them back before it decodes other rows. On a paged cache, the decode
+program takes the page tables of its s rows and gathers their states itself.
 
-S slots, s rows of one call, P prompts of one prefill call, C tokens of it, M pages of a row.
+Arrays `rows` are slots, one for each row of the call. A number >= S marks padding: nothing is written for it.
+
+S slots, s rows of one call, P rows of one prefill call, C tokens that it computes of each row, M pages of a row.
+Letters after an underscore are the axes: pages_PM is [P, M].
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from rollout.engine import prefix_index
 from rollout.engine.cache_manager import CacheGeometry, CacheManager, ContiguousCacheManager, PagedCacheManager
 from rollout.engine.page_allocator import PageAllocator, PageCopy
 from rollout.engine.page_budget import PageBudget, choose_page_budget
-from rollout.engine.programs import DecoderPrograms, DecodeState, StepOutput
+from rollout.engine.programs import DecodeOutput, DecoderPrograms, DecodeState
 from rollout.engine.scheduler import PREFILL_ROWS, SchedulerLimits, prefill_lengths, prefill_rows
 from rollout.engine.speculative import SpeculativePrograms
 from rollout.request import Request
@@ -50,8 +54,11 @@ class ModelRunner:
 
     functions: the functions that are compiled (rollout/engine/programs.py).
     programs: the compiled programs, by name.
-    lookahead_tokens, records_routes: as in DecoderPrograms.
-    max_prefill_rows: the most prompts of one prefill call.
+    chunk: the most tokens of a prompt in one prefill call.
+    lookahead_tokens: how many tokens a prefill call reads after the C that it computes, for the modules that draft.
+    records_routes: whether the cache keeps the routes: the experts that computed each token.
+    decode_steps: the most decoding steps of a decode.
+    max_prefill_rows: the most rows of one prefill call.
     value_head: float32[E], the head of the values that are recorded.
     reserved_bytes: memory per device that other arrays will take after the number of pages is chosen.
     compiled_ahead: whether programs were compiled ahead, so that another one is a warning or an error.
@@ -129,16 +136,17 @@ class ModelRunner:
 
     def _empty_cache(self):
         budget = self.page_budget
-        return self.functions.pinned(self.functions.empty(self.max_length if budget is None else budget.pages))
+        return self.functions.constrained(self.functions.empty(self.max_length if budget is None else budget.pages))
 
     def empty(self) -> Any:
         """Returns an empty cache of all slots."""
         return self._run("empty", ())
 
     def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM, *, first_chunk: bool) -> Any:
-        """Returns the cache after a chunk of prompts in these rows; rows past the end are padding.
+        """Prefills one chunk of each prompt; a row index >= S marks padding. Returns the cache.
 
-        Each prompt's tokens start .. start + C - 1 are computed, as far as its length goes.
+        tokens_PC: int32[P, C + lookahead_tokens]. starts, lengths: int32[P]. The call makes the entries start ..
+        min(start + C, length) - 1 of each prompt.
 
         first_chunk: every start is 0, and earlier entries of the rows are ignored. pages_PM: the pages of the rows;
         None if the cache is contiguous.
@@ -147,7 +155,7 @@ class ModelRunner:
         return self._run("prefill" if first_chunk else "extend", tokens_PC.shape, params, cache, *inputs)
 
     def copy_rows(self, cache, pairs: Sequence[tuple[int, int]]) -> Any:
-        """Returns the cache after copying row a to row b for each pair (a, b), one after the other."""
+        """Returns the cache after copying the row of slot a to slot b for each pair (a, b), one after the other."""
         slots = self.geometry.slots
         for start in range(0, len(pairs), slots):
             group = pairs[start : start + slots]
@@ -162,6 +170,7 @@ class ModelRunner:
         assert budget is not None, "a contiguous cache has no pages"
         for start in range(0, len(copies), slots):
             group = copies[start : start + slots]
+            # The program copies as many pages as there are slots. It drops the padding: targets past the last page.
             source = np.zeros(slots, np.int32)
             target = budget.pages.number + np.arange(slots, dtype=np.int32)
             source[: len(group)], target[: len(group)] = zip(
@@ -171,7 +180,7 @@ class ModelRunner:
         return cache
 
     def gather(self, cache, rows: np.ndarray) -> Any:
-        """Returns a cache of these rows alone, without pools of pages. Rows past the end are padding."""
+        """Returns a cache of these rows alone, without pools of pages."""
         return self._run("gather", rows.shape, cache, rows)
 
     def scatter(self, cache, batch_cache, rows: np.ndarray) -> Any:
@@ -188,10 +197,12 @@ class ModelRunner:
             array.copy_to_host_async()
         return routes
 
-    def decode(self, params, cache, state: DecodeState, limits: tuple[int, int]) -> tuple[Any, DecodeState, StepOutput]:
+    def decode(
+        self, params, cache, state: DecodeState, limits: tuple[int, int]
+    ) -> tuple[Any, DecodeState, DecodeOutput]:
         """Returns (cache, state, output) after decoding. The arrays are on the device.
 
-        limits: (the most steps, the number of active rows at which the decode ends early).
+        limits: (the most decoding steps, the number of active rows at which the decode ends early).
         """
         head = {modes.VALUE_HEAD: self.value_head} if self.options.record_values else {}
         return self._run("decode", state.stops.shape, params | head, cache, state, np.asarray(limits, np.int32))
@@ -213,7 +224,7 @@ class ModelRunner:
 
     def _run(self, name: str, shape: tuple[int, ...], *arguments):
         program = self.programs[name]
-        if self.compiled_ahead and shape not in program.memory:
+        if self.compiled_ahead and shape not in program.shapes:
             self._report_late(name, shape)
         return block_on_cpu_mesh(program.run(shape, *arguments), self.graph.layout)
 
@@ -226,16 +237,18 @@ class ModelRunner:
 
     @property
     def memory(self) -> dict[tuple, Memory | None]:
-        """Returns the memory of each compiled program, by (name, *shape)."""
+        """Returns the memory of each compiled program, by (name, *shape). Every compiled program has a key, also one
+        whose memory the compiler does not report (None)."""
         return {(name, *shape): m for name, each in self.programs.items() for shape, m in each.memory.items()}
 
     def compile_ahead(self, params: dict[str, Any], longest: int, stop_widths: Iterable[int], *, strict: bool) -> int:
-        """Compiles all programs that prompts of up to `longest` tokens need, in parallel threads; returns their
-        number. From here on another program is a warning, or LateCompilation if `strict`.
+        """Compiles all programs that prompts of up to `longest` tokens need, in parallel threads, unless they are
+        compiled. Returns how many programs are compiled now. From here on another program is a warning, or
+        LateCompilation if `strict`.
 
         stop_widths: numbers of columns of DecodeState.stops. One thread traces the programs, because tracing is
         Python."""
-        compiled = self.memory
+        compiled = self.memory.keys()
         missing = [each for each in program_inputs(self, params, longest, stop_widths) if each[0] not in compiled]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             lowered = ((key, inputs, self.programs[key[0]].lower(*inputs)) for key, inputs in missing)
@@ -265,7 +278,7 @@ def program_inputs(
     slowest to compile first. `params`: the weights, abstract or not.
     """
     cache, geometry = runner.abstract_cache, runner.geometry
-    slots, width = geometry.slots, geometry.table_width
+    slots, width, page_size = geometry.slots, geometry.table_width, runner.options.page_size
 
     def batch_cache(rows: int):
         return _abstract(jax.eval_shape(runner.programs["gather"].jitted, cache, _int32(rows)), runner.graph.layout)
@@ -279,15 +292,16 @@ def program_inputs(
                 ("decode", s, stops),
                 (params | _value_head(runner), decoded_cache(s), _state(runner, s, stops), _int32(2)),
             )
-    lengths = prefill_lengths(longest, runner.chunk)
+    entries = longest - 1  # the last token of a prompt is not prefilled: decoding feeds it
+    # "extend" computes what follows a first chunk or a shared prefix, which have at least so many entries.
+    shortest_start = min(prefix_index.MIN_SHARED_TOKENS, runner.chunk, *(() if width is None else (page_size,)))
+    calls = [("prefill", C) for C in prefill_lengths(entries, runner.chunk)]
+    calls += [("extend", runner.chunk)] if entries > shortest_start else []
     for P in (rows for rows in PREFILL_ROWS if rows <= runner.max_prefill_rows):
         pages = None if width is None else _int32(P, width)
-        for C in lengths:
+        for name, C in calls:
             shape = P, C + runner.lookahead_tokens
-            inputs = params, cache, _int32(P), _int32(*shape), _int32(P), _int32(P), pages
-            yield ("prefill", *shape), inputs
-            if lengths[-1] == C and longest - 1 > min(prefix_index.MIN_SHARED_TOKENS, runner.chunk):
-                yield ("extend", *shape), inputs
+            yield (name, *shape), (params, cache, _int32(P), _int32(*shape), _int32(P), _int32(P), pages)
     batches = geometry.batch_sizes[:-1] if geometry.copies_batch else ()
     for s in sorted({*batches, *(() if geometry.supports_truncation else (1,))}):
         yield ("gather", s), (cache, _int32(s))

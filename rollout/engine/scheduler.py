@@ -1,13 +1,19 @@
 """The scheduler: which requests run, which wait, and which give up their pages. Pure Python: no arrays, no device,
-and nothing that depends on time.
+and nothing that depends on time. engine.py defines the words step, decode, slot and prompt of a request.
 
 A request that is admitted gets a slot and keeps it until it is released. It is in one of these states:
 
 - prefilling: its prompt is not all in the cache. It may wait for another slot whose prompt has the same first tokens
-  (PrefixWaiters). Or it is preempted: the scheduler took its pages because they ran out. It starts again when there
-  are pages for another decode of all running requests.
+  (PrefixWaiters). Or it is preempted: it has no pages, because they ran out before it could start or while it ran. It
+  starts again when there are pages for another decode of all running requests.
 - decoding: all in the cache but the token to feed next.
-- ended: `finish` says how; the engine releases the slot.
+- ended: `finish` says how; the caller of `Engine.collect` releases the slot.
+
+A layer may keep a state of fixed size instead of an entry per token: the recurrent state of a delta net, a
+sliding-window cache, the last hidden states for drafts. Such a state is only valid after the last token that it has
+seen, so a request can begin with it only if it continues exactly these tokens (`supports_truncation` is False). It
+moves past the prompt when its slot decodes. For a sample of the same prompt that still waits, the scheduler therefore
+pins the prompt: it saves the state, and keeps the pages of a paged cache in use (PinnedPrefix).
 """
 
 from __future__ import annotations
@@ -25,23 +31,26 @@ PREFILL_ROWS = (1, 4, 16)
 # Tokens of the shortest prefill call; others have twice as many, and so on up to a chunk.
 SHORTEST_PREFILL = 16
 
-# The scheduler shortens a decode to this many steps before it preempts a request because pages ran out.
+# While pages are short, the scheduler halves the decoding steps of a decode as long as they are more than this. Then it
+# preempts requests.
 MIN_DECODE_STEPS = 16
 
-# Most steps of a decode with stop strings. The host searches for them afterwards and discards the tokens past one.
+# Most decoding steps of a decode with stop strings. The host searches for the strings afterwards and discards the
+# tokens past one.
 MAX_STOP_STRING_STEPS = 16
 
 
 def prefill_rows(prompts: int) -> int:
-    """Rows of the next prefill call if so many prompts can go on. Three in a call of four rows cost less than three
-    calls."""
+    """Rows of the next prefill call for `prompts` ready prompts: the largest size that is at least three quarters full.
+
+    Three prompts in a call of four rows cost less than three calls."""
     return max(rows for rows in PREFILL_ROWS if rows == 1 or prompts >= rows - rows // 4)
 
 
-def prefill_lengths(longest: int, chunk: int) -> list[int]:
-    """Tokens of the prefill calls that prompts of up to `longest` tokens can need, in chunks of at most `chunk`."""
+def prefill_lengths(entries: int, chunk: int) -> list[int]:
+    """Lengths C of the calls that prefill up to `entries` entries from an empty slot, in chunks of at most `chunk`."""
     lengths = [min(SHORTEST_PREFILL, chunk)]
-    while lengths[-1] < min(longest - 1, chunk):
+    while lengths[-1] < min(entries, chunk):
         lengths.append(min(2 * lengths[-1], chunk))
     return lengths
 
@@ -50,10 +59,12 @@ def prefill_lengths(longest: int, chunk: int) -> list[int]:
 class SchedulerLimits:
     """Properties of the programs that the scheduler needs.
 
-    decode_steps: steps of one multi-step decode.
-    drafts: tokens past a request's last that a step may write.
-    copies_rows: whether sharing a prefix also copies arrays by slot (contiguous entries, states of fixed size).
-    pins_prefixes: whether a prompt is pinned for its next sample, because a decoding slot can no longer share it.
+    decode_steps: the most decoding steps of one decode.
+    drafts: draft tokens that a decoding step may write beyond the accepted ones.
+    copies_rows: whether a slot that shares a prefix also copies the row of the other slot: its entries in a contiguous
+    cache, its states of fixed size in any cache. If not, the slots share pages, and nothing else belongs to a slot.
+    pins_prefixes: whether a prompt's state is saved for the next sample of the same prompt: once a slot decodes, its
+    state has moved past the prompt, or its last page is not indexed.
     """
 
     decode_steps: int
@@ -65,6 +76,8 @@ class SchedulerLimits:
 class Scheduler:
     """Admits requests to slots, shares prefixes between them, and preempts the youngest when pages run out.
 
+    running: the requests by slot, in the order of admission; also those that prefill, are preempted or have ended.
+    prefilling: the requests whose prompt is not all in the cache, preempted ones included.
     updates: the changes of the cache that must run before the next program.
     next_request: the request that gets the next free slot, if one waits.
     batch_changed: whether the host added or removed a decoding request, so that the device state must be rebuilt.
@@ -76,12 +89,13 @@ class Scheduler:
         limits: SchedulerLimits,
         counts: dict[str, int] | None = None,
     ):
-        """counts: where the number of preempted requests is added up, under "preempted"."""
+        """counts: "preempted" in it counts how often a request that had pages lost them. A request that must wait for
+        its first pages is not counted."""
         self.cache_manager, self._limits = cache_manager, limits
         self._counts = {"preempted": 0} if counts is None else counts
-        self.running: dict[int, Request] = {}  # by slot, in the order of admission
+        self.running: dict[int, Request] = {}
         self.prefilling: dict[int, Request] = {}
-        self.preempted: set[int] = set()  # some of those that prefill
+        self.preempted: set[int] = set()  # slots
         self.updates = CacheUpdates()
         self.next_request: Request | None = None
         self.batch_changed = True
@@ -106,7 +120,10 @@ class Scheduler:
         return slot
 
     def _start(self, slot: int, source: int, num_shared: int) -> None:
-        """Starts a request that shares its first `num_shared` tokens with slot `source`."""
+        """Starts a request whose first `num_shared` entries slot `source` holds, or will hold when it has prefilled.
+
+        The source can be the slot itself: then the entries are in a free slot that the request took over, or in pages
+        that the cache manager has already given to it."""
         request = self.running[slot]
         request.cached = 0
         if not self._has_pages(slot, num_shared):
@@ -114,7 +131,7 @@ class Scheduler:
         elif source in self.prefilling and source != slot:
             self._waiters.add(slot, source, num_shared)
         elif num_shared < request.needed and self._pinned.start(slot, request.cacheable):
-            self.mark_prefilled(slot, request.needed)
+            self.mark_prefilled(slot, request.needed)  # the pinned prompt is all of this one
         elif num_shared:
             if self._share(source, slot, num_shared):
                 self.mark_prefilled(slot, num_shared)
@@ -123,12 +140,13 @@ class Scheduler:
 
     def release(self, slot: int) -> Request:
         """Frees a slot and returns its request, which may have ended or not."""
-        self.updates.start_copy_group()
+        self.updates.start_copy_group()  # the pages may get another owner, so later copies run in another program
         request = self.running.pop(slot)
         waiters = self._evict(slot)
         if request.finish is None:
             self.batch_changed = True
-        # A state of fixed size may include discarded tokens if the host, not the device, ended the request.
+        # Later requests may begin with the entries of this one. A state of fixed size has no use if the host ended the
+        # request: the device may have fed tokens that were discarded.
         valid = self.cache_manager.supports_truncation or (request.finish is not None and not request.params.stop)
         self.cache_manager.free(slot, request.span(0, request.cached) if valid else ())
         self._readmit(waiters)
@@ -142,7 +160,7 @@ class Scheduler:
         return waiters
 
     def _readmit(self, slots: Sequence[int]) -> None:
-        """Starts requests again that have a slot and prefill."""
+        """Restarts prefilling of these slots from their longest shared prefix."""
         # All slots are cleared before one starts: otherwise two could wait for each other's prefix.
         for slot in slots:
             self.cache_manager.clear(slot)
@@ -157,12 +175,13 @@ class Scheduler:
     # Preemption.
 
     def _max_entries(self, request: Request, steps: int) -> int:
-        """Returns the number of entries that the request may have after so many decoding steps."""
+        """Returns the number of entries that the request may have after so many decoding steps. The last step may also
+        write drafts that are rejected."""
         drafts = self._limits.drafts
         return request.needed + min(request.left, steps * (1 + drafts)) + drafts
 
     def _has_pages(self, slot: int, num_shared: int) -> bool:
-        """Whether all that run, and this slot with them, can have pages for another decode."""
+        """Whether all running requests, the one of this slot included, can have pages for another decode."""
         active = {s: r.cached for s, r in self.running.items() if s not in self.preempted and r.finish is None}
         starts = active | {slot: num_shared}
         steps = min(MIN_DECODE_STEPS, self._limits.decode_steps)
@@ -177,8 +196,8 @@ class Scheduler:
         )
 
     def _reserve(self, slot: int, end: int) -> bool:
-        """Allocates pages for what the slot is about to write, up to entry `end`, and preempts the youngest requests
-        for it. False if the slot itself was preempted."""
+        """Allocates pages for the entries `cached` .. `end` - 1 of a slot, and preempts the youngest requests for it.
+        Returns False if the slot itself was preempted."""
         while (copies := self.cache_manager.reserve(slot, self.running[slot].cached, end)) is None:
             if self._pinned:
                 self._pinned.clear()
@@ -214,8 +233,8 @@ class Scheduler:
     # Prompts.
 
     def next_prefill(self) -> list[int]:
-        """Returns the slots of the next prefill call: the oldest that can be prefilled, and others that are, like it,
-        at their first chunk or past it.
+        """Returns the slots of the next prefill call. The oldest slot that can be prefilled decides whether the call is
+        for first or for later chunks, because these are two programs.
         """
         candidates = [slot for slot in self.prefilling if slot not in self._waiters and slot not in self.preempted]
         group = [slot for slot in candidates if self.running[slot].cached == 0]  # at their first chunk
@@ -226,8 +245,8 @@ class Scheduler:
     def mark_prefilled(self, slot: int, cached: int) -> None:
         """Notes that the first `cached` entries of a request are in the cache.
 
-        If that is all of its prompt, the slots that wait for it start from it, and then those that wait for them. The
-        prompt is pinned if the next request in the queue has the same and could not start from a slot that decodes."""
+        If the full prompt is cached, waiting slots start from it, transitively. If the next request has the same prompt
+        and decoding slots cannot be shared, the prompt's state is saved."""
         self.running[slot].cached = cached
         ready = [slot]
         while ready:
@@ -246,8 +265,8 @@ class Scheduler:
                     ready.append(other)
 
     def _share(self, source: int, slot: int, num_shared: int) -> bool:
-        """Lets a slot use the first `num_shared` entries of another, or its own. Returns False if it was preempted
-        because pages ran out."""
+        """Makes a slot begin with the first `num_shared` entries of `source`, which may be the slot itself. Allocates
+        pages for the rest of its prompt. Returns False if the slot was preempted because pages ran out."""
         if source != slot:
             self.cache_manager.share(source, slot, num_shared)
             if self._limits.copies_rows:
@@ -258,7 +277,8 @@ class Scheduler:
     # Decoding.
 
     def reserve_decode(self) -> int:
-        """Allocates pages for the next decode and returns its number of steps; requests may be preempted for it."""
+        """Allocates pages for the next decode and returns the most decoding steps that it may make. Requests may be
+        preempted for it."""
         steps = self._decode_steps()
         for slot in self.decoding:
             if slot not in self.preempted:
@@ -266,7 +286,7 @@ class Scheduler:
         return steps
 
     def _decode_steps(self) -> int:
-        """Returns the steps of the next decode: the limit, or fewer (halved) while there are too few pages."""
+        """Returns the most decoding steps of the next decode: the limit, halved while pages are short."""
         decoding = self.decoding
         has_stop_strings = any(self.running[slot].params.stop for slot in decoding)
         steps = min(self._limits.decode_steps, MAX_STOP_STRING_STEPS) if has_stop_strings else self._limits.decode_steps

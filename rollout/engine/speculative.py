@@ -13,8 +13,8 @@ draft is accepted when u falls into the same token's part of [0, 1) under the de
 the module's Q, which has probability sum_x max(0, min(P(x), Q(x)) - max(P(x - 1), Q(x - 1))). No rule accepts more
 often than sum_x min(p(x), q(x)); benchmarks/speculative.py prints both. Greedy drafts are the likeliest tokens.
 
-S slots, d drafts, D modules in use, W = d + D entries that modules see again at each step, N tokens of a dispatch, V
-vocabulary.
+S slots, d drafts, D modules in use, W = d + D entries that modules see again at each step, N tokens of a row that a
+decode can sample, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from policy.cache.step import Step
 from policy.config import DecoderConfig, MultiTokenPrediction
 from policy.heads.multi_token_prediction import predict
 from policy.model import Graph
-from rollout.engine.programs import DecoderPrograms, DecodeState, StepOutput
+from rollout.engine.programs import DecodeOutput, DecoderPrograms, DecodeState
 from rollout.engine.sampling import choose
 from rollout.types import GeneratorOptions
 
@@ -159,7 +159,7 @@ class SpeculativePrograms(DecoderPrograms):
             active=loop.active.astype(jnp.int32),
             recent=loop.recent,
         )
-        return loop.cache, after, StepOutput(loop.tokens.T, loop.logprobs.T, loop.starts_step.T)
+        return loop.cache, after, DecodeOutput(loop.tokens.T, loop.logprobs.T, loop.starts_step.T)
 
     def _draft(self, decoder, loop: _State, state: DecodeState) -> tuple[jax.Array, _State]:
         """Returns (drafts int32[S, d], the loop's state with the modules' caches after the drafts)."""

@@ -160,7 +160,7 @@ def test_the_export_holds_the_last_weights_and_the_tokenizer(uninterrupted, tmp_
     number, state, host = checkpoints.restore(stage.abstract())
     checkpoints.close()
     progress = {"prompts": 16, "version": 3 + 3 * 2 + 2, "drawn": 4, "carried": [], "controls": {}}
-    assert (number, host) == (9, {"stage": 2, "step": 1, "ended": True, "progress": progress})
+    assert (number, host) == (9, {"stage": 2, "step": 1, "steps": 1, "ended": True, "progress": progress})
     jax.tree.map(np.testing.assert_array_equal, model.params, state.policy.params)
     fresh = policy.create(model.config, config.seed)
     moved = [path for path in model.params if not np.array_equal(model.params[path], fresh.params[path])]
@@ -211,6 +211,36 @@ def test_a_run_is_not_continued_under_another_configuration(uninterrupted, capsy
     said = capsys.readouterr().err
     assert "stages.1.optimizer.learning_rate: 0.001 there, 0.5 here" in said and "Traceback" not in said
     assert digest(uninterrupted) == before
+
+
+def test_a_finished_run_with_more_steps_is_the_longer_run(uninterrupted, tmp_path, capsys):
+    longer, extended = ["stages.2.steps=3"], tmp_path / "extended"
+    shutil.copytree(uninterrupted, extended)
+    assert launch.cli.train_main([str(extended), *longer, "stages.2.optimizer.schedule=linear"]) == 2
+    assert launch.cli.train_main([str(extended), "stages.1.steps=4"]) == 2
+    capsys.readouterr()
+    assert launch.cli.train_main([str(extended), *longer]) == 0
+    assert "continuing" in capsys.readouterr().out
+    assert launch.train(tmp_path / "full", *longer) == 0
+    one, other = extended, tmp_path / "full"
+    assert launch.weights(one) == launch.weights(other)
+
+    def trained(run):
+        """What the run was trained on and its numbers. Only the short run evaluates after its last step."""
+        numbers = [(*place, {k: v for k, v in m.items() if "eval/" not in k}) for *place, m in launch.numbers(run)]
+        return numbers, [{k: v for k, v in row.items() if k != "at"} for row in launch.trained(run)]
+
+    assert trained(one) == trained(other)
+    assert launch.weights(uninterrupted) == (extended / "export-grpo-2-1" / "model.safetensors").read_bytes()
+    assert [attempt["exit_code"] for attempt in manifest.read(extended)] == [0, 0]
+
+
+def test_a_run_whose_schedule_depends_on_its_steps_is_not_extended(tmp_path, capsys):
+    assert launch.train(tmp_path / "run", f"stages=[{SFT.replace('}', ', schedule: cosine}', 1)}]", *launch.LIGHT) == 0
+    capsys.readouterr()
+    assert launch.cli.train_main([str(tmp_path / "run"), "stages.0.steps=5"]) == 2
+    said = capsys.readouterr().err
+    assert "stages.0.steps: the learning rate follows a schedule" in said and (tmp_path / "run" / "export").is_dir()
 
 
 def test_a_run_in_use_is_left_alone(uninterrupted, capsys):

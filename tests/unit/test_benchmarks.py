@@ -184,6 +184,13 @@ def test_each_benchmark_runs(script, name, arguments, rows, capsys):
         assert f"{row.ratio:.2f}" in printed
 
 
+def test_the_start_of_a_command_is_timed_and_its_packages_are_listed(script):
+    cells = [cell.strip() for cell in script("startup").row("rl schema", ["schema"], 1).split("|")]
+    assert cells[1] == "`rl schema`" and float(cells[3]) > 0 and cells[4] == "-"
+    assert cells[5].endswith(" ms")
+    assert "numpy" in script("startup").run(["reward", "test", "exact_answer"])[2].rpartition("\0")[2].split()
+
+
 def test_the_script_that_measures_parity_prints_a_line_for_each_kind(script, capsys):
     pytest.importorskip("torch")
     script("parity").main(["Simple"])

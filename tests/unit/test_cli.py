@@ -35,6 +35,34 @@ except SystemExit as end:
     assert "usage: rl" in done.stdout and "code 0 loaded []" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        (["schema"], set()),
+        (["completion", "zsh"], set()),
+        (["_complete", "bash", "rl-train", "configs/quickstart.yml", "stages.1.opt"], {"yaml"}),
+        (["reward", "test", "exact_answer"], {"numpy", "rich"}),
+        (["train", "--check", "configs/quickstart.yml"], {"numpy", "pydantic", "yaml"}),
+        *(([verb, "--help"], set()) for verb in cli.VERBS),
+    ],
+    ids=lambda one: " ".join(one[:2]) if isinstance(one, list) else "",
+)
+def test_a_verb_imports_only_what_it_needs(arguments, needed):
+    code = f"""
+import sys
+from rl.commands import cli
+try:
+    code = cli.main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+print("loaded", code or 0, *[name for name in {HEAVY} if name in sys.modules])
+"""
+    done = python(code, *arguments)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert loaded[:2] == ["loaded", "0"], done.stdout + done.stderr
+    assert set(loaded[2:]) <= needed
+
+
 def test_arguments_with_an_equals_sign_are_overrides_unless_a_file_has_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a=b.yml").write_text("")

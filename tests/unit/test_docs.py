@@ -45,11 +45,19 @@ NOT_RUN = {
     "rl-train resume=runs/first",
     "rl generate runs/first --prompts prompts.txt --samples 4 --output completions.jsonl",
     "rl chat path/to/model",
+    "rl schema > duet.schema.json",
+    "rl schema --partial > duet.partial.schema.json",
     "rl plan configs/quickstart.yml mesh.fsdp=4 mesh.tensor=2 --topology cpu:8",
     "rl plan configs/quickstart.yml --topology cpu:2 --search --memory 2 --candidates 1",
+    "rl-train configs/quickstart.yml run.dir=runs/quickstart",
+    "rl report runs/quickstart",
+    "chromium --headless --hide-scrollbars --window-size=1280,1008 --screenshot=docs/pictures/report.png "
+    "runs/quickstart/report.html",
+    "rl compare runs/a runs/b",
+    "rl compare runs/a runs/b --text",
     "until rl-train configs/quickstart.yml run.dir=runs/first; [ $? -ne 75 ]; do sleep 1; done",
 }
-NOT_CODE = {"toml", "jinja", "text", "mermaid"}
+NOT_CODE = {"lua", "toml", "jinja", "text", "mermaid"}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from rl.commands import cli
 from rl.reporting import memory
 from rl.run.health import doctor
-from rl.stages.probe import FIRST_ID, probe
+from rl.run.health.prompt_probe import FIRST_ID, probe
 
 
 def test_the_machine_is_described_without_values_of_secrets(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,7 @@
+import itertools
 import json
 import os
+import re
 import sys
 import time
 import warnings
@@ -13,6 +15,7 @@ from rl.errors import ResourceError
 from rl.reporting import trackers
 from rl.reporting.events import EVENTS, EventLog, Events, read
 from rl.reporting.samples import SAMPLES, TOKEN, TOKENS
+from rl.run.outlook import Outlook
 
 STAGES = ["sft", "grpo"]
 
@@ -118,6 +121,30 @@ def test_a_terminal_gets_a_progress_bar(tmp_path, capsys, monkeypatch):
     events.close()
     said = capsys.readouterr().out
     assert "eval/greedy_accuracy 0.250" in said and "saved [step 1]" in said and "1/3" in said
+
+
+def test_a_terminal_of_80_columns_cuts_no_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    events = Events(config((1, 40)), tmp_path)
+    events.start_stage("grpo", 40, 7)
+    names = ("reward/mean", "kl/ref", "entropy", "completion/mean_length", "sampler/logp_diff_max", "loss")
+    events.step("grpo", 8, dict.fromkeys(names, 0.5) | {"time/step": 0.4})
+    events.close()
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", each).strip() for each in capsys.readouterr().out.splitlines()]
+    bar, metrics = next((a, b) for a, b in itertools.pairwise(lines) if "8/40" in a)
+    assert bar.startswith("grpo") and "time left" in bar and len(bar) <= 80
+    assert metrics == "reward/mean 0.500  kl/ref 0.500  entropy 0.500  completion/mean_length 0.500"
+
+
+def test_the_time_left_is_that_of_the_median_of_three_steps():
+    estimate, step = Outlook(), {"perf/step_tokens_per_s": 4940.0, "perf/step_tflops_per_s": 0.012}
+    seconds = [46.0, 9.0, 1.0, 30.0, 2.0, 1.0]
+    texts = [estimate.after(step | {"time/step": s, "time/sample": s / 2}, 10 - n) for n, s in enumerate(seconds, 1)]
+    assert [bool(text) for text in texts] == [False] * 4 + [True, False]
+    assert (
+        texts[4] == "a step takes 2 s (sample 50%; 4,940 tokens/s and 12.0 GFLOP/s per device); 5 more: about 0:00:10"
+    )
 
 
 def test_tensorboard_counts_steps_through_all_stages(tmp_path):

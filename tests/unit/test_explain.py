@@ -15,7 +15,7 @@ from rl.errors import ConfigError
 from rl.reporting.explain import findings, verdict
 from rl.reporting.explain.series import Series, correlation
 
-RUNS = Path(__file__).resolve().parents[1] / "illnesses" / "runs"
+RUNS = Path(__file__).resolve().parents[1] / "illnesses" / "recorded"
 ILL = {
     "learning_rate": "learning rate too high",
     "learning_rate_sft": "learning rate too high",

@@ -17,7 +17,8 @@ from policy.execution.compiled_cache import CompiledCache
 from policy.modes import VALUE_HEAD, make_step
 from rl.training.critic import Critic
 from rollout import Generator, GeneratorOptions, SamplingParams
-from rollout.engine.runner import LateCompilation
+from rollout.engine.active_batch import stop_width
+from rollout.engine.runner import LateCompilation, program_inputs
 from rollout.engine.sampling import uniforms
 from rollout.request import Request
 from rollout.text.tokenizer import byte_level, characters, first_stop
@@ -367,6 +368,24 @@ def test_all_programs_are_compiled_ahead(model, slots, monkeypatch):
     for each in params:
         generator.generate([[1] * n for n in (1, 5, 17, 40, 33)], dataclasses.replace(each, max_new_tokens=9, n=2))
     assert count == generator.compile_ahead(40, params, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("max_length", "longest", "shared", "cache"),
+    [(256, 45, 40, {}), (32, 24, 16, {"cache": "paged", "page_size": 8})],
+    ids=["prompts shorter than a chunk", "pages shorter than the shortest copied prefix"],
+)
+def test_the_rest_of_a_prompt_after_a_shared_prefix_is_compiled_ahead(model, max_length, longest, shared, cache):
+    """The second prompt begins like the first, so the program for later chunks computes its last tokens."""
+    options = GeneratorOptions(tokens_per_dispatch=4, **cache)
+    generator = Generator(model, max_length=max_length, slots=1, seed=1, options=options)
+    first, second = ([1] * shared + [token] * (longest - shared) for token in (2, 3))
+    generator.generate([first], SamplingParams(max_new_tokens=2))
+    before, runner = generator.counts["prefill"], generator.engine.runner
+    generator.generate([second], SamplingParams(max_new_tokens=2))
+    assert generator.counts["prefill"] - before == longest - 1 - shared
+    ahead = {key for key, _ in program_inputs(runner, model.params, longest, [stop_width(0)])}
+    assert "extend" in {name for name, *_ in runner.memory} and runner.memory.keys() <= ahead
 
 
 @pytest.mark.parametrize(

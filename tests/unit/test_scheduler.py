@@ -17,7 +17,7 @@ from rollout.engine.cache_manager import CacheGeometry, ContiguousCacheManager, 
 from rollout.engine.engine import Engine
 from rollout.engine.page_allocator import PageAllocator
 from rollout.engine.prefixes import Copies, PinStates, RestoreStates
-from rollout.engine.programs import StepOutput
+from rollout.engine.programs import DecodeOutput
 from rollout.engine.scheduler import Scheduler, SchedulerLimits
 from rollout.request import Queue, Request
 
@@ -47,7 +47,7 @@ class Simulation:
     def __init__(self, slots: int, supports_truncation: bool, decode_steps: int = 3):
         self.slots, self.supports_truncation, self.decode_steps = slots, supports_truncation, decode_steps
         self.geometry = CacheGeometry(slots, supports_truncation=supports_truncation)
-        self.prefilled, self.dispatches = 0, []
+        self.prefilled, self.decodes = 0, []
 
     @property
     def limits(self):
@@ -117,8 +117,8 @@ class Simulation:
                 cache[n], tokens[steps, n] = row.seen, new
                 slots[n] = Row((*row.seen, new), row.left - 1, row.stops, row.left > 1 and new not in row.stops)
             steps += 1
-        self.dispatches.append(steps)
-        return tuple(cache), tuple(slots), StepOutput(tokens, np.zeros(tokens.shape), tokens >= 0)
+        self.decodes.append(steps)
+        return tuple(cache), tuple(slots), DecodeOutput(tokens, np.zeros(tokens.shape), tokens >= 0)
 
 
 @dataclass(frozen=True)
@@ -250,8 +250,8 @@ def engine_of(slots, supports_truncation=True, budget=6, pages=None, decode_step
     return Engine(runner, lambda: weights, 0, stop_string=None, prefill_budget=budget), weights
 
 
-def turn(engine, queue):
-    """That of rollout.Generator."""
+def run_step(engine, queue):
+    """Runs one step as `rollout.Generator.step` does. Returns the requests that ended."""
     ended = [engine.release(slot) for slot in engine.collect()]
     while queue and engine.free_slots:
         engine.insert(queue.pop())
@@ -276,7 +276,7 @@ PROMPTS = [
     (1, 2, 3, 4) * 4,
 ]
 ARRIVAL = st.tuples(st.just("arrive"), st.integers(0, len(PROMPTS) - 1), st.integers(1, 9), st.integers(1, 4))
-OTHER = st.tuples(st.sampled_from(["turn", "turn", "turn", "cancel", "continue", "weights"]), st.integers(0, 10_000))
+OTHER = st.tuples(st.sampled_from(["step", "step", "step", "cancel", "continue", "weights"]), st.integers(0, 10_000))
 
 
 # (pages, tokens of each, parts): room for the longest of the requests below in each part, and for little more.
@@ -307,14 +307,14 @@ def test_every_request_gets_its_own_completion_whatever_else_happens(slots, supp
         queue.add(made)
 
     def advance():
-        for request in turn(engine, queue):
+        for request in run_step(engine, queue):
             alive.remove(request)
             done.append(request)
 
     for event, number, *rest in events:
         if event == "arrive":
             arrive(PROMPTS[number], *rest)
-        elif event == "turn":
+        elif event == "step":
             advance()
         elif event == "cancel" and alive:
             request = alive.pop(number % len(alive))
@@ -350,20 +350,20 @@ def test_every_request_gets_its_own_completion_whatever_else_happens(slots, supp
 
 @pytest.mark.parametrize("budget", [1, 4, 9])
 def test_a_long_prompt_never_stalls_the_rest(budget):
-    """Between two dispatches at most the budget is read, and the call that passes it."""
+    """Between two decodes at most the budget is read, and the call that passes it."""
     (engine, _), queue = engine_of(4, budget=budget), Queue()
     queue.add([Request((2, 1), SamplingParams(max_new_tokens=200))])
-    turn(engine, queue)
+    run_step(engine, queue)
     queue.add([Request(tuple(range(100)), SamplingParams(max_new_tokens=2))])
     progress, read = [], []
     while engine.busy or queue:
         before = engine.runner.prefilled
-        turn(engine, queue)
+        run_step(engine, queue)
         read.append(engine.runner.prefilled - before)
-        progress.append(len(engine.runner.dispatches))
+        progress.append(len(engine.runner.decodes))
     assert sum(read) == 99 and max(read) <= budget + CHUNK
     waited = progress[: next(i for i in range(len(read)) if sum(read[: i + 1]) == 99)]
-    assert len(set(waited)) == len(waited) > 5, "a turn passed without a dispatch"
+    assert len(set(waited)) == len(waited) > 5, "a step passed without a decode"
 
 
 def test_the_samples_of_a_prompt_and_what_begins_like_another_are_read_once():
@@ -372,23 +372,23 @@ def test_the_samples_of_a_prompt_and_what_begins_like_another_are_read_once():
     queue.add([Request(long, SamplingParams(max_new_tokens=3)) for _ in range(5)])
     queue.add([Request((*long, 4, 4), SamplingParams(max_new_tokens=3))])
     while engine.busy or queue:
-        turn(engine, queue)
+        run_step(engine, queue)
     assert engine.runner.prefilled == len(long) - 1 + 2
     # After the end of all too, until the weights change.
     for expected in (0, len(long) - 1):
         before = engine.runner.prefilled
         queue.add([Request(long, SamplingParams(max_new_tokens=3))])
         while engine.busy or queue:
-            turn(engine, queue)
+            run_step(engine, queue)
         assert engine.runner.prefilled - before == expected
         weights["w"] = Array()
 
 
 def while_others_decode(slots, others, pages=None):
-    """An engine in which long completions run, so that prompts are read a chunk a turn."""
+    """An engine in which long completions run, so that prompts are read a chunk a step."""
     (engine, _), queue = engine_of(slots, budget=1, pages=pages), Queue()
     queue.add([Request((2, n), SamplingParams(max_new_tokens=300)) for n in range(others)])
-    turn(engine, queue)
+    run_step(engine, queue)
     return engine, queue
 
 
@@ -396,7 +396,7 @@ def finished(engine, queue, request):
     for _ in range(100):
         if request.finish:
             return request.tokens == written(request)
-        turn(engine, queue)
+        run_step(engine, queue)
     return False
 
 
@@ -404,7 +404,7 @@ def test_who_waits_for_a_prompt_that_is_withdrawn_reads_it_itself():
     engine, queue = while_others_decode(4, 1)
     first, second = (Request(tuple(range(1, 40)), SamplingParams(max_new_tokens=3)) for _ in range(2))
     queue.add([first, second])
-    turn(engine, queue)
+    run_step(engine, queue)
     engine.cancel(first)
     assert finished(engine, queue, second)
 
@@ -417,7 +417,7 @@ def test_a_slot_that_was_given_up_is_not_written_by_the_one_before():
     )
     queue.add([first])
     for _ in range(3):
-        turn(engine, queue)
+        run_step(engine, queue)
     engine.cancel(first)
     queue.add([second])
     assert first.tokens and finished(engine, queue, second)
@@ -429,7 +429,7 @@ def test_a_group_may_have_a_thousand_samples(pages):
     requests = [Request((1, 2, 3, 4, 1), SamplingParams(max_new_tokens=2)) for _ in range(1000)]
     queue.add(requests)
     while engine.busy or queue:
-        turn(engine, queue)
+        run_step(engine, queue)
     assert all(request.tokens == written(request) for request in requests) and engine.runner.prefilled == 4
 
 
@@ -437,7 +437,7 @@ def test_those_who_waited_for_a_prompt_that_is_withdrawn_do_not_wait_for_each_ot
     engine, queue = while_others_decode(4, 1, pages=(400, 1, 1))
     first, *others = (Request(tuple(range(1, 40)), SamplingParams(max_new_tokens=3)) for _ in range(3))
     queue.add([first, *others])
-    turn(engine, queue)
+    run_step(engine, queue)
     engine.cancel(first)
     assert all(finished(engine, queue, request) for request in others)
 
@@ -464,7 +464,7 @@ def test_the_engine_moves_down_while_it_drains():
     queue.add([Request((2, n, 3), SamplingParams(max_new_tokens=n + 1)) for n in range(40)])
     sizes = []
     while engine.busy or queue:
-        turn(engine, queue)
+        run_step(engine, queue)
         sizes.append(len(engine.batch.slots))
     assert {8, 4, 2, 1} <= set(sizes)
     assert engine.counts["useful"] / engine.counts["rows"] > 0.9
@@ -489,7 +489,7 @@ def test_nine_of_ten_rows_make_a_token_where_lengths_have_a_long_tail(decode_ste
             request.length = int(length)
         queue.add(requests)
         while engine.busy or queue:
-            turn(engine, queue)
+            run_step(engine, queue)
         assert all(len(request.tokens) == request.length for request in requests)
         assert engine.counts["useful"] >= 0.9 * engine.counts["rows"]
 

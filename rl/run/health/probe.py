@@ -16,10 +16,10 @@ from rl.data import datasets
 from rl.data.inspect.source import random_weights
 from rl.errors import ConfigError, DataError
 from rl.run import build
+from rl.run.health.prompt_probe import ProbeResult, probe
 from rl.run.prepare import prepare
 from rl.run.state import Run
 from rl.stages import rollouts as stage_rollouts
-from rl.stages.probe import ProbeResult, probe
 from rl.stages.stage import StageKind
 from rollout import Generator
 from rollout.collect import Rollouts, Source, collect

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints facts about the machine or the verdict on a run, and returns the exit code."""
     if arguments.directory is not None:
-        from rl.commands import explain
+        from rl.commands.runs import explain
 
         return explain.explain_run(arguments.directory, arguments.json)
     from rl.run.health import doctor

@@ -1,0 +1,37 @@
+"""`rl compare`: shows the curves of runs on each other, or their numbers as text."""
+
+from __future__ import annotations
+
+import argparse
+
+from rl.commands.runs.report import add_shared
+
+SUMMARY = "compare runs: curves on each other, or tables with --text"
+DESCRIPTION = """Write one HTML file in which the curves of two or more runs share their charts, with the difference of
+their configurations. With --text, print tables: first, last and best value of each headline metric, steps and seconds
+to each tenth of accuracy, and the keys of the configuration that differ."""
+HELP = """examples:
+  rl compare runs/a runs/b --open
+  rl compare runs/a runs/b --text"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the verb."""
+    parser.add_argument("first", metavar="RUN", help="folder of a run")
+    parser.add_argument("others", nargs="+", metavar="RUN", help="folders of the runs to compare it with")
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: compare.html in the first folder")
+    parser.add_argument("--text", action="store_true", help="print tables instead of writing a file")
+    add_shared(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compares the runs and returns the exit code."""
+    from rl.reporting.report import command
+
+    runs, part = [arguments.first, *arguments.others], command.part_of(arguments.stage, arguments.steps)
+    if arguments.text:
+        return command.compare_text(runs, part)
+    options = command.Options(
+        output=arguments.output, samples=arguments.samples, part=part, json=arguments.json, open=arguments.open
+    )
+    return command.report(runs, options)

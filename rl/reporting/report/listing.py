@@ -1,0 +1,128 @@
+"""Writes the chosen completions, folded, within a size: long texts lose their middle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl.reporting.report import samples
+from rl.reporting.report.read import Run
+from rl.reporting.report.series import esc, text
+
+_PEEK = 140  # characters of a completion that its line shows
+_CAPS = (60_000, 20_000, 8_000, 4_000, 2_000, 1_000, 500, 200, 60)  # bytes of a text, tried in this order
+_EXPLAINED = (
+    """best and worst reward, largest gap between generator and trainer, longest, cut off, faulted, and random"""
+)
+
+
+def listing(runs: Sequence[Run], chosen: Sequence[samples.Chosen], room: int) -> str:
+    """Returns the section of samples in at most `room` bytes. chosen: for each run."""
+    every = [(run, record) for run, each in zip(runs, chosen, strict=True) for record in each.records]
+    if not every or room < 2000:
+        return ""
+    items, size = [], 0
+    sizes = [len(content) for _, record in every for content in _texts(record)]
+    for cap in _CAPS:
+        if sum(min(each, cap) for each in sizes) > room:
+            continue
+        items = [_sample(run if len(runs) > 1 else None, record, cap) for run, record in every]
+        size = sum(len(item.encode("utf-8", "replace")) for item in items)
+        if size <= room - 2000:
+            break
+    if size > room - 2000 or not items:
+        items = [_sample(run if len(runs) > 1 else None, record, _CAPS[-1]) for run, record in every]
+        size = sum(len(item.encode("utf-8", "replace")) for item in items)
+        items = items[: len(items) * (room - 2000) // max(size, room - 2000)]
+    counts = {kind: sum(kind in record["why"] for _, record in every) for kind in samples.KINDS}
+    buttons = "".join(
+        f'<button data-kind="{kind}" aria-pressed="false">{kind} {count}</button>'
+        for kind, count in counts.items()
+        if count
+    )
+    partial = " of the part of the files that was read" if any(each.partial for each in chosen) else ""
+    total = sum(each.total for each in chosen)
+    return (
+        f'<section id="samples"><h2>Samples</h2><p class="about">{len(items)} of {total:,} recorded completions'
+        f'{partial}: {_EXPLAINED}.</p><div class="tools" hidden><button data-kind="" aria-pressed="true">all {len(items)}</button>'
+        f'{buttons}<input type="search" id="words" placeholder="text in a sample" aria-label="text in a sample"></div>'
+        f'<div class="samples">{"".join(items)}</div></section>'
+    )
+
+
+def _sample(run: Run | None, record: Mapping[str, Any], cap: int) -> str:
+    """Returns one completion, folded. cap: bytes of each text."""
+    where = f"{record.get('stage', '')} {record.get('step', '')}" + (f" · {run.name}" if run else "")
+    reward = record.get("reward")
+    score = f"reward {text(reward)}" if isinstance(reward, (int, float)) else "unscored" if "reward" in record else ""
+    tags = "".join(f'<span class="tag {kind.split()[0]}">{kind}</span>' for kind in record["why"])
+    tags += '<span class="tag">evaluation</span>' if record.get("eval") is True else ""
+    asked = _start(record.get("prompt"), _PEEK // 2)
+    peek = f"<i>{esc(asked)} → </i>{esc(_start(record.get('completion'), _PEEK))}"
+    facts = _facts(record)
+    body = "".join(
+        f"<h3>{esc(name + (': ' + role if role else ''))}</h3><pre>{_cut(content, cap)}</pre>"
+        for name in ("prompt", "completion")
+        for role, content in samples.messages(record.get(name))
+    )
+    notes = record.get("reward_log")
+    for name, note in notes.items() if isinstance(notes, dict) else ():
+        body += f"<h3>{esc(f'what {name} said')}</h3><pre>{_cut(str(note), cap // 2)}</pre>"
+    columns = record.get("columns")
+    if isinstance(columns, dict) and columns:
+        lines = "\n".join(f"{key}: {value}" for key, value in columns.items())
+        body += f"<h3>columns of the row</h3><pre>{_cut(lines, cap // 2)}</pre>"
+    return (
+        f'<details class="sample" data-why="{"|".join(record["why"])}"><summary>'
+        f'<span class="where">{esc(where)}</span><span class="score">{esc(score)}</span>'
+        f'<span class="peek mono">{peek}</span><span class="tags">{tags}</span></summary>'
+        f'<div class="body"><div class="facts">{facts}</div>{body}</div></details>'
+    )
+
+
+def _facts(record: Mapping[str, Any]) -> str:
+    values: list[tuple[str, str]] = []
+    for key, value in record["rewards"].items() if isinstance(record.get("rewards"), dict) else ():
+        values.append((str(key), text(value) if isinstance(value, (int, float)) else "no score"))
+    for key in ("advantage", "gap"):
+        if isinstance(value := record.get(key), (int, float)):
+            values.append((key, text(value)))
+    values.append(("tokens", f"{samples.sample_length(dict(record)):,}"))
+    for key in ("finish", "prompt_id", "sample", "version"):
+        if isinstance(value := record.get(key), (int, str)):
+            values.append((key, str(value)))
+    for key, value in record["faults"].items() if isinstance(record.get("faults"), dict) else ():
+        values.append((f"fault of {key}", str(value)))
+    return "".join(f"<div><span>{esc(key)}</span> {esc(value)}</div>" for key, value in values)
+
+
+def _texts(record: Mapping[str, Any]) -> list[str]:
+    return [content for name in ("prompt", "completion") for _, content in samples.messages(record.get(name))]
+
+
+def _start(value: Any, count: int) -> str:
+    """Returns the beginning of the last message of a prompt or completion, on one line."""
+    content = [content for _, content in samples.messages(value)][-1:]
+    line = " ".join("".join(content)[: 4 * count].split())
+    return line if len(line) <= count else line[:count] + "..."
+
+
+def _cut(content: str, cap: int) -> str:
+    """Escapes a text and cuts its middle out if it has more than `cap` bytes."""
+    keep = size = len(content)
+    if size <= cap:
+        shown = esc(content)
+        size = len(shown.encode())
+    while size > cap:
+        keep = max(1, int(keep * cap / size * 0.95)) if keep > 40 else 0
+        left_out = len(content) - keep
+        head = keep * 2 // 3
+        shown = (
+            esc(content[:head])
+            + f"\n[... {left_out:,} characters are left out ...]\n"
+            + esc(content[len(content) - keep + head :])
+        )
+        size = len(shown.encode()) - 60
+        if not keep:
+            break
+    return shown

@@ -1,0 +1,76 @@
+"""Batches and updates as shapes, for a plan, which compiles the programs of a step without data.
+
+A row of a batch is one sequence, or the two answers of a pair, until the trainer packs several into one row
+(rl/training/packing.py). The shapes of this module are those after packing: N packed rows of T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl.stages.stage import Program, StageKind
+
+if TYPE_CHECKING:
+    from rl.training.batch import Batch
+
+
+def abstract_rows(stage: StageKind, updates: int) -> tuple[tuple[int, int], int]:
+    """Returns ((packed rows, tokens per row), rows of a micro-batch) of one of the `updates` equal parts of a step.
+
+    The number of packed rows is the largest that a step can need: one for each row before packing, if no two of them
+    fit into one, rounded up to a number of rows that is compiled (`Trainer.row_counts`).
+    """
+    from rl.training.batch import padded_length
+
+    limit = stage.config.max_length * stage.sequences_per_row
+    N = stage.options.prompts_per_step // updates * (stage.options.samples_per_prompt if stage.samples else 1)
+    T = padded_length(limit, limit)
+    counts, R = stage.trainer.row_counts(N, T)
+    rows = min(count for count in counts if count >= N)
+    return (rows, T), R or rows
+
+
+def update_program(
+    stage: StageKind, kind: str, batch: Batch, learner: Any, rest: tuple, resident: Any, times: float
+) -> Program:
+    """Returns the Program of an update, which takes (learner, batch, totals, *rest).
+
+    learner: the ParamState that is trained. batch: the batch of one update, from `abstract_batch`. rest: (extra_params,
+    head), as OptimizerStep takes them. resident, times: as in Program.
+    """
+    import jax
+
+    trainer = stage.trainer
+    rows, T = batch.tokens.shape
+    R = abstract_rows(stage, stage.options.updates_per_step)[1]
+    coefs = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.adaptive_coefs}
+    totals = jax.eval_shape(trainer.totals, batch, coefs or None)  # PolicyInputs with the counts of the full batch
+
+    def lower():
+        return trainer.executables[kind].lower(learner, batch, totals, *rest, micro_rows=R)
+
+    return Program(kind, (rows, T), lower, trainer.graph, resident, times, trip_count=rows // R)
+
+
+def abstract_batch(shape: tuple[int, int], routes: dict | None, *names: str, extra: tuple[str, ...] = ()) -> Batch:
+    """Returns a packed batch of `shape` (N, T) as shapes.
+
+    routes: the routes of one token (the experts that computed it), as shapes; None: the batch has none. names: fields
+    of Batch that are float32[N,T]. extra: names in `Batch.extra`, numbers that only this kind of stage has.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from rl.training.batch import Batch
+
+    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+    floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+    batch = Batch(tokens=ids, segments=ids, mask=floats, prompt=ids, **dict.fromkeys(names, floats))
+    if extra:
+        batch = replace(batch, extra=dict.fromkeys(extra, floats))
+    if routes is not None:
+        routes = {path: jax.ShapeDtypeStruct((*shape, *a.shape), a.dtype) for path, a in routes.items()}
+    return replace(batch, routes=routes)
