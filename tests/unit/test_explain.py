@@ -173,3 +173,22 @@ def test_series():
     assert series.first == 5 and series.last == 1 and series.falls()
     assert Series([], []).since(bool) is None and not Series([1], [2.0]).rises()
     assert correlation([1, 2, 3], [2, 4, 6]) == pytest.approx(1.0) and correlation([1, 2], [1, 1]) == 0.0
+
+
+def test_a_configuration_is_explained_with_its_numbers(monkeypatch, capsys):
+    monkeypatch.chdir(RUNS.parents[2])
+    changes = ["stages.1.algorithm={name: grpo, kl_coef: 0.02, epsilon_high: 0.28}", "stages.1.updates_per_step=2"]
+    assert cli.main(["explain", "configs/quickstart.yml", *changes]) == 0
+    text = capsys.readouterr().out
+    assert "64 prompts x 8 samples = 512 completions, 2 updates of 256" in text
+    assert "L = -min(R A, clip(R, 0.8, 1.28) A) + 0.02 KL, mean over all tokens of the update" in text
+    assert "changed  kl_coef 0.02 (default 0.0), epsilon_high 0.28 (default None)" in text
+    assert "120 steps, 61,440 completions, at most 368,640 sampled tokens" in text
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dpo", "kto", "rloo", "reward_model"])
+def test_every_kind_of_stage_is_explained(monkeypatch, capsys, algorithm):
+    monkeypatch.chdir(RUNS.parents[2])
+    stages = f"stages=[{{algorithm: {algorithm}, steps: 2, sampling: {{max_new_tokens: 6}}}}]"
+    assert cli.main(["explain", "configs/quickstart.yml", stages]) == 0
+    assert f"== {algorithm}: " in capsys.readouterr().out

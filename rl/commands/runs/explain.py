@@ -1,29 +1,45 @@
-"""`rl explain`: a verdict on a run, in at most eight lines."""
+"""`rl explain`: a verdict on a run, in at most eight lines, or the numbers behind a configuration."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
-SUMMARY = "say what is wrong with a run, in at most eight lines"
+from rl.commands.train import split_arguments
+
+SUMMARY = "say what is wrong with a run, or what a configuration computes"
 DESCRIPTION = (
-    "Reads the folder of a run, finished or not, and names what is wrong with it: learning rate, rewards, lengths, entropy, "
-    "KL, masks, templates, data, memory (docs/diagnose.md)."
+    "With the folder of a run, finished or not: names what is wrong with it in at most eight lines (docs/diagnose.md). With a "
+    "configuration: the loss of each stage with its numbers, batches, tokens, and what differs from the defaults."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("directory", metavar="RUN", help="folder of a run")
-    parser.add_argument("--json", action="store_true", help="print every finding with all its numbers as JSON")
+    parser.add_argument(
+        "config", nargs="+", metavar="RUN | CONFIG | key=value", help="folder of a run, or files and overrides"
+    )
+    parser.add_argument("--json", action="store_true", help="print every finding of a run with all its fields as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the verdict. Returns 0, also for an ill run."""
+    """Prints the verdict or the explanation. Returns 0, also for an ill run."""
+    if len(arguments.config) == 1 and Path(arguments.config[0]).is_dir():
+        return explain_run(arguments.config[0], arguments.json)
+    from rl.run.health import outline
+    from rl.run.load import load
+
+    print(*outline.lines(load(*split_arguments(arguments.config))), sep="\n")
+    return 0
+
+
+def explain_run(directory: str, as_json: bool) -> int:
+    """Prints the verdict on a run. Returns 0."""
     from rl.reporting.explain import findings, verdict
 
-    if arguments.json:
-        print(json.dumps([each.to_json() for each in findings(arguments.directory)], indent=1))
+    if as_json:
+        print(json.dumps([each.to_json() for each in findings(directory)], indent=1))
     else:
-        print(*verdict(arguments.directory), sep="\n")
+        print(*verdict(directory), sep="\n")
     return 0

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.directory is not None:
         from rl.commands.runs import explain
 
-        return explain.run(arguments)
+        return explain.explain_run(arguments.directory, arguments.json)
     from rl.run.health import doctor
 
     cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or CACHE)

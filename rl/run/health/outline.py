@@ -1,0 +1,110 @@
+"""Explains a configuration: the loss of each stage with its numbers, batch arithmetic, and what differs from the defaults.
+
+Imports no jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import rl.algorithms
+from rl.config.run import RunConfig
+from rl.data.inspect.source import random_weights
+from rl.stages import algorithm_of, kind_of
+
+_AGGREGATION = {
+    "token": "mean over all tokens of the update",
+    "sequence": "mean over the completions of their token means",
+    "sequence_sum": "mean over the completions of their token sums",
+    "constant": "sum over all tokens / (completions x max_length)",
+    "prompt": "mean over the prompts of their token means",
+}
+_SCALE = {
+    "group": "(r - mean of the group) / (std of the group + {std_eps:g})",
+    "batch": "(r - mean of the group) / (std of the batch + {std_eps:g})",
+    "none": "r - mean of the group",
+    "others": "(r - mean of the others) / (std of the others + {std_eps:g})",
+}
+_KL = {"k1": "-d", "k2": "d^2 / 2", "k3": "exp(d) - d - 1", "unbiased": "R (exp(d) - d - 1)"}
+
+
+def lines(config: RunConfig) -> Iterator[str]:
+    """Yields the explanation of a configuration."""
+    weights = f"random weights (seed {config.seed})" if random_weights(config) else "the weights of this model"
+    yield f"model {config.model.source}: starts from {weights}; computes in {config.model.dtype}"
+    yield f"random: order of the data, every sampled token, and new weights; all follow from seed {config.seed}"
+    for index in range(len(config.stages)):
+        yield from _stage(config, index)
+
+
+def _stage(config: RunConfig, index: int) -> Iterator[str]:
+    stage, name = config.stages[index], config.stage_names[index]
+    algorithm, samples = algorithm_of(stage), kind_of(stage).samples
+    sequences = stage.prompts_per_step * (stage.samples_per_prompt if samples else 1)
+    unit = "completions" if samples else "rows"
+    yield f"== {name}: {_first_sentence(algorithm)}"
+    factors = f"{stage.prompts_per_step} prompts x {stage.samples_per_prompt} samples = " if samples else ""
+    per_update = sequences // stage.updates_per_step
+    updates = f"{stage.updates_per_step} update{'s' * (stage.updates_per_step > 1)} of {per_update:,}"
+    yield f"  step     {factors}{sequences:,} {unit}, {updates}; at most {sequences * config.max_length:,} tokens"
+    until = f", or until {stage.until.metric} reaches its bound" if stage.until else ""
+    total = stage.steps * sequences
+    sampled = f", at most {total * stage.sampling.max_new_tokens:,} sampled tokens" if samples else ""
+    yield f"  in all   {stage.steps:,} steps, {total:,} {unit}{sampled}{until}"
+    if settings := (stage.rewards or config.rewards) if samples else None:
+        yield f"  reward   r = {' + '.join(f'{each.weight:g} {each.name}' for each in settings.functions)}"
+    yield from (f"  {text}" for text in _loss(algorithm, stage.sampling.temperature if samples else 1.0))
+    optimizer = stage.optimizer
+    warm = f", over the first {optimizer.warmup_steps} updates from 0" if optimizer.warmup_steps else ""
+    clip = f"; gradients are clipped to norm {optimizer.clip_norm:g}" if optimizer.clip_norm else ""
+    yield f"  AdamW    learning rate {optimizer.learning_rate:g}, {optimizer.schedule}{warm}{clip}"
+    changed = _changed(algorithm)
+    yield f"  changed  {', '.join(changed) if changed else 'nothing: every option of the algorithm has its default'}"
+
+
+def _loss(algorithm: Any, temperature: float) -> Iterator[str]:
+    """Yields the loss as a formula where it is the standard one, otherwise the description of the algorithm's options."""
+    if algorithm.name == "sft" and algorithm.loss_type == "nll":
+        yield "loss     L = mean of -log p(token) over the tokens that are trained on"
+        return
+    if algorithm.name == "dpo" and algorithm.loss_type == "sigmoid":
+        smooth = algorithm.label_smoothing
+        yield "loss     L = " + (
+            f"-{1 - smooth:g} log sigmoid(m) - {smooth:g} log sigmoid(-m)" if smooth else "-log sigmoid(m)"
+        )
+        yield f"         m = {algorithm.beta:g} (w - l); w, l: log p - log p_ref of the chosen and the rejected answer"
+        return
+    if algorithm.name not in ("grpo", "dapo", "dr_grpo"):
+        options = [f"{each.name}: {getattr(algorithm, each.name)}" for each in dataclasses.fields(algorithm)]
+        yield f"loss     see docs/algorithms.md, with {', '.join(options)}"
+        return
+    low, high = algorithm.epsilon, algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
+    kl = f" + {algorithm.kl_coef:g} KL" if algorithm.kl_coef else ""
+    entropy = f" - {algorithm.entropy_coef:g} H" if algorithm.entropy_coef else ""
+    yield f"loss     L = -min(R A, clip(R, {1 - low:g}, {1 + high:g}) A){kl}{entropy}, {_AGGREGATION[algorithm.aggregation]}"
+    ratio = "of a token" if algorithm.ratio == "token" else f"({algorithm.ratio})"
+    yield f"         R = exp(log p - old log p) {ratio}, at temperature {temperature:g}"
+    if algorithm.combine == "sum":
+        yield f"         A = {_SCALE[algorithm.scale].format(std_eps=algorithm.std_eps)}"
+    if algorithm.kl_coef:
+        yield f"         KL = {_KL[algorithm.kl]}, d = log p_ref - log p"
+    others = ("delta", "dual_clip", "correction", "rejection", "off_policy_delta", "entropy_target", "top_entropy")
+    if used := [f"{key}: {getattr(algorithm, key)}" for key in others if getattr(algorithm, key) is not None]:
+        yield f"         also {', '.join(used)} (docs/algorithms.md)"
+
+
+def _changed(algorithm: Any) -> list[str]:
+    """Returns the options that differ from the algorithm's defaults."""
+    default = rl.algorithms.get(algorithm.name)
+    pairs = (
+        (each.name, getattr(algorithm, each.name), getattr(default, each.name)) for each in dataclasses.fields(default)
+    )
+    return [f"{name} {value} (default {usual})" for name, value, usual in pairs if value != usual]
+
+
+def _first_sentence(algorithm: Any) -> str:
+    text = inspect.getdoc(inspect.getmodule(type(algorithm))) or ""
+    return " ".join(text.split("\n\n")[0].split()).rstrip(".")
