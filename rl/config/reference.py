@@ -28,8 +28,8 @@ YAML files and overrides describe a run. They merge from left to right:
 rl-train --check configs/quickstart.yml seed=1 stages.1.steps=3
 ```
 
-`--check` checks keys, values, names and paths, prints the values that differ from the defaults, and stops; data are
-read when the run starts. Mappings merge; any other value replaces the earlier one. An index changes an entry of a
+`--check` checks keys, values, names, paths, the tokenizer and the first hundred rows of the data, prints the values that
+differ from the defaults, and stops. Mappings merge; any other value replaces the earlier one. An index changes an entry of a
 list (`stages.1.steps=3`). `every_stage` merges into all stages, `if_present` into the sections that exist. Unknown
 keys are refused with file, line and the right place or the nearest valid keys. Keys of TRL, verl, Tunix and OpenRLHF are
 refused with the key of Duet. All errors are reported at once. `1e-5` is a number.

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -42,7 +43,7 @@ except SystemExit as end:
         (["completion", "zsh"], set()),
         (["_complete", "bash", "rl-train", "configs/quickstart.yml", "stages.1.opt"], {"yaml"}),
         (["reward", "test", "exact_answer"], {"numpy", "rich"}),
-        (["train", "--check", "configs/quickstart.yml"], {"numpy", "pydantic", "yaml"}),
+        (["train", "--check", "configs/quickstart.yml"], {"numpy", "pydantic", "transformers", "yaml"}),
         *(([verb, "--help"], set()) for verb in cli.VERBS),
     ],
     ids=lambda one: " ".join(one[:2]) if isinstance(one, list) else "",
@@ -158,10 +159,35 @@ import os, sys
 os.chdir({str(tmp_path)!r})
 from rl.commands import cli
 code = cli.train_main(["--check", "run.yml"])
-print("code", code, "loaded", [name for name in ("jax", "transformers", "datasets") if name in sys.modules])
+print("code", code, "loaded", [name for name in ("jax", "flax", "datasets") if name in sys.modules])
 """
     done = python(code)
     assert "code 0 loaded []" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_check_reads_the_first_rows_of_the_data(tmp_path, capsys):
+    """In the first hundred rows: a column that is missing, one that a reward needs, a row without a prompt."""
+    file, config = tmp_path / "rows.jsonl", tmp_path / "run.yml"
+    config.write_text(
+        f"model: tiny-deepseek\ntokenizer: bytes\nmax_length: 64\ndata: {{path: {file}}}\n"
+        "rewards: {functions: [exact_answer]}\n"
+        "stages: [{algorithm: grpo, steps: 1, sampling: {max_new_tokens: 8}}]\n"
+    )
+
+    def check(*rows):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        code = cli.train_main(["--check", str(config)])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    good = {"prompt": "1+1=", "answer": "2"}
+    assert check(good)[0] == 0 and not (tmp_path / "runs").exists()
+    assert check({"question": "1+1="})[0] == 3
+    code, said = check({"prompt": "1+1="})
+    assert code == 3 and "rows.jsonl:1" in said and "answer" in said
+    code, said = check(good, {"prompt": "", "answer": "2"})
+    assert code == 3 and "rows.jsonl:2" in said
+    assert check(*[good] * 100, {"prompt": 7})[0] == 0, "the rows after the first hundred are for `rl inspect`"
 
 
 def test_the_platform_is_chosen_before_jax_is_imported(monkeypatch):
