@@ -51,7 +51,11 @@ NOT_RUN = {
     "rl plan configs/quickstart.yml --topology cpu:2 --search --memory 2 --candidates 1",
     "rl-train configs/quickstart.yml run.dir=runs/quickstart",
     "rl report runs/quickstart",
-    "rl report runs/quickstart-1 --open",
+    "rl report runs/quickstart --open",
+    "rl --version",
+    "rl-train configs/quickstart.yml",
+    "rl-train my_run.yml",
+    "rl generate runs/quickstart --prompts prompts.txt",
     "chromium --headless --hide-scrollbars --window-size=1280,1008 --screenshot=docs/pictures/report.png "
     "runs/quickstart/report.html",
     "rl compare runs/a runs/b",
