@@ -190,9 +190,3 @@ def test_every_built_in_reward_stands_in_the_document_with_its_options():
 def test_every_option_of_the_own_task_stands_in_the_document():
     text = (ROOT / "docs/data.md").read_text()
     assert all(f"`{field.name}`" in text for field in fields(arithmetic.Options))
-
-
-def test_links_between_documents_lead_somewhere():
-    for path in DOCUMENTS:
-        for target in re.findall(r"\]\(([^)#]+\.md)", path.read_text()):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
