@@ -8,6 +8,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
 project = "Duet"
+copyright = "the authors of Duet; Apache-2.0"
 release = version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 extensions = ["myst_parser", "diagrams", "repository"]
 root_doc = "index"
