@@ -54,6 +54,12 @@ NOT_RUN = {
     "rl report runs/quickstart --open",
     "rl --version",
     "rl-train configs/quickstart.yml",
+    "rl-train configs/quickstart_v32.yml",
+    "rl-train configs/ppo_qwen3.yml configs/tiny.yml",
+    "rl-train configs/grpo_llama3_8b.yml configs/tiny.yml",
+    "rl-train configs/grpo_qwen3_30b_a3b.yml configs/tiny.yml",
+    "rl-train configs/ppo_gemma3_27b.yml configs/tiny.yml",
+    "rl-train configs/grpo_deepseek.yml configs/tiny.yml",
     "rl-train my_run.yml",
     "rl generate runs/quickstart --prompts prompts.txt",
     "chromium --headless --hide-scrollbars --window-size=1280,1008 --screenshot=docs/pictures/report.png "

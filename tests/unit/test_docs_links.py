@@ -139,3 +139,9 @@ def test_every_exit_code_has_its_words_and_a_section():
     assert rows == headings | {"0": "", "130": "interrupted"}
     titles = " ".join(re.findall(r"^## .*exit codes? (.*)$", text, re.M))
     assert set(re.findall(r"\d+", titles)) == rows.keys() - {"0"}
+
+
+def test_every_shipped_configuration_has_a_recipe():
+    text = (DOCS / "recipes.md").read_text()
+    shipped = {path.name for path in (ROOT / "configs").glob("*.yml")} - {"tiny.yml"}
+    assert set(re.findall(r"\]\(\.\./configs/(\w+\.yml)\)", text)) == shipped
