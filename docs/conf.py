@@ -23,8 +23,8 @@ html_theme = "alabaster"
 html_theme_options = {
     "description": "Reinforcement learning and post-training of language models in JAX",
     "fixed_sidebar": True,
-    "page_width": "1180px",
-    "sidebar_width": "250px",
+    "page_width": "1060px",
+    "sidebar_width": "230px",
     "font_family": "system-ui, sans-serif",
     "head_font_family": "system-ui, sans-serif",
 }
