@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 
@@ -18,7 +19,7 @@ from rl.commands.overrides import overrides_of
 COMPLETE = "_complete"  # what the scripts of `rl completion` call; no verb of the help
 # A verb is a module with SUMMARY, add_arguments(parser) and run(arguments); DESCRIPTION and HELP (the epilog) are
 # optional.
-VERBS = ("train", "plan", "report", "compare", "generate", "chat", "reward", "schema", "completion")
+VERBS = ("train", "plan", "report", "compare", "samples", "generate", "chat", "reward", "schema", "completion")
 
 
 def train_main(argv: Sequence[str] | None = None) -> int:
@@ -96,6 +97,9 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argp
     """Parses a command line. Exits with 2 if an argument is unknown, with the override if it is a configuration key."""
     argv = sys.argv[1:] if argv is None else list(argv)
     arguments, unknown = parser.parse_known_args(argv)
+    if hasattr(arguments, "filter") and not any(re.match("--.", word) for word in unknown):
+        # argparse fills FILTER before the first option only, and takes a term `-eval` for an option.
+        arguments.filter, unknown = [*arguments.filter, *(word for word in unknown if word != "--")], []
     if unknown:
         overrides = overrides_of(argv, unknown) if hasattr(arguments, "config") else []
         hint = f"; write {' '.join(overrides)}" if overrides else ""
