@@ -6,8 +6,12 @@ its traceback and exits with code 1.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
+
+from rewards.registry import RewardError, RewardFailed
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -76,3 +80,14 @@ def no_room(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _NO_ROOM
     return any(os.strerror(number) in str(error) for number in _NO_ROOM)
+
+
+@contextlib.contextmanager
+def reward_errors() -> Iterator[None]:
+    """Turns errors of the rewards into errors of the run."""
+    try:
+        yield
+    except RewardFailed as error:
+        raise RewardStop(str(error)) from None
+    except RewardError as error:
+        raise DataError(f"rewards: {error}") from None

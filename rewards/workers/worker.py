@@ -6,7 +6,8 @@ answer, and no answer can execute code in the run (no pickle). There are two kin
     {"load": slot, "spec": ..., "options": {...}}  -> {"ok": true} or {"error": kind, "text": traceback}
     {"call": slot, "count": n, "arguments": {...}} -> {"values": [...], "bad": [[index, kind, text], ...]} or error
 
-The answer of a call has `logs`, texts by index: what the function returned with a score, and what it printed, under index 0.
+The answer of a call has `logs`, texts by index: what the function returned with a score, and what it printed, under
+index 0.
 
 Every answer also says how many child processes the worker has, so that the run can replace a worker with too many.
 

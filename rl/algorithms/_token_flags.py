@@ -12,8 +12,8 @@ from rl.algorithms._inputs import PolicyInputs
 from rl.algorithms._losses import correction, importance_ratio, tokens_of
 
 CLIPPED_LOW, CLIPPED_HIGH, DROPPED = 4, 8, 16
-"""Bits of a token: its ratio is below the lower or above the upper bound, on the side that the advantage pushes to, so that
-it has no gradient; the correction for the sampler's log-probability gives it the weight 0."""
+"""Bits of a token: its ratio is below the lower or above the upper bound, on the side that the advantage pushes to, so
+that it has no gradient; the correction for the sampler's log-probability gives it the weight 0."""
 
 
 def token_flags(options: Any, inputs: PolicyInputs) -> jax.Array:

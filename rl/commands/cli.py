@@ -1,4 +1,6 @@
-"""Runs the commands `rl-train` and `rl`. A verb is a file of this folder, named in VERBS.
+"""Runs the commands `rl-train` and `rl`. A verb is a file of this folder or of one in it, named in VERBS.
+
+runs/ has the verbs that read the folder of a run, setup/ those that come before one.
 
 A verb imports jax and other slow packages only when it needs them: `--help` answers in a fraction of a second, and a
 configuration is checked without jax.
@@ -19,7 +21,14 @@ from rl.commands.overrides import overrides_of
 COMPLETE = "_complete"  # what the scripts of `rl completion` call; no verb of the help
 # A verb is a module with SUMMARY, add_arguments(parser) and run(arguments); DESCRIPTION and HELP (the epilog) are
 # optional.
-VERBS = ("train", "plan", "report", "compare", "samples", "generate", "chat", "reward", "schema", "completion")
+VERBS = {
+    path.rpartition(".")[2]: f"rl.commands.{path}"
+    for path in (
+        *("train", "plan", "setup.inspect", "runs.explain", "runs.report", "runs.compare", "runs.samples"),
+        *("generate", "chat", "reward", "setup.doctor", "setup.schema", "setup.completion"),
+    )
+}
+"""Verb -> its module, in the order of the help."""
 
 
 def train_main(argv: Sequence[str] | None = None) -> int:
@@ -62,8 +71,8 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_version(parser)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
-    for name in VERBS:
-        verb = importlib.import_module(f"rl.commands.{name}")
+    for name, module in VERBS.items():
+        verb = importlib.import_module(module)
         verb_parser = verbs.add_parser(
             name,
             help=verb.SUMMARY,

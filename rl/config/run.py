@@ -61,6 +61,12 @@ class RunOptions(Strict):
         default=50, ge=0, description="steps between checkpoints; 0: only at the end of a stage"
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="newest checkpoints that stay on the disk")
+    probe: int | None = Field(
+        default=None,
+        ge=0,
+        description="prompts sampled before the first step of the first stage that samples; a number: the run ends with exit "
+        "code 3 if it cannot learn from them (docs/diagnose.md); 0: none; null: 32 with a warning only, none for random weights",
+    )
     samples: SampleRecords = Field(default=SampleRecords(), description="which completions are kept")
     log_every: int = Field(default=1, ge=1, description="steps between lines on the console")
     wandb: WandbOptions | None = Field(default=None, description="mirror to Weights & Biases; `{}` for its defaults")

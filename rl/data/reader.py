@@ -12,33 +12,19 @@ from rewards.workers.threads import Call, Failure
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.run import RunConfig
 from rl.config.stage import StageOptions
-from rl.data import datasets, models
+from rl.data import datasets
 from rl.data.datasets import Example
 from rl.data.encoded import Pair, Problem, Row
 from rl.data.shard import Shard
+from rl.data.tokenizer import read_tokenizer
 from rl.errors import ConfigError, DataError
 from rollout.text import chat
-from rollout.text.tokenizer import load_tokenizer, stop_ids
+from rollout.text.tokenizer import load_tokenizer
 
 T = TypeVar("T")
 
 # Types that the processes of a run send to each other: rows of data, calls of rewards, and scores that failed.
 serialization.register_type(Example, Problem, Pair, Call, Failure)
-
-
-def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
-    """Returns (tokenizer of the run, token ids that end a completion). Raises ConfigError."""
-    directory = models.directory(config.model.source)
-    try:
-        if config.tokenizer is None:
-            tokenizer = load_tokenizer(directory or config.model.source)
-        else:
-            tokenizer = load_tokenizer(
-                config.tokenizer.source, config.tokenizer.alphabet, config.tokenizer.chat_template
-            )
-        return tokenizer, stop_ids(tokenizer, directory)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"tokenizer: {error}") from None
 
 
 def _runner(settings: RewardSettings) -> Runner:
@@ -164,7 +150,7 @@ class DataReader:
         lengths = {id(example): length(each) for example, each in zip(dataset, encoded, strict=True)}
         advice = f"raise max_length ({self._config.max_length}) or leave these rows out"
         datasets.check_lengths(dataset, lambda example: lengths[id(example)], self._config.max_length, advice)
-        return Shard(encoded, dataset.total)
+        return Shard(encoded, dataset.total, dataset.examples)
 
     def _load(self, source: DataOptions, **kind: Any) -> datasets.Dataset:
         """Loads a dataset. Every process loads all held-out rows, because it samples completions for all of them."""

@@ -15,10 +15,12 @@ class Shard:
 
     own: the rows of this process: every n-th row from its index on, for n processes.
     total: number of rows on all processes.
+    examples: the example of each row in `own`, where the row does not hold it.
     """
 
     own: Sequence[Any]
     total: int
+    examples: Sequence[Any] = ()
 
     def take(self, numbers: Sequence[int]) -> list[Any]:
         """Returns the rows with these numbers on all processes. All processes must call this with the same numbers."""

@@ -1,7 +1,7 @@
 """Records a run as append-only JSON lines, and shows them in mirrors.
 
-events.jsonl has one object per step, `{"stage", "step", "time", "metrics": {...}}`, `time` in Unix seconds; samples.jsonl
-has one per completion (rl/reporting/samples.py). Every line is one write, so that a killed process leaves at most one
+events.jsonl has one object per step, `{"stage", "step", "time", "metrics": {...}}`, `time` in Unix seconds;
+samples.jsonl has one per completion (rl/reporting/samples.py). Every line is one write, so that a killed process leaves at most one
 torn line, the last. `truncate_after` removes it when the run continues. On a full disk lines wait in memory.
 """
 

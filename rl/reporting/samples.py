@@ -33,8 +33,8 @@ TOKEN = np.dtype(
 )
 """One token of tokens.bin, little-endian."""
 TRAINED, STOP, CLIPPED_LOW, CLIPPED_HIGH, DROPPED = 1, 2, 4, 8, 16
-"""Flags of a token: in the mask of the loss; the stop of its completion; its gradient is cut off because its ratio is too
-low or too high; the correction for the sampler's log-probability drops it."""
+"""Flags of a token: in the mask of the loss; the stop of its completion; its gradient is cut off because its ratio is
+too low or too high; the correction for the sampler's log-probability drops it."""
 
 
 class SampleLog:

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 
 from policy.mesh import processes
-from rewards import RewardError, RewardFailed
 from rl.config.run import RunConfig
 from rl.config.stage import UntilOptions
-from rl.errors import DataError, RewardStop
+from rl.errors import reward_errors
 from rl.reporting.manifest import Manifest, devices
 from rl.reporting.timeline import Timeline
 from rl.run import build
 from rl.run.compilation import compile_generator
 from rl.run.folder import RunFolder
+from rl.run.health import probe
 from rl.run.outlook import Outlook, step_metrics
 from rl.run.prepare import prepare
 from rl.run.signals import StopSignal
@@ -45,9 +44,10 @@ def run(config: RunConfig) -> int:
             if note_finished(folder):
                 return 0
             open_timeline = contextlib.closing(Timeline(folder.path, config.profile))
-            with Manifest(folder.path) as manifest, _reward_errors(), open_timeline as timeline:
+            with Manifest(folder.path) as manifest, reward_errors(), open_timeline as timeline:
                 timeline.past("reading the data", began, took)
                 with build.run(config, prepared, folder, stop, timeline) as open_run:
+                    open_run.note_inspection(prepared.findings)
                     manifest.note(devices=devices(), weights=open_run.weights)
                     for stage, checkpoint in open_run.remaining():
                         _run_stage(open_run, stage, checkpoint)
@@ -57,21 +57,12 @@ def run(config: RunConfig) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _reward_errors() -> Iterator[None]:
-    """Turns errors of the rewards into errors of the run."""
-    try:
-        yield
-    except RewardFailed as error:
-        raise RewardStop(str(error)) from None
-    except RewardError as error:
-        raise DataError(f"rewards: {error}") from None
-
-
 def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
     """Runs all steps of a stage, or the steps after `checkpoint`, the host part (JSON) of a checkpoint."""
     state = run.start(stage, checkpoint)
     compile_generator(run)
+    if checkpoint is None:
+        probe.before_first_step(run, stage)
     evaluation = stage.evaluation(run.held_out)
     if checkpoint is None and evaluation:
         run.events.step(stage.name, 0, _evaluate(run, evaluation, stage, 0))

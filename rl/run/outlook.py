@@ -6,22 +6,23 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from rl.reporting import memory
 from rl.training.flops import rates
 
 if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
 
 STEADY_STEPS = (3, 5)
-"""First and last step, from the start of the process, whose median time predicts the later ones: none of them compiles."""
+"""First and last step, from the start of the process, whose median time predicts the later ones. None compiles."""
 _PHASES = ("sync", "sample", "reward_models", "logprob", "reward", "update")
 """Phases of a step, named as in time/<phase>. The remainder is idle time."""
 
 
 def step_metrics(metrics: Mapping[str, float], seconds: float, layout: Layout) -> dict[str, float]:
-    """Returns the time and the rates of a step that took `seconds`, from its other metrics."""
+    """Returns time, rates and memory of a step that took `seconds`, from its other metrics."""
     idle = max(0.0, seconds - sum(metrics.get(f"time/{phase}", 0.0) for phase in _PHASES))
     work = metrics["perf/step_tflop"] * 1e12, metrics["perf/step_tokens"]
-    return {"time/step": seconds, "time/idle": idle} | rates("step", *work, seconds, layout)
+    return {"time/step": seconds, "time/idle": idle} | rates("step", *work, seconds, layout) | memory.metrics()
 
 
 class Outlook:

@@ -10,16 +10,20 @@ import rl.stages
 from rl.cluster.launch import raise_on_all
 from rl.config.run import RunConfig
 from rl.data.encoded import Problem
+from rl.data.inspect import Finding
 from rl.data.reader import DataReader
+from rl.errors import DataError
+from rl.run.health.start_checks import start_checks
 from rl.stages.stage import StageKind
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The stages with their data, and the problems of evaluations."""
+    """The stages with their data, the problems of evaluations, and the findings of the checks of the data."""
 
     data: DataReader
     stages: Sequence[StageKind]
+    findings: Sequence[Finding] = ()
 
     @property
     def tokenizer(self) -> Any:
@@ -45,7 +49,7 @@ def prepare(config: RunConfig) -> Prepared:
     """Reads tokenizer and data and checks every length.
 
     Each process reads the rows that it holds; an error of one process is raised on all. Raises ConfigError for a
-    tokenizer or reward that cannot be used, DataError for data that is malformed, empty or too long.
+    tokenizer or reward that cannot be used, DataError for data that is malformed, empty, too long, or refused by a check.
     """
     return raise_on_all(lambda: _prepared(config))
 
@@ -57,4 +61,8 @@ def _prepared(config: RunConfig) -> Prepared:
         data.read_held_out(config.evaluation, evaluated)
     for stage in stages:
         stage.prepare(data)
-    return Prepared(data, stages)
+    try:
+        return Prepared(data, stages, start_checks(config, data, stages))
+    except DataError:
+        data.close()
+        raise

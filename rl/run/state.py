@@ -8,10 +8,12 @@ from typing import Any
 
 from policy.mesh import processes
 from rl.data import models
+from rl.data.inspect import Finding
 from rl.errors import Interrupted, ResourceError
 from rl.reporting.program_memory import FILE, ProgramMemoryLog
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
+from rl.run.health import start_checks
 from rl.run.signals import StopSignal
 from rl.stages.context import Context
 from rl.stages.stage import StageKind
@@ -105,6 +107,18 @@ class Run(Context):
                     f"{signal}: NOT saved (see above) {where}; make room, then continue with `rl-train {options.dir}`"
                 )
             raise Interrupted(f"{signal}: saved {where}; continue with `rl-train {options.dir}`")
+
+    def note_inspection(self, findings: Sequence[Finding]) -> None:
+        """Writes inspection.json, and notes the warnings of the checks of the data."""
+        if not processes.first():
+            return
+        try:
+            start_checks.write(findings, self.folder.path)
+        except OSError as error:
+            self.events.note(f"{start_checks.FILE} cannot be written: {error.strerror}")
+        for each in findings:
+            if each.level == "warn":
+                self.events.note(each.line())
 
     def note_programs(self, stage: StageKind) -> None:
         """Records the memory of programs that were compiled since the last call, and notes the largest."""

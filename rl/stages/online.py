@@ -120,7 +120,7 @@ class Stage(StageKind):
         advantages = self._advantages(data)
         state, updated = self._update(data, n)
         if not data.stale:  # with stale tokens, `log_probabilities` has already compared the others
-            self._check_difference(updated.get("sampler/logp_diff_mean"))
+            _check_difference(self.options.max_logp_diff, updated.get("sampler/logp_diff_mean"))
         state = self._renew_reference(state, n)
         return state, self._log(data, advantages, updated, n, flops_before)
 
@@ -182,22 +182,15 @@ class Stage(StageKind):
         data.batch = data.batch.without(~np.isfinite(scores.total))
         data.rewards = scores.total.reshape(len(samples.completions), self.options.samples_per_prompt)
         inputs.provide(self, data, inputs.REWARDS)
-        self._measure_staleness(data)
+        data.stale, staleness = _staleness(data.batch, context.progress.version)
+        data.metrics |= staleness
 
     def _check_scored(self, scores: Scores) -> None:
         """Raises RewardStop after `rewards.unscored_steps` steps in a row without one score."""
         self._unscored = 0 if np.isfinite(scores.total).any() else self._unscored + 1
         limit = min(self.rewards.unscored_steps, self.options.steps)
-        if not limit or self._unscored < limit:
-            return
-        cause = "every function returned None (not applicable)"
-        if scores.faults:
-            fault = scores.faults[0]
-            cause = f"{fault.function} failed ({fault.kind}): {fault.traceback.strip().rpartition(chr(10))[2]}"
-        raise RewardStop(
-            f"{self.name}: no completion of the last {self._unscored} steps has a score, so there is nothing to learn: "
-            f"{cause}. Test the function with `rl reward test`, or set rewards.unscored_steps=0 to go on"
-        )
+        if limit and self._unscored >= limit:
+            raise RewardStop(_unscored_text(self.name, self._unscored, scores))
 
     def log_probabilities(self, data: StepData) -> None:
         """Adds the old, reference and critic outputs that the algorithm asks for.
@@ -206,7 +199,7 @@ class Stage(StageKind):
         """
         inputs.run_model_passes(self, data)
         if data.current is not None:
-            self._check_difference(_difference(data.current, self.context.progress.version))
+            _check_difference(self.options.max_logp_diff, _difference(data.current, self.context.progress.version))
         data.batch = self._with_old_logp(data.batch, data.current)
 
     def _with_old_logp(self, batch: Batch, current: Batch | None = None) -> Batch:
@@ -251,16 +244,6 @@ class Stage(StageKind):
             progress.adaptive_coefs = coefs
         return state, updated
 
-    def _check_difference(self, difference: float | None) -> None:
-        """Raises ModelError where generator and trainer differ by more than `max_logp_diff`."""
-        limit = self.options.max_logp_diff
-        if limit is not None and difference is not None and not difference <= limit:
-            raise ModelError(
-                f"the log-probabilities of generator and trainer differ by {difference:.3g} per token in the mean, "
-                f"more than max_logp_diff ({limit:g}). Use `generator.exact: true`, `router_replay: true` or a wider "
-                "dtype; the last checkpoint is from before"
-            )
-
     def _renew_reference(self, state: RunState, n: int) -> RunState:
         """Returns the state. Every `reference_every` steps it first mixes the policy into the reference model."""
         every = self.algorithm.reference_every
@@ -268,16 +251,6 @@ class Stage(StageKind):
             return state
         with self.context.timeline.span("new reference"):
             return self.trainer.renew_reference(state, self.algorithm.reference_mix)
-
-    def _measure_staleness(self, data: StepData) -> None:
-        """Counts the updates between the weights that sampled each token of the mask and the current weights."""
-        stale = self.context.progress.version - data.batch.version[data.batch.mask != 0]
-        data.stale = bool(stale.any())
-        if stale.size:
-            data.metrics |= {
-                "async/staleness_mean": float(stale.mean()),
-                "async/staleness_max": float(stale.max()),
-            }
 
     def _log(
         self, data: StepData, advantages: np.ndarray, updated: dict, n: int, flops_before: float
@@ -302,13 +275,48 @@ class Stage(StageKind):
         return rollouts.metrics(samples, scores, drafted=drafted) | metrics | updated
 
 
+def _unscored_text(stage: str, steps: int, scores: Scores) -> str:
+    """Returns the message about steps without a score, with the first fault of the last one."""
+    cause = "every function returned None (not applicable)"
+    if scores.faults:
+        fault = scores.faults[0]
+        cause = f"{fault.function} failed ({fault.kind}): {fault.traceback.strip().rpartition(chr(10))[2]}"
+    return (
+        f"{stage}: no completion of the last {steps} steps has a score, so there is nothing to learn: {cause}. Test the "
+        "function with `rl reward test`, or set rewards.unscored_steps=0 to go on"
+    )
+
+
+def _check_difference(limit: float | None, difference: float | None) -> None:
+    """Raises ModelError where generator and trainer differ by more than `limit`, which is `max_logp_diff`."""
+    if limit is not None and difference is not None and not difference <= limit:
+        raise ModelError(
+            f"the log-probabilities of generator and trainer differ by {difference:.3g} per token in the mean, more "
+            f"than max_logp_diff ({limit:g}). Use `generator.exact: true`, `router_replay: true` or a wider dtype; the "
+            "last checkpoint is from before this step"
+        )
+
+
+def _staleness(batch: Batch, version: int) -> tuple[bool, dict[str, float]]:
+    """Counts the updates between the weights that sampled each token of the mask and the current weights.
+
+    Returns (whether any token is stale, metrics).
+    """
+    assert batch.version is not None
+    stale = version - batch.version[batch.mask != 0]
+    if not stale.size:
+        return False, {}
+    metrics = {"async/staleness_mean": float(stale.mean()), "async/staleness_max": float(stale.max())}
+    return bool(stale.any()), metrics
+
+
 def _concatenated(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Returns the rows of all updates of a step, by name."""
     return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
 
 def _difference(batch: Batch, version: int) -> float | None:
-    """Returns the mean of |old_logp - sampler_logp| over the tokens of the mask that are not stale; None if all are."""
+    """Returns the mean |old_logp - sampler_logp| of the tokens of the mask that are not stale; None if all are."""
     assert batch.old_logp is not None and batch.sampler_logp is not None
     on_policy_NT = (batch.mask != 0) & ~inputs.stale_tokens(batch, version)
     return float(np.abs(batch.old_logp - batch.sampler_logp)[on_policy_NT].mean()) if on_policy_NT.any() else None

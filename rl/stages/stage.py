@@ -182,6 +182,7 @@ class StageKind(ConfiguredStage, ABC):
     def __init__(self, config: RunConfig, index: int):
         super().__init__(config, index)
         self.runner: Any = None  # rewards.Runner, if completions are rewarded
+        self.rows_of_data = 0  # of a stage that draws examples
         self.scorers: dict[str, RewardModelScorer] = {}  # reward models, by the name in the rewards
         self.trainer: Any = None
 
@@ -307,6 +308,7 @@ class StageKind(ConfiguredStage, ABC):
         progress, count = self.context.progress, self.options.prompts_per_step
         start, seed = progress.examples_drawn, self.config.seed * 1000 + self.index
         progress.examples_drawn += count
+        self.rows_of_data = total
         return [datasets.order(seed, total, number) for number in range(start, start + count)]
 
     def update(self, state: Any, batch: Batch, **options: Any) -> tuple[Any, dict[str, float]]:
@@ -334,6 +336,9 @@ class StageKind(ConfiguredStage, ABC):
             all_metrics = jax.device_get(all_metrics)
         means = {key: float(np.mean([metrics[key] for metrics in all_metrics])) for key in all_metrics[0]}
         means |= {"time/update": span.seconds, "perf/step_tokens": float(batch.real)}
+        means["batch/trained_share"] = float(np.count_nonzero(batch.mask)) / max(1, batch.real)
+        if self.rows_of_data:
+            means["data/epoch"] = progress.examples_drawn / self.rows_of_data
         flops = self.trainer.total_flops - flops_before
         return state, coefs | means | rates("train", flops, batch.real, span.seconds, context.model.graph.layout)
 

@@ -95,8 +95,8 @@ class OptimizerStep:
 
         Args:
           model: the model of the weights.
-          loss: (params, micro, totals) -> (scalar, metrics, Aux, gradient of the value head, token outputs). Micro-batches
-            are summed. Token outputs are arrays [R, T] by name, which the update returns as [N, T].
+          loss: (params, micro, totals) -> (scalar, metrics, Aux, gradient of the value head, token outputs).
+            Micro-batches are summed. Token outputs are arrays [R, T] by name, which the update returns as [N, T].
           options: settings of AdamW.
           stage: settings of the stage.
           seed: seed of the run, for dropout.

@@ -17,6 +17,9 @@ that a long prompt never stalls the rest. Then it starts a decode of all slots w
 stops early when requests wait and enough slots are free for them, or when the active rows fit a smaller batch. While it
 runs, the host processes the completions that have ended. `collect` waits for it.
 
+Counts: `steps`, decoding steps; `rows` of the batches of these steps; `useful`, rows that produced a token; `prefill`,
+prefilled tokens without padding; `dispatches`, decodes; `preempted`, how often a request that had pages lost them.
+
 S slots, s rows of a batch, P rows of one prefill call, C tokens that it computes of each row.
 """
 
@@ -64,17 +67,7 @@ class _ArrayIdentity:
 
 
 class Engine:
-    """Runs requests in S slots over one cache.
-
-    counts: totals since the engine was made.
-
-    - steps: decoding steps.
-    - rows: rows of the batches of these steps.
-    - useful: the rows that produced a token.
-    - prefill: prefilled tokens, without padding.
-    - dispatches: decodes.
-    - preempted: how often a request that had pages lost them (Scheduler).
-    """
+    """Runs requests in S slots over one cache. `counts` holds the totals of this file's top since the start."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ def render_prompt(tokenizer: Any, prompt: str | Messages, add_generation_prompt:
         if len(ids) > len(bare) and ids[-1:] == [tokenizer.eos_token_id]:
             ids.pop()
     else:
-        ids = list(tokenizer.encode(_text(tokenizer, prompt, add_generation_prompt), add_special_tokens=False))
+        ids = list(tokenizer.encode(render_text(tokenizer, prompt, add_generation_prompt), add_special_tokens=False))
     _check_one_beginning(tokenizer, ids)
     return ids
 
@@ -42,7 +42,7 @@ def render_conversation(tokenizer: Any, messages: Messages, first: int = 0) -> t
 
     Raises ChatError if the template drops or rewrites a turn of the assistant.
     """
-    text = _text(tokenizer, messages, False)
+    text = render_text(tokenizer, messages, False)
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= first]
     if not turns:
         raise ChatError("the conversation has no turn of the assistant")
@@ -92,7 +92,8 @@ def encode_answer(tokenizer: Any, prompt: str | Messages, answer: str | Messages
     return prompt_ids + answer_ids, [0] * len(prompt_ids) + [1] * len(answer_ids)
 
 
-def _text(tokenizer, messages: Messages, add_generation_prompt: bool) -> str:
+def render_text(tokenizer: Any, messages: Messages, add_generation_prompt: bool) -> str:
+    """Renders messages as text with the chat template. Raises ChatError without one, and where it refuses the messages."""
     if not tokenizer.chat_template:
         raise ChatError("the tokenizer has no chat template; set tokenizer.chat_template, or use plain prompts")
     from jinja2 import TemplateError
@@ -107,14 +108,14 @@ def _text(tokenizer, messages: Messages, add_generation_prompt: bool) -> str:
 
 def _span(tokenizer, messages: Messages, turn: int, text: str) -> tuple[int, int]:
     """Returns the first and the past-the-end character of a turn in the rendered conversation."""
-    before = _text(tokenizer, messages[:turn], True) if turn else ""
+    before = render_text(tokenizer, messages[:turn], True) if turn else ""
     if not text.startswith(before):
         raise ChatError(
             f"the chat template rewrites what precedes message {turn}, so it cannot be told which tokens are the "
             "assistant's; use a template that only appends"
         )
     start = len(before)
-    through = _text(tokenizer, messages[: turn + 1], False)
+    through = render_text(tokenizer, messages[: turn + 1], False)
     content = messages[turn]["content"].strip()
     if text.startswith(through):
         end = len(through)

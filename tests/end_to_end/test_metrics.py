@@ -22,7 +22,14 @@ REWARD_MODELS = ("time/reward_models",)
 RESHARDED = ("time/sync",)
 REPLAY = ("moe/replayed", "moe/replay_disagreement")
 INDEXER = ("indexer/kl", "indexer/recall")
-UTILISATION = ("perf/sample_hbm_utilisation", "perf/mfu_sample", "perf/mfu_logprob", "perf/mfu_train", "perf/mfu_step")
+UTILISATION = (
+    "perf/device_memory_share",
+    "perf/sample_hbm_utilisation",
+    "perf/mfu_sample",
+    "perf/mfu_logprob",
+    "perf/mfu_train",
+    "perf/mfu_step",
+)
 CRITIC = ("optim/lr", "optim/grad_norm", "optim/update_norm", "optim/skipped", "moe/max_load", "moe/balance")
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.commands import cli, completion
+from rl.commands import cli
+from rl.commands.setup import completion
 from rl.config.editors import complete
 
 ROOT = Path(__file__).resolve().parents[2]

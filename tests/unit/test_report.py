@@ -296,8 +296,8 @@ def test_restarts_follow_from_the_starts_of_attempts(tmp_path):
 
 
 def test_texts_of_a_run_are_escaped(tmp_path):
-    metrics = {"reward__mean": 1.0, "loss": 1.0, f"rewards/{EVIL}/mean": 0.5, EVIL: 2.0}
-    events = [event(stage, step, **metrics) for stage in ("grpo", EVIL) for step in range(9)]
+    metrics = {"reward__mean": 1.0, "loss": 1.0, f"rewards/{EVIL}/mean": 0.5}
+    events = [event(stage, step, **metrics | {EVIL: step}) for stage in ("grpo", EVIL) for step in range(9)]
     rows = [
         sample(
             1, 0, prompt=[{"role": EVIL, "content": EVIL}], completion=EVIL, rewards={EVIL: 1.0}, columns={EVIL: EVIL}
@@ -447,6 +447,21 @@ def test_a_folder_that_is_none_is_refused_with_the_nearest(tmp_path):
         read.read_run(run / "events.jsonl")
 
 
+def test_output_numbers_and_browser(tmp_path, monkeypatch, capsys):
+    run, opened = learning(tmp_path / "a"), []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    assert cli.main(["report", str(run), "-o", str(tmp_path / "r.html"), "--open"]) == 0
+    assert opened == [(tmp_path / "r.html").as_uri()] and not (run / "report.html").exists()
+    capsys.readouterr()
+    assert cli.main(["report", str(run), "-o", "-"]) == 0 and capsys.readouterr().out.startswith("<!DOCTYPE html>")
+    assert cli.main(["report", str(run), "--json", "-"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["headline"]["reward/mean"]["best"] == {"value": 1, "stage": "grpo", "step": 20}
+    assert numbers["evaluations"][-1]["low"] == pytest.approx(0.963, abs=1e-3)
+    assert cli.main(["report", str(run), "-o", str(tmp_path / "no" / "r.html")]) == 5
+    assert "Choose another file with -o" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("events", [[], [{"event": "start"}]])
 def test_a_run_before_its_first_step(tmp_path, events):
     code, page = report(write_run(tmp_path, events))
@@ -465,6 +480,10 @@ def test_ten_thousand_steps_of_eighty_metrics_keep_their_spikes_within_two_megab
     assert code == 0 and len(page.encode()) <= 2_000_000 and page.count('class="sample"') == 200
     assert len(lines) >= 80 and all(len(line["y"]) <= 400 for line in lines)
     assert sum(len(line["y"]) == 400 for line in lines) >= 70
-    for name in ("entropy", "optim/grad_norm", "activation/std/0"):
-        shown = next(line for line in lines if line["n"] in (name, "policy") and max(line["hi"]) > 1)
+    for name, label in (
+        ("entropy", "entropy"),
+        ("optim/grad_norm", "policy"),
+        ("activation/std/0", "activation/std/0"),
+    ):
+        shown = next(line for line in lines if line["n"] == label)
         assert max(shown["hi"]) == pytest.approx(run.metrics[name].value.max(), rel=1e-3) and max(shown["hi"]) > 20

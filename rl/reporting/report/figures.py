@@ -40,37 +40,43 @@ def figures(runs: Sequence[Run], axis: Axis, against: Run | None = None) -> Figu
         restarts = [axis.position(*place) for place in runs[0].restarts] if len(runs) == 1 else []
         draw = lambda chart: _figure(chart, axis, data, restarts, len(runs) == 1)  # noqa: B023, E731
         large = [draw(chart) for chart in charts.headline]
-        small = [(chart, draw(chart)) for chart in charts.other[:_MOST_SMALL]]
+        constant = [chart for chart in charts.other if _constant(chart)]
+        changing = [chart for chart in charts.other if not _constant(chart)]
+        small = [draw(chart) for chart in changing[:_MOST_SMALL]]
         stages = [{"n": each.name, "first": each.first, "last": each.last, "start": each.start} for each in axis.stages]
         numbers = as_json({"stages": stages, "restarts": restarts, "xs": data.xs, "charts": data.charts})
-        if sum(map(len, large)) + sum(len(figure) for _, figure in small) + len(numbers) <= _BYTES:
+        if sum(map(len, large)) + sum(map(len, small)) + len(numbers) <= _BYTES:
             break
-    if not large and not small:
+    if not large and not charts.other:
         return Figures("", numbers)
     quiet = f'<p class="quiet">0 at every step, not drawn: {esc(", ".join(charts.zero))}.</p>' if charts.zero else ""
     count = max(
         (int(line.curve.count.max()) for each in charts.headline for line in each.lines if len(line.curve.x)), default=1
     )
     bands = _BANDS.format(count=count) if count > 1 else ""
-    drawn = f'<div class="charts">{"".join(large)}</div>{quiet}{_other(small, charts.other[_MOST_SMALL:])}'
+    drawn = f'<div class="charts">{"".join(large)}</div>{quiet}{_other(small, constant, changing[_MOST_SMALL:])}'
     return Figures(f'<section id="charts"><h2>Charts</h2>{bands}{_TOOLS}{drawn}</section>', numbers)
 
 
-def _other(small: Sequence[tuple[Chart, str]], rest: Sequence[Chart]) -> str:
-    """Returns the folded charts of all other metrics, grouped by the first part of their names."""
-    if not small:
+def _other(small: Sequence[str], constant: Sequence[Chart], rest: Sequence[Chart]) -> str:
+    """Returns the folded charts of all other metrics, and the names of those that are not drawn."""
+    if not small and not constant:
         return ""
-    groups: dict[str, list[str]] = {}
-    for chart, figure in small:
-        groups.setdefault(chart.key.partition("/")[0] if "/" in chart.key else "", []).append(figure)
-    body = "".join(
-        f'{f"<h4>{esc(name)}</h4>" if name else ""}<div class="charts many">{"".join(drawn)}</div>'
-        for name, drawn in groups.items()
-    )
+    body = f'<div class="charts many">{"".join(small)}</div>'
+    if constant:
+        values = (f"{esc(each.title)} {text(each.lines[0].curve.mean[0])}" for each in constant[:1000])
+        body += f'<p class="quiet">Constant, not drawn: {", ".join(values)}.</p>'
     if rest:
-        body += f'<p class="quiet">Not drawn: {esc(", ".join(each.key for each in rest[:2000]))}</p>'
-    title = f"All other metrics ({len(small) + len(rest)})"
+        body += f'<p class="quiet">Not drawn: {esc(", ".join(each.title for each in rest[:2000]))}.</p>'
+    title = f"All other metrics ({len(small) + len(constant) + len(rest)})"
     return f'<details class="fold"><summary>{title}</summary><div class="body">{body}</div></details>'
+
+
+def _constant(chart: Chart) -> bool:
+    """Tells whether all values of a chart are equal and finite."""
+    curves = [line.curve for line in chart.lines]
+    ends = [each for curve in curves if len(curve.x) for each in (curve.low.min(), curve.high.max())]
+    return len(set(ends)) == 1 and not any(len(curve.lost) for curve in curves)
 
 
 def _figure(chart: Chart, axis: Axis, data: svg.Data, restarts: Sequence[float], single: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rl.commands.report import add_shared
+from rl.commands.runs.report import add_shared
 
 SUMMARY = "compare runs: curves on each other, or tables with --text"
 DESCRIPTION = """Write one HTML file in which the curves of two or more runs share their charts, with the difference of

@@ -1,0 +1,38 @@
+"""`rl doctor`: looks at the machine; with the folder of a run, also says what is wrong with that run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+SUMMARY = "look at this machine, or at a run"
+DESCRIPTION = (
+    "Without RUN: versions, devices, disk, memory, limits, program cache, and which secrets are set (never their values). With "
+    "the folder of a run: the verdict of `rl explain`. Exit code 5 if the machine cannot run Duet."
+)
+CACHE = "~/.cache/duet-rl/programs"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the verb."""
+    parser.add_argument("directory", nargs="?", metavar="RUN", help="folder of a run")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints facts about the machine or the verdict on a run, and returns the exit code."""
+    if arguments.directory is not None:
+        from rl.commands.runs import explain
+
+        return explain.run(arguments)
+    from rl.run.health import doctor
+
+    cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or CACHE)
+    lines = doctor.machine(Path("runs"), cache)
+    if arguments.json:
+        print(json.dumps(doctor.to_json(lines), indent=1))
+    else:
+        print(*lines, sep="\n")
+    return 5 if any(line.level == "error" for line in lines) else 0

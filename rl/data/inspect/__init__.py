@@ -1,0 +1,12 @@
+"""Checks tokenizer, chat template and rows of a run before anything is trained: 15 checks (docs/diagnose.md).
+
+`inspect(config)` reads the data itself and reads no weights. `check_stages` checks rows that a run has read already. Imports no
+jax.
+"""
+
+from rl.data.inspect.checks import check_stages, end_of_turn_problem
+from rl.data.inspect.finding import Finding, Refused
+from rl.data.inspect.source import Inspection, inspect
+from rl.data.inspect.stage_rows import Encoded, StageRows
+
+__all__ = ["Encoded", "Finding", "Inspection", "Refused", "StageRows", "check_stages", "end_of_turn_problem", "inspect"]

@@ -1,0 +1,213 @@
+"""Checks of rows: 4, 9, 10, 11, 12, 14."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rl.data.inspect.finding import Finding
+from rl.data.inspect.stage_rows import Encoded, StageRows
+
+UNKNOWN_SHARE = 0.01
+FIT = 0.99
+FEW_TRAINED = 0.02
+CONSTANT_ROWS = 10
+"""Rows from which on a column with one value is worth a remark."""
+
+
+def ends_trained(stage: StageRows) -> Iterator[Finding]:
+    """4: the end of sequence is trained on, as the last token of the mask."""
+    trained = [row for row in stage.rows if 1 in row.mask]
+    if stage.samples or not trained:
+        return
+    endless = [row for row in trained if _last_trained(row) not in stage.stops]
+    if not endless:
+        return
+    last = stage.tokenizer.decode([_last_trained(endless[0])])
+    everywhere = len(endless) == len(trained)
+    yield Finding(
+        4,
+        "refuse" if everywhere else "warn",
+        f"{len(endless)} of {len(trained)} rows do not train a stop as their last token, but {last!r} "
+        f"({endless[0].example.where})" + (": the policy never learns to end" if everywhere else ""),
+        f"Make the chat template end the assistant's turn with a stop, or add its end to {stage.path}.sampling.stop_token_ids",
+        stage.name,
+    )
+
+
+def _last_trained(row: Encoded) -> int:
+    return row.ids[len(row.mask) - 1 - row.mask[::-1].index(1)]
+
+
+def vocabulary(stage: StageRows) -> Iterator[Finding]:
+    """9: ids lie in the model's vocabulary, and few tokens are unknown."""
+    if stage.vocab_size is not None:
+        largest, row = max(
+            ((max(row.ids, default=0), row) for row in stage.rows), key=lambda each: each[0], default=(0, None)
+        )
+        if row is not None and largest >= stage.vocab_size:
+            yield Finding(
+                9,
+                "refuse",
+                f"token {largest} ({row.example.where}) is outside the model's vocabulary of {stage.vocab_size}",
+                "Use the model's own tokenizer, or a model with more tokens",
+                stage.name,
+            )
+        elif len(stage.tokenizer) > stage.vocab_size:
+            yield Finding(
+                9,
+                "warn",
+                f"the tokenizer has {len(stage.tokenizer)} tokens, the model {stage.vocab_size}",
+                "Check that they belong together",
+                stage.name,
+            )
+    unknown = stage.tokenizer.unk_token_id
+    if unknown is None or unknown in stage.stops:
+        return
+    total = sum(len(row.ids) for row in stage.rows)
+    affected = [row for row in stage.rows if unknown in row.ids]
+    count = sum(row.ids.count(unknown) for row in affected)
+    if total and count / total > UNKNOWN_SHARE:
+        yield Finding(
+            9,
+            "warn",
+            f"{count / total:.1%} of the tokens are unknown to the tokenizer, e.g. in {affected[0].example.where}: "
+            f"{_start_of(affected[0].example)!r}",
+            "Use a tokenizer that knows these characters",
+            stage.name,
+        )
+
+
+def lengths(stage: StageRows) -> Iterator[Finding]:
+    """10: rows fit into max_length, prompts with room for a completion."""
+    room = stage.max_length - stage.max_new_tokens
+    long = [row for row in stage.rows if len(row.ids) > room]
+    if not long:
+        return
+    sizes = sorted(len(row.ids) for row in stage.rows)
+    fitting = sizes[min(len(sizes) - 1, int(FIT * len(sizes)))] + stage.max_new_tokens
+    what = "prompts leave no room for max_new_tokens" if stage.max_new_tokens else "rows are longer than max_length"
+    limit = f"{stage.max_length}" + (f" - {stage.max_new_tokens}" if stage.max_new_tokens else "")
+    yield Finding(
+        10,
+        "refuse",
+        f"{len(long)} of {len(stage.rows)} {what} ({limit} tokens), first {long[0].example.where} with {len(long[0].ids)}",
+        f"max_length={fitting} fits {FIT:.0%} of them, max_length={sizes[-1] + stage.max_new_tokens} all",
+        stage.name,
+    )
+
+
+def masks(stage: StageRows) -> Iterator[Finding]:
+    """11: every row has tokens that are trained on, and prompts are not."""
+    if stage.samples or not stage.rows:
+        return
+    empty = [row for row in stage.rows if 1 not in row.mask]
+    if empty:
+        yield Finding(
+            11,
+            "refuse",
+            f"{len(empty)} of {len(stage.rows)} rows have no token that is trained on, first {empty[0].example.where}",
+            "Remove them, or check completion and roles",
+            stage.name,
+        )
+    share = sum(sum(row.mask) for row in stage.rows) / max(1, sum(len(row.ids) for row in stage.rows))
+    if stage.train_on == "all" or all(row.n_prompt <= 1 for row in stage.rows):
+        yield Finding(
+            11,
+            "warn",
+            f"{share:.0%} of the tokens are trained on, prompts too",
+            f"Set {stage.path}.algorithm.train_on=assistant to train on answers only",
+            stage.name,
+        )
+    elif share < FEW_TRAINED:
+        text = f"only {share:.1%} of the tokens are trained on"
+        yield Finding(11, "warn", text, "Check that the mask covers the answers (marks +)", stage.name)
+    else:
+        yield Finding(11, "note", f"{share:.0%} of the tokens are trained on", "", stage.name)
+
+
+def duplicates(stage: StageRows) -> Iterator[Finding]:
+    """12: prompts that occur twice, and prompts of the training that the evaluation has too."""
+    prompts = Counter(normalised(example.prompt) for example in stage.examples)
+    repeated = sum(count - 1 for count in prompts.values())
+    if repeated and not stage.task:  # a task draws its problems with repetition
+        yield Finding(
+            12, "warn", f"{repeated} of {len(stage.examples)} prompts occur before", "Remove duplicates", stage.name
+        )
+    held_out = {normalised(example.prompt) for example in stage.held_out}
+    if shared := sum(count for prompt, count in prompts.items() if prompt in held_out):
+        yield Finding(
+            12,
+            "warn",
+            f"{shared} training prompts are in the evaluation ({len(held_out & prompts.keys())} of its {len(held_out)})",
+            "The evaluation then measures memory; remove them from the training data",
+            stage.name,
+        )
+
+
+def normalised(prompt: Any) -> str:
+    """Returns a prompt as text without differences of case, white space and Unicode form. Of messages, the last one."""
+    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"]) if prompt else ""
+    return re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text)).strip().casefold()
+
+
+def columns(stage: StageRows) -> Iterator[Finding]:
+    """14: constant columns, empty answers, types that differ between rows, special tokens as text."""
+    examples = stage.examples
+    names = sorted({name for example in examples for name in example.columns})
+    for name in names:
+        values = [example.columns[name] for example in examples if name in example.columns]
+        kinds = Counter(_kind(value) for value in values)
+        if len(kinds) > 1:
+            shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+            yield Finding(14, "warn", f"column `{name}` has several types: {shown}", "Make them one", stage.name)
+        elif len(values) >= CONSTANT_ROWS and len({repr(value) for value in values}) == 1 and not stage.task:
+            text = f"column `{name}` is {_short(values[0])} in all {len(values)} rows"
+            yield Finding(14, "warn", text, "A reward cannot tell rows apart by it", stage.name)
+        if empty := sum(value == "" for value in values):
+            yield Finding(14, "warn", f"column `{name}` is empty in {empty} of {len(values)} rows", "", stage.name)
+    yield from _special_texts(stage, examples)
+
+
+def _special_texts(stage: StageRows, examples: Sequence[Any]) -> Iterator[Finding]:
+    specials = [text for text in stage.tokenizer.all_special_tokens if len(text) > 2]
+    if not specials:
+        return
+    pattern = re.compile("|".join(re.escape(text) for text in specials))
+    hits = [(example, match[0]) for example in examples if (match := pattern.search(_text(example)))]
+    if hits:
+        yield Finding(
+            14,
+            "warn",
+            f"{len(hits)} of {len(examples)} rows contain special tokens as text, first {hits[0][0].where}: {hits[0][1]!r}",
+            "They are read as control tokens; remove them from the text",
+            stage.name,
+        )
+
+
+def _text(example: Any) -> str:
+    """Returns all texts of an example that its author wrote."""
+    prompt = example.prompt if isinstance(example.prompt, str) else "\n".join(m["content"] for m in example.prompt)
+    messages = "\n".join(message["content"] for message in example.messages or ())
+    pair = "\n".join(answer if isinstance(answer, str) else "" for answer in example.pair or ())
+    return "\n".join((prompt, example.completion or "", messages, pair))
+
+
+def _kind(value: Any) -> str:
+    kind = type(value).__name__
+    return {"NoneType": "null", "int": "number", "float": "number", "str": "text"}.get(kind, kind)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _start_of(example: Any) -> str:
+    return _text(example)[:40]
+
+
+ROW_CHECKS = (ends_trained, vocabulary, lengths, masks, duplicates, columns)

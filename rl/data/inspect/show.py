@@ -1,0 +1,123 @@
+"""Shows the rows of a stage token by token, on a terminal, in a pipe, or as HTML."""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rl.data.inspect.finding import Finding
+from rl.data.inspect.source import Inspection
+from rl.data.inspect.stage_rows import Encoded, Kind, StageRows
+
+MARKS: dict[Kind, str] = {"prompt": ".", "trained": "+", "ignored": "-", "stop": "!"}
+"""Mark of a token in plain text."""
+_COLORS: dict[Kind, str] = {"prompt": "2", "trained": "32", "ignored": "33", "stop": "1;35"}
+_CSS = {"prompt": "#777", "trained": "#0a7d33", "ignored": "#b36b00", "stop": "#a0209f"}
+LEGEND = ". prompt   + trained on   - ignored   ! stop, trained on"
+_WIDTH = 118
+
+
+def lines(inspection: Inspection, rows: int, color: bool) -> Iterator[str]:
+    """Yields the text of an inspection: the first rows of each stage, then the findings.
+
+    rows: rows shown per stage. color: use the colors of a terminal in place of marks.
+    """
+    for stage in inspection.stages:
+        yield f"== {stage.name}: {stage.total} rows, {_stops(stage)}"
+        for row in stage.rows[:rows]:
+            yield from _row(stage, row, color)
+    if rows and inspection.stages:
+        yield _legend(color)
+    yield f"== {_count(inspection.findings)}"
+    yield from (each.line() for each in inspection.findings)
+
+
+def to_json(inspection: Inspection, rows: int) -> dict[str, Any]:
+    """Returns rows and findings as values that JSON can hold."""
+    stages = [
+        {
+            "stage": stage.name,
+            "rows": stage.total,
+            "stops": list(stage.stops),
+            "shown": [_plain(stage, r) for r in stage.rows[:rows]],
+        }
+        for stage in inspection.stages
+    ]
+    return {"stages": stages, "findings": [each.to_json() for each in inspection.findings]}
+
+
+def page(inspection: Inspection, rows: int) -> str:
+    """Returns the inspection as one HTML page that loads nothing."""
+    parts = [f"<p>{_spans(LEGEND)}</p>", "<h2>Findings</h2>", "<ul>"]
+    parts += [f"<li>{html.escape(each.line())}</li>" for each in inspection.findings] + ["</ul>"]
+    for stage in inspection.stages:
+        parts.append(f"<h2>{html.escape(stage.name)}: {stage.total} rows, {html.escape(_stops(stage))}</h2>")
+        for row in stage.rows[:rows]:
+            tokens = "".join(
+                f'<span class="{kind}" title="{place}: {token} {kind}">{html.escape(text)}</span>'
+                for place, (token, kind, text) in enumerate(_tokens(stage, row))
+            )
+            parts.append(f"<h3>{html.escape(row.example.where)}</h3><pre>{tokens}</pre>")
+    css = "".join(f".{kind}{{color:{color}}}" for kind, color in _CSS.items())
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>rl inspect</title>'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<style>body{{font-family:sans-serif;max-width:70rem;margin:2rem auto}}pre{{white-space:pre-wrap;line-height:1.6}}"
+        f"pre span{{border-right:1px solid #ddd}}{css}</style><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _row(stage: StageRows, row: Encoded, color: bool) -> Iterator[str]:
+    yield f"-- {row.example.where}: {len(row.ids)} tokens, {sum(row.mask)} trained on"
+    yield textwrap.indent(stage.tokenizer.decode(row.ids, skip_special_tokens=False), "   | ", lambda line: True)
+    line, width = "  ", 2
+    for token, kind, text in _tokens(stage, row):
+        item = f"{token}:{text!r}"
+        size = len(item) + 2
+        if width + size > _WIDTH:
+            yield line
+            line, width = "  ", 2
+        line += f" \x1b[{_COLORS[kind]}m{item}\x1b[0m" if color else f" {MARKS[kind]}{item}"
+        width += size
+    yield line
+
+
+def _tokens(stage: StageRows, row: Encoded) -> list[tuple[int, Kind, str]]:
+    decode = stage.tokenizer.decode
+    texts = [decode([token], skip_special_tokens=False) for token in row.ids]
+    return list(zip(row.ids, row.kinds(stage.stops), texts, strict=True))
+
+
+def _plain(stage: StageRows, row: Encoded) -> dict[str, Any]:
+    tokens = [{"id": token, "kind": kind, "text": text} for token, kind, text in _tokens(stage, row)]
+    text = stage.tokenizer.decode(row.ids, skip_special_tokens=False)
+    return {"where": row.example.where, "text": text, "tokens": tokens}
+
+
+def _stops(stage: StageRows) -> str:
+    names = [f"{stage.tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in stage.stops]
+    return f"stops: {', '.join(names)}"
+
+
+def _legend(color: bool) -> str:
+    if not color:
+        return LEGEND
+    names = {"prompt": "prompt", "trained": "trained on", "ignored": "ignored", "stop": "stop, trained on"}
+    return "   ".join(f"\x1b[{_COLORS[kind]}m{names[kind]}\x1b[0m" for kind in MARKS)
+
+
+def _spans(legend: str) -> str:
+    return " &nbsp; ".join(
+        f'<span class="{kind}">{html.escape(part.strip()[2:])}</span>'
+        for kind, part in zip(MARKS, legend.split("   "), strict=True)
+    )
+
+
+def _count(findings: Sequence[Finding]) -> str:
+    counts = [(sum(each.level == level for each in findings), name) for level, name in _LEVELS]
+    return ", ".join(f"{count} {name if count == 1 else name + 's'}" for count, name in counts)
+
+
+_LEVELS = (("refuse", "refusal"), ("warn", "warning"), ("note", "note"))

@@ -1,0 +1,174 @@
+"""Reads the data of a configuration for the checks: no weights, no jax."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import rl.algorithms
+from policy.huggingface import sources
+from rl.config.run import RunConfig
+from rl.data import datasets, models
+from rl.data.datasets import Example
+from rl.data.inspect.checks import check_stages, in_order
+from rl.data.inspect.finding import Finding
+from rl.data.inspect.reward_check import demonstrations_score
+from rl.data.inspect.stage_rows import Encoded, StageRows
+from rl.data.tokenizer import read_tokenizer
+from rl.errors import DataError, DuetError
+from rollout.text import chat
+from rollout.text.tokenizer import CHAT_TEMPLATE
+
+ENCODED = 5000
+"""Rows that are encoded for the checks: all of a smaller dataset, otherwise a seeded sample."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The rows of each stage, and what the checks say."""
+
+    stages: list[StageRows]
+    findings: list[Finding]
+
+    @property
+    def refused(self) -> bool:
+        """Whether a run would not start."""
+        return any(each.level == "refuse" for each in self.findings)
+
+    @property
+    def warned(self) -> bool:
+        """Whether there is a warning."""
+        return any(each.level == "warn" for each in self.findings)
+
+
+def inspect(config: RunConfig, only: str | None = None, rewards: bool = True) -> Inspection:
+    """Reads tokenizer and rows and applies all checks.
+
+    only: name of the one stage to look at. rewards: score demonstrations with the reward functions (check 13).
+
+    Raises ConfigError for a tokenizer, file or task that cannot be used. Malformed rows are findings.
+    """
+    tokenizer, stops = read_tokenizer(config)
+    malformed: list[Finding] = []
+    held_out = _held_out(config, malformed)
+    stages = []
+    for index, name in enumerate(config.stage_names):
+        if only in (None, name):
+            try:
+                stages.append(_stage(config, index, tokenizer, stops, held_out))
+            except DataError as error:
+                lines = str(error).splitlines()
+                more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+                malformed.append(Finding(14, "refuse", f"{lines[0]}{more}", "", name))
+    results = malformed + check_stages(stages, random_weights(config))
+    for stage in stages if rewards else ():
+        settings = config.stages[int(stage.path.split(".")[1])].rewards or config.rewards
+        if settings is not None:
+            results += demonstrations_score(stage, settings)
+    return Inspection(stages, in_order(results))
+
+
+def random_weights(config: RunConfig) -> bool:
+    """Tells whether a run starts from random weights: its model is the name of an architecture, or holds no weights."""
+    directory = Path(config.model.source)
+    return not models.is_hub_name(config.model.source) and not any(directory.glob("*.safetensors"))
+
+
+def declared_stops(config: RunConfig) -> dict[str, list[int]]:
+    """Returns the ends of sequence in config.json and generation_config.json of the model's directory."""
+    directory = models.directory(config.model.source)
+    result = {}
+    for name in ("config.json", "generation_config.json") if directory is not None else ():
+        file = Path(str(directory)) / name
+        if file.is_file():
+            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            ids = value if isinstance(value, list) else [value]
+            if known := [each for each in ids if isinstance(each, int)]:
+                result[name] = known
+    return result
+
+
+def vocabulary_size(config: RunConfig) -> int | None:
+    """Returns the number of tokens of the model, or None if its configuration cannot be read."""
+    try:
+        if (directory := models.directory(config.model.source)) is not None:
+            return sources.read_config(directory, config.model.sections).vocab_size
+        return sources.preset(config.model.source, config.model.changes).vocab_size
+    except (ValueError, DuetError):
+        return None
+
+
+def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, ...]) -> StageRows:
+    """Returns the description of a stage, without rows."""
+    options = config.stages[index]
+    algorithm = rl.algorithms.get(options.algorithm.name, **(options.algorithm.model_extra or {}))
+    samples, data = algorithm.stage == "online", options.data or config.data
+    stops = tuple(sorted({*stops, *options.sampling.stop_token_ids}))
+    return StageRows(
+        name=config.stage_names[index],
+        path=f"stages.{index}",
+        kind=algorithm.stage,
+        tokenizer=tokenizer,
+        built_in=tokenizer.chat_template == CHAT_TEMPLATE,
+        stops=stops,
+        rows=[],
+        max_length=config.max_length,
+        max_new_tokens=options.sampling.max_new_tokens if samples else 0,
+        train_on=getattr(algorithm, "train_on", "assistant"),
+        vocab_size=vocabulary_size(config),
+        declared_stops={"tokenizer": [tokenizer.eos_token_id], **declared_stops(config)},
+        task=data is not None and data.task is not None,
+    )
+
+
+def _held_out(config: RunConfig, malformed: list[Finding]) -> list[Example]:
+    if config.evaluation is None:
+        return []
+    try:
+        return datasets.load(config.evaluation.data, held_out=True).examples[: config.evaluation.problems]
+    except DataError as error:
+        malformed.append(Finding(14, "refuse", f"evaluation: {str(error).splitlines()[0]}"))
+        return []
+
+
+def _stage(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, ...], held_out: list[Example]) -> StageRows:
+    stage, options = stage_rows(config, index, tokenizer, stops), config.stages[index].data or config.data
+    if options is None:
+        raise DataError("the stage has no data")
+    pairs = stage.kind in ("preference", "reward_model")
+    form: dict[str, Any] = {"demonstrations": stage.kind == "supervised", "pairs": pairs}
+    if stage.kind == "unpaired":
+        form = {"read": _read_labelled}
+    dataset = datasets.load(options, **form)
+    examples = dataset.examples
+    if len(examples) > ENCODED:
+        examples = [examples[n] for n in sorted(random.Random(config.seed).sample(range(len(examples)), ENCODED))]
+    rows: list[Encoded] = []
+    problems: list[tuple[Example, str]] = []
+    for example in examples:
+        try:
+            rows += _encoded(stage, example)
+        except ValueError as error:
+            problems.append((example, str(error)))
+    return replace(stage, rows=rows, problems=problems, total=dataset.total, held_out=held_out)
+
+
+def _read_labelled(where: str, row: dict[str, Any], options: Any) -> Example:
+    reader: Callable[..., Example] = datasets.read_pair if options.columns.chosen in row else datasets.read_example
+    return reader(where, row, options)
+
+
+def _encoded(stage: StageRows, example: Example) -> list[Encoded]:
+    """Encodes an example as its stage does. Raises ValueError."""
+    tokenizer = stage.tokenizer
+    if stage.samples:
+        ids = chat.render_prompt(tokenizer, example.prompt)
+        return [Encoded(example, ids, [0] * len(ids))]
+    if example.pair is not None:
+        return [Encoded(example, *chat.encode_answer(tokenizer, example.prompt, answer)) for answer in example.pair]
+    texts = example.prompt, example.completion, example.messages
+    return [Encoded(example, *chat.encode_example(tokenizer, *texts, stage.train_on))]

@@ -1,0 +1,94 @@
+"""The rows of a stage as token ids, in the form that the checks read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rl.data.datasets import Example
+
+Kind = Literal["prompt", "trained", "ignored", "stop"]
+
+
+SOME = 100
+"""Rows that checks of the template look at: the others repeat it."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A sequence of tokens.
+
+    mask: 1 on the tokens that are trained on; all 0 for a prompt alone. n_prompt: tokens before the first of these.
+    """
+
+    example: Example
+    ids: list[int]
+    mask: list[int]
+
+    @property
+    def n_prompt(self) -> int:
+        """Number of tokens before the first one that is trained on."""
+        return self.mask.index(1) if 1 in self.mask else len(self.ids)
+
+    def kinds(self, stops: Sequence[int]) -> list[Kind]:
+        """Returns what each token is for the run: part of the prompt, trained on, ignored, or a stop that is trained on."""
+        first = self.n_prompt
+        result: list[Kind] = []
+        for place, (token, trained) in enumerate(zip(self.ids, self.mask, strict=True)):
+            if trained:
+                result.append("stop" if token in stops else "trained")
+            else:
+                result.append("prompt" if place < first else "ignored")
+        return result
+
+
+@dataclass(frozen=True)
+class StageRows:
+    """The rows of one stage.
+
+    path: its dotted key, such as stages.0. kind: kind of the stage (supervised, online, preference, ...). built_in:
+    whether the chat template is the one of Duet's own tokenizers. max_new_tokens: 0 for a stage that samples
+    nothing. stops: tokens that end a completion. rows: encoded sequences. problems: (example, text) of rows that
+    cannot be encoded. total: rows of the data, of which `rows` may be a sample. held_out: examples of the
+    evaluation. declared_stops: ends of sequence by the file that declares them. task: whether the rows are problems
+    made in code.
+    """
+
+    name: str
+    path: str
+    kind: str
+    tokenizer: Any
+    built_in: bool
+    stops: tuple[int, ...]
+    rows: list[Encoded]
+    max_length: int
+    max_new_tokens: int = 0
+    train_on: str = "assistant"
+    total: int = 0
+    vocab_size: int | None = None
+    problems: list[tuple[Example, str]] = field(default_factory=list)
+    held_out: Sequence[Example] = ()
+    declared_stops: dict[str, list[int]] = field(default_factory=dict)
+    task: bool = False
+
+    @property
+    def samples(self) -> bool:
+        """Whether the stage samples completions."""
+        return self.kind == "online"
+
+    @property
+    def examples(self) -> list[Example]:
+        """The examples of the rows, each once."""
+        seen: dict[int, Example] = {id(row.example): row.example for row in self.rows}
+        return list(seen.values())
+
+    @property
+    def messages(self) -> bool:
+        """Whether prompts are rendered by the chat template."""
+        return any(not isinstance(each.prompt, str) for each in self.some_examples)
+
+    @property
+    def some_examples(self) -> list[Example]:
+        """The first examples, those that cannot be encoded among them."""
+        return [*(example for example, _ in self.problems[:SOME]), *(row.example for row in self.rows[:SOME])]

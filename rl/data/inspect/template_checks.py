@@ -1,0 +1,262 @@
+"""Checks of tokenizer and chat template: 1, 2, 3, 5, 6, 7, 8."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rl.data.inspect.finding import Finding
+from rl.data.inspect.stage_rows import SOME, StageRows
+from rollout.text import chat
+
+_CONTENT = "DuetAnswer"
+_MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]")
+
+
+def beginnings(stage: StageRows) -> Iterator[Finding]:
+    """1: one beginning of sequence, at the front. (Two at the front are refused when the row is encoded.)"""
+    bos, tokenizer = stage.tokenizer.bos_token_id, stage.tokenizer
+    if bos is None or bos in stage.stops:
+        return
+    inside = [row for row in stage.rows if bos in row.ids[1:]]
+    if inside:
+        yield Finding(
+            1,
+            "refuse",
+            f"{len(inside)} of {len(stage.rows)} rows have a beginning of sequence ({tokenizer.convert_ids_to_tokens(bos)}) after "
+            f"their first token, first {inside[0].example.where}",
+            "Remove it from the chat template or from the text",
+            stage.name,
+        )
+
+
+def end_of_turn(tokenizer: Any) -> tuple[int | None, str]:
+    """Returns (the token that follows the content of an assistant's turn in the chat template, its text).
+
+    The token is None where the template writes nothing there but white space. Raises ChatError for a template that cannot
+    render a turn.
+    """
+    messages = [{"role": "user", "content": "DuetQuestion"}, {"role": "assistant", "content": _CONTENT}]
+    text = _rendered(tokenizer, messages)
+    place = text.rfind(_CONTENT)
+    if place < 0:
+        raise chat.ChatError("the chat template drops the content of an assistant's turn")
+    end = place + len(_CONTENT)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        if start >= end and text[start:stop].strip():
+            return token, text[start:stop]
+    return None, ""
+
+
+def end_of_turn_problem(tokenizer: Any, stops: Sequence[int]) -> str | None:
+    """Returns what is wrong with the end of an assistant's turn and how to mend it, or None.
+
+    A policy that writes the template's end of turn has to stop there, or every completion runs to its limit.
+    """
+    if not tokenizer.chat_template:
+        return None
+    try:
+        token, text = end_of_turn(tokenizer)
+    except chat.ChatError as error:
+        return str(error)
+    names = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in stops)
+    if token is None:
+        return f"the chat template writes no token after an assistant's turn, so nothing says that it ends (stops: {names})"
+    if token in stops:
+        return None
+    return f"the chat template ends an assistant's turn with {text!r} ({token}), which is no stop of the run ({names})"
+
+
+def turn_ends(stage: StageRows) -> Iterator[Finding]:
+    """2: the token after an assistant's turn is a stop."""
+    if not stage.messages or (problem := end_of_turn_problem(stage.tokenizer, stage.stops)) is None:
+        return
+    try:
+        token = end_of_turn(stage.tokenizer)[0]
+    except chat.ChatError:
+        token = None
+    change = (
+        f"Set {stage.path}.sampling.stop_token_ids=[{token}]" if token is not None else "Mend tokenizer.chat_template"
+    )
+    yield Finding(2, "refuse" if stage.samples else "warn", problem, change, stage.name)
+
+
+def stops_agree(stage: StageRows) -> Iterator[Finding]:
+    """3: the stops of tokenizer, config.json, generation_config.json and template are stops of the run."""
+    declared = dict(stage.declared_stops)
+    if stage.messages and stage.tokenizer.chat_template:
+        try:
+            token = end_of_turn(stage.tokenizer)[0]
+        except chat.ChatError:
+            token = None
+        declared["template"] = [] if token is None else [token]
+    missing = {name: ids for name, ids in declared.items() if set(ids) - set(stage.stops)}
+    if missing:
+        shown = ", ".join(f"{name} {ids}" for name, ids in declared.items())
+        yield Finding(
+            3,
+            "warn",
+            f"the stops disagree: {shown}; the run stops at {list(stage.stops)}",
+            f"Add those that should end a completion to {stage.path}.sampling.stop_token_ids",
+            stage.name,
+        )
+
+
+def prefixes(stage: StageRows) -> Iterator[Finding]:
+    """5: the rendering of k messages is the beginning of the rendering of k + 1."""
+    for example in stage.some_examples:
+        messages = _messages(example)
+        turns = sum(message["role"] == "assistant" for message in messages)
+        if turns < 2:
+            continue
+        place = _first_rewritten(stage.tokenizer, messages)
+        if place is not None:
+            trained = stage.train_on == "assistant" or stage.samples
+            yield Finding(
+                5,
+                "refuse" if trained else "warn",
+                f"the chat template rewrites what comes before message {place} when that message is added "
+                f"({example.where}): the policy is trained on turns that it never sees in this form",
+                "Use a template that only appends, one turn per row, or algorithm.train_on: last_turn",
+                stage.name,
+            )
+            return
+
+
+def _first_rewritten(tokenizer: Any, messages: Sequence[dict]) -> int | None:
+    """Returns the number of the first message whose addition changes the text before it, or None."""
+    before = ""
+    for number in range(1, len(messages) + 1):
+        try:
+            text = _rendered(tokenizer, messages[:number])
+            prompted = _rendered(tokenizer, messages[:number], generation=True)
+        except chat.ChatError:
+            before = ""  # some templates refuse a conversation that ends there
+            continue
+        if not text.startswith(before):
+            return number - 1
+        before = prompted if number < len(messages) and messages[number]["role"] == "assistant" else text
+    return None
+
+
+def round_trips(stage: StageRows) -> Iterator[Finding]:
+    """6: text -> ids -> text gives the text, and markers of the template are single tokens."""
+    tokenizer = stage.tokenizer
+    unknown = tokenizer.unk_token_id
+    for row in stage.rows[:SOME]:
+        for text in _texts(row.example):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            if back != text and unknown not in ids:  # check 9 names unknown tokens
+                place = next(
+                    (n for n, (a, b) in enumerate(zip(text, back, strict=False)) if a != b), min(len(text), len(back))
+                )
+                yield Finding(
+                    6,
+                    "warn",
+                    f"{row.example.where}: text -> ids -> text changes the text at character {place}: "
+                    f"{text[place : place + 20]!r} becomes {back[place : place + 20]!r}",
+                    "Rewards see the decoded text; normalise the data, or use another tokenizer",
+                    stage.name,
+                )
+                break
+        else:
+            continue
+        break
+    if stage.messages and tokenizer.chat_template:
+        yield from _markers(stage)
+
+
+def _markers(stage: StageRows) -> Iterator[Finding]:
+    prompt = next(each.prompt for each in stage.some_examples if not isinstance(each.prompt, str))
+    text = _rendered(stage.tokenizer, prompt, generation=True)
+    several = sorted(
+        {
+            marker
+            for marker in _MARKER.findall(text)
+            if len(stage.tokenizer.encode(marker, add_special_tokens=False)) > 1
+        }
+    )
+    if several:
+        yield Finding(
+            6,
+            "warn",
+            f"markers of the chat template are no single tokens: {', '.join(several)}",
+            "The template belongs to another tokenizer; set tokenizer.chat_template or tokenizer.source",
+            stage.name,
+        )
+
+
+def sampled_form(stage: StageRows) -> Iterator[Finding]:
+    """7: the generation prompt with the answer as sampled is the template's own conversation, token by token."""
+    tokenizer = stage.tokenizer
+    for row in stage.rows[:SOME]:
+        messages = _messages(row.example)
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            continue
+        try:
+            prompt = chat.render_prompt(tokenizer, messages[:-1])
+            full_text = _rendered(tokenizer, messages)
+        except chat.ChatError:
+            continue
+        ids = tokenizer.encode(full_text, add_special_tokens=False)
+        answer = tokenizer.encode(messages[-1]["content"], add_special_tokens=False)
+        sampled = [*prompt, *answer]
+        place = next((n for n, (a, b) in enumerate(zip(sampled, ids, strict=False)) if a != b), None)
+        if place is None and len(ids) >= len(sampled):
+            continue
+        place = len(ids) if place is None else place
+        ours, theirs = (_token(tokenizer, each, place) for each in (sampled, ids))
+        yield Finding(
+            7,
+            "warn",
+            f"{row.example.where}: the answer as sampled differs from the template's conversation at token {place}: {ours} when "
+            f"sampled, {theirs} in the conversation",
+            "The template adds or changes something around the answer (a space, an empty think block); make its generation "
+            "prompt the same",
+            stage.name,
+        )
+        return
+
+
+def plain_prompts(stage: StageRows) -> Iterator[Finding]:
+    """8: plain prompts with a tokenizer that has a chat template. (Messages without one are refused when encoded.)"""
+    if stage.built_in or not stage.tokenizer.chat_template or stage.messages or not stage.rows:
+        return
+    yield Finding(
+        8,
+        "warn",
+        "the prompts are plain text, but the tokenizer has a chat template",
+        "A chat model expects its template: set data.chat: true; leave it for a base model",
+        stage.name,
+    )
+
+
+def _rendered(tokenizer: Any, messages: Sequence[dict], generation: bool = False) -> str:
+    return chat.render_text(tokenizer, messages, generation)
+
+
+def _messages(example: Any) -> list[dict]:
+    """Returns the conversation of an example; [] for plain texts."""
+    if example.messages is not None:
+        return list(example.messages)
+    if isinstance(example.prompt, str):
+        return []
+    answer = [{"role": "assistant", "content": example.completion}] if example.completion else []
+    return [*example.prompt, *answer]
+
+
+def _texts(example: Any) -> list[str]:
+    """Returns the plain texts of an example."""
+    if not isinstance(example.prompt, str):
+        return [message["content"] for message in _messages(example)]
+    return [example.prompt, *([example.completion] if example.completion else [])]
+
+
+def _token(tokenizer: Any, ids: Sequence[int], place: int) -> str:
+    return f"{tokenizer.decode(ids[place : place + 1])!r} ({ids[place]})" if place < len(ids) else "nothing"
+
+
+TEMPLATE_CHECKS = (beginnings, turn_ends, stops_agree, prefixes, round_trips, sampled_form, plain_prompts)

@@ -1,0 +1,130 @@
+"""Rules about rewards: faults, equal rewards, rewards that are exploited, groups that older weights sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl.reporting.explain.finding import Finding, stage_rule
+from rl.reporting.explain.learning import MIN_STEPS
+from rl.reporting.explain.record import StageRecord
+
+FAULTY_SHARE = 0.005
+EQUAL_SHARE = 0.8
+STALE_MEAN, STALE_MOST = 1.0, 4
+FEWEST_FAULTS = 2
+
+
+@stage_rule
+def faults(stage: StageRecord) -> Iterator[Finding]:
+    """Names reward functions that fail, and completions without a score."""
+    failed, late = stage.series("reward/faults"), stage.series("reward/timeouts")
+    if not failed:
+        return
+    rounds = stage.series("dynamic/batches").values or [1.0] * len(failed)
+    completions = sum(max(1.0, count) for count in rounds) * stage.completions_per_step
+    total = sum(failed.values)
+    unscored = [step for step, metrics in stage.rows if "reward/mean" in metrics and metrics["reward/mean"] is None]
+    if len(unscored) * 2 > stage.steps and total == 0:
+        yield Finding(
+            "no scores",
+            f"no completion has a score in {len(unscored)} of {stage.steps} steps",
+            "Every reward function returned None (not applicable)",
+            f"Check the columns that {_functions(stage)} reads, with `rl inspect {stage.run.path}`",
+            stage.name,
+            unscored[0],
+            severity=0.98,
+        )
+    if total < FEWEST_FAULTS or total / completions < FAULTY_SHARE:
+        return
+    timeouts = sum(late.values)
+    slow = timeouts * 2 > total
+    first = next(step for step, value in zip(failed.steps, failed.values, strict=True) if value > 0)
+    yield Finding(
+        "reward faults",
+        f"{total / completions:.1%} of the scores are missing ({total:.0f} faults, {timeouts:.0f} of them timeouts)",
+        f"{_functions(stage)} {'does not answer in time' if slow else 'raises or returns no number'}",
+        (
+            f"Raise {stage.setting('rewards')[1]}.timeout_s or make it faster"
+            if slow
+            else "Read the first tracebacks in the console log, then `rl reward test FUNCTION`"
+        ),
+        stage.name,
+        first,
+        severity=0.97 if unscored else 0.85,
+    )
+
+
+def _functions(stage: StageRecord) -> str:
+    """Returns the names of the reward functions of a stage."""
+    functions = stage.setting("rewards")[0].get("functions") or []
+    names = [str(each.get("name", each) if isinstance(each, dict) else each) for each in functions]
+    return ", ".join(names) or "the reward"
+
+
+@stage_rule
+def equal_rewards(stage: StageRecord) -> Iterator[Finding]:
+    """Names groups with equal rewards, which teach nothing."""
+    equal, spread = stage.series("reward/frac_zero_std"), stage.series("reward/std")
+    if len(equal) < MIN_STEPS:
+        return
+    constant = len(spread) >= MIN_STEPS and spread.largest == 0
+    grouped = int(stage.option("samples_per_prompt", 8)) > 1
+    step = equal.since(lambda value: value >= EQUAL_SHARE)
+    if not constant and (not grouped or step is None or equal.last < EQUAL_SHARE or stage.solved):
+        return
+    reward = stage.series("reward/mean")
+    level = f", reward/mean {reward.last:.3g}" if reward else ""
+    yield Finding(
+        "equal rewards",
+        f"{equal.last:.0%} of the groups have equal rewards{level}"
+        + (" and no completion of the stage ever got another one" if constant else ""),
+        "Nothing can be learned from such a group: "
+        + ("the reward is constant" if constant else "problems too hard or too easy"),
+        (
+            f"Test {_functions(stage)} with `rl reward test`, and its column with `rl inspect`"
+            if constant
+            else f"Use other problems, a finer reward, more {stage.key('samples_per_prompt')}, or algorithm.dynamic_batches"
+        ),
+        stage.name,
+        equal.steps[0] if constant else step,
+        severity=0.79 if constant else 0.65,
+    )
+
+
+@stage_rule
+def exploited(stage: StageRecord) -> Iterator[Finding]:
+    """Names a reward that rises while the held-out accuracy falls."""
+    reward, accuracy = stage.series("reward/mean"), stage.evaluated("eval/greedy_accuracy")
+    if len(reward) < MIN_STEPS or len(accuracy) < 2 or not stage.memorised or stage.epochs > 4:
+        return
+    yield Finding(
+        "reward exploited",
+        f"reward/mean rose from {reward.first:.3g} to {reward.last:.3g}, eval/greedy_accuracy fell from "
+        f"{accuracy.values[0]:.3g} to {accuracy.values[-1]:.3g}",
+        "The policy learns something that the reward pays for and the evaluation does not",
+        f"Read the best samples (`rl samples {stage.run.path} --sort reward`), and mend the reward",
+        stage.name,
+        accuracy.steps[-1],
+        severity=0.7,
+    )
+
+
+@stage_rule
+def stale_groups(stage: StageRecord) -> Iterator[Finding]:
+    """Names completions that are trained on long after they were sampled."""
+    mean, most = stage.series("async/staleness_mean"), stage.series("async/staleness_max")
+    if len(most) < MIN_STEPS:
+        return
+    old = [n for n, value in enumerate(most.values) if value > STALE_MOST or mean.values[n] > STALE_MEAN]
+    if not old:
+        return
+    yield Finding(
+        "stale groups",
+        f"{len(old)} of {len(most)} steps train on tokens that are up to {most.largest:.0f} updates old "
+        f"(mean {mean.largest:.2g})",
+        f"Groups are carried over to later steps, and each step makes {stage.option('updates_per_step', 1)} updates",
+        f"Lower {stage.key('updates_per_step')}, raise prompts_per_step, or set algorithm.correction: token_truncate",
+        stage.name,
+        most.steps[old[0]],
+        severity=0.6,
+    )

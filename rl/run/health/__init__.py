@@ -1,0 +1,1 @@
+"""Checks before a run: the machine, the data, and what the policy samples."""

@@ -1,0 +1,124 @@
+"""Probes a stage that samples: before the first step of a run, and for `rl inspect --probe`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from policy.mesh import processes
+from policy.model import Model
+from rl.config.run import RunConfig
+from rl.data import datasets
+from rl.data.inspect.source import random_weights
+from rl.errors import ConfigError, DataError
+from rl.run import build
+from rl.run.health.prompt_probe import ProbeResult, probe
+from rl.run.prepare import prepare
+from rl.run.state import Run
+from rl.stages import rollouts as stage_rollouts
+from rl.stages.stage import StageKind
+from rollout import Generator
+from rollout.collect import Rollouts, Source, collect
+
+FILE = "probe.json"
+DEFAULT = 32
+_COMPARED = 8
+"""Completions whose log-probabilities the trainer's form of the model computes too."""
+
+
+def before_first_step(run: Run, stage: StageKind) -> None:
+    """Probes the first stage of a run that samples, as `run.probe` says, and notes the result.
+
+    Raises DataError for a stage that cannot learn from what it samples, where `run.probe` is a number. Unset, the run goes
+    on with a warning: it probes DEFAULT prompts if its weights were read, and none if they are random.
+    """
+    asked = run.config.run.probe
+    count = (0 if random_weights(run.config) else DEFAULT) if asked is None else asked
+    first = next((each for each in run.stages if each.samples), None)
+    if not count or stage is not first:
+        return
+    with run.resharded(), run.timeline.span("probe", stage=stage.name):
+        params = stage.sampling_params(n=stage.options.samples_per_prompt)
+        result, _ = probe(stage.name, _problems(stage, count), params, stage.collect, run.tokenizer)
+    problems = [text for _, text in result.problems()]
+    if processes.first():
+        text = json.dumps(result.to_json(), indent=1, ensure_ascii=False)
+        (run.folder.path / FILE).write_text(text + "\n", encoding="utf-8")
+        for line in [*result.lines(), *(f"warn: {problem}" for problem in problems)]:
+            run.events.note(line)
+    if problems and asked is not None:
+        raise DataError(_refusal(stage.name, problems))
+
+
+def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> ProbeResult:
+    """Builds the model of a configuration and probes a stage with its starting weights, without a run.
+
+    count: number of prompts. name: the stage; None: the first one that samples. Raises ConfigError without such a stage.
+    """
+    prepared = prepare(config)
+    try:
+        stage = next((each for each in prepared.stages if each.samples and name in (None, each.name)), None)
+        if stage is None:
+            raise ConfigError(f"--probe: {name or 'no stage of this run'} samples nothing")
+        model = build.model(config, prepared, with_weights=True)
+        generator = Generator(
+            model,
+            max_length=config.max_length,
+            slots=config.generator.slots,
+            seed=config.seed,
+            tokenizer=prepared.tokenizer,
+            options=replace(build.generator_options(config), record_values=False, record_routes=False),
+        )
+        if stage.runner.sources:
+            raise ConfigError("--probe: reward models are loaded in a run only; set run.probe, or leave them out")
+        source = Source(generator, stage.runner)
+        params = stage_rollouts.sampling_params(
+            stage.options.sampling, prepared.stop_ids, n=stage.options.samples_per_prompt
+        )
+        result, made = probe(
+            stage.name,
+            _problems(stage, count),
+            params,
+            lambda problems, params, ids: collect(source, problems, params, ids),
+            prepared.tokenizer,
+        )
+        return replace(result, gap=_gap(model, made, params.temperature))
+    finally:
+        prepared.close()
+
+
+def _refusal(stage: str, problems: Sequence[str]) -> str:
+    return "\n".join(
+        [
+            f"the probe before the first step of {stage} shows that it cannot learn:",
+            *problems,
+            "run.probe=0 leaves it out",
+        ]
+    )
+
+
+def _problems(stage: Any, count: int) -> list[Any]:
+    """Returns the first `count` problems in the order of the stage, without drawing them."""
+    total, seed = stage.problems.total, stage.config.seed * 1000 + stage.index
+    return stage.problems.take([datasets.order(seed, total, number) for number in range(min(count, total))])
+
+
+def _gap(model: Model, made: Rollouts, temperature: float) -> float:
+    """Returns the mean of |trainer - generator| over the tokens of some completions, of their log-probabilities."""
+    chosen = made.flat[:: max(1, len(made.flat) // _COMPARED)][:_COMPARED]
+    rows = [[*made.problems[p].ids, *completion.tokens] for p, completion in chosen]
+    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    segments = np.zeros_like(tokens)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)], segments[number, : len(row)] = row, 1
+    logp, _ = model.logprobs(tokens, segments=segments, temperature=temperature)
+    logp = np.asarray(logp)
+    differences = [
+        np.abs(logp[number, len(row) - len(completion.tokens) : len(row)] - np.asarray(completion.logprobs))
+        for number, (row, (_, completion)) in enumerate(zip(rows, chosen, strict=True))
+    ]
+    return float(np.concatenate(differences).mean())

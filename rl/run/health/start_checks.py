@@ -1,0 +1,68 @@
+"""Applies the checks of `rl inspect` to the rows that a run has read, before a model is built."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rl.config.run import RunConfig
+from rl.data.datasets import Example
+from rl.data.encoded import Pair, Problem
+from rl.data.inspect import Encoded, Finding, Refused, StageRows, check_stages
+from rl.data.inspect.source import ENCODED, random_weights, stage_rows
+from rl.data.reader import DataReader
+from rl.data.shard import Shard
+from rl.stages.stage import StageKind
+
+FILE = "inspection.json"
+
+
+def start_checks(config: RunConfig, data: DataReader, stages: Sequence[StageKind]) -> list[Finding]:
+    """Returns the warnings and notes of all checks but the one that scores demonstrations.
+
+    Raises Refused, a DataError, with every refusal.
+    """
+    described = [_described(config, data, stage) for stage in stages]
+    findings = check_stages(described, random_weights(config))
+    # A tokenizer larger than the vocabulary is an error of the configuration; the build of the model raises it.
+    refusals = [each for each in findings if each.level == "refuse" and each.check != 9]
+    if refusals:
+        lines = [each.line().removeprefix("refuse") for each in refusals]
+        raise Refused(
+            "\n".join([*(f"check{line}" for line in lines), "see each token with `rl inspect`, same arguments"])
+        )
+    return findings
+
+
+def write(findings: Sequence[Finding], directory: Path) -> None:
+    """Writes the findings to inspection.json in the folder of the run, where `rl explain` reads them."""
+    text = json.dumps({"findings": [each.to_json() for each in findings]}, indent=1, ensure_ascii=False)
+    (directory / FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def _described(config: RunConfig, data: DataReader, stage: StageKind) -> StageRows:
+    described = stage_rows(config, stage.index, data.tokenizer, data.stop_ids)
+    shard = next((value for value in vars(stage).values() if isinstance(value, Shard)), None)
+    if shard is None:
+        return described
+    chosen = range(len(shard.own))
+    if len(shard.own) > ENCODED:
+        chosen = sorted(random.Random(config.seed).sample(chosen, ENCODED))
+    rows = [row for n in chosen for row in _encoded(shard.own[n], shard.examples[n] if shard.examples else Example(""))]
+    held_out = [problem.example for problem in data.held_out]
+    return replace(described, rows=rows, total=shard.total, held_out=held_out)
+
+
+def _encoded(each: Any, example: Example) -> list[Encoded]:
+    """Returns the sequences of one entry of a Shard: a problem, a row, a pair, or labelled answers."""
+    if isinstance(each, Problem):
+        return [Encoded(each.example, each.ids, [0] * len(each.ids))]
+    if isinstance(each, Pair):
+        return [Encoded(example, *each.chosen), Encoded(example, *each.rejected)]
+    if isinstance(each, list):
+        return [Encoded(example, *row) for row, _ in each]
+    return [Encoded(example, *each)]

@@ -1,0 +1,175 @@
+"""`rl explain` names what is wrong with runs that tests/illnesses/make.py made, and nothing in healthy ones.
+
+The fixtures are what the rules read of real runs. tests/end_to_end/test_illnesses.py makes some of these runs anew."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl.commands import cli
+from rl.errors import ConfigError
+from rl.reporting.explain import findings, verdict
+from rl.reporting.explain.series import Series, correlation
+
+RUNS = Path(__file__).resolve().parents[1] / "illnesses" / "recorded"
+ILL = {
+    "learning_rate": "learning rate too high",
+    "learning_rate_sft": "learning rate too high",
+    "learning_rate_updates": "learning rate too high",
+    "equal_rewards": "equal rewards",
+    "length": "length runaway",
+    "entropy": "entropy collapse",
+    "kl": "KL blow-up",
+    "truncated": "clipped completions",
+    "mask": "wrong mask",
+    "template_between": "wrong template",
+    "template_plain": "wrong template",
+    "stale": "stale groups",
+    "faults": "reward faults",
+    "faults_some": "reward faults",
+    "exhausted": "data exhausted",
+    "exhausted_sft": "data exhausted",
+    "memory": "memory near its end",
+}
+HEALTHY = ("base", "healthy", "healthy_kl", "healthy_sft", "healthy_texts")
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_an_ill_run_is_named_with_number_step_and_key(name):
+    lines = verdict(RUNS / name)
+    assert 2 <= len(lines) <= 8
+    assert any(line.startswith(ILL[name]) for line in lines[1:]), lines
+    first = next(each for each in findings(RUNS / name) if each.illness == ILL[name])
+    assert first.stage and first.step is not None and len(first.change) > 10
+    assert any(character.isdigit() for character in first.number) or first.illness == "wrong template"
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_raises_no_alarm(name):
+    assert not [each.line() for each in findings(RUNS / name) if each.alarm]
+    assert verdict(RUNS / name)[0].endswith("no illness")
+
+
+def test_the_root_cause_comes_first():
+    assert verdict(RUNS / "learning_rate")[1].startswith("learning rate too high (grpo step 2)")
+
+
+def run(directory: Path, rows: list[dict], **files: str) -> Path:
+    directory.mkdir(exist_ok=True)
+    lines = [json.dumps({"stage": "grpo", "step": step, "metrics": row}) for step, row in enumerate(rows, start=1)]
+    (directory / "events.jsonl").write_text("\n".join(lines) + "\n")
+    stages = "stages: [{algorithm: {name: grpo}, steps: 20, prompts_per_step: 4, samples_per_prompt: 4}]\n"
+    (directory / "config.yml").write_text(files.pop("config", stages))
+    for name, text in files.items():
+        (directory / name.replace("_", ".")).write_text(text)
+    return directory
+
+
+def named(directory: Path) -> list[str]:
+    return [each.illness for each in findings(directory)]
+
+
+def test_two_steps_say_little(tmp_path):
+    equal = {"reward/frac_zero_std": 1.0, "reward/std": 0.0, "reward/mean": 0.0, "completion/truncated_ratio": 1.0}
+    assert named(run(tmp_path, [equal] * 2)) == []
+    assert "fewer than 3 steps" in verdict(tmp_path)[0]
+    assert named(run(tmp_path, [equal] * 3)) == ["wrong template or stop token", "equal rewards"]
+
+
+def test_equal_rewards_of_solved_problems_are_no_illness(tmp_path):
+    solved = {"reward/frac_zero_std": 0.9, "reward/std": 0.1, "reward/mean": 0.95}
+    assert named(run(tmp_path, [solved] * 8)) == []
+    assert named(run(tmp_path, [solved | {"reward/mean": 0.05}] * 8)) == ["equal rewards"]
+
+
+def test_memory_that_grows_is_named_before_it_is_full(tmp_path):
+    grows = [{"perf/host_memory_share": 0.5 + 0.03 * step} for step in range(10)]
+    assert named(run(tmp_path, grows)) == ["memory near its end"]
+    assert "full in about" in verdict(tmp_path)[1]
+    assert named(run(tmp_path, [{"perf/host_memory_share": 0.6}] * 10)) == []
+    assert named(run(tmp_path, [{"perf/device_memory_share": 0.97}])) == ["memory near its end"]
+
+
+def test_updates_that_are_not_finite(tmp_path):
+    rows = [{"optim/skipped": float(step > 2), "loss": None} for step in range(6)]
+    assert findings(run(tmp_path, rows))[0].step == 4
+
+
+def test_a_generator_that_differs_from_the_trainer(tmp_path):
+    rows = [{"sampler/logp_diff_mean": 0.01}] * 4
+    assert named(run(tmp_path, rows)) == ["generator and trainer disagree"]
+    bfloat16 = "model: {dtype: bfloat16}\nstages: [{algorithm: grpo}]\n"
+    assert named(run(tmp_path, rows, config=bfloat16)) == []
+
+
+def test_completions_that_write_the_next_turn(tmp_path):
+    rows = [{"completion/truncated_ratio": 0.5, "completion/mean_length": 9.0}] * 4
+    text = [json.dumps({"stage": "grpo", "step": 4, "completion": f"4\nUser: {n}", "reward": 0.0}) for n in range(9)]
+    assert named(run(tmp_path, rows)) == ["clipped completions"]
+    assert named(run(tmp_path, rows, samples_jsonl="\n".join(text))) == ["wrong template or stop token"]
+
+
+def test_a_longer_answer_that_scores_better_is_no_illness(tmp_path):
+    rows = [
+        {"completion/mean_length": 100.0 + 10 * n, "reward/mean": 0.1 + 0.02 * n, "reward/std": 0.2} for n in range(30)
+    ]
+    assert named(run(tmp_path, rows)) == []
+    assert named(run(tmp_path, [row | {"reward/mean": 0.3} for row in rows])) == ["length runaway"]
+
+
+def test_the_exit_code_and_damaged_lines(tmp_path):
+    attempts = {"attempts": [{"exit_code": 0}, {"exit_code": 6}]}
+    run(tmp_path, [{"loss": 1.0}] * 4, run_json=json.dumps(attempts))
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"stage": "grpo", "st\n{"stage": "grpo", "step": 5, "met')
+    lines = verdict(tmp_path)
+    assert lines[1].startswith("exit code 6") and "rl reward test" in lines[1]
+    assert lines[2].startswith("damaged record") and "lines 5)" in lines[2]
+
+
+def test_more_illnesses_than_lines(tmp_path):
+    for name in ("config.yml", "events.jsonl"):
+        shutil.copy(RUNS / "kl" / name, tmp_path)
+    warnings = [
+        {"check": check, "level": "warn", "text": f"text {n}", "change": "", "stage": f"stage-{n}"}
+        for n, check in enumerate([2, 4, 5, 11] * 3)
+    ]
+    (tmp_path / "inspection.json").write_text(json.dumps({"findings": warnings}))
+    lines = verdict(tmp_path)
+    assert len(lines) == 8 and lines[-1].startswith("... and ")
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty"])
+def test_a_folder_without_a_run_is_a_configuration_error(tmp_path, name):
+    if name == "empty":
+        (tmp_path / "events.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="no run here" if name == "nothing" else "no event yet"):
+        verdict(tmp_path)
+
+
+def test_the_command_prints_the_verdict_without_heavy_libraries(capsys):
+    assert cli.main(["explain", str(RUNS / "kl")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == verdict(RUNS / "kl")
+    assert cli.main(["explain", str(RUNS / "kl"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["illness"] == "KL blow-up"
+    code = f"""
+import sys
+from rl.commands import cli
+cli.main(["explain", {str(RUNS / "kl")!r}])
+print([name for name in ("jax", "numpy", "pydantic", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")
+
+
+def test_series():
+    series = Series(range(1, 11), [5, 5, 5, 1, 5, 1, 1, 1, 1, 1])
+    assert series.since(lambda value: value < 2) == 4
+    assert series.first == 5 and series.last == 1 and series.falls()
+    assert Series([], []).since(bool) is None and not Series([1], [2.0]).rises()
+    assert correlation([1, 2, 3], [2, 4, 6]) == pytest.approx(1.0) and correlation([1, 2], [1, 1]) == 0.0
