@@ -24,8 +24,8 @@ COMPLETE = "_complete"  # what the scripts of `rl completion` call; no verb of t
 VERBS = {
     path.rpartition(".")[2]: f"rl.commands.{path}"
     for path in (
-        *("train", "plan", "setup.inspect", "runs.explain", "runs.report", "runs.compare", "runs.samples"),
-        *("generate", "chat", "reward", "setup.doctor", "setup.schema", "setup.completion"),
+        *("train", "plan", "setup.inspect", "runs.explain", "runs.report", "runs.compare", "runs.view"),
+        *("runs.samples", "generate", "chat", "reward", "setup.doctor", "setup.schema", "setup.completion"),
     )
 }
 """Verb -> its module, in the order of the help."""

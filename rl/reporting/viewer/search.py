@@ -97,6 +97,16 @@ def place(index: Index, name: str) -> Place | None:
     return None
 
 
+def number_of(index: Index, place: Place) -> int:
+    """Returns the number of a sample, as `matching` counts."""
+    before = 0
+    for segment in index.segments:
+        if segment is place.segment:
+            break
+        before += len(segment.rows)
+    return before + place.row
+
+
 def _numbers(index: Index, segments: list[Segment], term: Term) -> np.ndarray:
     """Returns for each sample whether it meets a term about numbers or names, without its negation."""
     if isinstance(term, Number):
