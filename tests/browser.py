@@ -1,4 +1,5 @@
-"""Drives a headless Chromium by its DevTools protocol over a pipe, without another package. The network is off."""
+"""Drives a headless Chromium by its DevTools protocol over a pipe, without another package. The network is off, but
+for servers on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from pathlib import Path
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-dev-shm-usage"),
-    *("--disable-background-networking", "--disable-component-update", "--host-resolver-rules=MAP * ~NOTFOUND"),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    ),
 )
 
 
@@ -75,15 +80,23 @@ class Browser:
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 
-    def open(self, file: Path, seconds: float = 30) -> None:
-        """Loads a file and waits until it is complete."""
+    def open(self, file: Path | str, seconds: float = 30) -> None:
+        """Loads a file or an address and waits until it is complete."""
         self._loaded = False
-        self.call("Page.navigate", url=file.resolve().as_uri())
+        self.call("Page.navigate", url=file if isinstance(file, str) else file.resolve().as_uri())
         end = time.monotonic() + seconds
         while not self._loaded:
             assert time.monotonic() < end, f"{file} was not loaded in {seconds} s"
             self._next()
         self.evaluate("0")  # what the page says while it loads has arrived
+
+    def wait(self, expression: str, seconds: float = 20):
+        """Waits until a JavaScript expression is true, and returns its value."""
+        end = time.monotonic() + seconds
+        while not (value := self.evaluate(expression)):
+            assert time.monotonic() < end, f"{expression} did not become true in {seconds} s"
+            time.sleep(0.03)
+        return value
 
     def evaluate(self, expression: str):
         """Returns the value of a JavaScript expression."""

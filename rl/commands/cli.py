@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 
@@ -23,8 +24,8 @@ COMPLETE = "_complete"  # what the scripts of `rl completion` call; no verb of t
 VERBS = {
     path.rpartition(".")[2]: f"rl.commands.{path}"
     for path in (
-        *("train", "plan", "setup.inspect", "runs.explain", "runs.report", "runs.compare", "generate", "chat"),
-        *("reward", "setup.doctor", "setup.schema", "setup.completion"),
+        *("train", "plan", "setup.inspect", "runs.explain", "runs.report", "runs.compare", "runs.view"),
+        *("runs.samples", "generate", "chat", "reward", "setup.doctor", "setup.schema", "setup.completion"),
     )
 }
 """Verb -> its module, in the order of the help."""
@@ -105,6 +106,9 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argp
     """Parses a command line. Exits with 2 if an argument is unknown, with the override if it is a configuration key."""
     argv = sys.argv[1:] if argv is None else list(argv)
     arguments, unknown = parser.parse_known_args(argv)
+    if hasattr(arguments, "filter") and not any(re.match("--.", word) for word in unknown):
+        # argparse fills FILTER before the first option only, and takes a term `-eval` for an option.
+        arguments.filter, unknown = [*arguments.filter, *(word for word in unknown if word != "--")], []
     if unknown:
         overrides = overrides_of(argv, unknown) if hasattr(arguments, "config") else []
         hint = f"; write {' '.join(overrides)}" if overrides else ""

@@ -1,0 +1,1 @@
+"""The verbs that read the folder of a run."""

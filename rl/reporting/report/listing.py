@@ -57,8 +57,8 @@ def _sample(run: Run | None, record: Mapping[str, Any], cap: int) -> str:
     score = f"reward {text(reward)}" if isinstance(reward, (int, float)) else "unscored" if "reward" in record else ""
     tags = "".join(f'<span class="tag {kind.split()[0]}">{kind}</span>' for kind in record["why"])
     tags += '<span class="tag">evaluation</span>' if record.get("eval") is True else ""
-    asked = _start(record.get("prompt"), _PEEK // 2)
-    peek = f"<i>{esc(asked)} → </i>{esc(_start(record.get('completion'), _PEEK))}"
+    asked = samples.start(record.get("prompt"), _PEEK // 2)
+    peek = f"<i>{esc(asked)} → </i>{esc(samples.start(record.get('completion'), _PEEK))}"
     facts = _facts(record)
     body = "".join(
         f"<h3>{esc(name + (': ' + role if role else ''))}</h3><pre>{_cut(content, cap)}</pre>"
@@ -98,13 +98,6 @@ def _facts(record: Mapping[str, Any]) -> str:
 
 def _texts(record: Mapping[str, Any]) -> list[str]:
     return [content for name in ("prompt", "completion") for _, content in samples.messages(record.get(name))]
-
-
-def _start(value: Any, count: int) -> str:
-    """Returns the beginning of the last message of a prompt or completion, on one line."""
-    content = [content for _, content in samples.messages(value)][-1:]
-    line = " ".join("".join(content)[: 4 * count].split())
-    return line if len(line) <= count else line[:count] + "..."
 
 
 def _cut(content: str, cap: int) -> str:

@@ -299,3 +299,10 @@ def messages(value: Any) -> Iterator[tuple[str, str]]:
             yield str(each.get("role", "")), shown
     elif value is not None:
         yield "", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def start(value: Any, count: int) -> str:
+    """Returns the beginning of the last message of a prompt or completion, on one line of `count` characters."""
+    content = [content for _, content in messages(value)][-1:]
+    line = " ".join("".join(content)[: 4 * count].split())
+    return line if len(line) <= count else line[:count] + "..."

@@ -1,0 +1,88 @@
+"""Describes samples as JSON: short ones for lists, complete ones with their tokens, and their relatives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from rl.reporting.report.samples import messages, start
+from rl.reporting.viewer import tokens as token_texts
+from rl.reporting.viewer.index import Index, columns
+from rl.reporting.viewer.search import Place, places
+
+_PEEK = 160
+_MOST = 500  # relatives of a sample that are listed
+
+
+def short(index: Index, place: Place) -> dict[str, Any]:
+    """Returns the numbers of a sample, without its texts and without reading its line."""
+    row = place.segment.rows[place.row]
+    bits, kinds = int(row["fault"]), index.names["fault"]
+    return {
+        "id": place.id,
+        "stage": index.names["stage"][row["stage"]],
+        "step": int(row["step"]),
+        "prompt_id": int(row["prompt"]),
+        "sample": int(row["sample"]),
+        "version": int(row["version"]),
+        "reward": number(row["reward"]),
+        "rewards": {name: number(values[place.row]) for name, values in place.segment.scores.items()},
+        "advantage": number(row["advantage"]),
+        "gap": number(row["gap"]),
+        "len": int(row["len"]),
+        "finish": index.names["finish"][row["finish"]],
+        "faults": [kind for bit, kind in enumerate(kinds) if bits >> min(bit, 31) & 1],
+        "eval": bool(row["eval"]),
+    }
+
+
+def listed(index: Index, place: Place) -> dict[str, Any]:
+    """Returns `short` with the beginnings of prompt and completion. Raises as `Place.record`."""
+    record = place.record()
+    return short(index, place) | {
+        "prompt": start(record.get("prompt"), _PEEK // 2),
+        "completion": start(record.get("completion"), _PEEK),
+    }
+
+
+def full(index: Index, place: Place, texts: token_texts.TokenTexts) -> dict[str, Any]:
+    """Returns everything about a sample: record, messages, tokens, its group, and the same row at other steps.
+
+    Raises as `Place.record`.
+    """
+    record = place.record()
+    own = place.tokens(record)
+    result = short(index, place) | {"record": {key: value for key, value in record.items() if key != "tokens"}}
+    result["messages"] = {
+        name: [[role, text] for role, text in messages(record.get(name))] for name in ("prompt", "completion")
+    }
+    ids = own["id"].tolist() if len(own) else record.get("tokens")
+    values = token_texts.numbers(own) if len(own) else {"id": ids if isinstance(ids, list) else []}
+    result["tokens"] = values | {"text": texts.texts(values["id"])}
+    result["group"] = [short(index, each) for each in group(index, place)]
+    result["others"] = [short(index, each) for each in others(index, place)]
+    return result
+
+
+def group(index: Index, place: Place) -> list[Place]:
+    """Returns the completions of the same prompt at the same step, this one included, at most 500."""
+    row = place.segment.rows[place.row]
+    mask = (columns(index.segments, "prompt") == row["prompt"]) & (columns(index.segments, "step") == row["step"])
+    mask &= columns(index.segments, "stage") == row["stage"]
+    return places(index, np.flatnonzero(mask)[:_MOST])
+
+
+def others(index: Index, place: Place) -> list[Place]:
+    """Returns the completions of the same row of the data at other steps, the newest first, at most 500."""
+    row = place.segment.rows[place.row]
+    mask = columns(index.segments, "same") == row["same"]
+    away = (columns(index.segments, "step") != row["step"]) | (columns(index.segments, "stage") != row["stage"])
+    return places(index, np.flatnonzero(mask & away)[::-1][:_MOST])
+
+
+def number(value: Any) -> float | None:
+    """Returns a number of JSON, or None for one that is not finite."""
+    value = float(value)
+    return float(f"{value:.7g}") if math.isfinite(value) else None

@@ -1,0 +1,76 @@
+"""Writes the page of `rl view` as a folder that any file server shows: lists and samples as JSON files of a size to load.
+
+The page asks for complete files only, so the server needs no byte ranges.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rl.errors import ConfigError, ResourceError
+from rl.reporting.viewer import query, records, search, terminal
+from rl.reporting.viewer.tokens import TokenTexts
+
+PER_CHUNK = 50  # samples of one file; viewer.js has the same number
+_MODE = '<meta name="duet-mode" content="{}">'
+_POLICY = (
+    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'self'; "
+    "style-src 'self'; connect-src 'self'; img-src data:\">"
+)
+
+
+def write(directory: str, target: str, text: str = "") -> int:
+    """Writes the samples that meet a filter. Returns the exit code.
+
+    Raises ConfigError if there is no run or the folder has other files, ResourceError if it cannot be written.
+    """
+    terms, folder = query.parse(text), Path(target)
+    if folder.exists() and (
+        not folder.is_dir() or (any(folder.iterdir()) and not (folder / "data/run.json").is_file())
+    ):
+        raise ConfigError(f"--static {folder}: it exists and is no folder of `rl view`; name a new one")
+    index = terminal.opened(directory)
+    every = search.places(index, search.matching(index, terms))
+    numbers = {place.id: str(number) for number, place in enumerate(every)}
+    texts, pages = TokenTexts(index.directory), -(-len(every) // PER_CHUNK)
+    try:
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+        for page in range(pages):
+            chunk = every[page * PER_CHUNK : (page + 1) * PER_CHUNK]
+            lists = [records.listed(index, place) for place in chunk]
+            samples = [records.full(index, place, texts) for place in chunk]
+            for sample in samples:
+                for name in ("group", "others"):
+                    sample[name] = [_numbered(each, numbers) for each in sample[name] if each["id"] in numbers]
+            _write(folder / f"data/list-{page}.json", [_numbered(each, numbers) for each in lists])
+            _write(folder / f"data/samples-{page}.json", [_numbered(each, numbers) for each in samples])
+            if page % 100 == 99:
+                print(f"\r{page + 1:,} of {pages:,} pages ", end="", file=sys.stderr, flush=True)
+        _write(folder / "data/run.json", {"name": index.directory.resolve().name, "total": len(every), "pages": pages})
+        for name in ("viewer.js", "viewer.css"):
+            (folder / name).write_bytes(_file(name))
+        page = _file("viewer.html").decode().replace(_MODE.format("server"), _MODE.format("static") + "\n" + _POLICY)
+        (folder / "index.html").write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ResourceError(f"--static {folder}: cannot be written: {error.strerror}") from None
+    print(
+        f"{folder}/index.html: {len(every):,} samples; for example: python -m http.server -d {folder}", file=sys.stderr
+    )
+    return 0
+
+
+def _numbered(item: dict[str, Any], numbers: dict[str, str]) -> dict[str, Any]:
+    return item | {"id": numbers[item["id"]]}
+
+
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, separators=(",", ":")), encoding="utf-8", errors="replace")
+
+
+def _file(name: str) -> bytes:
+    from importlib import resources
+
+    return resources.files("rl.reporting.viewer").joinpath(name).read_bytes()

@@ -1,0 +1,111 @@
+"""Turns the tokens of a sample into texts and numbers, with the tokenizer of the run."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl.reporting.samples import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, STOP, TRAINED
+
+FLAGS = {TRAINED: "trained", STOP: "stop", CLIPPED_LOW: "clipped low", CLIPPED_HIGH: "clipped high", DROPPED: "dropped"}
+_REPLACEMENT = "\ufffd"
+
+
+class TokenTexts:
+    """Texts of token ids. The tokenizer is loaded at the first use, since transformers is slow to import."""
+
+    def __init__(self, directory: Path):
+        self._directory, self._tokenizer, self._loaded = directory, None, False
+        self._lock = threading.Lock()
+        self.source = ""
+
+    def texts(self, ids: Sequence[int]) -> list[str] | None:
+        """Returns the text of each token, those of a character in several tokens with its last one; None: no tokenizer.
+
+        Joined, they are the text of all tokens, special ones included.
+        """
+        with self._lock:
+            if not self._loaded:
+                self._tokenizer, self._loaded = self._load(), True
+            if self._tokenizer is None:
+                return None
+            return _pieces(self._tokenizer, [int(each) for each in ids])
+
+    def _load(self) -> Any:
+        from rollout.text.tokenizer import load_tokenizer
+
+        for source, *more in self._sources():
+            try:
+                tokenizer = load_tokenizer(source, *more)
+            except Exception:  # no tokenizer there, a damaged one, or one that needs a package that is not installed
+                continue
+            self.source = str(source)
+            return tokenizer
+        return None
+
+    def _sources(self) -> list[tuple[Any, ...]]:
+        """Lists what may be the tokenizer: the exported one, that of config.yml, that of the model."""
+        result: list[tuple[Any, ...]] = [(self._directory / "export",)]
+        config = saved_config(self._directory)
+        named = config.get("tokenizer")
+        if isinstance(named, dict) and isinstance(named.get("source"), str):
+            result.append((named["source"], named.get("alphabet")))
+        model = config.get("model")
+        source = model.get("source") if isinstance(model, dict) else None
+        if isinstance(source, str):
+            result.append((source,))
+            result += [(folder,) for folder in _cached(source)]
+        return result
+
+
+def saved_config(directory: Path) -> dict[str, Any]:
+    """Returns the saved configuration of a run; {} if there is none, or a damaged one."""
+    import yaml
+
+    try:
+        value = yaml.safe_load((directory / "config.yml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def numbers(tokens: np.ndarray) -> dict[str, list[Any]]:
+    """Returns the columns of TOKEN[n] as lists of JSON; None where there is no number."""
+    result: dict[str, list[Any]] = {"id": tokens["id"].tolist()}
+    for name in ("logp", "gap", "entropy", "advantage"):
+        result[name] = [float(f"{x:.5g}") if math.isfinite(x) else None for x in tokens[name].astype(float).tolist()]
+    return result | {"flags": tokens["flags"].tolist(), "turn": tokens["turn"].tolist()}
+
+
+def flag_text(flags: int) -> str:
+    """Returns the names of the flags of a token."""
+    return ", ".join(name for bit, name in FLAGS.items() if flags & bit)
+
+
+def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
+    """Decodes token by token: the text of the last tokens with each, less the text without it."""
+    pieces, start, shown = [], 0, ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if text.endswith(_REPLACEMENT) and end < len(ids) and end - start < 8:
+            pieces.append("")  # a part of a character, which the next tokens complete
+            continue
+        pieces.append(text[len(shown) :] if text.startswith(shown) else text)
+        # One token of context: some tokenizers drop the space at the beginning of a text.
+        start = end - 1
+        shown = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return pieces
+
+
+def _cached(source: str) -> list[Path]:
+    """Lists folders of the model in the local cache of huggingface_hub, without the network."""
+    name = source.removeprefix("hf://").partition("@")[0]
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    return sorted((cache / f"models--{name.replace('/', '--')}" / "snapshots").glob("*")) if "/" in name else []

@@ -1,0 +1,287 @@
+// The page of `rl view`. Texts of a run enter the document as text nodes only.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const STATIC = document.querySelector("meta[name=duet-mode]").content === "static";
+const HEADER = "x-duet-token", FOLLOW = 2000, PER_CHUNK = 50;
+const TRAINED = 1, FLAGS = {1: "trained", 2: "stop", 4: "clipped low", 8: "clipped high", 16: "dropped"};
+const COLOURS = {mask: "mask", logp: "log-probability", gap: "gap", entropy: "entropy", advantage: "advantage"};
+const state = {query: "", sort: "", next: null, generation: -1, busy: 0, chosen: "", colour: "logp", sample: null};
+
+// A token in the fragment is kept for this tab, and leaves the address bar.
+const fragment = new URLSearchParams(location.hash.slice(1));
+if (fragment.has("token")) {
+  sessionStorage.setItem("duet-token", fragment.get("token"));
+  fragment.delete("token");
+  history.replaceState(null, "", location.pathname + (String(fragment) ? "#" + fragment : ""));
+}
+
+function make(tag, attributes, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== undefined) node.setAttribute(name, value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+const count = (value) => value.toLocaleString("en-US");
+const real = (value) => value === null || value === undefined ? "–" : String(Number(value.toPrecision(4)));
+
+async function fetched(path) {
+  const answer = await fetch(path, STATIC ? {} : {headers: {[HEADER]: sessionStorage.getItem("duet-token") || ""}});
+  const value = await answer.json().catch(() => ({error: `${path}: the server answered ${answer.status}`}));
+  if (!answer.ok) throw new Error(value.error || `${path}: the server answered ${answer.status}`);
+  return value;
+}
+
+// A folder of --static holds the same answers: pages of the list, and chunks of samples.
+const source = STATIC ? {
+  run: () => fetched("data/run.json"),
+  async samples(query, after) {
+    const page = after ? Number(after) : 0, run = await fetched("data/run.json");
+    const items = run.pages ? await fetched(`data/list-${page}.json`) : [];
+    return {items, matches: run.total, total: run.total, pending: 0, generation: 0, next: page + 1 < run.pages ? String(page + 1) : null};
+  },
+  async sample(id) {
+    const number = Number(id);
+    return (await fetched(`data/samples-${Math.floor(number / PER_CHUNK)}.json`))[number % PER_CHUNK];
+  },
+  events: async () => ({events: [], next: 0}),
+} : {
+  run: () => fetched("api/run"),
+  samples: (query, after, sort) => fetched("api/samples?" + new URLSearchParams({q: query, sort, ...(after ? {after} : {})})),
+  sample: (id) => fetched("api/sample/" + encodeURIComponent(id)),
+  events: (after) => fetched("api/events?after=" + after),
+};
+
+function fail(error) {
+  $("error").textContent = error.message;
+  $("error").hidden = false;
+}
+
+// ---- the list
+
+async function load(more) {
+  const mine = more ? state.busy : ++state.busy;
+  if (more && (!state.next || state.loading)) return;
+  state.loading = true;
+  try {
+    const page = await source.samples(state.query, more ? state.next : null, state.sort);
+    if (mine !== state.busy) return;
+    $("error").hidden = true;
+    if (!more) $("list").replaceChildren();
+    $("list").append(...page.items.map(line));
+    state.next = page.next;
+    state.generation = page.generation;
+    $("fresh").hidden = true;
+    const part = page.pending ? `, ${(page.pending / 1e6).toFixed(0)} MB are not indexed yet` : "";
+    $("count").textContent = `${count(page.matches)} of ${count(page.total)} samples${part}`;
+    mark();
+  } catch (error) {
+    if (mine === state.busy) fail(error);
+  } finally {
+    state.loading = false;
+  }
+}
+
+function line(item) {
+  const tags = [
+    ...(item.finish === "length" ? [make("span", {class: "tag"}, "cut off")] : []),
+    ...item.faults.map((kind) => make("span", {class: "tag"}, kind)),
+    ...(item.eval ? [make("span", {class: "tag plain"}, "eval")] : []),
+  ];
+  return make("li", {"data-id": item.id, onclick: () => choose(item.id)},
+    make("div", {class: "row"}, `${item.stage} ${item.step}`, make("span", {}, `prompt ${item.prompt_id}/${item.sample}`),
+      make("span", {}, `${item.len} tokens`), ...tags, make("span", {class: "score"}, real(item.reward))),
+    make("div", {class: "peek"}, make("i", {}, item.prompt + " → "), item.completion));
+}
+
+function mark() {
+  for (const item of $("list").children) item.setAttribute("aria-current", item.dataset.id === state.chosen);
+}
+
+function step(by) {
+  const items = [...$("list").children], place = items.findIndex((item) => item.dataset.id === state.chosen);
+  const next = items[Math.min(Math.max(place + by, 0), items.length - 1)];
+  if (next) { next.scrollIntoView({block: "nearest"}); choose(next.dataset.id); }
+}
+
+function search(query) {
+  $("query").value = state.query = query;
+  keep();
+  $("left").scrollTop = 0;
+  return load(false);
+}
+
+function keep() {
+  const kept = new URLSearchParams();
+  if (state.query) kept.set("q", state.query);
+  if (state.chosen) kept.set("id", state.chosen);
+  history.replaceState(null, "", location.pathname + (String(kept) ? "#" + kept : ""));
+}
+
+// ---- one sample
+
+async function choose(id) {
+  state.chosen = id;
+  keep();
+  mark();
+  try {
+    const sample = await source.sample(id);
+    if (state.chosen !== id) return;
+    state.sample = sample;
+    $("error").hidden = true;
+    show();
+    $("right").scrollTop = 0;
+  } catch (error) {
+    fail(error);
+  }
+}
+
+function show() {
+  const s = state.sample, record = s.record;
+  const facts = [
+    ["reward", real(s.reward)], ...Object.entries(s.rewards).map(([name, value]) => [name, real(value)]),
+    ["advantage", real(s.advantage)], ["gap", real(s.gap)], ["tokens", `${record.n_prompt ?? "–"} + ${s.len}`], ["finish", s.finish],
+    ["version", s.version < 0 ? "–" : s.version],
+  ];
+  $("right").replaceChildren(
+    make("h2", {}, `${s.stage} step ${s.step}, prompt ${s.prompt_id}/${s.sample}${s.eval ? ", evaluation" : ""}`),
+    make("div", {class: "facts"}, ...facts.map(([name, value]) => make("div", {}, make("span", {}, name + " "), String(value)))),
+    ...faults(record), ...strip(s),
+    ...texts(s),
+    ...logs("what the rewards said", record.reward_log), ...logs("columns of the row", record.columns),
+    ...relatives("group: completions of this prompt", s.group, true), ...relatives("the same row at other steps", s.others, false));
+}
+
+function faults(record) {
+  return Object.entries(record.faults || {}).map(([name, kind]) => make("p", {}, make("span", {class: "tag"}, `${name}: ${kind}`)));
+}
+
+function texts(s) {
+  const all = [...s.messages.prompt.map((one) => ["prompt", ...one]), ...s.messages.completion.map((one) => ["completion", ...one])];
+  return [make("h3", {}, "messages"), ...all.map(([name, role, text]) => {
+    const details = make("details", {}, make("summary", {}, `${name}${role ? ": " + role : ""} (${count(text.length)} characters)`), make("pre", {}, text));
+    details.open = all.length <= 4;
+    return details;
+  })];
+}
+
+function logs(title, values) {
+  const entries = Object.entries(values || {});
+  if (!entries.length) return [];
+  return [make("h3", {}, title), make("pre", {}, entries.map(([name, value]) => `${name}: ${value}`).join("\n"))];
+}
+
+function relatives(title, items, samples) {
+  if (!items.length) return [];
+  const head = make("tr", {}, make("th", {class: "l"}, samples ? "sample" : "step"), ...["reward", "advantage", "tokens", "gap"].map((name) => make("th", {}, name)), make("th", {class: "l"}, ""));
+  const rows = items.map((item) => make("tr", {class: item.id === state.chosen ? "own" : null},
+    make("td", {class: "l"}, make("a", {href: "#", onclick: (event) => { event.preventDefault(); choose(item.id); }},
+      samples ? `${item.sample}` : `${item.stage} ${item.step}/${item.sample}`)),
+    ...[real(item.reward), real(item.advantage), item.len, real(item.gap)].map((value) => make("td", {}, String(value))),
+    make("td", {class: "l"}, [item.finish === "length" ? "cut off" : "", ...item.faults, item.eval ? "eval" : ""].filter(Boolean).join(", "))));
+  const rewards = items.map((item) => item.reward).filter((value) => value !== null);
+  const mean = rewards.length ? `, mean reward ${real(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : "";
+  return [make("h3", {}, `${title} (${items.length}${mean})`), make("div", {class: "wide"}, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)))];
+}
+
+// ---- tokens
+
+function strip(s) {
+  const t = s.tokens;
+  if (!t.id.length) return [make("h3", {}, "tokens"), make("p", {class: "empty"}, "No tokens were recorded.")];
+  const buttons = t.logp ? Object.entries(COLOURS).map(([key, name]) => make("button", {"data-colour": key, "aria-pressed": key === state.colour, onclick: () => { state.colour = key; paint(); }}, name)) : [];
+  const nodes = t.id.map((id, place) => {
+    const kind = t.turn && t.turn[place] === 0 ? " prompt" : "";
+    if (!t.text) return make("span", {class: "t id" + kind, "data-place": place}, String(id));
+    const parts = t.text[place].split("\n").flatMap((text, number) => number ? [make("u", {}, "⏎"), "\n", text] : [text]);
+    return make("span", {class: "t" + kind, "data-place": place}, ...(t.text[place] === "" ? [make("u", {}, "·")] : parts));
+  });
+  const box = make("div", {id: "strip"}, ...nodes);
+  box.addEventListener("mouseover", (event) => tip(event));
+  box.addEventListener("click", (event) => tip(event));
+  box.addEventListener("mouseleave", () => { $("tip").hidden = true; });
+  queueMicrotask(paint);
+  return [make("h3", {}, `tokens${t.text ? "" : " (ids: the run has no tokenizer here)"}`), make("div", {class: "tools"}, ...buttons), box, make("p", {class: "legend", id: "legend"})];
+}
+
+// Both signs: blue below 0, orange above. One sign: the larger, the deeper.
+function paint() {
+  const t = state.sample.tokens, key = state.colour;
+  if (!t.logp || !$("strip")) return;
+  for (const button of document.querySelectorAll("[data-colour]")) button.setAttribute("aria-pressed", button.dataset.colour === key);
+  const values = key === "mask" ? t.flags.map((flags) => flags & TRAINED ? 1 : 0) : key === "logp" ? t.logp.map((x) => x === null ? null : -x) : t[key];
+  const most = Math.max(1e-9, ...values.map((x) => Math.abs(x ?? 0)));
+  const full = key === "logp" ? Math.max(1, most) : most;
+  [...$("strip").children].forEach((node, place) => {
+    const x = values[place], share = x === null ? 0 : Math.min(1, Math.abs(x) / full) * 0.75;
+    node.style.backgroundColor = share ? `rgba(var(${x < 0 ? "--low" : key === "mask" ? "--low" : "--high"}), ${share.toFixed(3)})` : "";
+  });
+  const both = values.some((x) => x < 0), shown = key === "logp" ? -full : full;
+  const about = {mask: "trained on", logp: "the generator's log-probability", gap: "trainer less generator, log-probability", entropy: "nats", advantage: "advantage"}[key];
+  $("legend").replaceChildren(...(key === "mask" ? [about] : [both ? real(-full) : "0", make("span", {class: "bar " + (both ? "both" : "one")}), `${real(shown)}: ${about}`]));
+}
+
+function tip(event) {
+  const node = event.target.closest(".t");
+  if (!node) { $("tip").hidden = true; return; }
+  const t = state.sample.tokens, place = Number(node.dataset.place);
+  const rows = [["position", place], ["id", t.id[place]]];
+  if (t.logp) {
+    const logp = t.logp[place];
+    rows.push(["turn", t.turn[place] === 0 ? "prompt" : t.turn[place]], ["log-probability", real(logp)], ["probability", logp === null ? "–" : real(Math.exp(logp))],
+      ["gap", real(t.gap[place])], ["entropy", real(t.entropy[place])], ["advantage", real(t.advantage[place])],
+      ["flags", Object.entries(FLAGS).filter(([bit]) => t.flags[place] & bit).map(([, name]) => name).join(", ") || "–"]);
+  }
+  $("tip").replaceChildren(make("b", {}, t.text ? JSON.stringify(t.text[place]) : String(t.id[place])),
+    make("dl", {}, ...rows.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, String(value))])));
+  $("tip").hidden = false;
+  const at = node.getClientRects()[0], own = $("tip").getBoundingClientRect();
+  $("tip").style.left = Math.max(4, Math.min(at.left, innerWidth - own.width - 8)) + "px";
+  $("tip").style.top = (at.bottom + own.height + 8 < innerHeight ? at.bottom + 6 : Math.max(4, at.top - own.height - 6)) + "px";
+}
+
+// ---- a run that goes on
+
+let events = 0, last = null;
+async function follow() {
+  try {
+    const run = await source.run();
+    document.title = `${run.name} - rl view`;
+    $("name").textContent = run.name;
+    for (let more = true; more;) {
+      const answer = await source.events(events);
+      more = answer.next > events;
+      events = answer.next;
+      for (const row of answer.events) if (row.metrics && row.stage) last = row;
+    }
+    const mean = last && last.metrics["reward/mean"];
+    $("state").textContent = last ? `${last.stage} step ${last.step}${typeof mean === "number" ? `, reward ${real(mean)}` : ""}` : "";
+    if (run.generation !== state.generation && !state.loading) {
+      if ($("left").scrollTop < 40) await load(false);
+      else { $("fresh").hidden = false; $("fresh").textContent = "the run has new samples: show them"; }
+    }
+  } catch (error) {
+    fail(error);
+  }
+  if (!STATIC) setTimeout(follow, FOLLOW);
+}
+
+let typing = 0;
+$("query").addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => search($("query").value), 250); });
+$("search").addEventListener("submit", (event) => { event.preventDefault(); clearTimeout(typing); search($("query").value); });
+$("sort").addEventListener("change", () => { state.sort = $("sort").value; search(state.query); });
+$("fresh").addEventListener("click", () => search(state.query));
+$("left").addEventListener("scroll", () => { if ($("left").scrollTop + $("left").clientHeight > $("left").scrollHeight - 600) load(true); });
+document.addEventListener("keydown", (event) => {
+  if (event.target.matches("input, select")) { if (event.key === "Escape") event.target.blur(); return; }
+  if (event.key === "/") { event.preventDefault(); $("query").focus(); }
+  if (event.key === "j" || event.key === "k") step(event.key === "j" ? 1 : -1);
+});
+if (STATIC) $("search").hidden = true;
+search(fragment.get("q") || "");
+if (fragment.get("id")) choose(fragment.get("id"));
+follow();
