@@ -1,8 +1,9 @@
 """Records a run as append-only JSON lines, and shows them in mirrors.
 
 events.jsonl has one object per step, `{"stage", "step", "time", "metrics": {...}}`, `time` in Unix seconds;
-samples.jsonl has one per completion (rl/reporting/samples.py). Every line is one write, so that a killed process leaves at most one
-torn line, the last. `truncate_after` removes it when the run continues. On a full disk lines wait in memory.
+samples.jsonl has one per completion (rl/reporting/samples.py). Lines are appended in one write per step, so that a
+killed process leaves at most one torn line, the last. `truncate_after` removes it when the run continues. On a full
+disk lines wait in memory.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class EventLog:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._events = AppendFile(self.directory / EVENTS)
-            self._samples = SampleLog(self.directory, keep=options.keep_gib * 2**30)
+            self._samples = SampleLog(self.directory, max_bytes=options.keep_gib * 2**30)
         except OSError as error:
             raise ResourceError(f"events and samples cannot be written to {self.directory}: {error.strerror}") from None
 
@@ -58,7 +59,8 @@ class EventLog:
     def truncate_after(self, stages: Sequence[str], stage: str, step: int) -> None:
         """Removes all lines after `step` of `stage`, and torn last lines, to match a checkpoint.
 
-        `stages` lists the names of the run's stages in order. A kill leaves each file as it was or as it should be.
+        `stages` lists the names of the run's stages in order. A kill leaves each file as it was or as it should be; the next
+        truncation mends the rest.
         Raises ValueError for a damaged line before the last, ResourceError for a full disk.
         """
         last = (stages.index(stage), step)

@@ -35,6 +35,8 @@ class Manifest:
     def __enter__(self) -> Manifest:
         if processes.first():
             self._attempts = read(self._path.parent)
+            if not self._attempts and self._path.exists():  # damaged: kept for people
+                self._path.replace(self._path.with_suffix(".json.damaged"))
             attempt = {"start": round(time.time(), 3), "command": sys.argv, "directory": os.getcwd()}
             self._attempts.append(attempt | {"versions": versions()} | git_state())
             self._write()

@@ -25,7 +25,7 @@ TOKEN = np.dtype(
         ("id", "<u4"),
         ("logp", "<f4"),  # log-probability that the generator gave; NaN for a token of the prompt
         ("gap", "<f2"),  # the trainer's log-probability minus the generator's; NaN where no update computed it
-        ("entropy", "<f2"),  # of the distribution that the token was drawn from, in nats; NaN likewise
+        ("entropy", "<f2"),  # of the distribution at the token under the weights of the update, in nats; NaN likewise
         ("advantage", "<f2"),  # NaN in an evaluation
         ("flags", "u1"),
         ("turn", "u1"),  # 0: the prompt, 1: the completion
@@ -40,13 +40,13 @@ too low or too high; the correction for the sampler's log-probability drops it."
 class SampleLog:
     """Appends completions to the files of a run's directory.
 
-    limit: bytes of samples.jsonl from which `rotate` starts new files. keep: bytes of all segments that stay, the
-    oldest go first.
+    limit: bytes of samples.jsonl from which `rotate` starts new files. max_bytes: largest total size of the segments;
+    beyond it the oldest are deleted.
     """
 
-    def __init__(self, directory: Path, limit: int = SEGMENT_BYTES, keep: float = float("inf")):
+    def __init__(self, directory: Path, limit: int = SEGMENT_BYTES, max_bytes: float = float("inf")):
         """Opens the files, and completes a rotation that was cut off. Raises OSError."""
-        self._directory, self._limit, self._keep = directory, limit, keep
+        self._directory, self._limit, self._max_bytes = directory, limit, max_bytes
         for tokens in sorted((directory / SEGMENTS).glob("*.bin")):
             if not tokens.with_suffix(".jsonl").exists():
                 os.replace(directory / SAMPLES, tokens.with_suffix(".jsonl"))
@@ -62,7 +62,7 @@ class SampleLog:
         self._lines.append(text.encode())
 
     def truncate_after(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Removes the lines from the first on that `keep` refuses, their tokens, and a torn last line.
+        """Removes the first line that `keep` refuses and all after it, their tokens, and a torn last line.
 
         Reads the files from the end to the last line that `keep` accepts. Raises OSError, and ValueError for a damaged
         line on the way.
@@ -73,16 +73,16 @@ class SampleLog:
                 self._tokens.cut(tokens)
                 self._lines.cut(end)
             elif end:
-                os.truncate(path.with_suffix(".bin"), tokens)
+                if tokens_file(path).exists():
+                    os.truncate(tokens_file(path), tokens)
                 os.truncate(path, end)
             else:
-                path.unlink()
-                path.with_suffix(".bin").unlink()
+                _remove(path)
             if end:
                 return
 
     def rotate(self) -> None:
-        """Moves full files to the folder of segments, and removes the oldest segments beyond `keep`. Raises OSError.
+        """Moves full files to the folder of segments, and removes the oldest segments beyond `max_bytes`. Raises OSError.
 
         Call this after a checkpoint, so that a run that continues finds the cut in its newest files.
         """
@@ -113,12 +113,16 @@ class SampleLog:
 
     def _remove_oldest(self) -> None:
         segments = files(self._directory)[:-1]
-        sizes = [path.stat().st_size + path.with_suffix(".bin").stat().st_size for path in segments]
-        while segments and sum(sizes) > self._keep:
-            oldest = segments.pop(0)
+        sizes = [sum(each.stat().st_size for each in (path, tokens_file(path)) if each.exists()) for path in segments]
+        while segments and sum(sizes) > self._max_bytes:
             sizes.pop(0)
-            oldest.unlink()
-            oldest.with_suffix(".bin").unlink()
+            _remove(segments.pop(0))
+
+
+def _remove(segment: Path) -> None:
+    """Removes a segment, its tokens first: tokens without lines would look like a rotation that was cut off."""
+    tokens_file(segment).unlink(missing_ok=True)
+    segment.unlink()
 
 
 def files(directory: Path) -> list[Path]:
@@ -144,7 +148,7 @@ def read(directory: str | Path) -> Iterator[dict[str, Any]]:
 
 def read_tokens(path: Path, sample: Mapping[str, Any]) -> np.ndarray:
     """Returns TOKEN[n_prompt + n] of a sample in the file `path`; an empty array if none were recorded."""
-    if "at" not in sample:
+    if "at" not in sample or not tokens_file(path).exists():
         return np.zeros(0, TOKEN)
     count, start = sample["n_prompt"] + sample["n"], sample["at"] * TOKEN.itemsize
     return np.fromfile(tokens_file(path), TOKEN, count, offset=start)

@@ -25,7 +25,10 @@ _FREE = ("run", "profile")
 
 
 class RunFolder:
-    """Holds the lock of a run's directory while it is entered. Writes config.yml, or checks that it is the same run.
+    """Holds the lock of a run's directory while it is entered, and writes config.yml.
+
+    Where there are events, it first checks that config.yml is of the same run, or of one with fewer steps in its last
+    stage.
 
     With several processes, which all see the directory, the first process does so for all. A run that stopped before
     its first event (a model that cannot be read) leaves nothing to protect: another configuration takes its place.

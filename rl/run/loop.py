@@ -3,8 +3,8 @@
     run -> _run_stage -> stage.step (rl/stages/):
         prompts -> generator -> rewards -> advantages -> updates, in place -> events
 
-The configuration determines every number. A prompt follows from (seed, stage, number of prompts drawn before), a token
-from (seed, prompt id, sample, position).
+The configuration determines every number, unless a stage ends by `until` on a metric of time. A prompt follows from
+(seed, stage, number of prompts drawn before), a token from (seed, prompt id, sample, position).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A stage that samples completions, scores them and trains on the scores.
 
-N completions, P prompts of G each, T tokens.
+P prompts, G completions of each, N = P G in all, T tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class Stage(StageKind):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Adds `current_logp` if groups may be stale and `exact` or `max_logp_diff` compares log-probabilities."""
+        """Adds `current_logp`, log-probabilities under the current weights, where groups may be stale and it is used.
+
+        `max_logp_diff` compares with it, and under `exact` stale tokens take it as their old log-probability.
+        """
         exact = self.config.generator.exact and self.algorithm.old_logp == "trainer"
         compared = exact or self.options.max_logp_diff is not None
         return super().inputs | ({"current_logp"} if self.algorithm.dynamic_batches and compared else frozenset())
@@ -119,7 +122,7 @@ class Stage(StageKind):
         self._score(data)
         advantages = self._advantages(data)
         state, updated = self._update(data, n)
-        if not data.stale:  # with stale tokens, `log_probabilities` has already compared the others
+        if not data.stale:  # `log_probabilities` has checked the tokens that are not stale; this mean includes all
             _check_difference(self.options.max_logp_diff, updated.get("sampler/logp_diff_mean"))
         state = self._renew_reference(state, n)
         return state, self._log(data, advantages, updated, n, flops_before)

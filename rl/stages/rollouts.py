@@ -152,7 +152,7 @@ def token_records(
         for name in ("logp", "gap", "entropy", "advantage"):
             tokens[name] = np.nan
         tokens["logp"][new] = completion.logprobs
-        if completion.finish == "stop":
+        if completion.finish == "stop" and completion.tokens:
             tokens["flags"][-1] |= STOP
         if batch is not None:
             assert batch.advantages is not None and batch.sampler_logp is not None
@@ -169,7 +169,7 @@ def token_records(
 
 
 def metrics(samples: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:
-    """Returns rewards and lengths of a step, by the names of docs/metrics.md. NaN if nothing was scored.
+    """Returns rewards and lengths of a step, by the names of docs/metrics.md. If nothing was scored, `reward/mean` is NaN.
 
     drafted: adds the tokens that drafts gained.
     """

@@ -104,8 +104,31 @@ def test_a_rotation_that_was_cut_off_is_completed(tmp_path, monkeypatch):
     check(tmp_path, [1, 2])
 
 
+@pytest.mark.parametrize("act", [lambda log: log.truncate_after(keep_until(3)), lambda log: log._remove_oldest()])
+def test_a_removal_that_was_cut_off_misplaces_nothing(tmp_path, monkeypatch, act):
+    log = SampleLog(tmp_path, limit=2 * 2 * LINE_BYTES)
+    write(log, range(1, 8))
+    (tmp_path / SAMPLES).write_bytes(b"") if not samples.files(tmp_path)[-1].stat().st_size else None
+    log._max_bytes, unlink, removed = 1, type(tmp_path).unlink, []
+
+    def killed_at_the_second(path, missing_ok=False):
+        if removed:
+            raise KeyboardInterrupt
+        removed.append(unlink(path, missing_ok))
+
+    monkeypatch.setattr(type(tmp_path), "unlink", killed_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        act(log)
+    monkeypatch.undo()
+    before = (tmp_path / SAMPLES).read_bytes()
+    again = SampleLog(tmp_path)
+    assert (tmp_path / SAMPLES).read_bytes() == before
+    again.truncate_after(keep_until(1))
+    assert {record["step"] for record in samples.read(tmp_path)} <= {1}
+
+
 def test_the_oldest_segments_go_beyond_the_limit(tmp_path):
-    log = SampleLog(tmp_path, limit=1, keep=8 * LINE_BYTES)
+    log = SampleLog(tmp_path, limit=1, max_bytes=8 * LINE_BYTES)
     write(log, range(1, 10))
     left = [record["step"] for record in samples.read(tmp_path)]
     assert left[-1] == 9 and 1 not in left and len(left) < 8
