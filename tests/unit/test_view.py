@@ -23,6 +23,17 @@ ROOT = Path(cli.__file__).parents[2]
 ALPHABET = "0123456789 abcdefghijklmnopqrstuvwxyz"
 
 
+STATIC_FILTERS = {
+    "fault:timeout": 1,
+    "step:3-4 sample:0": 2,
+    "reward.correct=1 step<=3": 3,
+    '"</script><img"': 1,
+    "adv>0 step:1-2": 2,
+    "-step>2 len=3": 4,
+    "finish:length": 1,
+}
+
+
 class Server:
     """`rl view` in a process of its own, over a run of 60 steps with a hostile sample."""
 
@@ -227,6 +238,12 @@ server.serve_forever()
             browser.evaluate("step(1)")
             browser.wait("document.querySelectorAll('#strip .t').length === 5")
             browser.evaluate("document.querySelector('td a').click()")
+            for text, count in STATIC_FILTERS.items():
+                browser.evaluate(f"search({text!r})")
+                browser.wait(f"document.querySelectorAll('#list li').length === {count}")
+                browser.wait("$('error').hidden")
+            browser.evaluate("search('rewrd<1')")
+            assert "no such field" in browser.wait("$('error').hidden ? '' : $('error').textContent")
             assert browser.errors == []
     finally:
         process.kill()
