@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser
-from test_viewer import EVIL, sample, tokens, write
+from test_viewer import COMPLETION, EVIL, sample, tokens, write
 
 from rl.commands import cli
 from rl.reporting.samples import SampleLog
@@ -127,7 +127,10 @@ def test_one_sample_its_group_and_events(server):
     shown = server.json(f"/api/sample/{item['id']}")
     assert shown["tokens"]["id"] == [5, 6, 7, 8, 2] and shown["tokens"]["text"][3] == "0"
     assert shown["tokens"]["gap"][3] == pytest.approx(-0.009, abs=1e-4) and shown["tokens"]["logp"][0] is None
-    assert [each["sample"] for each in shown["group"]] == [0, 1] and len(shown["others"]) == 118
+    assert [(each["sample"], each["completion"]) for each in shown["group"]] == [
+        (0, COMPLETION),
+        (1, COMPLETION),
+    ] and len(shown["others"]) == 118
     assert [each["step"] for each in server.json("/api/groups/9")["items"]] == [9, 9]
     events = server.json("/api/events")
     assert [each["step"] for each in events["events"]] == [61] and server.json(f"/api/events?after={events['next']}")[

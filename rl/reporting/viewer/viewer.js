@@ -213,12 +213,12 @@ function logs(title, values) {
 
 function relatives(title, items, samples) {
   if (!items.length) return [];
-  const head = make("tr", {}, make("th", {class: "l"}, samples ? "sample" : "step"), ...["reward", "advantage", "tokens", "gap"].map((name) => make("th", {}, name)), make("th", {class: "l"}, ""));
+  const head = make("tr", {}, make("th", {class: "l"}, samples ? "sample" : "step"), ...["reward", "advantage", "tokens", "gap"].map((name) => make("th", {}, name)), make("th", {class: "l"}, samples ? "completion" : ""));
   const rows = items.map((item) => make("tr", {class: item.id === state.chosen ? "own" : null},
     make("td", {class: "l"}, make("a", {href: "#", onclick: (event) => { event.preventDefault(); choose(item.id); }},
       samples ? `${item.sample}` : `${item.stage} ${item.step}/${item.sample}`)),
     ...[real(item.reward), real(item.advantage), item.len, real(item.gap)].map((value) => make("td", {}, String(value))),
-    make("td", {class: "l"}, [item.finish === "length" ? "cut off" : "", ...item.faults, item.eval ? "eval" : ""].filter(Boolean).join(", "))));
+    make("td", {class: "l"}, [item.finish === "length" ? "cut off" : "", ...item.faults, item.eval ? "eval" : "", item.completion || ""].filter(Boolean).join(", "))));
   const rewards = items.map((item) => item.reward).filter((value) => value !== null);
   const mean = rewards.length ? `, mean reward ${real(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : "";
   return [make("h3", {}, `${title} (${items.length}${mean})`), make("div", {class: "wide"}, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)))];
