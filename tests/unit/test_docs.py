@@ -35,6 +35,9 @@ BASE = {
 }
 # Lines of bash that take long or need a model; the tests of full runs and of the verbs cover them.
 NOT_RUN = {
+    "rl view runs/quickstart",  # test_view.py and test_viewer.py run these verbs
+    "rl samples runs/quickstart 'step:100-200 reward<0.5' --sort gap",
+    "rl samples runs/quickstart 'stage:grpo step:300-320' --rescore exact_answer",
     "pip install -e . && rl-train configs/quickstart.yml",
     "pip install -e '.[test]' && pytest -n auto",
     "rl-train configs/sft_then_grpo.yml configs/tiny.yml",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser
-from test_viewer import EVIL, sample, tokens, write
+from test_viewer import COMPLETION, EVIL, sample, tokens, write
 
 from rl.commands import cli
 from rl.reporting.samples import SampleLog
@@ -21,6 +21,17 @@ pytestmark = pytest.mark.xdist_group("chromium")
 chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 ROOT = Path(cli.__file__).parents[2]
 ALPHABET = "0123456789 abcdefghijklmnopqrstuvwxyz"
+
+
+STATIC_FILTERS = {
+    "fault:timeout": 1,
+    "step:3-4 sample:0": 2,
+    "reward.correct=1 step<=3": 3,
+    '"</script><img"': 1,
+    "adv>0 step:1-2": 2,
+    "-step>2 len=3": 4,
+    "finish:length": 1,
+}
 
 
 class Server:
@@ -116,7 +127,10 @@ def test_one_sample_its_group_and_events(server):
     shown = server.json(f"/api/sample/{item['id']}")
     assert shown["tokens"]["id"] == [5, 6, 7, 8, 2] and shown["tokens"]["text"][3] == "0"
     assert shown["tokens"]["gap"][3] == pytest.approx(-0.009, abs=1e-4) and shown["tokens"]["logp"][0] is None
-    assert [each["sample"] for each in shown["group"]] == [0, 1] and len(shown["others"]) == 118
+    assert [(each["sample"], each["completion"]) for each in shown["group"]] == [
+        (0, COMPLETION),
+        (1, COMPLETION),
+    ] and len(shown["others"]) == 118
     assert [each["step"] for each in server.json("/api/groups/9")["items"]] == [9, 9]
     events = server.json("/api/events")
     assert [each["step"] for each in events["events"]] == [61] and server.json(f"/api/events?after={events['next']}")[
@@ -227,6 +241,12 @@ server.serve_forever()
             browser.evaluate("step(1)")
             browser.wait("document.querySelectorAll('#strip .t').length === 5")
             browser.evaluate("document.querySelector('td a').click()")
+            for text, count in STATIC_FILTERS.items():
+                browser.evaluate(f"search({text!r})")
+                browser.wait(f"document.querySelectorAll('#list li').length === {count}")
+                browser.wait("$('error').hidden")
+            browser.evaluate("search('rewrd<1')")
+            assert "no such field" in browser.wait("$('error').hidden ? '' : $('error').textContent")
             assert browser.errors == []
     finally:
         process.kill()

@@ -13,6 +13,7 @@ from rl.reporting.viewer.index import Index, columns
 from rl.reporting.viewer.search import Place, places
 
 _PEEK = 160
+_READ = 64  # completions of a group whose beginnings are read
 _MOST = 500  # relatives of a sample that are listed
 
 
@@ -61,7 +62,8 @@ def full(index: Index, place: Place, texts: token_texts.TokenTexts) -> dict[str,
     ids = own["id"].tolist() if len(own) else record.get("tokens")
     values = token_texts.numbers(own) if len(own) else {"id": ids if isinstance(ids, list) else []}
     result["tokens"] = values | {"text": texts.texts(values["id"])}
-    result["group"] = [short(index, each) for each in group(index, place)]
+    siblings = group(index, place)
+    result["group"] = [(listed if number < _READ else short)(index, each) for number, each in enumerate(siblings)]
     result["others"] = [short(index, each) for each in others(index, place)]
     return result
 

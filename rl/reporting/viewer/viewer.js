@@ -36,13 +36,49 @@ async function fetched(path) {
   return value;
 }
 
+// The filters of a static page: numbers, names, and words in the beginnings of prompt and completion.
+const NUMBERS = {step: "step", reward: "reward", len: "len", adv: "advantage", gap: "gap", prompt: "prompt_id", sample: "sample", version: "version"};
+function predicate(query) {
+  const number = "[-+]?(?:\\d+\\.?\\d*|\\.\\d+)(?:e[-+]?\\d+)?", terms = query.match(/-?"(?:[^"\\]|\\.)*"|\S+/g) || [];
+  const compared = new RegExp(`^([a-z_]+)(?:\\.([^<>=!:]+))?(<=|>=|!=|<|>|=|:)(.+)$`), range = new RegExp(`^(${number})?-(${number})?$`, "i");
+  const tests = terms.map((full) => {
+    const negated = full.length > 1 && full[0] === "-", term = negated ? full.slice(1) : full, match = compared.exec(term);
+    const test = match ? comparison(term, match, range) : plain(term);
+    return (item) => test(item) !== negated;
+  });
+  return (item) => tests.every((test) => test(item));
+}
+
+function comparison(term, [, field, name, op, value], range) {
+  if (field === "stage" || field === "finish") return (item) => (item[field] === value) === (op !== "!=");
+  if (field === "fault") return (item) => item.faults.includes(value) === (op !== "!=");
+  if (!(field in NUMBERS)) throw new Error(`filter: ${term}: no such field (valid: ${Object.keys(NUMBERS).join(", ")}, stage, finish, fault)`);
+  const of = (item) => name ? item.rewards[name] : item[NUMBERS[field]];
+  const span = Number.isNaN(Number(value)) && (op === ":" || op === "=") ? range.exec(value) : null, bound = Number(value);
+  if (!span && Number.isNaN(bound)) throw new Error(`filter: ${term}: ${value} is no number`);
+  const holds = span ? (x) => x >= Number(span[1] ?? -Infinity) && x <= Number(span[2] ?? Infinity)
+    : {"<": (x) => x < bound, "<=": (x) => x <= bound, ">": (x) => x > bound, ">=": (x) => x >= bound, "!=": (x) => x !== bound}[op] || ((x) => x === bound);
+  return (item) => { const x = of(item); return x !== null && x !== undefined && holds(x); };
+}
+
+function plain(term) {
+  if (term === "eval") return (item) => item.eval;
+  if (term === "fault") return (item) => item.faults.length > 0;
+  if (term === "unscored") return (item) => item.reward === null;
+  if (term === "signal") return (item) => Boolean(item.advantage);
+  const words = (term[0] === '"' ? term.slice(1, -1).replace(/\\(.)/g, "$1") : term).toLowerCase();
+  return (item) => (item.prompt + "\n" + item.completion).toLowerCase().includes(words);
+}
+
 // A folder of --static holds the same answers: pages of the list, and chunks of samples.
 const source = STATIC ? {
   run: () => fetched("data/run.json"),
   async samples(query, after) {
-    const page = after ? Number(after) : 0, run = await fetched("data/run.json");
-    const items = run.pages ? await fetched(`data/list-${page}.json`) : [];
-    return {items, matches: run.total, total: run.total, pending: 0, generation: 0, next: page + 1 < run.pages ? String(page + 1) : null};
+    const run = await fetched("data/run.json"), meets = predicate(query), items = [];
+    let page = after ? Number(after) : 0;
+    while (page < run.pages && items.length < PER_CHUNK) items.push(...(await fetched(`data/list-${page++}.json`)).filter(meets));
+    const matches = query.trim() === "" ? run.total : page < run.pages ? null : items.length;
+    return {items, matches: after && matches !== run.total ? null : matches, total: run.total, pending: 0, generation: 0, next: page < run.pages ? String(page) : null};
   },
   async sample(id) {
     const number = Number(id);
@@ -77,7 +113,7 @@ async function load(more) {
     state.generation = page.generation;
     $("fresh").hidden = true;
     const part = page.pending ? `, ${(page.pending / 1e6).toFixed(0)} MB are not indexed yet` : "";
-    $("count").textContent = `${count(page.matches)} of ${count(page.total)} samples${part}`;
+    $("count").textContent = page.matches === null ? `matches among ${count(page.total)} samples` : `${count(page.matches)} of ${count(page.total)} samples${part}`;
     mark();
   } catch (error) {
     if (mine === state.busy) fail(error);
@@ -177,12 +213,12 @@ function logs(title, values) {
 
 function relatives(title, items, samples) {
   if (!items.length) return [];
-  const head = make("tr", {}, make("th", {class: "l"}, samples ? "sample" : "step"), ...["reward", "advantage", "tokens", "gap"].map((name) => make("th", {}, name)), make("th", {class: "l"}, ""));
+  const head = make("tr", {}, make("th", {class: "l"}, samples ? "sample" : "step"), ...["reward", "advantage", "tokens", "gap"].map((name) => make("th", {}, name)), make("th", {class: "l"}, samples ? "completion" : ""));
   const rows = items.map((item) => make("tr", {class: item.id === state.chosen ? "own" : null},
     make("td", {class: "l"}, make("a", {href: "#", onclick: (event) => { event.preventDefault(); choose(item.id); }},
       samples ? `${item.sample}` : `${item.stage} ${item.step}/${item.sample}`)),
     ...[real(item.reward), real(item.advantage), item.len, real(item.gap)].map((value) => make("td", {}, String(value))),
-    make("td", {class: "l"}, [item.finish === "length" ? "cut off" : "", ...item.faults, item.eval ? "eval" : ""].filter(Boolean).join(", "))));
+    make("td", {class: "l"}, [item.finish === "length" ? "cut off" : "", ...item.faults, item.eval ? "eval" : "", item.completion || ""].filter(Boolean).join(", "))));
   const rewards = items.map((item) => item.reward).filter((value) => value !== null);
   const mean = rewards.length ? `, mean reward ${real(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : "";
   return [make("h3", {}, `${title} (${items.length}${mean})`), make("div", {class: "wide"}, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)))];
@@ -281,7 +317,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "/") { event.preventDefault(); $("query").focus(); }
   if (event.key === "j" || event.key === "k") step(event.key === "j" ? 1 : -1);
 });
-if (STATIC) $("search").hidden = true;
+if (STATIC) $("sort").hidden = true;
 search(fragment.get("q") || "");
 if (fragment.get("id")) choose(fragment.get("id"));
 follow();
