@@ -216,7 +216,7 @@ def test_the_edits_differ():
     assert len(WRONG) >= 40 and len({repr(edit) for edit in WRONG}) == len(WRONG)
 
 
-@pytest.mark.parametrize(("path", "value"), WRONG, ids=lambda one: str(one)[:40])
+@pytest.mark.parametrize(("path", "value"), WRONG, ids=lambda one: "deleted" if one is DELETE else str(one)[:40])
 def test_what_the_schema_refuses_is_refused_when_loaded(path, value, validators, tmp_path):
     text = yaml.safe_dump(edited(path, value))
     assert problems(validators[files.RUN], parsed(text))
