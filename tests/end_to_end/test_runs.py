@@ -213,6 +213,7 @@ def test_a_run_is_not_continued_under_another_configuration(uninterrupted, capsy
     assert digest(uninterrupted) == before
 
 
+@pytest.mark.slow
 def test_a_finished_run_with_more_steps_is_the_longer_run(uninterrupted, tmp_path, capsys):
     longer, extended = ["stages.2.steps=3"], tmp_path / "extended"
     shutil.copytree(uninterrupted, extended)

@@ -49,13 +49,19 @@ def test_a_run_is_not_continued_with_other_numbers(tmp_path):
     with pytest.raises(ConfigError, match=r"seed: 0 there, 7 here") as error, RunFolder(config(tmp_path, seed=7)):
         pass
     assert f"rl-train {tmp_path}" in str(error.value) and (tmp_path / "config.yml").read_bytes() == before
-    longer = [{"algorithm": "sft", "steps": 2}, {"algorithm": "grpo", "steps": 4}]
+    other = [{"algorithm": "sft", "steps": 2}, {"algorithm": "grpo", "steps": 2}]
     with (
-        pytest.raises(ConfigError, match=r"stages\.1\.steps: 3 there, 4 here"),
-        RunFolder(config(tmp_path, stages=longer)),
+        pytest.raises(ConfigError, match=r"stages\.1\.steps: 3 there, 2 here"),
+        RunFolder(config(tmp_path, stages=other)),
     ):
         pass
-    with pytest.raises(ConfigError, match=r"stages\.1\.algorithm"), RunFolder(config(tmp_path, stages=longer[:1])):
+    other = [{"algorithm": "sft", "steps": 9}, {"algorithm": "grpo", "steps": 3}]
+    with (
+        pytest.raises(ConfigError, match=r"stages\.0\.steps: 2 there, 9 here"),
+        RunFolder(config(tmp_path, stages=other)),
+    ):
+        pass
+    with pytest.raises(ConfigError, match=r"stages\.1\.algorithm"), RunFolder(config(tmp_path, stages=other[:1])):
         pass
 
 
