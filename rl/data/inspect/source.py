@@ -88,7 +88,10 @@ def declared_stops(config: RunConfig) -> dict[str, list[int]]:
     for name in ("config.json", "generation_config.json") if directory is not None else ():
         file = Path(str(directory)) / name
         if file.is_file():
-            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            try:
+                value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            except (ValueError, AttributeError):
+                continue  # the build of the model reports a file that is damaged
             ids = value if isinstance(value, list) else [value]
             if known := [each for each in ids if isinstance(each, int)]:
                 result[name] = known
