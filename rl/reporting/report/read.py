@@ -128,7 +128,7 @@ def check_steps(run: Run, part: Part) -> None:
     """Raises ConfigError if the part of the run holds no step although the run has some."""
     if run.stages or (part.stage is None and part == Part()):
         return
-    names = sorted({row["stage"] for _, row in _rows(run.path / EVENTS, []) if isinstance(row.get("stage"), str)})
+    names = sorted({row["stage"] for _, row in json_lines(run.path / EVENTS, []) if isinstance(row.get("stage"), str)})
     if part.stage is not None and part.stage not in names:
         raise ConfigError(f"--stage {part.stage}: {run.path} has no such stage (valid: {', '.join(names) or 'none'})")
     raise ConfigError(f"--steps: {run.path} recorded no step there")
@@ -136,10 +136,6 @@ def check_steps(run: Run, part: Part) -> None:
 
 def json_lines(path: Path, damage: list[Damage]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number, object) of the complete lines of a file. Appends the others to `damage`."""
-    yield from _rows(path, damage)
-
-
-def _rows(path: Path, damage: list[Damage]) -> Iterator[tuple[int, dict[str, Any]]]:
     if not path.is_file():
         return
     try:
@@ -167,7 +163,7 @@ def _read_events(run: Run, part: Part) -> None:
     steps: dict[tuple[str, int], dict[str, Any]] = {}
     times: dict[tuple[str, int], float] = {}
     ended = False
-    for number, row in _rows(file, run.damage):
+    for number, row in json_lines(file, run.damage):
         kind = row.get("event")
         if kind == "end":
             run.attempts.append(Attempt(end=_number(row.get("time")), code=_code(row.get("code"))))
