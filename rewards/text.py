@@ -1,10 +1,16 @@
-"""Extracts the text of a completion, and the answer in a text."""
+"""Extracts the text of a completion and the answer in a text, and makes texts of others safe to print."""
 
 from __future__ import annotations
 
 import re
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def for_terminal(text: object) -> str:
+    """Returns a text with control characters as pictures, so that a completion or a row cannot steer a terminal."""
+    return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if match[0] < " " else "\ufffd", str(text))
 
 
 def text_of(completion: str | list[dict]) -> str:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
+from rewards.text import for_terminal
 from rl.commands import sampled_model
 from rl.commands.environment import choose_platform, default_program_cache, use_program_cache
 from rl.errors import ConfigError, ModelError
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
             messages.pop()
             print(f"{error}; /reset begins a new conversation", file=sys.stderr)
             continue
-        print(completion.text, flush=True)
+        print(for_terminal(completion.text) if sys.stdout.isatty() else completion.text, flush=True)
         messages.append({"role": "assistant", "content": completion.text})
 
 

@@ -109,6 +109,8 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argp
     if hasattr(arguments, "filter") and not any(re.match("--.", word) for word in unknown):
         # argparse fills FILTER before the first option only, and takes a term `-eval` for an option.
         arguments.filter, unknown = [*arguments.filter, *(word for word in unknown if word != "--")], []
+    if isinstance(getattr(arguments, "config", None), list) and not any(word.startswith("-") for word in unknown):
+        arguments.config, unknown = [*arguments.config, *unknown], []  # `rl-train FILE --check key=value`
     if unknown:
         overrides = overrides_of(argv, unknown) if hasattr(arguments, "config") else []
         hint = f"; write {' '.join(overrides)}" if overrides else ""

@@ -1,10 +1,14 @@
-"""Turns errors into messages and exit codes: 0 done, 1 a bug, 130 after Ctrl-C, others as in `rl.errors`."""
+"""Turns errors into messages and exit codes.
+
+0 done, 1 a bug, 130 after Ctrl-C, 141 if the reader of the output is gone, others as in `rl.errors`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import atexit
 import gc
+import io
 import os
 import sys
 import textwrap
@@ -15,6 +19,9 @@ from rl.errors import ConfigError, DuetError
 
 def run_guarded(act: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace) -> int:
     """Runs a verb and returns its exit code. Prints errors of rl.errors; any other error is a bug and propagates."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # half of a surrogate pair, which models write, has no UTF-8
+            stream.reconfigure(errors="backslashreplace")
     atexit.register(gc.freeze)  # skips the slow last garbage collection over all objects of jax
     try:
         return act(arguments) or 0

@@ -109,7 +109,7 @@ def _output(file: str | None) -> contextlib.AbstractContextManager[TextIO]:
     if file is None:
         return contextlib.nullcontext(sys.stdout)
     try:
-        return open(file, "w", encoding="utf-8")
+        return open(file, "w", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"--output {file}: {error}") from None
 

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+import re
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rl.config.schema import Strict
+
+_SECRET_NAME = re.compile(
+    r"(^|_)(api_?key|access_?key|private_?key|secret(_key)?|passw(or)?d|credentials?|(access|auth|bearer|api|hf)_token)$",
+    re.IGNORECASE,
+)
+# Keys of well-known services by their prefixes, and user:password in an address.
+_SECRET_VALUE = re.compile(r"^(sk-|hf_|ghp_|github_pat_|xox[bap]-|AKIA)[\w-]{16,}$|^\w+://[^/\s:@]+:[^/\s@]+@")
+
+
+def refuse_secrets(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options. Raises ValueError, without the value, for an option that holds a secret.
+
+    Configurations are printed, saved and shown in reports.
+    """
+    for name, value in options.items():
+        if isinstance(value, str) and value and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value)):
+            raise ValueError(
+                f"`{name}` holds a secret, and configurations are printed, saved and shown in reports; let the function "
+                f'read it from the environment, for example os.environ["{name.upper()}"]'
+            )
+    return options
+
+
+PluginOptions = Annotated[dict[str, Any], AfterValidator(refuse_secrets)]
+"""Options of a task or reward, which may be anyone's code."""
 
 
 class ColumnNames(Strict):
@@ -31,7 +57,7 @@ class DataOptions(Strict):
     exactly_one: ClassVar[tuple[str, ...]] = ("task", "path")
 
     task: str | None = Field(default=None, description="arithmetic, or any reasoning-gym task by name")
-    options: dict[str, Any] = Field(default={}, description="options of the task")
+    options: PluginOptions = Field(default={}, description="options of the task")
     path: str | None = Field(default=None, description="relative paths start at the working directory")
     subset: str | None = Field(default=None, description="configuration of a hub dataset that has several")
     split: str | None = Field(default=None, description="default: train; for evaluation eval (tasks) or test (hub)")
@@ -67,7 +93,7 @@ class RewardOptions(Strict):
 
     name: str = Field(description="registered name, package.module:function, file.py:function, or entry point")
     weight: float = Field(default=1.0, description="factor of its scores in the sum")
-    options: dict[str, Any] = Field(default={}, description="keyword arguments handed to the function")
+    options: PluginOptions = Field(default={}, description="keyword arguments handed to the function")
 
 
 class RewardSettings(Strict):

@@ -16,8 +16,7 @@ class Chip:
 
     tflops: 10^12 bfloat16 operations per second.
     memory: GiB. For TPUs, the limit of a program in libtpu 0.0.52 (for v4, per chip, from its error messages); for
-    GPUs,
-        all memory.
+        GPUs, all memory.
     bandwidth: 10^9 bytes per second of its memory.
     links: 10^9 bytes per second to other chips of its slice or host; 0: it has no such links.
     between: 10^9 bytes per second to other slices, over the network of the data center; 0: unknown.

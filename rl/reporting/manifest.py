@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from policy.mesh import processes
-from rl.errors import DuetError
+from rl.errors import DuetError, ResourceError, no_room
 
 FILE = "run.json"
 _LOG = logging.getLogger("duet.events")
@@ -78,7 +78,11 @@ def exit_code(error: BaseException | None) -> int:
         return 0
     if isinstance(error, KeyboardInterrupt):
         return 130
-    return error.exit_code if isinstance(error, DuetError) else 1
+    if isinstance(error, BrokenPipeError):
+        return 141
+    if isinstance(error, DuetError):
+        return error.exit_code
+    return ResourceError.exit_code if no_room(error) else 1
 
 
 def versions() -> dict[str, str]:

@@ -24,7 +24,7 @@ class ProgramMemoryLog:
     def __init__(self, directory: Path):
         self._file = directory / FILE
         self._entries: dict[tuple[str, tuple[int, ...]], dict] = {}
-        if self._file.exists():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged file is written again
             self._entries = {_key(each): each for each in json.loads(self._file.read_text())["programs"]}
 
     def look(self, stage: str, programs: Mapping[str, CompiledCache], generator: Generator) -> dict | None:

@@ -47,9 +47,10 @@ class SampleLog:
     def __init__(self, directory: Path, limit: int = SEGMENT_BYTES, max_bytes: float = float("inf")):
         """Opens the files, and completes a rotation that was cut off. Raises OSError."""
         self._directory, self._limit, self._max_bytes = directory, limit, max_bytes
-        for tokens in sorted((directory / SEGMENTS).glob("*.bin")):
-            if not tokens.with_suffix(".jsonl").exists():
-                os.replace(directory / SAMPLES, tokens.with_suffix(".jsonl"))
+        newest = max((directory / SEGMENTS).glob("*.bin"), default=None)
+        cut_off = newest is not None and not newest.with_suffix(".jsonl").exists()
+        if newest is not None and cut_off and not (directory / TOKENS).exists():
+            os.replace(directory / SAMPLES, newest.with_suffix(".jsonl"))
         self._lines, self._tokens = AppendFile(directory / SAMPLES), AppendFile(directory / TOKENS)
 
     def write(self, records: Sequence[Mapping[str, Any]], tokens: Sequence[np.ndarray]) -> None:
@@ -62,7 +63,7 @@ class SampleLog:
         self._lines.append(text.encode())
 
     def truncate_after(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Removes the first line that `keep` refuses and all after it, their tokens, and a torn last line.
+        """Removes all lines after the last one that `keep` accepts, their tokens, and a torn last line.
 
         Reads the files from the end to the last line that `keep` accepts. Raises OSError, and ValueError for a damaged
         line on the way.

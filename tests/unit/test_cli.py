@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from rl.commands import cli, environment, train
+from rl.config.data import refuse_secrets
 from rl.errors import ConfigError, DataError, Interrupted
+from rl.reporting import manifest
 from rl.run.load import load
 
 ROOT = Path(cli.__file__).parents[2]
@@ -94,6 +96,37 @@ def test_an_option_that_is_a_configuration_key_is_refused_with_the_override(argu
             command()
         assert ended.value.code == 2
         assert capsys.readouterr().err.replace(" --check;", ";").endswith(end)
+
+
+def test_overrides_may_follow_an_option(capsys):
+    file = str(ROOT / "configs" / "quickstart.yml")
+    assert cli.train_main([file, "--check", "seed=7", "stages.1.steps=3"]) == 0
+    shown = capsys.readouterr().out
+    assert "seed: 7" in shown and "steps: 3" in shown
+
+
+@pytest.mark.parametrize(
+    "option", ["api_key: abc", "OPENAI_API_KEY: abc", "url: 'https://me:pw123@host/v1'", f"judge: sk-{'a' * 20}"]
+)
+def test_a_secret_among_the_options_of_a_reward_is_refused_without_showing_it(option, capsys):
+    arguments = [str(ROOT / "configs" / "quickstart.yml"), "--check"]
+    reward = f"rewards={{functions: [{{name: exact_answer, options: {{{option}}}}}]}}"
+    assert cli.train_main([*arguments, reward]) == 2
+    said = capsys.readouterr().err
+    assert "rewards.functions.0.options: `" in said and "os.environ" in said
+    assert not any(secret in said for secret in ("abc", "pw123", "aaaa"))
+
+
+def test_names_that_only_look_like_a_secret_are_options():
+    options = {
+        "stop_token": "<end>",
+        "token": "#",
+        "max_tokens": "8",
+        "key": "answer",
+        "api_key": "",
+        "url": "http://h/",
+    }
+    assert refuse_secrets(options) == options
 
 
 @pytest.mark.parametrize("command", ["train_main(['--version'])", "main(['--version'])", "main([])"])
@@ -262,7 +295,9 @@ def test_a_full_disk_anywhere_in_a_run_is_exit_code_5(tmp_path, monkeypatch, cap
     assert cli.train_main([str(ROOT / "configs" / "quickstart.yml"), f"run.dir={tmp_path}"]) == 5
     said = capsys.readouterr().err
     assert said.startswith("not enough resources: ") and f"rl-train {tmp_path}" in said and "Traceback" not in said
+    assert manifest.exit_code(error) == 5 and manifest.exit_code(BrokenPipeError()) == 141
     error = KeyError("a bug")
+    assert manifest.exit_code(error) == 1
     with pytest.raises(KeyError):
         cli.train_main([str(ROOT / "configs" / "quickstart.yml"), f"run.dir={tmp_path}"])
 

@@ -104,6 +104,17 @@ def test_a_rotation_that_was_cut_off_is_completed(tmp_path, monkeypatch):
     check(tmp_path, [1, 2])
 
 
+def test_a_deleted_segment_moves_no_lines(tmp_path):
+    write(SampleLog(tmp_path, limit=LINE_BYTES), [1])
+    log = SampleLog(tmp_path, limit=10 * LINE_BYTES)
+    write(log, [2])
+    log.close()
+    [segment] = (tmp_path / "samples").glob("*.jsonl")
+    segment.unlink()
+    SampleLog(tmp_path).close()
+    assert [each["step"] for each in samples.read(tmp_path)] == [2, 2] and not segment.exists()
+
+
 @pytest.mark.parametrize("act", [lambda log: log.truncate_after(keep_until(3)), lambda log: log._remove_oldest()])
 def test_a_removal_that_was_cut_off_misplaces_nothing(tmp_path, monkeypatch, act):
     log = SampleLog(tmp_path, limit=2 * 2 * LINE_BYTES)

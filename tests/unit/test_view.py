@@ -136,6 +136,8 @@ def test_one_sample_its_group_and_events(server):
     assert [each["step"] for each in events["events"]] == [61] and server.json(f"/api/events?after={events['next']}")[
         "events"
     ] == []
+    # A run that continues truncates the file: an answer behind its end begins anew.
+    assert server.json(f"/api/events?after={events['next'] + 1000}") == events
 
 
 @pytest.mark.parametrize(

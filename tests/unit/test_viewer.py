@@ -104,6 +104,8 @@ FILTERS = {
     "eval": 1,
     "-eval": 17,
     "unscored": 1,
+    "reward!=99": 17,  # a sample without a reward meets no comparison
+    "-reward=99": 18,
     "signal step:1": 2,
     "prompt:3": 2,
     "stage:grpo sample:1": 8,
@@ -231,7 +233,7 @@ def test_old_runs_without_tokens(tmp_path):
     [place] = search.places(index, search.search(index, "/^hi$/ len=2"))
     from rl.reporting.viewer.tokens import TokenTexts
 
-    shown = records.full(index, place, TokenTexts(tmp_path))
+    shown = records.with_texts(records.full(index, place), TokenTexts(tmp_path))
     assert shown["tokens"] == {"id": [1, 2], "text": None} and shown["reward"] is None
 
 

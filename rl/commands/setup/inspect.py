@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Inspects, and returns the exit code."""
     from rl.data.inspect import inspect, show
-    from rl.errors import ConfigError
+    from rl.errors import ConfigError, ResourceError
     from rl.run.load import load
 
     config = load(*split_arguments(arguments.config))
@@ -62,5 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         if probed:
             print(*probed.lines(), *(f"refuse: {text}" for _, text in probed.problems()), sep="\n")
     if arguments.html:
-        arguments.html.write_text(show.page(inspection, arguments.rows), encoding="utf-8")
+        try:
+            arguments.html.write_text(show.page(inspection, arguments.rows), encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise ResourceError(f"--html {arguments.html}: cannot be written: {error.strerror}") from None
     return 3 if inspection.refused or (probed and probed.problems()) or (arguments.strict and inspection.warned) else 0

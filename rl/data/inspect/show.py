@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rewards.text import for_terminal
 from rl.data.inspect.finding import Finding
 from rl.data.inspect.source import Inspection
 from rl.data.inspect.stage_rows import Encoded, Kind, StageRows
@@ -31,7 +32,7 @@ def lines(inspection: Inspection, rows: int, color: bool) -> Iterator[str]:
     if rows and inspection.stages:
         yield _legend(color)
     yield f"== {_count(inspection.findings)}"
-    yield from (each.line() for each in inspection.findings)
+    yield from (for_terminal(each.line()) for each in inspection.findings)
 
 
 def to_json(inspection: Inspection, rows: int) -> dict[str, Any]:
@@ -71,7 +72,9 @@ def page(inspection: Inspection, rows: int) -> str:
 
 def _row(stage: StageRows, row: Encoded, color: bool) -> Iterator[str]:
     yield f"-- {row.example.where}: {len(row.ids)} tokens, {sum(row.mask)} trained on"
-    yield textwrap.indent(stage.tokenizer.decode(row.ids, skip_special_tokens=False), "   | ", lambda line: True)
+    yield textwrap.indent(
+        for_terminal(stage.tokenizer.decode(row.ids, skip_special_tokens=False)), "   | ", lambda _: True
+    )
     line, width = "  ", 2
     for token, kind, text in _tokens(stage, row):
         item = f"{token}:{text!r}"

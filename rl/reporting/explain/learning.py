@@ -51,7 +51,7 @@ def _skipped(stage: StageRecord) -> tuple[int, str] | None:
     if share < 0.1:
         return None
     first = next(step for step, value in zip(skipped.steps, skipped.values, strict=True) if value > 0)
-    return first, f"{share:.0%} of the updates were not finite and were skipped (optim/skipped)"
+    return first, f"{share:.0%} of the steps skipped an update that was not finite (optim/skipped)"
 
 
 def _loss_rises(stage: StageRecord) -> tuple[int, str] | None:

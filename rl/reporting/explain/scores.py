@@ -115,7 +115,12 @@ def stale_groups(stage: StageRecord) -> Iterator[Finding]:
     mean, most = stage.series("async/staleness_mean"), stage.series("async/staleness_max")
     if len(most) < MIN_STEPS:
         return
-    old = [n for n, value in enumerate(most.values) if value > STALE_MOST or mean.values[n] > STALE_MEAN]
+    means = dict(zip(mean.steps, mean.values, strict=True))
+    old = [
+        n
+        for n, (step, value) in enumerate(zip(most.steps, most.values, strict=True))
+        if value > STALE_MOST or means.get(step, 0.0) > STALE_MEAN
+    ]
     if not old:
         return
     yield Finding(

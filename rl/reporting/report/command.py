@@ -44,7 +44,7 @@ def report(directories: Sequence[str], options: Options) -> int:
     Raises ConfigError if a folder holds no run, DataError after writing a report that leaves damaged lines out.
     """
     runs = _read(directories, options.part)
-    against = _read([options.against], Part())[0] if options.against is not None else None
+    against = _read([options.against], options.part)[0] if options.against is not None else None
     axis = series.axis([*runs, *([against] if against else [])])
     share = options.samples // len(runs)
     chosen = [samples.choose(run.path, share, options.part, run.damage) for run in runs]
@@ -117,5 +117,5 @@ def _write(output: str, content: str) -> None:
 
 def _refuse(damage: Sequence[Damage], output: str | None) -> None:
     if damage:
-        written = f"{output} is written without them.\n" if output else ""
+        written = f"{output} is written without them.\n" if output not in (None, "-") else ""
         raise DataError(f"{len(damage)} places could not be read. {written}{damage_text(list(damage))}")

@@ -46,13 +46,17 @@ class FilterError(ConfigError):
 
 @dataclass(frozen=True)
 class Number:
-    """A column of numbers within low .. high; open_low, open_high: the bounds themselves are outside."""
+    """A column of numbers within low .. high; open_low, open_high: the bounds themselves are outside.
+
+    outside: a number that is not within (`reward!=0`). A sample without a number meets neither, but meets `negated`.
+    """
 
     column: str
     low: float
     high: float
     open_low: bool = False
     open_high: bool = False
+    outside: bool = False
     negated: bool = False
 
 
@@ -151,15 +155,15 @@ def _compared(field: str, op: str, value: str, negated: bool) -> Term:
 def _number(column: str, field: str, op: str, value: str, negated: bool) -> Number:
     single = re.fullmatch(_NUMBER, value)
     if op in (":", "=", "!="):
-        negated ^= op == "!="
+        outside = op == "!="
         span = re.fullmatch(rf"({_NUMBER})?-({_NUMBER})?", value)
         if single:
-            return Number(column, float(value), float(value), negated=negated)
+            return Number(column, float(value), float(value), outside=outside, negated=negated)
         if span and (span[1] or span[2]):
             low, high = float(span[1] or "-inf"), float(span[2] or "inf")
             if low > high:
                 raise FilterError(f"filter: {field}{op}{value}: the range is empty; write {field}:{span[2]}-{span[1]}")
-            return Number(column, low, high, negated=negated)
+            return Number(column, low, high, outside=outside, negated=negated)
         raise FilterError(f"filter: {field}{op}{value}: {value!r} is no number and no range; write {field}:100-200")
     if not single:
         raise FilterError(f"filter: {field}{op}{value}: {value!r} is no number; write {field}{op}0.5")

@@ -48,10 +48,11 @@ def listed(index: Index, place: Place) -> dict[str, Any]:
     }
 
 
-def full(index: Index, place: Place, texts: token_texts.TokenTexts) -> dict[str, Any]:
-    """Returns everything about a sample: record, messages, tokens, its group, and the same row at other steps.
+def full(index: Index, place: Place, most: int = _MOST) -> dict[str, Any]:
+    """Returns everything about a sample: record, messages, tokens without their texts, its group, and the same row of
+    the data at other steps.
 
-    Raises as `Place.record`.
+    most: listed relatives of each kind. Raises as `Place.record`.
     """
     record = place.record()
     own = place.tokens(record)
@@ -60,28 +61,32 @@ def full(index: Index, place: Place, texts: token_texts.TokenTexts) -> dict[str,
         name: [[role, text] for role, text in messages(record.get(name))] for name in ("prompt", "completion")
     }
     ids = own["id"].tolist() if len(own) else record.get("tokens")
-    values = token_texts.numbers(own) if len(own) else {"id": ids if isinstance(ids, list) else []}
-    result["tokens"] = values | {"text": texts.texts(values["id"])}
-    siblings = group(index, place)
+    result["tokens"] = token_texts.numbers(own) if len(own) else {"id": ids if isinstance(ids, list) else []}
+    siblings = group(index, place, most)
     result["group"] = [(listed if number < _READ else short)(index, each) for number, each in enumerate(siblings)]
-    result["others"] = [short(index, each) for each in others(index, place)]
+    result["others"] = [short(index, each) for each in others(index, place, most)]
     return result
 
 
-def group(index: Index, place: Place) -> list[Place]:
-    """Returns the completions of the same prompt at the same step, this one included, at most 500."""
+def with_texts(sample: dict[str, Any], texts: token_texts.TokenTexts) -> dict[str, Any]:
+    """Returns the result of `full` with the texts of its tokens."""
+    return sample | {"tokens": sample["tokens"] | {"text": texts.texts(sample["tokens"]["id"])}}
+
+
+def group(index: Index, place: Place, most: int = _MOST) -> list[Place]:
+    """Returns the completions of the same prompt at the same step, this one included, at most `most`."""
     row = place.segment.rows[place.row]
     mask = (columns(index.segments, "prompt") == row["prompt"]) & (columns(index.segments, "step") == row["step"])
     mask &= columns(index.segments, "stage") == row["stage"]
-    return places(index, np.flatnonzero(mask)[:_MOST])
+    return places(index, np.flatnonzero(mask)[:most])
 
 
-def others(index: Index, place: Place) -> list[Place]:
-    """Returns the completions of the same row of the data at other steps, the newest first, at most 500."""
+def others(index: Index, place: Place, most: int = _MOST) -> list[Place]:
+    """Returns the completions of the same row of the data at other steps, the newest first, at most `most`."""
     row = place.segment.rows[place.row]
     mask = columns(index.segments, "same") == row["same"]
     away = (columns(index.segments, "step") != row["step"]) | (columns(index.segments, "stage") != row["stage"])
-    return places(index, np.flatnonzero(mask & away)[::-1][:_MOST])
+    return places(index, np.flatnonzero(mask & away)[::-1][:most])
 
 
 def number(value: Any) -> float | None:

@@ -115,7 +115,8 @@ def _numbers(index: Index, segments: list[Segment], term: Term) -> np.ndarray:
             raise FilterError(f"filter: {term.column}: no such reward function{nearest(function, index.functions)}")
         values = columns(segments, term.column)
         above = values > term.low if term.open_low else values >= term.low
-        return above & (values < term.high if term.open_high else values <= term.high)
+        within = above & (values < term.high if term.open_high else values <= term.high)
+        return ~within & ~np.isnan(values) if term.outside else within
     if isinstance(term, Word):
         return _named(index, segments, term)
     assert isinstance(term, Flag)

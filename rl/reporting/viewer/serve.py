@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import secrets
 import socket
+import tempfile
 import webbrowser
+from collections.abc import Iterator
 from pathlib import Path
 
 from rl.errors import ConfigError, ResourceError
@@ -36,15 +39,27 @@ def serve(directory: str, host: str, port: int, token_file: str | None, browse: 
     print(f"{url}\nCtrl-C ends it", flush=True)
     if token_file is not None:
         print(f"add #token=TOKEN to the address, with the token in {token_file}", flush=True)
-    with Viewer(path) as viewer:
+    with Viewer(path) as viewer, contextlib.ExitStack() as opened:
         if browse:
-            webbrowser.open(f"{address}#token={token}")
+            webbrowser.open(opened.enter_context(_redirect(f"{address}#token={token}")))
         config = uvicorn.Config(
             application(viewer, token, host), log_level="warning", access_log=False, lifespan="off", server_header=False
         )
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
     return 0
+
+
+@contextlib.contextmanager
+def _redirect(url: str) -> Iterator[str]:
+    """Yields the address of a file that sends a browser to `url`. Only its owner can read it.
+
+    The command line of a browser, which every user of the machine can list, does not show the token then.
+    """
+    with tempfile.TemporaryDirectory(prefix="duet-view-") as folder:
+        page = Path(folder) / "open.html"
+        page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(url)}">')
+        yield page.as_uri()
 
 
 def _token(file: str) -> str:

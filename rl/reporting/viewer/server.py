@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import os
 import socket
 import threading
 from importlib import resources
@@ -110,12 +111,13 @@ class Viewer:
         """Returns everything about a sample. Raises LookupError if there is none of this id."""
         with self._lock:
             place = search.place(self.index, name)
-        if place is None:
-            raise LookupError(name)
-        try:
-            return records.full(self.index, place, self.texts)
-        except (OSError, ValueError):
-            raise LookupError(name) from None
+            if place is None:
+                raise LookupError(name)
+            try:
+                sample = records.full(self.index, place)
+            except (OSError, ValueError):
+                raise LookupError(name) from None
+        return records.with_texts(sample, self.texts)
 
     def group(self, prompt: int, stage: str | None, step: int | None) -> dict[str, Any]:
         """Returns the completions of a prompt."""
@@ -125,11 +127,17 @@ class Viewer:
             return {"items": [records.short(self.index, each) for each in search.places(self.index, rows[:500])]}
 
     def events(self, after: int) -> dict[str, Any]:
-        """Returns the lines of events.jsonl from a byte on, and the byte from which to ask next."""
+        """Returns the lines of events.jsonl from a byte on, and the byte from which to ask next.
+
+        Begins anew behind the end of the file: a run that continues truncates it.
+        """
         try:
             with (self.directory / "events.jsonl").open("rb") as file:
+                after = after if after <= os.fstat(file.fileno()).st_size else 0
                 file.seek(after)
                 data = file.read(_EVENTS)
+                if len(data) == _EVENTS and b"\n" not in data:
+                    data += file.readline()
         except OSError:
             data = b""
         data = data[: data.rfind(b"\n") + 1]

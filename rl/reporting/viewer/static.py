@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rl.errors import ConfigError, ResourceError
+from rl.errors import ConfigError, DataError, ResourceError
 from rl.reporting.viewer import query, records, search, terminal
 from rl.reporting.viewer.tokens import TokenTexts
 
+RELATIVES = 64  # listed completions of the same prompt, and of the same row at other steps
 PER_CHUNK = 50  # samples of one file; viewer.js has the same number
 _MODE = '<meta name="duet-mode" content="{}">'
 _POLICY = (
@@ -41,7 +42,7 @@ def write(directory: str, target: str, text: str = "") -> int:
         for page in range(pages):
             chunk = every[page * PER_CHUNK : (page + 1) * PER_CHUNK]
             lists = [records.listed(index, place) for place in chunk]
-            samples = [records.full(index, place, texts) for place in chunk]
+            samples = [records.with_texts(records.full(index, place, RELATIVES), texts) for place in chunk]
             for sample in samples:
                 for name in ("group", "others"):
                     sample[name] = [_numbered(each, numbers) for each in sample[name] if each["id"] in numbers]
@@ -54,6 +55,8 @@ def write(directory: str, target: str, text: str = "") -> int:
             (folder / name).write_bytes(_file(name))
         page = _file("viewer.html").decode().replace(_MODE.format("server"), _MODE.format("static") + "\n" + _POLICY)
         (folder / "index.html").write_text(page, encoding="utf-8")
+    except ValueError:
+        raise DataError(f"{directory}: the run has changed its samples in the meantime; try again") from None
     except OSError as error:
         raise ResourceError(f"--static {folder}: cannot be written: {error.strerror}") from None
     print(

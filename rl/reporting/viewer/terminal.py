@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rewards import RunnerOptions
+from rewards.text import for_terminal
 from rl.errors import ConfigError, DataError
 from rl.reporting.report.samples import messages
 from rl.reporting.viewer import query, records, rescore, search
 from rl.reporting.viewer.index import Index
 from rl.reporting.viewer.tokens import TokenTexts, flag_text, numbers
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SLOW = 1.0  # seconds after which building the index says how far it is
 
 
@@ -116,11 +115,6 @@ def record_of(place: search.Place) -> dict[str, Any]:
         raise DataError(f"{place.segment.path}: the run has changed its samples in the meantime; try again") from None
 
 
-def shown(text: object) -> str:
-    """Returns a text for a terminal: control characters as pictures, so that a completion cannot move the cursor."""
-    return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if match[0] < " " else "\ufffd", str(text))
-
-
 def _count(total: int, listed: int, index: Index) -> str:
     text = f"{total:,} of {index.total:,} samples"
     text += f", {listed:,} shown (--limit N shows more)" if listed < total else ""
@@ -140,12 +134,12 @@ def _table(index: Index, chosen: Sequence[search.Place], width: int) -> Table:
             *own["faults"],
             *(["eval"] if own["eval"] else []),
         ]
-        peek = Text("".join(f"[{shown(mark)}] " for mark in marks), style="yellow")
-        peek.append(shown(records.start(record.get("prompt"), max(20, width // 4))) + " → ", style="default dim")
-        peek.append(shown(records.start(record.get("completion"), width)), style="default")
+        peek = Text("".join(f"[{for_terminal(mark)}] " for mark in marks), style="yellow")
+        peek.append(for_terminal(records.start(record.get("prompt"), max(20, width // 4))) + " → ", style="default dim")
+        peek.append(for_terminal(records.start(record.get("completion"), width)), style="default")
         cells = (own["stage"], own["step"], f"{own['prompt_id']}/{own['sample']}", _real(own["reward"]))
         cells += (_real(own["advantage"]), _real(own["gap"]), own["len"])
-        table.add_row(*(Text(shown(cell)) for cell in cells), peek)
+        table.add_row(*(Text(for_terminal(cell)) for cell in cells), peek)
     return table
 
 
@@ -155,11 +149,11 @@ def _print_full(console: Console, index: Index, place: search.Place, texts: Toke
         f"{own['stage']} step {own['step']}  prompt {own['prompt_id']}/{own['sample']}  reward {_real(own['reward'])}"
     )
     about += f"  advantage {_real(own['advantage'])}  gap {_real(own['gap'])}  {own['len']} tokens, {own['finish']}"
-    console.print(Text(shown(about) + ("  eval" if own["eval"] else ""), style="bold"))
+    console.print(Text(for_terminal(about) + ("  eval" if own["eval"] else ""), style="bold"))
     for name in ("prompt", "completion"):
         for role, content in messages(record.get(name)):
-            console.print(Text(shown(f"{name}{': ' + role if role else ''}"), style="dim"))
-            console.print(Text(shown(content)))
+            console.print(Text(for_terminal(f"{name}{': ' + role if role else ''}"), style="dim"))
+            console.print(Text(for_terminal(content)))
     for title, key in (
         ("rewards", "rewards"),
         ("faults", "faults"),
@@ -168,7 +162,7 @@ def _print_full(console: Console, index: Index, place: search.Place, texts: Toke
     ):
         values = record.get(key)
         for name, value in values.items() if isinstance(values, dict) else ():
-            console.print(Text.assemble((shown(f"{title}: {name}: "), "dim"), shown(value)))
+            console.print(Text.assemble((for_terminal(f"{title}: {name}: "), "dim"), for_terminal(value)))
     if texts is not None:
         console.print(_token_table(place.tokens(record), texts))
     console.print()
@@ -185,7 +179,7 @@ def _token_table(tokens: np.ndarray, texts: TokenTexts) -> Table | Text:
     for place in range(len(tokens)):
         style = "dim" if values["turn"][place] == 0 else "red" if abs(values["gap"][place] or 0) > 0.1 else ""
         piece = json.dumps(pieces[place], ensure_ascii=False)[1:-1] if pieces is not None else ""
-        cells = [str(place), str(values["id"][place]), shown(piece)]
+        cells = [str(place), str(values["id"][place]), for_terminal(piece)]
         cells += [_real(values[name][place]) for name in ("logp", "gap", "entropy", "advantage")]
         table.add_row(*map(Text, (*cells, flag_text(values["flags"][place]))), style=style)
     return table
@@ -205,7 +199,7 @@ def _print_summary(console: Console, summary: dict[str, Any]) -> None:
     faults = sum(summary["faults"].values())
     table.add_row("reward, mean", *(_real(summary["reward"][when]) for when in ("before", "after")), str(faults))
     for name, each in summary["functions"].items():
-        table.add_row(Text(shown(f"  {name}")), _real(each["before"]), _real(each["after"]), str(each["faults"]))
+        table.add_row(Text(for_terminal(f"  {name}")), _real(each["before"]), _real(each["after"]), str(each["faults"]))
     for title, key in (
         ("unscored", "unscored"),
         (f"groups with signal, of {summary['groups']:,}", "groups_with_signal"),
@@ -221,11 +215,11 @@ def _changes(index: Index, changed: Sequence[rescore.Rescored]) -> Table:
     table.add_column("completion", ratio=1, no_wrap=True, overflow="ellipsis")
     for each in changed:
         own = records.short(index, each.place)
-        peek = Text(shown(records.start(each.record.get("completion"), 200)))
+        peek = Text(for_terminal(records.start(each.record.get("completion"), 200)))
         why = [*(f"{name}: {kind}" for name, kind in each.faults.items()), *each.log.values()]
-        peek.append("".join(f" [{shown(one)}]" for one in why), style="yellow")
+        peek.append("".join(f" [{for_terminal(one)}]" for one in why), style="yellow")
         cells = (own["step"], f"{own['prompt_id']}/{own['sample']}", _real(each.before), _real(each.reward))
-        table.add_row(*(Text(shown(cell)) for cell in cells), peek)
+        table.add_row(*(Text(for_terminal(cell)) for cell in cells), peek)
     return table
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.errors import ConfigError
 from rl.reporting.samples import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, STOP, TRAINED
 
 FLAGS = {TRAINED: "trained", STOP: "stop", CLIPPED_LOW: "clipped low", CLIPPED_HIGH: "clipped high", DROPPED: "dropped"}
@@ -66,11 +67,12 @@ class TokenTexts:
 
 def saved_config(directory: Path) -> dict[str, Any]:
     """Returns the saved configuration of a run; {} if there is none, or a damaged one."""
-    import yaml
+    from rl.config import yaml_tree
 
     try:
-        value = yaml.safe_load((directory / "config.yml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        text = (directory / "config.yml").read_text(encoding="utf-8")
+        value = yaml_tree.plain(yaml_tree.parse(text, lambda line: f"config.yml:{line}"))
+    except (OSError, ValueError, ConfigError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -139,24 +139,27 @@ def _shared_memory() -> Iterator[Line]:
 def _files() -> Iterator[Line]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     low = soft != resource.RLIM_INFINITY and soft < FILES
-    yield Line("open files", "warn" if low else "ok", f"limit {soft}", f"ulimit -n {min(hard, 65536)}" if low else "")
+    most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    yield Line("open files", "warn" if low else "ok", f"limit {soft}", f"ulimit -n {most}" if low else "")
 
 
 def _cache(folder: Path) -> Iterator[Line]:
     folder = folder.expanduser()
+    change = "Set run.program_cache or JAX_COMPILATION_CACHE_DIR"
     if not folder.exists():
         yield from (
-            Line("program cache", line.level, f"{line.text}, not there yet", line.change) for line in _disk("", folder)
+            Line("program cache", "ok" if line.level == "ok" else "warn", f"{line.text}, not there yet", change)
+            for line in _disk("", folder)
         )
         return
-    files = [entry for entry in os.scandir(folder) if entry.is_file()]
+    files = [entry for entry in os.scandir(folder) if entry.is_file() and not entry.name.endswith("-atime")]
     size = sum(entry.stat().st_size for entry in files) / GIB
     try:
         with tempfile.NamedTemporaryFile(dir=folder):
             yield Line("program cache", "ok", f"{folder}: {len(files)} programs, {size:.2f} GiB")
     except OSError as error:
         text = f"{folder} cannot be written to ({error.strerror}): every run compiles again"
-        yield Line("program cache", "warn", text, "Set run.program_cache or JAX_COMPILATION_CACHE_DIR")
+        yield Line("program cache", "warn", text, change)
 
 
 def _secrets() -> Iterator[Line]:

@@ -28,7 +28,7 @@ def start_checks(config: RunConfig, data: DataReader, stages: Sequence[StageKind
     """
     described = [_described(config, data, stage) for stage in stages]
     findings = check_stages(described, random_weights(config))
-    # A tokenizer larger than the vocabulary is an error of the configuration; the build of the model raises it.
+    # Ids outside the vocabulary are an error of the configuration; the build of the model raises it.
     refusals = [each for each in findings if each.level == "refuse" and each.check != 9]
     if refusals:
         lines = [each.line().removeprefix("refuse") for each in refusals]
