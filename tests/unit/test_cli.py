@@ -106,7 +106,7 @@ def test_overrides_may_follow_an_option(capsys):
 
 
 @pytest.mark.parametrize(
-    "option", ["api_key: abc", "OPENAI_API_KEY: abc", "url: 'https://me:pw123@host/v1'", f"judge: sk-{'a' * 20}"]
+    "option", ["api_key: abc", "OPENAI_API_KEY: abc", "url: 'https://me:pw123@host/v1'", f"service: sk-{'a' * 20}"]
 )
 def test_a_secret_among_the_options_of_a_reward_is_refused_without_showing_it(option, capsys):
     arguments = [str(ROOT / "configs" / "quickstart.yml"), "--check"]
