@@ -1,8 +1,8 @@
 """The engine hook: the decoder for an engine that owns the pages of the cache and schedules tokens itself.
 
-A call takes N rows of one token each, from any requests: prompts and decoding mixed, several tokens of one request among
-them. Every layer first writes the entries of all N rows, then each row reads the pages of its request. The mask by position
-makes the rows of one prompt causal. docs/hook.md shows an engine in twenty lines.
+A call takes N rows of one token each, from any requests: prompts and decoding mixed, several tokens of one request
+among them. Every layer first writes the entries of all N rows, then each row reads the pages of its request. The mask
+by position makes the rows of one prompt causal. docs/hook.md has an example that runs.
 
 N rows, R requests, M pages of a request, P tokens of a page, E hidden, V vocabulary, k experts per token.
 """
@@ -75,7 +75,7 @@ class Rows:
 def create_caches(
     model: Model, pages: int, page_size: int, quantization: StoredType | None = None
 ) -> list[LayerEntries]:
-    """Makes empty caches: for each layer the pools [K, 1, pages, page_size, D] of its entries, sharded as the mesh says.
+    """Makes empty caches: for each layer the pools [K, 1, pages, page_size, D] of its entries, sharded over the mesh.
 
     pages: the number of pages, page 0 included, which belongs to no request. quantization: the type in which keys,
     values and latents are stored; None: the dtype of the model's activations. `jax.eval_shape` of this function gives
