@@ -69,7 +69,8 @@ class Rows:
         request, active = jnp.asarray(self.request), (jnp.asarray(self.request) >= 0).astype(jnp.int32)
         # A row's pages may lie in any shard of a pool: the engine orders the rows as it likes.
         table = jnp.asarray(self.pages)[jnp.maximum(request, 0)]
-        return Step(jnp.asarray(self.positions)[:, None], active[:, None], pages=table, anywhere=True)
+        positions = jnp.asarray(self.positions)[:, None]
+        return Step(positions=positions, segments=active[:, None], pages=table, anywhere=True)
 
 
 def create_caches(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import KINDS, random_model, short, tokens
+from oracles import KINDS, by_kind, random_model, short, tokens
 
 from policy import families, hook, modes
 from policy.cache.pages import Pages
@@ -20,14 +20,11 @@ from rollout.types import GeneratorOptions, SamplingParams
 SLOTS, LENGTH, SIZE, NUMBER, STEPS = 4, 24, 4, 30, 3
 PROMPTS = {0: 9, 2: 5, 3: 13}  # row -> tokens of its prompt; row 1 is idle
 ACTIVE = np.array(sorted(PROMPTS))
-RECURRENT = ("Qwen3Next", "Qwen3_5")
-CASES = {kind: (kind, None) for kind in KINDS if kind not in RECURRENT}
+RECURRENT = ("Qwen3Next", "Qwen3_5")  # refused; so is Qwen3_5Moe
+CASES = {kind: (kind, None) for kind in KINDS if not kind.startswith(RECURRENT)}
 CASES |= {"Gemma3-int8": ("Gemma3", "int8"), "DeepseekV3-fp8": ("DeepseekV3", "fp8")}
 # A window; latents, experts and two stacks.
 ALWAYS = ("Gemma3", "DeepseekV3")
-some = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.every_family) for name in CASES]
-)
 assert_same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
 
 
@@ -69,7 +66,7 @@ def decode_by_hook(model, caches, state, limit):
     return caches, *out
 
 
-@some
+@pytest.mark.parametrize("name", by_kind(CASES, always=ALWAYS))
 def test_rows_that_decode_have_the_bits_of_the_generators_program(name):
     model, functions, cache, state = decoding(name)
     caches, new, logp = jax.jit(decode_by_hook)(model, hook.by_layer(cache), state, STEPS)
@@ -77,11 +74,11 @@ def test_rows_that_decode_have_the_bits_of_the_generators_program(name):
     np.testing.assert_array_equal(new[:, ACTIVE], output.tokens[:, ACTIVE])
     np.testing.assert_array_equal(logp[:, ACTIVE], output.logprobs[:, ACTIVE])
     assert_same(caches, hook.by_layer(cache))
-    assert np.unique(output.logprobs[:, ACTIVE]).size == STEPS * len(ACTIVE)
+    assert np.unique(output.logprobs[:, ACTIVE]).size > STEPS, "the model says the same everywhere"
 
 
-@some
-def test_their_logits_are_those_of_a_decoding_step_with_the_weights_as_stored(name, quick_compilation):
+@pytest.mark.parametrize("name", by_kind(CASES, always=()))
+def test_their_logits_are_those_of_a_decoding_step_with_the_weights_as_stored(name):
     model, _, cache, state = decoding(name)
 
     @jax.jit
@@ -94,7 +91,8 @@ def test_their_logits_are_those_of_a_decoding_step_with_the_weights_as_stored(na
         with model.graph.precision():
             step = modes.next_token_step(state.cached, state.active, state.pages)
             decoder = model.graph.decoder(model.params)
-            return modes.autoregressive(decoder, state.token, step, cache, model.graph.runtime)
+            states, cache = modes.next_token_states(decoder, state.token, step, cache, model.graph.runtime)
+            return modes.logits(decoder, states, model.graph.runtime), cache
 
     logits, caches = by_hook(model, hook.by_layer(cache), state)
     expected, cache = by_mode(model, cache, state)
