@@ -19,6 +19,7 @@ ORDER = {
     "policy": [
         *("options", "mesh", "runtime", "specs", "config", "intermediates", "ops", "cache", "attention", "experts"),
         *("layers", "remat", "compatibility", "decoder", "heads", "modes", "programs", "model", "execution"),
+        "hook",
         *("fields", "families", "huggingface", "public"),
     ],
     "rewards": ["suggest", "text", "registry", "plugins", "workers", "runner", "check"],

@@ -166,10 +166,10 @@ class HyperConnections:
 @dataclass(frozen=True)
 class MultiTokenPrediction:
     """Modules that predict the tokens after the next one (arXiv 2412.19437, section 2.2): module d = 1..`depth` joins
-    the state of a position with the embedding of the token d places on, passes one `layer`, and predicts the token d +
-    1 places on.
+    the hidden state of a position with the embedding of the token d places on, passes one `layer`, and predicts the
+    token d + 1 places on.
 
-    `input` says which states the first module reads: the states after the decoder's final norm, as released files
+    `input` says which hidden states the first module reads: those after the decoder's final norm, as released files
     expect, or before it. `final_norm`: each module has a norm of its own before the shared head; without, it uses the
     decoder's.
     """
@@ -233,7 +233,7 @@ class DecoderConfig:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """Every rotary embedding that some layer uses, once."""
+        """Returns every rotary embedding that some layer uses, once."""
         specs = (*self.layers, *([self.multi_token_prediction.layer] if self.multi_token_prediction else []))
         return tuple(dict.fromkeys(rope for spec in specs for rope in spec.ropes))
 

@@ -22,7 +22,7 @@ from policy.attention.sequence_shards import Order, along_length
 from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
-from policy.intermediates import Aux
+from policy.intermediates import Aux, LayerAux
 from policy.layers import batch_split
 from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
@@ -235,6 +235,17 @@ class Decoder(nnx.Module):
         return hidden, None, aux
 
     def _forward(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
+        x, cache, layers = self.before_norm(tokens_BT, step, cache, runtime)
+        normed, spec = self.norm(x), self.config.multi_token_prediction
+        aux = Aux(layers, None if spec is None else normed if spec.input == "post_norm" else x)
+        return normed, cache, aux
+
+    def before_norm(
+        self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime
+    ) -> tuple[jax.Array, tuple | None, dict[str, LayerAux]]:
+        """Runs everything up to the final norm. Returns (hidden [B, T, E] before that norm, with the streams of
+        hyper-connections reduced, cache, the LayerAux of each path). A call without a cache that is sharded along the
+        length or in explicit mode needs `__call__`, which sets these up."""
         step = self.make_step(tokens_BT, step)
         layout = runtime.layout
         if (
@@ -258,9 +269,7 @@ class Decoder(nnx.Module):
             caches.append(part)
             layers |= dict(zip(paths, outputs, strict=True))
         x = x if self.streams is None else self.streams.reduce(x)
-        normed, spec = self.norm(x), self.config.multi_token_prediction
-        aux = Aux(layers, None if spec is None else normed if spec.input == "post_norm" else x)
-        return normed, None if cache is None else tuple(caches), aux
+        return x, None if cache is None else tuple(caches), layers
 
     def make_step(self, tokens_BT: jax.Array, step: Step) -> Step:
         """Returns `step` with these tokens and with the tables of all rotary embeddings at its positions."""

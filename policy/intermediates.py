@@ -88,7 +88,7 @@ class LayerAux:
     states: dict[str, jax.Array] | None = None
 
     def merge(self, other: LayerAux) -> LayerAux:
-        """Returns this with the fields that `other` has in place of its own, and the states of both."""
+        """Returns this with the fields that `other` has in place of its own, and the states of fixed size of both."""
         fields = ((f.name, getattr(other, f.name)) for f in dataclasses.fields(cast(Any, other)))
         changes: dict[str, Any] = {name: value for name, value in fields if value is not None}
         if self.states and other.states:
@@ -111,8 +111,9 @@ class Aux:
     """The outputs of a decoder.
 
     `layers` is keyed by the path of the layer's weights ("stacks.1.layers.0"); its arrays have the repeats of the stack
-    in front: [R, ...]. `mtp_input` [B, T, E]: the states that prediction modules read. `predictions` is set if
-    `Runtime.mtp` asks for it. `states` [B, T, E]: the final states, if log-probabilities were computed from them.
+    in front: [R, ...]. `mtp_input` [B, T, E]: the hidden states that prediction modules read. `predictions` is set
+    if `Runtime.mtp` asks for it. `states` [B, T, E]: the final hidden states, if log-probabilities were computed from
+    them.
     """
 
     layers: dict[str, LayerAux]

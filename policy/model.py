@@ -176,7 +176,10 @@ class Graph:
 class Model:
     """A decoder with weights. `params` is the one reference to them: the trainer rebinds it after each step, the
     generator reads it at each call. `newly_initialized` names the weights of a loaded model that started, at least
-    in part, as random numbers."""
+    in part, as random numbers.
+
+    A model is a pytree whose leaves are its weights, so that it can be an argument of a function under `jax.jit`.
+    """
 
     def __init__(self, graph: Graph, params: dict[str, jax.Array], newly_initialized: frozenset[str] = frozenset()):
         self.graph, self.params, self.newly_initialized = graph, params, newly_initialized
@@ -282,6 +285,13 @@ class Model:
     @cached_property
     def _logprobs(self):
         return jax.jit(lambda *args: self.graph.logprobs(*args)[:2])
+
+
+jax.tree_util.register_pytree_node(
+    Model,
+    lambda model: ((model.params,), (model.graph, model.newly_initialized)),
+    lambda static, arrays: Model(static[0], arrays[0], static[1]),
+)
 
 
 def _inputs(variable: nnx.Variable) -> tuple[int, ...]:

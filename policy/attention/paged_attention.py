@@ -95,7 +95,9 @@ def _served(q: jax.Array, cache: LayerCache | None, name: str, step: Step, runti
         here = pool.shape[3] % (32 // pool.dtype.itemsize) == 0  # rows of a tile in memory: a page must be full tiles
     else:
         here = platform == "gpu" and name == "k" and gpu_attention.supports_pages(q.shape[-1], pool.shape[3])
-    return here and floats and _together(q.shape, pool.shape, runtime.layout)
+    # The kernel of a device reads its own pages only.
+    own_pages = not (cache.anywhere and runtime.layout.spec(pages.AXES, pool.shape)[2])
+    return here and floats and own_pages and _together(q.shape, pool.shape, runtime.layout)
 
 
 def _pool(cache: LayerCache, name: str) -> jax.Array:

@@ -1,7 +1,8 @@
 """The active batch: which slots decode together, and the cache that they decode on.
 
-The batch stays as it is from one decode to the next as long as it has the right slots, so that the state of its rows
-never leaves the device. This module handles caches and states as opaque values; it needs no device itself.
+The batch stays as it is from one decode to the next as long as it has the right slots, so that its DecodeState
+(rollout/engine/programs.py) never leaves the device. This module handles caches and DecodeStates as opaque values; it
+needs no device itself.
 
 A slot is a place in the cache that a request runs in. A row is a row of the arrays of one call.
 
@@ -27,7 +28,7 @@ EARLY_EXIT_DIVISOR = 16
 
 
 def stop_width(tokens: int) -> int:
-    """Columns of DecodeState.stops for so many stop tokens: few widths, few programs."""
+    """Returns the number of columns of DecodeState.stops for so many stop tokens: few widths, few programs."""
     return max(4, 1 << (tokens - 1).bit_length()) if tokens else 4
 
 
@@ -143,12 +144,12 @@ class ActiveBatch:
         return output
 
     def row_numbers(self, slots: Sequence[int | None]) -> np.ndarray:
-        """int32[s]: the slots of these rows. Padding has numbers past the end, each its own."""
+        """Returns int32[s]: the slots of these rows. Padding has numbers past the end, each its own."""
         total = self._geometry.slots
         return np.asarray([total + n if slot is None else slot for n, slot in enumerate(slots)], np.int32)
 
     def page_tables(self, slots: Sequence[int | None]) -> np.ndarray | None:
-        """int32[s, M]: the pages of these rows; None over a contiguous cache."""
+        """Returns int32[s, M]: the pages of these rows; None over a contiguous cache."""
         width = self._geometry.table_width
         if width is None:
             return None

@@ -1,13 +1,13 @@
-"""Exact completions: drafts of the fast decoder, verified by the program that `Model.logprobs` runs.
+"""Exact completions: the decoder generates them, and the programs that `Model.logprobs` runs verify them.
 
 The decoder's numbers change in their last bits with the shape of a call: how many rows decode together, where a
 prompt was cut into chunks, how the cache is stored. About one token in ten thousand then differs, because its random
-number falls between the two versions of a cumulative sum, or two candidates change places. So a completion of the
-decoder is a draft. The scoring programs (policy/execution/scoring.py), whose bits depend on the tokens alone, run over
-it once. At every position the token is drawn again, from their logits and by the same random number that the decoder
-used. The first that differs replaces the drafted one, the tokens after it are discarded, and the request goes back to
-the queue. The final completion is a function of the weights, the prompt, and (seed, prompt id, sample) only; its
-log-probabilities equal `Model.logprobs`, bit for bit.
+number falls between the two versions of a cumulative sum, or two tokens change places. So a completion of the decoder
+is unverified when it ends. The scoring programs (policy/execution/scoring.py), whose bits depend on the tokens alone,
+run over it once. At every position the token is drawn again, from their logits and by the same random number that the
+decoder used. The first that differs replaces the decoder's, the tokens after it are discarded, and the request goes
+back to the queue. The final completion is a function of the weights, the prompt, and (seed, prompt id, sample) only;
+its log-probabilities equal `Model.logprobs`, bit for bit.
 
 R rows, T tokens of each, E hidden, V vocabulary.
 """
@@ -35,12 +35,13 @@ from rollout.types import SamplingParams
 CHECKS = ("check, hidden states", "check, log-probabilities", "check, draws")
 """Names of the programs of a check in a plan: one of all layers, and two of the head alone."""
 
-# While others decode, so many drafts are collected before a check: fewer do not fill the rows of the scoring program.
-MIN_DRAFTS = 8
+# While others decode, so many completions are collected before a check: fewer do not fill the rows of the scoring
+# program.
+MIN_COMPLETIONS = 8
 
 
 @dataclass(eq=False)
-class _Draft:
+class _Unverified:
     """A request that the engine has ended. matches: whether all tokens compared until now were the ones drawn."""
 
     request: Request
@@ -65,7 +66,7 @@ class Verifier:
 
     def __init__(self, scorer: Scorer, seed: int, *, stop_string: Callable | None):
         self.scorer, self._seed, self._stop_string = scorer, seed, stop_string
-        self._drafts: list[_Draft] = []
+        self._unverified: list[_Unverified] = []
         self.counts = {"checked": 0, "replaced": 0, "scored": 0}
         self._draw = scorer.program(self._draw_program)
 
@@ -87,34 +88,35 @@ class Verifier:
     def add(self, requests: Iterable[Request]) -> None:
         """Takes requests that have ended. They count as running until `check` returns them."""
         for request in requests:
-            assert request.finish is not None, "a draft is verified when it has ended"
-            self._drafts.append(_Draft(request, request.finish))
+            assert request.finish is not None, "a completion is verified when it has ended"
+            self._unverified.append(_Unverified(request, request.finish))
             request.finish = None
 
     def remove(self, request: Request) -> None:
         """Removes a request if it is here."""
-        self._drafts = [draft for draft in self._drafts if draft.request is not request]
+        self._unverified = [completion for completion in self._unverified if completion.request is not request]
 
     def clear(self) -> None:
-        self._drafts.clear()
+        self._unverified.clear()
 
     def due(self, *, waiting: bool) -> bool:
         """Whether to run a check now. waiting: whether requests wait for a slot."""
-        return len(self._drafts) >= (MIN_DRAFTS if waiting else 1)
+        return len(self._unverified) >= (MIN_COMPLETIONS if waiting else 1)
 
     def check(self, params: dict) -> tuple[list[Request], list[Request]]:
         """Returns (requests that have ended, requests that must continue from their last token)."""
-        drafts, self._drafts = self._drafts, []
-        for temperature in sorted({_temperature(draft.request.params) for draft in drafts}):
-            self._compare(params, [d for d in drafts if _temperature(d.request.params) == temperature], temperature)
+        completions, self._unverified = self._unverified, []
+        for temperature in sorted({_temperature(completion.request.params) for completion in completions}):
+            group = [each for each in completions if _temperature(each.request.params) == temperature]
+            self._compare(params, group, temperature)
         ended, resumed = [], []
-        for draft in drafts:
-            request = draft.request
-            if draft.matches:
-                request.finish = draft.finish
+        for completion in completions:
+            request = completion.request
+            if completion.matches:
+                request.finish = completion.finish
                 ended.append(request)
             elif (finish := self._finish(request)) is not None:
-                self._drafts.append(_Draft(request, finish))  # the new token has no log-probability yet
+                self._unverified.append(_Unverified(request, finish))  # the new token has no log-probability yet
             else:
                 resumed.append(request)
         return ended, resumed
@@ -135,36 +137,39 @@ class Verifier:
             list(pool.map(run, lengths))
         return 3 * len(lengths)
 
-    def _compare(self, params, drafts: list[_Draft], temperature: float) -> None:
-        """Verifies the tokens of each draft up to the first that is not the one drawn, which is replaced."""
+    def _compare(self, params, completions: list[_Unverified], temperature: float) -> None:
+        """Verifies the tokens of each completion up to the first that is not the one drawn, which is replaced."""
         scorer = self.scorer
-        for L in scorer.lengths(max(len(draft.tokens) for draft in drafts)):
+        for L in scorer.lengths(max(len(completion.tokens) for completion in completions)):
             first = scorer.first(L)
-            rows = [(i, draft.tokens) for i, draft in enumerate(drafts) if draft.matches and draft.first_unverified < L]
+            rows = [
+                (i, completion.tokens)
+                for i, completion in enumerate(completions)
+                if completion.matches and completion.first_unverified < L
+            ]
             for numbers, tokens_RL, lengths_R in scorer.tiles(rows, L):
                 hidden = scorer.hidden(params, tokens_RL, lengths_R)
                 self.counts["scored"] += tokens_RL.size
                 logp, _ = scorer.score(params, hidden, tokens_RL[:, first:], temperature)
-                batch = [drafts[i] for i in numbers]
-                drawn = self._draw_again(
-                    params, hidden, [d.request for d in batch] + [None] * (len(lengths_R) - len(batch)), L
-                )
-                for row, draft in enumerate(batch):
-                    columns = slice(draft.first_unverified - first, lengths_R[row] - first)
-                    self._verify(draft, tokens_RL[row, first:][columns], drawn[row, columns], logp[row, columns])
+                batch = [completions[i] for i in numbers]
+                requests = [each.request for each in batch] + [None] * (len(lengths_R) - len(batch))
+                drawn = self._draw_again(params, hidden, requests, L)
+                for row, completion in enumerate(batch):
+                    columns = slice(completion.first_unverified - first, lengths_R[row] - first)
+                    self._verify(completion, tokens_RL[row, first:][columns], drawn[row, columns], logp[row, columns])
 
-    def _verify(self, draft: _Draft, drafted: np.ndarray, drawn: np.ndarray, logp: np.ndarray) -> None:
-        """Compares drafted tokens, from the first unverified one on, with the tokens drawn. Replaces the first that
-        differs and discards the tokens after it."""
-        request, mismatches = draft.request, np.flatnonzero(drafted != drawn)
-        num_equal = int(mismatches[0]) if len(mismatches) else len(drafted)
+    def _verify(self, completion: _Unverified, decoded: np.ndarray, drawn: np.ndarray, logp: np.ndarray) -> None:
+        """Compares the decoder's tokens, from the first unverified one on, with the tokens drawn. Replaces the first
+        that differs and discards the tokens after it."""
+        request, mismatches = completion.request, np.flatnonzero(decoded != drawn)
+        num_equal = int(mismatches[0]) if len(mismatches) else len(decoded)
         first = request.verified_tokens
         request.logprobs[first : first + num_equal] = logp[:num_equal].tolist()
         request.verified_tokens += num_equal
-        self.counts["checked"] += min(num_equal + 1, len(drafted))
-        if num_equal == len(drafted):
+        self.counts["checked"] += min(num_equal + 1, len(decoded))
+        if num_equal == len(decoded):
             return
-        draft.matches = False
+        completion.matches = False
         self.counts["replaced"] += 1
         request.tokens[request.verified_tokens :] = [int(drawn[num_equal])]
         for values in (request.logprobs, request.starts_step):
@@ -180,7 +185,7 @@ class Verifier:
         return "length" if request.left == 0 else None
 
     def _draw_again(self, params, hidden_RTE: jax.Array, requests: list[Request | None], L: int) -> np.ndarray:
-        """int32[R, T] on the host: the token that each row's request draws at every position."""
+        """Returns int32[R, T] on the host: the token that each row's request draws at every position."""
         tokens = self._draw(params, hidden_RTE, *self._draw_inputs(requests, L))
         return np.asarray(block_on_cpu_mesh(tokens, self.scorer.graph.layout))
 

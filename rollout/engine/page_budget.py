@@ -55,8 +55,8 @@ def choose_page_budget(
 
     shape: (slots, pages of the longest row, shards into which slots and pages are split; each shard has one page that
     no row uses).
-    pages: (requested number, tokens of each). Without a number: as many as full slots need, or as fit into MEMORY_FRACTION of
-    the available memory.
+    pages: (requested number, tokens of each). Without a number: as many as full slots need, or as fit into
+    MEMORY_FRACTION of the available memory.
     available_memory: bytes per device; None: what the devices report, less `reserved_bytes`.
 
     Raises ValueError for fewer pages than one row of each shard needs.
@@ -81,7 +81,7 @@ def choose_page_budget(
 
 
 def _bytes_on_a_device(cache: Any, layout: Layout) -> int:
-    """Bytes per device of the pools of an abstract cache."""
+    """Returns the bytes per device of the pools of an abstract cache."""
     sizes = []
 
     def count(axes, array):

@@ -40,7 +40,7 @@ class DecodeOutput(NamedTuple):
 
     tokens: the tokens of a row come first, then -1. starts_step: true for the first token of a decoding step; false for
     the further tokens that the step gains from accepted drafts, and where there is no token. values: where they are
-    recorded, the value of the state that each token was drawn from.
+    recorded, the critic's value of the hidden state that each token was drawn from.
     """
 
     tokens: Any

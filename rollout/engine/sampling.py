@@ -14,7 +14,7 @@ from rollout.types import SamplingParams
 
 
 def uniforms(seed: jax.Array, prompt_ids_S: jax.Array, samples_S: jax.Array, positions_S: jax.Array) -> jax.Array:
-    """One number in [0, 1) for each slot, a function of (seed, prompt id, sample index, position) only."""
+    """Returns one number in [0, 1) for each slot, a function of (seed, prompt id, sample index, position) only."""
 
     def uniform(prompt_id, sample, position):
         key = jax.random.key(seed)
@@ -26,8 +26,8 @@ def uniforms(seed: jax.Array, prompt_ids_S: jax.Array, samples_S: jax.Array, pos
 
 
 def filter_mask(logits_SV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """bool[S, V]: the tokens that pass top-k, top-p and min-p ([S, 1] each). Tokens as likely as the least likely one
-    that passes pass too."""
+    """Returns bool[S, V]: the tokens that pass top-k, top-p and min-p ([S, 1] each). Tokens as likely as the least
+    likely one that passes pass too."""
     V = logits_SV.shape[-1]
     ranked = -jnp.sort(-logits_SV, axis=-1)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
@@ -41,8 +41,8 @@ def filter_mask(logits_SV: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p:
 
 
 def draw(logits_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
-    """int[S]: the token where the cumulative probability passes `uniforms`. One number per row and a cumulative sum
-    cost less than one Gumbel number per token."""
+    """Returns int[S]: the token where the cumulative probability passes `uniforms`. One random number per row and a
+    cumulative sum cost less than one Gumbel number per token."""
     probs = jax.nn.softmax(logits_SV, axis=-1)
     # XLA sums in blocks, whose rounding may raise the sum at a token of probability 0: such tokens are skipped.
     cumulative = jnp.where(probs > 0, jnp.cumsum(probs, axis=-1), 0.0)
@@ -56,7 +56,7 @@ def draw(logits_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
 class Draws:
     """Parameters of the draws: one seed, and for each row [S] its temperature (0: the most likely token) and filters.
 
-    The fields are Numpy or jax arrays.
+    The fields are numpy or jax arrays.
     """
 
     seed: Any

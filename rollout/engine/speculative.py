@@ -1,20 +1,20 @@
 """Lossless speculative decoding: the policy's own prediction modules draft, the decoder checks, nothing changes but
 the speed.
 
-A step drafts d tokens and runs the decoder once over the last token and the drafts. At each of these d + 1 positions a
-token is drawn from the decoder's distribution, by the very number that plain decoding would use there: a draw is a
-function of (seed, prompt id, sample, position), see rollout/engine/sampling.py. Drafts are accepted as long as they
-equal the token drawn; the first that does not is replaced by it. So the completion is that of plain decoding, token
-for token, up to rounding: every token has the decoder's distribution exactly, with top-k, top-p and min-p as they
-are, and log-probabilities are the decoder's.
+A decoding step drafts d tokens and runs the decoder once over the last token and the drafts. At each of these d + 1
+positions a token is drawn from the decoder's distribution, by the same random number that decoding without drafts would
+use there: a draw is a function of (seed, prompt id, sample, position), see rollout/engine/sampling.py. Drafts are
+accepted as long as they equal the token drawn, which replaces the first that differs. So the completion equals the one
+without drafts, token for token, up to rounding: every token has the decoder's distribution exactly, with top-k, top-p
+and min-p as they are, and log-probabilities are the decoder's.
 
-The modules draw their drafts by the same numbers, through their own distribution q. With one number u for both, a
-draft is accepted when u falls into the same token's part of [0, 1) under the decoder's cumulative distribution P and
+The modules draw their drafts by the same random numbers, from their own distribution q. With one number u for both,
+a draft is accepted when u falls into the same token's part of [0, 1) under the decoder's cumulative distribution P and
 the module's Q, which has probability sum_x max(0, min(P(x), Q(x)) - max(P(x - 1), Q(x - 1))). No rule accepts more
 often than sum_x min(p(x), q(x)); benchmarks/speculative.py prints both. Greedy drafts are the likeliest tokens.
 
-S slots, d drafts, D modules in use, W = d + D entries that modules see again at each step, N tokens of a row that a
-decode can sample, V vocabulary.
+S slots, d drafts, D modules in use, W = d + D entries that modules see again at each decoding step, N tokens of a row
+that a decode can sample, V vocabulary.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check(config: DecoderConfig) -> MultiTokenPrediction:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _State:
-    """The state of a multi-step decode between two steps.
+    """The state of a decode between two decoding steps.
 
     cache: (the decoder's, Drafts). recent: int32[S, W + 1], the last tokens; the very last is not cached. cached,
     left: int32[S].
@@ -76,17 +76,17 @@ class _State:
 
 
 class SpeculativePrograms(DecoderPrograms):
-    """Decoding of up to d + 1 tokens per step. The cache is a pair: the decoder's, and the `Drafts` of
+    """Decoding of up to d + 1 tokens per decoding step. The cache is a pair: the decoder's, and the `Drafts` of
     policy/cache/cache.py.
 
-    The entry of module k for position i is computed from the decoder's state there and the tokens up to i + k. A step
-    computes entries of drafted tokens, and the next step computes them again from the tokens that were accepted.
-    Drafts past the last module apply it again, to its own states, at the positions that follow.
+    The entry of module k for position i is computed from the decoder's hidden state there and the tokens up to i + k. A
+    decoding step computes entries of drafted tokens, and the next one computes them again from the tokens that were
+    accepted. Drafts past the last module apply it again, to its own hidden states, at the positions that follow.
     """
 
     @property
     def supports_truncation(self) -> bool:
-        """Returns False: the decoder's last states are of fixed size."""
+        """Returns False: `Drafts.hidden` holds hidden states of the last tokens only."""
         return False
 
     def __init__(self, graph: Graph, options: GeneratorOptions, slots: int, max_length: int):
@@ -169,7 +169,7 @@ class SpeculativePrograms(DecoderPrograms):
         tokens, read, layers, drafted = loop.recent[:, 1:], drafts.hidden[0, :, 0], list(drafts.layers), []
         for k in range(1, self.drafts + 1):
             module = min(k, self.lookahead_tokens)
-            if k > module:  # the last module again, on its own last state and the last draft
+            if k > module:  # the last module again, on its own last hidden state and the last draft
                 at, tokens, read = at[:, -1:] + 1, tokens[:, -1:], read[:, -1:]
             step = Step(jnp.maximum(at, 0), (active & (at >= 0)).astype(jnp.int32), tokens=tokens, pages=state.pages)
             layer = LayerCache.of(layers[module - 1], 0, step, runtime.layout)
@@ -184,7 +184,8 @@ class SpeculativePrograms(DecoderPrograms):
         return jnp.stack(drafted, axis=1), replace(loop, cache=cache)
 
     def _verify(self, decoder, loop: _State, drafted, state: DecodeState) -> _State:
-        """Returns the loop's state after a step: the decoder's tokens up to the first that was not drafted."""
+        """Returns the loop's state after a decoding step: the decoder's tokens up to the first that was not
+        drafted."""
         (main, drafts), T = loop.cache, self.drafts + 1
         S, offset = drafted.shape[0], jnp.arange(T)
         fed = jnp.concatenate([loop.recent[:, -1:], drafted], axis=1)
@@ -225,7 +226,7 @@ class SpeculativePrograms(DecoderPrograms):
 
 
 def _slide(last_SWX: jax.Array, new_STX: jax.Array, count_S: jax.Array) -> jax.Array:
-    """[S, W, X]: the last W of the rows `last` followed by the first count[s] of `new`."""
+    """Returns [S, W, X]: for each slot the last W of the vectors `last` followed by the first count[s] of `new`."""
     rows = jnp.concatenate([last_SWX, new_STX.astype(last_SWX.dtype)], axis=1)
     at = count_S[:, None] + jnp.arange(last_SWX.shape[1])
     return jnp.take_along_axis(rows, at[..., None], axis=1)

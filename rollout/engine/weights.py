@@ -78,7 +78,7 @@ class RolloutWeights:
 
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct | qwix.QArray]:
-        """Shapes and shardings of the copies."""
+        """Returns the shapes and shardings of the copies."""
         shapes = jax.eval_shape(self._make, {path: self.graph.shapes[path] for path in self.paths}, None)
         return {
             path: jax.tree.map(_abstract, array, self._shardings(path, array, self.layout))
@@ -87,7 +87,7 @@ class RolloutWeights:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the copies, per device."""
+        """Returns the bytes of the copies, per device."""
         return on_a_device(self.abstract)
 
     def lower(self, params: dict, *, again: bool) -> jax.stages.Lowered:

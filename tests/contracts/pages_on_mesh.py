@@ -1,8 +1,9 @@
 """A paged cache on a mesh of four CPU devices, compared with one: run by test_pages_on_a_mesh.py.
 
 Rows, their pages, and heads are cut over the devices. The prompts come in two chunks, in another order than the rows, so that their
-pages lie with other devices; then all rows get two tokens, then one, and the last one row after row. Prints a JSON object: by case
-the largest difference of hidden states, and over how many devices the pools are cut.
+pages lie with other devices; then all rows get two tokens, then one, and the last one row after row. The engine hook gets the
+tokens of all rows in the order of the prompts. Prints a JSON object: by case the largest difference of hidden states, and over how
+many devices the pools are cut.
 """
 
 import json
@@ -13,7 +14,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from oracles import KINDS, configuration, random_model, tokens
 
-from policy import families
+from policy import families, hook
 from policy.attention import paged_attention
 from policy.cache import cache as caches
 from policy.cache.pages import Pages
@@ -33,11 +34,21 @@ CASES = {
 }
 
 
+def model_of(kind: str, mesh):
+    config = families.read(configuration(kind, **KINDS[kind].standard | KINDS[kind].short | CASES[kind]))
+    return random_model(config, seed=3, mesh=mesh)
+
+
+def cut_of(cache) -> int:
+    """How many devices hold different parts of a pool."""
+    pool = jax.tree.leaves(cache)[0]
+    return len({str(index) for index in pool.sharding.devices_indices_map(pool.shape).values()})
+
+
 def computed(kind: str, mesh):
     """(hidden [B, T, E], devices that hold different parts of a pool)."""
-    config = families.read(configuration(kind, **KINDS[kind].standard | KINDS[kind].short | CASES[kind]))
-    model = random_model(config, seed=3, mesh=mesh)
-    graph, text = model.graph, tokens(B, T, seed=1)
+    model = model_of(kind, mesh)
+    graph, config, text = model.graph, model.config, tokens(B, T, seed=1)
 
     def empty():
         return caches.constrained(caches.create(config, B, Pages(NUMBER, SIZE), "float32", scan=True), graph.layout)
@@ -57,25 +68,41 @@ def computed(kind: str, mesh):
         step = Step(positions, jnp.ones_like(positions), pages=jnp.asarray(TABLE[rows]), anywhere=start < PROMPT)
         result, cache = block_on_cpu_mesh(run(model.params, text[rows, start:end], step, cache), graph.layout)
         hidden[rows, start:end] = result
-    pool = jax.tree.leaves(cache)[0]
-    return hidden, len({str(index) for index in pool.sharding.devices_indices_map(pool.shape).values()})
+    return hidden, cut_of(cache)
+
+
+def hooked(kind: str, mesh):
+    """The same by the engine hook, before the final norm."""
+    model, text = model_of(kind, mesh), tokens(B, T, seed=1)
+    run = jax.jit(hook.forward, donate_argnames="caches")
+    state, hidden = hook.create_caches(model, NUMBER, SIZE), np.full((B, T, model.config.hidden_size), np.nan)
+    for start, end in ((0, CHUNK), (CHUNK, PROMPT), (PROMPT, T)):
+        request, positions = np.repeat(PROMPTS, end - start), np.tile(np.arange(start, end), B)
+        rows = hook.Rows(*(jnp.asarray(a, jnp.int32) for a in (text[request, positions], positions, request, TABLE)))
+        result, state, _ = block_on_cpu_mesh(run(model, rows, state), model.graph.layout)
+        hidden[request, positions] = result
+    return hidden, cut_of(state)
 
 
 def compare() -> dict:
     mesh, result, calls = layout({"expert": 2, "tensor": 2}), {}, []
-    expected = {kind: computed(kind, None)[0] for kind in CASES}
+    expected = {(run, kind): run(kind, None)[0] for kind in CASES for run in (computed, hooked)}
 
-    def different(kind: str) -> dict:
-        hidden, cut = computed(kind, mesh)
-        return {"difference": float(np.abs(hidden - expected[kind]).max()), "cut": cut}
+    def different(kind: str, run=computed) -> dict:
+        hidden, cut = run(kind, mesh)
+        return {"difference": float(np.abs(hidden - expected[run, kind]).max()), "cut": cut}
 
     result |= {kind: different(kind) for kind in CASES}
+    result |= {f"hook of {kind}": different(kind, hooked) for kind in CASES}
     kernel = paged_attention.latent_kernel
     paged_attention.latent_kernel = lambda *args, **how: calls.append(args[1].shape) or kernel(*args, **how)
     Layout.platform = "tpu"
     with pltpu.force_tpu_interpret_mode():
         result["kernel"] = different("DeepseekV3")
-    result["kernel"]["pool"] = calls[0]
+        result["kernel"]["pool"] = calls.pop()
+        calls.clear()
+        result["hook, no kernel"] = different("DeepseekV3", hooked)
+    assert not calls, "the kernel of a device reads its own pages, and these rows have pages anywhere"
     return result
 
 

@@ -93,3 +93,14 @@ def test_a_kernel_serves_heads_that_are_cut_as_those_of_the_cache(kv_heads, rule
     mesh = Layout(jax.sharding.AbstractMesh((1, 2, 4, 1, 1), AXES), tuple(DEFAULT_RULES.items()))
     mesh = mesh.for_rollouts(rules, "auto") if rules else mesh
     assert paged_attention._together((8, 8, 1, 128), (kv_heads, 1, 64, 16, 128), mesh) == served
+
+
+@pytest.mark.parametrize("anywhere", [False, True])
+def test_a_kernel_serves_rows_whose_pages_are_on_their_own_device(anywhere, monkeypatch):
+    monkeypatch.setattr(Layout, "platform", "tpu")
+    mesh = Layout(jax.sharding.AbstractMesh((1, 2, 1, 1, 1), AXES), tuple(DEFAULT_RULES.items()))
+    cache = LayerCache(
+        {"k": Pool(jnp.zeros((2, 1, 4, 16, 128)), 128)}, 0, jnp.ones((2, 1), jnp.int32), anywhere=anywhere
+    )
+    step, q = Step(jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1), jnp.int32)), jnp.zeros((2, 2, 1, 128))
+    assert paged_attention._served(q, cache, "k", step, Runtime(layout=mesh)) != anywhere

@@ -1,0 +1,188 @@
+"""The engine hook: the decoder for an engine that owns the pages of the cache and schedules tokens itself.
+
+A call takes N rows of one token each, from any requests: prompts and decoding mixed, several tokens of one request
+among them. Every layer first writes the entries of all N rows, then each row reads the pages of its request. The mask
+by position makes the rows of one prompt causal. docs/hook.md has an example that runs.
+
+N rows, R requests, M pages of a request, P tokens of a page, E hidden, V vocabulary, k experts per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from policy import compatibility, modes
+from policy.attention.sequence_shards import AXIS
+from policy.cache import cache as cache_of_stacks
+from policy.cache.layer_cache import CacheArray
+from policy.cache.pages import Pages
+from policy.cache.step import Step
+from policy.config import DecoderConfig, StoredType
+from policy.execution.decoding import prepare_for_decoding
+from policy.intermediates import LayerAux
+from policy.model import Graph, Model
+
+# The entries of one layer: pools of pages by name, such as "k" and "v", or "latent" (policy/cache/entries.py).
+LayerEntries = dict[str, CacheArray]
+
+# Features whose layers need the tokens of a request in order, or all tokens of a call at once.
+REFUSED = {
+    compatibility.RECURRENT: "its state passes through the tokens of a request in order, and a row is one token",
+    compatibility.ENGRAM: "its n-grams and its convolution read the tokens before, and a row is one token",
+    compatibility.CAPACITY: "which choices of experts are dropped would depend on the rows of other requests",
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """N tokens of R requests, in any order.
+
+    tokens, positions: int32[N], each token and its position in its request. Two rows of one request have different
+        positions; a call overwrites the entries of a position that was fed before.
+    request: int32[N], the row of `pages` that the token belongs to; -1: the row is idle and writes nothing, and its
+        results mean nothing.
+    pages: int32[R, M], the pages of each request in the order of its tokens: position p is entry p % P of page
+        pages[r, p // P]. Page 0 may pad a request's row. Requests may share pages that no row of the call writes.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    request: jax.Array
+    pages: jax.Array
+
+    def step(self) -> Step:
+        """Returns the step of N rows of one token. Raises ValueError for arrays of other shapes."""
+        shapes = {field.name: jnp.shape(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        (N, *_), pages = shapes["tokens"] or (0,), shapes.pop("pages")
+        if len(pages) != 2 or any(shape != (N,) for shape in shapes.values()):
+            raise ValueError(
+                "Rows needs tokens, positions and request of one shape [N], and pages [requests, M]; "
+                f"got {shapes | {'pages': pages}}"
+            )
+        request, active = jnp.asarray(self.request), (jnp.asarray(self.request) >= 0).astype(jnp.int32)
+        # A row's pages may lie in any shard of a pool: the engine orders the rows as it likes.
+        table = jnp.asarray(self.pages)[jnp.maximum(request, 0)]
+        positions = jnp.asarray(self.positions)[:, None]
+        return Step(positions=positions, segments=active[:, None], pages=table, anywhere=True)
+
+
+def create_caches(
+    model: Model, pages: int, page_size: int, quantization: StoredType | None = None
+) -> list[LayerEntries]:
+    """Makes empty caches: for each layer the pools [K, 1, pages, page_size, D] of its entries, sharded over the mesh.
+
+    pages: the number of pages, page 0 included, which belongs to no request. quantization: the type in which keys,
+    values and latents are stored; None: the dtype of the model's activations. `jax.eval_shape` of this function gives
+    shapes and dtypes without memory. Raises Conflict if the hook does not serve the model.
+    """
+    graph = _graph(model)
+    config, dtype = graph.config, graph.runtime.dtype
+
+    def create():
+        cache = cache_of_stacks.create(config, 1, Pages(pages, page_size), dtype, scan=False, quantization=quantization)
+        return by_layer(cache_of_stacks.constrained(cache, graph.layout))
+
+    return jax.jit(create)()
+
+
+def forward(
+    model: Model, rows: Rows, caches: Sequence[LayerEntries], record: tuple[str, ...] = ("routes",)
+) -> tuple[jax.Array, list[LayerEntries], dict[str, dict[int, Any]]]:
+    """Feeds N tokens. Returns (hidden [N, E] before the final norm, caches, recorded).
+
+    The streams of hyper-connections are reduced in `hidden`. `logits` maps it to the logits of the next token.
+
+    caches: one entry per layer, from `create_caches`. Call the function under `jax.jit` with `caches` donated: the
+        entries are then written in place.
+    record: names of `Runtime.record`; those that the model's own runtime records are added. recorded[name][n] is the
+        output of layer n, with N in front ("routes": int32[N, k], for layers with experts); layers without that output
+        are left out.
+
+    Raises Conflict if the hook does not serve the model, and ValueError for arrays or names that do not fit.
+    """
+    record = tuple(dict.fromkeys((*record, *model.graph.runtime.record)))
+    graph, step = _graph(model, record), rows.step()
+    with graph.precision():
+        decoder, cache = graph.decoder(model.params), by_stack(graph.config, caches)
+        tokens = jnp.asarray(rows.tokens)[:, None]
+        hidden, cache, layers = decoder.before_norm(tokens, step, cache, graph.runtime)
+    recorded = {name: _by_number(graph.config, layers, name) for name in record}
+    return hidden[:, 0], by_layer(cache_of_stacks.constrained(cache, graph.layout)), recorded
+
+
+def logits(model: Model, hidden: jax.Array) -> jax.Array:
+    """Computes the logits of the tokens after states of `forward`: final norm, head and softcap, [..., E] ->
+    float32[..., V]."""
+    graph = _graph(model)
+    with graph.precision():
+        decoder = graph.decoder(model.params)
+        return modes.logits(decoder, decoder.norm(hidden), graph.runtime)
+
+
+def prepare(model: Model, rows: int) -> Model:
+    """Returns the model with its weights as the generator's decode programs read them in calls of `rows` rows.
+
+    On CPU these are copies (policy/execution/decoding.py): call the function once in a program of several steps,
+    outside the loop of the steps. On other platforms it returns the model itself.
+    """
+    graph = _graph(model)
+    if graph.layout.platform != "cpu":
+        return model
+    return Model(model.graph, prepare_for_decoding(graph, model.params, rows), model.newly_initialized)
+
+
+def by_layer(cache: tuple) -> list[LayerEntries]:
+    """Returns the entries of an unrolled cache (policy/cache/cache.py) by number of the layer."""
+    return [entries for parts in cache for part in parts for entries in part]
+
+
+def by_stack(config: DecoderConfig, caches: Sequence[LayerEntries]) -> tuple:
+    """Returns the unrolled cache with these entries; undoes `by_layer`. Raises ValueError for another number of
+    layers."""
+    if len(caches) != len(config.layers):
+        raise ValueError(f"caches has {len(caches)} entries, and the decoder has {len(config.layers)} layers")
+    remaining = iter(caches)
+    return tuple(
+        tuple(tuple(next(remaining) for _ in stack.pattern) for _ in range(stack.repeats)) for stack in config.stacks
+    )
+
+
+def _graph(model: Model, record: tuple[str, ...] = ()) -> Graph:
+    """Returns the graph that the hook runs. Raises Conflict if the hook does not serve the model."""
+    graph = model.graph
+    on = compatibility.features(graph.config, graph.runtime)
+    for feature, reason in REFUSED.items():
+        if feature in on:
+            raise compatibility.Conflict(
+                f"the engine hook does not go with {feature}: {reason}; generate with rollout.Generator"
+            )
+    if (shards := graph.layout.mesh.shape[AXIS]) > 1:
+        raise compatibility.Conflict(
+            f"the engine hook does not go with mesh.{AXIS}={shards}: a row is one token, and there is no sequence to "
+            f"shard; build the model on a mesh with {AXIS}=1"
+        )
+    return graph.at(record=record)
+
+
+def _by_number(config: DecoderConfig, layers: dict[str, LayerAux], name: str) -> dict[int, Any]:
+    """Returns the field `name` by number of the layer, without the dimension of T = 1. Raises ValueError if there is no
+    such field."""
+    if name not in (names := [field.name for field in dataclasses.fields(LayerAux)]):
+        raise ValueError(f"record names {name!r}, which no layer has; valid: {', '.join(names)}")
+
+    def of_repeat(array, r):
+        return array[r, :, 0] if array.ndim > 2 else array[r]  # a statistic of all rows has no rows
+
+    return {
+        n: jax.tree.map(lambda array, r=r: of_repeat(array, r), value)
+        for path, layer in layers.items()
+        if (value := getattr(layer, name)) is not None
+        for r, n in enumerate(config.numbers(path))
+    }
