@@ -73,16 +73,18 @@ class LayerAux:
     """The outputs of one layer.
 
     `indexing` is set if an indexer is trained. `hidden` [B, T, E] is the layer's output, with hyper-connections [B, T,
-    streams, E]. `selection` int32[B, T, k]: the keys that an indexer selected for each query, by column (with a cache:
-    by position), -1 where there are fewer. `routes` int32[B, T, k]: the experts that computed each token. These three
-    and `activations` are set if `Runtime.record` names them. `states`: the layer's states of fixed size after each
-    token of a tentative call (policy/cache/cache.py), [B, T, K, C, D] by entry.
+    streams, E]. `mixed` [B, T, E] is the output of its mixer's output projection, before any norm, dropout and the
+    residual; None without a mixer. `selection` int32[B, T, k]: the keys that an indexer selected for each query, by
+    column (with a cache: by position), -1 where there are fewer. `routes` int32[B, T, k]: the experts that computed
+    each token. These four and `activations` are set if `Runtime.record` names them. `states`: the layer's states of
+    fixed size after each token of a tentative call (policy/cache/cache.py), [B, T, K, C, D] by entry.
     """
 
     routing: Routing | None = None
     indexing: Indexing | None = None
     activations: Activations | None = None
     hidden: jax.Array | None = None
+    mixed: jax.Array | None = None
     selection: jax.Array | None = None
     routes: jax.Array | None = None
     states: dict[str, jax.Array] | None = None

@@ -24,7 +24,7 @@ from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
 from policy.execution.scoring import Scorer, documents
 from policy.experts import expert_parallel
-from policy.heads import head
+from policy.heads import features, head
 from policy.intermediates import Aux
 from policy.layers import batch_split
 from policy.mesh.sharding import Layout
@@ -270,10 +270,7 @@ class Model:
         def run(params, tokens, step):
             with graph.precision():
                 _, _, aux = graph.decoder(params)(tokens, step, None, graph.runtime)
-            layers = {
-                n: a[r] for path, a in aux.by_layer("hidden").items() for r, n in enumerate(self.config.numbers(path))
-            }
-            return jnp.stack([layers[n] for n in sorted(layers)])
+            return jnp.stack([*features.by_number(aux, self.config, "hidden").values()])
 
         return jax.jit(run)
 

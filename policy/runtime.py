@@ -58,7 +58,7 @@ class Runtime:
     )
     scan: bool = option(True, description="scan over stacked layers in training (false: unrolled)")
     attention_chunk: int = 512
-    record: tuple[Literal["hidden", "activations", "selection", "routes"], ...] = ()
+    record: tuple[Literal["hidden", "mixed", "activations", "selection", "routes"], ...] = ()
     indexer: Literal["off", "dense_warmup", "sparse"] = "off"
     mtp: Literal["joint", "detached"] | None = None
     tentative: bool = False

@@ -115,9 +115,8 @@ class Order:
             return None if a is None else a[:, :, : self.length]
 
         def of_layer(layer: LayerAux) -> LayerAux:
-            return replace(
-                layer, **{name: of_tokens(getattr(layer, name)) for name in ("hidden", "selection", "routes")}
-            )
+            names = ("hidden", "mixed", "selection", "routes")
+            return replace(layer, **{name: of_tokens(getattr(layer, name)) for name in names})
 
         read = None if aux.mtp_input is None else self.leave(aux.mtp_input)
         return replace(aux, layers={path: of_layer(layer) for path, layer in aux.layers.items()}, mtp_input=read)

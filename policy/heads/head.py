@@ -111,7 +111,7 @@ def logprobs(
 
     def local(hidden, weight, targets, temperature):
         M = hidden.shape[0]
-        cut = _cut(tiling.rows(M, weight.shape[0]), hidden, targets)
+        cut = in_chunks(tiling.rows(M, weight.shape[0]), hidden, targets)
         logp, entropy = cast(_Pair, _chunked(cut[0], weight, cut[1], temperature, softcap))
         return logp.reshape(-1, targets.shape[1])[:M], entropy.reshape(-1)[:M]
 
@@ -138,9 +138,10 @@ def top_logprobs(
     temperature: jax.typing.ArrayLike,
     softcap: float | None = None,
     tiling: Tiling = Tiling(),
+    vocab: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp float32[M, k], ids int32[M, k]) of the k likeliest tokens, likeliest first, lowest id first among
-    equals.
+    equals. `vocab`: the distribution is over the first so many tokens; None: over all.
 
     The tokens are computed in the chunks of `logprobs`. The result is not differentiable: for gradients pass `ids` to
     `logprobs`.
@@ -148,17 +149,17 @@ def top_logprobs(
 
     def local(hidden, weight, temperature):
         def one(h):
-            return jax.lax.top_k(_log_softmax(logits(h, weight, softcap), temperature), k)
+            return jax.lax.top_k(_log_softmax(logits(h, weight, softcap)[:, :vocab], temperature), k)
 
         M = hidden.shape[0]
-        chunks = jax.lax.map(one, *_cut(tiling.rows(M, weight.shape[0]), hidden))
+        chunks = jax.lax.map(one, *in_chunks(tiling.rows(M, weight.shape[0]), hidden))
         return tuple(a.reshape(-1, k)[:M] for a in chunks)
 
     run = tiling.spread(local, hidden_ME.shape[0], True, False, False)
     return jax.lax.stop_gradient(run(hidden_ME, weight_VE, jnp.asarray(temperature, jnp.float32)))
 
 
-def _cut(rows: int, *arrays: jax.Array) -> list[jax.Array]:
+def in_chunks(rows: int, *arrays: jax.Array) -> list[jax.Array]:
     """Cuts each array [M, X] into chunks [n, rows, X], padded with zeros."""
     return [jnp.pad(a, ((0, -a.shape[0] % rows), (0, 0))).reshape(-1, rows, a.shape[1]) for a in arrays]
 
@@ -171,7 +172,8 @@ def likeliest(
     def local(hidden, weight):
         M = hidden.shape[0]
         best = jax.lax.map(
-            lambda h: jnp.argmax(logits(h, weight, softcap), axis=-1), *_cut(tiling.rows(M, weight.shape[0]), hidden)
+            lambda h: jnp.argmax(logits(h, weight, softcap), axis=-1),
+            *in_chunks(tiling.rows(M, weight.shape[0]), hidden),
         )
         return best.reshape(-1)[:M].astype(jnp.int32)
 

@@ -30,12 +30,8 @@ class Tiles:
     vocab: int
     parts: int
     count: int
+    width: int
     softcap: float | None
-
-    @property
-    def width(self) -> int:
-        """Returns the tokens of a tile in one part."""
-        return -(-self.vocab // (self.parts * self.count))
 
     @classmethod
     def of(cls, layout: Layout, vocab: int, least: int, softcap: float | None) -> Tiles:
@@ -43,7 +39,7 @@ class Tiles:
         parts = vocab // layout.sharding(("vocab",), (vocab,)).shard_shape((vocab,))[0]
         each = vocab // parts
         count = next((n for n in range(least, 2 * least) if each % n == 0), least)
-        return cls(layout, vocab, parts, count, softcap)
+        return cls(layout, vocab, parts, count, -(-each // count), softcap)
 
     def cut(self, weight_VE: jax.Array) -> jax.Array:
         """Cuts the projection into tiles [P, n, W, E]."""

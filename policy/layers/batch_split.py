@@ -130,13 +130,13 @@ def run(
     weights = stages.gather_weights(layer.feed_forward.weights(x0.dtype, runtime))
 
     with first():
-        half0, read0, shared0 = _mix(layer, x0, steps[0], runtime)
+        half0, read0, shared0, mixed0 = _mix(layer, x0, steps[0], runtime)
     x1, read0, shared0 = _together(x1, read0, shared0)
     with first():
         chosen0, routing0 = _choose(layer, read0, steps[0], runtime)
         tokens0 = stages.collect(chosen0)
     with second():
-        half1, read1, shared1 = _mix(layer, x1, steps[1], runtime)
+        half1, read1, shared1, mixed1 = _mix(layer, x1, steps[1], runtime)
     tokens0, read1, shared1, weights = _together(tokens0, read1, shared1, weights)
     with second():
         chosen1, routing1 = _choose(layer, read1, steps[1], runtime)
@@ -160,15 +160,17 @@ def run(
     aux = LayerAux(routing=jax.tree.map(jnp.add, routing0, routing1))
     if runtime.record:
         aux = aux.merge(observe(merge((x0, x1)), step.segments, runtime.record))
+    if mixed0 is not None:
+        aux = aux.merge(LayerAux(mixed=merge((mixed0, mixed1))))
     return (x0, x1), None, aux
 
 
 def _mix(layer, x: jax.Array, step: Step, runtime: Runtime):
-    """Returns ((x after the mixer, the other input of `leave`), the input of the experts, the sum of the shared
-    experts)."""
-    x, normed, mix, _, _ = layer.mix(x, step, None, runtime)
+    """Returns ((x after the mixer, the other input of `leave`), the input of the experts, the sum of the shared experts,
+    the recorded output of the mixer or None)."""
+    x, normed, mix, _, aux = layer.mix(x, step, None, runtime)
     read, mix = layer.enter(x, normed, mix)
-    return (x, mix), read, layer.feed_forward.shared_experts(read, step, runtime)
+    return (x, mix), read, layer.feed_forward.shared_experts(read, step, runtime), aux.mixed
 
 
 def _choose(layer, read: jax.Array, step: Step, runtime: Runtime) -> tuple[tuple[jax.Array, ...], Routing]:

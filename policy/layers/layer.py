@@ -85,6 +85,8 @@ class Layer(nnx.Module):
         read, mix = cast(Any, self.mixer_residual).read(x_BTE)
         normed = decoded(self._norm("input_layernorm", read), step, runtime.layout)
         mixed, cache, aux = self.mixer(normed, step, cache, runtime)
+        if "mixed" in runtime.record:
+            aux = aux.merge(LayerAux(mixed=mixed))
         mixed = drop(self._norm("post_attention_layernorm", mixed), step.dropout, 0)
         return self.mixer_residual.write(x_BTE, mixed, mix), normed, mix, cache, aux
 

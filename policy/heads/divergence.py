@@ -1,0 +1,210 @@
+"""Divergence of a student from a teacher per token, from the final states of both, without the logits of all tokens.
+
+Both heads are multiplied with a chunk of tokens at a time, and the backward pass recomputes the logits of a chunk. So the
+memory is a few chunks and, where the student's head is trained, one float32 gradient of it; never [M, V].
+
+M tokens (rows and positions flattened), E hidden of the student, D of the teacher, V and U their vocabularies, K likeliest
+tokens of the teacher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from policy.heads import divergence_tiles, head
+from policy.heads.divergence_kinds import Divergence
+from policy.heads.divergence_tiles import JointTiles
+from policy.heads.head import Tiling
+from policy.mesh.explicit import in_explicit_mode, with_explicit_axes
+
+__all__ = ["Divergence", "DivergenceOutputs", "Softcaps", "divergence", "top_divergence"]
+
+# Soft caps of the logits of the student and of the teacher; None: not capped.
+Softcaps = tuple[float | None, float | None]
+
+# Least probability of all tokens outside of the k likeliest. The sum of float32 probabilities is known to this step.
+_LEAST_REST = 2.0**-23
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DivergenceOutputs:
+    """Numbers per token, float32[M]; None: not computed. Only `divergence` has a gradient.
+
+    Entropies are in nats, of the distributions that are compared. agreement: 1 where both have the same likeliest token.
+    outside: the student's probability of tokens that the teacher's vocabulary does not have. With top_k, student_mass and
+    teacher_mass are the probabilities of the k tokens; the entropy is the student's over its full vocabulary.
+    """
+
+    divergence: jax.Array
+    student_entropy: jax.Array | None = None
+    teacher_entropy: jax.Array | None = None
+    agreement: jax.Array | None = None
+    outside: jax.Array | None = None
+    student_mass: jax.Array | None = None
+    teacher_mass: jax.Array | None = None
+
+
+def divergence(
+    student_ME: jax.Array,
+    student_head_VE: jax.Array,
+    teacher_MD: jax.Array,
+    teacher_head_UD: jax.Array,
+    spec: Divergence,
+    temperature: ArrayLike,
+    softcaps: Softcaps = (None, None),
+    tiling: Tiling = Tiling(),
+) -> DivergenceOutputs:
+    """Returns the divergence of softmax(student logits / temperature) from softmax(teacher logits / temperature).
+
+    Where the vocabularies are padded to different widths, both softmaxes are over the first min(V, U) tokens. With
+    `spec.top_k` the tokens are the teacher's likeliest, and without renormalisation the student's probabilities are those
+    of its full vocabulary.
+
+    The divergence is differentiable in the student's states and head. Teacher and temperature have no gradient.
+    """
+    teacher_MD, teacher_head_UD = jax.lax.stop_gradient((teacher_MD, teacher_head_UD))
+    temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
+    arrays = student_ME, student_head_VE, teacher_MD, teacher_head_UD, temperature
+    if spec.top_k is not None:
+        return _over_likeliest(*arrays, spec, softcaps, tiling)
+    layout, M = tiling.layout, student_ME.shape[0]
+    if layout is not None and layout.explicit and not in_explicit_mode():
+        rows = layout.spec(("batch",), (M,))
+        heads = [layout.spec(("vocab", "embed_vocab"), weight.shape) for weight in (student_head_VE, teacher_head_UD)]
+        specs = rows, heads[0], rows, heads[1], PartitionSpec()
+        run = with_explicit_axes(partial(_joint, spec, softcaps, tiling), layout.mesh, specs)
+    else:
+        run = partial(_joint, spec, softcaps, tiling)
+    total, *metrics = cast(tuple[jax.Array, ...], run(*arrays))
+    return DivergenceOutputs(total, *jax.lax.stop_gradient(metrics))
+
+
+def _joint(spec: Divergence, softcaps: Softcaps, tiling: Tiling, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns (divergence, entropies of student and teacher, agreement, outside), float32[M]."""
+    student, student_head, _, teacher_head, _ = arrays
+    M, vocabularies = student.shape[0], (student_head.shape[0], teacher_head.shape[0])
+    tiles = [tiling.of_vocabulary(M, weight, None) for weight in (student_head, teacher_head)]
+    if any(tiles):
+        return divergence_tiles.divergence(*arrays, spec, JointTiles.of(tiles, vocabularies, softcaps))
+
+    def local(student, student_head, teacher, teacher_head, temperature):
+        M = student.shape[0]
+        chunks = head.in_chunks(tiling.rows(M, max(vocabularies)), student, teacher)
+        results = _chunked(chunks[0], student_head, chunks[1], teacher_head, temperature, spec, softcaps)
+        return tuple(a.reshape(-1)[:M] for a in results)
+
+    return tiling.spread(local, M, True, False, True, False, False)(*arrays)
+
+
+def _over_likeliest(student, student_head, teacher, teacher_head, temperature, spec, softcaps, tiling):
+    """Compares the k likeliest tokens of the teacher."""
+    V = min(student_head.shape[0], teacher_head.shape[0])
+    teacher_MK, ids_MK = head.top_logprobs(
+        teacher, teacher_head, min(spec.top_k, V), temperature, softcaps[1], tiling, vocab=V
+    )
+    student_MK, entropy_M = head.logprobs(student, student_head, ids_MK, temperature, softcaps[0], tiling)
+    outputs = top_divergence(student_MK, teacher_MK, None, spec)
+    return DivergenceOutputs(
+        outputs.divergence,
+        jax.lax.stop_gradient(entropy_M),
+        student_mass=outputs.student_mass,
+        teacher_mass=outputs.teacher_mass,
+    )
+
+
+def top_divergence(
+    student_MK: jax.Array, teacher_MK: jax.Array, rest_M: jax.Array | None, spec: Divergence
+) -> DivergenceOutputs:
+    """Returns the divergence over K tokens for each place, differentiable in the student's log-probabilities.
+
+    student_MK, teacher_MK: log-probabilities of the same K tokens, normalised over the vocabulary. `renormalise` takes
+    them up to a constant per place, so the teacher's at another temperature are its stored ones divided by it. rest_M:
+    logarithm of the teacher's probability of all other tokens; None: 1 minus the sum of the K.
+    """
+    student, teacher = student_MK.astype(jnp.float32), jax.lax.stop_gradient(teacher_MK.astype(jnp.float32))
+    masses = [jax.lax.stop_gradient(jnp.exp(logp).sum(axis=-1)) for logp in (student, teacher)]
+    if spec.tail == "renormalise":
+        student, teacher = (jax.nn.log_softmax(logp, axis=-1) for logp in (student, teacher))
+    elif spec.tail == "tail":
+        rest = _log_rest(teacher) if rest_M is None else jnp.maximum(rest_M.astype(jnp.float32), jnp.log(_LEAST_REST))
+        student = jnp.concatenate([student, _log_rest(student)[:, None]], axis=-1)
+        teacher = jnp.concatenate([teacher, jax.lax.stop_gradient(rest)[:, None]], axis=-1)
+    total = spec.terms(student, teacher).sum(axis=-1)
+    return DivergenceOutputs(total, student_mass=masses[0], teacher_mass=masses[1])
+
+
+def _log_rest(logp_MK: jax.Array) -> jax.Array:
+    """Returns the logarithm of 1 - sum(exp(logp)), float32[M]."""
+    return jnp.log1p(-jnp.minimum(jnp.exp(logp_MK).sum(axis=-1), 1.0 - _LEAST_REST))
+
+
+def _log_softmax(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (log-probabilities, the logarithm of the softmax sum with its dimension kept)."""
+    normal = jax.nn.logsumexp(z, axis=-1, keepdims=True)
+    return z - normal, normal
+
+
+def _compared(student, student_head, teacher, teacher_head, temperature, softcaps: Softcaps):
+    """Returns (the student's logits of its full vocabulary, log p, log q, normaliser of p) of a chunk."""
+    z, t = head.logits(student, student_head, softcaps[0]), head.logits(teacher, teacher_head, softcaps[1])
+    V = min(z.shape[-1], t.shape[-1])
+    log_p, normal = _log_softmax(z[:, :V] / temperature)
+    return z, log_p, _log_softmax(t[:, :V] / temperature)[0], normal
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _chunked(student, student_head, teacher, teacher_head, temperature, spec: Divergence, softcaps: Softcaps):
+    """Returns the results of `_joint`, [n, c] for n chunks of c tokens."""
+
+    def one(xs):
+        z, log_p, log_q, normal = _compared(xs[0], student_head, xs[1], teacher_head, temperature, softcaps)
+        total = spec.terms(log_p, log_q).sum(axis=-1)
+        entropies = (-jnp.sum(jnp.exp(logp) * logp, axis=-1) for logp in (log_p, log_q))
+        agreement = (jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)).astype(jnp.float32)
+        outside = jnp.zeros_like(total)
+        if z.shape[-1] > log_p.shape[-1]:
+            outside = -jnp.expm1(normal[:, 0] - jax.nn.logsumexp(z / temperature, axis=-1))
+        return total, *entropies, agreement, outside
+
+    return jax.lax.map(one, (student, teacher))
+
+
+def _forward(student, student_head, teacher, teacher_head, temperature, spec, softcaps):
+    arrays = student, student_head, teacher, teacher_head, temperature
+    return _chunked(*arrays, spec, softcaps), arrays
+
+
+def _backward(spec: Divergence, softcaps: Softcaps, saved, cotangents):
+    """Computes the gradients of the student's states and head.
+
+    With u = z / temperature and g the slopes of the divergence, du = g - p sum(g); a soft cap c adds the factor
+    1 - (z / c)^2 for capped logits z. The other results are metrics and have no gradient.
+    """
+    student, student_head, teacher, teacher_head, temperature = saved
+    weight = student_head.astype(student.dtype)
+
+    def one(g_head, xs):
+        h, t, g_total = xs
+        z, log_p, log_q, _ = _compared(h, student_head, t, teacher_head, temperature, softcaps)
+        slopes = spec.slopes(log_p, log_q)
+        g_z = (g_total[:, None] / temperature) * (slopes - jnp.exp(log_p) * slopes.sum(axis=-1, keepdims=True))
+        g_z = jnp.pad(g_z, ((0, 0), (0, z.shape[-1] - log_p.shape[-1])))
+        if softcaps[0] is not None:
+            g_z = g_z * (1.0 - jnp.square(z / softcaps[0]))
+        g_z = g_z.astype(h.dtype)
+        return g_head + jnp.einsum("mv,me->ve", g_z, h, preferred_element_type=jnp.float32), g_z @ weight
+
+    start = jnp.zeros(student_head.shape, jnp.float32)
+    g_head, g_student = jax.lax.scan(one, start, (student, teacher, cotangents[0]))
+    return cast(Any, (g_student, g_head.astype(student_head.dtype), None, None, None))
+
+
+_chunked.defvjp(_forward, _backward)
