@@ -1,10 +1,10 @@
 """Divergence of a student from a teacher per token, from the final states of both, without the logits of all tokens.
 
-Both heads are multiplied with a chunk of tokens at a time, and the backward pass recomputes the logits of a chunk. So the
-memory is a few chunks and, where the student's head is trained, one float32 gradient of it; never [M, V].
+Both heads are multiplied with a chunk of tokens at a time, and the backward pass recomputes the logits of a chunk. So
+the memory is a few chunks and, where the student's head is trained, one float32 gradient of it; never [M, V].
 
-M tokens (rows and positions flattened), E hidden of the student, D of the teacher, V and U their vocabularies, K likeliest
-tokens of the teacher.
+M tokens (rows and positions flattened), E hidden of the student, D of the teacher, V and U their vocabularies, K
+likeliest tokens of the teacher.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ _LEAST_REST = 2.0**-23
 class DivergenceOutputs:
     """Numbers per token, float32[M]; None: not computed. Only `divergence` has a gradient.
 
-    Entropies are in nats, of the distributions that are compared. agreement: 1 where both have the same likeliest token.
-    outside: the student's probability of tokens that the teacher's vocabulary does not have. With top_k, student_mass and
-    teacher_mass are the probabilities of the k tokens; the entropy is the student's over its full vocabulary.
+    Entropies are in nats, of the distributions that are compared. agreement: 1 where both have the same likeliest
+    token. outside: the student's probability of tokens that the teacher's vocabulary does not have. With top_k,
+    student_mass and teacher_mass are the probabilities of the k tokens, and the student's entropy is that of its full
+    vocabulary.
     """
 
     divergence: jax.Array
@@ -65,8 +66,8 @@ def divergence(
     """Returns the divergence of softmax(student logits / temperature) from softmax(teacher logits / temperature).
 
     Where the vocabularies are padded to different widths, both softmaxes are over the first min(V, U) tokens. With
-    `spec.top_k` the tokens are the teacher's likeliest, and without renormalisation the student's probabilities are those
-    of its full vocabulary.
+    `spec.top_k` the tokens are the teacher's likeliest, and without renormalisation the student's probabilities are
+    normalised over its full vocabulary.
 
     The divergence is differentiable in the student's states and head. Teacher and temperature have no gradient.
     """

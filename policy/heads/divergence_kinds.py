@@ -22,10 +22,10 @@ Tail = Literal["none", "renormalise", "tail"]
 class Divergence:
     """A divergence per token, in nats. Raises ValueError for a value out of range.
 
-    beta: weight of the teacher in the mixture m of `jsd`, between 0 and 1; the other kinds ignore it. top_k: how many of
-    the teacher's likeliest tokens are compared; None: all. tail: what becomes of the other tokens under `top_k`.
+    beta: weight of the teacher in the mixture m of `jsd`, between 0 and 1; the other kinds ignore it. top_k: how many
+    of the teacher's likeliest tokens are compared; None: all. tail: what becomes of the other tokens under `top_k`.
     `renormalise` compares softmaxes over the k tokens. `tail` adds one symbol with the probability of all other tokens.
-    `none` sums over the k tokens as they are, which is no divergence: it may be negative, and its minimum is not p = q.
+    `none` sums over the k tokens as they are, which is no divergence: it may be negative.
     """
 
     kind: Kind = "reverse"

@@ -1,8 +1,9 @@
-"""Divergence of a student from a teacher where the output projection of either is cut over the devices that share the rows.
+"""Divergence of a student from a teacher where the output projection of either is cut over the devices that share the
+rows.
 
-All rows are compared with one tile of the vocabulary after another (policy/heads/vocab_tiles.py). A tile has the same tokens
-on both sides. The forward pass takes two passes over the tiles: the first sums both softmaxes, the second the divergence. The
-backward pass takes a third.
+All rows are compared with one tile of the vocabulary after another (policy/heads/vocab_tiles.py). A tile has the same
+tokens on both sides. The forward pass runs twice over the tiles: first it sums both softmaxes, then the divergence. The
+backward pass runs over them a third time.
 
 M rows, E hidden of the student, D of the teacher, V and U their vocabularies.
 """
@@ -36,8 +37,8 @@ class JointTiles:
         vocabularies: tuple[int, int],
         softcaps: tuple[float | None, float | None],
     ) -> JointTiles:
-        """Makes tiles for both sides from the tiles of each alone; of these, one may be None. The side that the mesh cuts
-        into more parts keeps its tiles, unless the other vocabulary is longer."""
+        """Makes tiles for both sides from the tiles of each alone; of these, one may be None. The side that the mesh
+        cuts into more parts keeps its tiles, unless the other vocabulary is longer."""
         base = max((each for each in tiles if each is not None), key=lambda each: each.parts)
         base = replace(base, width=-(-max(vocabularies) // (base.parts * base.count)))
         sides = (replace(base, vocab=V, softcap=cap) for V, cap in zip(vocabularies, softcaps, strict=True))
@@ -74,8 +75,8 @@ def divergence(
 
 
 def _normalisers(cuts, states, temperature, tiles: JointTiles):
-    """Returns the logarithms of the softmax sums [M] of the student over its vocabulary and of both over the shared tokens,
-    and whether both have the same likeliest token [M]."""
+    """Returns the logarithms of the softmax sums [M] of the student over its vocabulary and of both over the shared
+    tokens, and whether both have the same likeliest token [M]."""
     student, M = tiles.student, states[0].shape[0]
     none = jnp.iinfo(jnp.int32).max
 

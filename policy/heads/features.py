@@ -37,8 +37,8 @@ def pairs_of(
     if pairs is None:
         if student.keys() != teacher.keys():
             raise ValueError(
-                f"features: the student has them at {len(student)} layers and the teacher at {len(teacher)}, with other "
-                "numbers; name the pairs of layers"
+                f"features: the student has them at layers {sorted(student)} and the teacher at {sorted(teacher)}; "
+                "name the pairs of layers"
             )
         return [(n, n) for n in student]
     for who, layers, at in (("student", student, 0), ("teacher", teacher, 1)):
@@ -82,7 +82,8 @@ def feature_loss(
 
 
 def _cosine(s: jax.Array, t: jax.Array) -> jax.Array:
-    """Returns 1 - cos(s, t) along the last dimension. Squares are bounded before the root, whose slope at 0 is infinite."""
+    """Returns 1 - cos(s, t) along the last dimension. Squares are bounded before the root, whose slope at 0 is
+    infinite."""
     norms = (jnp.sqrt(jnp.maximum(jnp.square(a).sum(axis=-1), _LEAST_NORM**2)) for a in (s, t))
     product = (s * t).sum(axis=-1)
     for norm in norms:

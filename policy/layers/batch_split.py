@@ -166,8 +166,8 @@ def run(
 
 
 def _mix(layer, x: jax.Array, step: Step, runtime: Runtime):
-    """Returns ((x after the mixer, the other input of `leave`), the input of the experts, the sum of the shared experts,
-    the recorded output of the mixer or None)."""
+    """Returns ((x after the mixer, the other input of `leave`), the input of the experts, the sum of the shared
+    experts, the recorded output of the mixer or None)."""
     x, normed, mix, _, aux = layer.mix(x, step, None, runtime)
     read, mix = layer.enter(x, normed, mix)
     return (x, mix), read, layer.feed_forward.shared_experts(read, step, runtime), aux.mixed
