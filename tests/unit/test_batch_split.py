@@ -58,9 +58,9 @@ def test_what_is_recorded_of_a_layer_is_that_of_all_rows():
     model, data = learners.experts(), learners.batch(rows=6)
 
     def recorded(**changes):
-        graph = model.graph.at(record=("hidden", "activations"), **changes)
+        graph = model.graph.at(record=("hidden", "mixed", "activations"), **changes)
         _, _, aux = graph.logprobs(model.params, data.tokens, make_step(data.tokens, segments=data.segments), 0.9)
-        return [aux.by_layer(name) for name in ("hidden", "activations")]
+        return [aux.by_layer(name) for name in ("hidden", "mixed", "activations")]
 
     plain, split = recorded(), recorded(batch_split=True)
     assert all(result for result in plain)

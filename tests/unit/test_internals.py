@@ -19,7 +19,7 @@ from rl.training.diagnostics import PARTS, part
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-RECORD = ("hidden", "activations")
+RECORD = ("hidden", "mixed", "activations")
 
 
 def graph_of(kind, **runtime):
@@ -50,8 +50,10 @@ def test_intermediate_values_have_the_same_types_scanned_and_unrolled(kind):
             f"stacks.{s}.layers.{i}" for s, stack in stacks.items() for i in range(len(stack.pattern))
         }
         for path, layer in scanned.layers.items():
-            repeats = stacks[int(path.split(".")[1])].repeats
+            stack = stacks[int(path.split(".")[1])]
+            repeats, spec = stack.repeats, stack.pattern[int(path.split(".")[3])]
             assert (layer.activations is not None) == (layer.hidden is not None) == bool(record)
+            assert (layer.mixed is not None) == (bool(record) and spec.mixer is not None)
             assert {a.shape[0] for a in jax.tree.leaves(layer)} <= {repeats}
 
 
