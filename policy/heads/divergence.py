@@ -108,11 +108,11 @@ def _joint(spec: Divergence, softcaps: Softcaps, tiling: Tiling, *arrays: jax.Ar
 def _over_likeliest(student, student_head, teacher, teacher_head, temperature, spec, softcaps, tiling):
     """Compares the k likeliest tokens of the teacher."""
     V = min(student_head.shape[0], teacher_head.shape[0])
-    teacher_MK, ids_MK = head.top_logprobs(
+    teacher_MK, ids_MK, rest_M = head.top_and_rest(
         teacher, teacher_head, min(spec.top_k, V), temperature, softcaps[1], tiling, vocab=V
     )
     student_MK, entropy_M = head.logprobs(student, student_head, ids_MK, temperature, softcaps[0], tiling)
-    outputs = top_divergence(student_MK, teacher_MK, None, spec)
+    outputs = top_divergence(student_MK, teacher_MK, rest_M, spec)
     return DivergenceOutputs(
         outputs.divergence,
         jax.lax.stop_gradient(entropy_M),

@@ -63,8 +63,8 @@ class Divergence:
 
         The derivative by the logits divided by the temperature is then g - p sum(g), in which the multiple cancels.
         """
-        if self.kind == "forward":
-            return -jnp.exp(log_q)
+        if self.kind == "forward":  # with p added, so that equal distributions give exactly 0
+            return jnp.exp(log_p) - jnp.exp(log_q)
         if self.kind == "reverse":
             return jnp.exp(log_p) * (log_p - log_q)
         return (1.0 - self.beta) * jnp.exp(log_p) * (log_p - self._log_mixture(log_p, log_q))

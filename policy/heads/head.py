@@ -138,22 +138,41 @@ def top_logprobs(
     temperature: jax.typing.ArrayLike,
     softcap: float | None = None,
     tiling: Tiling = Tiling(),
-    vocab: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp float32[M, k], ids int32[M, k]) of the k likeliest tokens, likeliest first, lowest id first among
-    equals. `vocab`: the distribution is over the first so many tokens; None: over all.
+    equals.
 
     The tokens are computed in the chunks of `logprobs`. The result is not differentiable: for gradients pass `ids` to
     `logprobs`.
     """
+    return top_and_rest(hidden_ME, weight_VE, k, temperature, softcap, tiling)[:2]
+
+
+def top_and_rest(
+    hidden_ME: jax.Array,
+    weight_VE: jax.Array,
+    k: int,
+    temperature: jax.typing.ArrayLike,
+    softcap: float | None = None,
+    tiling: Tiling = Tiling(),
+    vocab: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (logp, ids) of `top_logprobs`, and the logarithm of the probability of all other tokens, float32[M].
+
+    vocab: the distribution is over the first so many tokens; None: over all. The logarithm is summed over the other
+    tokens, so it is exact where the likeliest have a probability near 1; -inf if there are no others.
+    """
 
     def local(hidden, weight, temperature):
         def one(h):
-            return jax.lax.top_k(_log_softmax(logits(h, weight, softcap)[:, :vocab], temperature), k)
+            logp = _log_softmax(logits(h, weight, softcap)[:, :vocab], temperature)
+            top, ids = jax.lax.top_k(logp, k)
+            others = logp.at[jnp.arange(h.shape[0])[:, None], ids].set(-jnp.inf)
+            return top, ids, jax.nn.logsumexp(others, axis=-1)
 
         M = hidden.shape[0]
-        chunks = jax.lax.map(one, *in_chunks(tiling.rows(M, weight.shape[0]), hidden))
-        return tuple(a.reshape(-1, k)[:M] for a in chunks)
+        top, ids, rest = jax.lax.map(one, *in_chunks(tiling.rows(M, weight.shape[0]), hidden))
+        return top.reshape(-1, k)[:M], ids.reshape(-1, k)[:M], rest.reshape(-1)[:M]
 
     run = tiling.spread(local, hidden_ME.shape[0], True, False, False)
     return jax.lax.stop_gradient(run(hidden_ME, weight_VE, jnp.asarray(temperature, jnp.float32)))
