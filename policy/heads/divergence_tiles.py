@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from policy.heads.divergence_kinds import Divergence
-from policy.heads.vocab_tiles import Tiles
+from policy.heads.vocab_tiles import Tiles, add_exp
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,6 @@ def _normalisers(cuts, states, temperature, tiles: JointTiles):
     student, M = tiles.student, states[0].shape[0]
     none = jnp.iinfo(jnp.int32).max
 
-    def add(sums, z):
-        top, total = sums
-        new = jnp.maximum(top, z.max(axis=1))
-        return new, total * jnp.exp(top - new) + jnp.exp(z - new[:, None]).sum(axis=1)
-
     def likelier(best, z, ids):
         """Updates (logit, token) of the likeliest token, the lowest among equals."""
         top = z.max(axis=1)
@@ -96,8 +91,8 @@ def _normalisers(cuts, states, temperature, tiles: JointTiles):
         full, shared, best = carry
         z, t, _, _, ids = tiles.logits(cuts, j, states, temperature)
         both = [jnp.where(ids < tiles.shared, each, -jnp.inf) for each in (z, t)]
-        full = add(full, z) if student.vocab > tiles.shared else full
-        shared = [add(sums, each) for sums, each in zip(shared, both, strict=True)]
+        full = add_exp(full, z) if student.vocab > tiles.shared else full
+        shared = [add_exp(sums, each) for sums, each in zip(shared, both, strict=True)]
         return full, shared, [likelier(each, logits, ids) for each, logits in zip(best, both, strict=True)]
 
     low, zero, token = (student.rows(a) for a in (jnp.full(M, -jnp.inf), jnp.zeros(M), jnp.full(M, none, jnp.int32)))

@@ -54,15 +54,16 @@ class Tiling:
         """Returns the rows of a chunk."""
         return max(1, min(M, CHUNK_LOGITS // V) if self.tiles is None else -(-M // self.tiles))
 
-    def of_vocabulary(self, M: int, weight_VE: jax.Array, softcap: float | None) -> Tiles | None:
+    def of_vocabulary(self, M: int, weight_VE: jax.Array, softcap: float | None, any_cut: bool = False) -> Tiles | None:
         """Returns tiles of the vocabulary, where these replace chunks of rows; else None.
 
-        They do where the devices that share the rows also share E, or in explicit mode any part of the weight.
+        They do where the devices that share the rows also share E. In explicit mode, or with `any_cut`, they do where
+        devices share any part of the weight.
         """
         if self.layout is None:
             return None
         cut = self.layout.spec(("vocab", "embed_vocab"), weight_VE.shape)
-        if cut[1] is None and not (in_explicit_mode() and cut[0]):
+        if cut[1] is None and not ((any_cut or in_explicit_mode()) and cut[0]):
             return None
         V = weight_VE.shape[0]
         rows = self.layout.sharding(("batch",), (M,)).shard_shape((M,))[0]
@@ -174,8 +175,10 @@ def top_and_rest(
         top, ids, rest = jax.lax.map(one, *in_chunks(tiling.rows(M, weight.shape[0]), hidden))
         return top.reshape(-1, k)[:M], ids.reshape(-1, k)[:M], rest.reshape(-1)[:M]
 
-    run = tiling.spread(local, hidden_ME.shape[0], True, False, False)
-    return jax.lax.stop_gradient(run(hidden_ME, weight_VE, jnp.asarray(temperature, jnp.float32)))
+    M, given = hidden_ME.shape[0], jax.lax.stop_gradient((hidden_ME, weight_VE, jnp.asarray(temperature, jnp.float32)))
+    if (tiles := tiling.of_vocabulary(M, weight_VE, softcap, any_cut=True)) is not None:
+        return vocab_tiles.top_and_rest(*given[:2], k, given[2], tiles, min(vocab or tiles.vocab, tiles.vocab))
+    return tiling.spread(local, M, True, False, False)(*given)
 
 
 def in_chunks(rows: int, *arrays: jax.Array) -> list[jax.Array]:

@@ -92,6 +92,59 @@ class Tiles:
         return jnp.where(ids_N < self.vocab, z / temperature, -jnp.inf), slope
 
 
+def add_exp(sums: tuple[jax.Array, jax.Array], z_MN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Adds logits to (largest logit [M], sum of exp(logit - largest) [M]); the largest of all is not -inf."""
+    top, total = sums
+    new = jnp.maximum(top, z_MN.max(axis=1))
+    return new, total * jnp.exp(top - new) + jnp.exp(z_MN - new[:, None]).sum(axis=1)
+
+
+def top_and_rest(
+    hidden_ME: jax.Array, weight_VE: jax.Array, k: int, temperature: jax.Array, tiles: Tiles, vocab: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the results of policy/heads/head.py:top_and_rest over the first `vocab` tokens, without a gradient.
+
+    Each part of a tile names its k likeliest tokens, so devices exchange these and no logits.
+    """
+    M, cut, layout = hidden_ME.shape[0], tiles.cut(weight_VE), tiles.layout
+    low = jnp.finfo(jnp.float32).min  # of places that no token has yet: exp is 0 and differences are numbers
+    spec = layout.spec(("batch", "vocab", None), (M, tiles.parts, tiles.width))
+    # The partitioner may send all logits to every device for a top_k of rows.
+    largest_of_parts = jax.shard_map(
+        partial(jax.lax.top_k, k=min(k, tiles.width)),
+        mesh=layout.mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+
+    def likeliest(z, ids):
+        """Sorts rows of candidates: the largest logit first, the lowest token among equals."""
+        negative, ids = jax.lax.sort((-z, ids), dimension=1, num_keys=2)
+        return -negative[:, :k], ids[:, :k]
+
+    def one(j, carry):
+        top, ids_MK, rest = carry
+        tile, ids = tiles.tile(cut, j, hidden_ME.dtype)
+        z, _ = tiles.logits(hidden_ME, tile, ids, temperature)
+        z = jnp.where(ids < vocab, z, low)
+        best, at = largest_of_parts(z.reshape(M, tiles.parts, tiles.width))
+        named = jnp.broadcast_to(ids.reshape(1, tiles.parts, tiles.width), (M, tiles.parts, tiles.width))
+        best_ids = jnp.take_along_axis(named, at, axis=2)
+        candidates = (constrain(a.reshape(M, -1), ("batch", None), layout) for a in (best, best_ids))
+        new, new_ids = likeliest(*(jnp.concatenate(two, 1) for two in zip((top, ids_MK), candidates, strict=True)))
+        last, last_id = new[:, -1:], new_ids[:, -1:]
+        for others, their_ids in ((top, ids_MK), (z, ids)):
+            rest = add_exp(rest, jnp.where((others < last) | ((others == last) & (their_ids > last_id)), others, low))
+        return new, new_ids, rest
+
+    start = jnp.full((M, k), low), jnp.full((M, k), jnp.iinfo(jnp.int32).max), (jnp.full(M, low), jnp.zeros(M))
+    top, ids, (largest, total) = jax.lax.fori_loop(0, tiles.count, one, start)
+    rest = largest + jnp.log(jnp.where(largest > low, total, 0.0))
+    normal = jnp.logaddexp(jax.nn.logsumexp(top, axis=1), rest)
+    return top - normal[:, None], ids, rest - normal
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def logprobs(
     hidden_ME: jax.Array, weight_VE: jax.Array, targets_MK: jax.Array, temperature: jax.Array, tiles: Tiles

@@ -37,7 +37,7 @@ def on_mesh(case: str, degrees: dict, explicit: bool) -> dict:
     V, U, softcaps, spec = CASES[case]
     mesh, rng = layout(degrees, explicit=explicit), np.random.default_rng(0)
     shapes = (M, E), (V, E), (M, D), (U, D)
-    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    arrays = [(0.5 * rng.normal(size=shape)).astype(np.float32) for shape in shapes]
     axes = (("batch", None), ("vocab", "embed_vocab")) * 2
     places = [mesh.sharding(names, shape) for names, shape in zip(axes, shapes, strict=True)]
     factor = rng.normal(size=M).astype(np.float32)
