@@ -15,9 +15,11 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_values_and_gradients_are_those_of_gkd(temperature):
+def test_values_and_gradients_are_those_of_gkd(temperature, monkeypatch):
     """Masked tokens count for neither; TRL's `batchmean` is the mean over the tokens that are not masked."""
     import torch
+
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.gkd import GKDTrainer
 
     rng = np.random.default_rng(0)

@@ -7,6 +7,8 @@ import pytest
 
 from policy.heads.features import feature_loss
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # Computed with numpy in float64. [L, T, E]; the third token is masked.
 STUDENT = np.array([[[1, 0], [0.5, -0.5], [2, 2]], [[0, 1], [1, 1], [0, 0]]], np.float32)
 TEACHER = np.array([[[0.5, 0.5], [1, 0], [1, 0]], [[0, 2], [-1, 1], [3, 1]]], np.float32)
@@ -54,8 +56,8 @@ def test_gradients_reach_the_student_and_the_projections_only(kind):
             total += (rows * MASK[0]).sum() / len(pairs)
         return total
 
-    with jax.default_matmul_precision("highest"):
-        value, (g_s, g_t, g_maps) = jax.value_and_grad(ours, argnums=(0, 1, 2))(*map(jnp.float32, (s, t, maps)))
+    step = jax.jit(jax.value_and_grad(ours, argnums=(0, 1, 2)))
+    value, (g_s, g_t, g_maps) = step(*map(jnp.float32, (s, t, maps)))
     assert float(value) == pytest.approx(defined(s, maps), abs=1e-6)
     assert np.isfinite(g_s).all()
     np.testing.assert_array_equal(g_t, 0.0)
