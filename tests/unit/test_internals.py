@@ -57,6 +57,17 @@ def test_intermediate_values_have_the_same_types_scanned_and_unrolled(kind):
             assert {a.shape[0] for a in jax.tree.leaves(layer)} <= {repeats}
 
 
+@pytest.mark.parametrize("kind", by_kind(always=("Qwen3Next",)))
+def test_what_nobody_reads_changes_no_program(kind):
+    """The gradient of log-probabilities is the same program, line by line, with and without a record of mixers."""
+    rows, texts = jnp.zeros((2, 8), jnp.int32), []
+    for record in ((), ("mixed",)):
+        graph = graph_of(kind, record=record)
+        step = jax.grad(lambda p, g=graph: g.logprobs(p, rows, make_step(rows), 1.0)[0].sum(), allow_int=True)
+        texts.append(jax.jit(step).lower(graph.shapes).as_text())
+    assert texts[0] == texts[1]
+
+
 @functools.cache
 def hybrid():
     """Two stacks, one of them with a pattern of two layers and experts."""
