@@ -100,7 +100,7 @@ def _joint(spec: Divergence, softcaps: Softcaps, tiling: Tiling, *arrays: jax.Ar
         M = student.shape[0]
         chunks = head.in_chunks(tiling.rows(M, max(vocabularies)), student, teacher)
         results = _chunked(chunks[0], student_head, chunks[1], teacher_head, temperature, spec, softcaps)
-        return tuple(a.reshape(-1)[:M] for a in results)
+        return tuple(a.reshape(-1)[:M] for a in cast(tuple[jax.Array, ...], results))
 
     return tiling.spread(local, M, True, False, True, False, False)(*arrays)
 
