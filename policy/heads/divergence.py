@@ -71,6 +71,7 @@ def divergence(
 
     The divergence is differentiable in the student's states and head. Teacher and temperature have no gradient.
     """
+    # Here and not only in the backward pass: devices would sum a zero gradient of the teacher's head.
     teacher_MD, teacher_head_UD = jax.lax.stop_gradient((teacher_MD, teacher_head_UD))
     temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
     arrays = student_ME, student_head_VE, teacher_MD, teacher_head_UD, temperature
