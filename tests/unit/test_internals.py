@@ -57,7 +57,7 @@ def test_intermediate_values_have_the_same_types_scanned_and_unrolled(kind):
             assert {a.shape[0] for a in jax.tree.leaves(layer)} <= {repeats}
 
 
-@pytest.mark.parametrize("kind", by_kind(always=("Qwen3Next",)))
+@pytest.mark.parametrize("kind", by_kind(always=("Llama",)))
 def test_what_nobody_reads_changes_no_program(kind):
     """The gradient of log-probabilities is the same program, line by line, with and without a record of mixers."""
     rows, texts = jnp.zeros((2, 8), jnp.int32), []
