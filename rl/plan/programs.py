@@ -181,7 +181,7 @@ class Sampling:
         runner = self._runner
         width = runner.geometry.table_width
         pages = None if width is None else np.zeros(width, np.int32)
-        shapes = jax.eval_shape(runner.programs["routes"].jitted, self.cache, np.int32(0), pages)
+        shapes = jax.eval_shape(runner.executables["routes"].jitted, self.cache, np.int32(0), pages)
         return {path: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for path, a in shapes.items()}
 
     def used_by(self, stage: PlannedStage) -> bool:
@@ -211,7 +211,7 @@ class Sampling:
                 times = P * (1 if name == "prefill" else chunks - 1) / shape[0]
             else:
                 continue
-            lower = lambda name=name, arguments=arguments: runner.programs[name].lower(*arguments)  # noqa: E731
+            lower = lambda name=name, arguments=arguments: runner.executables[name].lower(*arguments)  # noqa: E731
             kernels = self._read_by_kernels() if runner.geometry.paged else {}
             kind, often = GENERATOR.get(name, name), {"times": times, "dispatch": dispatch}
             yield Planned(stage.name, kind, tuple(shape), lower, held, stays, **often, kernels=kernels)

@@ -133,7 +133,7 @@ class Stage(StageKind):
         if self.sampled_values and context.generator.options.record_values:
             from policy.modes import VALUE_HEAD
 
-            context.generator.value_by(data.state.critic.params[VALUE_HEAD])
+            context.generator.set_value_head(data.state.critic.params[VALUE_HEAD])
         with context.resharded() as metrics, context.timeline.span("sampling"):
             data.rollouts, group_metrics = self._groups()
             data.metrics |= group_metrics

@@ -75,7 +75,7 @@ def read(model) -> tuple[dict, list]:
 
         return run
 
-    for name, program in runner.programs.items():
+    for name, program in runner.executables.items():
         program._compiled = {shape: watched(name, compiled) for shape, compiled in program._compiled.items()}
     generator.reset_prefix_cache()
     made, result = completed(generator), {"prefill": [], "decode": []}
