@@ -218,7 +218,7 @@ class StageKind(ConfiguredStage, ABC):
         """Returns the programs of a step and of reward models, by the names that a plan gives them."""
         from rl.stages.scorers import program_name
 
-        reward_models = {program_name(source): scorer.program for source, scorer in self.scorers.items()}
+        reward_models = {program_name(source): scorer.executable for source, scorer in self.scorers.items()}
         return self.trainer.executables | reward_models
 
     @abstractmethod
