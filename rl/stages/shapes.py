@@ -26,7 +26,11 @@ def abstract_rows(stage: StageKind, updates: int) -> tuple[tuple[int, int], int]
     from rl.training.batch import padded_length
 
     limit = stage.config.max_length * stage.sequences_per_row
-    N = stage.options.prompts_per_step // updates * (stage.options.samples_per_prompt if stage.samples else 1)
+    N = (
+        stage.options.prompts_per_step
+        // updates
+        * (stage.options.samples_per_prompt if stage.samples_completions else 1)
+    )
     T = padded_length(limit, limit)
     counts, R = stage.trainer.row_counts(N, T)
     rows = min(count for count in counts if count >= N)

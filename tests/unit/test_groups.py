@@ -102,6 +102,16 @@ def test_a_group_survives_a_checkpoint():
     np.testing.assert_array_equal(again.total, group.total)
 
 
+def test_a_resumed_stage_goes_on_counting_steps_without_a_score():
+    progress = Progress(unscored_steps=2)
+    assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
+    earlier = progress.to_json()
+    del earlier["unscored_steps"]  # as an earlier version wrote it
+    assert Progress.from_json(earlier).unscored_steps == 0
+    progress.start_stage({})
+    assert progress.unscored_steps == 0
+
+
 @pytest.mark.parametrize("kept", [None, ["prompts", "version", "drawn"], ["seen"]])
 def test_progress_that_another_version_wrote_is_a_clear_error(kept):
     plain = Progress(adaptive_coefs={"kl/coef": 0.1}).to_json()
