@@ -277,7 +277,8 @@ class Decoder(nnx.Module):
         return x, None if cache is None else tuple(caches), layers
 
     def complete_step(self, tokens_BT: jax.Array, step: Step) -> Step:
-        """Returns `step` (of policy/modes.py) with these tokens and the tables of all rotary embeddings at its positions."""
+        """Returns `step` (of policy/modes.py) with these tokens and the tables of all rotary embeddings at its
+        positions."""
         return replace(
             step, tokens=tokens_BT, rotations={str(rope): rotation(rope, step.positions) for rope in self.config.ropes}
         )

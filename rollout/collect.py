@@ -1,7 +1,7 @@
 """Groups of completions from prompts: calls the generator and starts to compute the rewards of what it returns.
 
-Stages get completions only through `collect`. They also set the generator's value head and read the size of its weights.
-Scores are numbers for completions, from reward functions and reward models. P prompts, G completions of each.
+Stages get completions only through `collect`. They also set the generator's value head and read the size of its
+weights. Scores are numbers for completions, from reward functions and reward models. P prompts, G completions of each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Example(Protocol):
 
 
 class Problem(Protocol):
-    """A prompt to complete, with its row of data. (A task of rl/tasks makes problems; here a problem can be any row.)"""
+    """A prompt to complete, with its row of data. (A task of rl/tasks makes problems; here a problem can be any
+    row.)"""
 
     @property
     def example(self) -> Example:
@@ -73,9 +74,10 @@ class PendingScores(Protocol):
 class Rollouts:
     """The completions of one step, with their pending scores.
 
-    completions: [P][G]. versions: policy version (number of updates) that sampled each group. counts: what the
-    generator counted (Engine.counts) in all sampling for this step, and the `tokens` of its completions. With dynamic
-    sampling (rl/stages/dynamic_sampling.py) they include the groups that it dropped. seconds: time of sampling.
+    problems: the prompts with their rows of data. prompt_ids: the running number of each prompt in the run, for the
+    random draws. completions: [P][G]. versions: policy version (number of updates) that sampled each group. counts:
+    what the generator counted (Engine.counts) in all sampling for this step, and the `tokens` of its completions. With
+    dynamic sampling (rl/stages/dynamic_sampling.py) they include the groups that it dropped. seconds: time of sampling.
     scoring: time of the reward models after it.
     """
 

@@ -27,10 +27,10 @@ from rollout.types import Completion, GeneratorOptions, SamplingParams
 class Generator:
     """Decodes up to `slots` completions at the same time over a cache of `max_length` tokens each.
 
-    The random number of a token depends only on (seed, prompt id, sample index, position). Apart from rounding, the other
-    prompts of a call and the number of slots therefore do not change a completion; `GeneratorOptions.exact` removes the
-    rounding too. The generator reads the weights from `model.params` at every prefill call and every decode. It renews
-    its copies (`weights`) when the weights have changed (rollout/engine/weights.py).
+    The random number of a token depends only on (seed, prompt id, sample index, position). Apart from rounding, the
+    other prompts of a call and the number of slots therefore do not change a completion; `GeneratorOptions.exact`
+    removes the rounding too. The generator reads the weights from `model.params` at every prefill call and every
+    decode. It renews its copies (`weights`) when the weights have changed (rollout/engine/weights.py).
 
     engine: runs the requests. verifier: checks their tokens, under GeneratorOptions.exact.
     """

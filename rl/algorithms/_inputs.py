@@ -18,9 +18,8 @@ import jax.numpy as jnp
 class PolicyInputs:
     """The arrays of a mini-batch, or of one of its micro-batches, for `algorithm.loss`. An absent array is None.
 
-    Where `mask` is 0, arrays with a value per token may hold any value, including NaN. `segments` and `prompt` are valid
-    everywhere. The class is a jax pytree; `max_length` is
-    static.
+    Where `mask` is 0, arrays with a value per token may hold any value, including NaN. `segments` and `prompt` are
+    valid everywhere. The class is a jax pytree; `max_length` is static.
     """
 
     mask: jax.Array  # [N,T] 1 on trained tokens: not on prompts, padding and tool output

@@ -350,8 +350,9 @@ class GroupRelative(_Mixin):
     """A mixin: advantages relative to the mean reward of the group, without a critic.
 
     `estimate` (rl/algorithms/_sampled.py) calls `advantages` with the arguments that the providers of `inputs` add
-    (rl/stages/inputs.py): here `weights`, by `each_reward`. An algorithm that penalises the KL in the rewards (KLReward)
-    names `token_kl`, whose provider adds `mask` and `token_kl`, and defines `advantages` with these arguments.
+    (rl/stages/inputs.py): here `weights`, by `each_reward`. An algorithm that penalises the KL in the rewards
+    (KLReward) names `token_kl`, whose provider adds `mask` and `token_kl`, and defines `advantages` with these
+    arguments.
     """
 
     scale: Literal["group", "batch", "none", "others"] = Field(

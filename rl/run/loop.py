@@ -4,8 +4,8 @@
         prompts -> generator -> rewards -> advantages -> updates, in place -> events
 
 The configuration determines every number but the timings, unless a reward is random or exceeds its deadline, or a stage
-ends by `until` on a metric of time. A prompt follows from (seed, stage, number of prompts drawn before). The random number
-of a token follows from (seed, prompt id, sample, position).
+ends by `until` on a metric of time. A prompt follows from (seed, stage, number of prompts drawn before). The random
+number of a token follows from (seed, prompt id, sample, position).
 """
 
 from __future__ import annotations

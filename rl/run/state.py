@@ -32,8 +32,8 @@ _RANDOM = (
 class Run(Context):
     """The context of the stages, and further objects of the loop.
 
-    held_out: problems of the evaluations. programs: the log of the memory of compiled programs. saved: (number, host part)
-    of the checkpoint that the run goes on from, or None.
+    held_out: problems of the evaluations. programs: the log of the memory of compiled programs. saved: (number, host
+    part) of the checkpoint that the run goes on from, or None.
     """
 
     stages: Sequence[StageKind]
@@ -122,7 +122,8 @@ class Run(Context):
                 self.events.note(each.line())
 
     def note_programs(self, stage: StageKind) -> None:
-        """Records the memory of programs that were compiled since the last call, and shows the largest (`events.note`)."""
+        """Records the memory of programs that were compiled since the last call, and shows the largest
+        (`events.note`)."""
         if not processes.first():
             return
         try:

@@ -262,8 +262,8 @@ def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, truncated_N: An
 
 @provides("each_reward", when=REWARDS)
 def each_reward(stage: StageKind, data: StepData) -> None:
-    """Makes the rewards float[P,G,F], the scores of each function, NaN for a completion without a total. Adds the argument
-    `weights`, float[F]: the weight of each function in the total.
+    """Makes the rewards float[P,G,F], the scores of each function, NaN for a completion without a total. Adds the
+    argument `weights`, float[F]: the weight of each function in the total.
     """
     assert data.scores is not None and data.rewards is not None
     scored = np.isfinite(data.scores.total)[:, None]

@@ -36,8 +36,8 @@ class Stage(StageKind):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Adds `current_logp` under dynamic sampling (groups carried over are stale) if `max_logp_diff` or `exact` needs
-        it."""
+        """Adds `current_logp` under dynamic sampling (groups carried over are stale) if `max_logp_diff` or `exact`
+        needs it."""
         exact = self.config.generator.exact and self.algorithm.old_logp == "trainer"
         compared = exact or self.options.max_logp_diff is not None
         return super().inputs | ({"current_logp"} if self.algorithm.dynamic_batches and compared else frozenset())

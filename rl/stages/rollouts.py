@@ -90,6 +90,9 @@ def records(
 ) -> list[dict[str, Any]]:
     """Returns a line of samples.jsonl for each completion; rl/reporting/samples.py adds `at`.
 
+    In a line, `prompt` is the text or the messages of the prompt, `prompt_id` its running number in the run, and
+    `sample` the number of the completion in its group.
+
     advantages: float[P * G], the advantage of each completion or the mean over its tokens; None: the completions of an
     evaluation.
     """
@@ -139,8 +142,8 @@ def token_records(
 ) -> list[np.ndarray]:
     """Returns TOKEN[n_prompt + n] (rl/reporting/samples.py) of each completion.
 
-    batch: the rows of the step, one for each completion. outputs: arrays [N,T] of `TokenOutputs`, and `gap`; None or empty:
-    no update of the policy saw the batch.
+    batch: the rows of the step, one for each completion. outputs: arrays [N,T] of `TokenOutputs`, and `gap`; None or
+    empty: no update of the policy saw the batch.
     """
     result = []
     for i, (p, completion) in enumerate(rollouts.flat):

@@ -50,10 +50,10 @@ class Program:
     """A compiled function of a step, described for a plan.
 
     kind: its name in `executables`. shape: (rows, tokens of a row) of its token arrays. lower: traces and lowers it.
-    graph: the model that it runs. resident: its arguments, as shapes, that are on the devices during all of the run, such
-    as weights and moments; the plan counts them once for all programs. times: calls per step. trip_count: iterations of
-    its loop over micro-batches. The program computes this number, so the compiler does not know it. rollout_memory:
-    whether the generator holds its temporary weight copies while the program runs.
+    graph: the model that it runs. resident: its arguments, as shapes, that are on the devices during all of the run,
+    such as weights and moments; the plan counts them once for all programs. times: calls per step. trip_count:
+    iterations of its loop over micro-batches. The program computes this number, so the compiler does not know it.
+    rollout_memory: whether the generator holds its temporary weight copies while the program runs.
     """
 
     kind: str
@@ -354,8 +354,8 @@ class StageKind(ConfiguredStage, ABC):
     def check_learned(self, state: Any, metrics: dict[str, float]) -> None:
         """Raises ModelError if no update of the stage changed the weights and none of the last step was finite.
 
-        Updates with a gradient of 0, as from equal rewards, change nothing and alone are no error. `metrics`: metrics of
-        the last step.
+        Updates with a gradient of 0, as from equal rewards, change nothing and alone are no error. `metrics`: metrics
+        of the last step.
         """
         self.trainer.check_updates(self.learner(state), metrics)
 

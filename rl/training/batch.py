@@ -1,7 +1,7 @@
 """Builds the rows of a batch: tokens of prompts and completions, padded to one of few lengths. N rows, T tokens.
 
-The batch of a step is split into mini-batches, one for each update, as in PPO. A mini-batch is split into micro-batches,
-whose losses and gradients the update sums.
+The batch of a step is split into mini-batches, one for each update, as in PPO. A mini-batch is split into
+micro-batches, whose losses and gradients the update sums.
 """
 
 from __future__ import annotations

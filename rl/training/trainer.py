@@ -277,7 +277,8 @@ class Trainer(BatchUpdates):
     ) -> tuple[RunState, dict]:
         """Makes one optimiser update of the policy, and of the critic if there is one.
 
-        batch: the mini-batch, one sequence per row. critic_only: skips the policy. adaptive_coefs: values for `PolicyInputs`.
+        batch: the mini-batch, one sequence per row. critic_only: skips the policy. adaptive_coefs: values for
+        `PolicyInputs`.
         on_tokens: gets the policy's outputs for each token. Returns (state, metrics). Raises ValueError if the stage replays
         routes and the batch has none.
         """

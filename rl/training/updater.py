@@ -284,7 +284,8 @@ class OptimizerStep:
         N = M * R
 
         def split(a):
-            """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows. Scalars, such as totals, are repeated."""
+            """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows. Scalars, such as totals, are
+            repeated."""
             if not jnp.ndim(a):
                 return jnp.broadcast_to(a, (M,))
             assert a.shape[0] == N, f"an array of a mini-batch has one entry per row ({N}) or is a scalar: {a.shape}"

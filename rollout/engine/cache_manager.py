@@ -63,9 +63,9 @@ class ContiguousCacheManager:
     """Tracks the tokens in the slots of a contiguous cache, and the free slots.
 
     The scheduler calls, for a request from its admission to its end: `allocate` (or `reallocate`, when a request starts
-    again in its slot), `reserve` before each program that makes entries, `mark_cached` after its prefill, `advance` when
-    it decodes, and `free`. A prefix is always described by (source, num_shared): the first `num_shared` entries of slot
-    `source`.
+    again in its slot), `reserve` before each program that makes entries, `mark_cached` after its prefill, `advance`
+    when it decodes, and `free`. A prefix is always described by (source, num_shared): the first `num_shared` entries of
+    slot `source`.
 
     A slot keeps its entries when its request ends, until another request takes it. So a prompt can begin with the
     entries of an earlier one: the samples of one prompt, the turns of a conversation, prompts with one system message.
@@ -114,8 +114,8 @@ class ContiguousCacheManager:
     def allocate(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
         """Takes a free slot for a request whose prompt is `tokens`. Returns (slot, source, num_shared).
 
-        The slot begins with the first `num_shared` entries of slot `source`; without a shared prefix they are (slot, -1,
-        0). If the source is free, it is the slot itself, and nothing is copied. Otherwise the slot is the one that
+        The slot begins with the first `num_shared` entries of slot `source`; without a shared prefix they are (slot,
+        -1, 0). If the source is free, it is the slot itself, and nothing is copied. Otherwise the slot is the one that
         became free first, and the caller copies the row.
         """
         source, num_shared = self.find(tokens)
@@ -228,8 +228,8 @@ class PagedCacheManager:
     def allocate(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
         """Takes a free slot for a request whose prompt is `tokens`. Returns (slot, source, num_shared).
 
-        The slot begins with the first `num_shared` entries of slot `source`, whose pages it now shares. The source is the
-        slot itself if pages of the page index hold them, or if nothing is shared (num_shared 0).
+        The slot begins with the first `num_shared` entries of slot `source`, whose pages it now shares. The source is
+        the slot itself if pages of the page index hold them, or if nothing is shared (num_shared 0).
         """
         shards = [shard for shard in range(self.num_shards) if self._free[shard]]
         shard = max(shards, key=lambda shard: (self._find(shard, tokens)[1], len(self._free[shard]), -shard))
@@ -305,8 +305,8 @@ class PagedCacheManager:
         return self._chains[slot].pages
 
     def mark_cached(self, slot: int, tokens: tuple[int, ...]) -> None:
-        """Notes that the entries of these tokens of the slot are in the cache. Their full pages enter the page index, by
-        which later requests find them."""
+        """Notes that the entries of these tokens of the slot are in the cache. Their full pages enter the page index,
+        by which later requests find them."""
         if self.supports_truncation:
             self._allocator_of[slot].index_pages(self._chains[slot], tokens)
 

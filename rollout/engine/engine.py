@@ -18,9 +18,9 @@ that a long prompt never stalls the rest. Then it starts a decode of all slots w
 stops early when requests wait and enough slots are free for them, or when the active rows fit a smaller batch. While it
 runs, the host processes the completions that have ended. `collect` waits for it.
 
-Counters (`Engine.counts`), all cumulative: `steps`, decoding steps; `rows` of the batches of these steps; `useful`, rows
-that produced a token; `prefill`, prefilled tokens without padding; `dispatches`, decodes; `preempted`, preemptions.
-`Generator.counts` adds the counters of the verifier under `exact`: `checked`, `replaced`, `scored`
+Counters (`Engine.counts`), all cumulative: `steps`, decoding steps; `rows` of the batches of these steps; `useful`,
+rows that produced a token; `prefill`, prefilled tokens without padding; `dispatches`, decodes; `preempted`,
+preemptions. `Generator.counts` adds the counters of the verifier under `exact`: `checked`, `replaced`, `scored`
 (rollout/engine/exact.py).
 
 S slots, s rows of a batch, P rows of one prefill call, C tokens that it computes of each row.

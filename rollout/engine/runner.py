@@ -50,8 +50,8 @@ class LateCompilation(RuntimeError):
 
 
 class ModelRunner:
-    """Runs the generator's functions over a cache that the caller holds. Caches are donated. (Reward functions are run by
-    another class, rewards/runner.py:Runner.)
+    """Runs the generator's functions over a cache that the caller holds. Caches are donated. (Reward functions are run
+    by another class, rewards/runner.py:Runner.)
 
     functions: the Python functions that are compiled (rollout/engine/programs.py).
     executables: their compiled forms by name, one for each shape.
