@@ -79,11 +79,11 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
             run.events.note(estimate)  # to the console
         if evaluation and (ended or evaluation.due(step)):
             evaluated = _evaluate(run, evaluation, stage, step)
-            if "time/sync" in evaluated:
+            if "time/sync" in evaluated:  # the evaluation copied the weights for rollouts again
                 evaluated["time/sync"] += metrics.get("time/sync", 0.0)
             metrics |= evaluated
             ended = ended or _reached(stage.options.until, metrics)
-        run.events.step(stage.name, step, metrics)
+        run.events.step(stage.name, step, metrics)  # a line of events.jsonl
         run.note_programs(stage)
         if ended:
             stage.check_learned(state, metrics)

@@ -1,4 +1,4 @@
-"""A stage that samples completions, scores them and trains on the scores.
+"""A stage that samples completions, gets their rewards and trains on them.
 
 P prompts, G completions of each, N = P G in all, T tokens.
 """
@@ -112,11 +112,11 @@ class Stage(StageKind):
                 yield each
 
     def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
-        """Samples groups, scores them, and makes `updates_per_step` updates of full groups each."""
+        """Samples groups, gets their rewards, and makes `updates_per_step` updates, each on complete groups."""
         data, flops_before = StepData(state), self.trainer.total_flops
         self._sample(data)
         self._make_batch(data)
-        self._score(data)
+        self._add_inputs(data)
         advantages = self._advantages(data)
         state, updated = self._update(data, n)
         if not data.stale:  # `log_probabilities` has checked the tokens that are not stale; this mean includes all
@@ -144,6 +144,7 @@ class Stage(StageKind):
 
         def sample() -> tuple[Rollouts, list[int]]:
             rows = self.draw_examples(self.problems.total)  # indices in the data
+            # Numbers for the random draws. They go on through the run: a prompt that comes again is drawn differently.
             ids = range(progress.next_prompt_id, progress.next_prompt_id + len(rows))
             progress.next_prompt_id += len(rows)
             with self.context.timeline.span("data"):
@@ -170,8 +171,11 @@ class Stage(StageKind):
             batch = batch.replace(mask=batch.mask * complete)
         data.batch = batch
 
-    def _score(self, data: StepData) -> None:
-        """Computes the inputs that the algorithm takes from policy, reference and critic, and waits for the rewards."""
+    def _add_inputs(self, data: StepData) -> None:
+        """Adds the inputs of the algorithm: first those from policy, reference and critic, while rewards are computed.
+
+        Then it waits for the rewards and adds the inputs that depend on them.
+        """
         context = self.context
         assert data.rollouts is not None
         self.log_probabilities(data)
@@ -217,7 +221,10 @@ class Stage(StageKind):
         return batch.replace(old_logp=old_logp)
 
     def _advantages(self, data: StepData) -> np.ndarray:
-        """Adds the advantages, float[N] or float[N,T], to the batch. Returns their means per completion, float[N]."""
+        """Adds the advantages, float[N] or float[N,T], and the returns of a critic to the batch.
+
+        Returns the mean advantage of each completion, float[N].
+        """
         batch, rewards = data.batch, data.rewards
         assert data.rollouts is not None and rewards is not None
         algorithm = self.algorithm.with_coefs(self.context.progress.adaptive_coefs)
@@ -250,7 +257,7 @@ class Stage(StageKind):
         return state, updated
 
     def _renew_reference(self, state: RunState, n: int) -> RunState:
-        """Returns the state. Every `reference_every` steps it first mixes the policy into the reference model."""
+        """Returns the state, every `reference_every` steps with the policy mixed into the reference model."""
         every = self.algorithm.reference_every
         if not every or n % every:
             return state
@@ -322,12 +329,11 @@ def _gap(data: StepData, first_logp: np.ndarray, version: int) -> np.ndarray:
     `trainer_logp`. The tokens of later updates are then NaN: their log-probabilities include the change of the policy.
     So are tokens that a policy older than `version` sampled.
     """
-    batch = data.batch
-    logp = data.trainer_logp
+    batch, logp = data.batch, data.trainer_logp
     if logp is None:
         logp = np.full(batch.mask.shape, np.nan, np.float32)
         logp[: len(first_logp)] = first_logp
-    return np.where(inputs.stale_tokens(batch, version), np.float32(np.nan), logp - batch.sampler_logp)
+    return np.where(batch.version == version, logp - batch.sampler_logp, np.float32(np.nan))
 
 
 def _concatenated(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -45,7 +45,9 @@ class ParamState:
 
 
 def schedule(options: OptimizerOptions, updates: int) -> optax.Schedule:
-    """Returns the learning rate by update: linear warm-up, then constant, or linear or cosine to `final_fraction`."""
+    """Returns the learning rate by number of updates: linear warm-up, then constant, or linear or cosine to
+    `final_fraction`. A step of a stage may make several updates.
+    """
     peak, warm = options.learning_rate, options.warmup_steps
     rest = max(1, updates - warm)
     after_warmup = {
@@ -77,9 +79,9 @@ def optimizer(
 
 
 class OptimizerStep:
-    """Compiles one optimiser update of some weights.
+    """Compiles one optimiser update of some weights: of the policy, a critic or a reward model.
 
-    The program sums gradients over micro-batches, clips them, runs AdamW and updates the selection biases of routers.
+    It sums gradients over micro-batches, clips them, runs AdamW and updates the selection biases of routers.
     An update that is not finite, or whose gradient is exactly 0, changes nothing.
     """
 
@@ -204,8 +206,9 @@ class OptimizerStep:
     ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
         """Returns (learner, value head, metrics on the device) after one update, and the token outputs of the loss.
 
-        batch: the mini-batch, a multiple of `micro_rows` rows. inputs: its PolicyInputs. extra_params: frozen weights
-        that the loss reads, by path. value_head: the value head if this update trains it, else None.
+        learner: the weights to update. batch: the mini-batch, a multiple of `micro_rows` rows. inputs: its
+        PolicyInputs. extra_params: frozen weights that the loss reads, by path. value_head: the value head if this
+        update trains it, else None.
         """
         return block_on_cpu_mesh(
             self.executable(learner, batch, inputs, extra_params or {}, value_head, micro_rows=micro_rows), self.layout

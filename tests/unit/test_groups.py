@@ -1,6 +1,7 @@
 """Dynamic sampling: which groups fill a step, which are kept for the next one, and what a checkpoint makes of them."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewards import Scores
-from rl.errors import ModelError
+from rl.errors import ModelError, RewardStop
+from rl.stages import online
 from rl.stages.context import Progress
 from rl.stages.dynamic_sampling import DynamicSampling, Group, ReadyScores
 from rollout import Completion
@@ -108,6 +110,16 @@ def test_a_resumed_stage_goes_on_counting_steps_without_a_score():
     earlier = progress.to_json()
     del earlier["unscored_steps"]  # as an earlier version wrote it
     assert Progress.from_json(earlier).unscored_steps == 0
+    stage = online.Stage.__new__(online.Stage)
+    stage.name, stage.context = "grpo", SimpleNamespace(progress=progress)
+    stage.options = SimpleNamespace(rewards=SimpleNamespace(unscored_steps=4), steps=9)
+    unscored, scored = (Scores(np.full((2, 1), each), np.full(2, each), ("f",), [], {}) for each in (np.nan, 1.0))
+    stage._check_scored(unscored)
+    with pytest.raises(RewardStop, match="grpo: no completion of the last 4 steps has a score"):
+        stage._check_scored(unscored)
+    stage._check_scored(scored)
+    assert progress.unscored_steps == 0
+    progress.unscored_steps = 2
     progress.start_stage({})
     assert progress.unscored_steps == 0
 

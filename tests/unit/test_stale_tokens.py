@@ -24,7 +24,7 @@ class Case:
     own: np.ndarray  # log-probabilities of the policy of this step
 
     def scored(self, *, exact: bool, version: int = NOW):
-        """The batch of the step after `Stage._score`'s part on log-probabilities."""
+        """The batch of the step after `Stage._add_inputs`'s part on log-probabilities."""
         return self.data(exact=exact, version=version).batch
 
     def data(self, *, exact: bool, version: int = NOW) -> inputs.StepData:
@@ -110,3 +110,18 @@ def test_the_difference_of_sampler_and_trainer_is_that_of_fresh_tokens(updates, 
     with pytest.raises(ModelError, match=r"differ by 0\.02 per token"):
         it.scored(exact=exact)
     it.scored(exact=exact, version=NOW + 1)  # all are stale
+
+
+def test_a_trainer_without_a_critic_says_so():
+    it = case({})
+    with pytest.raises(ValueError, match="this trainer has no critic, .* dapo names no input `values`"):
+        it.trainer.values(it.state, it.batch)
+
+
+def test_an_array_of_a_mini_batch_has_a_value_per_row_or_is_a_scalar():
+    it = case({})
+    batch = it.batch.replace(version=None, advantages=it.own)
+    total = it.trainer.loss_inputs(batch)
+    lower = it.trainer.policy.executable.lower
+    with pytest.raises(AssertionError, match="one entry per row"):
+        lower(it.state.policy, batch, dataclasses.replace(total, mean_weight=np.ones(3)), {}, None, micro_rows=4)
