@@ -36,8 +36,7 @@ class Stage(StageKind):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Adds `current_logp` under dynamic sampling (groups carried over are stale) if `max_logp_diff` or `exact`
-        needs it."""
+        """Adds `current_logp` if groups may be stale (dynamic sampling carries them over) and a check needs it."""
         exact = self.config.generator.exact and self.algorithm.old_logp == "trainer"
         compared = exact or self.options.max_logp_diff is not None
         return super().inputs | ({"current_logp"} if self.algorithm.dynamic_batches and compared else frozenset())
@@ -172,10 +171,7 @@ class Stage(StageKind):
         data.batch = batch
 
     def _add_inputs(self, data: StepData) -> None:
-        """Adds the inputs of the algorithm: first those from policy, reference and critic, while rewards are computed.
-
-        Then it waits for the rewards and adds the inputs that depend on them.
-        """
+        """Adds the inputs from policy, reference and critic, waits for the rewards, and adds the inputs from these."""
         context = self.context
         assert data.rollouts is not None
         self.log_probabilities(data)
@@ -221,10 +217,7 @@ class Stage(StageKind):
         return batch.replace(old_logp=old_logp)
 
     def _advantages(self, data: StepData) -> np.ndarray:
-        """Adds the advantages, float[N] or float[N,T], and the returns of a critic to the batch.
-
-        Returns the mean advantage of each completion, float[N].
-        """
+        """Adds advantages, float[N] or float[N,T], and returns to the batch. Returns their mean by completion."""
         batch, rewards = data.batch, data.rewards
         assert data.rollouts is not None and rewards is not None
         algorithm = self.algorithm.with_coefs(self.context.progress.adaptive_coefs)

@@ -45,9 +45,7 @@ class ParamState:
 
 
 def schedule(options: OptimizerOptions, updates: int) -> optax.Schedule:
-    """Returns the learning rate by number of updates: linear warm-up, then constant, or linear or cosine to
-    `final_fraction`. A step of a stage may make several updates.
-    """
+    """Returns the learning rate by update, not step: linear warm-up, then constant, or to `final_fraction`."""
     peak, warm = options.learning_rate, options.warmup_steps
     rest = max(1, updates - warm)
     after_warmup = {
@@ -98,15 +96,13 @@ class OptimizerStep:
 
         Args:
           model: the model of the weights.
-          loss: (params, micro-batch, its PolicyInputs) -> (scalar, metrics, Aux, gradient of the value head, token
-            outputs). The losses of micro-batches are summed. Token outputs are arrays [R, T] by name, which the update
-            returns as [N, T].
+          loss: (params, micro-batch, its PolicyInputs) -> (scalar, summed over micro-batches, metrics, Aux, gradient of
+            the value head, token outputs: arrays [R, T] by name, which the update returns as [N, T]).
           options: settings of AdamW.
           stage: settings of the stage.
           seed: seed of the run, for dropout.
           value_head: update of a value head that learns in the same program, from the states that `loss` computes.
-            `loss` then reads the head from `params`, returns the head's gradient (None without a head) and reports the
-            head's loss as value/loss.
+            `loss` then reads the head from `params`, returns its gradient (else None), and reports value/loss.
         """
         self.model, self._loss, self._options, self._stage, self.value_head = model, loss, options, stage, value_head
         self._trained_paths = trained_paths(model.axes, model.runtime)
@@ -118,8 +114,7 @@ class OptimizerStep:
         self._transform = optimizer(options, self.rate, model.axes, model.runtime.param_dtype)
 
     def _split(self, params: dict) -> tuple[dict, dict]:
-        """Returns (weights with a gradient, other weights). Weights that are trained without a gradient, such as the
-        selection biases of routers, are among the others (`model.untrained`)."""
+        """Returns (weights with a gradient, other weights). Biases of routers are trained, but without a gradient."""
         paths = self._trained_paths - self.model.untrained
         return {k: v for k, v in params.items() if k in paths}, {k: v for k, v in params.items() if k not in paths}
 
@@ -206,9 +201,8 @@ class OptimizerStep:
     ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
         """Returns (learner, value head, metrics on the device) after one update, and the token outputs of the loss.
 
-        learner: the weights to update. batch: the mini-batch, a multiple of `micro_rows` rows. inputs: its
-        PolicyInputs. extra_params: frozen weights that the loss reads, by path. value_head: the value head if this
-        update trains it, else None.
+        batch: a mini-batch, a multiple of `micro_rows` rows. inputs: its PolicyInputs. extra_params: frozen weights
+        that the loss reads, by path. value_head: the value head if this update trains it, else None.
         """
         return block_on_cpu_mesh(
             self.executable(learner, batch, inputs, extra_params or {}, value_head, micro_rows=micro_rows), self.layout
@@ -232,19 +226,14 @@ class OptimizerStep:
         grads, head_gradient, loss, metrics, routing = sums
         if value_head is not None:
             assert self.value_head is not None  # the caller passes a head only if there is an update for it
-            value_head, head_metrics = self.value_head.apply(
-                value_head, {VALUE_HEAD: head_gradient}, metrics["value/loss"], {}
-            )
+            arguments = value_head, {VALUE_HEAD: head_gradient}, metrics["value/loss"], {}
+            value_head, head_metrics = self.value_head.apply(*arguments)
             metrics |= {f"value/{name}": value for name, value in head_metrics.items() if name != "loss"}
         learner, step_metrics = self.apply(learner, grads, loss, routing)
         return learner, value_head, metrics | step_metrics, tokens
 
     def apply(self, learner: ParamState, grads: dict, loss: jax.Array, routing: dict) -> tuple[ParamState, dict]:
-        """Returns (the learner after a step by these gradients, metrics). Runs inside a jitted function.
-
-        routing: load statistics of the routers, Routing by path of the layer, for their selection biases. (Routes are
-        something else: the recorded experts of each token, `Batch.routes`.)
-        """
+        """Returns (learner after a step by these gradients, metrics), in a jitted function. routing: router loads."""
         trained, others = self._split(learner.params)
         squares = to_device(joined(on_each_memory(_squares, self.model.tables, grads)))
         part_norms = gradient_norms(squares) if self._diagnostics else {}
@@ -287,11 +276,9 @@ class OptimizerStep:
         N = M * R
 
         def split(a):
-            """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows. Scalars, such as totals, are
-            repeated."""
+            """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows; scalars (totals) are repeated."""
             if not jnp.ndim(a):
                 return jnp.broadcast_to(a, (M,))
-            assert a.shape[0] == N, f"an array of a mini-batch has one entry per row ({N}) or is a scalar: {a.shape}"
             return constrain(a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout)
 
         micros, batch_totals = jax.tree.map(split, (batch, inputs)), totals(batch)
