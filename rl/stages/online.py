@@ -217,7 +217,7 @@ class Stage(StageKind):
         return batch.replace(old_logp=old_logp)
 
     def _advantages(self, data: StepData) -> np.ndarray:
-        """Adds advantages, float[N] or float[N,T], and returns to the batch. Returns their mean by completion."""
+        """Adds `advantages`, float[N] or float[N,T], and `returns` to the batch. Returns each completion's mean."""
         batch, rewards = data.batch, data.rewards
         assert data.rollouts is not None and rewards is not None
         algorithm = self.algorithm.with_coefs(self.context.progress.adaptive_coefs)
