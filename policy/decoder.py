@@ -76,7 +76,8 @@ class LayerStack(nnx.Module):
 
         if runtime.remat != "none" and cache is None:
             repeat = checkpointed(repeat, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan)
-        if len(cache) == self.repeats if cache is not None else not runtime.scan:
+        unrolled = not runtime.scan if cache is None else len(cache) == self.repeats  # a scanned cache has one part
+        if unrolled:
             x_BTE, cache, outputs = self._unrolled(x_BTE, cache, weights, repeat)
             return batch_split.merge(x_BTE) if split else x_BTE, cache, outputs
 
@@ -208,6 +209,7 @@ class Decoder(nnx.Module):
         forward = self._explicit if explicit else self._forward
         if (order := Order.of(step, cast(Any, cache), runtime)) is None:
             return forward(tokens_BT, step, cache, runtime)
+        assert cache is None, "only training splits sequences over devices, so Order.of returns None with a cache"
         tokens_BT, step = order.enter(tokens_BT, step)
         hidden, _, aux = forward(tokens_BT, step, cache, runtime)
         return order.leave(hidden), None, order.leave_aux(aux)
@@ -237,7 +239,10 @@ class Decoder(nnx.Module):
     def _forward(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         x, cache, layers = self.before_norm(tokens_BT, step, cache, runtime)
         normed, spec = self.norm(x), self.config.multi_token_prediction
-        aux = Aux(layers, None if spec is None else normed if spec.input == "post_norm" else x)
+        mtp_input = None
+        if spec is not None:
+            mtp_input = normed if spec.input == "post_norm" else x
+        aux = Aux(layers, mtp_input)
         return normed, cache, aux
 
     def before_norm(
@@ -246,7 +251,7 @@ class Decoder(nnx.Module):
         """Runs everything up to the final norm. Returns (hidden [B, T, E] before that norm, with the streams of
         hyper-connections reduced, cache, the LayerAux of each path). A call without a cache that is sharded along the
         length or in explicit mode needs `__call__`, which sets these up."""
-        step = self.make_step(tokens_BT, step)
+        step = self.complete_step(tokens_BT, step)
         layout = runtime.layout
         if (
             layout is not None
@@ -271,8 +276,9 @@ class Decoder(nnx.Module):
         x = x if self.streams is None else self.streams.reduce(x)
         return x, None if cache is None else tuple(caches), layers
 
-    def make_step(self, tokens_BT: jax.Array, step: Step) -> Step:
-        """Returns `step` with these tokens and with the tables of all rotary embeddings at its positions."""
+    def complete_step(self, tokens_BT: jax.Array, step: Step) -> Step:
+        """Returns `step` (of policy/modes.py) with these tokens and the tables of all rotary embeddings at its
+        positions."""
         return replace(
             step, tokens=tokens_BT, rotations={str(rope): rotation(rope, step.positions) for rope in self.config.ropes}
         )

@@ -1,4 +1,4 @@
-"""The modes of the one forward pass: train, prefill, autoregressive, verify.
+"""The modes of the one forward pass: train, prefill, decode one token (next_token_states), verify drafts.
 
 B rows, T tokens, E hidden, V vocabulary.
 """
@@ -31,10 +31,10 @@ def make_step(tokens_BT: jax.Array, positions: ArrayLike | None = None, segments
         index = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         start = jnp.where(first_of_segment(segments), index, 0)
         positions = index - jax.lax.cummax(start, axis=1)
-    return Step(jnp.asarray(positions, jnp.int32), segments, contiguous=contiguous)
+    return Step(positions=jnp.asarray(positions, jnp.int32), segments=segments, contiguous=contiguous)
 
 
-# The name of a linear value head on the final states, float32[E], among weights that have one.
+# Key of the optional value head (float32[E]) among the weights.
 VALUE_HEAD = "value_head"
 
 
@@ -55,10 +55,10 @@ def train(
     hidden, _, aux = decoder(tokens_BT, step, None, runtime)
     if runtime.mtp is not None:
         aux = predictions(decoder, tokens_BT, step, hidden, aux, temperature, runtime)
-    logp, entropy = score(decoder, shift_right(hidden), tokens_BT, temperature, runtime)
-    scored = (step.segments != 0) & ~first_of_segment(step.segments)
+    logp, entropy = logprobs_of_states(decoder, shift_right(hidden), tokens_BT, temperature, runtime)
+    predicted = (step.segments != 0) & ~first_of_segment(step.segments)
     aux = replace(aux, mtp_input=None, states=hidden)
-    return jnp.where(scored, logp, 0.0), jnp.where(scored, entropy, 0.0), aux
+    return jnp.where(predicted, logp, 0.0), jnp.where(predicted, entropy, 0.0), aux
 
 
 def shift_right(hidden_BTE: jax.Array) -> jax.Array:
@@ -66,7 +66,7 @@ def shift_right(hidden_BTE: jax.Array) -> jax.Array:
     return jnp.pad(hidden_BTE[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
 
-def score(
+def logprobs_of_states(
     decoder: Decoder, states_BTE: jax.Array, tokens_BT: jax.Array, temperature: ArrayLike, runtime: Runtime
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp, entropy), float32[B, T], of tokens that are predicted from `states`, the states one token
@@ -90,23 +90,17 @@ def next_token_step(lengths_B: jax.Array, active_B: jax.Array, pages_BM: jax.Arr
     `lengths` counts the tokens in the cache, so it is the position of the new token. A slot that is not active leaves
     the cache unchanged. `pages` int32[B, M]: the page table of each row of a paged cache.
     """
-    return Step(lengths_B[:, None], active_B[:, None].astype(jnp.int32), pages=pages_BM)
-
-
-def autoregressive(
-    decoder: Decoder, tokens_B: jax.Array, step: Step, cache: tuple, runtime: Runtime
-) -> tuple[jax.Array, tuple]:
-    """Feeds one token to every slot, with the step of `next_token_step`. Returns (logits float32[B, V] of the token
-    after it, cache)."""
-    states, cache = next_token_states(decoder, tokens_B, step, cache, runtime)
-    return logits(decoder, states, runtime), cache
+    segments = active_B[:, None].astype(jnp.int32)  # one segment per row, 0 (padding) where the slot is not active
+    return Step(positions=lengths_B[:, None], segments=segments, pages=pages_BM)
 
 
 def next_token_states(
     decoder: Decoder, tokens_B: jax.Array, step: Step, cache: tuple, runtime: Runtime
 ) -> tuple[jax.Array, tuple]:
-    """Feeds one token to every slot as `autoregressive` does, without the head. Returns (final states [B, E],
-    cache)."""
+    """Feeds one token to every slot, with the step of `next_token_step`. Returns (final states [B, E], cache).
+
+    `logits` turns the states into the logits of the token after it.
+    """
     hidden, updated, _ = decoder(tokens_B[:, None], step, cache, runtime)
     return hidden[:, 0], cast(tuple, updated)
 
@@ -114,8 +108,8 @@ def next_token_states(
 def verify(
     decoder: Decoder, tokens_BT: jax.Array, step: Step, cache: tuple, runtime: Runtime
 ) -> tuple[jax.Array, tuple, Aux]:
-    """Feeds several tokens to every slot, tentatively: (logits float32[B, T, V] of the token after each, cache, Aux).
-    `policy.cache.cache.commit` turns cache and Aux into the cache that holds the first tokens only."""
+    """Feeds several tokens to every slot, tentatively. Returns (logits float32[B, T, V] of the token after each, cache,
+    Aux). `policy.cache.cache.commit` turns cache and Aux into the cache that holds the first tokens only."""
     hidden, updated, aux = decoder(tokens_BT, step, cache, replace(runtime, tentative=True))
     return logits(decoder, hidden, runtime), cast(tuple, updated), aux
 

@@ -192,7 +192,8 @@ def check(spec: str, options: dict | None = None, columns: Iterable[str] | None 
     """Checks a reward before a run. Imports the user's file and calls nothing in it but its registered check.
 
     columns: names of the columns of the data; None: not checked.
-    Raises RewardError if `spec` is unknown or cannot be imported, does not accept `options`, or needs another column.
+    Raises RewardError if `spec` is unknown or cannot be imported, does not accept `options`, needs another column, or
+    would receive a column with the name of a value that the run gives it (GIVEN).
     """
     options = dict(options or {})
     function = locate(spec).function
@@ -209,6 +210,12 @@ def check(spec: str, options: dict | None = None, columns: Iterable[str] | None 
             expected = getattr(hints[key], "__name__", hints[key])
             raise RewardError(f"reward {spec}: option {key!r} is {value!r}, expected {expected}")
     if columns is not None:
+        columns = set(columns)
+        if taken := [name for name in GIVEN if name in columns and takes.takes(name)]:
+            raise RewardError(
+                f"reward {spec}: the data has a column {taken[0]!r}, but this argument is given by the run; rename the "
+                "column in the data"
+            )
         require_columns(spec, takes, options, {*columns, *GIVEN})
     hook = getattr(function, "__duet_hooks__", Hooks()).check
     if hook is not None:

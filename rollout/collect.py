@@ -1,7 +1,7 @@
 """Groups of completions from prompts: calls the generator and starts to compute the rewards of what it returns.
 
-The one seam between an engine and a stage: a stage knows Rollouts, whatever made them. Scores are numbers for
-completions, from reward functions and reward models. P prompts, G completions of each.
+Stages get completions only through `collect`. They also set the generator's value head and read the size of its
+weights. Scores are numbers for completions, from reward functions and reward models. P prompts, G completions of each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Example(Protocol):
 
 
 class Problem(Protocol):
-    """A prompt to complete."""
+    """A prompt to complete, with its row of data. (A task of rl/tasks makes problems; here a problem can be any
+    row.)"""
 
     @property
     def example(self) -> Example:
@@ -73,9 +74,10 @@ class PendingScores(Protocol):
 class Rollouts:
     """The completions of one step, with their pending scores.
 
-    completions: [P][G]. versions: policy version (number of updates) that sampled each group. counts: what the
-    generator counted (Engine.counts) in all sampling for this step, and the `tokens` of its completions. With dynamic
-    sampling (rl/stages/dynamic_sampling.py) they include the groups that it dropped. seconds: time of sampling.
+    problems: the prompts with their rows of data. prompt_ids: the running number of each prompt in the run, for the
+    random draws. completions: [P][G]. versions: policy version (number of updates) that sampled each group. counts:
+    what the generator counted (Engine.counts) in all sampling for this step, and the `tokens` of its completions. With
+    dynamic sampling (rl/stages/dynamic_sampling.py) they include the groups that it dropped. seconds: time of sampling.
     scoring: time of the reward models after it.
     """
 
@@ -110,9 +112,12 @@ def collect(
     examples = [problem.example for problem in problems for _ in range(G)]
     names = sorted({name for example in examples for name in example.columns})
     columns: dict[str, Any] = {name: [example.columns.get(name) for example in examples] for name in names}
+    # Names of rewards.registry.GIVEN. The check of the data refuses columns of these names that a reward would get.
     columns |= {"completion_lengths": [0] * len(examples), "truncated": [False] * len(examples)}
     columns["reward_model_scores"] = [{}] * len(examples)
-    columns["max_new_tokens"] = params.max_new_tokens
+    columns["max_new_tokens"] = (
+        params.max_new_tokens
+    )  # one number for all; the other columns have a value per completion
     groups = [p for p in range(len(problems)) for _ in range(G)]
     handle = source.runner.open([example.prompt for example in examples], columns, groups, on_calls=source.on_calls)
     generator.reset_prefix_cache()

@@ -27,10 +27,10 @@ from rollout.types import Completion, GeneratorOptions, SamplingParams
 class Generator:
     """Decodes up to `slots` completions at the same time over a cache of `max_length` tokens each.
 
-    A token's draw depends only on (seed, prompt id, sample index, position), so neither the other prompts of a call
-    nor the number of slots changes a completion. The generator reads the weights from `model.params` at every
-    prefill call and every decode. It renews its copies (`weights`) when the weights have changed
-    (rollout/engine/weights.py).
+    The random number of a token depends only on (seed, prompt id, sample index, position). Apart from rounding, the
+    other prompts of a call and the number of slots therefore do not change a completion; `GeneratorOptions.exact`
+    removes the rounding too. The generator reads the weights from `model.params` at every prefill call and every
+    decode. It renews its copies (`weights`) when the weights have changed (rollout/engine/weights.py).
 
     engine: runs the requests. verifier: checks their tokens, under GeneratorOptions.exact.
     """
@@ -61,19 +61,12 @@ class Generator:
         runner = ModelRunner(model.graph, options, slots, max_length)
         if self.weights and self.weights.reshards:
             runner.reserved_bytes = self.weights.bytes
-        self.engine = Engine(
-            runner,
-            lambda: self._params,
-            seed,
-            stop_string=partial(first_stop, tokenizer) if tokenizer else None,
-            prefill_budget=budget,
-        )
+        stop_string = None if tokenizer is None else partial(first_stop, tokenizer)
+        self.engine = Engine(runner, lambda: self._params, seed, stop_string=stop_string, prefill_budget=budget)
         if options.record_values:
-            self.value_by(jnp.zeros(model.config.hidden_size, jnp.float32, device=model.graph.layout.replicated))
+            self.set_value_head(jnp.zeros(model.config.hidden_size, jnp.float32, device=model.graph.layout.replicated))
         self._queue = Queue()
-        self.verifier = (
-            Verifier(model.scorer, seed, stop_string=partial(first_stop, tokenizer)) if options.exact else None
-        )
+        self.verifier = Verifier(model.scorer, seed, stop_string=stop_string) if options.exact else None
 
     def generate(
         self,
@@ -134,8 +127,9 @@ class Generator:
                         left.remove(id(request))
                         yield request
         finally:
-            for request in requests if left else ():
-                self.cancel(request)
+            if left:  # the caller stopped early, or a step failed
+                for request in requests:
+                    self.cancel(request)
 
     def submit(self, request: Request) -> Request:
         """Adds a request to the queue. Repeated calls of `step` run it until `finish` is set. Raises ValueError if it
@@ -215,9 +209,9 @@ class Generator:
         self._queue.add(resumed)
         return verified
 
-    def value_by(self, head_E: jax.Array) -> None:
-        """Records values by this head, float32[E], from now on. The generator keeps a copy, because an update may
-        donate the array."""
+    def set_value_head(self, head_E: jax.Array) -> None:
+        """Sets the value head, float32[E], that the recorded values are computed with. The generator keeps a copy,
+        because an update may donate the array."""
         self.engine.runner.value_head = jnp.copy(head_E)
 
     @property
@@ -248,8 +242,8 @@ class Generator:
                 raise ValueError(f"generate: prompt {i} is a string; pass a tokenizer to Generator, or token ids")
             prompt = render_prompt(self.tokenizer, prompt)
         prompt = tuple(int(token) for token in prompt)
-        if problem := Request(prompt, params).problem(self.model.config.vocab_size, self.max_length):
-            raise ValueError(f"generate: prompt {i} {problem}")
+        if refusal := Request(prompt, params).refusal(self.model.config.vocab_size, self.max_length):
+            raise ValueError(f"generate: prompt {i} {refusal}")
         return prompt
 
     @property

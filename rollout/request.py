@@ -1,4 +1,17 @@
-"""Requests, and the queue in which they wait for a slot. Pure Python: no arrays, no device."""
+"""Requests, and the queue in which they wait for a slot. Pure Python: no arrays, no device.
+
+The words of the folder `engine` about a request, from the smallest to the largest:
+
+- entry: what the cache keeps of one token.
+- `cached`: how many of the first tokens of prompt and completion have entries now.
+- `needed`: how many entries decoding needs: one for each token but the last. `cacheable` are these tokens.
+- `last`: the token without an entry. The next decoding step feeds it, makes its entry and samples the token after it.
+- `ready`: `cached` has reached `needed`, so the request can decode.
+- `left`: how many tokens may still be sampled.
+
+The engine calls the `cacheable` tokens the prompt of a request. They are the user's prompt without its last token, and
+also a part of the completion if the request was preempted or continues.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +27,9 @@ from rollout.types import SamplingParams
 class Request:
     """One completion to sample.
 
-    prompt_id, sample: ids of the prompt and of the sample of it. With the seed and a position they determine each draw.
+    prompt: the tokens that the caller gave. They stay as they are, also after a preemption.
+    prompt_id, sample: numbers for the random draws. With the seed and a position they determine each draw. prompt_id is
+    the running number of the prompt in the run, sample the number of the completion of this prompt.
     index: index of the prompt in the call that made the request.
 
     The engine appends to four lists until `finish` is "stop" or "length":
@@ -25,8 +40,7 @@ class Request:
       accepted drafts. Its sum is the number of decoding steps.
     - values: where they are recorded, the value of the state that each token was drawn from.
 
-    cached: how many tokens of prompt and completion have entries in the cache. A request can decode when these are all
-    but the last (`needed`): a decoding step feeds that one, makes its entry and samples the next.
+    cached: how many tokens of prompt and completion have entries in the cache.
     verified_tokens: how many tokens of the completion the scoring programs have confirmed, under
     GeneratorOptions.exact (rollout/engine/exact.py).
     routes: where they are recorded, once the request has ended: the experts of its entries, the first `needed` rows of
@@ -49,8 +63,8 @@ class Request:
 
     @property
     def needed(self) -> int:
-        """Returns the number of entries that the cache must have before decoding: one for each token of prompt and
-        completion but the last, which decoding feeds first."""
+        """Returns the number of entries that decoding needs: one for each token of prompt and completion but the
+        last."""
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
@@ -70,17 +84,19 @@ class Request:
 
     @property
     def cacheable(self) -> tuple[int, ...]:
-        """Returns the first `needed` tokens: those that must be in the cache before decoding, and that other requests
-        can share."""
+        """Returns the first `needed` tokens. Other requests can share their entries."""
         return self.span(0, self.needed)
 
     def span(self, start: int, end: int) -> tuple[int, ...]:
-        """Tokens start .. end - 1 of prompt and completion."""
+        """Returns tokens start .. end - 1 of prompt and completion."""
         n = len(self.prompt)
         return (*self.prompt[start:end], *self.tokens[max(0, start - n) : max(0, end - n)])
 
-    def problem(self, vocab_size: int, max_length: int) -> str | None:
-        """Returns the problem of the prompt for rows of `max_length` tokens, or None."""
+    def refusal(self, vocab_size: int, max_length: int) -> str | None:
+        """Returns why a cache of `max_length` tokens per slot cannot take the prompt, as the end of a sentence.
+
+        None: it can.
+        """
         if not self.prompt:
             return "is empty"
         if min(self.prompt) < 0 or max(self.prompt) >= vocab_size:

@@ -84,7 +84,7 @@ class GeneratorOptions:
     record_values: bool = option(
         False,
         description="Completions have the value of the state that each token was drawn from, by the head of "
-        "Generator.value_by.",
+        "Generator.set_value_head.",
     )
 
     @property

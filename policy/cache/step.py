@@ -1,4 +1,4 @@
-"""The tokens of a call: positions, segments, pages and routes. B rows, T tokens, R layers, k experts per token."""
+"""The metadata of a forward pass. B rows, T tokens, M pages of a row, R repeats of a stack, k experts per token."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ UNKNOWN = -1
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Step:
-    """Places the tokens of a call: position in the document and segment (0: padding), both int32[B, T].
+    """Where the tokens of a call sit and what they may attend to: the metadata of a forward pass.
 
+    positions, segments: int32[B, T], the position of each token in its document, and its document within the row (0:
+        padding). Tokens attend to tokens of their own segment only.
     tokens, rotations: int32[B, T] and the (cos, sin) tables of all rotary embeddings; the decoder fills both in.
     dropout: for training only.
     pages: int32[B, M], the pages of each row in a paged cache.
@@ -30,7 +32,8 @@ class Step:
         one. Order and segments alone then decide which keys a query sees.
     balanced: `contiguous` was true before the tokens were put into the balanced order of
         policy/attention/sequence_shards.py.
-    anywhere: rows are not slots, and on a mesh their pages may lie in any shard of the pool.
+    anywhere: row b is not slot b. On a mesh its pages may then lie in any shard of the pool, not only in the shard of
+        the devices that compute the row.
     """
 
     positions: jax.Array

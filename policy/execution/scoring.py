@@ -158,4 +158,6 @@ class Scorer:
 
     def _scores_program(self, params, hidden_RTE, tokens_RT, temperature):
         with self.graph.precision():
-            return modes.score(self.graph.decoder(params), hidden_RTE, tokens_RT, temperature, self.graph.runtime)
+            return modes.logprobs_of_states(
+                self.graph.decoder(params), hidden_RTE, tokens_RT, temperature, self.graph.runtime
+            )

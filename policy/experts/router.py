@@ -102,7 +102,7 @@ def routing_statistics(experts_BTK: jax.Array, scores_BTX: jax.Array, segments_B
     balance: the sequence-wise balance term of arXiv 2412.19437 (eq. 17-20), summed over sequences: sum_e f_e P_e with
         f_e = X / (k T) * choices of e, and P_e the mean share of e in the scores. It is 1 for a sequence of T tokens
         that uses its experts evenly; padding adds 0.
-    share: float32[X], each expert's share in the scores summed over tokens, for the balance term of a full batch.
+    share: float32[X], each expert's share in the scores summed over tokens, for the balance term of a mini-batch.
     """
     B, T, k = experts_BTK.shape
     X = scores_BTX.shape[-1]
@@ -130,7 +130,7 @@ def bias_update(bias_X: jax.Array, counts_X: jax.Array, rate: float) -> jax.Arra
     """Returns the selection bias after a step (arXiv 2408.15664): + `rate` for experts chosen less than the mean, else
     - `rate`.
 
-    counts: choices in the full optimiser batch; the last axis is the experts.
+    counts: choices in the mini-batch; the last axis is the experts.
     """
     return bias_X + rate * jnp.sign(counts_X.mean(axis=-1, keepdims=True) - counts_X)
 

@@ -12,7 +12,7 @@ An algorithm file defines the frozen dataclass `Algorithm`. Its fields are its Y
     adapt_after_update(...), adapt_after_step(...)
                                         their next values, after an update and after a step
     with_coefs(coefs)                   the algorithm with these values, for `advantages` on the host
-    with_totals(PolicyInputs)           the full optimiser batch with its counts, before it is cut into micro-batches
+    with_totals(PolicyInputs)           the mini-batch with its counts, before it is cut into micro-batches
     loss(PolicyInputs)                  device: (scalar, metrics), differentiable in logp and entropy
     per_token(Tokens)                   device: (loss of each token, metrics), for a `PolicyGradient`
     advantages(rewards, lengths)        host, with rollouts: float[P,G], NaN: no score -> float[P,G], or
@@ -65,9 +65,9 @@ def get(name: str, **options: Any) -> Any:
 
 
 def reduce_metrics(stacked: dict[str, Any]) -> dict[str, Any]:
-    """Reduces metrics of M micro-batches, each stacked to an array [M], to metrics of the optimiser batch.
+    """Reduces metrics of M micro-batches, each stacked to an array [M], to metrics of the mini-batch.
 
-    Means are already divided by counts of the full batch, so they are summed; `*_max` and `*_min` take the extreme,
+    Means are already divided by counts of the mini-batch, so they are summed; `*_max` and `*_min` take the extreme,
     and the effective sample size follows from the first two moments of the weights. Works on numpy and jax arrays, also
     under jit.
     """

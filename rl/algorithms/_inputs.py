@@ -16,10 +16,10 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
-    """The arrays of an optimiser batch, or of one of its micro-batches, for `algorithm.loss`. An absent array is None.
+    """The arrays of a mini-batch, or of one of its micro-batches, for `algorithm.loss`. An absent array is None.
 
-    Where `mask` is 0, other arrays may hold any value, including NaN. The class is a jax pytree; `max_length` is
-    static.
+    Where `mask` is 0, arrays with a value per token may hold any value, including NaN. `segments` and `prompt` are
+    valid everywhere. The class is a jax pytree; `max_length` is static.
     """
 
     mask: jax.Array  # [N,T] 1 on trained tokens: not on prompts, padding and tool output
@@ -29,21 +29,19 @@ class PolicyInputs:
     ref_logp: jax.Array | None = None  # from the reference model
     entropy: jax.Array | None = None  # entropy of the distribution of token t, with gradient
     advantages: jax.Array | None = None  # [N] or [N,T]
-    scores: jax.Array | None = None  # reward-model score up to and including token t, with gradient
+    scores: jax.Array | None = None  # [N,T] output of a trained reward model for the text up to token t, with gradient
     margin: jax.Array | None = None  # score difference that a pair should have, read at the last token of an answer
     extra: dict[str, jax.Array] | None = None  # [N,T] further numbers of the data, by name
     segments: jax.Array | None = None  # int[N,T] in 0..T: sequence within the row, 0 is padding; None: one a row
-    prompt: jax.Array | None = None  # int[N], or [N,T] for packed rows: number of the prompt (the group); -1: padding
-    num_tokens: jax.Array | None = None  # scalar: sum of mask over the optimiser batch; None: counted here
+    prompt: jax.Array | None = None  # int[N], or [N,T] for packed rows: index of the group; -1: padding
+    num_tokens: jax.Array | None = None  # scalar: sum of mask over the mini-batch; None: counted here
     num_sequences: jax.Array | None = None  # scalar
     num_prompts: jax.Array | None = None  # scalar
     chosen_tokens: jax.Array | None = None  # scalar: sum of mask over the chosen answers of pairs
     prompt_tokens: jax.Array | None = None  # [N] or [N,T]: sum of mask over all completions of the prompt
     correct: jax.Array | None = None  # [N] or [N,T]: 1 on completions that are correct, for a loss that imitates them
-    num_correct: jax.Array | None = None  # scalar: sum of mask over the correct completions of the optimiser batch
-    mean_weight: jax.Array | None = (
-        None  # scalar: mean sampler-correction weight over the tokens of the optimiser batch
-    )
+    num_correct: jax.Array | None = None  # scalar: sum of mask over the correct completions of the mini-batch
+    mean_weight: jax.Array | None = None  # scalar: mean sampler-correction weight over the tokens of the mini-batch
     entropy_threshold: jax.Array | None = None  # scalar: entropy quantile of the batch, for `top_entropy`
     adaptive_coefs: dict[str, jax.Array] | None = None  # scalars that the algorithm adapts during training
     max_length: int | None = dataclasses.field(default=None, metadata={"static": True})  # largest completion, tokens
@@ -101,7 +99,7 @@ class Sequences:
 def with_totals(
     inputs: PolicyInputs, by_prompt: bool = False, count_empty: bool = True, top_entropy: float | None = None
 ) -> PolicyInputs:
-    """Returns `inputs` with the absent totals counted from its own rows, as if they were the full optimiser batch.
+    """Returns `inputs` with the absent totals counted from its own rows, as if they were the mini-batch.
 
     count_empty: sequences and prompts without a token in the mask count too.
     """

@@ -2,7 +2,7 @@
 
 Shapes: N rows of T tokens; S sequence numbers in a row (0 is padding). lp, lo, ls, lr are current, old, sampler's and
 reference's log-probabilities. Every array is replaced where the mask is 0 *before* any exp or difference: 0 * inf is
-NaN in a gradient. All sums are float32. Metrics that are means are divided by counts of the full optimiser batch, so
+NaN in a gradient. All sums are float32. Metrics that are means are divided by counts of the mini-batch, so
 the metrics of its micro-batches add up (`rl.algorithms.reduce_metrics`).
 """
 
@@ -44,7 +44,7 @@ class Tokens:
         return self.logp - self.old
 
     def mean(self, values_NT: jax.Array) -> jax.Array:
-        """Returns the share of this batch in the mean over the tokens of the optimiser batch."""
+        """Returns the share of this batch in the mean over the tokens of the mini-batch."""
         return aggregate(values_NT, self.inputs, self.sequences, "token")
 
     def count(self, chosen_NT: jax.Array) -> jax.Array:
@@ -102,7 +102,7 @@ def supervised_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict
 
 
 def correct_nll(inputs: PolicyInputs) -> jax.Array:
-    """Returns the mean of -logp over the `correct` tokens of the optimiser batch; 0 without any."""
+    """Returns the mean of -logp over the `correct` tokens of the mini-batch; 0 without any."""
     mask = (jnp.asarray(inputs.mask) != 0) & correct_tokens(inputs)
     return -_masked(inputs.logp, mask).sum() / _at_least_one(inputs.num_correct)
 
@@ -132,9 +132,9 @@ def value_loss(
 
 
 def aggregate(per_token: jax.Array, inputs: PolicyInputs, sequences: Sequences, how: str) -> jax.Array:
-    """Returns a scalar: the share of this batch, float[N,T], in a mean over the full optimiser batch.
+    """Returns a scalar: the share of this batch, float[N,T], in a mean over the mini-batch.
 
-    `inputs` holds the totals of the optimiser batch. token: mean over tokens; sequence: mean over sequences of their
+    `inputs` holds the totals of the mini-batch. token: mean over tokens; sequence: mean over sequences of their
     token mean; sequence_sum: mean over sequences of their token sum; constant: sequence_sum divided by the maximum
     length; prompt: mean over prompts of their token mean.
     """

@@ -44,13 +44,13 @@ class Pairs:
         return self.split(self.sequences.packed_sum(jnp.where(ends_NT, values_NT, 0.0)))
 
     def mean(self, values_NK: jax.Array, inputs: PolicyInputs) -> jax.Array:
-        """Returns the sum over the pairs of these rows, divided by the number of pairs of the optimiser batch."""
+        """Returns the sum over the pairs of these rows, divided by the number of pairs of the mini-batch."""
         total = jnp.where(self.exist_NK, values_NK.astype(jnp.float32), 0.0).sum()
         return total / jnp.maximum(jnp.asarray(inputs.num_sequences, jnp.float32) / 2, 1.0)
 
 
 def with_totals(inputs: PolicyInputs) -> PolicyInputs:
-    """Returns `inputs` with counts of the full batch: tokens, sequences (two per pair), tokens of chosen answers."""
+    """Returns `inputs` with counts of the mini-batch: tokens, sequences (two per pair), tokens of chosen answers."""
     inputs = _inputs.with_totals(inputs)
     if inputs.chosen_tokens is None:
         pairs = Pairs(inputs)

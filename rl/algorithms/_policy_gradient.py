@@ -155,7 +155,7 @@ class PolicyGradient(Sampled):
     def inputs(self) -> frozenset[str]:
         """Returns the names of rl/stages/inputs.py that the loss and the advantages take.
 
-        `old_logp` is one of them if the loss needs a statistic of the full batch in advance: the entropy quantile, the
+        `old_logp` is one of them if the loss needs a statistic of the mini-batch in advance: the entropy quantile, the
         count of tokens that are not rejected, or the mean weight of the correction. This input is a pass of the trainer
         before the updates, whatever the option `old_logp` says.
         """
@@ -210,9 +210,9 @@ class PolicyGradient(Sampled):
         return coefs["entropy_coef"] * coefs["entropy_bonus_applied"]
 
     def with_totals(self, inputs: Any) -> Any:
-        """Returns the `PolicyInputs` of a full optimiser batch with its counts, entropy quantile and mean weight.
+        """Returns the `PolicyInputs` of a mini-batch with its counts, entropy quantile and mean weight.
 
-        Losses, gradients and metrics of micro-batches cut from the result add up to the values of the full batch.
+        Losses, gradients and metrics of micro-batches cut from the result add up to the values of the mini-batch.
         """
         from rl.algorithms import _inputs, _losses
 
@@ -347,7 +347,13 @@ class KLReward(_Mixin):
 
 @algorithm_options()
 class GroupRelative(_Mixin):
-    """A mixin: advantages relative to the mean reward of the group, without a critic."""
+    """A mixin: advantages relative to the mean reward of the group, without a critic.
+
+    `estimate` (rl/algorithms/_sampled.py) calls `advantages` with the arguments that the providers of `inputs` add
+    (rl/stages/inputs.py): here `weights`, by `each_reward`. An algorithm that penalises the KL in the rewards
+    (KLReward) names `token_kl`, whose provider adds `mask` and `token_kl`, and defines `advantages` with these
+    arguments.
+    """
 
     scale: Literal["group", "batch", "none", "others"] = Field(
         "group",

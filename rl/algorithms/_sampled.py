@@ -69,8 +69,8 @@ class Sampled:
 
         Advantages are float[N] or float[N,T].
 
-        rewards: float[P,G]. lengths: int[P,G], tokens. batch: the Batch of all completions. inputs: arguments of
-        `advantages` from the providers of rl/stages/inputs.py.
+        rewards: float[P,G]. lengths: int[P,G], tokens. batch: the Batch of all completions. inputs: further arguments
+        of `advantages`, added by the providers of rl/stages/inputs.py: `greedy`, `weights`, `mask`, `token_kl`.
         """
         advantages = cast(Any, self).advantages(rewards, lengths, **inputs)
         return advantages.reshape(-1, *advantages.shape[2:]), None, {}

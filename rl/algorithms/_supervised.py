@@ -18,7 +18,7 @@ class Supervised:
         return coefs
 
     def with_totals(self, inputs: Any) -> Any:
-        """Returns the `PolicyInputs` of an optimiser batch with its counts; see `PolicyGradient.with_totals`."""
+        """Returns the `PolicyInputs` of a mini-batch with its counts; see `PolicyGradient.with_totals`."""
         from rl.algorithms._inputs import with_totals
 
         return with_totals(inputs)

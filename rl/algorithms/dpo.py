@@ -67,13 +67,13 @@ class Algorithm(Supervised):
         return self
 
     def with_totals(self, inputs: Any) -> Any:
-        """Returns the `PolicyInputs` of an optimiser batch with its counts; see `PolicyGradient.with_totals`."""
+        """Returns the `PolicyInputs` of a mini-batch with its counts; see `PolicyGradient.with_totals`."""
         from rl.algorithms._pairs import with_totals
 
         return with_totals(inputs)
 
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the mean over the pairs of the optimiser batch, and metrics.
+        """Returns the mean over the pairs of the mini-batch, and metrics.
 
         In each row the odd segments are chosen answers, and the rejected answer of the pair follows. Raises ValueError
         if logp, ref_logp or segments are absent.

@@ -18,6 +18,6 @@ from rl.algorithms._policy_gradient import Clipped, GroupRelative
 
 @algorithm_options()
 class Algorithm(GroupRelative, Clipped):
-    """Advantages relative to the group, and the clipped loss."""
+    """Advantages relative to the group (`GroupRelative.advantages`), and the clipped loss (`Clipped.per_token`)."""
 
     name: ClassVar[str] = "grpo"

@@ -41,7 +41,7 @@ class Algorithm(Supervised):
         return frozenset({"ref_logp"} | ({"old_logp"} if self.loss_type == "kto" else set()))
 
     def with_totals(self, inputs: Any) -> Any:
-        """Returns the `PolicyInputs` of an optimiser batch with its counts, and z as `extra["z"]`."""
+        """Returns the `PolicyInputs` of a mini-batch with its counts, and z as `extra["z"]`."""
         import jax.numpy as jnp
 
         from rl.algorithms import _inputs
@@ -56,7 +56,7 @@ class Algorithm(Supervised):
         return dataclasses.replace(inputs, extra=extra | {"z": z})
 
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the mean over the answers of the optimiser batch, and metrics.
+        """Returns the mean over the answers of the mini-batch, and metrics.
 
         `extra["label"]` is 1 on the tokens of good answers and 0 on others; `extra["kl"]` is the log-ratio of an answer
         to another prompt at each token of the row. Raises ValueError where an input is absent.

@@ -43,13 +43,13 @@ class Algorithm(Sampled):
         return ((rank_PG < self.keep) & (scores_PG > threshold)).astype(precision(rewards))
 
     def with_totals(self, inputs: Any) -> Any:
-        """Returns the `PolicyInputs` of an optimiser batch with a mask of kept completions and its counts."""
+        """Returns the `PolicyInputs` of a mini-batch with a mask of kept completions and its counts."""
         from rl.algorithms import _inputs
 
         return _inputs.with_totals(self._with_kept_mask(inputs))
 
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the mean over the tokens of kept completions of the optimiser batch, and metrics.
+        """Returns the mean over the tokens of kept completions of the mini-batch, and metrics.
 
         Raises ValueError where `logp` or `advantages` are absent.
         """

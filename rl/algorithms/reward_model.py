@@ -29,13 +29,13 @@ class Algorithm(Supervised):
     score_init_std: float = Field(0.02, ge=0, description="standard deviation of the score head's first weights")
 
     def with_totals(self, inputs: Any) -> Any:
-        """Returns the `PolicyInputs` of an optimiser batch with its counts; see `PolicyGradient.with_totals`."""
+        """Returns the `PolicyInputs` of a mini-batch with its counts; see `PolicyGradient.with_totals`."""
         from rl.algorithms._pairs import with_totals
 
         return with_totals(inputs)
 
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the mean over the pairs of the optimiser batch, and metrics.
+        """Returns the mean over the pairs of the mini-batch, and metrics.
 
         Rows are as in `dpo`. `margin` is optional. Raises ValueError if scores or segments are absent.
         """

@@ -24,7 +24,7 @@ class Algorithm(Supervised):
     )
 
     def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
-        """Returns the mean over the tokens of the optimiser batch, and metrics. Only logp and mask are needed."""
+        """Returns the mean over the tokens of the mini-batch, and metrics. Only logp and mask are needed."""
         from rl.algorithms._losses import supervised_loss
 
         return supervised_loss(self, inputs)

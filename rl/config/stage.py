@@ -24,7 +24,10 @@ class OptimizerOptions(Strict):
     learning_rate: float = Field(default=1e-5, gt=0.0, description="at its peak")
     schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="after the warm-up")
     warmup_steps: int = Field(
-        default=0, ge=0, description="optimiser updates over which the learning rate rises in a line"
+        default=0,
+        ge=0,
+        description="updates, not steps, over which the learning rate rises in a line; a step makes "
+        "updates_per_step updates",
     )
     final_fraction: float = Field(
         default=0.0, ge=0.0, le=1.0, description="last learning rate of linear and cosine, as a share"

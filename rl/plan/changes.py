@@ -72,7 +72,7 @@ def knobs(config: RunConfig, meshes: list[dict[str, int]]) -> list[list[Change]]
         [Change({f"stages.{i}.micro_batch": max(1, rows // 2**n) for i, rows in micro}) for n in _halvings(micro)]
     ]
     choices.append(_remat(config))
-    if any(stage.samples for stage in rl.stages.create(config)):
+    if any(stage.samples_completions for stage in rl.stages.create(config)):
         for key in ("slots", "prefill_chunk"):
             value = getattr(config.generator, key)
             choices.append([Change({f"generator.{key}": value // 2**n}) for n in (1, 2, 3) if value // 2**n])

@@ -83,7 +83,7 @@ def stages(config: RunConfig, mesh: Layout, memory: float | None) -> Iterator[tu
         stage.bind(graph)
         stage.scorers = abstract_scorers(config, stage.rewards, graph)
         planned_stage = PlannedStage(stage, graph)
-        if sampling is None and (stage.samples or (config.evaluation and stage.trains_policy)):
+        if sampling is None and (stage.samples_completions or (config.evaluation and stage.trains_policy)):
             sampling = Sampling(config, planned_stage, memory)
         yield planned_stage, sampling
 
@@ -134,9 +134,9 @@ class PlannedStage:
         return self.stage.name
 
     @property
-    def samples(self) -> bool:
+    def samples_completions(self) -> bool:
         """Whether a step samples completions."""
-        return self.stage.samples
+        return self.stage.samples_completions
 
     @property
     def options(self) -> StageOptions:
@@ -156,7 +156,9 @@ class Sampling:
     def __init__(self, config: RunConfig, first: PlannedStage, memory: float | None):
         """Builds the runner. `first`: the stage from which on the generator exists. `memory`: bytes of a device."""
         self.config, self.graph = config, first.graph
-        self._shown_with = None if any(rl.stages.kind_of(each).samples for each in config.stages) else first.name
+        self._shown_with = (
+            None if any(rl.stages.kind_of(each).samples_completions for each in config.stages) else first.name
+        )
         asked = build.generator_options(config)
         self._weights = RolloutWeights.from_options(self.graph, asked)
         self._copy = self._weights.abstract if self._weights else {}
@@ -181,12 +183,12 @@ class Sampling:
         runner = self._runner
         width = runner.geometry.table_width
         pages = None if width is None else np.zeros(width, np.int32)
-        shapes = jax.eval_shape(runner.programs["routes"].jitted, self.cache, np.int32(0), pages)
+        shapes = jax.eval_shape(runner.executables["routes"].jitted, self.cache, np.int32(0), pages)
         return {path: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for path, a in shapes.items()}
 
     def used_by(self, stage: PlannedStage) -> bool:
         """Whether `stage` lists the programs: a stage that samples, or the first that evaluates if none samples."""
-        return stage.samples or self._shown_with == stage.name
+        return stage.samples_completions or self._shown_with == stage.name
 
     def programs(self, stage: PlannedStage) -> Iterator[Planned]:
         """Yields the largest program of each kind."""
@@ -198,7 +200,7 @@ class Sampling:
             yield self._copying(self._weights, stage, held)
         params = weights | self._copy
         stays = held - on_a_device((params, self.cache))
-        P *= stage.samples  # a step excludes evaluations
+        P *= stage.samples_completions  # a step excludes evaluations
         steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // slots)
         longest = self.config.max_length if self._prefills_completions else prompts
         lengths = {"prefill": prefill_lengths(longest - 1, runner.chunk)[-1], "extend": runner.chunk}
@@ -211,7 +213,7 @@ class Sampling:
                 times = P * (1 if name == "prefill" else chunks - 1) / shape[0]
             else:
                 continue
-            lower = lambda name=name, arguments=arguments: runner.programs[name].lower(*arguments)  # noqa: E731
+            lower = lambda name=name, arguments=arguments: runner.executables[name].lower(*arguments)  # noqa: E731
             kernels = self._read_by_kernels() if runner.geometry.paged else {}
             kind, often = GENERATOR.get(name, name), {"times": times, "dispatch": dispatch}
             yield Planned(stage.name, kind, tuple(shape), lower, held, stays, **often, kernels=kernels)
@@ -241,6 +243,8 @@ class Sampling:
         params = {path: stage.state.policy.params[path] for path in copies.paths}
         lower = lambda: copies.lower(params, again=not self._dropped)  # noqa: E731
         kind, times = (
-            (RESHARD, int(stage.samples)) if self._dropped else ("quantised copy", stage.options.updates_per_step)
+            (RESHARD, int(stage.samples_completions))
+            if self._dropped
+            else ("quantised copy", stage.options.updates_per_step)
         )
         return Planned(stage.name, kind, (len(params),), lower, held, held - on_a_device((params, self._copy)), times)

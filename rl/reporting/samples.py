@@ -24,8 +24,10 @@ TOKEN = np.dtype(
     [
         ("id", "<u4"),
         ("logp", "<f4"),  # log-probability that the generator gave; NaN for a token of the prompt
-        ("gap", "<f2"),  # the trainer's log-probability minus the generator's; NaN where no update computed it
-        ("entropy", "<f2"),  # of the distribution at the token under the weights of the update, in nats; NaN likewise
+        # The trainer's log-probability minus the generator's (the difference of sampler/logp_diff_mean), under the same
+        # weights; NaN where no such number was computed.
+        ("gap", "<f2"),
+        ("entropy", "<f2"),  # of the distribution at the token under the weights of the update; NaN without an update
         ("advantage", "<f2"),  # NaN in an evaluation
         ("flags", "u1"),
         ("turn", "u1"),  # 0: the prompt, 1: the completion

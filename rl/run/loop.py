@@ -3,8 +3,9 @@
     run -> _run_stage -> stage.step (rl/stages/):
         prompts -> generator -> rewards -> advantages -> updates, in place -> events
 
-The configuration determines every number, unless a stage ends by `until` on a metric of time. A prompt follows from
-(seed, stage, number of prompts drawn before), a token from (seed, prompt id, sample, position).
+The configuration determines every number but the timings, unless a reward is random or exceeds its deadline, or a stage
+ends by `until` on a metric of time. A prompt follows from (seed, stage, number of prompts drawn before). The random
+number of a token follows from (seed, prompt id, sample, position).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rl.run.health import probe
 from rl.run.outlook import Outlook, step_metrics
 from rl.run.prepare import prepare
 from rl.run.signals import StopSignal
-from rl.run.state import Run, note_finished
+from rl.run.state import Run, is_finished
 from rl.stages.evaluation import Evaluation
 from rl.stages.stage import StageKind
 
@@ -41,14 +42,14 @@ def run(config: RunConfig) -> int:
     took = time.time() - began
     try:
         with RunFolder(config) as folder, StopSignal() as stop:
-            if note_finished(folder):
+            if is_finished(folder):
                 return 0
             open_timeline = contextlib.closing(Timeline(folder.path, config.profile))
             with Manifest(folder.path) as manifest, reward_errors(), open_timeline as timeline:
                 timeline.past("reading the data", began, took)
                 with build.run(config, prepared, folder, stop, timeline) as open_run:
                     open_run.note_inspection(prepared.findings)
-                    manifest.note(devices=devices(), weights=open_run.weights)
+                    manifest.note(devices=devices(), weights=open_run.weights)  # into run.json
                     for stage, checkpoint in open_run.remaining():
                         _run_stage(open_run, stage, checkpoint)
                     open_run.export()
@@ -66,7 +67,7 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
     evaluation = stage.evaluation(run.held_out)
     if checkpoint is None and evaluation:
         run.events.step(stage.name, 0, _evaluate(run, evaluation, stage, 0))
-    outlook = Outlook()
+    outlook = Outlook()  # estimates the remaining time
     steps_done = checkpoint["step"] if checkpoint else 0
     last = steps_done if checkpoint and checkpoint["ended"] else stage.options.steps
     for step in range(steps_done + 1, last + 1):
@@ -75,14 +76,14 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
         metrics |= step_metrics(metrics, span.seconds, run.model.graph.layout)
         ended = step == stage.options.steps or _reached(stage.options.until, metrics)
         if (estimate := outlook.after(metrics, stage.options.steps - step)) and not ended:
-            run.events.note(estimate)
+            run.events.note(estimate)  # to the console
         if evaluation and (ended or evaluation.due(step)):
             evaluated = _evaluate(run, evaluation, stage, step)
-            if "time/sync" in evaluated:
+            if "time/sync" in evaluated:  # the evaluation copied the weights for rollouts again
                 evaluated["time/sync"] += metrics.get("time/sync", 0.0)
             metrics |= evaluated
             ended = ended or _reached(stage.options.until, metrics)
-        run.events.step(stage.name, step, metrics)
+        run.events.step(stage.name, step, metrics)  # a line of events.jsonl
         run.note_programs(stage)
         if ended:
             stage.check_learned(state, metrics)

@@ -30,9 +30,10 @@ _RANDOM = (
 
 @dataclass
 class Run(Context):
-    """The context of the stages, and what the loop needs besides.
+    """The context of the stages, and further objects of the loop.
 
-    saved: (number, host part) of the checkpoint that the run goes on from, or None.
+    held_out: problems of the evaluations. programs: the log of the memory of compiled programs. saved: (number, host
+    part) of the checkpoint that the run goes on from, or None.
     """
 
     stages: Sequence[StageKind]
@@ -109,7 +110,7 @@ class Run(Context):
             raise Interrupted(f"{signal}: saved {where}; continue with `rl-train {options.dir}`")
 
     def note_inspection(self, findings: Sequence[Finding]) -> None:
-        """Writes inspection.json, and notes the warnings of the checks of the data."""
+        """Writes inspection.json, and shows the warnings of the checks of the data (`events.note`)."""
         if not processes.first():
             return
         try:
@@ -121,7 +122,8 @@ class Run(Context):
                 self.events.note(each.line())
 
     def note_programs(self, stage: StageKind) -> None:
-        """Records the memory of programs that were compiled since the last call, and notes the largest."""
+        """Records the memory of programs that were compiled since the last call, and shows the largest
+        (`events.note`)."""
         if not processes.first():
             return
         try:
@@ -155,8 +157,8 @@ def _ended(host: dict, stage: StageKind) -> bool:
     return host["ended"] and not (all_steps and host["step"] < stage.options.steps)
 
 
-def note_finished(folder: RunFolder) -> bool:
-    """Returns whether the run in this folder is finished, and says so."""
+def is_finished(folder: RunFolder) -> bool:
+    """Returns whether the run in this folder is finished. If it is, prints how to go on."""
     if folder.finished and processes.first():
         print(_FINISHED.format(folder.path))
     return folder.finished

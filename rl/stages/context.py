@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Fields of Progress with another name in the files of checkpoints.
 _JSON_KEYS = {"next_prompt_id": "prompts", "examples_drawn": "drawn", "adaptive_coefs": "controls"}
+# Fields that checkpoints of earlier versions lack: they start from these values.
+_ADDED = {"unscored_steps": 0}
 
 
 @dataclass
@@ -39,6 +41,8 @@ class Progress:
     - carried: groups of completions that dynamic sampling (DAPO) has sampled beyond the need of a step. The next step
       uses them first.
     - adaptive_coefs: scalars that the algorithm adapts from update to update.
+    - unscored_steps: how many steps in a row, up to the last one, had no completion with a score
+      (`rewards.unscored_steps`).
     """
 
     next_prompt_id: int = 0
@@ -46,10 +50,11 @@ class Progress:
     examples_drawn: int = 0
     carried: list[Group] = field(default_factory=list)
     adaptive_coefs: dict[str, float] = field(default_factory=dict)
+    unscored_steps: int = 0
 
     def start_stage(self, coefs: dict[str, float]) -> None:
         """Resets the fields of the stage. `coefs`: initial `adaptive_coefs`."""
-        self.examples_drawn, self.carried, self.adaptive_coefs = 0, [], dict(coefs)
+        self.examples_drawn, self.carried, self.adaptive_coefs, self.unscored_steps = 0, [], dict(coefs), 0
 
     def to_json(self) -> dict:
         """Returns the progress as values that JSON can hold."""
@@ -60,7 +65,7 @@ class Progress:
     @classmethod
     def from_json(cls, values: dict | None) -> Progress:
         """Reads the output of `to_json`. Raises ModelError for values that another version of Duet wrote."""
-        names = cls().to_json().keys()
+        names, values = cls().to_json().keys(), None if values is None else _ADDED | values
         if values is None or values.keys() != names:
             stored = "nothing" if values is None else ", ".join(values)
             raise ModelError(

@@ -26,7 +26,7 @@ def keys(context: Context) -> dict[str, Any]:
     with contextlib.suppress(ModelError):  # the source is gone by now: it has no keys to keep
         directory = models.directory(config.model.source)
         source = generation_config.read(directory) if directory is not None else {}
-    sampled = [stage for stage in config.stages if kind_of(stage).samples]
+    sampled = [stage for stage in config.stages if kind_of(stage).samples_completions]
     params = rollouts.sampling_params((sampled or config.stages)[-1].sampling, context.stop_ids)
     sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     if not sampled and any(key in source for key in generation_config.SAMPLING):

@@ -1,11 +1,11 @@
 """Providers: one function of this file computes each input that an algorithm names in `inputs`.
 
 A provider reads and extends the StepData of a step. Its decorator says when it runs, which fields of the batch its
-input adds, which part of the RunState it reads and which compiled program it calls. The state of a stage, its
+input adds, which part of the RunState it reads and which compiled function it calls. The state of a stage, its
 compilation and plans follow from that.
 
-Scores and rewards are numbers for completions, from reward functions and reward models. Log-probabilities and values
-are numbers for tokens, from passes of a model over the batch.
+Scores and rewards are numbers for completions, from reward functions and reward models; a reward is the weighted sum of
+scores. Log-probabilities and values are numbers for tokens, from passes of a model over the batch.
 
 Shapes: P prompts, G completions of one prompt, N = P G completions, T tokens, F reward functions. Letters after an
 underscore are the axes: mask_NT is [N, T].
@@ -34,19 +34,20 @@ SAMPLING: after the groups of the step, while the generator still has its weight
 MODEL_PASSES: when the batch is made, before the step waits for the rewards. REWARDS: when the rewards are there.
 """
 LOGPROBS, VALUES = "log-probabilities", "values"
-"""Programs of the trainer that a pass over the batch calls."""
+"""Keys of `Trainer.executables`: the compiled functions that a pass over the batch calls."""
 
 
 @dataclass
 class StepData:
     """The data of a step while the stage assembles it.
 
-    state: arrays of the stage. batch: all rows of the step, before they are split into updates and packed. rollouts:
-    the completions. scores: the scores of each reward function, and their weighted sums. rewards: float[P,G], the sums
-    as `advantages` takes them (float[P,G,F], each function, under `each_reward`). arguments: more arguments of
-    `advantages` by name. stale: whether older weights sampled a token that is trained on. current: the batch with the
-    log-probabilities under the current policy, if `current_logp` provides them. token_outputs: arrays [N,T] that the
-    updates computed, by name.
+    state: the RunState of the stage. batch: all rows of the step, before they are split into mini-batches and packed.
+    rollouts: the completions. scores: the scores of each reward function, and their weighted sums. rewards: float[P,G],
+    the sums as `advantages` takes them (float[P,G,F], each function, under `each_reward`). arguments: keyword arguments
+    of `Algorithm.estimate`, which passes them to `advantages`. stale: whether older weights sampled a token that is
+    trained on. current: the batch with the log-probabilities under the current policy, if `current_logp` provides them.
+    trainer_logp: float32[N,T], log-probabilities under the weights before the updates, if a pass of the training graph
+    computed them. token_outputs: arrays [N,T] that the updates computed, by name, and `gap` of tokens.bin.
     """
 
     state: Any
@@ -57,6 +58,7 @@ class StepData:
     arguments: dict[str, Any] = field(default_factory=dict)
     stale: bool = False
     current: Any = None
+    trainer_logp: np.ndarray | None = None
     token_outputs: dict[str, np.ndarray] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -65,9 +67,9 @@ class StepData:
 class Input:
     """A provider and its requirements.
 
-    when: SAMPLING, MODEL_PASSES or REWARDS. fields: float32[N,T] fields of the batch of an update that the input adds.
+    when: SAMPLING, MODEL_PASSES or REWARDS. fields: float32[N,T] fields of the batch that the input adds.
     The provider fills them, or the stage computes them later from what it provides (`returns`). state: the part of the
-    RunState that the provider reads besides the policy. program: the program of the trainer that it calls.
+    RunState that the provider reads besides the policy. executable: the key of `Trainer.executables` that it calls.
     in_some_steps: whether only some steps call it. needed: returns whether a stage must run the provider; if not, the
     update or the generator computes the input.
     """
@@ -76,7 +78,7 @@ class Input:
     when: str
     fields: tuple[str, ...] = ()
     state: str | None = None
-    program: str | None = None
+    executable: str | None = None
     in_some_steps: bool = False
     needed: Callable[[StageKind], bool] = lambda stage: True
 
@@ -130,11 +132,11 @@ def run_model_passes(stage: StageKind, data: StepData) -> None:
 
 
 def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Program]:
-    """Yields the programs that the providers call, over all sequences of a step, before they are split into updates."""
+    """Yields the programs that the providers call, over all sequences of a step."""
     (rows, T), R = abstract_rows(stage, 1)
     micro, passes, trainer = abstract_batch((R, T), routes), rows // R, stage.trainer
-    called = [each.program for each in active_providers(stage)]
-    in_every_step = [each.program for each in active_providers(stage) if not each.in_some_steps]
+    called = [each.executable for each in active_providers(stage)]
+    in_every_step = [each.executable for each in active_providers(stage) if not each.in_some_steps]
 
     def program(kind: str, params: dict, routes: dict | None, times: int) -> Program:
         def lower() -> Any:
@@ -156,7 +158,7 @@ def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Prog
 
 @provides("greedy_reward", when=SAMPLING)
 def greedy_reward(stage: StageKind, data: StepData) -> None:
-    """float[P]: the reward of the greedy completion of each prompt."""
+    """Adds the argument `greedy`, float[P]: the reward of the greedy completion of each prompt."""
     assert data.rollouts is not None
     params = stage.sampling_params(n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     scores = stage.collect(data.rollouts.problems, params, data.rollouts.prompt_ids).scores.result()
@@ -177,7 +179,7 @@ def _old_pass_needed(stage: StageKind) -> bool:
     `generator.exact`. The generator then verifies each completion with the programs of `Model.logprobs`, and its
     log-probabilities are those of `Model.logprobs`, bit for bit (docs/exact.md).
     """
-    exact = stage.samples and stage.config.generator.exact
+    exact = stage.samples_completions and stage.config.generator.exact
     return "old_logp" in stage.inputs and not (exact and "entropy" not in stage.inputs)
 
 
@@ -186,7 +188,7 @@ def _old_pass_needed(stage: StageKind) -> bool:
     "entropy",
     when=MODEL_PASSES,
     fields=("old_logp", "entropy"),
-    program=LOGPROBS,
+    executable=LOGPROBS,
     needed=_old_pass_needed,
 )
 def old_logp(stage: StageKind, data: StepData) -> None:
@@ -197,10 +199,10 @@ def old_logp(stage: StageKind, data: StepData) -> None:
     sampler`, and under `generator.exact`.
     """
     logp, entropy = stage.trainer.logprobs(data.state.policy.params, data.batch)
-    data.batch = data.batch.replace(old_logp=logp, entropy=entropy)
+    data.batch, data.trainer_logp = data.batch.replace(old_logp=logp, entropy=entropy), logp
 
 
-@provides("current_logp", when=MODEL_PASSES, program=LOGPROBS, in_some_steps=True)
+@provides("current_logp", when=MODEL_PASSES, executable=LOGPROBS, in_some_steps=True)
 def current_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities under the current policy, in steps with tokens that an older policy sampled.
 
@@ -213,7 +215,7 @@ def current_logp(stage: StageKind, data: StepData) -> None:
     data.current = data.batch
     if data.batch.old_logp is None:
         logp, entropy = stage.trainer.logprobs(data.state.policy.params, data.batch)
-        data.current = data.batch.replace(old_logp=logp, entropy=entropy)
+        data.current, data.trainer_logp = data.batch.replace(old_logp=logp, entropy=entropy), logp
 
 
 def stale_tokens(batch: Any, version: int) -> np.ndarray:
@@ -221,7 +223,7 @@ def stale_tokens(batch: Any, version: int) -> np.ndarray:
     return (batch.mask != 0) & (batch.version != version)
 
 
-@provides("ref_logp", when=MODEL_PASSES, fields=("ref_logp",), state="reference", program=LOGPROBS)
+@provides("ref_logp", when=MODEL_PASSES, fields=("ref_logp",), state="reference", executable=LOGPROBS)
 def ref_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities under the reference model. It is another model, so its routers choose experts themselves."""
     with stage.context.timeline.span("log-probabilities of the reference") as span:
@@ -230,7 +232,7 @@ def ref_logp(stage: StageKind, data: StepData) -> None:
     data.metrics["time/ref"] = span.seconds
 
 
-@provides("values", when=MODEL_PASSES, fields=("old_values", "returns"), state="critic", program=VALUES)
+@provides("values", when=MODEL_PASSES, fields=("old_values", "returns"), state="critic", executable=VALUES)
 def values(stage: StageKind, data: StepData) -> None:
     """Values of a critic before each token (`old_values`), and after the last token of a truncated completion
     (`last_values`). From them the algorithm estimates the advantages and `returns`.
@@ -248,14 +250,21 @@ def values(stage: StageKind, data: StepData) -> None:
 
 
 def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, truncated_N: Any) -> np.ndarray:
-    """Returns float[N]: the value after the last token of the mask if the completion was truncated, else 0."""
-    last_N = mask_NT.shape[1] - 1 - np.argmax(mask_NT[:, ::-1] != 0, axis=1)
-    return np.where(truncated_N, after_NT[np.arange(len(last_N)), last_N], 0.0)
+    """Returns float[N]: the value after the last token of the mask if the completion was truncated, else 0.
+
+    A row without a token in the mask, as under `mask_truncated`, gets 0.
+    """
+    trained_NT = mask_NT != 0
+    last_N = mask_NT.shape[1] - 1 - np.argmax(trained_NT[:, ::-1], axis=1)
+    bootstrapped_N = np.asarray(truncated_N) & trained_NT.any(axis=1)
+    return np.where(bootstrapped_N, after_NT[np.arange(len(last_N)), last_N], 0.0)
 
 
 @provides("each_reward", when=REWARDS)
 def each_reward(stage: StageKind, data: StepData) -> None:
-    """float[P,G,F]: the scores of every reward function, and their weights; NaN for a completion without a score."""
+    """Makes the rewards float[P,G,F], the scores of each function, NaN for a completion without a total. Adds the
+    argument `weights`, float[F]: the weight of each function in the total.
+    """
     assert data.scores is not None and data.rewards is not None
     scored = np.isfinite(data.scores.total)[:, None]
     data.rewards = np.where(scored, data.scores.rewards, np.nan).reshape(*data.rewards.shape, -1)
@@ -264,7 +273,9 @@ def each_reward(stage: StageKind, data: StepData) -> None:
 
 @provides("token_kl", when=REWARDS)
 def token_kl(stage: StageKind, data: StepData) -> None:
-    """float[P,G,T]: the mask of each token; also old_logp - ref_logp if the algorithm penalises it in the rewards."""
+    """Adds the argument `mask`, float[P,G,T], and, if the algorithm penalises the KL in the rewards, the argument
+    `token_kl`, float[P,G,T]: old_logp - ref_logp of each token of the mask, else 0.
+    """
     assert data.rewards is not None
     batch, shape = data.batch, (*data.rewards.shape[:2], -1)
     data.arguments["mask"] = batch.mask.reshape(shape)
@@ -276,6 +287,6 @@ def token_kl(stage: StageKind, data: StepData) -> None:
 
 @provides("correct", when=REWARDS, fields=("correct",))
 def correct(stage: StageKind, data: StepData) -> None:
-    """float[N,T]: 1 on the tokens of completions that the loss treats as demonstrations, else 0."""
+    """Adds `correct`, float[N,T]: 1 on the tokens of completions that the loss treats as demonstrations, else 0."""
     assert data.scores is not None
     data.batch = data.batch.replace(correct=stage.algorithm.correct(data.scores.total, data.batch.mask))

@@ -1,4 +1,4 @@
-"""A stage that samples completions, scores them and trains on the scores.
+"""A stage that samples completions, gets their rewards and trains on them.
 
 P prompts, G completions of each, N = P G in all, T tokens.
 """
@@ -31,16 +31,12 @@ if TYPE_CHECKING:
 class Stage(StageKind):
     """Updates the policy, and a critic if the algorithm has one, on completions that the policy samples."""
 
-    samples = True
+    samples_completions = True
     problems: Shard
-    _unscored = 0  # steps in a row in which no completion has a score
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Adds `current_logp`, log-probabilities under the current weights, where groups may be stale and it is used.
-
-        `max_logp_diff` compares with it, and under `exact` stale tokens take it as their old log-probability.
-        """
+        """Adds `current_logp` if groups may be stale (dynamic sampling carries them over) and a check needs it."""
         exact = self.config.generator.exact and self.algorithm.old_logp == "trainer"
         compared = exact or self.options.max_logp_diff is not None
         return super().inputs | ({"current_logp"} if self.algorithm.dynamic_batches and compared else frozenset())
@@ -72,9 +68,9 @@ class Stage(StageKind):
         yield from self._check_no_capacity()
         yield from self._check_room()
 
-    def prepare(self, data: DataReader) -> None:
-        self.problems = data.problems(self.data, self.options)
-        self.prepare_rewards(data, self.prompts())
+    def prepare(self, reader: DataReader) -> None:
+        self.problems = reader.problems(self.data, self.options)
+        self.prepare_rewards(reader, self.prompts())
         reward = self.algorithm.dynamic_reward
         if reward is not None and reward not in self.runner.names:
             names = ", ".join(self.runner.names)
@@ -92,7 +88,7 @@ class Stage(StageKind):
             self.algorithm,
             self.config.seed,
             state=inputs.state_of(self.inputs),
-            temperature=self.options.sampling.temperature or 1.0,
+            temperature=self.options.sampling.temperature,
             returns_tokens=True,
         )
 
@@ -102,24 +98,24 @@ class Stage(StageKind):
         names = ("sampler_logp", "advantages", *inputs.fields(self))
         batch = self._with_old_logp(abstract_batch(abstract_rows(self, updates)[0], routes, *names))
         policy, critic, trainer = state.policy, state.critic, self.trainer
-        head = critic if trainer.policy.head else None
-        if critic is not None and (head is None or self.algorithm.critic_warmup):
+        value_head = critic if trainer.policy.value_head else None
+        if critic is not None and (value_head is None or self.algorithm.critic_warmup):
             trunk = trainer.value_model.extra_params(policy.params)
             # A value head has its own update only during the critic's warm-up, when the policy does not change.
-            times = updates if head is None else 0
+            times = updates if value_head is None else 0
             yield update_program(self, "update of the critic", batch, critic, (trunk, None), (critic, trunk), times)
-        yield update_program(self, "update", batch, policy, ({}, head), (policy, head), updates)
+        yield update_program(self, "update", batch, policy, ({}, value_head), (policy, value_head), updates)
         for each in inputs.programs(self, state, routes):
             sampled = each.kind == inputs.VALUES and values and self.sampled_values
             if not sampled or self.algorithm.bootstrap_truncated:
                 yield each
 
     def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
-        """Samples groups, scores them, and makes `updates_per_step` updates of full groups each."""
+        """Samples groups, gets their rewards, and makes `updates_per_step` updates, each on complete groups."""
         data, flops_before = StepData(state), self.trainer.total_flops
         self._sample(data)
         self._make_batch(data)
-        self._score(data)
+        self._add_inputs(data)
         advantages = self._advantages(data)
         state, updated = self._update(data, n)
         if not data.stale:  # `log_probabilities` has checked the tokens that are not stale; this mean includes all
@@ -133,7 +129,7 @@ class Stage(StageKind):
         if self.sampled_values and context.generator.options.record_values:
             from policy.modes import VALUE_HEAD
 
-            context.generator.value_by(data.state.critic.params[VALUE_HEAD])
+            context.generator.set_value_head(data.state.critic.params[VALUE_HEAD])
         with context.resharded() as metrics, context.timeline.span("sampling"):
             data.rollouts, group_metrics = self._groups()
             data.metrics |= group_metrics
@@ -146,7 +142,8 @@ class Stage(StageKind):
         params = self.sampling_params(n=self.options.samples_per_prompt)
 
         def sample() -> tuple[Rollouts, list[int]]:
-            rows = self.next_examples(self.problems.total)
+            rows = self.draw_examples(self.problems.total)  # indices in the data
+            # Numbers for the random draws. They go on through the run: a prompt that comes again is drawn differently.
             ids = range(progress.next_prompt_id, progress.next_prompt_id + len(rows))
             progress.next_prompt_id += len(rows)
             with self.context.timeline.span("data"):
@@ -164,36 +161,37 @@ class Stage(StageKind):
 
     def _make_batch(self, data: StepData) -> None:
         """Puts the completions into rows for the device."""
-        samples, replay = data.rollouts, self.options.router_replay
-        assert samples is not None
+        assert data.rollouts is not None
+        length, replay, values = self.config.max_length, self.options.router_replay, self.sampled_values
         with self.context.timeline.span("batch"):
-            batch = rollouts.to_batch(samples, self.config.max_length, replay=replay, values=self.sampled_values)
+            batch = rollouts.to_batch(data.rollouts, length, replay=replay, values=values)
         if self.algorithm.mask_truncated:
-            complete = np.asarray([[completion.finish != "length"] for _, completion in samples.flat], np.float32)
+            complete = np.asarray([[completion.finish != "length"] for _, completion in data.rollouts.flat], np.float32)
             batch = batch.replace(mask=batch.mask * complete)
         data.batch = batch
 
-    def _score(self, data: StepData) -> None:
-        """Computes the inputs that the algorithm takes from policy, reference and critic, and waits for the rewards."""
-        samples, context = data.rollouts, self.context
-        assert samples is not None
+    def _add_inputs(self, data: StepData) -> None:
+        """Adds the inputs from policy, reference and critic, waits for the rewards, and adds the inputs from these."""
+        context = self.context
+        assert data.rollouts is not None
         self.log_probabilities(data)
         with context.timeline.span("waiting for rewards") as span:
-            data.scores = scores = samples.scores.result()
+            data.scores = scores = data.rollouts.scores.result()
         data.metrics["time/reward"] = span.seconds
         self._check_scored(scores)
         data.batch = data.batch.without(~np.isfinite(scores.total))
-        data.rewards = scores.total.reshape(len(samples.completions), self.options.samples_per_prompt)
+        data.rewards = scores.total.reshape(len(data.rollouts.completions), self.options.samples_per_prompt)
         inputs.provide(self, data, inputs.REWARDS)
         data.stale, staleness = _staleness(data.batch, context.progress.version)
         data.metrics |= staleness
 
     def _check_scored(self, scores: Scores) -> None:
         """Raises RewardStop after `rewards.unscored_steps` steps in a row without one score."""
-        self._unscored = 0 if np.isfinite(scores.total).any() else self._unscored + 1
+        progress = self.context.progress
+        progress.unscored_steps = 0 if np.isfinite(scores.total).any() else progress.unscored_steps + 1
         limit = min(self.rewards.unscored_steps, self.options.steps)
-        if limit and self._unscored >= limit:
-            raise RewardStop(_unscored_text(self.name, self._unscored, scores))
+        if limit and progress.unscored_steps >= limit:
+            raise RewardStop(_unscored_text(self.name, progress.unscored_steps, scores))
 
     def log_probabilities(self, data: StepData) -> None:
         """Adds the old, reference and critic outputs that the algorithm asks for.
@@ -219,11 +217,12 @@ class Stage(StageKind):
         return batch.replace(old_logp=old_logp)
 
     def _advantages(self, data: StepData) -> np.ndarray:
-        """Adds the advantages, float[N] or float[N,T], to the batch. Returns their means per completion, float[N]."""
-        samples, batch, rewards = data.rollouts, data.batch, data.rewards
-        assert samples is not None and rewards is not None
+        """Adds `advantages`, float[N] or float[N,T], and `returns` to the batch. Returns each completion's mean."""
+        batch, rewards = data.batch, data.rewards
+        assert data.rollouts is not None and rewards is not None
         algorithm = self.algorithm.with_coefs(self.context.progress.adaptive_coefs)
-        lengths = np.asarray([len(completion.tokens) for _, completion in samples.flat]).reshape(rewards.shape[:2])
+        lengths = np.asarray([len(completion.tokens) for _, completion in data.rollouts.flat])
+        lengths = lengths.reshape(rewards.shape[:2])
         with self.context.timeline.span("advantages"):
             advantages, returns, metrics = algorithm.estimate(rewards, lengths, batch, **data.arguments)
         per_sample = advantages
@@ -236,19 +235,22 @@ class Stage(StageKind):
 
     def _update(self, data: StepData, n: int) -> tuple[RunState, dict[str, float]]:
         """Makes the updates of the step and adapts the coefficients. The critic's warm-up updates the critic alone."""
-        batch, progress = data.batch, self.context.progress
+        batch, progress, version = data.batch, self.context.progress, self.context.progress.version
         critic_only = data.state.critic is not None and n <= self.algorithm.critic_warmup
         outputs = []
         on_tokens = outputs.append if self.config.run.samples.keeps_step(n) else None
         state, updated = self.update(data.state, batch, critic_only=critic_only, on_tokens=on_tokens)
-        data.token_outputs = _concatenated([each.on_host() for each in outputs])
+        parts = [each.on_host() for each in outputs]
+        data.token_outputs = _concatenated(parts)
+        if parts:
+            data.token_outputs["gap"] = _gap(data, parts[0]["logp"], version)
         if not critic_only and batch.mask.any():  # otherwise no update changed the policy
             coefs = self.algorithm.adapt_after_step(progress.adaptive_coefs, data.metrics, len(batch.mask))
             progress.adaptive_coefs = coefs
         return state, updated
 
     def _renew_reference(self, state: RunState, n: int) -> RunState:
-        """Returns the state. Every `reference_every` steps it first mixes the policy into the reference model."""
+        """Returns the state, every `reference_every` steps with the policy mixed into the reference model."""
         every = self.algorithm.reference_every
         if not every or n % every:
             return state
@@ -262,20 +264,20 @@ class Stage(StageKind):
 
         flops_before: total_flops of the trainer at the start of the step.
         """
-        samples, scores, context = data.rollouts, data.scores, self.context
-        assert samples is not None and scores is not None
+        sampled, scores, context = data.rollouts, data.scores, self.context
+        assert sampled is not None and scores is not None
         if self.config.run.samples.keeps_step(n):
             with context.timeline.span("writing samples"):
-                lines = rollouts.records(samples, scores, self.name, n, advantages)
-                context.events.samples(lines, rollouts.token_records(samples, data.batch, data.token_outputs))
+                lines = rollouts.records(sampled, scores, self.name, n, advantages)
+                context.events.samples(lines, rollouts.token_records(sampled, data.batch, data.token_outputs))
         metrics, layout = data.metrics, context.model.graph.layout
-        flops, seconds = rollouts.operations(samples, self.trainer.flops), samples.seconds
-        metrics |= rates("sample", flops, samples.counts["tokens"], seconds, layout)
-        metrics |= memory_share(samples.counts["steps"] * context.generator.weight_bytes, seconds, layout)
+        flops, seconds = rollouts.operations(sampled, self.trainer.flops), sampled.seconds
+        metrics |= rates("sample", flops, sampled.counts["tokens"], seconds, layout)
+        metrics |= memory_share(sampled.counts["steps"] * context.generator.weight_bytes, seconds, layout)
         metrics |= {f"advantage/{name}": float(getattr(advantages, name)()) for name in ("mean", "std", "min", "max")}
         metrics["perf/step_tflop"] = (flops + self.trainer.total_flops - flops_before) / 1e12
         drafted = self.config.generator.speculative > 0
-        return rollouts.metrics(samples, scores, drafted=drafted) | metrics | updated
+        return rollouts.metrics(sampled, scores, drafted=drafted) | metrics | updated
 
 
 def _unscored_text(stage: str, steps: int, scores: Scores) -> str:
@@ -311,6 +313,20 @@ def _staleness(batch: Batch, version: int) -> tuple[bool, dict[str, float]]:
         return False, {}
     metrics = {"async/staleness_mean": float(stale.mean()), "async/staleness_max": float(stale.max())}
     return bool(stale.any()), metrics
+
+
+def _gap(data: StepData, first_logp: np.ndarray, version: int) -> np.ndarray:
+    """Returns float32[N,T]: log-probabilities of the trainer minus those of the generator, under the same weights.
+
+    first_logp: what the first update computed before it changed the weights. It is used if the step ran no pass for
+    `trainer_logp`. The tokens of later updates are then NaN: their log-probabilities include the change of the policy.
+    So are tokens that a policy older than `version` sampled.
+    """
+    batch, logp = data.batch, data.trainer_logp
+    if logp is None:
+        logp = np.full(batch.mask.shape, np.nan, np.float32)
+        logp[: len(first_logp)] = first_logp
+    return np.where(batch.version == version, logp - batch.sampler_logp, np.float32(np.nan))
 
 
 def _concatenated(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -22,15 +22,15 @@ class Stage(supervised.Stage):
 
     sequences_per_row = 2
 
-    def prepare(self, data: DataReader) -> None:
-        self.examples = data.pairs(self.data)
-        self.prepare_rewards(data, [])
+    def prepare(self, reader: DataReader) -> None:
+        self.examples = reader.pairs(self.data)
+        self.prepare_rewards(reader, [])
 
     def abstract_batch(self, shape: tuple[int, int]) -> Batch:
         return abstract_batch(shape, None, *inputs.fields(self), "margin")
 
     def batch(self) -> Batch:
-        return batch_of(self.examples.take(self.next_examples(self.examples.total)), self.config.max_length)
+        return batch_of(self.examples.take(self.draw_examples(self.examples.total)), self.config.max_length)
 
 
 def batch_of(pairs: Sequence[Pair], max_length: int) -> Batch:

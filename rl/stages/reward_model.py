@@ -40,8 +40,8 @@ class Stage(StageKind):
         yield from self._check_offline()
         yield from self._check_no_capacity()
 
-    def prepare(self, data: DataReader) -> None:
-        self.pairs = data.pairs(self.data)
+    def prepare(self, reader: DataReader) -> None:
+        self.pairs = reader.pairs(self.data)
 
     def bind(self, graph: Graph) -> None:
         from rl.training.reward_model import RewardModelTrainer
@@ -61,7 +61,7 @@ class Stage(StageKind):
         """Makes `updates_per_step` updates on the next `prompts_per_step` pairs."""
         flops_before = self.trainer.total_flops
         with self.context.timeline.span("data"):
-            batch = batch_of(self.pairs.take(self.next_examples(self.pairs.total)), self.config.max_length)
+            batch = batch_of(self.pairs.take(self.draw_examples(self.pairs.total)), self.config.max_length)
         state, metrics = self.update(state, batch)
         return state, metrics | {"perf/step_tflop": (self.trainer.total_flops - flops_before) / 1e12}
 

@@ -1,6 +1,6 @@
-"""What a stage makes of rollouts: rows for the device, lines of samples.jsonl, metrics.
+"""Turns rollouts into rows for the device, lines of samples.jsonl, and metrics.
 
-P prompts, G completions of each, F reward functions.
+P prompts, G completions of each, N = P G rows, T tokens.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 LONGEST_COLUMN = 1024  # bytes of a text of the data that is kept with each sample
 
 
-def operations(samples: Rollouts, of: Operations) -> float:
+def operations(rollouts: Rollouts, of: Operations) -> float:
     """Returns the FLOPs of these prompts and completions.
 
     Groups that dynamic sampling dropped are counted by their tokens only; their attention FLOPs are left out.
     """
-    lengths = [len(samples.problems[p].ids) + len(completion.tokens) for p, completion in samples.flat]
-    return of.forward(lengths, weighed=samples.counts["prefill"] + samples.counts["useful"])
+    lengths = [len(rollouts.problems[p].ids) + len(completion.tokens) for p, completion in rollouts.flat]
+    return of.forward(lengths, weighed=rollouts.counts["prefill"] + rollouts.counts["useful"])
 
 
-def to_batch(samples: Rollouts, limit: int, *, replay: bool = False, values: bool = False) -> Batch:
-    """Returns one row for each prompt with its completion. The mask covers the completion, its stop token included.
+def to_batch(rollouts: Rollouts, limit: int, *, replay: bool = False, values: bool = False) -> Batch:
+    """Returns one row (prompt and completion) per completion. The mask covers the completion, its stop token included.
 
     limit: length of the longest row allowed. replay: adds the experts that the generator sent each token to. values:
     adds the values of a critic, if the generator computed them.
@@ -43,16 +43,16 @@ def to_batch(samples: Rollouts, limit: int, *, replay: bool = False, values: boo
     from rl.training.batch import padded_batch, scatter_to_mask
 
     rows = [
-        (samples.problems[p].ids + c.tokens, [0] * len(samples.problems[p].ids) + [1] * len(c.tokens))
-        for p, c in samples.flat
+        (rollouts.problems[p].ids + c.tokens, [0] * len(rollouts.problems[p].ids) + [1] * len(c.tokens))
+        for p, c in rollouts.flat
     ]
-    batch, recorded = padded_batch(rows, limit), [c.values for _, c in samples.flat if c.values is not None]
+    batch, recorded = padded_batch(rows, limit), [c.values for _, c in rollouts.flat if c.values is not None]
     return batch.replace(
-        prompt=np.asarray([p for p, _ in samples.flat], np.int32),
-        sampler_logp=scatter_to_mask([c.logprobs for _, c in samples.flat], batch.mask),
-        version=np.asarray([samples.versions[p] for p, _ in samples.flat], np.int32)[:, None] * (batch.mask != 0),
+        prompt=np.asarray([p for p, _ in rollouts.flat], np.int32),
+        sampler_logp=scatter_to_mask([c.logprobs for _, c in rollouts.flat], batch.mask),
+        version=np.asarray([rollouts.versions[p] for p, _ in rollouts.flat], np.int32)[:, None] * (batch.mask != 0),
         old_values=scatter_to_mask(recorded, batch.mask) if values and len(recorded) == len(rows) else None,
-        routes=routes_of([c for _, c in samples.flat], batch.tokens.shape[1]) if replay else None,
+        routes=routes_of([c for _, c in rollouts.flat], batch.tokens.shape[1]) if replay else None,
     )
 
 
@@ -86,9 +86,12 @@ def sampling_params(options: SamplingOptions, stop_ids: Sequence[int], **changes
 
 
 def records(
-    samples: Rollouts, scores: Scores, stage: str, step: int, advantages: np.ndarray | None = None
+    rollouts: Rollouts, scores: Scores, stage: str, step: int, advantages: np.ndarray | None = None
 ) -> list[dict[str, Any]]:
     """Returns a line of samples.jsonl for each completion; rl/reporting/samples.py adds `at`.
+
+    In a line, `prompt` is the text or the messages of the prompt, `prompt_id` its running number in the run, and
+    `sample` the number of the completion in its group.
 
     advantages: float[P * G], the advantage of each completion or the mean over its tokens; None: the completions of an
     evaluation.
@@ -97,14 +100,14 @@ def records(
     for fault in scores.faults:
         faults[fault.sample][fault.function] = fault.kind
     lines, sample_of = [], Counter()
-    for i, (p, completion) in enumerate(samples.flat):
-        problem = samples.problems[p]
+    for i, (p, completion) in enumerate(rollouts.flat):
+        problem = rollouts.problems[p]
         line = {
             "stage": stage,
             "step": step,
-            "prompt_id": int(samples.prompt_ids[p]),
+            "prompt_id": int(rollouts.prompt_ids[p]),
             "sample": sample_of[p],
-            "version": samples.versions[p],
+            "version": rollouts.versions[p],
             "prompt": problem.example.prompt,
             "completion": completion.text,
             "tokens": completion.tokens,
@@ -122,9 +125,9 @@ def records(
     return lines
 
 
-def record_evaluation(events: Events, stage: str, step: int, samples: Rollouts, scores: Scores) -> None:
+def record_evaluation(events: Events, stage: str, step: int, rollouts: Rollouts, scores: Scores) -> None:
     """Writes the completions of an evaluation."""
-    events.samples(records(samples, scores, stage, step), token_records(samples))
+    events.samples(records(rollouts, scores, stage, step), token_records(rollouts))
 
 
 def _is_short(value: Any) -> bool:
@@ -135,17 +138,17 @@ def _is_short(value: Any) -> bool:
 
 
 def token_records(
-    samples: Rollouts, batch: Batch | None = None, outputs: Mapping[str, np.ndarray] | None = None
+    rollouts: Rollouts, batch: Batch | None = None, outputs: Mapping[str, np.ndarray] | None = None
 ) -> list[np.ndarray]:
     """Returns TOKEN[n_prompt + n] (rl/reporting/samples.py) of each completion.
 
-    batch: the rows of an update, one for each completion. outputs: arrays [N,T] of `TokenOutputs`; None: no update of
-    the policy saw the batch.
+    batch: the rows of the step, one for each completion. outputs: arrays [N,T] of `TokenOutputs`, and `gap`; None or
+    empty: no update of the policy saw the batch.
     """
     result = []
-    for i, (p, completion) in enumerate(samples.flat):
-        ids = [*samples.problems[p].ids, *completion.tokens]
-        new = slice(len(samples.problems[p].ids), len(ids))
+    for i, (p, completion) in enumerate(rollouts.flat):
+        ids = [*rollouts.problems[p].ids, *completion.tokens]
+        new = slice(len(rollouts.problems[p].ids), len(ids))
         tokens = np.zeros(len(ids), TOKEN)
         tokens["id"] = ids
         tokens["turn"][new] = 1
@@ -155,29 +158,27 @@ def token_records(
         if completion.finish == "stop" and completion.tokens:
             tokens["flags"][-1] |= STOP
         if batch is not None:
-            assert batch.advantages is not None and batch.sampler_logp is not None
+            assert batch.advantages is not None
             tokens["flags"][new] |= np.where(batch.mask[i, new] != 0, TRAINED, 0).astype(np.uint8)
             tokens["advantage"][new] = batch.advantages[i] if batch.advantages.ndim == 1 else batch.advantages[i, new]
             if outputs and batch.segments[i].any():
-                scored = batch.old_logp is not None and batch.old_logp is not batch.sampler_logp
-                trainer_logp = batch.old_logp if scored else outputs["logp"]
-                tokens["gap"][new] = (trainer_logp - batch.sampler_logp)[i, new]
+                tokens["gap"][new] = outputs["gap"][i, new]
                 tokens["entropy"][new] = outputs["entropy"][i, new]
                 tokens["flags"][new] |= outputs["flags"][i, new] if "flags" in outputs else 0
         result.append(tokens)
     return result
 
 
-def metrics(samples: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:
+def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:
     """Returns rewards and lengths of a step, by the names of docs/metrics.md. If nothing was scored, `reward/mean` is NaN.
 
     drafted: adds the tokens that drafts gained.
     """
-    G = len(samples.completions[0])
+    G = len(rollouts.completions[0])
     totals = scores.total.reshape(-1, G)
     scored = totals[np.isfinite(totals)]
-    lengths = np.asarray([len(c.tokens) for _, c in samples.flat])
-    ended = np.asarray([c.finish == "stop" for _, c in samples.flat])
+    lengths = np.asarray([len(c.tokens) for _, c in rollouts.flat])
+    ended = np.asarray([c.finish == "stop" for _, c in rollouts.flat])
     flat_groups = [np.ptp(group[np.isfinite(group)]) == 0 if np.isfinite(group).any() else True for group in totals]
     result = {
         "reward/mean": float(scored.mean()) if scored.size else float("nan"),
@@ -187,17 +188,17 @@ def metrics(samples: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, fl
         "completion/min_length": float(lengths.min()),
         "completion/max_length": float(lengths.max()),
         "completion/truncated_ratio": float(1 - ended.mean()),
-        "time/sample": samples.seconds,
-        "generator/useful_rows": samples.counts["useful"] / max(1, samples.counts["rows"]),
-        "generator/prompt_tokens_read": float(samples.counts["prefill"]),
-        "generator/preempted": float(samples.counts["preempted"]),
+        "time/sample": rollouts.seconds,
+        "generator/useful_rows": rollouts.counts["useful"] / max(1, rollouts.counts["rows"]),
+        "generator/prompt_tokens_read": float(rollouts.counts["prefill"]),
+        "generator/preempted": float(rollouts.counts["preempted"]),
     }
-    if "checked" in samples.counts:
-        result["generator/replaced_share"] = samples.counts["replaced"] / max(1, samples.counts["checked"])
-    if samples.scoring:
-        result["time/reward_models"] = samples.scoring
+    if "checked" in rollouts.counts:
+        result["generator/replaced_share"] = rollouts.counts["replaced"] / max(1, rollouts.counts["checked"])
+    if rollouts.scoring:
+        result["time/reward_models"] = rollouts.scoring
     if drafted:
-        steps = sum(c.steps for _, c in samples.flat)
+        steps = sum(c.steps for _, c in rollouts.flat)
         result["speculative/accepted_per_step"] = float(lengths.sum() / steps - 1)
     if ended.any():
         result |= {

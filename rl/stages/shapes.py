@@ -26,7 +26,11 @@ def abstract_rows(stage: StageKind, updates: int) -> tuple[tuple[int, int], int]
     from rl.training.batch import padded_length
 
     limit = stage.config.max_length * stage.sequences_per_row
-    N = stage.options.prompts_per_step // updates * (stage.options.samples_per_prompt if stage.samples else 1)
+    N = (
+        stage.options.prompts_per_step
+        // updates
+        * (stage.options.samples_per_prompt if stage.samples_completions else 1)
+    )
     T = padded_length(limit, limit)
     counts, R = stage.trainer.row_counts(N, T)
     rows = min(count for count in counts if count >= N)
@@ -39,7 +43,7 @@ def update_program(
     """Returns the Program of an update, which takes (learner, batch, totals, *rest).
 
     learner: the ParamState that is trained. batch: the batch of one update, from `abstract_batch`. rest: (extra_params,
-    head), as OptimizerStep takes them. resident, times: as in Program.
+    value_head), as OptimizerStep takes them. resident, times: as in Program.
     """
     import jax
 
@@ -47,10 +51,10 @@ def update_program(
     rows, T = batch.tokens.shape
     R = abstract_rows(stage, stage.options.updates_per_step)[1]
     coefs = {name: jax.ShapeDtypeStruct((), np.float32) for name in stage.algorithm.adaptive_coefs}
-    totals = jax.eval_shape(trainer.totals, batch, coefs or None)  # PolicyInputs with the counts of the full batch
+    loss_inputs = jax.eval_shape(trainer.loss_inputs, batch, coefs or None)
 
     def lower():
-        return trainer.executables[kind].lower(learner, batch, totals, *rest, micro_rows=R)
+        return trainer.executables[kind].lower(learner, batch, loss_inputs, *rest, micro_rows=R)
 
     return Program(kind, (rows, T), lower, trainer.graph, resident, times, trip_count=rows // R)
 

@@ -4,11 +4,12 @@ A stage goes through five phases, and each method belongs to one:
 
     check                      configuration: what is wrong with it; without jax
     prepare                    data: reads rows, starts reward workers
-    bind, abstract, programs   model: defines the compiled programs, for a run or a plan
+    bind, abstract, programs   model: defines the functions to compile; lists them as programs of a plan
     start, step, evaluation    run: a state, and one step after the other
     finish, export             files
 
-A step takes `prompts_per_step` prompts or examples. It makes `updates_per_step` updates, each on an equal part of them.
+A step takes `prompts_per_step` prompts or examples, whose rows are the batch of the step. It makes `updates_per_step`
+updates, each on a mini-batch: an equal part of the rows, as in PPO. An update sums the gradients of micro-batches.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ ConfigProblems = Iterator[tuple[tuple, str]]
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled program of a step, for a plan.
+    """A compiled function of a step, described for a plan.
 
-    kind: its name. shape: (rows, tokens of a row) of its token arrays. lower: traces and lowers it. graph: the model
-    that it runs. resident: its arguments, as shapes, that are on the devices during all of the run, such as weights and
-    moments; the plan counts them once for all programs. times: calls per step. trip_count: iterations of its loop over
-    micro-batches. The program computes this number, so the compiler does not know it. rollout_memory: whether the
-    generator holds its temporary weight copies while the program runs.
+    kind: its name in `executables`. shape: (rows, tokens of a row) of its token arrays. lower: traces and lowers it.
+    graph: the model that it runs. resident: its arguments, as shapes, that are on the devices during all of the run,
+    such as weights and moments; the plan counts them once for all programs. times: calls per step. trip_count:
+    iterations of its loop over micro-batches. The program computes this number, so the compiler does not know it.
+    rollout_memory: whether the generator holds its temporary weight copies while the program runs.
     """
 
     kind: str
@@ -68,7 +69,7 @@ class Program:
 class ConfiguredStage:
     """A stage as its configuration describes it. Free of jax."""
 
-    samples: ClassVar[bool] = False
+    samples_completions: ClassVar[bool] = False
     """Whether a step samples completions."""
     trains_policy: ClassVar[bool] = True
     """Whether a step changes the policy, which is then evaluated."""
@@ -96,8 +97,8 @@ class ConfiguredStage:
     @property
     def rewards(self) -> Any:
         """Returns the RewardSettings of the stage, or of the run; None where the stage samples no completions."""
-        samples = self.samples or (self.config.evaluation is not None and self.trains_policy)
-        return (self.options.rewards or self.config.rewards) if samples else None
+        rewarded = self.samples_completions or (self.config.evaluation is not None and self.trains_policy)
+        return (self.options.rewards or self.config.rewards) if rewarded else None
 
     @property
     def optimizers(self) -> list[str]:
@@ -175,37 +176,38 @@ class ConfiguredStage:
 
 
 class StageKind(ConfiguredStage, ABC):
-    """One stage of a run."""
+    """The base class of the kinds of stages: one subclass a kind (rl/stages/*.py:Stage). An instance is one stage of a
+    run."""
 
     context: Context
 
     def __init__(self, config: RunConfig, index: int):
         super().__init__(config, index)
-        self.runner: Any = None  # rewards.Runner, if completions are rewarded
-        self.rows_of_data = 0  # of a stage that draws examples
+        self.runner: Any = None  # rewards.Runner, which calls the reward functions; None: nothing is rewarded
+        self.rows_of_data = 0  # rows of the data of a stage that draws examples
         self.scorers: dict[str, RewardModelScorer] = {}  # reward models, by the name in the rewards
         self.trainer: Any = None
 
     # Data.
 
     @abstractmethod
-    def prepare(self, data: DataReader) -> None:
+    def prepare(self, reader: DataReader) -> None:
         """Reads the rows of the stage. Raises ConfigError or DataError."""
 
     def prompts(self) -> list:
         """Returns the prompts of this process, with their data columns, that the generator completes."""
         return []
 
-    def prepare_rewards(self, data: DataReader, prompts: list) -> None:
+    def prepare_rewards(self, reader: DataReader, prompts: list) -> None:
         """Starts the reward workers if the stage scores completions of `prompts` or evaluates."""
-        if self.rewards and (prompts or data.held_out):
-            self.runner = data.reward_runner(self.rewards, prompts)
+        if self.rewards and (prompts or reader.held_out):
+            self.runner = reader.reward_runner(self.rewards, prompts)
 
     # Model.
 
     @abstractmethod
     def bind(self, graph: Graph) -> None:
-        """Defines the programs of the stage for a model. Nothing compiles yet."""
+        """Defines the functions of the stage for a model. Nothing compiles yet."""
 
     def abstract(self) -> Any:
         """Returns the shapes and shardings of the state, as the template of a restored checkpoint.
@@ -215,10 +217,10 @@ class StageKind(ConfiguredStage, ABC):
         return self.trainer.abstract()
 
     def executables(self) -> Mapping[str, CompiledCache]:
-        """Returns the programs of a step and of reward models, by the names that a plan gives them."""
+        """Returns the compiled functions of a step and of reward models, by the names of their programs in a plan."""
         from rl.stages.scorers import program_name
 
-        reward_models = {program_name(source): scorer.program for source, scorer in self.scorers.items()}
+        reward_models = {program_name(source): scorer.executable for source, scorer in self.scorers.items()}
         return self.trainer.executables | reward_models
 
     @abstractmethod
@@ -233,7 +235,7 @@ class StageKind(ConfiguredStage, ABC):
         """Yields the programs of reward models, on full rows of all completions of a step."""
         from rl.stages.scorers import program_name
 
-        completions = self.options.prompts_per_step * self.options.samples_per_prompt * self.samples
+        completions = self.options.prompts_per_step * self.options.samples_per_prompt * self.samples_completions
         for source, scorer in self.scorers.items():
             shape, lower = scorer.lowered(self.config.max_length)
             times = -(-completions // shape[0])
@@ -303,8 +305,11 @@ class StageKind(ConfiguredStage, ABC):
         kept = {"record": record} if self.config.run.samples.every else {}
         return Evaluation(options, held_out, self.collect, self.sampling_params(), **kept)
 
-    def next_examples(self, total: int) -> list[int]:
-        """Returns the indices in the data of the next `prompts_per_step` examples, of `total`, in shuffled order."""
+    def draw_examples(self, total: int) -> list[int]:
+        """Draws the next `prompts_per_step` of the `total` examples, in shuffled order, and counts them as drawn.
+
+        Returns their indices in the data.
+        """
         progress, count = self.context.progress, self.options.prompts_per_step
         start, seed = progress.examples_drawn, self.config.seed * 1000 + self.index
         progress.examples_drawn += count
@@ -312,7 +317,7 @@ class StageKind(ConfiguredStage, ABC):
         return [datasets.order(seed, total, number) for number in range(start, start + count)]
 
     def update(self, state: Any, batch: Batch, **options: Any) -> tuple[Any, dict[str, float]]:
-        """Makes `updates_per_step` updates, each on an equal part of the rows. `options`: passed to `Trainer.update`.
+        """Makes `updates_per_step` updates, each on a mini-batch of equally many rows. `options`: for `Trainer.update`.
 
         Returns the state and the mean of each metric. After each update the model holds the new weights.
         """
@@ -347,7 +352,11 @@ class StageKind(ConfiguredStage, ABC):
         return state.policy
 
     def check_learned(self, state: Any, metrics: dict[str, float]) -> None:
-        """Raises ModelError if every update of the stage was skipped. `metrics`: metrics of the last step."""
+        """Raises ModelError if no update of the stage changed the weights and none of the last step was finite.
+
+        Updates with a gradient of 0, as from equal rewards, change nothing and alone are no error. `metrics`: metrics
+        of the last step.
+        """
         self.trainer.check_updates(self.learner(state), metrics)
 
     # Files.

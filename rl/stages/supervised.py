@@ -27,9 +27,9 @@ class Stage(StageKind):
         if self.options.algorithm.name != "sft":
             yield from self._check_no_capacity()
 
-    def prepare(self, data: DataReader) -> None:
-        self.examples = data.demonstrations(self.data, self.algorithm.train_on)
-        self.prepare_rewards(data, [])
+    def prepare(self, reader: DataReader) -> None:
+        self.examples = reader.demonstrations(self.data, self.algorithm.train_on)
+        self.prepare_rewards(reader, [])
 
     def bind(self, graph: Graph) -> None:
         from rl.training.trainer import Trainer
@@ -51,7 +51,7 @@ class Stage(StageKind):
         """Returns the batch of the next step, one example per row."""
         from rl.training.batch import padded_batch
 
-        return padded_batch(self.examples.take(self.next_examples(self.examples.total)), self.config.max_length)
+        return padded_batch(self.examples.take(self.draw_examples(self.examples.total)), self.config.max_length)
 
     def complete(self, data: inputs.StepData) -> None:
         """Changes the batch after its inputs have been added. By default it changes nothing."""

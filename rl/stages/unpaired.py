@@ -43,24 +43,24 @@ class Stage(supervised.Stage):
                 "the KL is estimated from answers to other prompts, so an update needs at least 2 rows",
             )
 
-    def prepare(self, data: DataReader) -> None:
+    def prepare(self, reader: DataReader) -> None:
         from policy.mesh import processes
 
         def encode(example: Example) -> list[Answer]:
             if example.pair is not None:
                 return [
-                    (data.answer(example, each), label) for each, label in zip(example.pair, (1.0, 0.0), strict=True)
+                    (reader.answer(example, each), label) for each, label in zip(example.pair, (1.0, 0.0), strict=True)
                 ]
             answer = example.messages[-1:] if example.messages else example.completion
-            return [(data.answer(example, answer), _LABELS[_key(example.columns["label"])])]
+            return [(reader.answer(example, answer), _LABELS[_key(example.columns["label"])])]
 
         def length(answers: list[Answer]) -> int:
             return max(len(row[0]) for row, _ in answers)
 
-        self.examples = data.rows(self.data, ("answers",), encode, length, read=read_answer)
+        self.examples = reader.rows(self.data, ("answers",), encode, length, read=read_answer)
         counts = {len(answers) for answers in self.examples.own}
         self.answers_per_example = max(max(each, default=0) for each in processes.all_gather_object(counts))
-        self.prepare_rewards(data, [])
+        self.prepare_rewards(reader, [])
 
     def abstract_batch(self, shape: tuple[int, int]) -> Batch:
         extra = ("label", "kl") if "old_logp" in self.inputs else ("label",)
@@ -68,7 +68,7 @@ class Stage(supervised.Stage):
 
     def batch(self) -> Batch:
         per_example = self.answers_per_example
-        numbers = self.next_examples(self.examples.total * per_example)
+        numbers = self.draw_examples(self.examples.total * per_example)
         examples = self.examples.take([number // per_example for number in numbers])
         answers = [example[number % per_example] for example, number in zip(examples, numbers, strict=True)]
         size = self.rows_per_update if "old_logp" in self.inputs else None

@@ -24,10 +24,10 @@ _BIAS = ".feed_forward.router.correction_bias"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Totals:
-    """Totals of the optimiser batch, which a micro-batch needs.
+    """Totals of the mini-batch, which a micro-batch needs.
 
     sequences: how many. tokens: how many are not padding. segments, mask: as in Batch. counts: choices of each expert,
-    float32[R, X] by path of the layer; None: the micro-batch is the full batch.
+    float32[R, X] by path of the layer; None: the micro-batch is the mini-batch.
     """
 
     sequences: jax.Array
@@ -42,7 +42,7 @@ class Totals:
 
 
 def totals(batch: Batch) -> Totals:
-    """Counts the totals of an optimiser batch."""
+    """Counts the totals of a mini-batch."""
     real = batch.segments != 0
     sequences = jnp.sum(first_of_segment(batch.segments) & real)
     return Totals(sequences, jnp.sum(real), batch.segments, batch.mask)
@@ -101,11 +101,11 @@ def _prediction(predictions: Predictions, micro: Batch, batch_totals: Totals) ->
 
 
 def batch_balance(routing: dict[str, Routing], batch_totals: Totals) -> jax.Array:
-    """Returns the balance term over all tokens of the optimiser batch, summed over layers.
+    """Returns the balance term over all tokens of the mini-batch, summed over layers.
 
     A layer contributes sum_e f_e P_e, where f_e is X times the share of e in the choices and P_e is the mean share of e
     in the scores (arXiv 2101.03961, equations 4-6, for k choices). It is 1 for even use. f has no gradient and P is a
-    sum over tokens, so micro-batches add up to the full batch.
+    sum over tokens, so micro-batches add up to the mini-batch.
     """
     total = jnp.float32(0.0)
     for path, each in routing.items():
@@ -118,7 +118,7 @@ def batch_balance(routing: dict[str, Routing], batch_totals: Totals) -> jax.Arra
 def updated_biases(biases: dict[str, jax.Array], routing: dict[str, Routing], rate: float) -> dict[str, jax.Array]:
     """Returns the trained weights without a gradient after an update.
 
-    They are router biases, which follow the token counts of the full batch."""
+    They are router biases, which follow the token counts of the mini-batch."""
     return {
         path: bias_update(array, routing[layer].counts, rate)
         if (layer := path.removesuffix(_BIAS)) in routing
@@ -128,7 +128,7 @@ def updated_biases(biases: dict[str, jax.Array], routing: dict[str, Routing], ra
 
 
 def load_metrics(routing: dict[str, Routing]) -> dict[str, jax.Array]:
-    """Returns the router metrics of the full batch.
+    """Returns the router metrics of the mini-batch.
 
     moe/max_load: choices of the busiest expert over the mean, the largest of all layers. moe/dropped: share of choices
     that no expert computed, if experts may drop tokens. moe/replayed: share of choices that were replayed.

@@ -1,4 +1,8 @@
-"""Builds the rows of an update: tokens of prompts and completions, padded to one of few lengths. N rows, T tokens."""
+"""Builds the rows of a batch: tokens of prompts and completions, padded to one of few lengths. N rows, T tokens.
+
+The batch of a step is split into mini-batches, one for each update, as in PPO. A mini-batch is split into
+micro-batches, whose losses and gradients the update sums.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ Array = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The arrays of an update; an absent array is None.
+    """The arrays of the batch of a step, of a mini-batch or of a micro-batch; an absent array is None.
 
     On the host a row is one sequence (segment 1) or the two answers of a pair (segments 1 and 2). On the device rows
     are packed (rl/training/packing.py), and `prompt` and `advantages` have one value per token. Padding has segment 0
@@ -27,7 +31,7 @@ class Batch:
     tokens: Array  # int32[N, T]
     segments: Array  # int32[N, T], 0 on padding
     mask: Array  # float32[N, T], 1 on the tokens that are trained on
-    prompt: Array  # int32[N] or [N, T], number of the prompt within the batch
+    prompt: Array  # int32[N] or [N, T], index of the group: 0, 1, ... by prompt within the batch; not the prompt id
     sampler_logp: Array | None = None  # float32[N, T], as the generator gave them
     old_logp: Array | None = None
     ref_logp: Array | None = None

@@ -21,10 +21,11 @@ from policy.huggingface import classification, sources
 from policy.mesh import processes
 from policy.mesh.sharding import Layout, block_on_cpu_mesh, constrain
 from policy.model import Graph
+from policy.modes import VALUE_HEAD
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.training.batch import Batch, padded_batch
-from rl.training.critic import VALUE_HEAD, Critic
+from rl.training.critic import Critic
 from rl.training.packing import plan_packing
 from rl.training.trainer import CPU_TOKENS, BatchUpdates, by_micro_batch, num_row_shards, shard_rows
 from rl.training.updater import OptimizerStep, ParamState
@@ -53,8 +54,8 @@ class RewardModelTrainer(BatchUpdates):
 
     @property
     def executables(self) -> dict[str, CompiledCache]:
-        """Returns the programs of a step, by the names that a plan gives them."""
-        return {"update of the reward model": self.reward_model.program}
+        """Returns the compiled functions of a step, by the names of their programs in a plan."""
+        return {"update of the reward model": self.reward_model.executable}
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RewardModelState:
         """Returns the state at the beginning of the stage: `params`, and a copy of them with a new score head."""
@@ -74,7 +75,7 @@ class RewardModelTrainer(BatchUpdates):
         self.add_flops(self.model.flops, batch, passes=3)
         packing, R = self.packing_of(batch.segments)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
-        learner, _, metrics, _ = self.reward_model(state.reward_model, batch, self.totals(batch), R)
+        learner, _, metrics, _ = self.reward_model(state.reward_model, batch, self.loss_inputs(batch), R)
         return RewardModelState(state.policy, learner), metrics | {"perf/packed_share": packing.efficiency(R)}
 
     def _score_loss(self, params, micro: Batch, inputs: PolicyInputs):
@@ -103,7 +104,7 @@ class RewardModelScorer:
         """
         self.graph, self._params, self._limit = graph, params, limit
         self._critic, self._layout = Critic(graph), graph.layout
-        self.program = CompiledCache(jax.jit(self._scores), self._layout.platform)
+        self.executable = CompiledCache(jax.jit(self._scores), self._layout.platform)
 
     @classmethod
     def read(cls, directory: Path, runtime: Runtime, mesh: Layout, limit: int) -> RewardModelScorer:
@@ -129,14 +130,14 @@ class RewardModelScorer:
         N, T = batch.tokens.shape
         R = self.rows(T)
         packing = plan_packing(batch.segments, [-(-N // R) * R])
-        (scores,) = by_micro_batch(partial(self.program, self._params), batch, packing, R, self._layout)
+        (scores,) = by_micro_batch(partial(self.executable, self._params), batch, packing, R, self._layout)
         return [float(scores[row, len(ids) - 1]) for row, ids in enumerate(sequences)]
 
     def lowered(self, T: int) -> tuple[tuple[int, int], Callable[[], Any]]:
         """Returns (shape of a full batch in rows of T tokens, the function that traces its program)."""
         shape = self.rows(T), T
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-        return shape, lambda: self.program.lower(self.abstract, tokens, tokens, None)
+        return shape, lambda: self.executable.lower(self.abstract, tokens, tokens, None)
 
     def _scores(self, params, tokens, segments, _):
         tokens = constrain(tokens, ("batch", None), self._layout)

@@ -1,6 +1,6 @@
-"""Compiles the programs of a stage. The trainer computes the arrays that an algorithm asks for and minimises its loss.
+"""Compiles the functions of a stage. The trainer computes the arrays that an algorithm asks for and minimises its loss.
 
-N rows, T tokens, M micro-batches of R rows.
+N rows, T tokens, R rows of a micro-batch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from policy.layers import batch_split
 from policy.mesh import processes
 from policy.mesh.sharding import Layout, block_on_cpu_mesh, constrain
 from policy.model import Graph
+from policy.modes import VALUE_HEAD
 from policy.ops.dropout import Dropout
 from policy.ops.host_memory import fetch
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.errors import ModelError
 from rl.training.batch import Batch
-from rl.training.critic import VALUE_HEAD, Critic
+from rl.training.critic import Critic
 from rl.training.flops import Operations, lengths
 from rl.training.packing import Packing, plan_packing, row_counts
 from rl.training.updater import OptimizerStep, ParamState, updates_made
@@ -40,7 +41,11 @@ CPU_TOKENS = 768
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RunState:
-    """The arrays of a stage. `reference`: the policy at the start or the last renewal. Absent parts are None."""
+    """All arrays of a stage of a run. An absent part is None.
+
+    policy: the trained weights and their optimizer state. reference: the policy at the start of the stage, mixed with
+    later policies at each renewal. critic: the weights of the critic and their optimizer state.
+    """
 
     policy: ParamState
     reference: dict[str, jax.Array] | None
@@ -118,20 +123,20 @@ class BatchUpdates:
     def _micro_batch(self, N: int, T: int) -> int | None:
         """Returns the default rows of a micro-batch; None: all.
 
-        On a CPU small micro-batches keep the activations in the caches. Balancing experts over the full batch would
+        On a CPU small micro-batches keep the activations in the caches. Balancing experts over the mini-batch would
         need an extra forward pass.
         """
         on_cpu = self.graph.layout.platform == "cpu"
         return -(-N // -(-N * T // CPU_TOKENS)) if on_cpu and self.stage.router.balance == "sequence" else None
 
     @cached_property
-    def totals(self) -> Callable[..., PolicyInputs]:
-        """Returns the jitted function (batch, coefs) -> PolicyInputs of an optimiser batch with its totals.
+    def loss_inputs(self) -> Callable[..., PolicyInputs]:
+        """Returns the jitted function (mini-batch, coefs) -> PolicyInputs, with the totals of the mini-batch.
 
         Outputs of the model that is trained, such as `logp`, are absent: the update computes them.
         """
 
-        def totals(batch: Batch, coefs: dict[str, jax.Array] | None = None) -> PolicyInputs:
+        def loss_inputs(batch: Batch, coefs: dict[str, jax.Array] | None = None) -> PolicyInputs:
             inputs = PolicyInputs(
                 mask=batch.mask,
                 old_logp=batch.old_logp,
@@ -149,7 +154,7 @@ class BatchUpdates:
             )
             return self.algorithm.with_totals(inputs)
 
-        return jax.jit(totals)
+        return jax.jit(loss_inputs)
 
     def add_flops(self, operations: Operations, batch: Batch, passes: int) -> None:
         """Adds `passes` over `batch` to `total_flops`: a forward pass counts 1, its gradient 2."""
@@ -175,7 +180,7 @@ class BatchUpdates:
 
 
 class Trainer(BatchUpdates):
-    """Compiles the programs of one stage: updates of policy and critic, log-probabilities and values of a batch."""
+    """Compiles the functions of one stage: updates of policy and critic, log-probabilities and values of a batch."""
 
     def __init__(
         self,
@@ -188,7 +193,7 @@ class Trainer(BatchUpdates):
         temperature: float = 1.0,
         returns_tokens: bool = False,
     ):
-        """Defines the programs; nothing compiles yet.
+        """Defines the functions; nothing compiles yet.
 
         Args:
           graph: the model.
@@ -203,18 +208,30 @@ class Trainer(BatchUpdates):
         self.temperature, self._returns_tokens = np.float32(temperature), returns_tokens
         self._has_reference = "reference" in state
         loss = self._auxiliary_only_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
-        self.critic = head = None
+        self.critic = value_head = self._value_model = None
         if "critic" in state:
-            self.value_model = Critic(graph, shared=algorithm.critic_trunk == "policy")
-            self.critic = OptimizerStep(self.value_model, self._critic_loss, stage.critic, stage, seed)
-            head = self.critic if self.value_model.shared else None
-        self.policy = OptimizerStep(self._update_graph, loss, stage.optimizer, stage, seed, head)
+            self._value_model = Critic(graph, shared=algorithm.critic_trunk == "policy")
+            self.critic = OptimizerStep(self._value_model, self._critic_loss, stage.critic, stage, seed)
+            value_head = self.critic if self._value_model.shared else None
+        self.policy = OptimizerStep(self._update_graph, loss, stage.optimizer, stage, seed, value_head)
+
+    @property
+    def value_model(self) -> Critic:
+        """Returns the model of the critic. Raises ValueError if the stage has none."""
+        if self._value_model is None:
+            raise ValueError(
+                f"this trainer has no critic, so it computes no values: {self.algorithm.name} names no input `values`, "
+                "or Trainer was made without state={'critic'}"
+            )
+        return self._value_model
 
     @property
     def executables(self) -> dict[str, CompiledCache]:
-        """Returns the programs of a step, by the names that a plan gives them."""
-        programs = {"update": self.policy.program, "log-probabilities": self._logprobs}
-        return programs | ({"update of the critic": self.critic.program, "values": self._values} if self.critic else {})
+        """Returns the compiled functions of a step, by the names of their programs in a plan."""
+        executables = {"update": self.policy.executable, "log-probabilities": self._logprobs}
+        if self.critic:
+            executables |= {"update of the critic": self.critic.executable, "values": self._values}
+        return executables
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
         """Returns the state at the beginning of the stage. Owns `params`; reference and critic are copies."""
@@ -260,7 +277,8 @@ class Trainer(BatchUpdates):
     ) -> tuple[RunState, dict]:
         """Makes one optimiser update of the policy, and of the critic if there is one.
 
-        batch: one sequence per row. critic_only: skips the policy. adaptive_coefs: values for `PolicyInputs`.
+        batch: the mini-batch, one sequence per row. critic_only: skips the policy. adaptive_coefs: values for
+        `PolicyInputs`.
         on_tokens: gets the policy's outputs for each token. Returns (state, metrics). Raises ValueError if the stage replays
         routes and the batch has none.
         """
@@ -278,17 +296,17 @@ class Trainer(BatchUpdates):
         batch = shard_rows(packing.batch(batch), self.graph.layout)
         policy, critic, metrics = state.policy, state.critic, {"perf/packed_share": packing.efficiency(R)}
         coefs = {name: np.float32(value) for name, value in (adaptive_coefs or {}).items()}
-        inputs = self.totals(batch, coefs or None)
+        inputs = self.loss_inputs(batch, coefs or None)
         if separate_critic:
             assert self.critic is not None and critic is not None  # the state has a critic
             critic, _, result, _ = self.critic(critic, batch, inputs, R, self.value_model.extra_params(policy.params))
             del result["loss"]  # the sum of value/loss and value/moe/balance, which are both reported
             metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in result.items()}
         if not critic_only:
-            policy, head, result, tokens = self.policy(
-                policy, batch, inputs, R, head=None if separate_critic else critic
+            policy, value_head, result, tokens = self.policy(
+                policy, batch, inputs, R, value_head=None if separate_critic else critic
             )
-            critic = critic if separate_critic else head
+            critic = critic if separate_critic else value_head
             metrics |= result
             if on_tokens is not None and tokens:
                 on_tokens(TokenOutputs(tokens, packing))

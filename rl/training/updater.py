@@ -1,6 +1,6 @@
 """Compiles one optimiser update of some weights.
 
-N rows, T tokens, M micro-batches of R rows, X experts.
+N rows, T tokens, M micro-batches of R rows.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from policy.execution.compiled_cache import CompiledCache
 from policy.layers import batch_split
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
+from policy.modes import VALUE_HEAD
 from policy.ops.dropout import row_seeds
 from policy.ops.host_memory import belongs_there, fetch, in_host_memory, to_device
 from rl.config.stage import OptimizerOptions, StageOptions
 from rl.training.auxiliary_losses import auxiliary_loss, load_metrics, totals, updated_biases
 from rl.training.batch import Batch
-from rl.training.critic import VALUE_HEAD, Critic
+from rl.training.critic import Critic
 from rl.training.diagnostics import activation_metrics, gradient_norms
 from rl.training.host_memory import joined, on_each_memory
 from rl.training.optimizer import at_once, by_layer, start, stored_as
@@ -44,7 +45,7 @@ class ParamState:
 
 
 def schedule(options: OptimizerOptions, updates: int) -> optax.Schedule:
-    """Returns the learning rate by update: linear warm-up, then constant, or linear or cosine to `final_fraction`."""
+    """Returns the learning rate by update, not step: linear warm-up, then constant, or to `final_fraction`."""
     peak, warm = options.learning_rate, options.warmup_steps
     rest = max(1, updates - warm)
     after_warmup = {
@@ -76,9 +77,9 @@ def optimizer(
 
 
 class OptimizerStep:
-    """Compiles one optimiser update of some weights.
+    """Compiles one optimiser update of some weights: of the policy, a critic or a reward model.
 
-    The program sums gradients over micro-batches, clips them, runs AdamW and updates the selection biases of routers.
+    It sums gradients over micro-batches, clips them, runs AdamW and updates the selection biases of routers.
     An update that is not finite, or whose gradient is exactly 0, changes nothing.
     """
 
@@ -89,22 +90,21 @@ class OptimizerStep:
         options: OptimizerOptions,
         stage: StageOptions,
         seed: int,
-        head: OptimizerStep | None = None,
+        value_head: OptimizerStep | None = None,
     ):
         """Defines the update.
 
         Args:
           model: the model of the weights.
-          loss: (params, micro, totals) -> (scalar, metrics, Aux, gradient of the value head, token outputs).
-            Micro-batches are summed. Token outputs are arrays [R, T] by name, which the update returns as [N, T].
+          loss: (params, micro-batch, its PolicyInputs) -> (scalar, summed over micro-batches, metrics, Aux, gradient of
+            the value head, token outputs: arrays [R, T] by name, which the update returns as [N, T]).
           options: settings of AdamW.
           stage: settings of the stage.
           seed: seed of the run, for dropout.
-          head: update of a value head that learns in the same program, from the states that `loss` computes. `loss`
-            then reads the head from `params`, returns the head's gradient (None without a head) and reports the
-            head's loss as value/loss.
+          value_head: update of a value head that learns in the same program, from the states that `loss` computes.
+            `loss` then reads the head from `params`, returns its gradient (else None), and reports value/loss.
         """
-        self.model, self._loss, self._options, self._stage, self.head = model, loss, options, stage, head
+        self.model, self._loss, self._options, self._stage, self.value_head = model, loss, options, stage, value_head
         self._trained_paths = trained_paths(model.axes, model.runtime)
         self._seed = seed if stage.dropout else None
         self._diagnostics = stage.diagnostics and isinstance(model, Graph)
@@ -114,7 +114,7 @@ class OptimizerStep:
         self._transform = optimizer(options, self.rate, model.axes, model.runtime.param_dtype)
 
     def _split(self, params: dict) -> tuple[dict, dict]:
-        """Returns (weights with a gradient, other weights)."""
+        """Returns (weights with a gradient, other weights). Biases of routers are trained, but without a gradient."""
         paths = self._trained_paths - self.model.untrained
         return {k: v for k, v in params.items() if k in paths}, {k: v for k, v in params.items() if k not in paths}
 
@@ -179,12 +179,12 @@ class OptimizerStep:
         }
 
     @cached_property
-    def program(self) -> CompiledCache:
-        """Returns the program of the update; it compiles at the first call of each shape."""
+    def executable(self) -> CompiledCache:
+        """Returns the update, which compiles at the first call of each shape."""
         update = jax.jit(
             self._update,
             donate_argnums=(0, 4),
-            out_shardings=(self.shardings, self.head and self.head.shardings, None, None),
+            out_shardings=(self.shardings, self.value_head and self.value_head.shardings, None, None),
             static_argnames="micro_rows",
             compiler_options=batch_split.compiler_options(self._graph.runtime),
         )
@@ -197,15 +197,15 @@ class OptimizerStep:
         inputs: Any,
         micro_rows: int,
         extra_params: dict[str, jax.Array] | None = None,
-        head: ParamState | None = None,
+        value_head: ParamState | None = None,
     ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
-        """Returns (learner, head, metrics on the device) after one update, and the token outputs of the loss.
+        """Returns (learner, value head, metrics on the device) after one update, and the token outputs of the loss.
 
-        batch: a multiple of `micro_rows` rows. extra_params: frozen weights that the loss reads, by path. head: the
-        value head if this update trains it, else None.
+        batch: a mini-batch, a multiple of `micro_rows` rows. inputs: its PolicyInputs. extra_params: frozen weights
+        that the loss reads, by path. value_head: the value head if this update trains it, else None.
         """
         return block_on_cpu_mesh(
-            self.program(learner, batch, inputs, extra_params or {}, head, micro_rows=micro_rows), self.layout
+            self.executable(learner, batch, inputs, extra_params or {}, value_head, micro_rows=micro_rows), self.layout
         )
 
     def _update(
@@ -214,25 +214,26 @@ class OptimizerStep:
         batch: Batch,
         inputs: Any,
         extra_params: dict[str, jax.Array] | None = None,
-        head: ParamState | None = None,
+        value_head: ParamState | None = None,
         *,
         micro_rows: int,
     ) -> tuple[ParamState, ParamState | None, dict, dict[str, jax.Array]]:
         trained, others = self._split(learner.params)
         if self._seed is not None:
             batch = batch.replace(dropout=row_seeds(self._seed, updates_made(learner), batch.tokens.shape[0]))
-        constants = others | (extra_params or {}) | (head.params if head else {})
+        constants = others | (extra_params or {}) | (value_head.params if value_head else {})
         sums, tokens = self._gradients(trained, constants, batch, inputs, micro_rows)
         grads, head_gradient, loss, metrics, routing = sums
-        if head is not None:
-            assert self.head is not None  # the caller passes a head only if there is an update for it
-            head, head_metrics = self.head.apply(head, {VALUE_HEAD: head_gradient}, metrics["value/loss"], {})
+        if value_head is not None:
+            assert self.value_head is not None  # the caller passes a head only if there is an update for it
+            arguments = value_head, {VALUE_HEAD: head_gradient}, metrics["value/loss"], {}
+            value_head, head_metrics = self.value_head.apply(*arguments)
             metrics |= {f"value/{name}": value for name, value in head_metrics.items() if name != "loss"}
         learner, step_metrics = self.apply(learner, grads, loss, routing)
-        return learner, head, metrics | step_metrics, tokens
+        return learner, value_head, metrics | step_metrics, tokens
 
     def apply(self, learner: ParamState, grads: dict, loss: jax.Array, routing: dict) -> tuple[ParamState, dict]:
-        """Returns (the learner after a step by these gradients, metrics). Runs inside a jitted function."""
+        """Returns (learner after a step by these gradients, metrics), in a jitted function. routing: router loads."""
         trained, others = self._split(learner.params)
         squares = to_device(joined(on_each_memory(_squares, self.model.tables, grads)))
         part_norms = gradient_norms(squares) if self._diagnostics else {}
@@ -275,15 +276,15 @@ class OptimizerStep:
         N = M * R
 
         def split(a):
-            """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows; totals are repeated."""
-            if not (jnp.ndim(a) and a.shape[0] == N):
-                return jnp.broadcast_to(a, (M, *jnp.shape(a)))
+            """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows; scalars (totals) are repeated."""
+            if not jnp.ndim(a):
+                return jnp.broadcast_to(a, (M,))
             return constrain(a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout)
 
         micros, batch_totals = jax.tree.map(split, (batch, inputs)), totals(batch)
         if self._stage.router.balance == "batch" and M > 1:
             # An extra forward pass without the head: the balance loss of every micro-batch needs the token count of
-            # each expert in the full batch.
+            # each expert in the mini-batch.
             def count(_, xs):
                 return None, {
                     path: each.counts
@@ -304,8 +305,8 @@ class OptimizerStep:
                 tokens,
             )
 
-        matrices = {path: weight for path, weight in trained.items() if path not in self.model.tables}
-        multiplied = self._graph.as_multiplied(matrices)
+        dense = {path: weight for path, weight in trained.items() if path not in self.model.tables}
+        multiplied = self._graph.cast_for_products(dense)
 
         def micro_step(total, xs):
             rows, looked_up = {}, {}
@@ -317,7 +318,7 @@ class OptimizerStep:
 
         # Gradients of tables in host memory stay in host memory. There, only a scan can stack arrays.
         scan = jax.lax.scan if self._graph.tables else partial(_scan_first, count=_num_filled(micros[0].segments))
-        grads, (table_grads, outputs) = scan(micro_step, self._shard_as_moments(_zeros(matrices)), micros)
+        grads, (table_grads, outputs) = scan(micro_step, self._shard_as_moments(_zeros(dense)), micros)
         loss, metrics, routing, activations, head_gradients, tokens = outputs
         metrics = rl.algorithms.reduce_metrics(metrics)
         if self._diagnostics:

@@ -62,6 +62,11 @@ class CacheGeometry:
 class ContiguousCacheManager:
     """Tracks the tokens in the slots of a contiguous cache, and the free slots.
 
+    The scheduler calls, for a request from its admission to its end: `allocate` (or `reallocate`, when a request starts
+    again in its slot), `reserve` before each program that makes entries, `mark_cached` after its prefill, `advance`
+    when it decodes, and `free`. A prefix is always described by (source, num_shared): the first `num_shared` entries of
+    slot `source`.
+
     A slot keeps its entries when its request ends, until another request takes it. So a prompt can begin with the
     entries of an earlier one: the samples of one prompt, the turns of a conversation, prompts with one system message.
 
@@ -107,8 +112,11 @@ class ContiguousCacheManager:
         self._index.add(slot, tokens)
 
     def allocate(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
-        """Returns (slot, source, num_shared): a free slot for these tokens, and the slot whose first `num_shared`
-        entries it begins with. A free source is itself allocated; otherwise the slot that became free first.
+        """Takes a free slot for a request whose prompt is `tokens`. Returns (slot, source, num_shared).
+
+        The slot begins with the first `num_shared` entries of slot `source`; without a shared prefix they are (slot,
+        -1, 0). If the source is free, it is the slot itself, and nothing is copied. Otherwise the slot is the one that
+        became free first, and the caller copies the row.
         """
         source, num_shared = self.find(tokens)
         slot = source if source in self._free else next(iter(self._free))
@@ -129,7 +137,8 @@ class ContiguousCacheManager:
         return source, num_shared
 
     def advance(self, slot: int) -> None:
-        """Notes that the slot decodes beyond the tokens that it was allocated for."""
+        """Notes that the slot decodes: its state of fixed size, if it has one, has moved past the prompt, so no other
+        slot can begin with it."""
         if not self.supports_truncation:
             self._set_tokens(slot, ())
 
@@ -217,8 +226,10 @@ class PagedCacheManager:
         return slot * self.num_shards // self._slots
 
     def allocate(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
-        """Returns (slot, source, num_shared): a free slot for these tokens, and the slot whose first `num_shared`
-        entries it begins with. The source is the slot itself if indexed pages hold them.
+        """Takes a free slot for a request whose prompt is `tokens`. Returns (slot, source, num_shared).
+
+        The slot begins with the first `num_shared` entries of slot `source`, whose pages it now shares. The source is
+        the slot itself if pages of the page index hold them, or if nothing is shared (num_shared 0).
         """
         shards = [shard for shard in range(self.num_shards) if self._free[shard]]
         shard = max(shards, key=lambda shard: (self._find(shard, tokens)[1], len(self._free[shard]), -shard))
@@ -294,12 +305,14 @@ class PagedCacheManager:
         return self._chains[slot].pages
 
     def mark_cached(self, slot: int, tokens: tuple[int, ...]) -> None:
-        """Notes that the cache has the entries of these tokens of the slot."""
+        """Notes that the entries of these tokens of the slot are in the cache. Their full pages enter the page index,
+        by which later requests find them."""
         if self.supports_truncation:
             self._allocator_of[slot].index_pages(self._chains[slot], tokens)
 
     def advance(self, slot: int) -> None:
-        """Notes that the slot decodes beyond the tokens that it was allocated for."""
+        """Notes that the slot decodes: its state of fixed size, if it has one, has moved past the prompt, so no other
+        slot can begin with it."""
         if not self.supports_truncation:
             self._set_tokens(slot, ())
 

@@ -1,24 +1,27 @@
 """The engine: runs what the scheduler decides on the model runner, and hands the tokens to their requests.
 
-Words of this folder, as in vLLM:
+Words of this folder. rollout/request.py defines those about a request. Engine step, multi-step decode, preempt and
+prefix cache mean what they mean in vLLM; slot and row are words of this engine.
 
 - step, or engine step: `start`, then `collect`.
 - decode, or multi-step decode: one run of the decode program. It is a loop of decoding steps on the device.
 - decoding step: one pass of the decoder over the rows of a batch. Each active row gets one token, or, with drafts, the
   accepted drafts and one token.
-- slot: a place in the cache that a request runs in. Row: a row of the arrays of one call. A row of the cache of all
-  slots belongs to one slot.
-- prompt of a request: the tokens that must have cache entries before it can decode (`Request.needed`). These are all
-  its tokens but the last, which the next decoding step feeds. They include a part of the completion if the request was
-  preempted or is continued.
+- slot: a place for one running request. There are S of them, the most requests that run at the same time (max_num_seqs
+  in vLLM). In a contiguous cache a slot has room for `max_length` entries; in a paged cache it has a page table.
+- row: a row of the arrays of one call. A row of the cache of all slots belongs to one slot.
+- prompt of a request: the tokens that must have entries before it can decode (`Request.cacheable`).
+- preempt: take the pages of a running request, so that others can go on. It is prefilled again later.
 
 `start` first prefills prompts. While others decode, it stops once the calls have computed `prefill_budget` tokens, so
 that a long prompt never stalls the rest. Then it starts a decode of all slots whose prompt is in the cache. A decode
 stops early when requests wait and enough slots are free for them, or when the active rows fit a smaller batch. While it
 runs, the host processes the completions that have ended. `collect` waits for it.
 
-Counts: `steps`, decoding steps; `rows` of the batches of these steps; `useful`, rows that produced a token; `prefill`,
-prefilled tokens without padding; `dispatches`, decodes; `preempted`, how often a request that had pages lost them.
+Counters (`Engine.counts`), all cumulative: `steps`, decoding steps; `rows` of the batches of these steps; `useful`,
+rows that produced a token; `prefill`, prefilled tokens without padding; `dispatches`, decodes; `preempted`,
+preemptions. `Generator.counts` adds the counters of the verifier under `exact`: `checked`, `replaced`, `scored`
+(rollout/engine/exact.py).
 
 S slots, s rows of a batch, P rows of one prefill call, C tokens that it computes of each row.
 """
@@ -67,7 +70,7 @@ class _ArrayIdentity:
 
 
 class Engine:
-    """Runs requests in S slots over one cache. `counts` holds the totals of this file's top since the start."""
+    """Runs requests in S slots over one cache. `counts`: cumulative counters, listed in the docstring of the module."""
 
     def __init__(
         self,
@@ -78,8 +81,8 @@ class Engine:
         stop_string: StopString | None,
         prefill_budget: int,
     ):
-        """weights: returns the arrays to compute with; it is called before every prefill call and every decode, and
-        nothing is kept.
+        """weights: returns the arrays to compute with. It is called before every prefill call, every decode and every
+        `insert`. Only weak references are kept, which show whether the weights have changed.
         seed: the seed of the random draws.
         stop_string: `stop_string(tokens, before, strings)` searches the tokens after the first `before`. It returns
         the number of tokens up to and including the one that completes a stop string; None if none does. Without it
@@ -134,10 +137,10 @@ class Engine:
         self.check(request)
         scheduler = self.scheduler
         if not scheduler.free_slots:
-            preempted, slots = len(scheduler.preempted), self.runner.geometry.slots
+            waiting, slots = len(scheduler.waiting_for_pages), self.runner.geometry.slots
             raise ValueError(
-                f"insert: {preempted} preempted requests wait for pages and go first; call step() until they run"
-                if preempted
+                f"insert: {waiting} admitted requests wait for pages and go first; call step() until they run"
+                if waiting
                 else f"insert: all {slots} slots are in use; call release(slot) first"
             )
         if self._weights_seen.changed(self._weights().values()):
@@ -147,8 +150,8 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises ValueError for a prompt that is empty, too long with its completion, or not of this vocabulary, for
         stop strings without a tokenizer, and for a request that has ended or runs already."""
-        if problem := request.problem(self.runner.vocab_size, self.runner.max_length):
-            raise ValueError(f"the prompt of a request {problem}")
+        if refusal := request.refusal(self.runner.vocab_size, self.runner.max_length):
+            raise ValueError(f"the prompt of a request {refusal}")
         if request.params.stop and self._stop_string is None:
             raise ValueError(
                 "a request with stop strings needs a tokenizer; pass one to Generator, or use stop_token_ids"
@@ -253,7 +256,7 @@ class Engine:
         inputs = batch.row_numbers(padded), tokens, starts, lengths, batch.page_tables(padded)
         batch.replace_cache(runner.prefill(self._weights(), batch.full_cache(), *inputs, first_chunk=first_chunk))
         for slot, request in zip(slots, requests, strict=True):
-            if slot not in scheduler.preempted:  # an earlier request of this call may have taken its pages
+            if slot not in scheduler.waiting_for_pages:  # an earlier request of this call may have taken its pages
                 scheduler.mark_prefilled(slot, min(request.needed, request.cached + C))
         self.counts["prefill"] += int(sum(np.minimum(lengths - starts, C)))
         return P * C

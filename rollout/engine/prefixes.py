@@ -108,11 +108,12 @@ class PrefixWaiters:
 
 
 class PinnedPrefix:
-    """The prompt of a group that stays in the cache for a sample that waits for a slot.
+    """One prompt whose entries stay in the cache for the next sample of the same prompt, which waits for a slot.
 
     The samples of a prompt start from the entries of the first one. A slot that decodes may have nothing that
     the next sample can use: its states have moved on, or its last page is not indexed. Then its prompt is pinned: the
-    pages stay in use, and a copy of the states of fixed size is stored.
+    pages stay in use, and a copy of the states of fixed size is stored. At most one prompt is pinned. It is unpinned
+    when another one is pinned, when pages run out, and with the prefix cache.
     """
 
     def __init__(self, cache_manager: CacheManager, updates: CacheUpdates, *, copies_states: bool):

@@ -3,7 +3,7 @@
 The words are those of engine.py: a decode is a loop of decoding steps.
 
 s rows of one call, P rows of one prefill call, C tokens that it computes of each row, K decoding steps of a decode, N
-tokens of a row that a decode can sample (K, or K (1 + drafts) with drafts), M pages of a row, W stop tokens, E hidden.
+tokens of a row that a decode can sample (K, or K (1 + drafts) with drafts), M pages of a row, W stop tokens.
 Letters after an underscore are the axes: tokens_PC is [P, C].
 """
 
@@ -100,7 +100,7 @@ class DecodeState:
 
 
 class DecoderPrograms:
-    """Decoding of one token per decoding step.
+    """The functions that are compiled for decoding with one token per decoding step.
 
     lookahead_tokens: how many tokens a prefill call reads after the C that it computes. The call makes no entries for
     them; tokens_PC is [P, C + lookahead_tokens]. 0 without drafts.
@@ -171,9 +171,11 @@ class DecoderPrograms:
         return self.constrained(caches.with_rows(cache, row_cache, rows))
 
     def _step(self, starts, lengths, C: int, pages_PM) -> Step:
-        """Returns the positions of C tokens of each prompt."""
+        """Returns the positions of C tokens of each prompt. Tokens past the end of a prompt are padding."""
         positions = starts[:, None] + jnp.arange(C)
-        return Step(positions, (positions < lengths[:, None]).astype(jnp.int32), pages=pages_PM, anywhere=True)
+        segments = (positions < lengths[:, None]).astype(jnp.int32)  # one segment per row
+        # The rows of a prefill call are prompts in any order, so their pages may lie in any shard of a mesh.
+        return Step(positions=positions, segments=segments, pages=pages_PM, anywhere=True)
 
     def _fill(self, params, cache, tokens_PC, step: Step, lengths):
         """Returns the cache of P rows after the forward pass of their tokens."""

@@ -1,4 +1,4 @@
-"""The model runner: calls the compiled programs of a generator.
+"""The model runner: calls the compiled functions of a generator.
 
 A cache of all slots has S rows, one per slot. In a contiguous cache a row holds all entries of its slot. In a paged
 cache it holds only the states of fixed size (scheduler.py), and the entries are in pages. A decode runs on s = 1, 2, 4,
@@ -50,10 +50,11 @@ class LateCompilation(RuntimeError):
 
 
 class ModelRunner:
-    """Runs the generator's programs over a cache that the caller holds. Caches are donated to the programs.
+    """Runs the generator's functions over a cache that the caller holds. Caches are donated. (Reward functions are run
+    by another class, rewards/runner.py:Runner.)
 
-    functions: the functions that are compiled (rollout/engine/programs.py).
-    programs: the compiled programs, by name.
+    functions: the Python functions that are compiled (rollout/engine/programs.py).
+    executables: their compiled forms by name, one for each shape.
     chunk: the most tokens of a prompt in one prefill call.
     lookahead_tokens: how many tokens a prefill call reads after the C that it computes, for the modules that draft.
     records_routes: whether the cache keeps the routes: the experts that computed each token.
@@ -99,11 +100,11 @@ class ModelRunner:
             "decode": jax.jit(functions.decode, donate_argnums=1),
             "routes": jax.jit(functions.routes),
         }
-        self.programs = {name: CompiledCache(function, layout.platform) for name, function in jitted.items()}
+        self.executables = {name: CompiledCache(function, layout.platform) for name, function in jitted.items()}
 
     @property
     def limits(self) -> SchedulerLimits:
-        """Returns the properties of the programs that the scheduler needs."""
+        """Returns the properties of the programs that decide how far the scheduler may plan."""
         geometry = self.geometry
         return SchedulerLimits(
             self.decode_steps, self.functions.drafts, geometry.copies_rows, pins_prefixes=geometry.pins_prefixes
@@ -223,10 +224,10 @@ class ModelRunner:
     # Compilation.
 
     def _run(self, name: str, shape: tuple[int, ...], *arguments):
-        program = self.programs[name]
-        if self.compiled_ahead and shape not in program.shapes:
+        executable = self.executables[name]
+        if self.compiled_ahead and shape not in executable.shapes:
             self._report_late(name, shape)
-        return block_on_cpu_mesh(program.run(shape, *arguments), self.graph.layout)
+        return block_on_cpu_mesh(executable.run(shape, *arguments), self.graph.layout)
 
     def _report_late(self, name: str, shape: tuple[int, ...]) -> None:
         subject = " x ".join(map(str, shape)) or "its cache"
@@ -239,7 +240,7 @@ class ModelRunner:
     def memory(self) -> dict[tuple, Memory | None]:
         """Returns the memory of each compiled program, by (name, *shape). Every compiled program has a key, also one
         whose memory the compiler does not report (None)."""
-        return {(name, *shape): m for name, each in self.programs.items() for shape, m in each.memory.items()}
+        return {(name, *shape): m for name, each in self.executables.items() for shape, m in each.memory.items()}
 
     def compile_ahead(self, params: dict[str, Any], longest: int, stop_widths: Iterable[int], *, strict: bool) -> int:
         """Compiles all programs that prompts of up to `longest` tokens need, in parallel threads, unless they are
@@ -251,15 +252,15 @@ class ModelRunner:
         compiled = self.memory.keys()
         missing = [each for each in program_inputs(self, params, longest, stop_widths) if each[0] not in compiled]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            lowered = ((key, inputs, self.programs[key[0]].lower(*inputs)) for key, inputs in missing)
-            list(pool.map(lambda each: self.programs[each[0][0]].compile_shape(each[0][1:], *each[1:]), lowered))
+            lowered = ((key, inputs, self.executables[key[0]].lower(*inputs)) for key, inputs in missing)
+            list(pool.map(lambda each: self.executables[each[0][0]].compile_shape(each[0][1:], *each[1:]), lowered))
         self.compiled_ahead, self._strict = True, strict
         return len(self.memory)
 
     @cached_property
     def abstract_cache(self) -> Any:
         """Returns the shapes and shardings of the cache."""
-        return _abstract(jax.eval_shape(self.programs["empty"].jitted), self.graph.layout)
+        return _abstract(jax.eval_shape(self.executables["empty"].jitted), self.graph.layout)
 
 
 def _abstract(cache: Any, layout: Layout) -> Any:
@@ -281,7 +282,7 @@ def program_inputs(
     slots, width, page_size = geometry.slots, geometry.table_width, runner.options.page_size
 
     def batch_cache(rows: int):
-        return _abstract(jax.eval_shape(runner.programs["gather"].jitted, cache, _int32(rows)), runner.graph.layout)
+        return _abstract(jax.eval_shape(runner.executables["gather"].jitted, cache, _int32(rows)), runner.graph.layout)
 
     def decoded_cache(rows: int):
         return cache if rows == slots or not geometry.copies_batch else batch_cache(rows)

@@ -1,11 +1,11 @@
 """The scheduler: which requests run, which wait, and which give up their pages. Pure Python: no arrays, no device,
-and nothing that depends on time. engine.py defines the words step, decode, slot and prompt of a request.
+and nothing that depends on time. engine.py defines the words step, decode, slot, preempt and prompt of a request.
 
 A request that is admitted gets a slot and keeps it until it is released. It is in one of these states:
 
 - prefilling: its prompt is not all in the cache. It may wait for another slot whose prompt has the same first tokens
-  (PrefixWaiters). Or it is preempted: it has no pages, because they ran out before it could start or while it ran. It
-  starts again when there are pages for another decode of all running requests.
+  (PrefixWaiters), or for pages (`waiting_for_pages`): it got none when it was admitted, or it was preempted. It starts
+  when there are pages for another decode of all running requests.
 - decoding: all in the cache but the token to feed next.
 - ended: `finish` says how; the caller of `Engine.collect` releases the slot.
 
@@ -57,7 +57,7 @@ def prefill_lengths(entries: int, chunk: int) -> list[int]:
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Properties of the programs that the scheduler needs.
+    """Properties of the runner's programs, which decide how far the scheduler may plan.
 
     decode_steps: the most decoding steps of one decode.
     drafts: draft tokens that a decoding step may write beyond the accepted ones.
@@ -76,8 +76,10 @@ class SchedulerLimits:
 class Scheduler:
     """Admits requests to slots, shares prefixes between them, and preempts the youngest when pages run out.
 
-    running: the requests by slot, in the order of admission; also those that prefill, are preempted or have ended.
-    prefilling: the requests whose prompt is not all in the cache, preempted ones included.
+    running: the requests by slot, in the order of admission; also those that prefill, wait for pages or have ended.
+    prefilling: the requests whose prompt is not all in the cache, also those that wait for pages.
+    waiting_for_pages: the slots of admitted requests that have no pages. No other request is admitted while there are
+    any.
     updates: the changes of the cache that must run before the next program.
     next_request: the request that gets the next free slot, if one waits.
     batch_changed: whether the host added or removed a decoding request, so that the device state must be rebuilt.
@@ -89,13 +91,12 @@ class Scheduler:
         limits: SchedulerLimits,
         counts: dict[str, int] | None = None,
     ):
-        """counts: "preempted" in it counts how often a request that had pages lost them. A request that must wait for
-        its first pages is not counted."""
+        """counts: its key "preempted" counts the preemptions. A request that must wait for its first pages is none."""
         self.cache_manager, self._limits = cache_manager, limits
         self._counts = {"preempted": 0} if counts is None else counts
         self.running: dict[int, Request] = {}
         self.prefilling: dict[int, Request] = {}
-        self.preempted: set[int] = set()  # slots
+        self.waiting_for_pages: set[int] = set()
         self.updates = CacheUpdates()
         self.next_request: Request | None = None
         self.batch_changed = True
@@ -104,8 +105,8 @@ class Scheduler:
 
     @property
     def free_slots(self) -> int:
-        """Slots that a request can be admitted to: none while a request is preempted."""
-        return 0 if self.preempted else self.cache_manager.num_free
+        """Slots that a request can be admitted to: none while a request waits for pages."""
+        return 0 if self.waiting_for_pages else self.cache_manager.num_free
 
     @property
     def decoding(self) -> list[int]:
@@ -126,8 +127,8 @@ class Scheduler:
         that the cache manager has already given to it."""
         request = self.running[slot]
         request.cached = 0
-        if not self._has_pages(slot, num_shared):
-            self._preempt(slot)
+        if not self._can_start(slot, num_shared):
+            self._wait_for_pages(slot)
         elif source in self.prefilling and source != slot:
             self._waiters.add(slot, source, num_shared)
         elif num_shared < request.needed and self._pinned.start(slot, request.cacheable):
@@ -142,21 +143,24 @@ class Scheduler:
         """Frees a slot and returns its request, which may have ended or not."""
         self.updates.start_copy_group()  # the pages may get another owner, so later copies run in another program
         request = self.running.pop(slot)
-        waiters = self._evict(slot)
+        waiters = self._stop_prefill(slot)
         if request.finish is None:
             self.batch_changed = True
-        # Later requests may begin with the entries of this one. A state of fixed size has no use if the host ended the
-        # request: the device may have fed tokens that were discarded.
+        # Later requests may begin with the entries of this one. A state of fixed size must not be reused if the host
+        # ended the request (stop string, cancel): the device may have fed tokens that were then discarded.
         valid = self.cache_manager.supports_truncation or (request.finish is not None and not request.params.stop)
         self.cache_manager.free(slot, request.span(0, request.cached) if valid else ())
         self._readmit(waiters)
         return request
 
-    def _evict(self, slot: int) -> list[int]:
-        """Removes a slot from prefill. Returns the slots that waited for its prompt, directly or through others."""
+    def _stop_prefill(self, slot: int) -> list[int]:
+        """Removes a slot from the slots that prefill, wait for a prefix or wait for pages.
+
+        Returns the slots that waited for its prompt, directly or through others.
+        """
         waiters = self._waiters.remove(slot)
         self.prefilling.pop(slot, None)
-        self.preempted.discard(slot)
+        self.waiting_for_pages.discard(slot)
         return waiters
 
     def _readmit(self, slots: Sequence[int]) -> None:
@@ -180,9 +184,12 @@ class Scheduler:
         drafts = self._limits.drafts
         return request.needed + min(request.left, steps * (1 + drafts)) + drafts
 
-    def _has_pages(self, slot: int, num_shared: int) -> bool:
-        """Whether all running requests, the one of this slot included, can have pages for another decode."""
-        active = {s: r.cached for s, r in self.running.items() if s not in self.preempted and r.finish is None}
+    def _can_start(self, slot: int, num_shared: int) -> bool:
+        """Whether all running requests, the one of this slot included, can have pages for another decode.
+
+        If they cannot while a prefix is pinned, it unpins the prefix and counts again.
+        """
+        active = {s: r.cached for s, r in self.running.items() if s not in self.waiting_for_pages and r.finish is None}
         starts = active | {slot: num_shared}
         steps = min(MIN_DECODE_STEPS, self._limits.decode_steps)
         if not self._fits(starts, steps) and self._pinned:
@@ -197,37 +204,38 @@ class Scheduler:
 
     def _reserve(self, slot: int, end: int) -> bool:
         """Allocates pages for the entries `cached` .. `end` - 1 of a slot, and preempts the youngest requests for it.
-        Returns False if the slot itself was preempted."""
+        Returns False if the slot itself was preempted, as the youngest."""
         while (copies := self.cache_manager.reserve(slot, self.running[slot].cached, end)) is None:
             if self._pinned:
                 self._pinned.clear()
                 continue
             youngest = next(
-                s for s in reversed(self.running) if s not in self.preempted and self.running[s].finish is None
+                s for s in reversed(self.running) if s not in self.waiting_for_pages and self.running[s].finish is None
             )
             self._counts["preempted"] += 1
-            self._preempt(youngest)
+            self._wait_for_pages(youngest)
             if youngest == slot:
                 return False
         self.updates.copy_pages(copies)
         return True
 
-    def _preempt(self, slot: int) -> None:
-        """Takes the pages of a slot. Its request keeps the slot and its tokens, and will be prefilled again."""
+    def _wait_for_pages(self, slot: int) -> None:
+        """Takes the pages of a slot, if it has any, and lets it wait for others. Its request keeps the slot and its
+        tokens, and is prefilled from the start."""
         self.updates.start_copy_group()
-        waiters = self._evict(slot)
+        waiters = self._stop_prefill(slot)
         self.cache_manager.clear(slot)
         self.running[slot].cached, self.batch_changed = 0, True
         self.prefilling[slot] = self.running[slot]
-        self.preempted.add(slot)
+        self.waiting_for_pages.add(slot)
         self._readmit(waiters)
 
     def resume(self) -> None:
-        """Starts preempted requests again, the oldest first, as far as there are pages."""
-        for slot in [slot for slot in self.running if slot in self.preempted]:
-            self.preempted.discard(slot)
+        """Starts the requests that wait for pages, the oldest first, as far as there are pages."""
+        for slot in [slot for slot in self.running if slot in self.waiting_for_pages]:
+            self.waiting_for_pages.discard(slot)
             self._readmit([slot])
-            if slot in self.preempted:
+            if slot in self.waiting_for_pages:
                 break
 
     # Prompts.
@@ -236,7 +244,8 @@ class Scheduler:
         """Returns the slots of the next prefill call. The oldest slot that can be prefilled decides whether the call is
         for first or for later chunks, because these are two programs.
         """
-        candidates = [slot for slot in self.prefilling if slot not in self._waiters and slot not in self.preempted]
+        waiting = self.waiting_for_pages
+        candidates = [slot for slot in self.prefilling if slot not in self._waiters and slot not in waiting]
         group = [slot for slot in candidates if self.running[slot].cached == 0]  # at their first chunk
         if group[:1] != candidates[:1]:
             group = [slot for slot in candidates if self.running[slot].cached]
@@ -252,7 +261,7 @@ class Scheduler:
         while ready:
             slot = ready.pop()
             request = self.running[slot]
-            if not request.ready or slot in self.preempted:  # an earlier slot of this loop may have taken its pages
+            if not request.ready or slot in self.waiting_for_pages:  # an earlier slot here may have taken its pages
                 continue
             del self.prefilling[slot]
             self.batch_changed = True
@@ -281,7 +290,7 @@ class Scheduler:
         preempted for it."""
         steps = self._decode_steps()
         for slot in self.decoding:
-            if slot not in self.preempted:
+            if slot not in self.waiting_for_pages:
                 self._reserve(slot, self._max_entries(self.running[slot], steps))
         return steps
 

@@ -171,7 +171,8 @@ class SpeculativePrograms(DecoderPrograms):
             module = min(k, self.lookahead_tokens)
             if k > module:  # the last module again, on its own last hidden state and the last draft
                 at, tokens, read = at[:, -1:] + 1, tokens[:, -1:], read[:, -1:]
-            step = Step(jnp.maximum(at, 0), (active & (at >= 0)).astype(jnp.int32), tokens=tokens, pages=state.pages)
+            segments = (active & (at >= 0)).astype(jnp.int32)
+            step = Step(positions=jnp.maximum(at, 0), segments=segments, tokens=tokens, pages=state.pages)
             layer = LayerCache.of(layers[module - 1], 0, step, runtime.layout)
             read, normed, layer, _ = predict(decoder, module, read, step, layer, runtime)
             assert layer is not None, "a module that has a cache returns it"
@@ -190,7 +191,8 @@ class SpeculativePrograms(DecoderPrograms):
         S, offset = drafted.shape[0], jnp.arange(T)
         fed = jnp.concatenate([loop.recent[:, -1:], drafted], axis=1)
         fits = loop.active[:, None] & (offset < loop.left[:, None])
-        step = Step(loop.cached[:, None] + offset, fits.astype(jnp.int32), pages=state.pages)
+        positions, segments = loop.cached[:, None] + offset, fits.astype(jnp.int32)
+        step = Step(positions=positions, segments=segments, pages=state.pages)
         logits, main, aux = modes.verify(decoder, fed, step, main, self.graph.runtime)
         each = jnp.repeat(state.prompt_id, T), jnp.repeat(state.sample, T), (step.positions + 1).reshape(-1)
         new, logp = (a.reshape(S, T) for a in choose(logits.reshape(S * T, -1), each, state.draws.repeat(T)))

@@ -108,7 +108,7 @@ class RolloutWeights:
             if self._qtype is not None and path in self.graph.inputs:
                 array = quantize(array, self._qtype, self.graph.inputs[path])
             else:
-                array = self.graph.as_multiplied({path: array})[path]
+                array = self.graph.cast_for_products({path: array})[path]
             if self.layout is not self.graph.layout:  # quantised before it is sent: fewer bytes
                 array = self._constrain(path, array, self.graph.layout)
             copies[path] = self._constrain(path, array, self.layout)

@@ -50,7 +50,8 @@ def decoding(graph):
             with graph.precision():
                 decoder = graph.decoder(params)
                 step = modes.next_token_step(lengths + i, active, table)
-                logits, cache = modes.autoregressive(decoder, token, step, cache, graph.runtime)
+                states, cache = modes.next_token_states(decoder, token, step, cache, graph.runtime)
+                logits = modes.logits(decoder, states, graph.runtime)
             token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             return cache, token, made.at[i].set(token)
 

@@ -52,7 +52,7 @@ def trained(mode: str):
 def in_place(trainer, state) -> dict:
     """Bytes of a device that each update writes in place, and those of what it owns."""
     both = {"policy": (trainer.policy, state.policy), "critic": (trainer.critic, state.critic)}
-    written = {name: [memory.aliased for memory in one.program.memory.values()] for name, (one, _) in both.items()}
+    written = {name: [memory.aliased for memory in one.executable.memory.values()] for name, (one, _) in both.items()}
     return {"written": written, "held": {name: on_a_device(learner) for name, (_, learner) in both.items()}}
 
 
@@ -75,7 +75,7 @@ def read(model) -> tuple[dict, list]:
 
         return run
 
-    for name, program in runner.programs.items():
+    for name, program in runner.executables.items():
         program._compiled = {shape: watched(name, compiled) for shape, compiled in program._compiled.items()}
     generator.reset_prefix_cache()
     made, result = completed(generator), {"prefill": [], "decode": []}

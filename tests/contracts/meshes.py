@@ -186,7 +186,8 @@ def sent(kind: str, degrees: dict) -> dict:
 
         def step(params, cache, ids, table, graph=graph):
             decoder, one = graph.decoder(params), modes.next_token_step(ids, ids, table)
-            logits, cache = modes.autoregressive(decoder, ids, one, cache, graph.runtime)
+            states, cache = modes.next_token_states(decoder, ids, one, cache, graph.runtime)
+            logits = modes.logits(decoder, states, graph.runtime)
             return jnp.argmax(logits, axis=-1), caches.constrained(cache, graph.layout)
 
         def put(array, axes, graph=graph):

@@ -215,7 +215,9 @@ def test_prefill_and_decoding_equal_the_full_forward(model, kind):
     def decode(params, tokens_B, lengths_B, active_B, kv):
         with graph.precision():
             step = modes.next_token_step(lengths_B, active_B)
-            return modes.autoregressive(graph.decoder(params), tokens_B, step, kv, runtime)
+            decoder = graph.decoder(params)
+            states, kv = modes.next_token_states(decoder, tokens_B, step, kv, runtime)
+            return modes.logits(decoder, states, runtime), kv
 
     kv = caches.create(graph.config, 2, 12, jnp.float32, scan=True)
     for first in range(0, start, 3):

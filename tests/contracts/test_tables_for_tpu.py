@@ -57,8 +57,8 @@ def compiled_sizes() -> dict[str, int]:
     def abstract(a):
         return jax.ShapeDtypeStruct(np.shape(a), a.dtype, sharding=mesh.replicated)
 
-    arguments = jax.tree.map(abstract, (data, jax.eval_shape(trainer.totals, data)))
-    compiled = trainer.policy.program.lower(trainer.abstract().policy, *arguments, micro_rows=4).compile()
+    arguments = jax.tree.map(abstract, (data, jax.eval_shape(trainer.loss_inputs, data)))
+    compiled = trainer.policy.executable.lower(trainer.abstract().policy, *arguments, micro_rows=4).compile()
     (table,) = (graph.shapes[path] for path in graph.tables)
     return {"table": table.size * 4 // mesh.mesh.size, "temporary": compiled.memory_analysis().temp_size_in_bytes}
 

@@ -202,7 +202,9 @@ def test_reward_models_and_the_check_of_exact_completions_are_planned_as_they_ar
     generator = Generator(Model(graph, graph.init(0)), max_length=config.max_length, slots=1, options=options)
     generator.verifier.compile_ahead(generator.model.params, config.max_length)
     assert np.isfinite(scorer([[1, 2, 3]] * 3)).all()
-    largest = program_memory.ProgramMemoryLog(tmp_path).look("grpo", {program_name(source): scorer.program}, generator)
+    largest = program_memory.ProgramMemoryLog(tmp_path).look(
+        "grpo", {program_name(source): scorer.executable}, generator
+    )
     assert_ran_as_planned(tmp_path, planned)
     assert largest["peak"] == max(each["peak"] for each in planned.values())
     assert [planned[name]["times"] for name in (f"grpo: scores of {source}", *CHECKS)] == [1, 4, 4, 4]

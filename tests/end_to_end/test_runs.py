@@ -160,6 +160,7 @@ def test_the_export_holds_the_last_weights_and_the_tokenizer(uninterrupted, tmp_
     number, state, host = checkpoints.restore(stage.abstract())
     checkpoints.close()
     progress = {"prompts": 16, "version": 3 + 3 * 2 + 2, "drawn": 4, "carried": [], "controls": {}}
+    progress["unscored_steps"] = 0
     assert (number, host) == (9, {"stage": 2, "step": 1, "steps": 1, "ended": True, "progress": progress})
     jax.tree.map(np.testing.assert_array_equal, model.params, state.policy.params)
     fresh = policy.create(model.config, config.seed)

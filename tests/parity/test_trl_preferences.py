@@ -203,8 +203,8 @@ def test_an_update_of_a_reward_model_has_the_gradients_of_trl(scorer, tmp_path):
     from policy.config import Runtime
     from policy.huggingface import classification
     from policy.mesh.sharding import layout
-    from policy.modes import make_step
-    from rl.training.critic import VALUE_HEAD, Critic
+    from policy.modes import VALUE_HEAD, make_step
+    from rl.training.critic import Critic
 
     margin = np.array([0.5, 0.0, -1.0, 2.0], np.float32)
     trainer = trl_trainers.pair_trainer(

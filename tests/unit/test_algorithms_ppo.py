@@ -127,6 +127,9 @@ def test_the_return_of_a_completion_that_was_cut_off_goes_on_with_the_value_ther
 def test_the_value_at_the_cut_is_that_after_the_last_token():
     after, mask = np.arange(12.0).reshape(3, 4), np.array([[0, 1, 1, 0], [1, 0, 1, 1], [0, 1, 1, 0]])
     assert values_at_the_end(after, mask, [True, True, False]).tolist() == [2, 7, 0]
+    assert values_at_the_end(after, mask * [[0], [1], [1]], [True, True, False]).tolist() == [0, 7, 0], (
+        "nothing is trained"
+    )
 
 
 def test_whitened_rewards_keep_their_mean():

@@ -72,7 +72,8 @@ def test_one_step_of_a_decoder_is_the_same(size, name, rows):
     def step(params):
         decoder = model.graph.decoder(params)
         one = modes.next_token_step(lengths, jnp.ones(rows, bool))
-        return modes.autoregressive(decoder, tokens, one, cache, model.graph.runtime)
+        states, updated = modes.next_token_states(decoder, tokens, one, cache, model.graph.runtime)
+        return modes.logits(decoder, states, model.graph.runtime), updated
 
     result = jax.jit(lambda params: step(prepare_for_decoding(model.graph, params, rows)))(model.params)
     for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(jax.jit(step)(model.params)), strict=True):

@@ -503,7 +503,7 @@ def test_values_are_those_of_the_critic(model, options):
     prompts = [[int(token) for token in rng.integers(1, VOCAB, length)] for length in (1, 5, 9, 3)]
     for _ in range(2):
         head = rng.normal(size=model.config.hidden_size).astype(np.float32)
-        generator.value_by(jnp.asarray(head))
+        generator.set_value_head(jnp.asarray(head))
         result = generator.generate(prompts, SamplingParams(n=2, max_new_tokens=24, stop=("a", "b", "c", "d")))
         assert {completion.finish for group in result for completion in group} == {"stop", "length"}
         written = [(prompt, completion) for prompt, group in zip(prompts, result, strict=True) for completion in group]

@@ -1,6 +1,7 @@
 """Dynamic sampling: which groups fill a step, which are kept for the next one, and what a checkpoint makes of them."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewards import Scores
-from rl.errors import ModelError
+from rl.errors import ModelError, RewardStop
+from rl.stages import online
 from rl.stages.context import Progress
 from rl.stages.dynamic_sampling import DynamicSampling, Group, ReadyScores
 from rollout import Completion
@@ -100,6 +102,26 @@ def test_a_group_survives_a_checkpoint():
     assert (again.row, again.prompt_id, again.version) == (group.row, group.prompt_id, group.version)
     np.testing.assert_array_equal(again.rewards, group.rewards)
     np.testing.assert_array_equal(again.total, group.total)
+
+
+def test_a_resumed_stage_goes_on_counting_steps_without_a_score():
+    progress = Progress(unscored_steps=2)
+    assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
+    earlier = progress.to_json()
+    del earlier["unscored_steps"]  # as an earlier version wrote it
+    assert Progress.from_json(earlier).unscored_steps == 0
+    stage = online.Stage.__new__(online.Stage)
+    stage.name, stage.context = "grpo", SimpleNamespace(progress=progress)
+    stage.options = SimpleNamespace(rewards=SimpleNamespace(unscored_steps=4), steps=9)
+    unscored, scored = (Scores(np.full((2, 1), each), np.full(2, each), ("f",), [], {}) for each in (np.nan, 1.0))
+    stage._check_scored(unscored)
+    with pytest.raises(RewardStop, match="grpo: no completion of the last 4 steps has a score"):
+        stage._check_scored(unscored)
+    stage._check_scored(scored)
+    assert progress.unscored_steps == 0
+    progress.unscored_steps = 2
+    progress.start_stage({})
+    assert progress.unscored_steps == 0
 
 
 @pytest.mark.parametrize("kept", [None, ["prompts", "version", "drawn"], ["seen"]])

@@ -56,7 +56,7 @@ def assert_same_updates(kind, sizes, algorithm, **runtime):
         assert jax.tree.map(lambda a: a.sharding, state) == before
         result[offload] = host(state) | {name: np.float32(value) for name, value in metrics.items()}, kinds(state)
         if offload:
-            lowered = trainer.policy.program.lower(state.policy, data, trainer.totals(data), micro_rows=2)
+            lowered = trainer.policy.executable.lower(state.policy, data, trainer.loss_inputs(data), micro_rows=2)
             stats = lowered.compile().memory_analysis()
             shards = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.policy))
             assert stats.alias_size_in_bytes + stats.host_alias_size_in_bytes == shards

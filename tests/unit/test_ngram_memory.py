@@ -281,7 +281,9 @@ def test_an_update_makes_no_array_as_large_as_a_table_in_host_memory():
             else:
                 made.extend((eqn.primitive.name, str(v.aval)) for v in eqn.outvars if v.aval.size >= size)
 
-    visit(trainer.policy.program.jitted.trace(state.policy, data, trainer.totals(data), micro_rows=2).jaxpr.jaxpr)
+    visit(
+        trainer.policy.executable.jitted.trace(state.policy, data, trainer.loss_inputs(data), micro_rows=2).jaxpr.jaxpr
+    )
     assert all("<host>" in aval for _, aval in made)
     assert len([name for name, _ in made if name not in ("squeeze", "device_put")]) == 3, (
         made

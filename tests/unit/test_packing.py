@@ -163,9 +163,9 @@ def test_updates_are_those_of_separate_rows(create, algorithm):
     data = uneven()
     options = stage(algorithm, router={"bias_rate": 0.05, "balance_coef": 0.3})
     trainer, state = begin(create(), options, fresh=True)
-    apart, _, result, _ = trainer.policy(state.policy, data, trainer.totals(data), 12)
+    apart, _, result, _ = trainer.policy(state.policy, data, trainer.loss_inputs(data), 12)
     if trainer.critic:
-        critic, _, values, _ = trainer.critic(state.critic, data, trainer.totals(data), 12)
+        critic, _, values, _ = trainer.critic(state.critic, data, trainer.loss_inputs(data), 12)
     trainer, state = begin(create(), options)
     together, metrics = trainer.update(state, data)
     assert 0.5 < metrics["perf/packed_share"] <= 1

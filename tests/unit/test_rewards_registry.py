@@ -182,6 +182,17 @@ def test_wrong_rewards_are_refused_with_the_reason(folder, spec, options, words)
     registry._registered.pop("careful", None)
 
 
+def test_a_column_with_the_name_of_an_argument_of_the_run_is_refused_where_it_would_be_passed(folder):
+    (folder / "own.py").write_text(
+        "def cut(completions, truncated): ...\ndef short(completions): ...\ndef every(completions, **columns): ...\n"
+    )
+    for spec in ("own.py:cut", "own.py:every"):
+        with pytest.raises(RewardError, match="has a column 'truncated', .* given by the run; rename the column"):
+            check(spec, columns=["truncated"])
+        check(spec, columns=["answer"])
+    check("own.py:short", columns=["truncated"])
+
+
 def test_right_options_and_columns_are_accepted(folder):
     (folder / "own.py").write_text(FILE)
     check("own.py:takes", {"limit": 4, "rate": 1, "tags": ["a"]})

@@ -546,16 +546,16 @@ def test_a_scheduler_preempts_for_want_of_pages_and_starts_again_when_there_is_r
     scheduler = scheduler_of(3, pages=(6, 2, 1))  # 5 pages of 2 tokens
     first, second = (Request((n, 2, 3, 4), SamplingParams(max_new_tokens=6)) for n in (1, 2))
     slots = [scheduler.admit(request) for request in (first, second)]
-    assert scheduler.preempted == {slots[1]} and second.cached == 0 and not scheduler.free_slots
+    assert scheduler.waiting_for_pages == {slots[1]} and second.cached == 0 and not scheduler.free_slots
     assert scheduler.next_prefill() == slots[:1]
     scheduler.mark_prefilled(slots[0], 3)
     assert scheduler.decoding == slots[:1] and scheduler.reserve_decode() == 3
     scheduler.resume()
-    assert scheduler.preempted == {slots[1]}
+    assert scheduler.waiting_for_pages == {slots[1]}
     first.finish = "stop"
     scheduler.release(slots[0])
     scheduler.resume()
-    assert not scheduler.preempted and scheduler.next_prefill() == slots[1:] and scheduler.free_slots == 2
+    assert not scheduler.waiting_for_pages and scheduler.next_prefill() == slots[1:] and scheduler.free_slots == 2
 
 
 def test_a_scheduler_counts_the_requests_that_it_preempts():
@@ -564,13 +564,13 @@ def test_a_scheduler_counts_the_requests_that_it_preempts():
     for n in (1, 2):
         slot = scheduler.admit(Request((n, 2), SamplingParams(max_new_tokens=12)))
         scheduler.mark_prefilled(slot, 1)
-    while not scheduler.preempted:
+    while not scheduler.waiting_for_pages:
         scheduler.reserve_decode()
         for slot in scheduler.decoding:
             request = scheduler.running[slot]
             request.tokens.append(3)
             request.cached = request.needed
-    assert scheduler.preempted == {1} and counts == {"preempted": 1}, "the youngest"
+    assert scheduler.waiting_for_pages == {1} and counts == {"preempted": 1}, "the youngest"
 
 
 @pytest.mark.parametrize("supports_truncation", [True, False])

@@ -24,7 +24,11 @@ class Case:
     own: np.ndarray  # log-probabilities of the policy of this step
 
     def scored(self, *, exact: bool, version: int = NOW):
-        """The batch of the step after `Stage._score`'s part on log-probabilities."""
+        """The batch of the step after `Stage._add_inputs`'s part on log-probabilities."""
+        return self.data(exact=exact, version=version).batch
+
+    def data(self, *, exact: bool, version: int = NOW) -> inputs.StepData:
+        """The data of the step at the same point."""
         stage = online.Stage.__new__(online.Stage)
         stage.config = SimpleNamespace(generator=SimpleNamespace(exact=exact))
         stage.options, stage.algorithm, stage.trainer = self.trainer.stage, self.trainer.algorithm, self.trainer
@@ -35,7 +39,7 @@ class Case:
         stage.context = SimpleNamespace(progress=progress, timeline=timeline, model=model)
         data = inputs.StepData(self.state, self.batch)
         stage.log_probabilities(data)
-        return data.batch
+        return data
 
 
 def case(algorithm: dict, off: float = 1e-6, stale: float = 0.5, **keys) -> Case:
@@ -75,6 +79,28 @@ def test_without_exact_one_update_needs_no_old_log_probabilities():
     assert case({}, max_logp_diff=0.1).scored(exact=False).old_logp is None
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "exact", "passes"),
+    [
+        ({}, False, True),
+        ({}, True, True),
+        ({"old_logp": "sampler"}, False, False),
+        ({"dynamic_batches": 0}, True, False),
+    ],
+)
+def test_the_gap_of_a_token_leaves_out_changes_of_the_policy(algorithm, exact, passes):
+    """Two updates: without a pass before them, only the first one knows the weights that sampled."""
+    it = case(algorithm, off=0.25, updates_per_step=2)
+    data, half = it.data(exact=exact), len(it.own) // 2
+    assert (data.trainer_logp is not None) == passes
+    gap = online._gap(data, it.own[:half] + (7 if passes else 0), NOW)  # the first update's numbers, unless a pass ran
+    known = (it.batch.mask != 0) & (np.arange(len(it.own)) % 2 == 0)[:, None]
+    if not passes:
+        known[half:] = False
+    np.testing.assert_allclose(gap[known], -0.25, atol=1e-5)
+    assert np.isnan(gap[(it.batch.mask != 0) & ~known]).all() and known.any()
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("updates", [1, 2])
 def test_the_difference_of_sampler_and_trainer_is_that_of_fresh_tokens(updates, exact):
@@ -84,3 +110,18 @@ def test_the_difference_of_sampler_and_trainer_is_that_of_fresh_tokens(updates, 
     with pytest.raises(ModelError, match=r"differ by 0\.02 per token"):
         it.scored(exact=exact)
     it.scored(exact=exact, version=NOW + 1)  # all are stale
+
+
+def test_a_trainer_without_a_critic_says_so():
+    it = case({})
+    with pytest.raises(ValueError, match="this trainer has no critic, .* dapo names no input `values`"):
+        it.trainer.values(it.state, it.batch)
+
+
+def test_an_array_of_a_mini_batch_has_a_value_per_row_or_is_a_scalar():
+    it = case({})
+    batch = it.batch.replace(version=None, advantages=it.own)
+    total = it.trainer.loss_inputs(batch)
+    lower = it.trainer.policy.executable.lower
+    with pytest.raises(TypeError, match="cannot reshape"):
+        lower(it.state.policy, batch, dataclasses.replace(total, mean_weight=np.ones(3)), {}, None, micro_rows=4)

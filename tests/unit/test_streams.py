@@ -108,8 +108,8 @@ def test_prefill_and_decoding_equal_the_full_forward(kind):
             result = []
             for t in (6, 7):
                 step = modes.next_token_step(jnp.full(2, t), jnp.ones(2, bool))
-                logits, kv = modes.autoregressive(decoder, ROWS[:, t], step, kv, runtime)
-                result.append(logits)
+                states, kv = modes.next_token_states(decoder, ROWS[:, t], step, kv, runtime)
+                result.append(modes.logits(decoder, states, runtime))
         return jnp.stack(result, 1)
 
     np.testing.assert_allclose(run(model.params), expected[:, 6:], atol=5e-5, rtol=0)

@@ -135,7 +135,7 @@ def test_an_update_happens_in_place_in_one_program(compilations):
     data = batch()
     model.params = state.policy.params
     old = model.params
-    lowered = trainer.policy.program.lower(state.policy, data, trainer.totals(data), micro_rows=8)
+    lowered = trainer.policy.executable.lower(state.policy, data, trainer.loss_inputs(data), micro_rows=8)
     aliased = lowered.compile().memory_analysis().alias_size_in_bytes
     assert aliased == sum(leaf.nbytes for leaf in jax.tree.leaves(state.policy))
     state, _ = trainer.update(state, data)  # the first weights may lie in memory of numpy, which nobody can give away
@@ -275,7 +275,7 @@ def test_an_update_leaves_every_array_in_its_dtype(param_dtype, state_dtype):
     trainer, state = begin(model, stage("grpo", optimizer={"state_dtype": state_dtype}))
     data = batch()
     update = partial(trainer.policy._update, micro_rows=8)
-    new = jax.eval_shape(update, state.policy, data, trainer.totals(data))[0]
+    new = jax.eval_shape(update, state.policy, data, trainer.loss_inputs(data))[0]
     assert jax.tree.map(lambda a: a.dtype, new) == jax.tree.map(lambda a: a.dtype, state.policy)
     sizes = [np.dtype(a.dtype).itemsize for a in jax.tree.leaves(new.optimizer) if a.ndim]
     copies = 3 if (param_dtype, state_dtype) == ("bfloat16", "float32") else 2
@@ -293,7 +293,7 @@ def test_weights_cast_before_a_pass_give_the_bits_of_those_cast_in_it(model):
     def gradient(weights):
         return jax.value_and_grad(lambda w: graph.logprobs(w | still, data.tokens, step, 1.0)[0].sum())(weights)
 
-    (expected, slopes), (result, cast) = gradient(trained), gradient(graph.as_multiplied(trained))
+    (expected, slopes), (result, cast) = gradient(trained), gradient(graph.cast_for_products(trained))
     assert result == expected
     assert {path for path, slope in cast.items() if slope.dtype == jnp.bfloat16} == graph.inputs.keys()
     for path, slope in slopes.items():
@@ -425,7 +425,7 @@ def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
     trainer, state = begin(model, options)
     packing, R = trainer.packing_of(data.segments)
     packed, start = packing.batch(data), host(state.policy)
-    still = jax.jit(partial(trainer.policy._update, micro_rows=R))(state.policy, packed, trainer.totals(packed))[0]
+    still = jax.jit(partial(trainer.policy._update, micro_rows=R))(state.policy, packed, trainer.loss_inputs(packed))[0]
     moved = host(both.policy)
     assert not same_bits(moved, start)
     for path, array in host(still).items():
@@ -492,10 +492,10 @@ results = []
 for degrees in ({"fsdp": 1}, {"fsdp": 8}, {"fsdp": 2, "tensor": 2, "expert": 2}):
     mesh = layout(degrees, devices=devices[: int(np.prod(list(degrees.values())))])
     trainer, state = learners.begin(learners.experts(mesh=mesh), options)
-    lowered = trainer.policy.program.lower
+    lowered = trainer.policy.executable.lower
     for _ in range(2):
         state, metrics = trainer.update(state, data)
-    assert trainer.policy.program.number == 1
+    assert trainer.policy.executable.number == 1
     spread = max(len(a.sharding.device_set) for a in state.policy.params.values())
     results.append((learners.host(state), {k: float(v) for k, v in metrics.items()}, spread))
 (one, ours, _), *others = results

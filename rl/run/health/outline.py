@@ -42,7 +42,7 @@ def lines(config: RunConfig) -> Iterator[str]:
 
 def _stage(config: RunConfig, index: int) -> Iterator[str]:
     stage, name = config.stages[index], config.stage_names[index]
-    algorithm, samples = algorithm_of(stage), kind_of(stage).samples
+    algorithm, samples = algorithm_of(stage), kind_of(stage).samples_completions
     sequences = stage.prompts_per_step * (stage.samples_per_prompt if samples else 1)
     unit = "completions" if samples else "rows"
     yield f"== {name}: {_first_sentence(algorithm)}"
