@@ -249,8 +249,8 @@ class Decoder(nnx.Module):
         self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime
     ) -> tuple[jax.Array, tuple | None, dict[str, LayerAux]]:
         """Runs everything up to the final norm. Returns (hidden [B, T, E] before that norm, with the streams of
-        hyper-connections reduced, cache, the LayerAux of each path). A call without a cache that is sharded along the
-        length or in explicit mode needs `__call__`, which sets these up."""
+        hyper-connections reduced, cache, the LayerAux of each path). Without a cache, call
+        `__call__` instead if the mesh shards the length or is in explicit mode."""
         step = self.complete_step(tokens_BT, step)
         layout = runtime.layout
         if (

@@ -10,6 +10,7 @@ N rows, R requests, M pages of a request, P tokens of a page, E hidden, V vocabu
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from policy.config import DecoderConfig, StoredType
 from policy.execution.decoding import prepare_for_decoding
 from policy.intermediates import LayerAux
 from policy.model import Graph, Model
+from policy.runtime import Recorded
 
 # The entries of one layer: pools of pages by name, such as "k" and "v", or "latent" (policy/cache/entries.py).
 LayerEntries = dict[str, CacheArray]
@@ -99,11 +101,11 @@ def forward(
 
     The streams of hyper-connections are reduced in `hidden`. `logits` maps it to the logits of the next token.
 
-    caches: one entry per layer, from `create_caches`. Call the function under `jax.jit` with `caches` donated: the
+    caches: one dict of pools per layer, from `create_caches`. Call the function under `jax.jit` with `caches` donated: the
         entries are then written in place.
     record: names of `Runtime.record`; those that the model's own runtime records are added. recorded[name][n] is the
-        output of layer n, with N in front ("routes": int32[N, k], for layers with experts); layers without that output
-        are left out.
+        output of layer n, with N in front ("routes": int32[N, k], for layers with experts), except "activations",
+        statistics of all rows together; layers without that output are left out.
 
     Raises Conflict if the hook does not serve the model, and ValueError for arrays or names that do not fit.
     """
@@ -147,7 +149,7 @@ def by_stack(config: DecoderConfig, caches: Sequence[LayerEntries]) -> tuple:
     """Returns the unrolled cache with these entries; undoes `by_layer`. Raises ValueError for another number of
     layers."""
     if len(caches) != len(config.layers):
-        raise ValueError(f"caches has {len(caches)} entries, and the decoder has {len(config.layers)} layers")
+        raise ValueError(f"caches has {len(caches)} layers, and the decoder has {len(config.layers)}")
     remaining = iter(caches)
     return tuple(
         tuple(tuple(next(remaining) for _ in stack.pattern) for _ in range(stack.repeats)) for stack in config.stacks
@@ -174,7 +176,7 @@ def _graph(model: Model, record: tuple[str, ...] = ()) -> Graph:
 def _by_number(config: DecoderConfig, layers: dict[str, LayerAux], name: str) -> dict[int, Any]:
     """Returns the field `name` by number of the layer, without the dimension of T = 1. Raises ValueError if there is no
     such field."""
-    if name not in (names := [field.name for field in dataclasses.fields(LayerAux)]):
+    if name not in (names := typing.get_args(Recorded)):
         raise ValueError(f"record names {name!r}, which no layer has; valid: {', '.join(names)}")
 
     def of_repeat(array, r):

@@ -23,8 +23,11 @@ from policy.mesh.sharding import constrain
 
 
 def make_step(tokens_BT: jax.Array, positions: ArrayLike | None = None, segments: ArrayLike | None = None) -> Step:
-    """Returns the step of tokens without a cache. Without `segments` each row is one full segment; without `positions`
-    they count from 0 inside each segment, which must be contiguous."""
+    """Returns the `Step` (positions, segments: the metadata of a forward pass) of tokens without a cache.
+
+    Without `segments` each row is one full segment; without `positions` they count from 0 inside each segment, which
+    must be contiguous.
+    """
     contiguous = positions is None
     segments = jnp.ones(tokens_BT.shape, jnp.int32) if segments is None else jnp.asarray(segments, jnp.int32)
     if positions is None:
@@ -79,25 +82,25 @@ def logprobs_of_states(
 
 
 def prefill(decoder: Decoder, tokens_BT: jax.Array, step: Step, cache: tuple, runtime: Runtime) -> tuple:
-    """Returns the cache with these tokens added, row b to slot b. It computes no logits: decoding starts from the last
+    """Returns the cache with these tokens of row b added to slot b. It computes no logits: decoding starts from the last
     token of the prompt."""
     return cast(tuple, decoder(tokens_BT, step, cache, runtime)[1])
 
 
 def next_token_step(lengths_B: jax.Array, active_B: jax.Array, pages_BM: jax.Array | None = None) -> Step:
-    """Returns the step of one token for every slot.
+    """Returns the `Step` of one token for every row.
 
-    `lengths` counts the tokens in the cache, so it is the position of the new token. A slot that is not active leaves
+    `lengths` counts the tokens in the cache, so it is the position of the new token. A row that is not active leaves
     the cache unchanged. `pages` int32[B, M]: the page table of each row of a paged cache.
     """
-    segments = active_B[:, None].astype(jnp.int32)  # one segment per row, 0 (padding) where the slot is not active
+    segments = active_B[:, None].astype(jnp.int32)  # one segment per row, 0 (padding) where the row is not active
     return Step(positions=lengths_B[:, None], segments=segments, pages=pages_BM)
 
 
 def next_token_states(
     decoder: Decoder, tokens_B: jax.Array, step: Step, cache: tuple, runtime: Runtime
 ) -> tuple[jax.Array, tuple]:
-    """Feeds one token to every slot, with the step of `next_token_step`. Returns (final states [B, E], cache).
+    """Feeds one token to every row, with the step of `next_token_step`. Returns (final states [B, E], cache).
 
     `logits` turns the states into the logits of the token after it.
     """
@@ -108,7 +111,7 @@ def next_token_states(
 def verify(
     decoder: Decoder, tokens_BT: jax.Array, step: Step, cache: tuple, runtime: Runtime
 ) -> tuple[jax.Array, tuple, Aux]:
-    """Feeds several tokens to every slot, tentatively. Returns (logits float32[B, T, V] of the token after each, cache,
+    """Feeds several tokens to every row, tentatively. Returns (logits float32[B, T, V] of the token after each, cache,
     Aux). `policy.cache.cache.commit` turns cache and Aux into the cache that holds the first tokens only."""
     hidden, updated, aux = decoder(tokens_BT, step, cache, replace(runtime, tentative=True))
     return logits(decoder, hidden, runtime), cast(tuple, updated), aux

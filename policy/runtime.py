@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 Quantization = Literal["int8", "fp8", "fp8_full"]
 # Types of stored weights and cache entries; fp8 is e4m3.
 StoredType = Literal["int8", "int4", "fp8"]
+# Outputs of a layer that a call can report besides its result.
+Recorded = Literal["hidden", "mixed", "activations", "selection", "routes"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Runtime:
     )
     scan: bool = option(True, description="scan over stacked layers in training (false: unrolled)")
     attention_chunk: int = 512
-    record: tuple[Literal["hidden", "mixed", "activations", "selection", "routes"], ...] = ()
+    record: tuple[Recorded, ...] = ()
     indexer: Literal["off", "dense_warmup", "sparse"] = "off"
     mtp: Literal["joint", "detached"] | None = None
     tentative: bool = False

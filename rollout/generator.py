@@ -3,7 +3,9 @@ quantised or resharded for decoding."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,6 +24,17 @@ from rollout.request import Queue, Request
 from rollout.text.chat import render_prompt
 from rollout.text.tokenizer import first_stop
 from rollout.types import Completion, GeneratorOptions, SamplingParams
+
+
+@dataclass(eq=False)
+class _Stream:
+    """The requests of one call of `stream` or `generate`, of which several may be open: left: ids of the objects that
+    are not yet yielded; ended: those that a step of any stream completed; failure: the error of a step, which dropped
+    all requests."""
+
+    left: set[int]
+    ended: deque[Request] = field(default_factory=deque)
+    failure: BaseException | None = None
 
 
 class Generator:
@@ -66,6 +79,7 @@ class Generator:
         if options.record_values:
             self.set_value_head(jnp.zeros(model.config.hidden_size, jnp.float32, device=model.graph.layout.replicated))
         self._queue = Queue()
+        self._streams: list[_Stream] = []
         self.verifier = Verifier(model.scorer, seed, stop_string=stop_string) if options.exact else None
 
     def generate(
@@ -119,17 +133,36 @@ class Generator:
 
     def _run(self, requests: list[Request]) -> Iterator[Request]:
         self._queue.add(requests)
-        left = set(map(id, requests))
+        stream = _Stream(set(map(id, requests)))
+        self._streams.append(stream)
         try:
-            while left:
-                for request in self.step():
-                    if id(request) in left:
-                        left.remove(id(request))
-                        yield request
+            while stream.left:
+                if not stream.ended:
+                    self._advance()
+                if stream.failure is not None:
+                    raise RuntimeError("another stream of this generator failed") from stream.failure
+                while stream.ended:
+                    request = stream.ended.popleft()
+                    stream.left.remove(id(request))
+                    yield request
         finally:
-            if left:  # the caller stopped early, or a step failed
+            self._streams.remove(stream)
+            if stream.left:  # the caller stopped early, or a step failed
                 for request in requests:
                     self.cancel(request)
+
+    def _advance(self) -> None:
+        """Runs a step, and hands the requests that ended to their streams."""
+        try:
+            requests = self.step()
+        except BaseException as error:
+            for stream in self._streams:  # the step has dropped their requests
+                stream.failure = error
+            raise
+        for request in requests:
+            for stream in self._streams:
+                if id(request) in stream.left:
+                    stream.ended.append(request)
 
     def submit(self, request: Request) -> Request:
         """Adds a request to the queue. Repeated calls of `step` run it until `finish` is set. Raises ValueError if it
@@ -181,7 +214,7 @@ class Generator:
         return self.engine.runner.compiled_ahead
 
     def step(self) -> list[Request]:
-        """Collects the output of the last decode, fills free slots from the queue, and starts the next decode.
+        """Collects the output of the last decode, fills free slots from the queue, prefills, and starts the next decode.
         Returns the requests that ended; the caller processes them while the device works.
 
         If it is interrupted or fails, it drops all requests and the cache, which may have been donated to a program

@@ -4,7 +4,8 @@ The words of the folder `engine` about a request, from the smallest to the large
 
 - entry: what the cache keeps of one token.
 - `cached`: how many of the first tokens of prompt and completion have entries now.
-- `needed`: how many entries decoding needs: one for each token but the last. `cacheable` are these tokens.
+- `needed`: how many entries decoding needs: one for each token but the last. `cacheable`: the first
+  `needed` tokens of prompt and completion, all but the last.
 - `last`: the token without an entry. The next decoding step feeds it, makes its entry and samples the token after it.
 - `ready`: `cached` has reached `needed`, so the request can decode.
 - `left`: how many tokens may still be sampled.

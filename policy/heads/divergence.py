@@ -29,7 +29,7 @@ __all__ = ["Divergence", "DivergenceOutputs", "Softcaps", "divergence", "top_div
 # Soft caps of the logits of the student and of the teacher; None: not capped.
 Softcaps = tuple[float | None, float | None]
 
-# Least probability of all tokens outside of the k likeliest. The sum of float32 probabilities is known to this step.
+# Least probability of all tokens outside of the k likeliest: 1 minus a sum of float32 probabilities is no more exact.
 _LEAST_REST = 2.0**-23
 
 
@@ -125,10 +125,10 @@ def _over_likeliest(student, student_head, teacher, teacher_head, temperature, s
 def top_divergence(
     student_MK: jax.Array, teacher_MK: jax.Array, rest_M: jax.Array | None, spec: Divergence
 ) -> DivergenceOutputs:
-    """Returns the divergence over K tokens for each place, differentiable in the student's log-probabilities.
+    """Returns the divergence over K tokens for each of M tokens, differentiable in the student's log-probabilities.
 
-    student_MK, teacher_MK: log-probabilities of the same K tokens, normalised over the vocabulary. `renormalise` takes
-    them up to a constant per place, so the teacher's at another temperature are its stored ones divided by it. rest_M:
+    student_MK, teacher_MK: log-probabilities of the same K tokens, normalised over the vocabulary. With `renormalise`
+    they may be off by a constant per token: the teacher at temperature t is its stored ones divided by t. rest_M:
     logarithm of the teacher's probability of all other tokens; None: 1 minus the sum of the K.
     """
     student, teacher = student_MK.astype(jnp.float32), jax.lax.stop_gradient(teacher_MK.astype(jnp.float32))

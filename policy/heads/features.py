@@ -30,9 +30,10 @@ def by_number(aux: Aux, config: DecoderConfig, name: Literal["hidden", "mixed"])
 def pairs_of(
     student: Mapping[int, jax.Array], teacher: Mapping[int, jax.Array], pairs: Sequence[tuple[int, int]] | None = None
 ) -> list[tuple[int, int]]:
-    """Returns the pairs (layer of the student, layer of the teacher) that are compared. None: each with its own number.
+    """Returns the pairs (layer of the student, layer of the teacher) that are compared. None: equal numbers.
 
-    Raises ValueError if a pair names a layer without features, or if None is given and the numbers differ.
+    Raises ValueError if a pair names a layer without features, if None is given and the numbers differ, and without any
+    pair.
     """
     if pairs is None:
         if student.keys() != teacher.keys():
@@ -40,7 +41,9 @@ def pairs_of(
                 f"features: the student has them at layers {sorted(student)} and the teacher at {sorted(teacher)}; "
                 "name the pairs of layers"
             )
-        return [(n, n) for n in student]
+        pairs = [(n, n) for n in student]
+    if not pairs:
+        raise ValueError("features: no pair of layers to compare; record them, or name the pairs")
     for who, layers, at in (("student", student, 0), ("teacher", teacher, 1)):
         if missing := sorted({pair[at] for pair in pairs} - layers.keys()):
             raise ValueError(f"features: the {who} has none at layer {missing[0]}; it has them at {sorted(layers)}")
@@ -60,7 +63,7 @@ def feature_loss(
     student, teacher: features [B, T, E] and [B, T, D] by the number of the layer (`by_number`). cosine: 1 - cos(s, t),
     with norms of at least 1e-6. squared: the mean over the features of (s - t)^2. projection: for each pair a matrix
     [E, D] that maps the student's features; needed where the widths differ. The loss is differentiable in the student's
-    features and in the projections. The caller sums it and divides by the tokens of the optimiser batch.
+    features and in the projections. The caller sums it and divides by the masked tokens of the mini-batch.
 
     Raises ValueError as `pairs_of` does, and for widths that differ without a projection.
     """

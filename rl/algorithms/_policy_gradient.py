@@ -4,8 +4,9 @@ Shapes: P prompts, G completions of one prompt (the group), F reward functions, 
 are the axes: rewards_PG is [P, G]. Advantages are numpy on the host. The losses of the device are in `_losses`, which
 is imported lazily.
 
-Log-probabilities of a token: logp under the weights that are trained, old_logp before the updates of the step,
-sampler_logp as the generator computed it, ref_logp under the reference model. R = exp(logp - old_logp) is the ratio.
+Log-probabilities of a token: logp under the weights that are trained; old_logp, which the ratio R = exp(logp -
+old_logp) divides by: before the updates of the step, or the generator's (option `old_logp`, `generator.exact`);
+sampler_logp as the generator computed it; ref_logp under the reference model.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class PolicyGradient(Sampled):
         if self.kl == "k1" and self.kl_coef:
             raise ValueError(
                 "kl: k1 is no loss, the expectation of its gradient is zero. Use k3, k2 or unbiased; "
-                "with kl_coef: 0, k1 is only logged"
+                "k1 is only for logging, with kl_coef: 0 and the reference model of kl_reward_coef"
             )
         if self.correction is None and (self.correction_min is not None or self.correction_max is not None):
             raise ValueError("correction_min and correction_max do nothing without correction")
@@ -174,7 +175,6 @@ class PolicyGradient(Sampled):
         return frozenset({"old_logp"} if self.old_logp == "trainer" else ())
 
     def token_flags(self, inputs: Any) -> Any:
-        """Returns uint8[N,T]: which tokens of a PolicyInputs the loss cuts off (rl/algorithms/_token_flags.py)."""
         from rl.algorithms._token_flags import token_flags
 
         return token_flags(self, inputs)
@@ -183,6 +183,11 @@ class PolicyGradient(Sampled):
         """Returns the log-probabilities that the ratio of the loss divides by: the array `sampler_logp` or `old_logp`
         of a Batch or a PolicyInputs, as the option `old_logp` says."""
         return arrays.sampler_logp if self.old_logp == "sampler" else arrays.old_logp
+
+    @property
+    def first_update_metrics(self) -> frozenset[str]:
+        names = ("sampler/logp_diff_mean", "sampler/logp_diff_max")
+        return frozenset(names if self.old_logp == "sampler" else ())
 
     @property
     def adaptive_coefs(self) -> dict[str, float]:

@@ -20,6 +20,9 @@ class Sampled:
     inputs: ClassVar[frozenset[str]] = frozenset()
     repeated_inputs: ClassVar[frozenset[str]] = frozenset()
     adaptive_coefs: ClassVar[dict[str, float]] = {}
+    first_update_metrics: ClassVar[frozenset[str]] = frozenset()
+    """Metrics of which a step logs the value of its first update: those that compare generator and trainer without a
+    pass before the updates, since later updates compare with weights that the step has changed."""
 
     mask_truncated: bool = Field(
         False, description="no loss on completions that were cut off; their rewards still count in their group"
@@ -35,7 +38,7 @@ class Sampled:
     )
 
     def token_flags(self, inputs: Any) -> Any:
-        """Returns uint8[N,T]: which tokens of a PolicyInputs the loss cuts off; None: it cuts off none."""
+        """Returns uint8[N,T]: which tokens of a PolicyInputs clipping or the sampler correction cuts off; None: none."""
         return None
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ class Supervised:
     inputs: ClassVar[frozenset[str]] = frozenset()
     repeated_inputs: ClassVar[frozenset[str]] = frozenset()
     adaptive_coefs: ClassVar[dict[str, float]] = {}
+    first_update_metrics: ClassVar[frozenset[str]] = frozenset()
 
     def adapt_after_update(self, coefs: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
         """Returns the values of `adaptive_coefs` for the next update: the same."""

@@ -1,4 +1,4 @@
-"""The run: its stages one after the other, each step from prompts to new weights.
+"""The run: its stages one after the other. The second line of the diagram is a step of a stage that samples.
 
     run -> _run_stage -> stage.step (rl/stages/):
         prompts -> generator -> rewards -> advantages -> updates, in place -> events

@@ -175,8 +175,8 @@ def sampler_logp(stage: StageKind, data: StepData) -> None:
 def _old_pass_needed(stage: StageKind) -> bool:
     """Whether a step runs a pass for old log-probabilities and entropies.
 
-    It runs none if only the update uses them, which computes them itself. It also runs none for log-probabilities under
-    `generator.exact`. The generator then verifies each completion with the programs of `Model.logprobs`, and its
+    What only the update uses needs none, since the update computes it. Log-probabilities alone need none under
+    `generator.exact`: the generator then verifies each completion with the programs of `Model.logprobs`, and its
     log-probabilities are those of `Model.logprobs`, bit for bit (docs/exact.md).
     """
     exact = stage.samples_completions and stage.config.generator.exact
@@ -204,7 +204,7 @@ def old_logp(stage: StageKind, data: StepData) -> None:
 
 @provides("current_logp", when=MODEL_PASSES, executable=LOGPROBS, in_some_steps=True)
 def current_logp(stage: StageKind, data: StepData) -> None:
-    """Log-probabilities under the current policy, in steps with tokens that an older policy sampled.
+    """The pass of `old_logp`, in steps with tokens that an older policy sampled, unless `old_logp` has made it.
 
     Under `generator.exact`, stale tokens use them as old log-probabilities. The other tokens show how far generator and
     trainer differ.

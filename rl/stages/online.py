@@ -36,7 +36,7 @@ class Stage(StageKind):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Adds `current_logp` if groups may be stale (dynamic sampling carries them over) and a check needs it."""
+        """Adds `current_logp` if groups may be stale and `exact` or `max_logp_diff` uses it."""
         exact = self.config.generator.exact and self.algorithm.old_logp == "trainer"
         compared = exact or self.options.max_logp_diff is not None
         return super().inputs | ({"current_logp"} if self.algorithm.dynamic_batches and compared else frozenset())
@@ -118,7 +118,7 @@ class Stage(StageKind):
         self._add_inputs(data)
         advantages = self._advantages(data)
         state, updated = self._update(data, n)
-        if not data.stale:  # `log_probabilities` has checked the tokens that are not stale; this mean includes all
+        if not data.stale:  # with stale tokens, which this mean includes, `log_probabilities` has checked the others
             _check_difference(self.options.max_logp_diff, updated.get("sampler/logp_diff_mean"))
         state = self._renew_reference(state, n)
         return state, self._log(data, advantages, updated, n, flops_before)

@@ -3,7 +3,7 @@
 A stage goes through five phases, and each method belongs to one:
 
     check                      configuration: what is wrong with it; without jax
-    prepare                    data: reads rows, starts reward workers
+    prepare                    data: reads rows, checks rewards
     bind, abstract, programs   model: defines the functions to compile; lists them as programs of a plan
     start, step, evaluation    run: a state, and one step after the other
     finish, export             files
@@ -53,7 +53,7 @@ class Program:
     graph: the model that it runs. resident: its arguments, as shapes, that are on the devices during all of the run,
     such as weights and moments; the plan counts them once for all programs. times: calls per step. trip_count:
     iterations of its loop over micro-batches. The program computes this number, so the compiler does not know it.
-    rollout_memory: whether the generator holds its temporary weight copies while the program runs.
+    rollout_memory: whether the generator's resharded weights (`Context.resharded`) are on the devices while it runs.
     """
 
     kind: str
@@ -96,7 +96,7 @@ class ConfiguredStage:
 
     @property
     def rewards(self) -> Any:
-        """Returns the RewardSettings of the stage, or of the run; None where the stage samples no completions."""
+        """Returns the RewardSettings of the stage, or of the run; None where nothing is scored."""
         rewarded = self.samples_completions or (self.config.evaluation is not None and self.trains_policy)
         return (self.options.rewards or self.config.rewards) if rewarded else None
 
@@ -199,7 +199,10 @@ class StageKind(ConfiguredStage, ABC):
         return []
 
     def prepare_rewards(self, reader: DataReader, prompts: list) -> None:
-        """Starts the reward workers if the stage scores completions of `prompts` or evaluates."""
+        """Makes the reward runner if the stage scores completions of `prompts` or evaluates.
+
+        Its workers start with the first call.
+        """
         if self.rewards and (prompts or reader.held_out):
             self.runner = reader.reward_runner(self.rewards, prompts)
 
@@ -319,7 +322,8 @@ class StageKind(ConfiguredStage, ABC):
     def update(self, state: Any, batch: Batch, **options: Any) -> tuple[Any, dict[str, float]]:
         """Makes `updates_per_step` updates, each on a mini-batch of equally many rows. `options`: for `Trainer.update`.
 
-        Returns the state and the mean of each metric. After each update the model holds the new weights.
+        Returns the state and the mean of each metric (of `first_update_metrics`, the first value). After each update the
+        model holds the new weights.
         """
         import jax
 
@@ -340,6 +344,7 @@ class StageKind(ConfiguredStage, ABC):
                 all_metrics.append(metrics)
             all_metrics = jax.device_get(all_metrics)
         means = {key: float(np.mean([metrics[key] for metrics in all_metrics])) for key in all_metrics[0]}
+        means |= {key: float(all_metrics[0][key]) for key in self.algorithm.first_update_metrics & means.keys()}
         means |= {"time/update": span.seconds, "perf/step_tokens": float(batch.real)}
         means["batch/trained_share"] = float(np.count_nonzero(batch.mask)) / max(1, batch.real)
         if self.rows_of_data:

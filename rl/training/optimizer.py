@@ -1,4 +1,5 @@
-"""Makes one step of an optimizer: at once, or layer by layer for weights and moments in host memory.
+"""Computes learning rates, and makes one step of an optimizer: at once, or layer by layer for weights and moments in
+host memory.
 
 Weights and gradients are flat dicts by path. The state of the optax transformation must consist of counters and such
 dicts. The transformation must be elementwise, as AdamW is: one that takes the norm of an array cannot run layer by
@@ -15,6 +16,22 @@ import jax.numpy as jnp
 import optax
 
 from policy.ops.host_memory import fetch, put_back
+from rl.config.stage import OptimizerOptions
+
+
+def schedule(options: OptimizerOptions, updates: int) -> optax.Schedule:
+    """Returns the learning rate by number of updates: `warmup_steps` linear ones, then constant, or to the
+    `final_fraction` of the peak."""
+    peak, warm = options.learning_rate, options.warmup_steps
+    rest = max(1, updates - warm)
+    after_warmup = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, peak * options.final_fraction, rest),
+        "cosine": optax.cosine_decay_schedule(peak, rest, options.final_fraction),
+    }[options.schedule]
+    if not warm:
+        return after_warmup
+    return optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), after_warmup], [warm])
 
 
 def stored_as(transform: optax.GradientTransformation, dtype: str, master: bool) -> optax.GradientTransformation:

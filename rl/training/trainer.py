@@ -123,8 +123,8 @@ class BatchUpdates:
     def _micro_batch(self, N: int, T: int) -> int | None:
         """Returns the default rows of a micro-batch; None: all.
 
-        On a CPU small micro-batches keep the activations in the caches. Balancing experts over the mini-batch would
-        need an extra forward pass.
+        On a CPU small micro-batches keep the activations in the caches. `router.balance: batch` keeps one micro-batch,
+        because several would need an extra forward pass.
         """
         on_cpu = self.graph.layout.platform == "cpu"
         return -(-N // -(-N * T // CPU_TOKENS)) if on_cpu and self.stage.router.balance == "sequence" else None
@@ -278,9 +278,9 @@ class Trainer(BatchUpdates):
         """Makes one optimiser update of the policy, and of the critic if there is one.
 
         batch: the mini-batch, one sequence per row. critic_only: skips the policy. adaptive_coefs: values for
-        `PolicyInputs`.
-        on_tokens: gets the policy's outputs for each token. Returns (state, metrics). Raises ValueError if the stage replays
-        routes and the batch has none.
+        `PolicyInputs`. on_tokens: gets the policy's outputs for each token.
+
+        Returns (state, metrics). Raises ValueError if the stage replays routes and the batch has none.
         """
         if self.stage.router_replay and batch.routes is None:
             raise ValueError(

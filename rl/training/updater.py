@@ -30,7 +30,7 @@ from rl.training.batch import Batch
 from rl.training.critic import Critic
 from rl.training.diagnostics import activation_metrics, gradient_norms
 from rl.training.host_memory import joined, on_each_memory
-from rl.training.optimizer import at_once, by_layer, start, stored_as
+from rl.training.optimizer import at_once, by_layer, schedule, start, stored_as
 from rl.training.optimizer import norm as norm_of
 from rl.training.trainable import MODULES, trained_paths
 
@@ -44,18 +44,10 @@ class ParamState:
     optimizer: Any
 
 
-def schedule(options: OptimizerOptions, updates: int) -> optax.Schedule:
-    """Returns the learning rate by update, not step: linear warm-up, then constant, or to `final_fraction`."""
-    peak, warm = options.learning_rate, options.warmup_steps
-    rest = max(1, updates - warm)
-    after_warmup = {
-        "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, peak * options.final_fraction, rest),
-        "cosine": optax.cosine_decay_schedule(peak, rest, options.final_fraction),
-    }[options.schedule]
-    if not warm:
-        return after_warmup
-    return optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), after_warmup], [warm])
+def _updates(model: Graph | Critic, stage: StageOptions) -> int:
+    """Returns how many updates of the model a stage makes. A policy has none while only its critic learns."""
+    warmup = 0 if isinstance(model, Critic) else getattr(stage.algorithm, "critic_warmup", 0)
+    return max(0, stage.steps - warmup) * stage.updates_per_step
 
 
 def optimizer(
@@ -96,8 +88,8 @@ class OptimizerStep:
 
         Args:
           model: the model of the weights.
-          loss: (params, micro-batch, its PolicyInputs) -> (scalar, summed over micro-batches, metrics, Aux, gradient of
-            the value head, token outputs: arrays [R, T] by name, which the update returns as [N, T]).
+          loss: (params, micro-batch, its PolicyInputs) -> (scalar, metrics, Aux, gradient of the value head or None,
+            token outputs: arrays [R, T] by name). The update sums the scalar over micro-batches.
           options: settings of AdamW.
           stage: settings of the stage.
           seed: seed of the run, for dropout.
@@ -110,7 +102,7 @@ class OptimizerStep:
         self._diagnostics = stage.diagnostics and isinstance(model, Graph)
         self._graph = model if isinstance(model, Graph) else model.trunk
         self.layout = self._graph.layout
-        self.rate = schedule(options, stage.steps * stage.updates_per_step)
+        self.rate = schedule(options, _updates(model, stage))
         self._transform = optimizer(options, self.rate, model.axes, model.runtime.param_dtype)
 
     def _split(self, params: dict) -> tuple[dict, dict]:

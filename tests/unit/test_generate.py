@@ -303,6 +303,14 @@ def test_completions_are_streamed_as_they_end_and_a_stream_may_be_left(generator
     assert not generator.engine.busy and tokens_of(generator.generate(prompts, params)) == expected
 
 
+def test_streams_that_are_read_in_turns_get_all_their_completions(generator):
+    prompts, params = [[1, 2, 3], [4, 5]], SamplingParams(n=2, max_new_tokens=8)
+    expected = tokens_of(generator.generate(prompts, params))
+    for one, other in zip(generator.stream(prompts, params), generator.stream(prompts, params), strict=True):
+        assert all(completion.tokens == expected[p][n] for p, n, completion in (one, other))
+    assert not generator.engine.busy
+
+
 def test_requests_that_arrive_at_any_time_get_what_they_get_alone(model, generator):
     """Also during a call of `generate`, with parameters of their own."""
     requested = {

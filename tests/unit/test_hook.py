@@ -249,7 +249,7 @@ def test_what_the_hook_does_not_serve_is_refused_by_name(model, message):
         ({"tokens": (N, 1)}, r"tokens, positions and request of one shape \[N\].*'tokens': \(16, 1\)"),
         ({"positions": (N - 1,)}, r"'positions': \(15,\)"),
         ({"pages": (M,)}, r"'pages': \(5,\)"),
-        ({"caches": 1}, "caches has 1 entries, and the decoder has 2 layers"),
+        ({"caches": 1}, "caches has 1 layers, and the decoder has 2"),
         ({"record": ("hiden",)}, "record names 'hiden', which no layer has; valid: .*hidden"),
     ],
 )

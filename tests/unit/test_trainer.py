@@ -20,8 +20,7 @@ from policy.model import Model
 from policy.modes import make_step
 from rl.config.stage import OptimizerOptions
 from rl.training.batch import padded_batch
-from rl.training.optimizer import stored_as
-from rl.training.updater import schedule
+from rl.training.optimizer import schedule, stored_as
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
