@@ -58,7 +58,11 @@ class DataOptions(Strict):
 
     task: str | None = Field(default=None, description="arithmetic, or any reasoning-gym task by name")
     options: PluginOptions = Field(default={}, description="options of the task")
-    path: str | None = Field(default=None, description="relative paths start at the working directory")
+    path: str | None = Field(
+        default=None,
+        description="file, folder, or a dataset of the Hugging Face hub: org/name, or hf://org/name@revision; relative "
+        "paths start at the working directory",
+    )
     subset: str | None = Field(default=None, description="configuration of a hub dataset that has several")
     split: str | None = Field(default=None, description="default: train; for evaluation eval (tasks) or test (hub)")
     columns: ColumnNames = Field(default=ColumnNames(), description="names of the columns")
