@@ -19,6 +19,7 @@ from rl.config.mesh import MeshOptions
 from rl.config.model import ModelOptions, TokenizerOptions
 from rl.config.schema import Section, Strict, fields_of
 from rl.config.stage import StageOptions
+from rl.config.stage_names import numbered
 from rl.errors import ConfigError
 
 
@@ -153,6 +154,4 @@ class RunConfig(Strict):
     @property
     def stage_names(self) -> list[str]:
         """Names of the stages: the algorithm, and a number from the second use on (grpo, grpo-2)."""
-        kinds = [stage.algorithm.name for stage in self.stages]
-        counts = [kinds[: number + 1].count(kind) for number, kind in enumerate(kinds)]
-        return [kind if count == 1 else f"{kind}-{count}" for kind, count in zip(kinds, counts, strict=True)]
+        return numbered([stage.algorithm.name for stage in self.stages])

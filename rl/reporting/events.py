@@ -24,10 +24,10 @@ from rl.config.run import RunConfig, SampleRecords
 from rl.errors import ResourceError
 from rl.reporting.append_file import AppendFile
 from rl.reporting.json_lines import complete_lines, line
+from rl.reporting.run_files import EVENTS
 from rl.reporting.samples import SampleLog
 from rl.reporting.trackers import Mirror, mirrors
 
-EVENTS = "events.jsonl"
 _LOG = logging.getLogger("duet.events")
 
 

@@ -17,7 +17,7 @@ import policy
 import rl.stages
 from policy import families
 from rl.data.tasks import arithmetic
-from rl.reporting import events, manifest, samples
+from rl.reporting import events, run_files, samples
 from rl.reporting.timeline import CHECKPOINTS, FILE, RUN, WORKERS
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
@@ -175,7 +175,7 @@ def test_the_export_holds_the_last_weights_and_the_tokenizer(uninterrupted, tmp_
 
 
 def test_run_json_holds_every_attempt(uninterrupted):
-    (attempt,) = manifest.read(uninterrupted)
+    (attempt,) = run_files.attempt_entries(uninterrupted, [])
     assert attempt["exit_code"] == 0 and attempt["weights"] == "random" and attempt["start"] < attempt["end"]
     assert attempt["versions"]["jax"] == jax.__version__ and attempt["devices"]["count"] == 1
     assert attempt["command"][1:] == [str(each) for each in launch.arguments(uninterrupted)]
@@ -234,7 +234,7 @@ def test_a_finished_run_with_more_steps_is_the_longer_run(uninterrupted, tmp_pat
 
     assert trained(one) == trained(other)
     assert launch.weights(uninterrupted) == (extended / "export-grpo-2-1" / "model.safetensors").read_bytes()
-    assert [attempt["exit_code"] for attempt in manifest.read(extended)] == [0, 0]
+    assert [attempt.code for attempt in run_files.attempts(extended, [])] == [0, 0]
 
 
 def test_a_run_whose_schedule_depends_on_its_steps_is_not_extended(tmp_path, capsys):

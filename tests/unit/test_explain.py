@@ -147,7 +147,7 @@ def test_more_illnesses_than_lines(tmp_path):
 def test_a_folder_without_a_run_is_a_configuration_error(tmp_path, name):
     if name == "empty":
         (tmp_path / "events.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="no run here" if name == "nothing" else "no event yet"):
+    with pytest.raises(ConfigError, match="not a run" if name == "nothing" else "no event yet"):
         verdict(tmp_path)
 
 

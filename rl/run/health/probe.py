@@ -21,7 +21,6 @@ from rl.run.prepare import prepare
 from rl.run.state import Run
 from rl.stages import rollouts as stage_rollouts
 from rl.stages.stage import StageKind
-from rollout import Generator
 from rollout.collect import Rollouts, Source, collect
 
 FILE = "probe.json"
@@ -65,14 +64,8 @@ def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> Pro
         if stage is None:
             raise ConfigError(f"--probe: {name or 'no stage of this run'} samples nothing")
         model = build.model(config, prepared, with_weights=True)
-        generator = Generator(
-            model,
-            max_length=config.max_length,
-            slots=config.generator.slots,
-            seed=config.seed,
-            tokenizer=prepared.tokenizer,
-            options=replace(build.generator_options(config), record_values=False, record_routes=False),
-        )
+        options = replace(build.generator_options(config), record_values=False, record_routes=False)
+        generator = build.generator(config, model, prepared.tokenizer, options)
         if stage.runner.sources:
             raise ConfigError("--probe: reward models are loaded in a run only; set run.probe, or leave them out")
         source = Source(generator, stage.runner)
