@@ -55,6 +55,10 @@ class DataOptions(Strict):
 
     shorthand: ClassVar[str | None] = "path"
     exactly_one: ClassVar[tuple[str, ...]] = ("task", "path")
+    belongs_to: ClassVar[dict[str, tuple[str, ...]]] = {
+        "task": ("options", "split"),
+        "path": ("subset", "split", "columns", "prompt_template"),
+    }
 
     task: str | None = Field(default=None, description="arithmetic, or any reasoning-gym task by name")
     options: PluginOptions = Field(default={}, description="options of the task")

@@ -96,7 +96,7 @@ def test_equal_and_absent_rewards_have_no_advantage(name):
     rewards = np.array([[0.1, 0.1, 0.1], [np.nan, np.nan, 1.0], [0.0, np.nan, 1.0]])
     given = {"greedy": np.array([0.1, np.nan, 0.5])} if "greedy_reward" in algorithm.inputs else {}
     lengths = np.array([[1, 2, 2], [2, 2, 1], [2, 1, 1]])
-    groups = [range(3)] if "token_kl" not in algorithm.inputs else [[0], [1], [2]]
+    groups = [range(3)] if "completion_mask" not in algorithm.inputs else [[0], [1], [2]]
     result = np.concatenate([algorithm.advantages(rewards[rows], lengths[rows], **given) for rows in groups])
     assert result.shape[:2] == rewards.shape
     advantages = result[..., 0] if result.ndim == 3 else result
