@@ -179,6 +179,7 @@ def test_an_update_that_is_not_finite_changes_no_bit_and_is_counted():
     poisoned = data.replace(advantages=np.full_like(data.advantages, np.inf))
     state, metrics = trainer.update(state, poisoned)
     assert metrics["optim/skipped"] == 1 and not np.isfinite(metrics["optim/grad_norm"])
+    assert metrics["optim/update_norm"] == 0
     assert same_bits(host(state), before)
     state, metrics = trainer.update(state, data)
     assert metrics["optim/skipped"] == 0 and not same_bits(host(state), before)
@@ -194,7 +195,11 @@ def test_equal_rewards_leave_everything_as_it_was():
     before = host(state)
     silent = data.replace(advantages=trainer.algorithm.advantages(np.full((4, 2), 0.7)).reshape(-1).astype(np.float32))
     state, metrics = trainer.update(state, silent)
-    assert metrics["optim/grad_norm"] == 0 and metrics["loss"] == 0 and metrics["optim/skipped"] == 0
+    assert (
+        metrics["optim/grad_norm"] == 0
+        and metrics["loss"] == 0
+        and metrics["optim/skipped"] == metrics["optim/update_norm"] == 0
+    )
     assert same_bits(host(state), before)
     state, _ = trainer.update(state, data)
     assert not same_bits(host(state), before)
