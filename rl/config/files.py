@@ -19,9 +19,8 @@ from pydantic import BaseModel, ValidationError
 import rl.algorithms
 from rewards.suggest import nearest
 from rl.config import yaml_tree
-from rl.config.keys import unknown_key, unknown_option
+from rl.config.keys import RENAMED, unknown_key, unknown_option
 from rl.config.packaged import packaged, presets, run_names
-from rl.config.renamed import RENAMED
 from rl.config.run import RunConfig
 from rl.config.schema import Strict, accepted_types
 from rl.config.stage import AlgorithmOptions

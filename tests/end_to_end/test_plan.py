@@ -166,7 +166,8 @@ CHECKS = {f"grpo: {kind}" for kind in exact.CHECKS}
 
 def asking(directory):
     """(overrides, source) of a run with exact completions that asks a reward model, whose directory is written."""
-    sizes = "hidden_size: 32, intermediate_size: 32, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, vocab_size: 32"
+    sizes = "hidden_size: 32, intermediate_size: 32, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16"
+    sizes += ", vocab_size: 32"
     model = f"model={{source: qwen3-0.6b, overrides: {{num_hidden_layers: 1, {sizes}}}}}"
     config = load([launch.SMALL], [model])
     source, graph = str(directory / "reward_model"), build.graph(config, build.on_mesh(config, jax.devices()[:1]))

@@ -63,7 +63,8 @@ def end_of_turn_problem(tokenizer: Any, stops: Sequence[int]) -> str | None:
         return str(error)
     names = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in stops)
     if token is None:
-        return f"the chat template writes no token after an assistant's turn, so nothing says that it ends (stops: {names})"
+        text = "the chat template writes no token after an assistant's turn, so nothing says that it ends"
+        return f"{text} (stops: {names})"
     if token in stops:
         return None
     return f"the chat template ends an assistant's turn with {text!r} ({token}), which is no stop of the run ({names})"

@@ -17,7 +17,8 @@ LENGTH_PAID = 0.5
 NEVER_ENDS = 0.98
 MARKER_SHARE = 0.2
 MARKERS = re.compile(
-    r"<\|(?:user|assistant|system|end|im_start|im_end|start_header_id|eot_id|endoftext)\|>|\[/?INST\]|<(?:start|end)_of_turn>"
+    r"<\|(?:user|assistant|system|end|im_start|im_end|start_header_id|eot_id|endoftext)\|>|\[/?INST\]"
+    r"|<(?:start|end)_of_turn>"
     r"|\n(?:User|Human|Assistant|Question|Q):|### (?:Instruction|Response)"
 )
 """Marks of a turn in chat templates, and in plain prompts that imitate one."""

@@ -23,7 +23,8 @@ def mask(stage: StageRecord) -> Iterator[Finding]:
     share = stage.series("batch/trained_share")
     learns_from_answers = not stage.samples_completions and stage.steps >= MIN_STEPS
     everything = stage.algorithm.get("train_on") == "all"
-    change = f"Set {stage.key('algorithm.train_on')}: assistant; see the mask of each token with `rl inspect {stage.run.path}`"
+    see = f"see the mask of each token with `rl inspect {stage.run.path}`"
+    change = f"Set {stage.key('algorithm.train_on')}: assistant; {see}"
     if learns_from_answers and (everything or _prompts_are_trained_on(stage)):
         shown = (
             f"{share.typical:.0%} of the tokens are trained on" if share else "every token but the first is trained on"

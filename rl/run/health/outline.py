@@ -84,7 +84,8 @@ def _loss(algorithm: Any, temperature: float) -> Iterator[str]:
     low, high = algorithm.epsilon, algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
     kl = f" + {algorithm.kl_coef:g} KL" if algorithm.kl_coef else ""
     entropy = f" - {algorithm.entropy_coef:g} H" if algorithm.entropy_coef else ""
-    yield f"loss     L = -min(R A, clip(R, {1 - low:g}, {1 + high:g}) A){kl}{entropy}, {_AGGREGATION[algorithm.aggregation]}"
+    mean = _AGGREGATION[algorithm.aggregation]
+    yield f"loss     L = -min(R A, clip(R, {1 - low:g}, {1 + high:g}) A){kl}{entropy}, {mean}"
     ratio = "of a token" if algorithm.ratio == "token" else f"({algorithm.ratio})"
     yield f"         R = exp(log p - old log p) {ratio}, at temperature {temperature:g}"
     if algorithm.combine == "sum":
