@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rl.reporting.explain import completions, data, learning, scores, system  # noqa: F401  registers the rules
+from rl.reporting.explain import (  # noqa: F401  registers the rules
+    completions,
+    data,
+    learning,
+    scores,
+    standstill,
+    system,
+)
 from rl.reporting.explain.finding import RUN_RULES, STAGE_RULES, Finding
 from rl.reporting.explain.learning import MIN_STEPS
 from rl.reporting.explain.record import RunRecord, read
