@@ -86,7 +86,7 @@ RUNS: dict[str, list[str]] = {
     "equal_rewards": ["MODEL", reward("constant"), grpo()],
     "filtered": ["MODEL", reward("constant"), grpo(algorithm={"name": "dapo", "dynamic_batches": 2}, steps=8)],
     "frozen": ["MODEL", grpo(optimizer=rate(1e-10), steps=12)],
-    "frozen_sft": [sft(optimizer=rate(1e-7))],
+    "frozen_sft": [sft(optimizer=rate(1e-8))],
     "held": ["MODEL", grpo(algorithm={"name": "grpo", "kl_coef": 100.0}, updates_per_step=2)],
     "repeated": ["MODEL", f"data={ONE}", grpo(prompts_per_step=8, steps=12)],
     "length": ["MODEL", *LONG, reward("pays_for_length"), grpo(sampling={"max_new_tokens": 40}, steps=30)],

@@ -132,12 +132,13 @@ class StageRecord:
 
     @cached_property
     def epochs(self) -> float:
-        """How often the stage has gone over its data, at least; 0 where the number of rows is unknown."""
-        recorded = self.series("data/epoch")
-        if recorded:
-            return recorded.values[-1]
-        rows = self._rows_of_data()
-        return self.steps * int(self.option("prompts_per_step", 32)) / rows if rows else 0.0
+        """How often the stage has gone over its data, at least; 0 where the number of rows is unknown.
+
+        Rows that repeat each other count once, as far as the samples show it; `data/epoch` counts them all.
+        """
+        recorded, rows = self.series("data/epoch"), self._rows_of_data()
+        distinct = self.steps * int(self.option("prompts_per_step", 32)) / rows if rows else 0.0
+        return max([distinct, *recorded.values[-1:]])
 
     def step_of_epoch(self, epochs: float) -> int | None:
         """Returns the step at which the stage had gone over its data `epochs` times."""
