@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="Hugging Face directory with a tokenizer, directory of a finished run, or a model on the Hugging Face hub: "
+        help="Hugging Face directory with a tokenizer, directory of a finished run, or a model on the Hugging Face "
+        "hub: "
         "org/name, hf://org/name@revision",
     )
     parser.add_argument(
@@ -99,7 +100,8 @@ def _directory(source: str) -> Path:
     directory = exported if (exported / "config.json").is_file() else models.directory(source, weights=True)
     if directory is None or not (directory / "config.json").is_file():
         raise ModelError(
-            f"{source}: no config.json there; name a Hugging Face directory, the directory of a finished run, or a model "
+            f"{source}: no config.json there; name a Hugging Face directory, the directory of a finished run, or a "
+            "model "
             "on the Hugging Face hub as org/name"
         )
     return directory

@@ -110,7 +110,8 @@ class TokenizerOptions(Strict):
     shorthand: ClassVar[str | None] = "source"
 
     source: str = Field(
-        description="directory of a tokenizer, a repository of the Hugging Face hub (org/name, hf://org/name@revision), or "
+        description="directory of a tokenizer, a repository of the Hugging Face hub (org/name, "
+        "hf://org/name@revision), or "
         "a built-in one: bytes, characters"
     )
     alphabet: str | None = Field(default=None, description="characters: the characters that exist")

@@ -65,8 +65,10 @@ class RunOptions(Strict):
     probe: int | None = Field(
         default=None,
         ge=0,
-        description="prompts sampled before the first step of the first stage that samples; a number: the run ends with exit "
-        "code 3 if it cannot learn from them (docs/diagnose.md); 0: none; null: 32 with a warning only, none for random weights",
+        description="prompts sampled before the first step of the first stage that samples; a number: the run ends "
+        "with exit "
+        "code 3 if it cannot learn from them (docs/diagnose.md); 0: none; null: 32 with a warning only, none for "
+        "random weights",
     )
     samples: SampleRecords = Field(default=SampleRecords(), description="which completions are kept")
     log_every: int = Field(default=1, ge=1, description="steps between lines on the console")

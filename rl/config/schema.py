@@ -19,7 +19,9 @@ class Strict(BaseModel):
     shorthand: ClassVar[str | None] = None
     """Key that a plain text sets: `model: tiny` is `model: {source: tiny}`."""
     exactly_one: ClassVar[tuple[str, ...]] = ()
-    """Keys of which exactly one must be set; `null` does not set a key. One that a later layer sets replaces the other."""
+    """Keys of which exactly one must be set; `null` does not set a key. One that a later layer sets replaces the
+    other.
+    """
     belongs_to: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Key of `exactly_one` -> keys that say more about it, and go with it when another one replaces it."""
 

@@ -7,7 +7,9 @@ from typing import Any
 
 
 def numbered(algorithms: Sequence[str]) -> list[str]:
-    """Returns the names of stages with these algorithms: the algorithm, and a number from its second use on (grpo-2)."""
+    """Returns the names of stages with these algorithms: the algorithm, and a number from its second use on
+    (grpo-2).
+    """
     counts = [algorithms[: place + 1].count(name) for place, name in enumerate(algorithms)]
     return [name if count == 1 else f"{name}-{count}" for name, count in zip(algorithms, counts, strict=True)]
 

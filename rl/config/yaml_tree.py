@@ -260,7 +260,9 @@ def _replaced(base: Mapping[str, Item], over: Mapping[str, Item], rules: Rules) 
 
 
 def _no_entry(dotted: str, count: int, name: str, child: Item) -> ConfigError:
-    """Returns the error about a list of `count` entries that has no entry `name`, with the override to write instead."""
+    """Returns the error about a list of `count` entries that has no entry `name`, with the override to write
+    instead.
+    """
     is_number = name.lstrip("-").isdecimal()
     where = f"{child.place}: {dotted}.{name}: "
     if not count:

@@ -68,7 +68,8 @@ def fetch(repository: HubName, files: Sequence[str], cache: str) -> Path:
         except Exception:  # not in the cache, or a part of it: the hub has it
             pass
     try:
-        # One request that is not repeated: without a network `snapshot_download` repeats its requests for half a minute.
+        # One request that is not repeated: without a network `snapshot_download` repeats its requests for half a
+        # minute.
         HfApi().repo_info(name, revision=revision, timeout=ANSWER_S)
     except Exception:
         try:

@@ -1,4 +1,6 @@
-"""Locates the directory of a model or a tokenizer: a local folder, or files of the Hugging Face hub in the local cache."""
+"""Locates the directory of a model or a tokenizer: a local folder, or files of the Hugging Face hub in the local
+cache.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ CONFIGURATION = (
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 _FAILURE_S = 60.0
-"""Seconds for which a repository that cannot be read is not asked for again: checks of a configuration ask several times."""
+"""Seconds for which a repository that cannot be read is not asked for again: checks of a configuration ask several
+times.
+"""
 _failures: dict[tuple[HubName, bool, str], tuple[float, Exception]] = {}
 
 Part = Literal["model", "reward model", "tokenizer"]
@@ -30,8 +34,8 @@ def directory(source: str, *, weights: bool = False, part: Part = "model") -> Pa
     """Returns the directory of a model or tokenizer, or None for a name without files, such as a preset.
 
     For a repository on the hub, downloads configuration and tokenizer to the cache of huggingface_hub, with `weights`
-    also safetensors. Other formats of weights are never read, since they are pickles. Raises ModelError for a repository
-    that the hub or the cache does not have, ResourceError if the cache has no room.
+    also safetensors. Other formats of weights are never read, since they are pickles. Raises ModelError for a
+    repository that the hub or the cache does not have, ResourceError if the cache has no room.
     """
     if Path(source).is_dir():
         return Path(source)
@@ -60,7 +64,8 @@ def directory(source: str, *, weights: bool = False, part: Part = "model") -> Pa
 
 
 def pinned(source: str, part: Part = "model") -> str:
-    """Returns a name on the hub with the commit that it stands for now, `hf://org/name@COMMIT`; any other source as it is.
+    """Returns a name on the hub with the commit that it stands for now, `hf://org/name@COMMIT`; any other source as it
+    is.
 
     Raises as `directory`.
     """
@@ -101,7 +106,8 @@ def _unreachable(repository: HubName, cache: str, error: Exception) -> str:
             f"Either {_download(repository)}, or unset HF_HUB_OFFLINE, or name a local directory"
         )
     return (
-        f"{here}, which did not give it: {type(error).__name__}: {str(error).strip()}. The cache {cache} does not hold it "
+        f"{here}, which did not give it: {type(error).__name__}: {str(error).strip()}. The cache {cache} does not "
+        "hold it "
         "either. Check the name and the connection, log in with `hf auth login` if it is gated or private, "
         f"{_download(repository)}, or name a local directory"
     )

@@ -181,9 +181,8 @@ def _library_rows(options: DataOptions, held_out: bool, directory: Path | None) 
                 raise DataError(f"{directory}: holds one dataset without splits, so data.split cannot be {split!r}")
         else:
             repository = None if directory else hub_name(name, alone=True)
-            revision = {"revision": repository.revision} if repository and repository.revision else {}
-            source = repository.name if repository else name
-            dataset = datasets.load_dataset(source, options.subset, split=split, **revision)
+            source, revision = repository or (name, None)
+            dataset = datasets.load_dataset(source, options.subset, split=split, revision=revision)
     except DataError:
         raise
     except Exception as error:  # `datasets` raises its own errors, and errors of pyarrow, fsspec and the network

@@ -42,7 +42,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One process of the run. start, end: Unix seconds; code: exit code; None: not recorded. facts: the rest of its entry."""
+    """One process of the run. start, end: Unix seconds; code: exit code; None: not recorded. facts: the rest of its
+    entry.
+    """
 
     start: float | None = None
     end: float | None = None

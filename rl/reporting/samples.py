@@ -85,7 +85,8 @@ class SampleLog:
                 return
 
     def rotate(self) -> None:
-        """Moves full files to the folder of segments, and removes the oldest segments beyond `max_bytes`. Raises OSError.
+        """Moves full files to the folder of segments, and removes the oldest segments beyond `max_bytes`. Raises
+        OSError.
 
         Call this after a checkpoint, so that a run that continues finds the cut in its newest files.
         """

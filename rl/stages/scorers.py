@@ -33,7 +33,9 @@ def program_name(source: str) -> str:
 
 
 def load_scorers(config: RunConfig, names: Iterable[str], mesh: Layout) -> dict[str, RewardModelScorer]:
-    """Loads reward models: stages of the run, directories, or names on the hub. Raises ModelError where one cannot be read."""
+    """Loads reward models: stages of the run, directories, or names on the hub. Raises ModelError where one cannot be
+    read.
+    """
     from rl.training.reward_model import RewardModelScorer
 
     scorers = {}

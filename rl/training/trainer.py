@@ -279,8 +279,8 @@ class Trainer(BatchUpdates):
 
         batch: the mini-batch, one sequence per row. critic_only: skips the policy. adaptive_coefs: values for
         `PolicyInputs`.
-        on_tokens: gets the policy's outputs for each token. Returns (state, metrics). Raises ValueError if the stage replays
-        routes and the batch has none.
+        on_tokens: gets the policy's outputs for each token. Returns (state, metrics). Raises ValueError if the stage
+        replays routes and the batch has none.
         """
         if self.stage.router_replay and batch.routes is None:
             raise ValueError(

@@ -467,8 +467,8 @@ def test_a_run_with_a_critic_that_warms_up(tmp_path):
 
 @pytest.mark.slow
 def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generator(tmp_path, monkeypatch):
-    """No pass for values is made, but for one that the end of a completion which was cut off needs; the numbers are those of a run
-    that makes it every step."""
+    """No pass for values is made, but for one that the end of a completion which was cut off needs; the numbers are
+    those of a run that makes it every step."""
     algorithm = {
         "name": "ppo",
         "critic_trunk": "policy",

@@ -1,7 +1,9 @@
-"""Makes small runs that are ill in a known way, and healthy ones: `python tests/illnesses/make.py DIRECTORY [NAME ...]`.
+"""Makes small runs that are ill in a known way, and healthy ones: `python tests/illnesses/make.py DIRECTORY [NAME
+...]`.
 
-Every run is a real one: a configuration of the quickstart's model on sums, seconds long. Most start from the weights of a
-short SFT, which is made first. `--fixtures FOLDER` keeps what `rl explain` reads of each run, shortened, for the tests.
+Every run is a real one: a configuration of the quickstart's model on sums, seconds long. Most start from the weights of
+a short SFT, which is made first. `--fixtures FOLDER` keeps what `rl explain` reads of each run, shortened, for the
+tests.
 """
 
 import argparse

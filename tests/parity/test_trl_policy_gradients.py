@@ -1,4 +1,6 @@
-"""Advantages, loss and gradients of one step are those of TRL's own trainers, on the same model, completions and rewards."""
+"""Advantages, loss and gradients of one step are those of TRL's own trainers, on the same model, completions and
+rewards.
+"""
 
 import importlib.util
 

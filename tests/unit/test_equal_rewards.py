@@ -1,4 +1,6 @@
-"""The note of a run whose groups have equal rewards: once, on ill runs only, for algorithms that learn nothing from them."""
+"""The note of a run whose groups have equal rewards: once, on ill runs only, for algorithms that learn nothing from
+them.
+"""
 
 import json
 from pathlib import Path

@@ -23,7 +23,9 @@ class Runner:
 
 
 def source(batches, problems=100):
-    """A `sample` that gives these batches of groups' rewards [P][G], the second function always differing, and what it gave."""
+    """A `sample` that gives these batches of groups' rewards [P][G], the second function always differing, and what it
+    gave.
+    """
     given, rows = iter(batches), iter(range(problems))
 
     def sample():

@@ -280,9 +280,13 @@ def test_a_model_of_the_hub_completes_prompts(cache, capsys):
 def test_a_dataset_of_the_hub_with_a_revision(cache, monkeypatch):
     asked = []
     monkeypatch.setattr("datasets.load_dataset", lambda *names, **how: asked.append((*names, how)) or [{"prompt": "a"}])
-    for name, revision in (("org/rows", {}), ("rows", {}), ("hf://org/rows@v2", {"revision": "v2"})):
+    for name, revision in (("org/rows", None), ("rows", None), ("hf://org/rows@v2", "v2")):
         assert next(read_rows(DataOptions(path=name), False))[1] == {"prompt": "a"}
-        assert asked.pop() == (name.removeprefix("hf://").partition("@")[0], None, {"split": "train"} | revision)
+        assert asked.pop() == (
+            name.removeprefix("hf://").partition("@")[0],
+            None,
+            {"split": "train", "revision": revision},
+        )
     for name in ("rows.jsonl", "../rows", "a/b/c"):
         with pytest.raises(ConfigError, match="no such file"):
             next(read_rows(DataOptions(path=name), False))

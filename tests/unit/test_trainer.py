@@ -1,4 +1,6 @@
-"""Updates: what they compute does not depend on how the rows are cut, they happen in place, and they do what is promised."""
+"""Updates: what they compute does not depend on how the rows are cut, they happen in place, and they do what is
+promised.
+"""
 
 import dataclasses
 import subprocess
@@ -183,7 +185,8 @@ def test_an_update_that_is_not_finite_changes_no_bit_and_is_counted():
     assert same_bits(host(state), before)
     state, metrics = trainer.update(state, data)
     assert metrics["optim/skipped"] == 0 and not same_bits(host(state), before)
-    # The learning rate is that of the updates made, whatever was skipped: count 1 of this constant schedule with warm-up.
+    # The learning rate is that of the updates made, whatever was skipped: count 1 of this constant schedule with
+    # warm-up.
     assert metrics["optim/lr"] == np.float32(1e-2)
 
 
@@ -410,7 +413,9 @@ def test_a_value_head_on_the_policys_states_learns_from_them_and_leaves_them_alo
 
 @pytest.mark.slow
 def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
-    """In an update of both from packed rows in micro-batches: the head as if the policy stayed, the policy as if the head did."""
+    """In an update of both from packed rows in micro-batches: the head as if the policy stayed, the policy as if the
+    head did.
+    """
     model, data = learners.dense(), batch()
     options = stage({"name": "ppo", "critic_trunk": "policy", "value_init_std": 1.0}, micro_batch=3)
     trainer, state = begin(model, options)

@@ -92,9 +92,11 @@ def truncated(stage: StageRecord) -> Iterator[Finding]:
             "wrong template or stop token",
             f"{cut.last:.0%} of the completions run into max_new_tokens ({limit})"
             + (f", and {marked:.0%} go on with a marker of another turn" if marked >= MARKER_SHARE else ""),
-            "The policy's end of turn is no stop, the prompt is not rendered by the template it was trained with, or it "
+            "The policy's end of turn is no stop, the prompt is not rendered by the template it was trained with, or "
+            "it "
             "never learned to end",
-            f"Run `rl inspect {stage.run.path}`; set {stage.key('sampling.stop_token_ids')}, tokenizer.chat_template or data.chat",
+            f"Run `rl inspect {stage.run.path}`; set {stage.key('sampling.stop_token_ids')}, tokenizer.chat_template "
+            "or data.chat",
             stage.name,
             cut.steps[0],
             severity=0.88,

@@ -64,7 +64,9 @@ def mask(stage: StageRecord) -> Iterator[Finding]:
 
 
 def _prompts_are_trained_on(stage: StageRecord) -> bool:
-    """Tells whether at most UNTRAINED_TOKENS of a sequence are left out in an SFT: its first token has no prediction."""
+    """Tells whether at most UNTRAINED_TOKENS of a sequence are left out in an SFT: its first token has no
+    prediction.
+    """
     share, tokens = stage.series("batch/trained_share"), stage.series("perf/step_tokens")
     if stage.algorithm.get("name") != "sft" or not share or not tokens:
         return False
@@ -115,7 +117,8 @@ def training_below_evaluation(stage: StageRecord) -> Iterator[Finding]:
         "wrong template",
         f"reward/mean is {reward.values[0]:.2g} at step {reward.steps[0]}, eval/reward_mean {start:.2g} before it",
         "The same weights do far worse on the training prompts, which are rendered in another form, or are harder",
-        f"Compare both with `rl inspect {stage.run.path}`; set {stage.setting('data')[1]}.chat, system or prompt_template",
+        f"Compare both with `rl inspect {stage.run.path}`; set {stage.setting('data')[1]}.chat, system or "
+        "prompt_template",
         stage.name,
         reward.steps[0],
         severity=0.92,

@@ -90,7 +90,9 @@ class StageRecord:
 
     @property
     def improved(self) -> bool | None:
-        """Whether the evaluation got better over the stage, by more than its sampling error; None without two of them."""
+        """Whether the evaluation got better over the stage, by more than its sampling error; None without two of
+        them.
+        """
         accuracy = self.evaluated("eval/greedy_accuracy")
         if len(accuracy) < 2:
             return None
@@ -166,8 +168,8 @@ class RunRecord:
     """A run as its folder shows it.
 
     config: config.yml as plain values; {} if it cannot be read. damaged: numbers of the lines of events.jsonl that
-    cannot be read. ends: exit codes of the attempts that ended, as far as they are recorded. inspection: findings of the
-    checks at the start of the run. probed: the probe before the first step.
+    cannot be read. ends: exit codes of the attempts that ended, as far as they are recorded. inspection: findings of
+    the checks at the start of the run. probed: the probe before the first step.
     """
 
     path: Path
@@ -223,7 +225,9 @@ def read(directory: str | Path) -> RunRecord:
 
 
 def _newest_samples(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the samples at the end of the newest file: samples.jsonl, or the last segment samples/*.jsonl before it."""
+    """Yields the samples at the end of the newest file: samples.jsonl, or the last segment samples/*.jsonl before
+    it.
+    """
     files = [file for file in sample_files(path) if file.stat().st_size]
     if not files:
         return

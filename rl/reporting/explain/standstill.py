@@ -1,4 +1,6 @@
-"""Rules about stages that do not move: a learning rate that is too low, a KL penalty that is too high, dropped groups."""
+"""Rules about stages that do not move: a learning rate that is too low, a KL penalty that is too high, dropped
+groups.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from rl.reporting.explain.learning import MIN_STEPS, WEIGHT_STD
 from rl.reporting.explain.record import StageRecord
 
 SMALLEST_RATE = 1e-8
-"""A step of AdamW below 2^-24 of a weight of 1 is lost in float32, and 1e-8 of WEIGHT_STD takes 20,000 updates to 1%."""
+"""A step of AdamW below 2^-24 of a weight of 1 is lost in float32, and 1e-8 of WEIGHT_STD takes 20,000 updates to
+1%.
+"""
 MOVED = 1e-3
 LOSS_STAYS, STAYS_STEPS = 0.98, 20
 HELD_COEF, HELD_STEPS = 1.0, 10
@@ -78,7 +82,8 @@ def dropped_groups(stage: StageRecord) -> Iterator[Finding]:
         return
     yield Finding(
         "groups dropped",
-        f"dynamic sampling keeps {kept.last:.0%} of the groups, so {unfilled.last:.0f} of the {prompts} groups of a step "
+        f"dynamic sampling keeps {kept.last:.0%} of the groups, so {unfilled.last:.0f} of the {prompts} groups of a "
+        "step "
         "have equal rewards",
         "Hardly a problem is neither too hard nor too easy, or the reward is constant",
         f"Read samples (`rl samples {stage.run.path}`) and test the reward; use other problems, or more "

@@ -137,7 +137,9 @@ def _fill(run: Run, shown: Mapping[tuple[str, int], Step]) -> None:
 
 
 def _column(values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of a metric, float[n] with NaN for null, and which of its values are numbers or null, bool[n]."""
+    """Returns the numbers of a metric, float[n] with NaN for null, and which of its values are numbers or null,
+    bool[n].
+    """
     if all(type(value) is float for value in values):
         return np.asarray(values, np.float64), np.ones(len(values), bool)
     numbers = [math.nan if value is None else as_number(value) for value in values]

@@ -56,7 +56,9 @@ _CHUNK = 8 << 20  # bytes of lines that are indexed before others may look
 
 @dataclass
 class Segment:
-    """The index of one file. rows: ROW[n]; scores: function -> float32[n], NaN where there is none; end: indexed bytes."""
+    """The index of one file. rows: ROW[n]; scores: function -> float32[n], NaN where there is none; end: indexed
+    bytes.
+    """
 
     path: Path
     key: str

@@ -17,7 +17,9 @@ from rl.stages.stage import StageKind
 RECENT, MOST = 10, 8
 """Steps that are looked at, and how many of them must have a share of equal groups of EQUAL_SHARE or more."""
 SOLVED = 0.8
-"""Share of the reward of a correct completion (`evaluation.correct_at`) from which equal rewards mean solved problems."""
+"""Share of the reward of a correct completion (`evaluation.correct_at`) from which equal rewards mean solved
+problems.
+"""
 
 
 class EqualRewards:
@@ -59,13 +61,15 @@ class EqualRewards:
         if self._one_reward:
             return (
                 f"{begins}, every one {mean:.3g}: there is nothing to learn from them. Read some "
-                f"completions (`rl samples {stage.config.run.dir}`), and test the reward with `rl reward test`; if all problems "
+                f"completions (`rl samples {stage.config.run.dir}`), and test the reward with `rl reward test`; if "
+                "all problems "
                 "are solved, use harder ones"
             )
         dynamic = "" if stage.algorithm.dynamic_batches else f", or {key}.algorithm.dynamic_batches"
         easier = "easier problems" if mean < 0.5 * self._correct_at else "other problems"
         return (
-            f"{begins} (reward/mean {mean:.3g}): there is nothing to learn from them. Use {easier}, a finer reward, more "
+            f"{begins} (reward/mean {mean:.3g}): there is nothing to learn from them. Use {easier}, a finer reward, "
+            "more "
             f"{key}.samples_per_prompt (now {stage.options.samples_per_prompt}){dynamic}"
         )
 

@@ -1,4 +1,5 @@
-"""Explains a configuration: the loss of each stage with its numbers, batch arithmetic, and what differs from the defaults.
+"""Explains a configuration: the loss of each stage with its numbers, batch arithmetic, and what differs from the
+defaults.
 
 Imports no jax.
 """
@@ -66,7 +67,9 @@ def _stage(config: RunConfig, index: int) -> Iterator[str]:
 
 
 def _loss(algorithm: Any, temperature: float) -> Iterator[str]:
-    """Yields the loss as a formula where it is the standard one, otherwise the description of the algorithm's options."""
+    """Yields the loss as a formula where it is the standard one, otherwise the description of the algorithm's
+    options.
+    """
     if algorithm.name == "sft" and algorithm.loss_type == "nll":
         yield "loss     L = mean of -log p(token) over the tokens that are trained on"
         return

@@ -32,7 +32,8 @@ _COMPARED = 8
 def before_first_step(run: Run, stage: StageKind) -> None:
     """Probes the first stage of a run that samples, as `run.probe` says, and notes the result.
 
-    Raises DataError for a stage that cannot learn from what it samples, where `run.probe` is a number. Unset, the run goes
+    Raises DataError for a stage that cannot learn from what it samples, where `run.probe` is a number. Unset, the run
+    goes
     on with a warning: it probes DEFAULT prompts if its weights were read, and none if they are random.
     """
     asked = run.config.run.probe
@@ -56,7 +57,8 @@ def before_first_step(run: Run, stage: StageKind) -> None:
 def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> ProbeResult:
     """Builds the model of a configuration and probes a stage with its starting weights, without a run.
 
-    count: number of prompts. name: the stage; None: the first one that samples. Raises ConfigError without such a stage.
+    count: number of prompts. name: the stage; None: the first one that samples. Raises ConfigError without such a
+    stage.
     """
     prepared = prepare(config)
     try:
