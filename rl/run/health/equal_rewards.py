@@ -31,7 +31,7 @@ class EqualRewards:
         fresh: whether the stage begins with the next step, so that all its rewards are seen.
         """
         self._one_reward = fresh  # so far
-        self._stage, self._watches = stage, stage.samples and _learns_from_differences(stage)
+        self._stage, self._watches = stage, stage.samples_completions and _learns_from_differences(stage)
         self._correct_at = stage.config.evaluation.correct_at if stage.config.evaluation else 1.0
         self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT)
 
