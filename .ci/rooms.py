@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Reads which room imports which, and draws it: `python .ci/rooms.py` writes the diagrams of docs/architecture.md.
 
-A room is a folder of a package, or a file that lies directly in the package. ORDER holds the rooms of each package from the
-lowest to the highest: a room imports only rooms before it. tests/unit/test_imports.py fails on any other import, lazy imports
-and imports under TYPE_CHECKING included.
+A room is a folder of a package, or a file that lies directly in the package. ORDER holds the rooms of each package from
+the
+lowest to the highest: a room imports only rooms before it. tests/unit/test_imports.py fails on any other import, lazy
+imports and imports under TYPE_CHECKING included.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ ORDER = {
         *("plan", "commands"),
     ],
 }
-# Modules that form a room of their own below a folder: tasks are lower than the configuration, families are lower than the
-# directories that they describe, and a model holds its scoring programs.
+# Modules that form a room of their own below a folder: tasks are lower than the configuration, families are lower than
+# the directories that they describe, and a model holds its scoring programs.
 DEEPER = {
     "rl.data.tasks": "tasks",
     **dict.fromkeys((f"policy.huggingface.{n}" for n in ("names", "config_fields", "extensions", "ngrams")), "fields"),

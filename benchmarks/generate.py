@@ -12,7 +12,8 @@ part of the cache once, at the rate of torch's matrix-vector product over as man
 stay in the processor's caches), and to multiply, 2 operations for each weight and row at the rate of its largest
 product.
 
-    python benchmarks/generate.py [--models 1m 25m] [--repeats 3] [--torch-threads 1] [--batches 1 8 64] [--new-tokens 128]
+    python benchmarks/generate.py [--models 1m 25m] [--repeats 3] [--torch-threads 1] [--batches 1 8 64] [--new-tokens
+    128]
         [--tokens-per-dispatch 128]
 """
 

@@ -14,7 +14,8 @@ Both sides decode in one compiled loop whose cache is carried in place. `floor` 
 must read (the layer's weights and the visible part of the cache) at the rate at which this machine sums a large array;
 `above` is how many times longer the step took: matrix products of so few rows, softmax, and the passes over scores.
 
-    python benchmarks/latent_attention.py [--repeats 3] [--slots 4] [--lengths 256 1024] [--sparse-lengths 4096 16384] [--topk 2048]
+    python benchmarks/latent_attention.py [--repeats 3] [--slots 4] [--lengths 256 1024] [--sparse-lengths 4096 16384]
+    [--topk 2048]
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def layer_of(case: Case):
 
 
 def loop(layer, case: Case, attention):
-    """Returns a function () -> the outputs [STEPS, slots, HIDDEN] of decoding, as a program that waits. `attention(layer, x, step,
-    arrays)` gives (output [slots, 1, HIDDEN], arrays); `arrays` is the cache, by name."""
+    """Returns a function () -> the outputs [STEPS, slots, HIDDEN] of decoding, as a program that waits.
+    `attention(layer, x, step, arrays)` gives (output [slots, 1, HIDDEN], arrays); `arrays` is the cache, by name."""
     import jax
     import jax.numpy as jnp
     from flax import nnx

@@ -137,7 +137,8 @@ def first_weights(scratch: Path, seed: int) -> Path:
     config["evaluation"]["every"] = 50
     events, _ = train(config)
     print(
-        f"seed {seed}: SFT took {events[-1]['step']} steps, accuracy {events[-1]['metrics']['eval/greedy_accuracy']:.3f}",
+        f"seed {seed}: SFT took {events[-1]['step']} steps, accuracy "
+        f"{events[-1]['metrics']['eval/greedy_accuracy']:.3f}",
         flush=True,
     )
     return scratch / "sft" / "export"
@@ -297,7 +298,8 @@ def accuracy(directories: Sequence[Path]) -> list[float]:
 def line(one: dict) -> str:
     samples, seconds, accuracy = one["curve"][-1]
     return (
-        f"{one['method']}, seed {one['seed']}: {one['curve'][0][2]:.3f} -> {accuracy:.3f}, {samples} samples, {seconds:.0f} s; "
+        f"{one['method']}, seed {one['seed']}: {one['curve'][0][2]:.3f} -> {accuracy:.3f}, {samples} samples, "
+        f"{seconds:.0f} s; "
         f"besides {one['besides']:.0f} s, warm-up {one['warm_up'][1]:.0f} s"
     )
 

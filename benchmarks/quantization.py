@@ -6,7 +6,8 @@ and tokens/s of both generators in turns. Random weights: trained ones have larg
 `latent` is a tiny DeepSeek-V3 (latent attention, experts), `25m` the model of the other benchmarks. On CPU a product
 with int8 or int4 weights turns them into floats first and is slower, not faster; what is saved there is memory only.
 
-    python benchmarks/quantization.py [--models 1m latent] [--kinds int8 int4 fp8] [--batch 8] [--new-tokens 32] [--repeats 3]
+    python benchmarks/quantization.py [--models 1m latent] [--kinds int8 int4 fp8] [--batch 8] [--new-tokens 32]
+    [--repeats 3]
 """
 
 from __future__ import annotations

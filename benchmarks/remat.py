@@ -5,7 +5,8 @@ apart), the operations of the compiled gradient over those of `full`, and its ti
 turns. Bytes are those that jax keeps; what the compiler does with its own temporaries comes on top. On CPU both
 memories are the same, so an offloading policy shows its bytes and correctness there, not its speed.
 
-    python benchmarks/remat.py [--model 1m|25m|NAME IN configs/models] [--rows 8] [--length 256] [--repeats 3] [--policies ...]
+    python benchmarks/remat.py [--model 1m|25m|NAME IN configs/models] [--rows 8] [--length 256] [--repeats 3]
+    [--policies ...]
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> list[Cost]:
     costs = measure(options.model, (options.rows, options.length), options.policies, options.repeats)
     full = next((cost for cost in costs if cost.policy == "full"), costs[0])
     print(
-        f"{options.model}, {options.rows} rows of {options.length} tokens, float32, layers scanned; x: over {full.policy}"
+        f"{options.model}, {options.rows} rows of {options.length} tokens, float32, layers scanned; x: over "
+        f"{full.policy}"
     )
     print(f"{'policy':40} {'device MiB':>11} {'host MiB':>9} {'operations':>11} {'time':>7}")
     for cost in costs:

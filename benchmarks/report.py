@@ -104,7 +104,8 @@ def main() -> int:
         print(f"rl report --help: {_seconds('--help')}")
         for count in ("0", "200"):
             print(
-                f"rl report --samples {count}: {_seconds(str(directory), '--samples', count)}, {size('report.html'):.2f} MB"
+                f"rl report --samples {count}: {_seconds(str(directory), '--samples', count)}, "
+                f"{size('report.html'):.2f} MB"
             )
     return 0
 

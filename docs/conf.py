@@ -1,4 +1,6 @@
-"""Configures Sphinx: `sphinx-build -W docs build/docs` writes the documents as HTML that loads nothing from elsewhere."""
+"""Configures Sphinx: `sphinx-build -W docs build/docs` writes the documents as HTML that loads nothing from
+elsewhere.
+"""
 
 import sys
 import tomllib

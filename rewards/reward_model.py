@@ -24,6 +24,7 @@ def reward_model(
     """Returns the scores of the model `source`.
 
     reward_model_scores: for each completion, source -> score; the run passes them.
-    source: directory of a sequence classification model with one label, or an earlier stage `reward_model` of the run.
+    source: a sequence classification model with one label: its directory, its name on the Hugging Face hub (org/name),
+        or an earlier stage `reward_model` of the run.
     """
     return [scores[source] for scores in reward_model_scores]

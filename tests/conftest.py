@@ -1,8 +1,8 @@
-"""For every test: jax on the CPU, no network, and one cache of compiled programs, kept between sessions and shared with the
-processes that tests start; and which tests run where.
+"""For every test: jax on the CPU, no network, and one cache of compiled programs, kept between sessions and shared with
+the processes that tests start; and which tests run where.
 
-`pytest` leaves out what is marked `slow` or `every_family`. `pytest --part K/N` runs the K-th of N parts of those. `pytest --where`
-prints which test is in which."""
+`pytest` leaves out what is marked `slow` or `every_family`. `pytest --part K/N` runs the K-th of N parts of those.
+`pytest --where` prints which test is in which."""
 
 import atexit
 import collections
@@ -29,8 +29,8 @@ CACHE_BYTES = 4 * 2**30  # of compiled programs, kept between sessions
 
 
 def compilation_cache() -> str:
-    """Folder of compiled programs in the user's cache, one for each version of jax; a temporary one where that cannot be written.
-    Removes the oldest programs beyond CACHE_BYTES."""
+    """Folder of compiled programs in the user's cache, one for each version of jax; a temporary one where that cannot
+    be written. Removes the oldest programs beyond CACHE_BYTES."""
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = user / "duet-rl" / f"tests-jax-{metadata.version('jax')}"
     try:
@@ -47,7 +47,9 @@ def compilation_cache() -> str:
 
 
 def has_older_emitters() -> bool:
-    """Whether XLA of the installed jaxlib still has its older code generator for CPUs. An unknown flag would end the process."""
+    """Whether XLA of the installed jaxlib still has its older code generator for CPUs. An unknown flag would end the
+    process.
+    """
     return tuple(int(part) for part in metadata.version("jaxlib").split(".")[:2]) < (0, 11)
 
 
@@ -135,8 +137,8 @@ def pytest_runtestloop(session):
 
 @pytest.fixture(autouse=True)
 def few_programs():
-    """Linux lets a process map 65,530 pieces of memory; every compiled program takes some, and past the limit XLA crashes. A few
-    hundred tests in one process get there, so programs are forgotten now and then."""
+    """Linux lets a process map 65,530 pieces of memory; every compiled program takes some, and past the limit XLA
+    crashes. A few hundred tests in one process get there, so programs are forgotten now and then."""
     yield
     if "jax" in sys.modules and next(_finished) % 20 == 0 and (maps := Path("/proc/self/maps")).exists():
         with maps.open() as file:
@@ -147,7 +149,9 @@ def few_programs():
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-    """For tests that are not about speed or about bits between programs: without most passes XLA takes about half the time."""
+    """For tests that are not about speed or about bits between programs: without most passes XLA takes about half the
+    time.
+    """
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)

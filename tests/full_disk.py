@@ -1,4 +1,6 @@
-"""A disk of a given size, for tests of what happens when it is full: a file system in memory, in a namespace of its own."""
+"""A disk of a given size, for tests of what happens when it is full: a file system in memory, in a namespace of its
+own.
+"""
 
 from __future__ import annotations
 

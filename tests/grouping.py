@@ -1,7 +1,7 @@
 """Which tests share a process under `-n`, and which share a part of those that `pytest` leaves out.
 
-pytest-xdist knows the groups of its `--dist loadgroup` by a suffix of the names of tests, which pytest 9.2 does not let it add. The
-workers write their groups to a file instead, and the scheduler reads it.
+pytest-xdist knows the groups of its `--dist loadgroup` by a suffix of the names of tests, which pytest 9.2 does not let
+it add. The workers write their groups to a file instead, and the scheduler reads it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from rl.commands import cli
-from rl.reporting import events
+from rl.reporting import events, run_files
 from rl.reporting import samples as records
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,14 +55,14 @@ def wait_for(condition, running: subprocess.Popen, timeout: float = 300) -> None
         time.sleep(0.005)
 
 
-def lines(directory, name: str = events.EVENTS) -> int:
+def lines(directory, name: str = run_files.EVENTS) -> int:
     file = Path(directory) / name
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def numbers(directory) -> list[tuple]:
     """Stage, step and metrics of every event, without those that measure time."""
-    rows = events.read(Path(directory) / events.EVENTS)
+    rows = events.read(Path(directory) / run_files.EVENTS)
     timed = ("time/", "perf/")
     return [(r["stage"], r["step"], {k: v for k, v in r["metrics"].items() if not k.startswith(timed)}) for r in rows]
 

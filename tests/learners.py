@@ -1,4 +1,6 @@
-"""Small trainers for the tests of updates: models of one or two layers, stages, and batches of random rows of uneven length."""
+"""Small trainers for the tests of updates: models of one or two layers, stages, and batches of random rows of uneven
+length.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ def indexed(**how):
 
 
 def stage(algorithm="sft", **keys) -> StageOptions:
-    """Options of a stage; `optimizer` and `sampling` may be given in part. AdamW's eps is large, so that a gradient of 0 up to
-    rounding is not blown up to a step of the learning rate."""
+    """Options of a stage; `optimizer` and `sampling` may be given in part. AdamW's eps is large, so that a gradient of
+    0 up to rounding is not blown up to a step of the learning rate."""
     optimizer = {"learning_rate": 1e-2, "eps": 1e-3} | keys.pop("optimizer", {})
     critic = {"learning_rate": 1e-2, "eps": 1e-3} | keys.pop("critic", {})
     sampling = {"max_new_tokens": 8} | keys.pop("sampling", {})
@@ -73,8 +75,8 @@ def trainer(model, options: StageOptions) -> Trainer:
 
 
 def begin(model, options: StageOptions, fresh: bool = False) -> tuple[Trainer, RunState]:
-    """A trainer and its first state, on a copy of the model's weights. Tests with equal options share the compiled programs,
-    unless they want a fresh trainer."""
+    """A trainer and its first state, on a copy of the model's weights. Tests with equal options share the compiled
+    programs, unless they want a fresh trainer."""
     key = id(model.graph), options.model_dump_json()
     if fresh or key not in _trainers:
         _trainers[key] = trainer(model, options)

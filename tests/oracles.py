@@ -127,8 +127,8 @@ def _mean_and_std(path: str, config) -> tuple[float, float]:
 
 
 def random_model(config, seed: int = 0, runtime=None, mesh=None):
-    """A model of ours with weights drawn by numpy (compiles nothing): matrices N(0, initializer_range), biases N(0, 0.3), norms
-    and other factors N(1, 0.3)."""
+    """A model of ours with weights drawn by numpy (compiles nothing): matrices N(0, initializer_range), biases N(0,
+    0.3), norms and other factors N(1, 0.3)."""
     import jax
 
     from policy.config import Runtime

@@ -27,8 +27,9 @@ def forward(model, tokens_BT, segments_BT=None, **runtime):
 
 
 def through_cache(model, tokens_BT, lengths_B, prompt, *, chunk=None, capacity=None, scan=False, **runtime):
-    """(hidden [B, T, E], selections path -> int[R, B, T, k] where they are recorded): `prompt` tokens of each row, or all that
-    it has, in calls of `chunk`, then one by one. Rows end at their lengths: they are padding in the prompt and inactive after."""
+    """(hidden [B, T, E], selections path -> int[R, B, T, k] where they are recorded): `prompt` tokens of each row, or
+    all that it has, in calls of `chunk`, then one by one. Rows end at their lengths: they are padding in the prompt and
+    inactive after."""
     graph, tokens, lengths = model.graph.at(**runtime), np.asarray(tokens_BT), np.asarray(lengths_B)[:, None]
     B, T = tokens.shape
     cache = caches.create(graph.config, B, capacity or T, graph.runtime.dtype, scan=scan)

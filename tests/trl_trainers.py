@@ -42,8 +42,8 @@ class Given:
 
 
 def trainer(kind: str, directory, given: Given, *, reference=None, weights=None, **settings):
-    """TRL's trainer `kind` ("GRPO", "RLOO", "GMPO") for the model in `directory`, that takes `given` in the place of sampling.
-    `reference`: directory of the reference model, where the settings ask for one."""
+    """TRL's trainer `kind` ("GRPO", "RLOO", "GMPO") for the model in `directory`, that takes `given` in the place of
+    sampling. `reference`: directory of the reference model, where the settings ask for one."""
     import importlib
 
     import torch
@@ -112,8 +112,8 @@ def _scores(column: np.ndarray):
 
 
 def pair_trainer(kind: str, model, **settings):
-    """TRL's trainer "DPO" or "Reward" for a model of transformers; its losses are then called on inputs that the test makes. For
-    DPO `ref_model` is one of the settings' neighbours."""
+    """TRL's trainer "DPO" or "Reward" for a model of transformers; its losses are then called on inputs that the test
+    makes. For DPO `ref_model` is one of the settings' neighbours."""
     import trl
     from datasets import Dataset
 

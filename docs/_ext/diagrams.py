@@ -31,7 +31,9 @@ def edges(text: str) -> list[Arrow]:
 
 
 def depths(arrows: list[Arrow]) -> dict[Node, int]:
-    """Returns the layer of each node, 0 on top: an arrow always leads to a later layer. Raises ValueError on a circle."""
+    """Returns the layer of each node, 0 on top: an arrow always leads to a later layer. Raises ValueError on a
+    circle.
+    """
     names = list(dict.fromkeys(name for arrow in arrows for name in arrow))
     depth: dict[Node, int] = dict.fromkeys(names, 0)
     for _ in names:

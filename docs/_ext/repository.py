@@ -1,8 +1,9 @@
 """Makes links to files of the repository work in the built pages, and builds the tables of contents.
 
-On a repository page a link such as `../rl/run/loop.py` opens the file. In the built pages it opens a page with the highlighted
-source (a folder: the list of its files). README.md and the other Markdown files of the repository root become documents: copies
-in docs/_root/, which git ignores. Documents need no markup of Sphinx: each section of index.md becomes a part of the contents.
+On a repository page a link such as `../rl/run/loop.py` opens the file. In the built pages it opens a page with the
+highlighted source (a folder: the list of its files). README.md and the other Markdown files of the repository root
+become documents: copies in docs/_root/, which git ignores. Documents need no markup of Sphinx: each section of index.md
+becomes a part of the contents.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 slot.
 
 Position p is entry p % C and replaces position p - C. `call_tokens` is the largest number of tokens of one call,
-including those that `commit` may take back: all of them are written before the first of them looks back. So no entry that a query
-may see is overwritten, and an entry that was taken back has a position that no query sees. Entries belong to their
+including those that `commit` may take back: all of them are written before the first of them looks back. So no entry
+that a query may see is overwritten, and an entry that was taken back has a position that no query sees. Entries belong
+to their
 slot, as states of fixed size do: rows that share their first tokens each have a copy.
 
 Shapes: R repeats of a stack, S slots, K heads, C entries, D head dimension, B rows, T tokens.

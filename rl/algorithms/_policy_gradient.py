@@ -328,9 +328,9 @@ class KLReward(_Mixin):
 
     @property
     def inputs(self) -> frozenset[str]:
-        """Returns the inputs of the loss, the KL of each token, and the log-probabilities it is computed from."""
+        """Returns the inputs of the loss; with a penalty, the KL of each token and what it is computed from."""
         if not self.kl_reward_coef:
-            return super().inputs | {"token_kl"}
+            return super().inputs
         return super().inputs | {"token_kl", "ref_logp"} | ({"old_logp"} if self.old_logp == "trainer" else set())
 
     def require_token_kl(self, token_kl: ArrayLike | None) -> np.ndarray:

@@ -27,6 +27,11 @@ class Algorithm(KLReward, Clipped):
     baseline: bool = Field(False, description="rewards less the mean of their group (REINFORCE++-baseline)")
     gamma: float = Field(1.0, ge=0, le=1, description="discount of a reward one token later; with baseline: none")
 
+    @property
+    def inputs(self) -> frozenset[str]:
+        """Returns the inputs of the loss and the KL penalty, and the mask, since each token has an advantage."""
+        return super().inputs | {"completion_mask"}
+
     def advantages(
         self,
         rewards: ArrayLike,

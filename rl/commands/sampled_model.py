@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rl.data import models
 from rl.errors import ConfigError, ModelError
 
 
@@ -21,7 +22,11 @@ class Loaded(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `generate` and `chat` share."""
     parser.add_argument(
-        "model", metavar="MODEL", help="Hugging Face directory with a tokenizer, or the directory of a finished run"
+        "model",
+        metavar="MODEL",
+        help="Hugging Face directory with a tokenizer, directory of a finished run, or a model on the Hugging Face "
+        "hub: "
+        "org/name, hf://org/name@revision",
     )
     parser.add_argument(
         "--max-new-tokens", type=int, default=256, metavar="N", help="most tokens of a completion (256)"
@@ -62,16 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def load(arguments: argparse.Namespace, **changes: Any) -> Loaded:
     """Loads the model that the arguments name. `changes` override sampling parameters.
 
-    Raises ModelError for a directory without a readable model or tokenizer, ConfigError for invalid sampling
+    Raises ModelError for a name or directory without a readable model or tokenizer, ConfigError for invalid sampling
     parameters.
     """
-    directory = Path(arguments.model)
-    if (directory / "export" / "config.json").is_file():
-        directory = directory / "export"
-    if not (directory / "config.json").is_file():
-        raise ModelError(
-            f"{arguments.model}: no config.json there; use a Hugging Face directory, or the directory of a finished run"
-        )
+    directory = _directory(arguments.model)
 
     import policy
     from policy.huggingface.config_fields import UnsupportedModel
@@ -93,3 +92,16 @@ def load(arguments: argparse.Namespace, **changes: Any) -> Loaded:
     except (ModelFileError, UnsupportedModel, ValueError) as error:
         raise ModelError(f"{directory}: {error}") from None
     return Loaded(model, tokenizer, replace(params, stop_token_ids=stop_ids(tokenizer, directory)))
+
+
+def _directory(source: str) -> Path:
+    """Returns the directory of the files of MODEL. Raises ModelError if there are none."""
+    exported = Path(source) / "export"
+    directory = exported if (exported / "config.json").is_file() else models.directory(source, weights=True)
+    if directory is None or not (directory / "config.json").is_file():
+        raise ModelError(
+            f"{source}: no config.json there; name a Hugging Face directory, the directory of a finished run, or a "
+            "model "
+            "on the Hugging Face hub as org/name"
+        )
+    return directory

@@ -10,7 +10,8 @@ from pydantic import AfterValidator, Field
 from rl.config.schema import Strict
 
 _SECRET_NAME = re.compile(
-    r"(^|_)(api_?key|access_?key|private_?key|secret(_key)?|passw(or)?d|credentials?|(access|auth|bearer|api|hf)_token)$",
+    r"(^|_)(api_?key|access_?key|private_?key|secret(_key)?|passw(or)?d|credentials?"
+    r"|(access|auth|bearer|api|hf)_token)$",
     re.IGNORECASE,
 )
 # Keys of well-known services by their prefixes, and user:password in an address.
@@ -25,7 +26,8 @@ def refuse_secrets(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if isinstance(value, str) and value and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value)):
             raise ValueError(
-                f"`{name}` holds a secret, and configurations are printed, saved and shown in reports; let the function "
+                f"`{name}` holds a secret, and configurations are printed, saved and shown in reports; let the "
+                "function "
                 f'read it from the environment, for example os.environ["{name.upper()}"]'
             )
     return options
@@ -55,10 +57,18 @@ class DataOptions(Strict):
 
     shorthand: ClassVar[str | None] = "path"
     exactly_one: ClassVar[tuple[str, ...]] = ("task", "path")
+    belongs_to: ClassVar[dict[str, tuple[str, ...]]] = {
+        "task": ("options", "split"),
+        "path": ("subset", "split", "columns", "prompt_template"),
+    }
 
     task: str | None = Field(default=None, description="arithmetic, or any reasoning-gym task by name")
     options: PluginOptions = Field(default={}, description="options of the task")
-    path: str | None = Field(default=None, description="relative paths start at the working directory")
+    path: str | None = Field(
+        default=None,
+        description="file, folder, or a dataset of the Hugging Face hub: org/name, or hf://org/name@revision; relative "
+        "paths start at the working directory",
+    )
     subset: str | None = Field(default=None, description="configuration of a hub dataset that has several")
     split: str | None = Field(default=None, description="default: train; for evaluation eval (tasks) or test (hub)")
     columns: ColumnNames = Field(default=ColumnNames(), description="names of the columns")

@@ -19,13 +19,12 @@ from pydantic import BaseModel, ValidationError
 import rl.algorithms
 from rewards.suggest import nearest
 from rl.config import yaml_tree
-from rl.config.keys import unknown_key, unknown_option
+from rl.config.keys import RENAMED, unknown_key, unknown_option
 from rl.config.packaged import packaged, presets, run_names
-from rl.config.renamed import RENAMED
 from rl.config.run import RunConfig
 from rl.config.schema import Strict, accepted_types
 from rl.config.stage import AlgorithmOptions
-from rl.config.yaml_tree import Item
+from rl.config.yaml_tree import Item, Rules
 from rl.errors import ConfigError
 
 RESOLVED = "config.yml"
@@ -84,7 +83,7 @@ def _merged(paths: list[str | Path], overrides: list[str]) -> Item:
     for layer in layers:
         try:
             tree = _with_if_present(
-                _with_every_stage(layer if tree is None else yaml_tree.merge(tree, layer, shorthand))
+                _with_every_stage(layer if tree is None else yaml_tree.merge(tree, layer, rules_at))
             )
         except ConfigError as error:
             problems.append(str(error))
@@ -145,7 +144,7 @@ def _with_every_stage(tree: Item) -> Item:
         raise ConfigError(
             f"{over.place}: every_stage: there are no stages; name this file after the file that has them"
         )
-    merged = [yaml_tree.merge(s, over, shorthand, ("stages", i)) for i, s in enumerate(stages.value)]
+    merged = [yaml_tree.merge(s, over, rules_at, ("stages", i)) for i, s in enumerate(stages.value)]
     rest = {key: item for key, item in tree.value.items() if key != "every_stage"}
     return Item(rest | {"stages": Item(merged, stages.where, stages.key_where)}, tree.where)
 
@@ -176,7 +175,7 @@ def _over_preset(stage: Item, path: tuple) -> Item:
     own = Item(
         {key: item for key, item in algorithm.value.items() if key != "preset"}, algorithm.where, algorithm.key_where
     )
-    return yaml_tree.merge(base, Item(stage.value | {"algorithm": own}, stage.where, stage.key_where), shorthand, path)
+    return yaml_tree.merge(base, Item(stage.value | {"algorithm": own}, stage.where, stage.key_where), rules_at, path)
 
 
 def _with_if_present(tree: Item) -> Item:
@@ -198,13 +197,17 @@ def _with_if_present(tree: Item) -> Item:
         )
     present = {key: item for key, item in over.value.items() if key in tree.value and tree.value[key].value is not None}
     rest = Item({key: item for key, item in tree.value.items() if key != "if_present"}, tree.where)
-    return yaml_tree.merge(rest, Item(present, over.where), shorthand) if present else rest
+    return yaml_tree.merge(rest, Item(present, over.where), rules_at) if present else rest
 
 
-def shorthand(path: tuple) -> str | None:
-    """Returns the key that a plain text at `path` sets (`model` -> source), or None."""
+def rules_at(path: tuple) -> Rules:
+    """Returns how the section at `path` merges."""
     model = _model_at(path)
-    return model.shorthand if model and issubclass(model, Strict) else None
+    if model is None or not issubclass(model, Strict):
+        return Rules()
+    one = model.exactly_one
+    others = {key: {other: model.belongs_to.get(other, ()) for other in one if other != key} for key in one}
+    return Rules(model.shorthand, others)
 
 
 def _model_at(path: tuple) -> type[BaseModel] | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import re
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -18,6 +20,9 @@ from rl.config.run import RunConfig
 
 _SHOWN = 3  # most places or keys in one hint
 _OPTIONS = "stages.N.algorithm."
+
+RENAMED: dict[str, str] = json.loads(Path(__file__).with_name("renamed.json").read_text(encoding="utf-8"))
+"""Key of an earlier version -> its name now."""
 
 
 @functools.cache

@@ -109,7 +109,11 @@ class ModelOptions(Section):
 class TokenizerOptions(Strict):
     shorthand: ClassVar[str | None] = "source"
 
-    source: str = Field(description="directory of a tokenizer, or a built-in one: bytes, characters")
+    source: str = Field(
+        description="directory of a tokenizer, a repository of the Hugging Face hub (org/name, "
+        "hf://org/name@revision), or "
+        "a built-in one: bytes, characters"
+    )
     alphabet: str | None = Field(default=None, description="characters: the characters that exist")
     chat_template: str | None = Field(
         default=None, description="file of a jinja chat template that replaces the tokenizer's own"

@@ -28,11 +28,12 @@ YAML files and overrides describe a run. They merge from left to right:
 rl-train --check configs/quickstart.yml seed=1 stages.1.steps=3
 ```
 
-`--check` checks keys, values, names, paths, the tokenizer and the first hundred rows of the data, prints the values that
-differ from the defaults, and stops. Mappings merge; any other value replaces the earlier one. An index changes an entry of a
-list (`stages.1.steps=3`). `every_stage` merges into all stages, `if_present` into the sections that exist. Unknown
-keys are refused with file, line and the right place or the nearest valid keys. Keys of TRL, verl, Tunix and OpenRLHF are
-refused with the key of Duet. All errors are reported at once. `1e-5` is a number.
+`--check` checks keys, values, names, paths, the tokenizer and the first hundred rows of the data, prints the values
+that differ from the defaults, and stops. Mappings merge; any other value replaces the earlier one. An index changes an
+entry of a list (`stages.1.steps=3`). `data` has a task or a path: one that a later file names replaces the other.
+`every_stage` merges into all stages, `if_present` into the sections that exist. Unknown keys are refused with file,
+line and the right place or the nearest valid keys. Keys of TRL, verl, Tunix and OpenRLHF are refused with the key of
+Duet. All errors are reported at once. `1e-5` is a number.
 An empty section has its defaults. A file has at most 262,144 characters and 20,000 values (an alias counts as all
 values that it repeats), nested at most 32 deep. Relative paths start at the working directory. The resolved
 configuration is saved as `config.yml` in the run's folder; running that file repeats the run. Editors show this

@@ -19,6 +19,7 @@ from rl.config.mesh import MeshOptions
 from rl.config.model import ModelOptions, TokenizerOptions
 from rl.config.schema import Section, Strict, fields_of
 from rl.config.stage import StageOptions
+from rl.config.stage_names import numbered
 from rl.errors import ConfigError
 
 
@@ -64,8 +65,10 @@ class RunOptions(Strict):
     probe: int | None = Field(
         default=None,
         ge=0,
-        description="prompts sampled before the first step of the first stage that samples; a number: the run ends with exit "
-        "code 3 if it cannot learn from them (docs/diagnose.md); 0: none; null: 32 with a warning only, none for random weights",
+        description="prompts sampled before the first step of the first stage that samples; a number: the run ends "
+        "with exit "
+        "code 3 if it cannot learn from them (docs/diagnose.md); 0: none; null: 32 with a warning only, none for "
+        "random weights",
     )
     samples: SampleRecords = Field(default=SampleRecords(), description="which completions are kept")
     log_every: int = Field(default=1, ge=1, description="steps between lines on the console")
@@ -153,6 +156,4 @@ class RunConfig(Strict):
     @property
     def stage_names(self) -> list[str]:
         """Names of the stages: the algorithm, and a number from the second use on (grpo, grpo-2)."""
-        kinds = [stage.algorithm.name for stage in self.stages]
-        counts = [kinds[: number + 1].count(kind) for number, kind in enumerate(kinds)]
-        return [kind if count == 1 else f"{kind}-{count}" for kind, count in zip(kinds, counts, strict=True)]
+        return numbered([stage.algorithm.name for stage in self.stages])

@@ -6,7 +6,7 @@ import collections.abc
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
@@ -19,7 +19,11 @@ class Strict(BaseModel):
     shorthand: ClassVar[str | None] = None
     """Key that a plain text sets: `model: tiny` is `model: {source: tiny}`."""
     exactly_one: ClassVar[tuple[str, ...]] = ()
-    """Keys of which exactly one must be set; `null` does not set a key."""
+    """Keys of which exactly one must be set; `null` does not set a key. One that a later layer sets replaces the
+    other.
+    """
+    belongs_to: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Key of `exactly_one` -> keys that say more about it, and go with it when another one replaces it."""
 
     @model_validator(mode="before")
     @classmethod

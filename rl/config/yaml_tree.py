@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -200,13 +200,24 @@ def locate(tree: Item, path: tuple) -> str:
     return tree.place
 
 
-def merge(base: Item, over: Item, shorthand: Callable[[tuple], str | None], path: tuple = ()) -> Item:
+class Rules(NamedTuple):
+    """How the mapping at one place merges.
+
+    shorthand: the key that a plain text sets, so that `model: tiny` and `model: {dtype: bfloat16}` merge.
+    replaces: key -> the key that it takes the place of -> keys that go with that one.
+    """
+
+    shorthand: str | None = None
+    replaces: Mapping[str, Mapping[str, tuple[str, ...]]] = {}
+
+
+def merge(base: Item, over: Item, rules_at: Callable[[tuple], Rules], path: tuple = ()) -> Item:
     """Merges `over` into `base`: mappings merge key by key, any other value replaces.
 
-    A mapping changes the entries of a list by index (`stages: {1: {steps: 3}}`). `shorthand(path)` returns the key that
-    a plain text at `path` sets, so that `model: tiny` and `model: {dtype: bfloat16}` merge.
+    A mapping changes the entries of a list by index (`stages: {1: {steps: 3}}`).
     """
-    key = shorthand(path)
+    rules = rules_at(path)
+    key = rules.shorthand
     if key and (isinstance(base.value, dict) or isinstance(over.value, dict)):
         base, over = (
             Item({key: Item(side.value, side.where, side.key_where)}, side.where, side.key_where)
@@ -217,22 +228,41 @@ def merge(base: Item, over: Item, shorthand: Callable[[tuple], str | None], path
     if not isinstance(over.value, dict):
         return over
     if isinstance(base.value, dict):
-        merged = dict(base.value)
+        gone = _replaced(base.value, over.value, rules)
+        merged = {name: child for name, child in base.value.items() if name not in gone}
         for name, child in over.value.items():
-            merged[name] = merge(merged[name], child, shorthand, (*path, name)) if name in merged else child
+            merged[name] = merge(merged[name], child, rules_at, (*path, name)) if name in merged else child
         return Item(merged, base.where, base.key_where)
     if isinstance(base.value, list):
         entries = list(base.value)
         for name, child in over.value.items():
             if not (name.isdecimal() and int(name) < len(entries)):
                 raise _no_entry(".".join(map(str, path)), len(entries), name, child)
-            entries[int(name)] = merge(entries[int(name)], child, shorthand, (*path, int(name)))
+            entries[int(name)] = merge(entries[int(name)], child, rules_at, (*path, int(name)))
         return Item(entries, base.where, base.key_where)
     return over
 
 
+def _replaced(base: Mapping[str, Item], over: Mapping[str, Item], rules: Rules) -> set[str]:
+    """Returns the keys of `base` that keys of `over` replace."""
+
+    def is_set(side: Mapping[str, Item], name: str) -> bool:
+        return name in side and side[name].value is not None
+
+    return {
+        name
+        for key, others in rules.replaces.items()
+        if is_set(over, key)
+        for other, more in others.items()
+        if is_set(base, other) and not is_set(over, other)
+        for name in (other, *more)
+    }
+
+
 def _no_entry(dotted: str, count: int, name: str, child: Item) -> ConfigError:
-    """Returns the error about a list of `count` entries that has no entry `name`, with the override to write instead."""
+    """Returns the error about a list of `count` entries that has no entry `name`, with the override to write
+    instead.
+    """
     is_number = name.lstrip("-").isdecimal()
     where = f"{child.place}: {dotted}.{name}: "
     if not count:

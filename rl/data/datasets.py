@@ -11,13 +11,14 @@ import functools
 import itertools
 import math
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rl.config.data import DataOptions
+from rewards import RewardError, registry
+from rl.config.data import DataOptions, RewardSettings
 from rl.data.rows import Malformed, read_rows
 from rl.errors import ConfigError, DataError
 
@@ -149,6 +150,19 @@ def check_lengths(dataset: Dataset, length: Callable[[Example], int], longest: i
 
 
 # Rows to examples
+
+
+def missing_columns(settings: RewardSettings, examples: Iterable[Example]) -> Iterator[str]:
+    """Yields a line for each reward that needs a column which the examples lack: one for each set of columns."""
+    first: dict[frozenset[str], Example] = {}
+    for example in examples:
+        first.setdefault(frozenset(example.columns), example)
+    for columns, example in first.items():
+        for function in settings.functions:
+            try:
+                registry.check(function.name, function.options, columns)
+            except RewardError as error:
+                yield f"{example.where}: {error}"
 
 
 class _MissingColumn(ValueError):

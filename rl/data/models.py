@@ -1,114 +1,119 @@
-"""Locates the directory of a model: a local folder, or files of the Hugging Face hub in the local cache."""
+"""Locates the directory of a model or a tokenizer: a local folder, or files of the Hugging Face hub in the local
+cache.
+"""
 
 from __future__ import annotations
 
 import functools
-import re
+import time
 from pathlib import Path
+from typing import Literal
 
-from policy.huggingface import sources
+from rl.data.hub import COMMIT, PREFIX, HubName, fetch, hub_name
 from rl.errors import ModelError, ResourceError, no_room
 
-PREFIX = "hf://"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 CONFIGURATION = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("config.json", "generation_config.json", *TOKENIZER_FILES),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
     *("chat_template.jinja", "chat_template.json"),
 )
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-# Patterns match across folders. Files in folders are other formats of the same weights, and consolidated.safetensors
-# is a copy of them.
-IGNORED = ("*/*", "consolidated*")
+
+_FAILURE_S = 60.0
+"""Seconds for which a repository that cannot be read is not asked for again: checks of a configuration ask several
+times.
+"""
+_failures: dict[tuple[HubName, bool, str], tuple[float, Exception]] = {}
+
+Part = Literal["model", "reward model", "tokenizer"]
+"""Part of a run that a name stands for. Messages begin with it."""
 
 
-def is_hub_name(source: str) -> bool:
-    """Tells whether `source` names a model on the Hugging Face hub: `org/name`, `org/name@revision`, or either after
-    `hf://`.
+def directory(source: str, *, weights: bool = False, part: Part = "model") -> Path | None:
+    """Returns the directory of a model or tokenizer, or None for a name without files, such as a preset.
 
-    Presets and existing directories come first, and `models/qwen` is a misspelt path if there is a folder `models`.
-    """
-    if Path(source).exists() or source in sources.presets():
-        return False
-    if source.startswith(PREFIX):
-        return _parts(source) is not None
-    return _parts(source) is not None and "/" in source and not Path(source).parent.is_dir()
-
-
-def directory(source: str, *, weights: bool = False) -> Path | None:
-    """Returns the directory of a model, or None for a name without files, such as a preset.
-
-    For a model on the hub, downloads configuration and tokenizer to the cache of huggingface_hub, with `weights` also
-    safetensors. Other formats of weights are never read, since they are pickles. Raises ModelError for a model that
-    the hub or the cache does not have, ResourceError if the cache has no room.
+    For a repository on the hub, downloads configuration and tokenizer to the cache of huggingface_hub, with `weights`
+    also safetensors. Other formats of weights are never read, since they are pickles. Raises ModelError for a
+    repository that the hub or the cache does not have, ResourceError if the cache has no room.
     """
     if Path(source).is_dir():
         return Path(source)
-    if not is_hub_name(source):
+    repository = hub_name(source)
+    if repository is None:
         return None
     from huggingface_hub import constants
 
-    return _snapshot(source, weights, str(constants.HF_HUB_CACHE))
-
-
-def _parts(source: str) -> tuple[str, str | None] | None:
-    """Returns (name, revision or None) of a name on the hub, or None for any other text."""
-    part = r"[A-Za-z0-9](?:[\w-]|\.(?!\.))*"
-    match = re.fullmatch(rf"({part}(?:/{part})?)(?:@({part}(?:/{part})*))?", source.removeprefix(PREFIX))
-    return (match[1], match[2]) if match else None
-
-
-@functools.cache
-def _snapshot(source: str, weights: bool, cache: str) -> Path:
-    """Returns the folder of the hub's files in `cache`."""
-    from huggingface_hub import snapshot_download
-
-    parts = _parts(source)
-    assert parts is not None  # is_hub_name
-    name, revision = parts
-    if weights:  # of the same commit as the configuration, which was read before
-        commit = _snapshot(source, False, cache).name
-        revision = commit if re.fullmatch(r"[0-9a-f]{40}", commit) else revision
-    files = [*CONFIGURATION, *(WEIGHTS if weights else ())]
+    cache = str(constants.HF_HUB_CACHE)
     try:
-        snapshot = Path(
-            snapshot_download(
-                name, revision=revision, cache_dir=cache, allow_patterns=files, ignore_patterns=list(IGNORED)
-            )
-        )
+        snapshot = _snapshot(repository, weights, cache)
     except Exception as error:  # errors of huggingface_hub, its network library and the file system
         if no_room(error):
             raise ResourceError(
-                f"model {source}: {cache} has no room: {error}. Make room, or set HF_HUB_CACHE to another folder"
+                f"{part} {source}: {cache} has no room: {error}. Make room, or set HF_HUB_CACHE to another folder"
             ) from None
-        raise ModelError(_unreachable(source, name, cache, error)) from None
-    if not (snapshot / "config.json").is_file():
-        raise ModelError(f"model {source}: {snapshot} holds no config.json; {_download(name, revision)}")
+        raise ModelError(f"{part} {source}: {_unreachable(repository, cache, error)}") from None
+    if part != "tokenizer" and not (snapshot / "config.json").is_file():
+        raise ModelError(f"{part} {source}: {snapshot} holds no config.json; {_download(repository)}")
     if weights and not any(snapshot.glob("*.safetensors")):
         raise ModelError(
-            f"model {source}: {snapshot} holds no safetensors, the only weights that are read; "
-            f"{_download(name, revision)}, or name a model that has safetensors"
+            f"{part} {source}: {snapshot} holds no safetensors, the only weights that are read; "
+            f"{_download(repository)}, or name a model that has safetensors"
         )
     return snapshot
 
 
-def _unreachable(source: str, name: str, cache: str, error: Exception) -> str:
-    """Returns the message about a model that neither the hub nor the cache gives."""
+def pinned(source: str, part: Part = "model") -> str:
+    """Returns a name on the hub with the commit that it stands for now, `hf://org/name@COMMIT`; any other source as it
+    is.
+
+    Raises as `directory`.
+    """
+    repository = hub_name(source)
+    if repository is None or (snapshot := directory(source, part=part)) is None:
+        return source
+    return f"{PREFIX}{repository.name}@{snapshot.name}" if COMMIT.fullmatch(snapshot.name) else source
+
+
+def _snapshot(repository: HubName, weights: bool, cache: str) -> Path:
+    """Returns the folder of the repository's files in `cache`. A process asks for it once."""
+    key = (repository, weights, cache)
+    if key in _failures and time.monotonic() - _failures[key][0] < _FAILURE_S:
+        raise _failures[key][1]
+    try:
+        return _fetched(*key)
+    except Exception as error:
+        _failures[key] = (time.monotonic(), error)
+        raise
+
+
+@functools.cache
+def _fetched(repository: HubName, weights: bool, cache: str) -> Path:
+    if weights:  # of the same commit as the configuration, which was read before
+        commit = _snapshot(repository, False, cache).name
+        repository = repository._replace(revision=commit if COMMIT.fullmatch(commit) else repository.revision)
+    return fetch(repository, [*CONFIGURATION, *(WEIGHTS if weights else ())], cache)
+
+
+def _unreachable(repository: HubName, cache: str, error: Exception) -> str:
+    """Returns the message about a repository that neither the hub nor the cache gives."""
     from huggingface_hub import constants
 
-    here = f"model {source}: no such directory or preset here, so looked for on the Hugging Face hub"
-    revision = (_parts(source) or (name, None))[1]
+    here = "no such directory or preset here, so looked for on the Hugging Face hub"
     if constants.HF_HUB_OFFLINE:
         return (
             f"{here}. This process is offline (HF_HUB_OFFLINE), and the cache {cache} does not hold all its files. "
-            f"Either {_download(name, revision)}, or unset HF_HUB_OFFLINE, or set model to a local directory"
+            f"Either {_download(repository)}, or unset HF_HUB_OFFLINE, or name a local directory"
         )
     return (
-        f"{here}, which did not give it: {type(error).__name__}: {error}. Check the name and the connection, log in "
-        "with `hf auth login` if the model is gated, or set model to a local directory"
+        f"{here}, which did not give it: {type(error).__name__}: {str(error).strip()}. The cache {cache} does not "
+        "hold it "
+        "either. Check the name and the connection, log in with `hf auth login` if it is gated or private, "
+        f"{_download(repository)}, or name a local directory"
     )
 
 
-def _download(name: str, revision: str | None) -> str:
-    """Returns the advice to download a model."""
-    chosen = f" --revision {revision}" if revision else ""
-    return f"run `hf download {name}{chosen}` where there is a connection, with the same HF_HUB_CACHE"
+def _download(repository: HubName) -> str:
+    """Returns the advice to download a repository."""
+    chosen = f" --revision {repository.revision}" if repository.revision else ""
+    return f"run `hf download {repository.name}{chosen}` where there is a connection, with the same HF_HUB_CACHE"

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 from policy.huggingface import sources
 from policy.mesh import processes, serialization
-from rewards import RewardError, Runner, RunnerOptions, Share, registry
+from rewards import RewardError, Runner, RunnerOptions, Share
 from rewards.workers.threads import Call, Failure
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.run import RunConfig
 from rl.config.stage import StageOptions
-from rl.data import datasets
+from rl.data import datasets, models
 from rl.data.datasets import Example
 from rl.data.encoded import Pair, Problem, Row
 from rl.data.shard import Shard
@@ -36,10 +36,10 @@ def _runner(settings: RewardSettings) -> Runner:
         raise ConfigError(f"rewards: {error}") from None
 
 
-def _check_reward_models(directories: Sequence[str], tokenizer: Any) -> None:
+def _check_reward_models(names: Sequence[str], tokenizer: Any) -> None:
     """Raises ConfigError for a reward model with another tokenizer: it scores the token ids of the policy."""
-    for directory in directories:
-        where = f"rewards: reward_model: {directory}"
+    for name in names:
+        directory, where = models.directory(name, part="reward model") or name, f"rewards: reward_model: {name}"
         if len(tokenizer) > (size := sources.classifier(directory).vocab_size):
             raise ConfigError(
                 f"{where} has a vocabulary of {size}, the tokenizer has {len(tokenizer)} tokens; they must be the same"
@@ -54,19 +54,6 @@ def _check_reward_models(directories: Sequence[str], tokenizer: Any) -> None:
                 f"({len(different)} entries differ, e.g. {different[0][0]!r}); "
                 "it reads the tokens of the policy, so both must have the same"
             )
-
-
-def _check_columns(settings: RewardSettings, problems: Sequence[Problem]) -> None:
-    """Raises DataError if a row lacks a column that a reward needs."""
-    first: dict[frozenset, Example] = {}
-    for problem in problems:
-        first.setdefault(frozenset(problem.example.columns), problem.example)
-    for columns, example in first.items():
-        for function in settings.functions:
-            try:
-                registry.check(function.name, function.options, columns)
-            except RewardError as error:
-                raise DataError(f"{example.where}: {error}") from None
 
 
 class DataReader:
@@ -99,7 +86,8 @@ class DataReader:
         Raises ConfigError for a reward or reward model that cannot be used, DataError for a column that is missing.
         """
         for scored in (problems, self.held_out):
-            _check_columns(settings, scored)
+            if text := next(datasets.missing_columns(settings, (problem.example for problem in scored)), None):
+                raise DataError(text)
         key = settings.model_dump_json()
         if key not in self._runners:
             self._runners[key] = _runner(settings)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, cast
 
 from rl.config.data import DataOptions
 from rl.data import tasks
+from rl.data.hub import hub_name
 from rl.errors import ConfigError, DataError
 
 
@@ -38,19 +38,6 @@ def read_rows(options: DataOptions, held_out: bool) -> Rows:
     return _path_rows(options.path, options, held_out)
 
 
-_FILE_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst", ".arrow")
-
-
-def is_hub_name(path: str) -> bool:
-    """Tells whether a path that does not exist can be the name of a dataset on the Hugging Face hub.
-
-    `data/trian` is a misspelt path if there is a folder `data`.
-    """
-    if "/" in path and Path(path).parent.is_dir():
-        return False
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", path)) and not path.endswith(_FILE_ENDINGS)
-
-
 def _task_rows(task: str, options: DataOptions, held_out: bool) -> Rows:
     split = options.split or ("eval" if held_out else "train")
     try:
@@ -75,7 +62,7 @@ def _path_rows(name: str, options: DataOptions, held_out: bool) -> Rows:
         if kind not in _READERS:
             raise DataError(f"{path}: unknown kind of file; there are {', '.join(_READERS)}")
         return _READERS[kind](path)
-    if not is_hub_name(name):
+    if hub_name(name, alone=True) is None:
         raise ConfigError(f"no such file or directory: {name} (from {Path.cwd()})")
     return _library_rows(options, held_out, None)
 
@@ -177,6 +164,7 @@ def _library_rows(options: DataOptions, held_out: bool, directory: Path | None) 
     import datasets
 
     split = options.split or ("test" if held_out else "train")
+    name = str(directory or options.path)
     try:
         saved = directory is not None and any(
             (directory / name).is_file() for name in ("state.json", "dataset_dict.json")
@@ -192,13 +180,15 @@ def _library_rows(options: DataOptions, held_out: bool, directory: Path | None) 
             elif options.split is not None:
                 raise DataError(f"{directory}: holds one dataset without splits, so data.split cannot be {split!r}")
         else:
-            dataset = datasets.load_dataset(str(directory or options.path), options.subset, split=split)
+            repository = None if directory else hub_name(name, alone=True)
+            source, revision = repository or (name, None)
+            dataset = datasets.load_dataset(source, options.subset, split=split, revision=revision)
     except DataError:
         raise
     except Exception as error:  # `datasets` raises its own errors, and errors of pyarrow, fsspec and the network
         where = directory or f"{options.path} (no such file here, so looked for on the Hugging Face hub)"
         raise DataError(f"{where}: split {split!r} cannot be loaded: {type(error).__name__}: {error}") from None
-    return _numbered(dataset, str(directory or options.path))
+    return _numbered(dataset, name)
 
 
 def _numbered(rows: Iterable[dict[str, Any]], name: str) -> Rows:

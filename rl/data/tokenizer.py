@@ -11,14 +11,20 @@ from rollout.text.tokenizer import load_tokenizer, stop_ids
 
 
 def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
-    """Returns (tokenizer of the run, token ids that end a completion). Raises ConfigError."""
+    """Returns (tokenizer of the run, token ids that end a completion).
+
+    Raises ConfigError for a tokenizer that cannot be used, ModelError for a name on the hub that cannot be read.
+    """
     directory = models.directory(config.model.source)
     try:
         if config.tokenizer is None:
             tokenizer = load_tokenizer(directory or config.model.source)
         else:
+            source = config.tokenizer.source
             tokenizer = load_tokenizer(
-                config.tokenizer.source, config.tokenizer.alphabet, config.tokenizer.chat_template
+                models.directory(source, part="tokenizer") or source,
+                config.tokenizer.alphabet,
+                config.tokenizer.chat_template,
             )
         return tokenizer, stop_ids(tokenizer, directory)
     except (ValueError, OSError) as error:

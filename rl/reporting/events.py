@@ -24,10 +24,10 @@ from rl.config.run import RunConfig, SampleRecords
 from rl.errors import ResourceError
 from rl.reporting.append_file import AppendFile
 from rl.reporting.json_lines import complete_lines, line
+from rl.reporting.run_files import EVENTS
 from rl.reporting.samples import SampleLog
 from rl.reporting.trackers import Mirror, mirrors
 
-EVENTS = "events.jsonl"
 _LOG = logging.getLogger("duet.events")
 
 
@@ -59,8 +59,8 @@ class EventLog:
     def truncate_after(self, stages: Sequence[str], stage: str, step: int) -> None:
         """Removes all lines after `step` of `stage`, and torn last lines, to match a checkpoint.
 
-        `stages` lists the names of the run's stages in order. A kill leaves each file as it was or as it should be; the next
-        truncation mends the rest.
+        `stages` lists the names of the run's stages in order. A kill leaves each file as it was or as it should be; the
+        next truncation mends the rest.
         Raises ValueError for a damaged line before the last, ResourceError for a full disk.
         """
         last = (stages.index(stage), step)

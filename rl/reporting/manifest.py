@@ -16,8 +16,8 @@ from typing import Any
 
 from policy.mesh import processes
 from rl.errors import DuetError, ResourceError, no_room
+from rl.reporting.run_files import ATTEMPTS, attempt_entries
 
-FILE = "run.json"
 _LOG = logging.getLogger("duet.events")
 _PACKAGES = ("duet-rl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "tokamax", "numpy")
 
@@ -29,12 +29,12 @@ class Manifest:
     """
 
     def __init__(self, directory: Path):
-        self._path = directory / FILE
+        self._path = directory / ATTEMPTS
         self._attempts: list[dict[str, Any]] = []
 
     def __enter__(self) -> Manifest:
         if processes.first():
-            self._attempts = read(self._path.parent)
+            self._attempts = attempt_entries(self._path.parent, [])
             if not self._attempts and self._path.exists():  # damaged: kept for people
                 self._path.replace(self._path.with_suffix(".json.damaged"))
             attempt = {"start": round(time.time(), 3), "command": sys.argv, "directory": os.getcwd()}
@@ -61,15 +61,6 @@ class Manifest:
         except OSError as error:
             temporary.unlink(missing_ok=True)
             _LOG.warning("%s cannot be written: %s", self._path, error.strerror)
-
-
-def read(directory: str | Path) -> list[dict[str, Any]]:
-    """Returns the attempts of a run, the oldest first; none for a run of an older version, or a damaged file."""
-    try:
-        attempts = json.loads((Path(directory) / FILE).read_text())["attempts"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return attempts if isinstance(attempts, list) else []
 
 
 def exit_code(error: BaseException | None) -> int:

@@ -17,8 +17,8 @@ import numpy as np
 
 from rl.reporting.append_file import AppendFile
 from rl.reporting.json_lines import complete_end, line, number_of_line, parse
+from rl.reporting.run_files import SAMPLES, SEGMENTS, TOKENS, sample_files, tokens_file
 
-SAMPLES, TOKENS, SEGMENTS = "samples.jsonl", "tokens.bin", "samples"
 SEGMENT_BYTES = 64 * 2**20
 TOKEN = np.dtype(
     [
@@ -70,7 +70,7 @@ class SampleLog:
         Reads the files from the end to the last line that `keep` accepts. Raises OSError, and ValueError for a damaged
         line on the way.
         """
-        for path in reversed(files(self._directory)):
+        for path in reversed(sample_files(self._directory)):
             end, tokens = _kept_bytes(path, keep)
             if path.parent == self._directory:
                 self._tokens.cut(tokens)
@@ -85,7 +85,8 @@ class SampleLog:
                 return
 
     def rotate(self) -> None:
-        """Moves full files to the folder of segments, and removes the oldest segments beyond `max_bytes`. Raises OSError.
+        """Moves full files to the folder of segments, and removes the oldest segments beyond `max_bytes`. Raises
+        OSError.
 
         Call this after a checkpoint, so that a run that continues finds the cut in its newest files.
         """
@@ -93,7 +94,7 @@ class SampleLog:
             return
         folder = self._directory / SEGMENTS
         folder.mkdir(exist_ok=True)
-        segments = files(self._directory)[:-1]
+        segments = sample_files(self._directory)[:-1]
         number = int(segments[-1].name.partition("-")[0]) + 1 if segments else 0
         with (self._directory / SAMPLES).open("rb") as file:
             first = parse(file.readline(), f"{self._directory / SAMPLES}:1")
@@ -115,7 +116,7 @@ class SampleLog:
         self._lines.close()
 
     def _remove_oldest(self) -> None:
-        segments = files(self._directory)[:-1]
+        segments = sample_files(self._directory)[:-1]
         sizes = [sum(each.stat().st_size for each in (path, tokens_file(path)) if each.exists()) for path in segments]
         while segments and sum(sizes) > self._max_bytes:
             sizes.pop(0)
@@ -128,20 +129,9 @@ def _remove(segment: Path) -> None:
     segment.unlink()
 
 
-def files(directory: Path) -> list[Path]:
-    """Returns the files of samples of a run that exist, the oldest first. Runs of older versions have one."""
-    segments = sorted((directory / SEGMENTS).glob("*.jsonl"))
-    return [*segments, *(path for path in (directory / SAMPLES,) if path.exists())]
-
-
-def tokens_file(path: Path) -> Path:
-    """Returns the file with the tokens of a file of samples. Runs of older versions have none."""
-    return path.with_name(TOKENS) if path.name == SAMPLES else path.with_suffix(".bin")
-
-
 def read(directory: str | Path) -> Iterator[dict[str, Any]]:
     """Yields the samples of a run, the oldest first, without a torn last line. Raises ValueError for a damaged line."""
-    for path in files(Path(directory)):
+    for path in sample_files(Path(directory)):
         with path.open("rb") as file:
             for number, each in enumerate(file, 1):
                 if not each.endswith(b"\n"):

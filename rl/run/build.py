@@ -56,14 +56,6 @@ def run(
     progress = Progress.from_json(saved[1].get("progress")) if saved else Progress()
     with timeline.span("loading the model"):
         decoder = model(config, prepared, with_weights=saved is None)
-    generator = Generator(
-        decoder,
-        max_length=config.max_length,
-        slots=config.generator.slots,
-        seed=config.seed,
-        tokenizer=prepared.tokenizer,
-        options=generator_options(config),
-    )
     events = Events(config, folder.path)
     try:
         yield Run(
@@ -71,7 +63,7 @@ def run(
             tokenizer=prepared.tokenizer,
             stop_ids=prepared.stop_ids,
             model=decoder,
-            generator=generator,
+            generator=generator(config, decoder, prepared.tokenizer, generator_options(config)),
             events=events,
             progress=progress,
             timeline=timeline,
@@ -151,6 +143,12 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
         raise ModelError(f"model {options.source}: {error}") from None
     _check_runtime(options, decoder, mesh)
     return check_cut(Graph(decoder, options.runtime, mesh), config.mesh.sharding_tolerance)
+
+
+def generator(config: RunConfig, model: Model, tokenizer: Any, options: GeneratorOptions) -> Generator:
+    """Returns the generator of a run."""
+    slots, seed = config.generator.slots, config.seed
+    return Generator(model, max_length=config.max_length, slots=slots, seed=seed, tokenizer=tokenizer, options=options)
 
 
 def generator_options(config: RunConfig) -> GeneratorOptions:

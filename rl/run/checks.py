@@ -21,10 +21,9 @@ from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
 from rl.data import models
-from rl.data.rows import is_hub_name
+from rl.data.hub import hub_name
 from rl.errors import DuetError
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _BUILT_IN_TOKENIZERS = ("bytes", "characters")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _NO_LOCAL_PATH = (
@@ -125,7 +124,7 @@ def _model(config: RunConfig) -> Iterator[tuple[tuple, str]]:
 
     yield from _memory(config.model, config.platform)
     path, source = ("model", "source"), config.model.source
-    directory, on_hub = Path(source), models.is_hub_name(source)
+    directory, on_hub = Path(source), hub_name(source) is not None
     if source in model_presets():
         return
     if not directory.exists() and not on_hub:
@@ -214,7 +213,7 @@ def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
             directory = models.directory(config.model.source) or Path(config.model.source)
         except DuetError:
             return  # `load` raises it
-        if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        if not any((directory / name).is_file() for name in models.TOKENIZER_FILES):
             yield ("tokenizer",), f"{directory} holds no tokenizer; name a directory that does, or `bytes`"
         return
     source, alphabet = config.tokenizer.source, config.tokenizer.alphabet
@@ -225,11 +224,14 @@ def _tokenizer(config: RunConfig) -> Iterator[tuple[tuple, str]]:
     if alphabet is not None and len(set(alphabet)) < len(alphabet):
         yield ("tokenizer", "alphabet"), "a character occurs twice"
     if source not in _BUILT_IN_TOKENIZERS:
-        directory = Path(source)
-        if not directory.exists():
+        try:
+            directory = models.directory(source, part="tokenizer")
+        except DuetError:
+            return  # `load` raises it
+        if directory is None:
             yield ("tokenizer", "source"), f"no directory {source}{nearest(source, _BUILT_IN_TOKENIZERS)}"
-        elif not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-            yield ("tokenizer", "source"), f"{source} holds none of {', '.join(_TOKENIZER_FILES)}"
+        elif not any((directory / name).is_file() for name in models.TOKENIZER_FILES):
+            yield ("tokenizer", "source"), f"{source} holds none of {', '.join(models.TOKENIZER_FILES)}"
     template = config.tokenizer.chat_template
     if template is not None and not Path(template).is_file():
         yield ("tokenizer", "chat_template"), f"no such file: {template}"
@@ -253,7 +255,7 @@ def _data(path: tuple, data: DataOptions) -> Iterator[tuple[tuple, str]]:
         assert data.path is not None  # DataOptions has a task or a path
         if data.options:
             yield (*path, "options"), "only a task takes options"
-        if not Path(data.path).exists() and not packaged(data.path) and not is_hub_name(data.path):
+        if not Path(data.path).exists() and not packaged(data.path) and hub_name(data.path, alone=True) is None:
             yield (*path, "path"), f"no such file or directory: {data.path} (from {Path.cwd()})"
 
 
@@ -292,7 +294,7 @@ def _reward_models(config: RunConfig, stage: Any, trained: list[str]) -> Iterato
             continue
         here = (*path, "functions", place, "options", "source")
         if source is None:
-            yield here[:-1], "reward_model needs `source`: a stage of the run that trains one, or a directory"
+            yield here[:-1], "reward_model needs `source`: a stage of the run that trains one, a directory, or org/name"
         elif source in trained:
             if names.index(source) >= stage.index:
                 text = f"{stage.name} comes before stage {source}; name it under `rewards` of the stages that follow it"
@@ -303,11 +305,15 @@ def _reward_models(config: RunConfig, stage: Any, trained: list[str]) -> Iterato
 
 def _reward_model_directory(config: RunConfig, source: str, trained: list[str]) -> Iterator[str]:
     stages = f", and no stage of that name trains a reward model ({', '.join(trained) or 'none does'})"
-    if not (Path(source) / "config.json").is_file():
+    try:
+        directory = models.directory(source, part="reward model")
+    except DuetError:
+        return  # `load` raises it
+    if directory is None or not (directory / "config.json").is_file():
         yield f"no directory {source} with a config.json{stages}"
         return
     try:
-        decoder = sources.classifier(source)
+        decoder = sources.classifier(directory)
     except ValueError as error:
         yield str(error)
         return

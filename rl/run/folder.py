@@ -16,7 +16,7 @@ from rl.cluster.launch import on_first
 from rl.config import files
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, ResourceError, no_room
-from rl.reporting.events import EVENTS
+from rl.reporting.run_files import EVENTS
 from rl.run.load import load
 from rl.stages import kind_of
 

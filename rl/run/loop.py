@@ -23,6 +23,7 @@ from rl.run import build
 from rl.run.compilation import compile_generator
 from rl.run.folder import RunFolder
 from rl.run.health import probe
+from rl.run.health.equal_rewards import EqualRewards
 from rl.run.outlook import Outlook, step_metrics
 from rl.run.prepare import prepare
 from rl.run.signals import StopSignal
@@ -67,7 +68,7 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
     evaluation = stage.evaluation(run.held_out)
     if checkpoint is None and evaluation:
         run.events.step(stage.name, 0, _evaluate(run, evaluation, stage, 0))
-    outlook = Outlook()  # estimates the remaining time
+    outlook, equal = Outlook(), EqualRewards(stage, fresh=checkpoint is None)  # notes for the console
     steps_done = checkpoint["step"] if checkpoint else 0
     last = steps_done if checkpoint and checkpoint["ended"] else stage.options.steps
     for step in range(steps_done + 1, last + 1):
@@ -76,7 +77,9 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> None:
         metrics |= step_metrics(metrics, span.seconds, run.model.graph.layout)
         ended = step == stage.options.steps or _reached(stage.options.until, metrics)
         if (estimate := outlook.after(metrics, stage.options.steps - step)) and not ended:
-            run.events.note(estimate)  # to the console
+            run.events.note(estimate)
+        if text := equal.after(metrics):
+            run.events.note(text)
         if evaluation and (ended or evaluation.due(step)):
             evaluated = _evaluate(run, evaluation, stage, step)
             if "time/sync" in evaluated:  # the evaluation copied the weights for rollouts again

@@ -49,7 +49,8 @@ def prepare(config: RunConfig) -> Prepared:
     """Reads tokenizer and data and checks every length.
 
     Each process reads the rows that it holds; an error of one process is raised on all. Raises ConfigError for a
-    tokenizer or reward that cannot be used, DataError for data that is malformed, empty, too long, or refused by a check.
+    tokenizer or reward that cannot be used, DataError for data that is malformed, empty, too long, or refused by a
+    check.
     """
     return raise_on_all(lambda: _prepared(config))
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rewards import Runner, Scores
+from rewards import Fault, Runner, Scores
 from rl.data.encoded import Problem
 from rollout.collect import Rollouts
 
@@ -27,7 +27,8 @@ _KEPT = ("finish", "text", "steps")
 class Group:
     """The completions of one prompt with their scores.
 
-    row: row of the prompt in the stage's data. version: policy version that sampled the completions.
+    row: row of the prompt in the stage's data. version: policy version that sampled the completions. faults and
+    logs: those of its `Scores`, completions counted from 0.
     """
 
     row: int
@@ -36,6 +37,8 @@ class Group:
     completions: list[Completion]
     rewards: np.ndarray  # float64[G, F]
     total: np.ndarray  # float64[G]
+    faults: list[Fault] = field(default_factory=list)
+    logs: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def differs(self, column: int | None) -> bool:
         """Whether its scores, of one reward function or in sum, are not all the same."""
@@ -50,23 +53,29 @@ class Group:
             | {name: getattr(one, name) for name in _KEPT}
             for one in self.completions
         ]
-        numbers = {"rewards": self.rewards.tolist(), "total": self.total.tolist()}
+        scores = {"rewards": self.rewards.tolist(), "total": self.total.tolist(), "logs": self.logs}
+        scores["faults"] = [asdict(fault) for fault in self.faults]
         return {
             "row": self.row,
             "prompt_id": self.prompt_id,
             "version": self.version,
             "completions": completions,
-        } | numbers
+        } | scores
 
     @classmethod
     def from_json(cls, plain: dict) -> Group:
-        """Returns the group that `to_json` wrote."""
+        """Returns the group that `to_json` wrote, also one of a version that kept no faults and logs."""
         from rollout.types import Completion
 
-        completions = [Completion(**one) for one in plain["completions"]]
         return cls(
             **plain
-            | {"completions": completions, "rewards": np.asarray(plain["rewards"]), "total": np.asarray(plain["total"])}
+            | {
+                "completions": [Completion(**one) for one in plain["completions"]],
+                "rewards": np.asarray(plain["rewards"]),
+                "total": np.asarray(plain["total"]),
+                "faults": [Fault(**one) for one in plain.get("faults", ())],
+                "logs": {int(sample): texts for sample, texts in plain.get("logs", {}).items()},
+            }
         )
 
 
@@ -127,6 +136,10 @@ class DynamicSampling:
         names = sorted({name for _, scores in taken for name in scores.metrics})
         metrics = {name: float(np.mean([s.metrics[name] for _, s in taken if name in s.metrics])) for name in names}
         rewards, total = (np.concatenate([getattr(group, name) for group in groups]) for name in ("rewards", "total"))
+        G, faults, logs = len(groups[0].completions), [], {}
+        for number, group in enumerate(groups):
+            faults += [replace(fault, sample=number * G + fault.sample) for fault in group.faults]
+            logs |= {number * G + sample: texts for sample, texts in group.logs.items()}
         counts = Counter()
         for rollouts, _ in taken:
             counts.update(rollouts.counts)
@@ -134,7 +147,7 @@ class DynamicSampling:
             problems=self._problems([group.row for group in groups]),
             prompt_ids=[group.prompt_id for group in groups],
             completions=[group.completions for group in groups],
-            scores=ReadyScores(Scores(rewards, total, self._names, [], metrics)),
+            scores=ReadyScores(Scores(rewards, total, self._names, faults, metrics, logs)),
             counts=counts,
             seconds=sum(rollouts.seconds for rollouts, _ in taken),
             scoring=sum(rollouts.scoring for rollouts, _ in taken),
@@ -155,6 +168,8 @@ def _split(rollouts: Rollouts, scores: Scores, rows: Sequence[int]) -> list[Grou
                 rollouts.completions[p],
                 scores.rewards[own],
                 scores.total[own],
+                [replace(fault, sample=fault.sample - p * G) for fault in scores.faults if fault.sample // G == p],
+                {sample - p * G: texts for sample, texts in scores.logs.items() if sample // G == p},
             )
         )
     return result

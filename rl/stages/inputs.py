@@ -271,18 +271,23 @@ def each_reward(stage: StageKind, data: StepData) -> None:
     data.arguments["weights"] = [weight for _, weight, _ in stage.runner.options.functions]
 
 
+@provides("completion_mask", when=REWARDS)
+def completion_mask(stage: StageKind, data: StepData) -> None:
+    """Adds the argument `mask`, float[P,G,T], for advantages of tokens."""
+    assert data.rewards is not None
+    data.arguments["mask"] = data.batch.mask.reshape(*data.rewards.shape[:2], -1)
+
+
 @provides("token_kl", when=REWARDS)
 def token_kl(stage: StageKind, data: StepData) -> None:
-    """Adds the argument `mask`, float[P,G,T], and, if the algorithm penalises the KL in the rewards, the argument
-    `token_kl`, float[P,G,T]: old_logp - ref_logp of each token of the mask, else 0.
+    """Adds the arguments `mask`, float[P,G,T], and `token_kl`, float[P,G,T]: old_logp - ref_logp of each token of the
+    mask, else 0, which the algorithm penalises in the rewards.
     """
-    assert data.rewards is not None
-    batch, shape = data.batch, (*data.rewards.shape[:2], -1)
-    data.arguments["mask"] = batch.mask.reshape(shape)
-    if stage.algorithm.kl_reward_coef:
-        difference = np.where(batch.mask != 0, batch.old_logp - batch.ref_logp, 0.0)
-        data.arguments["token_kl"] = difference.reshape(shape)
-        data.metrics["kl/reward"] = float(difference.sum() / max(1, np.count_nonzero(batch.mask)))
+    completion_mask(stage, data)
+    batch = data.batch
+    difference = np.where(batch.mask != 0, batch.old_logp - batch.ref_logp, 0.0)
+    data.arguments["token_kl"] = difference.reshape(data.arguments["mask"].shape)
+    data.metrics["kl/reward"] = float(difference.sum() / max(1, np.count_nonzero(batch.mask)))
 
 
 @provides("correct", when=REWARDS, fields=("correct",))

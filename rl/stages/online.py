@@ -287,7 +287,8 @@ def _unscored_text(stage: str, steps: int, scores: Scores) -> str:
         fault = scores.faults[0]
         cause = f"{fault.function} failed ({fault.kind}): {fault.traceback.strip().rpartition(chr(10))[2]}"
     return (
-        f"{stage}: no completion of the last {steps} steps has a score, so there is nothing to learn: {cause}. Test the "
+        f"{stage}: no completion of the last {steps} steps has a score, so there is nothing to learn: {cause}. Test "
+        "the "
         "function with `rl reward test`, or set rewards.unscored_steps=0 to go on"
     )
 

@@ -170,7 +170,8 @@ def token_records(
 
 
 def metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:
-    """Returns rewards and lengths of a step, by the names of docs/metrics.md. If nothing was scored, `reward/mean` is NaN.
+    """Returns rewards and lengths of a step, by the names of docs/metrics.md. If nothing was scored, `reward/mean` is
+    NaN.
 
     drafted: adds the tokens that drafts gained.
     """

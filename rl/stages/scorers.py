@@ -13,6 +13,7 @@ from policy.huggingface.tensorfiles import ModelFileError
 from rewards.registry import REWARD_MODEL
 from rl.config.data import RewardSettings
 from rl.config.run import RunConfig
+from rl.data import models
 from rl.errors import ModelError
 
 if TYPE_CHECKING:
@@ -32,12 +33,15 @@ def program_name(source: str) -> str:
 
 
 def load_scorers(config: RunConfig, names: Iterable[str], mesh: Layout) -> dict[str, RewardModelScorer]:
-    """Loads reward models: stages of the run, or directories. Raises ModelError where one cannot be read."""
+    """Loads reward models: stages of the run, directories, or names on the hub. Raises ModelError where one cannot be
+    read.
+    """
     from rl.training.reward_model import RewardModelScorer
 
     scorers = {}
     for source in names:
-        directory = reward_model_of(config, source) if source in config.stage_names else Path(source)
+        trained = source in config.stage_names
+        directory = reward_model_of(config, source) if trained else _directory(source, weights=True)
         try:
             scorers[source] = RewardModelScorer.read(directory, _runtime(config), mesh, config.max_length)
         except (ModelFileError, UnsupportedModel) as error:
@@ -58,11 +62,16 @@ def abstract_scorers(config: RunConfig, rewards: RewardSettings | None, graph: G
     for source in sorted(names):
         try:
             trained = source in config.stage_names
-            decoder = sources.trunk(graph.config) if trained else sources.classifier(source)
+            decoder = sources.trunk(graph.config) if trained else sources.classifier(_directory(source))
         except (ModelFileError, UnsupportedModel) as error:
             raise ModelError(f"reward model {source}: {error}") from None
         scorers[source] = RewardModelScorer(Graph(decoder, _runtime(config), graph.layout), None, config.max_length)
     return scorers
+
+
+def _directory(source: str, weights: bool = False) -> Path:
+    """Returns the directory of a reward model that no stage of the run trains. Raises as `models.directory`."""
+    return models.directory(source, weights=weights, part="reward model") or Path(source)
 
 
 def _runtime(config: RunConfig) -> Runtime:

@@ -246,7 +246,7 @@ class OptimizerStep:
             "loss": loss,
             "optim/lr": self.rate(updates_made(learner)),
             "optim/grad_norm": norm,
-            "optim/update_norm": norm_of(to_device(changes)),
+            "optim/update_norm": jnp.where(good, norm_of(to_device(changes)), 0.0),
             "optim/skipped": 1.0 - finite,
         }
         metrics |= part_norms | norms | load_metrics(routing)

@@ -93,7 +93,9 @@ def encode_answer(tokenizer: Any, prompt: str | Messages, answer: str | Messages
 
 
 def render_text(tokenizer: Any, messages: Messages, add_generation_prompt: bool) -> str:
-    """Renders messages as text with the chat template. Raises ChatError without one, and where it refuses the messages."""
+    """Renders messages as text with the chat template. Raises ChatError without one, and where it refuses the
+    messages.
+    """
     if not tokenizer.chat_template:
         raise ChatError("the tokenizer has no chat template; set tokenizer.chat_template, or use plain prompts")
     from jinja2 import TemplateError

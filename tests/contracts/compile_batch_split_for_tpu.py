@@ -1,10 +1,11 @@
-"""Compiles the gradient of two DeepSeek-V3 layers for four chips of a TPU v5p, without one: run by test_experts_for_tpu.py.
+"""Compiles the gradient of two DeepSeek-V3 layers for four chips of a TPU v5p, without one: run by
+test_experts_for_tpu.py.
 
     python compile_batch_split_for_tpu.py split|plain [rule of quantization]
 
-Prints what the scheduled program does with tokens between devices, as a JSON list of [kind, batches, products]: an all-gather or a
-reduce-scatter, the micro-batches whose tokens it moves, and the micro-batches of each grouped product between its start and its
-end. Needs libtpu.
+Prints what the scheduled program does with tokens between devices, as a JSON list of [kind, batches, products]: an
+all-gather or a reduce-scatter, the micro-batches whose tokens it moves, and the micro-batches of each grouped product
+between its start and its end. Needs libtpu.
 """
 
 import json
@@ -76,10 +77,12 @@ def compiled(split: bool, rule: str | None) -> str:
 
 
 class Program:
-    """The entry computation of a scheduled program: its instructions in their order, and whose tokens each result depends on.
+    """The entry computation of a scheduled program: its instructions in their order, and whose tokens each result
+    depends on.
 
-    A micro-batch is named after its first gather of tokens. What depends on several is taken for nobody's: the loss is of all. So a
-    gather of gradients starts out as nobody's too, and belongs to the micro-batch of whatever it is first used together with."""
+    A micro-batch is named after its first gather of tokens. What depends on several is taken for nobody's: the loss is
+    of all. So a gather of gradients starts out as nobody's too, and belongs to the micro-batch of whatever it is first
+    used together with."""
 
     def __init__(self, text: str):
         entry = text[re.search(r"^ENTRY ", text, re.M).start() :]
@@ -141,7 +144,9 @@ class Program:
 
 
 def _instruction(line: str):
-    """(name, "product", a collective or None, operation, shapes of the result, operands, index) of a line of a program."""
+    """(name, "product", a collective or None, operation, shapes of the result, operands, index) of a line of a
+    program.
+    """
     result = re.match(r"\s*(?:ROOT )?%(\S+) = (.*?) ([\w-]+)\((.*)", line)
     if not result:
         return None

@@ -2,9 +2,10 @@
 
     python compile_decode_for_tpu.py PRESET TOPOLOGY DEGREES ROWS PAGES_OF_A_ROW RULES
 
-The program makes STEPS greedy tokens for every row, in a loop, as a generator does. Bytes are those of a step on one chip: a
-kernel reads every page of every row that the chip has once, with what fills up its entries. Compared with `ideal`: every weight
-but the embedding, of which only the rows of the tokens are read, and every entry of the cache once, as numbers.
+The program makes STEPS greedy tokens for every row, in a loop, as a generator does. Bytes are those of a step on one
+chip: a kernel reads every page of every row that the chip has once, with what fills up its entries. Compared with
+`ideal`: every weight but the embedding, of which only the rows of the tokens are read, and every entry of the cache
+once, as numbers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python compile_experts_for_tpu.py gather|all_to_all|hidden '{"fsdp": 2, "expert": 2}' v5p:2x2x1
 
-Prints what the compiled program has as JSON: kind of collective, or name of a kernel -> the number of them. Needs libtpu.
+Prints what the compiled program has as JSON: kind of collective, or name of a kernel -> the number of them. Needs
+libtpu.
 """
 
 import collections

@@ -3,8 +3,9 @@ test_flash_for_tpu.py.
 
     python compile_flash_for_tpu.py FAMILY TOPOLOGY MESH(JSON)
 
-Prints as JSON, for "gradient" and "prefill", the calls of attention kernels in the program, the shapes of scores, of the tokens of
-a row, or of a chunk of them, with all of them, and those of logits of all tokens of a device. Needs libtpu.
+Prints as JSON, for "gradient" and "prefill", the calls of attention kernels in the program, the shapes of scores, of
+the tokens of a row, or of a chunk of them, with all of them, and those of logits of all tokens of a device. Needs
+libtpu.
 """
 
 import json

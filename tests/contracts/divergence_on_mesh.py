@@ -1,7 +1,8 @@
-"""Divergences and recorded features on a mesh of four CPU devices, compared with one: run by test_divergence_on_a_mesh.py.
+"""Divergences and recorded features on a mesh of four CPU devices, compared with one: run by
+test_divergence_on_a_mesh.py.
 
-Prints a JSON object with the findings of each case: the largest difference of a result, of a gradient (over the largest of its
-numbers) and whether a collective exchanged logits, or a device held in full a head that is cut along its width.
+Prints a JSON object with the findings of each case: the largest difference of a result, of a gradient (over the largest
+of its numbers) and whether a collective exchanged logits, or a device held in full a head that is cut along its width.
 """
 
 import json

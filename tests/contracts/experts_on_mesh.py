@@ -88,9 +88,9 @@ IN_PARTS = expert_parallel._in_parts
 def computed(
     name: str, degrees: str, shape: tuple[int, ...], skew: float, how: str, room: int = 1 << 30, usual: str = ""
 ) -> dict:
-    """Everything that a mixture computes of `rows(*shape)`, by name, on a mesh (null: one device) with room for so many bytes of
-    rows at once. `usual`: nothing but the usual room may be taken ("only"), or it is small enough for there to be one ("small"), or
-    tokens go through every expert ("every")."""
+    """Everything that a mixture computes of `rows(*shape)`, by name, on a mesh (null: one device) with room for so many
+    bytes of rows at once. `usual`: nothing but the usual room may be taken ("only"), or it is small enough for there to
+    be one ("small"), or tokens go through every expert ("every")."""
     expert_shards.ROOM, expert_shards.SPARE = room, 0 if usual else 64
     expert_parallel._in_parts = in_expected_room_only if usual == "only" else IN_PARTS
     experts.small_batch = lambda tokens, platform: usual == "every"
@@ -119,8 +119,8 @@ def computed(
 
 
 def layer(degrees: dict, scheme: str, name: str, options: dict) -> dict:
-    """The array that differs most from one device, the difference as a share of its largest number (at least 1e-3), the choices
-    dropped on the mesh, and the share of the output that is finite there."""
+    """The array that differs most from one device, the difference as a share of its largest number (at least 1e-3), the
+    choices dropped on the mesh, and the share of the output that is finite there."""
     options = {"shape": (8, 6), "skew": 0.0, "one": {}, "how": {}, "room": 1 << 30, "usual": ""} | options
     case = tuple(options["shape"]), options["skew"]
     one = computed(name, "null", *case, json.dumps(options["how"] | options["one"]))
@@ -135,8 +135,8 @@ def layer(degrees: dict, scheme: str, name: str, options: dict) -> dict:
 
 @cache
 def derived(degrees: str, how: str):
-    """(log-probabilities, counts of choices, gradients) of a decoder with a dense layer and two of experts, on packed and padded
-    rows, on a mesh (null: one device)."""
+    """(log-probabilities, counts of choices, gradients) of a decoder with a dense layer and two of experts, on packed
+    and padded rows, on a mesh (null: one device)."""
     config = families.read(configuration("DeepseekV3", **STANDARD["DeepseekV3"] | {"num_hidden_layers": 3}))
     tokens, cotangent = oracles.tokens(8, 12), np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
     segments, degrees = rows(8, 12)[2], json.loads(degrees)
@@ -155,8 +155,9 @@ def derived(degrees: str, how: str):
 
 
 def gradients(degrees: dict, how: dict) -> dict:
-    """`derived` on a mesh against one device that runs plainly, by the same rule of quantisation: the largest difference of a
-    log-probability, and of a gradient as a share of the largest number in it (at least a thousandth of the largest of all)."""
+    """`derived` on a mesh against one device that runs plainly, by the same rule of quantisation: the largest
+    difference of a log-probability, and of a gradient as a share of the largest number in it (at least a thousandth of
+    the largest of all)."""
     logp, counts, one = derived("null", json.dumps({"quantization": how.get("quantization")}))
     also, same, many = derived(json.dumps(degrees), json.dumps(how))
     largest = {path: float(np.abs(gradient).max()) for path, gradient in one.items()}
@@ -169,8 +170,8 @@ def gradients(degrees: dict, how: dict) -> dict:
 
 @cache
 def trained(degrees: str, changes: str, options: str):
-    """(weights, metrics, greedy completions, how many weights are stored in pieces) of a small model after two updates in
-    micro-batches, on a mesh (null: one device)."""
+    """(weights, metrics, greedy completions, how many weights are stored in pieces) of a small model after two updates
+    in micro-batches, on a mesh (null: one device)."""
     degrees, keys = json.loads(degrees), {"algorithm": "sft", "micro_batch": 4} | json.loads(options)
     keys["router"] = {"bias_rate": 0.05, "balance_coef": 0.3} | keys.get("router", {})
     runtime = replace(learners.QUICK, **json.loads(changes))
@@ -186,8 +187,8 @@ def trained(degrees: str, changes: str, options: str):
 
 
 def update(degrees: dict, scheme: str, options: dict) -> dict:
-    """`trained` on a mesh against one device: how many biases differ at all, the largest difference of a weight, of a metric, of a
-    log-probability, and whether completions are equal."""
+    """`trained` on a mesh against one device: how many biases differ at all, the largest difference of a weight, of a
+    metric, of a log-probability, and whether completions are equal."""
     how, options = options.get("how", {}), {name: value for name, value in options.items() if name != "how"}
     one, logged, texts, _ = trained("null", "{}", json.dumps(options))
     many, also, same, cut = trained(
@@ -208,8 +209,9 @@ def update(degrees: dict, scheme: str, options: dict) -> dict:
 
 
 def rounded_gradients(degrees: dict, rows: int) -> dict:
-    """The gradient of the sums that `hand_back` returns, in few bits: the largest difference of a number from the exact one, as a
-    share of it, and how many differ at all. Row i is 10^-i times as large as the first, so no row can do with another's scale."""
+    """The gradient of the sums that `hand_back` returns, in few bits: the largest difference of a number from the exact
+    one, as a share of it, and how many differ at all. Row i is 10^-i times as large as the first, so no row can do with
+    another's scale."""
     mesh = layout(degrees)
     runtime = Runtime(expert_parallel="gather", expert_gradients="float8_e5m2", layout=mesh.for_experts("gather"))
     cut = expert_shards.ExpertShards(MIXTURES["groups"], runtime, (rows, 1, E))

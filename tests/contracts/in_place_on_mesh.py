@@ -1,5 +1,5 @@
-"""Run by test_in_place_on_a_mesh.py where eight devices are forced: prints, as JSON, what a trainer and its generator do with the
-arrays of a run, and whether a checkpoint of theirs comes back on other meshes."""
+"""Run by test_in_place_on_a_mesh.py where eight devices are forced: prints, as JSON, what a trainer and its generator
+do with the arrays of a run, and whether a checkpoint of theirs comes back on other meshes."""
 
 import json
 import sys
@@ -41,7 +41,8 @@ def on_a_device(tree) -> int:
 
 
 def trained(mode: str):
-    """(trainer, state, model) after an update of policy and critic; moments are cut over copies of the weights too. `mode` is
+    """(trainer, state, model) after an update of policy and critic; moments are cut over copies of the weights too.
+    `mode` is
     auto, or explicit: with shardings in the types."""
     model = learners.dense(mesh=layout(DEGREES, moments_over_data=True, explicit=mode == "explicit"))
     trainer, state = learners.begin(model, learners.stage("ppo"), fresh=True)
@@ -61,8 +62,9 @@ def completed(generator) -> list:
 
 
 def read(model) -> tuple[dict, list]:
-    """(findings, completions). What programs of a generator are given as weights: whether they are the arrays of the model, with
-    the same buffers, sharded as the program was compiled for; and how many bytes these programs write in place."""
+    """(findings, completions). What programs of a generator are given as weights: whether they are the arrays of the
+    model, with the same buffers, sharded as the program was compiled for; and how many bytes these programs write in
+    place."""
     generator = Generator(model, max_length=32, slots=4)
     completed(generator)  # compiles
     runner, given = generator.engine.runner, []
@@ -151,8 +153,8 @@ def quantised(model) -> dict:
 
 
 def copied(model) -> dict:
-    """Whether a copy of rows over a cut cache is right, and bytes of a device: what its program needs and writes in place, the
-    cache, and one row of it."""
+    """Whether a copy of rows over a cut cache is right, and bytes of a device: what its program needs and writes in
+    place, the cache, and one row of it."""
     generator = Generator(model, max_length=32, slots=16)
     programs = generator.engine.runner
     cache = programs.empty()

@@ -1,4 +1,5 @@
-"""Loads model directories on a mesh of eight CPU devices and compares them with one device: run by test_loading_on_a_mesh.py.
+"""Loads model directories on a mesh of eight CPU devices and compares them with one device: run by
+test_loading_on_a_mesh.py.
 
     python load_on_mesh.py DIRECTORY ...
 

@@ -121,7 +121,9 @@ def attention(degrees: dict, scheme: str, options: dict) -> dict:
 
 @cache
 def derived(kind: str, degrees: str, how: str):
-    """(log-probabilities and entropies, gradients by path) of a decoder on packed and padded rows, on a mesh (null: one device)."""
+    """(log-probabilities and entropies, gradients by path) of a decoder on packed and padded rows, on a mesh (null: one
+    device).
+    """
     degrees = json.loads(degrees)
     model = random_model(
         families.read(MODELS[kind]()), runtime=Runtime(**json.loads(how)), mesh=on_mesh(degrees) if degrees else None
@@ -134,7 +136,9 @@ def derived(kind: str, degrees: str, how: str):
 
 
 def scored(graph, params, rows, segments):
-    """(log-probabilities and entropies [2, B, T], the gradients of a sum of both in which each has a weight of its own)."""
+    """(log-probabilities and entropies [2, B, T], the gradients of a sum of both in which each has a weight of its
+    own).
+    """
     cotangent = np.random.default_rng(0).normal(size=(2, *rows.shape))
 
     def loss(params):
@@ -147,8 +151,8 @@ def scored(graph, params, rows, segments):
 
 
 def products(kind: str, degrees: dict, how: dict) -> dict:
-    """Of `scored`: how many products of matrices there are, by the type of the mesh's axes in the type of their result; and how
-    what is carried from layer to layer is cut."""
+    """Of `scored`: how many products of matrices there are, by the type of the mesh's axes in the type of their result;
+    and how what is carried from layer to layer is cut."""
     graph = random_model(families.read(MODELS[kind]()), runtime=Runtime(**how), mesh=on_mesh(degrees)).graph
     result, carried = {}, set()
 
@@ -167,8 +171,8 @@ def products(kind: str, degrees: dict, how: dict) -> dict:
 
 
 def largest_all_gather(kind: str, degrees: dict, how: dict) -> dict:
-    """Of `scored`, compiled: how many devices at most put an array together from their parts, of those no smaller than a quarter of
-    the residual stream."""
+    """Of `scored`, compiled: how many devices at most put an array together from their parts, of those no smaller than
+    a quarter of the residual stream."""
     graph = random_model(families.read(MODELS[kind]()), runtime=Runtime(**how), mesh=on_mesh(degrees)).graph
     run = jax.jit(partial(scored, graph), out_shardings=(None, {path: graph.sharding(path) for path in graph.shapes}))
     exchanged = Program(run.lower(graph.shapes, tokens(8, 13), packed(8, 13)).compile().as_text()).exchanged()
@@ -177,7 +181,8 @@ def largest_all_gather(kind: str, degrees: dict, how: dict) -> dict:
 
 
 def sent(kind: str, degrees: dict) -> dict:
-    """How many collectives of each kind a dense layer takes while one token of each of 16 rows is decoded over pages, under
+    """How many collectives of each kind a dense layer takes while one token of each of 16 rows is decoded over pages,
+    under
     stationary rules: what two layers more have more of."""
     rows, width, size, result = 16, 2, 4, []
     for layers in (2, 4):
@@ -208,8 +213,8 @@ def sent(kind: str, degrees: dict) -> dict:
 
 
 def decoder(kind: str, degrees: dict, how: dict) -> dict:
-    """`derived` on a mesh against one device: the largest difference of a log-probability or entropy, and of a gradient as a share
-    of the largest number in it (at least a thousandth of the largest of all)."""
+    """`derived` on a mesh against one device: the largest difference of a log-probability or entropy, and of a gradient
+    as a share of the largest number in it (at least a thousandth of the largest of all)."""
     expected, one = derived(kind, "null", "{}")
     result, many = derived(kind, json.dumps(degrees), json.dumps(how))
     largest = {path: float(np.abs(gradient).max()) for path, gradient in one.items()}
@@ -220,9 +225,9 @@ def decoder(kind: str, degrees: dict, how: dict) -> dict:
 
 
 def moments(degrees: dict, options: dict) -> dict:
-    """Two updates in micro-batches on a mesh that cuts the optimizer's state over `data`, against one device: the largest
-    difference of a weight and of a metric, bytes of moments that a device has as a share of all, and the ways in which the compiled
-    update exchanges matrices."""
+    """Two updates in micro-batches on a mesh that cuts the optimizer's state over `data`, against one device: the
+    largest difference of a weight and of a metric, bytes of moments that a device has as a share of all, and the ways
+    in which the compiled update exchanges matrices."""
     result = []
     for mesh in (None, on_mesh(degrees, moments_over_data=True)):
         model = learners.experts(**({} if mesh is None else {"mesh": mesh}))
@@ -242,8 +247,8 @@ def moments(degrees: dict, options: dict) -> dict:
 
 
 def completions(kind: str, degrees: dict, options: dict, how: dict | None = None) -> dict:
-    """Greedy completions on a mesh against one device: whether the tokens are equal, the largest difference of a log-probability,
-    and into how many parts the slots were cut. `how`: fields of the runtime on the mesh."""
+    """Greedy completions on a mesh against one device: whether the tokens are equal, the largest difference of a
+    log-probability, and into how many parts the slots were cut. `how`: fields of the runtime on the mesh."""
     config, result = families.read(MODELS[kind]()), []
     if options.get("rules") == "stationary":
         options = options | {"rules": STATIONARY_RULES}

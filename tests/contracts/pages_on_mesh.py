@@ -1,9 +1,9 @@
 """A paged cache on a mesh of four CPU devices, compared with one: run by test_pages_on_a_mesh.py.
 
-Rows, their pages, and heads are cut over the devices. The prompts come in two chunks, in another order than the rows, so that their
-pages lie with other devices; then all rows get two tokens, then one, and the last one row after row. The engine hook gets the
-tokens of all rows in the order of the prompts. Prints a JSON object: by case the largest difference of hidden states, and over how
-many devices the pools are cut.
+Rows, their pages, and heads are cut over the devices. The prompts come in two chunks, in another order than the rows,
+so that their pages lie with other devices; then all rows get two tokens, then one, and the last one row after row. The
+engine hook gets the tokens of all rows in the order of the prompts. Prints a JSON object: by case the largest
+difference of hidden states, and over how many devices the pools are cut.
 """
 
 import json

@@ -1,7 +1,8 @@
-"""Hyper-connections and an n-gram memory on a mesh of four CPU devices, compared with one: run by test_parts_on_a_mesh.py.
+"""Hyper-connections and an n-gram memory on a mesh of four CPU devices, compared with one: run by
+test_parts_on_a_mesh.py.
 
-Prints a JSON object: for each mesh the largest difference of log-probabilities and of gradients (over the largest gradient),
-whether the table is cut, and the kinds of memory that it lives in.
+Prints a JSON object: for each mesh the largest difference of log-probabilities and of gradients (over the largest
+gradient), whether the table is cut, and the kinds of memory that it lives in.
 """
 
 import json

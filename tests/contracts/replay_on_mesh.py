@@ -1,5 +1,5 @@
-"""Run by test_replay_on_a_mesh.py where four devices are forced: records and replays routes on one device and on meshes, and prints
-what differs as JSON."""
+"""Run by test_replay_on_a_mesh.py where four devices are forced: records and replays routes on one device and on
+meshes, and prints what differs as JSON."""
 
 import json
 import sys

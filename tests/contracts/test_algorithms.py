@@ -90,13 +90,13 @@ def test_micro_batches_of_pairs_add_up_and_padding_gets_no_gradient(name):
     "name", [name for name in ALGORITHMS if hasattr(rl.algorithms.get(name), "advantages") and name != "raft"]
 )
 def test_equal_and_absent_rewards_have_no_advantage(name):
-    """With a group of equal ones whose mean is rounded, a lone score and a gap. ReMax compares with one completion, which has the
-    reward of its group here; REINFORCE++ with the full batch, so its groups are taken one by one."""
+    """With a group of equal ones whose mean is rounded, a lone score and a gap. ReMax compares with one completion,
+    which has the reward of its group here; REINFORCE++ with the full batch, so its groups are taken one by one."""
     algorithm = rl.algorithms.get(name)
     rewards = np.array([[0.1, 0.1, 0.1], [np.nan, np.nan, 1.0], [0.0, np.nan, 1.0]])
     given = {"greedy": np.array([0.1, np.nan, 0.5])} if "greedy_reward" in algorithm.inputs else {}
     lengths = np.array([[1, 2, 2], [2, 2, 1], [2, 1, 1]])
-    groups = [range(3)] if "token_kl" not in algorithm.inputs else [[0], [1], [2]]
+    groups = [range(3)] if "completion_mask" not in algorithm.inputs else [[0], [1], [2]]
     result = np.concatenate([algorithm.advantages(rewards[rows], lengths[rows], **given) for rows in groups])
     assert result.shape[:2] == rewards.shape
     advantages = result[..., 0] if result.ndim == 3 else result

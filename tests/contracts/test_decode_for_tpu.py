@@ -1,5 +1,5 @@
-"""Decoding over a paged cache compiles for TPU as it is meant to run: kernels read the pages where they lie, weights are read once,
-and nothing the size of a layer's cache is made."""
+"""Decoding over a paged cache compiles for TPU as it is meant to run: kernels read the pages where they lie, weights
+are read once, and nothing the size of a layer's cache is made."""
 
 import importlib.util
 import json

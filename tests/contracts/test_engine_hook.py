@@ -1,5 +1,5 @@
-"""The engine hook gives the bits of the generator for rows that decode: tokens, log-probabilities and caches of the generator's own
-decode program, and the logits of its decoding step. s rows, M pages of a row."""
+"""The engine hook gives the bits of the generator for rows that decode: tokens, log-probabilities and caches of the
+generator's own decode program, and the logits of its decoding step. s rows, M pages of a row."""
 
 import dataclasses
 import functools
@@ -34,7 +34,10 @@ def decoding(name):
     model = random_model(families.read(short(kind)), seed=3)
     options = GeneratorOptions(cache="paged", page_size=SIZE, tokens_per_dispatch=STEPS, kv_cache=quantization)
     functions, rng = DecoderPrograms(model.graph, options, SLOTS, LENGTH), np.random.default_rng(0)
-    fill = lambda a: jnp.asarray(rng.uniform(-2, 2, a.shape) * (50 if a.dtype == jnp.int8 else 1), a.dtype)  # noqa: E731
+
+    def fill(a):
+        return jnp.asarray(rng.uniform(-2, 2, a.shape) * (50 if a.dtype == jnp.int8 else 1), a.dtype)
+
     cache = jax.tree.map(fill, jax.eval_shape(lambda: functions.empty(Pages(NUMBER, SIZE))))
     table = (1 + rng.permutation(NUMBER - 1))[: SLOTS * LENGTH // SIZE].reshape(SLOTS, -1).astype(np.int32)
     text, sampling = tokens(SLOTS, 16, seed=2), SamplingParams(max_new_tokens=STEPS, temperature=0.8, top_k=40)

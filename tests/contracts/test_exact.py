@@ -1,4 +1,6 @@
-"""`exact: true`: no option of the generator changes a token, and log-probabilities are those of `model.logprobs` bit for bit."""
+"""`exact: true`: no option of the generator changes a token, and log-probabilities are those of `model.logprobs` bit
+for bit.
+"""
 
 import dataclasses
 import functools
@@ -159,7 +161,9 @@ def bad_drafts(monkeypatch):
 
 @pytest.mark.slow
 def test_wrong_drafts_change_nothing(bad_drafts):
-    """Whatever the decoder makes, greedy or sampled, and also where a wrong token ends a completion or runs past its end."""
+    """Whatever the decoder makes, greedy or sampled, and also where a wrong token ends a completion or runs past its
+    end.
+    """
     generator = generator_of("Llama", **ALONE)
     for params in (PLAIN, FILTERED):
         before, expected = generator.counts, baseline("Llama", params)

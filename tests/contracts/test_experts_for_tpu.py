@@ -1,4 +1,6 @@
-"""The schemes of expert parallelism compile for TPU, with the collectives that they are named after and no others of that size."""
+"""The schemes of expert parallelism compile for TPU, with the collectives that they are named after and no others of
+that size.
+"""
 
 import importlib.util
 import json
@@ -29,7 +31,9 @@ def compiled(scheme: str, degrees: dict, topology: str = "v5p:2x2x1") -> dict[st
 
 
 def test_rows_travel_by_ragged_all_to_all():
-    """There and back, and both again for the gradient; the counts of all devices are the only other thing that travels."""
+    """There and back, and both again for the gradient; the counts of all devices are the only other thing that
+    travels.
+    """
     result = compiled("all_to_all", {"expert": 4})
     assert result["ragged-all-to-all"] == 4
     assert not result.keys() & {"all-gather", "reduce-scatter", "all-to-all"}
@@ -55,8 +59,8 @@ def test_products_are_those_of_kernels(topology, kernels):
 
 
 def overlapped(*arguments: str) -> set[tuple[str, str]]:
-    """(kind of collective, micro-batch) of those between whose start and end stands a grouped product of another micro-batch. The
-    two, if there are two, are called 0 and 1 in the order of their first gathers."""
+    """(kind of collective, micro-batch) of those between whose start and end stands a grouped product of another
+    micro-batch. The two, if there are two, are called 0 and 1 in the order of their first gathers."""
     moves = printed("compile_batch_split_for_tpu.py", *arguments)
     names = {batch: str(i) for i, batch in enumerate(dict.fromkeys(batch for _, batch, _ in moves if batch))}
     assert {kind for kind, *_ in moves} == {"all-gather", "reduce-scatter"}

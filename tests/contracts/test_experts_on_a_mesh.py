@@ -1,4 +1,6 @@
-"""Mixtures of experts compute on a mesh what they compute on one device: values, gradients, selection biases, completions."""
+"""Mixtures of experts compute on a mesh what they compute on one device: values, gradients, selection biases,
+completions.
+"""
 
 import itertools
 import json
@@ -41,9 +43,9 @@ def check_layers(number: int, cases: list) -> None:
 
 @pytest.mark.slow
 def test_every_scheme_computes_what_one_device_does_unless_its_buffer_is_full():
-    """Groups, a shared expert and a selection bias; biases and clamps with all tokens on two experts of one device, whose buffer is
-    then too small; weighed inputs. A device has 8 rows of 6 tokens for four devices, 2 choices each: 24 choices. With room for 16
-    rows of float32 it works through its tokens one or two at a time."""
+    """Groups, a shared expert and a selection bias; biases and clamps with all tokens on two experts of one device,
+    whose buffer is then too small; weighed inputs. A device has 8 rows of 6 tokens for four devices, 2 choices each: 24
+    choices. With room for 16 rows of float32 it works through its tokens one or two at a time."""
     little = {"room": 16 * 64}
     full = {"how": {"ragged_buffer_factor": 1.0}, **SKEWED}
     rounded, *result, dropping = on_devices(
@@ -67,8 +69,9 @@ def test_every_scheme_computes_what_one_device_does_unless_its_buffer_is_full():
 
 @pytest.mark.slow
 def test_the_usual_room_is_taken_where_it_is_enough_and_drops_nothing_where_it_is_not():
-    """Four devices with 12 tokens each: of 2 choices a device has 24 rows in the mean, room for 48, and 96 at most, which it needs
-    where all tokens choose its two experts. Also a part of the tokens at a time, and with a token for each device: decoding."""
+    """Four devices with 12 tokens each: of 2 choices a device has 24 rows in the mean, room for 48, and 96 at most,
+    which it needs where all tokens choose its two experts. Also a part of the tokens at a time, and with a token for
+    each device: decoding."""
     only, small, little = {"usual": "only"}, {"usual": "small", **SKEWED}, {"room": 32 * 64}
     cases = [
         ["layer", {"expert": 4}, "gather", "biases", only],
@@ -102,7 +105,9 @@ def test_few_tokens_go_through_every_expert_of_a_device():
 
 @pytest.mark.slow
 def test_groups_of_devices_take_the_usual_room_each_by_itself():
-    """Of two groups of four devices the first has tokens that are all the same, and so needs all room for one expert."""
+    """Of two groups of four devices the first has tokens that are all the same, and so needs all room for one
+    expert.
+    """
     mixed = {"shape": [8, 6, 4]}
     cases = [["layer", {"fsdp": 2, "expert": 4}, scheme, "input", mixed] for scheme in ("gather", "all_to_all")]
     for case in cases:
@@ -111,8 +116,8 @@ def test_groups_of_devices_take_the_usual_room_each_by_itself():
         assert half["finite"] == 0.5, (case, half)
 
 
-# Each scheme on each mesh has one of the mixtures, in turns. bfloat16 has 8 bits, and a gradient sums numbers that were rounded one
-# by one.
+# Each scheme on each mesh has one of the mixtures, in turns. bfloat16 has 8 bits, and a gradient sums numbers that were
+# rounded one by one.
 ROUNDED = {"how": {"dtype": "bfloat16"}, "tolerance": 0.03}
 MIXTURES = itertools.cycle(
     [
@@ -153,7 +158,9 @@ SPLIT = {"batch_split": True}
 @pytest.mark.slow
 @pytest.mark.parametrize("number", MESHES)
 def test_updates_in_micro_batches_move_biases_exactly_as_on_one_device_and_completions_are_equal(number):
-    """In the batch-split schedule too, for which a micro-batch of 4 rows is one row for each of two devices and halves."""
+    """In the batch-split schedule too, for which a micro-batch of 4 rows is one row for each of two devices and
+    halves.
+    """
     pairs = zip(itertools.cycle(MESHES[number]), SCHEMES, strict=False)
     balance = {"router": {"balance": "batch"}}
     cases = [["update", mesh, scheme, balance] for mesh, scheme in pairs]
@@ -169,8 +176,9 @@ def test_updates_in_micro_batches_move_biases_exactly_as_on_one_device_and_compl
 
 @pytest.mark.slow
 def test_the_batch_split_schedule_computes_what_plain_layers_do():
-    """Packed and padded rows, group-limited routing, a shared expert, layers scanned under remat. By a rule of quantisation, a
-    gradient of a weight is a product over tokens of which each half rounds its own by its own scale (e5m2: 2 bits)."""
+    """Packed and padded rows, group-limited routing, a shared expert, layers scanned under remat. By a rule of
+    quantisation, a gradient of a weight is a product over tokens of which each half rounds its own by its own scale
+    (e5m2: 2 bits)."""
     ways = [{}, {"expert_parallel": "hidden"}, {"scan": False, "remat": "none"}, {"remat": "minimal"}]
     cases = [["gradients", mesh, SPLIT | how] for how, mesh in zip(ways, itertools.cycle(MESHES[4]), strict=False)]
     cases.append(["gradients", {"fsdp": 2, "expert": 2}, SPLIT | {"quantization": "fp8_full"}])

@@ -179,7 +179,9 @@ def test_logits_are_causal_and_padding_is_not_seen(model):
 
 @of_representative_kinds
 def test_packed_and_padded_documents_equal_the_documents_alone(model, kind):
-    """One batch: three documents packed (padding last, padding first), and each alone, padded on the right and on the left."""
+    """One batch: three documents packed (padding last, padding first), and each alone, padded on the right and on the
+    left.
+    """
     width, lengths = WIDTH, (9, 1, 14)
     documents = [tokens(1, n, seed=n)[0] for n in lengths]
     rows, segments = np.zeros((ROWS, width), int), np.zeros((ROWS, width), int)

@@ -1,5 +1,5 @@
-"""Training and the first prefill of a prompt compile for TPU with attention kernels, and no program holds a row's scores or the
-logits of all its tokens."""
+"""Training and the first prefill of a prompt compile for TPU with attention kernels, and no program holds a row's
+scores or the logits of all its tokens."""
 
 import importlib.util
 import json

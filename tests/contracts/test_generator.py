@@ -66,8 +66,8 @@ def rows_of(out, prompts=PROMPTS):
 
 
 def margins(model, tokens, segments):
-    """float[N, WIDTH]: by how little the choice of an expert, of a group or of the keys of sparse attention was made at a token,
-    least over the layers."""
+    """float[N, WIDTH]: by how little the choice of an expert, of a group or of the keys of sparse attention was made at
+    a token, least over the layers."""
     import jax
     import jax.numpy as jnp
 
@@ -116,7 +116,9 @@ def tolerance_of(name):
 
 
 def assert_logprobs_equal(name, out, temperature):
-    """Where rounding can change the choice of an expert (a margin below 1e-5), that token and what follows are left out."""
+    """Where rounding can change the choice of an expert (a margin below 1e-5), that token and what follows are left
+    out.
+    """
     model, tolerance = model_of(name), tolerance_of(name)
     tokens, segments, written = rows_of(out)
     expected = np.asarray(model.logprobs(tokens, segments=segments, temperature=temperature)[0])[written]

@@ -32,8 +32,8 @@ def in_mode(mode: str, degrees: dict) -> dict:
 
 
 def check(*cases: list, devices: int = 8) -> None:
-    """Attention, entropies and log-probabilities within 2e-5, gradients within 2e-5 of their largest number: sums over devices
-    round otherwise, and each layer makes more of it."""
+    """Attention, entropies and log-probabilities within 2e-5, gradients within 2e-5 of their largest number: sums over
+    devices round otherwise, and each layer makes more of it."""
     for case, result in zip(cases, run(*cases, devices=devices), strict=True):
         if case[0] == "attention":
             assert result["difference"] < 2e-5, (case, result)
@@ -47,7 +47,9 @@ def check(*cases: list, devices: int = 8) -> None:
 
 @pytest.mark.slow
 def test_sequences_that_are_cut():
-    """Packed and padded rows; grouped heads, also where the axis tensor cuts queries only; 13 tokens, which 4 does not divide."""
+    """Packed and padded rows; grouped heads, also where the axis tensor cuts queries only; 13 tokens, which 4 does not
+    divide.
+    """
     few = {"window": 5, "softcap": 2.0, "sinks": True, "queries": 4}
     cases = [
         ["attention", {"fsdp": 2, "context": 4}, "all_gather", few],
@@ -76,7 +78,9 @@ def test_explicit_shardings():
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_copies_of_weights_put_nothing_together(mode):
-    """Along `data`, which slices may be joined by, gradients are summed; no device asks the other four for their tokens."""
+    """Along `data`, which slices may be joined by, gradients are summed; no device asks the other four for their
+    tokens.
+    """
     assert run(["largest_all_gather", "dense", in_mode(mode, {"data": 2, "fsdp": 4}), {}]) == [{"devices": 4}]
 
 

@@ -1,4 +1,6 @@
-"""Speculative decoding writes what plain decoding writes, whatever the cache: tokens, log-probabilities, ends. S slots."""
+"""Speculative decoding writes what plain decoding writes, whatever the cache: tokens, log-probabilities, ends. S
+slots.
+"""
 
 import functools
 
@@ -122,8 +124,8 @@ def test_what_cannot_draft_is_refused():
         GeneratorOptions(speculative=-1)
 
 
-# A decoder and a module that look at the last token only: the decoder draws the next one by row x of P, the module by row
-# WRONG[x], which is another row for most tokens.
+# A decoder and a module that look at the last token only: the decoder draws the next one by row x of P, the module by
+# row WRONG[x], which is another row for most tokens.
 P = np.array([[0.5, 0.2, 0.2, 0.1], [0.1, 0.1, 0.7, 0.1], [0.05, 0.45, 0.05, 0.45], [0.25, 0.25, 0.25, 0.25]])
 WRONG = np.array([2, 3, 0, 3])
 
@@ -164,8 +166,8 @@ def chain_generator():
 
 @pytest.mark.slow
 def test_drawn_tokens_have_the_distribution_of_the_decoder():
-    """Three tokens after a prompt, 64 outcomes whose probabilities are products of P, with a module that is mostly wrong. Rules
-    that accept too much, or draw again after a rejection, are off by hundreds."""
+    """Three tokens after a prompt, 64 outcomes whose probabilities are products of P, with a module that is mostly
+    wrong. Rules that accept too much, or draw again after a rejection, are off by hundreds."""
     samples, start = 6000, 1
     (made,) = chain_generator().generate([[0, start]], SamplingParams(n=samples, max_new_tokens=3))
     expected = np.einsum("a,ab,bc->abc", P[start], P, P) * samples
@@ -191,6 +193,8 @@ def test_drafts_are_accepted_as_often_as_the_documented_coupling_says():
 
 
 def test_rows_that_draft_are_used_as_far_as_they_are_filled():
-    """The state that the modules read is of fixed size, also in a model whose own cache has entries by position only."""
+    """The state that the modules read is of fixed size, also in a model whose own cache has entries by position
+    only.
+    """
     assert not generator_of("llama", 1).engine.runner.geometry.supports_truncation
     assert generator_of("llama", 0).engine.runner.geometry.supports_truncation

@@ -1,5 +1,6 @@
-"""An update of a model with a table in host memory, compiled for four chips of a TPU v5p, has nothing as large as the table in the
-memory of a chip. On its own this file prints, as JSON, the bytes of one chip's share of the table and of its temporary arrays."""
+"""An update of a model with a table in host memory, compiled for four chips of a TPU v5p, has nothing as large as the
+table in the memory of a chip. On its own this file prints, as JSON, the bytes of one chip's share of the table and of
+its temporary arrays."""
 
 import importlib.util
 import json

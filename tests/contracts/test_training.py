@@ -1,4 +1,6 @@
-"""Every family learns: one GRPO step under scan with remat moves every weight, and the layers may be unrolled instead."""
+"""Every family learns: one GRPO step under scan with remat moves every weight, and the layers may be unrolled
+instead.
+"""
 
 import dataclasses
 
@@ -13,7 +15,8 @@ from policy import families
 from policy.config import Runtime
 from policy.modes import make_step
 
-# Weights without a gradient, by the end of their path: moved by a rule of their own; choosing keys has no derivative; constants.
+# Weights without a gradient, by the end of their path: moved by a rule of their own; choosing keys has no derivative;
+# constants.
 WITHOUT_GRADIENT = (
     "router.correction_bias",
     "mixer.indexer.wq_b",

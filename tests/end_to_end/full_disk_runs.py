@@ -1,6 +1,8 @@
-"""Runs on a disk with room for a share of what they write: `python full_disk_runs.py DIRECTORY SHARE ...`, each in percent.
+"""Runs on a disk with room for a share of what they write: `python full_disk_runs.py DIRECTORY SHARE ...`, each in
+percent.
 
-Every run ends with exit code 0 or 5 and goes on, once there is room, to the numbers of the run that had room. Prints the codes.
+Every run ends with exit code 0 or 5 and goes on, once there is room, to the numbers of the run that had room. Prints
+the codes.
 """
 
 import contextlib

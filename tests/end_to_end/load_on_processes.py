@@ -1,5 +1,5 @@
-"""Loads a directory on a mesh over several processes, and a checkpoint of the same weights; prints what this one has read of the
-files, in bytes, and what it holds.
+"""Loads a directory on a mesh over several processes, and a checkpoint of the same weights; prints what this one has
+read of the files, in bytes, and what it holds.
 
 Arguments: directory, number of processes, number of this one, coordinator."""
 

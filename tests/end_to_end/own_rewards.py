@@ -10,7 +10,9 @@ def digits(prompts, completions):
 
 
 def counted(prompts, completions):
-    """As `digits`; every completion leaves a line in the file that the environment names: the process that asks for its score."""
+    """As `digits`; every completion leaves a line in the file that the environment names: the process that asks for its
+    score.
+    """
     with open(os.environ["COUNTED"], "a") as file:
         file.write(f"{os.getppid()}\n" * len(completions))
     return digits(prompts, completions)

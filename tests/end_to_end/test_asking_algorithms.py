@@ -1,4 +1,5 @@
-"""Algorithms that need more than rewards: other groups, greedy completions, penalties in the rewards, adaptive coefficients.
+"""Algorithms that need more than rewards: other groups, greedy completions, penalties in the rewards, adaptive
+coefficients.
 Dynamic sampling: the groups that it carries over survive a kill."""
 
 import json

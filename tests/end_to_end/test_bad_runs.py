@@ -1,4 +1,6 @@
-"""Runs that cannot work: text, the documented exit code, and nothing built before. And rewards that go wrong in a real run."""
+"""Runs that cannot work: text, the documented exit code, and nothing built before. And rewards that go wrong in a real
+run.
+"""
 
 import json
 

@@ -32,6 +32,8 @@ def test_every_illness_but_one_at_most_is_named(tmp_path):
         "truncated": "clipped completions",
         "template_between": "wrong template",
         "stale": "stale groups",
+        "filtered": "groups dropped",
+        "held": "KL penalty too high",
     }
     missed = [
         name for name, each in ill.items() if each not in {f.illness for f in findings(make.make(name, tmp_path))}

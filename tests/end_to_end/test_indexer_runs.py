@@ -8,12 +8,13 @@ from rl.reporting import events
 
 FILE = """
 model:
-  overrides: {architectures: [DeepseekV32ForCausalLM], model_type: deepseek_v32, index_topk: 4, index_n_heads: 8, index_head_dim: 8,
-    initializer_range: 0.3}
+  overrides: {architectures: [DeepseekV32ForCausalLM], model_type: deepseek_v32, index_topk: 4, index_n_heads: 8,
+    index_head_dim: 8, initializer_range: 0.3}
 data: {options: {problems: 10000}}  # the model memorises few, and the indexers' losses stay informative
 evaluation: null
 stages:
-  - {algorithm: sft, steps: 16, prompts_per_step: 16, optimizer: {learning_rate: 2e-2}, indexer: {training: dense_warmup}}
+  - {algorithm: sft, steps: 16, prompts_per_step: 16, optimizer: {learning_rate: 2e-2},
+    indexer: {training: dense_warmup}}
   - {algorithm: sft, steps: 12, prompts_per_step: 16, optimizer: {learning_rate: 5e-3}, indexer: {training: sparse}}
 """
 GRPO = (

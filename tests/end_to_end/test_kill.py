@@ -14,7 +14,9 @@ from rl.reporting import events
 
 
 def killed(directory, moment, delay: float = 0.0) -> bool:
-    """Starts or continues a run and kills it, workers and all, when `moment()` holds. False if it was finished before."""
+    """Starts or continues a run and kills it, workers and all, when `moment()` holds. False if it was finished
+    before.
+    """
     running = launch.process(*launch.arguments(directory), stdout=None, stderr=None)
     try:
         while not moment() and running.poll() is None:

@@ -85,7 +85,7 @@ def test_every_metric_of_a_run_is_documented(uninterrupted):
 def test_tokens_per_second_are_those_of_the_samples(uninterrupted):
     """On one device. A prompt has a token for each character."""
     samples = launch.trained(uninterrupted)
-    rows = [row for row in events.read(uninterrupted / events.EVENTS) if row["step"] and row["stage"] != "sft"]
+    rows = [row for row in events.read(uninterrupted / "events.jsonl") if row["step"] and row["stage"] != "sft"]
     assert len(rows) == 4
     for row in rows:
         metrics, mine = row["metrics"], [s for s in samples if (s["stage"], s["step"]) == (row["stage"], row["step"])]

@@ -34,7 +34,8 @@ from rollout.types import GeneratorOptions
 pytestmark = pytest.mark.xdist_group("plan")
 MESH = ("mesh.fsdp=2", "mesh.tensor=2")
 ONE = (
-    "model={source: qwen3-0.6b, overrides: {vocab_size: 32, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 8}}",
+    "model={source: qwen3-0.6b, overrides: {vocab_size: 32, num_attention_heads: 4, num_key_value_heads: 2, head_dim: "
+    "8}}",
     "stages=[{algorithm: sft, steps: 1, prompts_per_step: 8, micro_batch: 8, sampling: {max_new_tokens: 6}}]",
 )
 
@@ -102,7 +103,9 @@ def test_the_program_that_lays_weights_out_is_planned_and_its_copy_counted(plan)
 
 @pytest.mark.slow
 def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
-    """Of an update on one device: weights, moments and what it reads of the batch; the first two are written in place."""
+    """Of an update on one device: weights, moments and what it reads of the batch; the first two are written in
+    place.
+    """
     result = plan("cpu:1")[1]["sft: update"]
     file, *more = launch.arguments(tmp_path / "run", *launch.LIGHT)
     config = load([file], more)
@@ -166,7 +169,8 @@ CHECKS = {f"grpo: {kind}" for kind in exact.CHECKS}
 
 def asking(directory):
     """(overrides, source) of a run with exact completions that asks a reward model, whose directory is written."""
-    sizes = "hidden_size: 32, intermediate_size: 32, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, vocab_size: 32"
+    sizes = "hidden_size: 32, intermediate_size: 32, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16"
+    sizes += ", vocab_size: 32"
     model = f"model={{source: qwen3-0.6b, overrides: {{num_hidden_layers: 1, {sizes}}}}}"
     config = load([launch.SMALL], [model])
     source, graph = str(directory / "reward_model"), build.graph(config, build.on_mesh(config, jax.devices()[:1]))

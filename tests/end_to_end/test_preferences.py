@@ -109,7 +109,9 @@ def test_a_reward_model_is_planned_as_the_stage_leaves_it(finished):
 
 
 def test_a_run_that_is_cut_off_in_it_goes_on_to_the_same_bits(finished, tmp_path):
-    """Between the last checkpoint of the stage and the file of its reward model: that, and all that follows, are made again."""
+    """Between the last checkpoint of the stage and the file of its reward model: that, and all that follows, are made
+    again.
+    """
     run = tmp_path / "again"
     shutil.copytree(finished / "run", run)
     shutil.rmtree(run / "export")

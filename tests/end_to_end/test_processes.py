@@ -1,4 +1,6 @@
-"""One run over several processes of this machine: the numbers of one process with as many devices, and what a death leaves."""
+"""One run over several processes of this machine: the numbers of one process with as many devices, and what a death
+leaves.
+"""
 
 import json
 import os
@@ -18,7 +20,8 @@ import policy
 from rl.errors import ProcessLost
 from rl.reporting import events
 
-# Sums of gradients are added up in another order; an eps of 1e-8 would make a step of the learning rate of the difference.
+# Sums of gradients are added up in another order; an eps of 1e-8 would make a step of the learning rate of the
+# difference.
 LEARN = {"optimizer": {"learning_rate": 1e-3, "eps": 1e-4}, "sampling": {"max_new_tokens": 6}}
 SFT = {"algorithm": "sft", "prompts_per_step": 8, "steps": 2, **LEARN}
 GRPO = {

@@ -17,7 +17,7 @@ import policy
 import rl.stages
 from policy import families
 from rl.data.tasks import arithmetic
-from rl.reporting import events, manifest, samples
+from rl.reporting import events, run_files, samples
 from rl.reporting.timeline import CHECKPOINTS, FILE, RUN, WORKERS
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
@@ -175,7 +175,7 @@ def test_the_export_holds_the_last_weights_and_the_tokenizer(uninterrupted, tmp_
 
 
 def test_run_json_holds_every_attempt(uninterrupted):
-    (attempt,) = manifest.read(uninterrupted)
+    (attempt,) = run_files.attempt_entries(uninterrupted, [])
     assert attempt["exit_code"] == 0 and attempt["weights"] == "random" and attempt["start"] < attempt["end"]
     assert attempt["versions"]["jax"] == jax.__version__ and attempt["devices"]["count"] == 1
     assert attempt["command"][1:] == [str(each) for each in launch.arguments(uninterrupted)]
@@ -234,7 +234,7 @@ def test_a_finished_run_with_more_steps_is_the_longer_run(uninterrupted, tmp_pat
 
     assert trained(one) == trained(other)
     assert launch.weights(uninterrupted) == (extended / "export-grpo-2-1" / "model.safetensors").read_bytes()
-    assert [attempt["exit_code"] for attempt in manifest.read(extended)] == [0, 0]
+    assert [attempt.code for attempt in run_files.attempts(extended, [])] == [0, 0]
 
 
 def test_a_run_whose_schedule_depends_on_its_steps_is_not_extended(tmp_path, capsys):
@@ -467,8 +467,8 @@ def test_a_run_with_a_critic_that_warms_up(tmp_path):
 
 @pytest.mark.slow
 def test_a_critic_on_the_states_of_the_policy_takes_its_values_from_the_generator(tmp_path, monkeypatch):
-    """No pass for values is made, but for one that the end of a completion which was cut off needs; the numbers are those of a run
-    that makes it every step."""
+    """No pass for values is made, but for one that the end of a completion which was cut off needs; the numbers are
+    those of a run that makes it every step."""
     algorithm = {
         "name": "ppo",
         "critic_trunk": "policy",

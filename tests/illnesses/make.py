@@ -1,7 +1,9 @@
-"""Makes small runs that are ill in a known way, and healthy ones: `python tests/illnesses/make.py DIRECTORY [NAME ...]`.
+"""Makes small runs that are ill in a known way, and healthy ones: `python tests/illnesses/make.py DIRECTORY [NAME
+...]`.
 
-Every run is a real one: a configuration of the quickstart's model on sums, seconds long. Most start from the weights of a
-short SFT, which is made first. `--fixtures FOLDER` keeps what `rl explain` reads of each run, shortened, for the tests.
+Every run is a real one: a configuration of the quickstart's model on sums, seconds long. Most start from the weights of
+a short SFT, which is made first. `--fixtures FOLDER` keeps what `rl explain` reads of each run, shortened, for the
+tests.
 """
 
 import argparse
@@ -65,6 +67,7 @@ def rate(value: float) -> dict:
     return {"learning_rate": value, "warmup_steps": 2}
 
 
+ONE = "{path: tests/illnesses/one_row.jsonl}"
 LONG = ["max_length=48", "generator.tokens_per_dispatch=8"]
 CHAT = {"task": "arithmetic", "options": {"operations": ["+"], "max_operand": 99, "style": "reversed"}, "chat": True}
 DIALOGUE = f"data={SUMS[:-1]}, chat: true}}"
@@ -83,6 +86,11 @@ RUNS: dict[str, list[str]] = {
     "learning_rate_sft": [sft(optimizer=rate(3e-1))],
     "learning_rate_updates": ["MODEL", grpo(optimizer=rate(3e-2), updates_per_step=4)],
     "equal_rewards": ["MODEL", reward("constant"), grpo()],
+    "filtered": ["MODEL", reward("constant"), grpo(algorithm={"name": "dapo", "dynamic_batches": 2}, steps=8)],
+    "frozen": ["MODEL", grpo(optimizer=rate(1e-10), steps=12)],
+    "frozen_sft": [sft(optimizer=rate(1e-8))],
+    "held": ["MODEL", grpo(algorithm={"name": "grpo", "kl_coef": 100.0}, updates_per_step=2)],
+    "repeated": ["MODEL", f"data={ONE}", grpo(prompts_per_step=8, steps=12)],
     "length": ["MODEL", *LONG, reward("pays_for_length"), grpo(sampling={"max_new_tokens": 40}, steps=30)],
     "entropy": ["MODEL", reward("pays_for_ones"), grpo(steps=30)],
     "kl": ["MODEL", reward("pays_for_ones"), grpo(algorithm={"name": "grpo", "kl_coef": 1e-4}, optimizer=rate(3e-3))],

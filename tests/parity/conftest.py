@@ -1,4 +1,6 @@
-"""One pair of models for each kind of decoder, shared by the tests of logits, saved files, rows and log-probabilities."""
+"""One pair of models for each kind of decoder, shared by the tests of logits, saved files, rows and
+log-probabilities.
+"""
 
 import copy
 import functools
@@ -14,8 +16,8 @@ ROW = tokens(2, 70)  # what tests of a pair give to its models: one shape, so on
 
 @dataclass(frozen=True)
 class Pair:
-    """A model of transformers with what it says of ROW, float32[2, 70, V], the directory that it was saved to, and ours that was
-    read from there."""
+    """A model of transformers with what it says of ROW, float32[2, 70, V], the directory that it was saved to, and ours
+    that was read from there."""
 
     theirs: object
     expected: object

@@ -11,7 +11,9 @@ from rl.training.auxiliary_losses import Totals, batch_balance  # noqa: E402
 
 @pytest.mark.parametrize(("X", "k"), [(8, 2), (5, 3)])
 def test_the_balance_of_a_batch_is_that_of_mixtral_over_k(X, k):
-    """transformers pools layers and counts f_e so that it sums to k; here each layer is a term of its own and f_e sums to X."""
+    """transformers pools layers and counts f_e so that it sums to k; here each layer is a term of its own and f_e sums
+    to X.
+    """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     from policy.experts.router import routing_statistics

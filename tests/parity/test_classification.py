@@ -1,4 +1,6 @@
-"""A reward model of any family is, in its directory, the sequence classification model that transformers makes of it."""
+"""A reward model of any family is, in its directory, the sequence classification model that transformers makes of
+it.
+"""
 
 import jax
 import numpy as np

@@ -1,5 +1,5 @@
-"""Engram against a port of the released demo (deepseek-ai/Engram, engram_demo_v1.py): hashes in numpy, bit by bit, and the rest
-in torch."""
+"""Engram against a port of the released demo (deepseek-ai/Engram, engram_demo_v1.py): hashes in numpy, bit by bit, and
+the rest in torch."""
 
 import math
 from dataclasses import replace

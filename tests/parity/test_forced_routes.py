@@ -1,4 +1,5 @@
-"""With routes given, log-probabilities, entropies and gradients are those of transformers whose routers are made to take the same.
+"""With routes given, log-probabilities, entropies and gradients are those of transformers whose routers are made to
+take the same.
 
 Only the choice of its routers is replaced: scores, weights and gradients stay its own.
 """

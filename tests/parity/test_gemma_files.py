@@ -1,4 +1,6 @@
-"""Gemma in the forms in which it is released: inside a multimodal model, and in the older spellings of its configuration."""
+"""Gemma in the forms in which it is released: inside a multimodal model, and in the older spellings of its
+configuration.
+"""
 
 import json
 
@@ -65,7 +67,9 @@ def test_the_text_model_of_a_multimodal_one_is_read_alone(kind, keys, tmp_path):
 
 
 def assert_same_logits(directory, row):
-    """Ours and theirs, which read the directory again after a change of its config.json, agree; returns their logits."""
+    """Ours and theirs, which read the directory again after a change of its config.json, agree; returns their
+    logits.
+    """
     kind = "Gemma4" if "gemma4" in (directory / "config.json").read_text() else "Gemma3"
     theirs = type(oracle(kind, **KINDS[kind].short)).from_pretrained(directory, attn_implementation="eager").eval()
     expected = reference_logits(theirs, row)

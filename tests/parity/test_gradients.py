@@ -1,6 +1,7 @@
 """Gradients of a loss of log-probabilities and entropies equal those of torch through transformers, weight by weight.
 
-Ours are saved as if they were weights and read by transformers, so that names, layouts and transposes are those of its memory.
+Ours are saved as if they were weights and read by transformers, so that names, layouts and transposes are those of its
+memory.
 """
 
 import numpy as np

@@ -11,7 +11,10 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 from oracles import configuration  # noqa: E402
 from transformers import DeepseekV4Config  # noqa: E402
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection, DeepseekV4HyperHead  # noqa: E402
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (  # noqa: E402
+    DeepseekV4HyperConnection,
+    DeepseekV4HyperHead,
+)
 
 from policy import families  # noqa: E402
 from policy.layers.hyper_connections import HyperConnection, Streams, sinkhorn  # noqa: E402

@@ -1,4 +1,6 @@
-"""The prediction modules against `transformers.modeling_layers.MtpModel`, weights read from files in the released layout."""
+"""The prediction modules against `transformers.modeling_layers.MtpModel`, weights read from files in the released
+layout.
+"""
 
 import functools
 

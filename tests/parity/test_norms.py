@@ -23,5 +23,6 @@ def test_the_final_norm_rounds_where_that_of_transformers_does(kind, tmp_path):
     with torch.no_grad():
         expected = norm(x).float().numpy()
     result = np.asarray(ours.graph.decoder(ours.params).norm(jnp.asarray(x.float().numpy(), jnp.bfloat16)), np.float32)
-    # A root that differs in its last bit moves a rounding now and then; another order of cast and weight moves a quarter of them.
+    # A root that differs in its last bit moves a rounding now and then; another order of cast and weight moves a
+    # quarter of them.
     assert (result != expected).mean() < 0.01

@@ -1,4 +1,6 @@
-"""Model directories in the forms in which they are released: quantised, in older spellings, inside a multimodal model."""
+"""Model directories in the forms in which they are released: quantised, in older spellings, inside a multimodal
+model.
+"""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Rotary frequencies and the attention factor equal those of transformers, at the sizes of released models: with the few
-frequencies of the tiny models many a rounding falls out the same."""
+"""Rotary frequencies and the attention factor equal those of transformers, at the sizes of released models: with the
+few frequencies of the tiny models many a rounding falls out the same."""
 
 import numpy as np
 import pytest

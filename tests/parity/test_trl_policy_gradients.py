@@ -1,4 +1,6 @@
-"""Advantages, loss and gradients of one step are those of TRL's own trainers, on the same model, completions and rewards."""
+"""Advantages, loss and gradients of one step are those of TRL's own trainers, on the same model, completions and
+rewards.
+"""
 
 import importlib.util
 
@@ -200,7 +202,7 @@ def ours(case, directories, given, out):
         reference = np.asarray(jax.jit(lambda params: logprobs(params, other)[0])(other.params))
         if "token_kl" in algorithm.inputs:
             extra = {"token_kl": (here - reference).reshape(P, GROUP, -1), "mask": mask.reshape(P, GROUP, -1)}
-    elif "token_kl" in algorithm.inputs:
+    elif "completion_mask" in algorithm.inputs:
         extra = {"mask": mask.reshape(P, GROUP, -1)}
     advantages = algorithm.advantages(
         rewards if "weights" in extra else rewards[..., 0], mask.sum(1).reshape(P, GROUP), **extra

@@ -2,7 +2,9 @@ from tiny import BASE, LLAMA3, Kind
 
 
 def oracle_class():
-    """StableLM with root-mean-square norms, and the tables and the ungated feed-forward that a configuration may ask for."""
+    """StableLM with root-mean-square norms, and the tables and the ungated feed-forward that a configuration may ask
+    for.
+    """
     import torch
     from transformers import StableLmForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRMSNorm

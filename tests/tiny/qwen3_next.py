@@ -1,7 +1,7 @@
 from tiny import BASE, YARN, Kind
 
-# Small weights and key heads of 16: the gated norm divides by the size of its input, and with larger ones float32 itself is off
-# by more than the tolerance.
+# Small weights and key heads of 16: the gated norm divides by the size of its input, and with larger ones float32
+# itself is off by more than the tolerance.
 HYBRID = BASE | {
     "num_hidden_layers": 4,
     "initializer_range": 0.1,

@@ -71,7 +71,9 @@ def limited(directory: str) -> None:
 
 
 def full(directory: str) -> None:
-    """A save finds room for any share of its bytes: the checkpoint before it stays, and nothing but a message is shown."""
+    """A save finds room for any share of its bytes: the checkpoint before it stays, and nothing but a message is
+    shown.
+    """
     logging.basicConfig(stream=sys.stdout, format="%(name)s %(levelname)s %(message)s")
     import full_disk
 

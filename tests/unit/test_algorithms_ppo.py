@@ -82,8 +82,8 @@ def estimates(rewards, values, gamma, lam, last_value):
 
 @pytest.mark.parametrize("rows", [1, 9])
 def test_gae_is_that_of_the_tokens_that_count(rows):
-    """Those that a tool wrote are dropped before, in the middle and at the end; the last row has none that counts. Lambda and the
-    value at the end are those of the row."""
+    """Those that a tool wrote are dropped before, in the middle and at the end; the last row has none that counts.
+    Lambda and the value at the end are those of the row."""
     rng = np.random.default_rng(rows)
     mask = rng.random((rows, 12)) < 0.6
     mask[0] = [0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0]
@@ -100,8 +100,8 @@ def test_gae_is_that_of_the_tokens_that_count(rows):
 
 
 def test_policy_and_critic_have_a_lambda_each():
-    """VAPO: that of the policy is 1 - 1 / (alpha L), here 0.5 for 4 tokens and 0 for the 2 that would have 0; the critic learns
-    Monte Carlo returns."""
+    """VAPO: that of the policy is 1 - 1 / (alpha L), here 0.5 for 4 tokens and 0 for the 2 that would have 0; the
+    critic learns Monte Carlo returns."""
     scores, mask = [1.0, -2.0], MASK[ROWS]
     options = {"kl_reward_coef": 0.0, "whiten": False, "lam_critic": 1.0}
     advantages, returns, metrics = per_token(scores, lam_alpha=0.5, **options)
@@ -204,7 +204,9 @@ def test_policy_loss_takes_an_advantage_for_each_token():
 
 
 def test_correct_completions_are_imitated_too():
-    """The mean over their 4 and 3 tokens is 4.5 / 7 (VAPO, equation 10); a completion without a score is not correct."""
+    """The mean over their 4 and 3 tokens is 4.5 / 7 (VAPO, equation 10); a completion without a score is not
+    correct.
+    """
     algorithm = rl.algorithms.get("ppo", positive_nll_coef=0.1)
     correct = algorithm.correct([1.0, 0.0, 0.5, np.nan], MASK)
     assert correct.tolist() == np.where([[1], [0], [1], [0]], MASK, 0).tolist()

@@ -32,7 +32,9 @@ def test_reinforce_pp_whitens_over_tokens(options):
 
 
 def test_reinforce_pp_returns_hold_the_penalty_of_what_comes_after():
-    """By hand: the reward on the last token, less the penalty from each token on, discounted; a masked token is passed over."""
+    """By hand: the reward on the last token, less the penalty from each token on, discounted; a masked token is passed
+    over.
+    """
     kl, mask = np.array([[[0.1, 9.0, 0.3], [0.2, 0.4, 9.0]]]), np.array([[[1, 0, 1], [1, 1, 0]]])
     last = [1.0 - 0.5 * 0.3, 0.0 - 0.5 * 0.4]
     returns = np.array([[0.9 * last[0] - 0.5 * 0.1, last[0]], [0.9 * last[1] - 0.5 * 0.2, last[1]]])
@@ -106,7 +108,9 @@ def test_gradients_of_constant_weights():
 
 
 def test_gmpo_clips_before_the_mean():
-    """A token beyond the clip on the side its advantage pushes to has no gradient; the others share the sequence's ratio."""
+    """A token beyond the clip on the side its advantage pushes to has no gradient; the others share the sequence's
+    ratio.
+    """
     algorithm = rl.algorithms.get("gmpo", epsilon=0.35, epsilon_high=0.25)
     gradient = np.asarray(jax.grad(lambda logp: algorithm.loss(inputs(logp=logp))[0])(LOGP))
     assert gradient[0, 0] == 0  # log-ratio 0.4, A > 0
@@ -172,7 +176,9 @@ def test_remax_compares_with_the_greedy_completion():
     ],
 )
 def test_rejection(options, kept):
-    """log-weights: 0.05, 0, -0.02, 0.06 / 0, -0.05 / 1.1, 0, 0 / 0. What is dropped has no loss, and counts unless asked."""
+    """log-weights: 0.05, 0, -0.02, 0.06 / 0, -0.05 / 1.1, 0, 0 / 0. What is dropped has no loss, and counts unless
+    asked.
+    """
     kept = np.array(kept, np.float32)
     plain = rl.algorithms.get("grpo").loss(inputs(mask=kept))[0]
     arrays = inputs(with_sampler=True)
@@ -190,7 +196,9 @@ def test_old_log_probabilities_of_the_sampler():
 
 
 def test_adaptive_entropy_bonus():
-    """TRL's: off before the first entropy is known; then on while it is at most the target, with a weight that has grown."""
+    """TRL's: off before the first entropy is known; then on while it is at most the target, with a weight that has
+    grown.
+    """
     algorithm = rl.algorithms.get(
         "grpo", entropy_coef=0.1, entropy_target=0.2, entropy_step=0.03, entropy_coef_max=0.15
     )

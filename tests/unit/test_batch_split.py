@@ -1,4 +1,6 @@
-"""The batch-split schedule on one device, and where it does not apply. On meshes: tests/contracts/test_experts_on_a_mesh.py."""
+"""The batch-split schedule on one device, and where it does not apply. On meshes:
+tests/contracts/test_experts_on_a_mesh.py.
+"""
 
 from dataclasses import replace
 

@@ -18,7 +18,9 @@ E, F, X, K = 6, 5, 4, 2
 
 
 def loop(x, experts, weights, segments, w, factor):
-    """(out, choices dropped) of the definition: a counter for each expert and row of the batch, and survivors as they are."""
+    """(out, choices dropped) of the definition: a counter for each expert and row of the batch, and survivors as they
+    are.
+    """
     B, T, _ = x.shape
     out, dropped = np.zeros(x.shape), 0
     limit = int(max(np.ceil(T * K / X) * factor, factor))

@@ -365,6 +365,22 @@ def test_later_files_win_and_a_list_replaces_a_list(folder):
     assert load(["over.yml", "run.yml"]).max_length == 64
 
 
+def test_a_file_replaces_a_task_and_a_task_a_file(folder):
+    Path("rows.jsonl").write_text('{"prompt": "a", "answer": "a"}\n')
+    task = "data={task: arithmetic, options: {max_operand: 3}, split: x, limit: 8, chat: true}"
+    data = load(["run.yml"], [task, "data=rows.jsonl"]).data
+    assert (data.task, data.options, data.split, data.path) == (None, {}, None, "rows.jsonl")
+    assert data.limit == 8 and data.chat  # how rows are used stays
+    assert load(["run.yml"], [task, "data={path: rows.jsonl, split: y}"]).data.split == "y"
+    path = "data={path: rows.jsonl, split: x, columns: {prompt: question}}"
+    data = load(["run.yml"], [path, "data={task: arithmetic, options: {max_operand: 3}}"]).data
+    assert (data.path, data.split, data.columns.prompt, data.options) == (None, None, "prompt", {"max_operand": 3})
+    data = load(["run.yml"], [path, "data.path=./rows.jsonl"]).data
+    assert (data.path, data.split, data.columns.prompt) == ("./rows.jsonl", "x", "question")
+    with pytest.raises(ConfigError, match="exactly one of"):
+        load(["run.yml"], ["data={task: arithmetic, path: rows.jsonl}"])
+
+
 def test_every_stage_is_merged_over_each_stage_and_overrides_win_over_it(folder):
     write("small.yml", "every_stage:\n  steps: 1\n  sampling: {max_new_tokens: 4}\n")
     config = load(["run.yml", "small.yml"], ["stages.1.steps=9"])

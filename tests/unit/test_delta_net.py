@@ -1,6 +1,7 @@
 """Gated delta net against the recurrence, one token after the other, and against the module of transformers.
 
-B rows, T tokens, E hidden, K key heads, G value heads of each, D and V dimensions of keys and values, W width of the convolution.
+B rows, T tokens, E hidden, K key heads, G value heads of each, D and V dimensions of keys and values, W width of the
+convolution.
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""Divergences of a student from a teacher: a worked example, differences of the definition in float64, chunks against all logits
-at once, likeliest tokens, memory.
+"""Divergences of a student from a teacher: a worked example, differences of the definition in float64, chunks against
+all logits at once, likeliest tokens, memory.
 
 On meshes: tests/contracts/test_divergence_on_a_mesh.py; against TRL: tests/parity/test_trl_divergence.py."""
 
@@ -23,7 +23,8 @@ KINDS = {
     "jsd .5": Divergence("jsd", 0.5),
     "jsd .9": Divergence("jsd", 0.9),
 }
-# A worked example, computed with numpy in float64: 3 tokens of a vocabulary of 4, of which the first two are trained on.
+# A worked example, computed with numpy in float64: 3 tokens of a vocabulary of 4, of which the first two are trained
+# on.
 STUDENT = jnp.asarray([[2, 1, 0, -1], [0.5, 0.5, -0.5, 1.5], [0, 3, -2, 1]], jnp.float32)
 TEACHER = jnp.asarray([[1, 2, 0.5, -2], [1, 0, -1, 2], [-1, 2, 0, 2]], jnp.float32)
 TOKENS, MASK = np.array([1, 3, 1]), np.array([1.0, 1.0, 0.0])
@@ -308,7 +309,9 @@ def test_likeliest_tokens_against_differences_in_float64(kind, beta, tail):
 
 
 def test_stored_probabilities_give_what_a_live_teacher_gives():
-    """From a file: log-probabilities at temperature 1 and the logarithm of the rest. Another temperature is a division."""
+    """From a file: log-probabilities at temperature 1 and the logarithm of the rest. Another temperature is a
+    division.
+    """
     log_p, log_q = (np.float32(log_softmax(np.float64(a))) for a in (STUDENT, TEACHER))
     ids = np.argsort(-log_q, axis=1)[:, :2]
     top = [jnp.asarray(np.take_along_axis(a, ids, axis=1)) for a in (log_p, log_q)]

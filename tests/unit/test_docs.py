@@ -1,4 +1,6 @@
-"""What README.md and docs/ show: every snippet is run, loaded or listed here as one that is not; references are complete."""
+"""What README.md and docs/ show: every snippet is run, loaded or listed here as one that is not; references are
+complete.
+"""
 
 import importlib.util
 import os

@@ -33,6 +33,11 @@ ILL = {
     "faults_some": "reward faults",
     "exhausted": "data exhausted",
     "exhausted_sft": "data exhausted",
+    "repeated": "data exhausted",
+    "frozen": "learning rate too low",
+    "frozen_sft": "learning rate too low",
+    "held": "KL penalty too high",
+    "filtered": "groups dropped",
     "memory": "memory near its end",
 }
 HEALTHY = ("base", "healthy", "healthy_kl", "healthy_sft", "healthy_texts")
@@ -58,9 +63,9 @@ def test_the_root_cause_comes_first():
     assert verdict(RUNS / "learning_rate")[1].startswith("learning rate too high (grpo step 2)")
 
 
-def run(directory: Path, rows: list[dict], **files: str) -> Path:
+def run(directory: Path, rows: list[dict], stage: str = "grpo", **files: str) -> Path:
     directory.mkdir(exist_ok=True)
-    lines = [json.dumps({"stage": "grpo", "step": step, "metrics": row}) for step, row in enumerate(rows, start=1)]
+    lines = [json.dumps({"stage": stage, "step": step, "metrics": row}) for step, row in enumerate(rows, start=1)]
     (directory / "events.jsonl").write_text("\n".join(lines) + "\n")
     stages = "stages: [{algorithm: {name: grpo}, steps: 20, prompts_per_step: 4, samples_per_prompt: 4}]\n"
     (directory / "config.yml").write_text(files.pop("config", stages))
@@ -121,6 +126,33 @@ def test_a_longer_answer_that_scores_better_is_no_illness(tmp_path):
     assert named(run(tmp_path, [row | {"reward/mean": 0.3} for row in rows])) == ["length runaway"]
 
 
+def test_a_small_learning_rate_is_an_illness_only_where_the_loss_of_sft_stays(tmp_path):
+    stages = "stages: [{{algorithm: {{name: {}}}, optimizer: {{learning_rate: {}}}}}]\n"
+    flat = [{"loss": 2.0, "optim/lr": 5e-7}] * 30
+    falling = [row | {"loss": 2.0 - 0.01 * step} for step, row in enumerate(flat)]
+    assert named(run(tmp_path, flat, "sft", config=stages.format("sft", 5e-7))) == ["learning rate too low"]
+    assert named(run(tmp_path, falling, "sft", config=stages.format("sft", 5e-7))) == []
+    assert named(run(tmp_path, flat, "dpo", config=stages.format("dpo", 5e-7))) == []
+    assert named(run(tmp_path, flat[:4], "dpo", config=stages.format("dpo", 1e-9))) == ["learning rate too low"]
+
+
+def test_a_large_penalty_of_a_run_that_learns_is_no_illness(tmp_path):
+    stages = "stages: [{algorithm: {name: grpo, kl_coef: 2.0}, prompts_per_step: 32}]\n"
+    rows = [{"reward/mean": 0.1, "reward/std": 0.3, "kl/ref": 0.01}] * 12
+    assert named(run(tmp_path, rows, config=stages)) == ["KL penalty too high"]
+    learns = [row | {"reward/mean": 0.1 + 0.05 * step} for step, row in enumerate(rows)]
+    assert named(run(tmp_path, learns, config=stages)) == []
+    assert named(run(tmp_path, rows, config=stages.replace("2.0", "0.1"))) == []
+
+
+def test_dynamic_sampling_that_fills_its_steps_is_no_illness(tmp_path):
+    stages = "stages: [{algorithm: {name: dapo, dynamic_batches: 8}, prompts_per_step: 8}]\n"
+    rows = [{"dynamic/kept_share": 0.15, "dynamic/without_difference": 0.0, "reward/mean": 0.3}] * 6
+    assert named(run(tmp_path, rows, "dapo", config=stages)) == []
+    unfilled = [row | {"dynamic/without_difference": 6.0} for row in rows]
+    assert named(run(tmp_path, unfilled, "dapo", config=stages)) == ["groups dropped"]
+
+
 def test_the_exit_code_and_damaged_lines(tmp_path):
     attempts = {"attempts": [{"exit_code": 0}, {"exit_code": 6}]}
     run(tmp_path, [{"loss": 1.0}] * 4, run_json=json.dumps(attempts))
@@ -147,7 +179,7 @@ def test_more_illnesses_than_lines(tmp_path):
 def test_a_folder_without_a_run_is_a_configuration_error(tmp_path, name):
     if name == "empty":
         (tmp_path / "events.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="no run here" if name == "nothing" else "no event yet"):
+    with pytest.raises(ConfigError, match="not a run" if name == "nothing" else "no event yet"):
         verdict(tmp_path)
 
 

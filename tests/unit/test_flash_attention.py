@@ -67,7 +67,9 @@ def test_the_kernel_is_the_portable_form(case, monkeypatch):
 
 
 def test_calls_without_a_kernel(monkeypatch):
-    """Float32, tokens with positions of their own, short calls and a mesh that cuts heads unevenly get the portable form."""
+    """Float32, tokens with positions of their own, short calls and a mesh that cuts heads unevenly get the portable
+    form.
+    """
     monkeypatch.setattr(Layout, "platform", "tpu")
     tokens = jnp.zeros((2, 256), jnp.int32)
     runtime, step = Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1])), make_step(tokens)

@@ -66,7 +66,9 @@ GROUPS = [
 
 @pytest.mark.parametrize(("kind", "slots", "cache"), GROUPS)
 def test_the_prompt_of_a_group_is_prefilled_once(kind, slots, cache):
-    """Also where its samples are admitted one after the other, and where a state of fixed size has moved on meanwhile."""
+    """Also where its samples are admitted one after the other, and where a state of fixed size has moved on
+    meanwhile.
+    """
     model = random_model(families.read(configuration(kind, **KINDS[kind].standard | KINDS[kind].short)), seed=3)
     options = dataclasses.replace(OPTIONS, cache=cache, page_size=4)
     generator = Generator(model, max_length=64, slots=slots, seed=1, options=options)

@@ -79,8 +79,8 @@ KERNEL = "__gpu$xla.gpu.triton"
 
 
 def test_programs_for_a_gpu_have_the_kernel_of_full_sequences(monkeypatch):
-    """One forwards, and for the gradient one more forwards, one of the sums it needs, and one backwards. What the kernel does not
-    serve has none."""
+    """One forwards, and for the gradient one more forwards, one of the sums it needs, and one backwards. What the
+    kernel does not serve has none."""
     monkeypatch.setattr(Layout, "platform", "gpu")
     runtime, step = (
         Runtime(layout=layout({"fsdp": 1}, devices=jax.devices()[:1])),

@@ -44,8 +44,8 @@ def test_products_and_gradients_are_those_of_ragged_dot(M, sizes):
 
 
 def test_rows_that_differ_by_device_computed_again_for_the_gradient():
-    """Inside `jax.shard_map`, whose rules hold for one device as well: rows differ over it, weights do not. Rematerialisation makes
-    programs anew that know nothing of how the first was traced."""
+    """Inside `jax.shard_map`, whose rules hold for one device as well: rows differ over it, weights do not.
+    Rematerialisation makes programs anew that know nothing of how the first was traced."""
     E = F = 128
     sizes, rng = jnp.asarray([33, 0, 50], jnp.int32), np.random.default_rng(0)
     rows, weights, cotangent = (

@@ -1,6 +1,7 @@
 """Dynamic sampling: which groups fill a step, which are kept for the next one, and what a checkpoint makes of them."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewards import Scores
+from rewards import Fault, Scores
 from rl.errors import ModelError, RewardStop
 from rl.stages import online
 from rl.stages.context import Progress
@@ -22,7 +23,9 @@ class Runner:
 
 
 def source(batches, problems=100):
-    """A `sample` that gives these batches of groups' rewards [P][G], the second function always differing, and what it gave."""
+    """A `sample` that gives these batches of groups' rewards [P][G], the second function always differing, and what it
+    gave.
+    """
     given, rows = iter(batches), iter(range(problems))
 
     def sample():
@@ -122,6 +125,22 @@ def test_a_resumed_stage_goes_on_counting_steps_without_a_score():
     progress.unscored_steps = 2
     progress.start_stage({})
     assert progress.unscored_steps == 0
+
+
+def test_faults_and_logs_go_with_their_completions():
+    sampled, rows = source([[[1, 1, 1], [0, 1, np.nan], [np.nan, 1, 0]]])()
+    faults = [Fault("right", sample, kind, "", "", "") for sample, kind in ((2, "died"), (5, "timeout"), (6, "raised"))]
+    scores = replace(sampled.scores.result(), faults=faults, logs={3: {"right": "three"}, 8: {"right": "eight"}})
+    sampled = replace(sampled, scores=ReadyScores(scores))
+    result, left, _ = dynamic().fill(1, [], lambda: (sampled, rows))
+    (fault,) = result.scores.result().faults
+    assert (fault.sample, fault.kind) == (2, "timeout") and result.scores.result().logs == {0: {"right": "three"}}
+    left = [Group.from_json(json.loads(json.dumps(group.to_json()))) for group in left]
+    result, _, _ = dynamic().fill(2, left, source([[[0, 1, 0]]]))
+    (fault,) = result.scores.result().faults
+    assert (fault.sample, fault.kind) == (0, "raised") and result.scores.result().logs == {2: {"right": "eight"}}
+    plain = {name: value for name, value in left[0].to_json().items() if name not in ("faults", "logs")}
+    assert Group.from_json(plain).faults == [] and Group.from_json(plain).logs == {}  # of an older version
 
 
 @pytest.mark.parametrize("kept", [None, ["prompts", "version", "drawn"], ["seen"]])

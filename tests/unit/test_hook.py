@@ -1,5 +1,5 @@
-"""The engine hook (policy/hook.py): rows of several requests over pages that somebody else owns give the numbers of the full
-forward pass. N rows, T tokens of a request, M pages of a request, P tokens of a page, E hidden."""
+"""The engine hook (policy/hook.py): rows of several requests over pages that somebody else owns give the numbers of the
+full forward pass. N rows, T tokens of a request, M pages of a request, P tokens of a page, E hidden."""
 
 import dataclasses
 import functools
@@ -30,8 +30,8 @@ MODELS = {kind: short(kind) for kind in KINDS} | {"streams": short("Llama", **ST
 RECURRENT = ("Qwen3Next", "Qwen3_5")  # and Qwen3_5Moe
 SERVED = [name for name in MODELS if not name.startswith(RECURRENT)]
 REPRESENTATIVE = ("Llama", "Gemma3", "DeepseekV3", "DeepseekV32", "streams")
-# Which tokens of three requests a call feeds, as spans. In the second call two requests are in the middle of their prompts, and
-# the third one decodes.
+# Which tokens of three requests a call feeds, as spans. In the second call two requests are in the middle of their
+# prompts, and the third one decodes.
 CALLS = [((0, 5), (0, 3), (0, 8)), ((5, 9), (3, 7), (8, 9)), ((9, 14), (7, 11), (9, 10))]
 LENGTHS = [spans[-1][1] for spans in zip(*CALLS, strict=True)]
 every = pytest.mark.parametrize("name", by_kind(SERVED, always=REPRESENTATIVE))
@@ -75,8 +75,8 @@ def used_pages(name):
 
 
 def serve(name, seed=0):
-    """(what `program` gives for each token of the three requests: hidden [3, T, E], logits [3, T, V] and recorded by layer, 0 past
-    the end of a request; the caches). `seed` of the pages and of the order of rows."""
+    """(what `program` gives for each token of the three requests: hidden [3, T, E], logits [3, T, V] and recorded by
+    layer, 0 past the end of a request; the caches). `seed` of the pages and of the order of rows."""
     rng, run = np.random.default_rng(seed), program(name)
     table = (1 + rng.permutation(NUMBER - 1))[: 3 * M].reshape(3, M).astype(np.int32)
     table[:, -(-T // P) :] = 0

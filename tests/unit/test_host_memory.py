@@ -92,7 +92,9 @@ def test_moments_alone_in_host_memory_and_an_update_that_is_not_finite():
 
 
 def test_only_a_slice_of_a_stack_is_fetched():
-    """No program for the loss holds a stacked weight in device memory: what is fetched has lost the axis of the layers."""
+    """No program for the loss holds a stacked weight in device memory: what is fetched has lost the axis of the
+    layers.
+    """
     model, data = model_of(host_parameters=True), batch(rows=2, length=8)
 
     def loss(params):

@@ -131,8 +131,8 @@ def test_two_devices_learn_what_one_does_on_other_meshes():
 
 
 def on_two_devices(meshes) -> list:
-    """mesh by mesh: how far the divergence, the weights after an update, and the log-probabilities of greedy decoding are from
-    those on one device."""
+    """mesh by mesh: how far the divergence, the weights after an update, and the log-probabilities of greedy decoding
+    are from those on one device."""
     options = stage("sft", indexer={"training": "sparse"})
     _, expected, metrics, _ = updated(options, batch())
     said, result = generated(learners.indexed()), []

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TURNS = CHAT_TEMPLATE.replace("message['content'] + eos_token", "message['content'] + '<|end|>'")
 FORGETS = """\
 {%- for message in messages -%}
-{%- if message['role'] == 'assistant' and not loop.last -%}{{- '<|assistant|>' + message['content'].split('#')[-1] + eos_token -}}
+{%- if message['role'] == 'assistant' and not loop.last -%}
+{{- '<|assistant|>' + message['content'].split('#')[-1] + eos_token -}}
 {%- else -%}{{- '<|' + message['role'] + '|>' + message['content'] + eos_token -}}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}

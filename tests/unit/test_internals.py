@@ -29,7 +29,9 @@ def graph_of(kind, **runtime):
 
 @pytest.mark.parametrize("kind", by_kind())
 def test_intermediate_values_have_the_same_types_scanned_and_unrolled(kind):
-    """For every family, what is recorded or not: the same tree, shapes and dtypes; one entry for each layer of each pattern."""
+    """For every family, what is recorded or not: the same tree, shapes and dtypes; one entry for each layer of each
+    pattern.
+    """
     rows = jnp.zeros((2, 8), jnp.int32)
     for record in ((), RECORD):
         graphs = [

@@ -1,4 +1,6 @@
-"""Latent attention over its cache, where the expansion of keys and values is absorbed, is latent attention over expanded ones."""
+"""Latent attention over its cache, where the expansion of keys and values is absorbed, is latent attention over
+expanded ones.
+"""
 
 import numpy as np
 import pytest

@@ -127,7 +127,9 @@ def test_selection_biases_of_the_modules_move_by_their_own_counts():
 
 @pytest.mark.slow
 def test_states_before_the_final_norm_and_modules_without_a_norm_of_their_own():
-    """A norm of a normed state is that state where the first one's weights are 1; where they are not, the forms differ."""
+    """A norm of a normed state is that state where the first one's weights are 1; where they are not, the forms
+    differ.
+    """
     rows = learners.batch(rows=2).tokens
     sections = {"post_norm": {}, "pre_norm": {"input": "pre_norm", "final_norm": False}}
 

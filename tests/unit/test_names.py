@@ -172,7 +172,9 @@ def test_tables_are_moved_and_joined():
 
 
 def test_a_norm_is_located_by_its_role():
-    """What Llama calls post_attention_layernorm acts before the feed-forward; in Gemma2 it acts on the attention's output."""
+    """What Llama calls post_attention_layernorm acts before the feed-forward; in Gemma2 it acts on the attention's
+    output.
+    """
     end = "pre_feedforward_layernorm.weight"
     assert names.ATTENTION[end].name == "post_attention_layernorm.weight"
     by_role = names.ATTENTION | names.NORMS_BY_ROLE

@@ -105,7 +105,9 @@ def forward(graph):
 
 
 def fed(model, rows, lengths, calls):
-    """(logits float32[B, T, V], state of the memory) of tokens that are given as `calls` counts them, each row up to its length."""
+    """(logits float32[B, T, V], state of the memory) of tokens that are given as `calls` counts them, each row up to
+    its length.
+    """
     kv, at, result = caches.create(model.graph.config, len(rows), 14, jnp.float32, scan=True), 0, []
     for count in calls:
         positions = np.broadcast_to(at + np.arange(count), (len(rows), count)).astype(np.int32)
@@ -264,8 +266,8 @@ def test_a_table_in_host_memory_gives_the_same_numbers_and_learns_the_same(tmp_p
 
 
 def test_an_update_makes_no_array_as_large_as_a_table_in_host_memory():
-    """Between the computations of the host: there XLA takes even those in host memory through the device. Only what the last one
-    makes is as large, weights and two moments."""
+    """Between the computations of the host: there XLA takes even those in host memory through the device. Only what the
+    last one makes is as large, weights and two moments."""
     section = SECTION | {"layers": [0], "vocab_bases": [700, 900], "outer_norm": True}
     config = families.read(configuration("Llama", **learners.SIZES, duet={"engram": section}))
     model, data = random_model(config, runtime=Runtime(table_memory="host")), batch(4)

@@ -1,4 +1,6 @@
-"""Packed rows: every sequence is there once, nothing of it changes, and what is computed from them is what separate rows give."""
+"""Packed rows: every sequence is there once, nothing of it changes, and what is computed from them is what separate
+rows give.
+"""
 
 import dataclasses
 import itertools
@@ -184,7 +186,9 @@ def test_updates_are_those_of_separate_rows(create, algorithm):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "reward_model"])
 def test_updates_on_pairs_do_not_depend_on_how_they_are_cut(name):
-    """Two pairs in a packed row and one row at a time, or all at once. A reward model leaves the policy's bits as they are."""
+    """Two pairs in a packed row and one row at a time, or all at once. A reward model leaves the policy's bits as they
+    are.
+    """
     rng, states, result = np.random.default_rng(4), [], []
     rows = [[(rng.integers(0, learners.VOCAB, p + n).tolist(), [0] * p + [1] * n) for p, n in pair] for pair in ANSWERS]
     data = segmented_batch(rows, 16).replace(prompt=np.arange(len(rows), dtype=np.int32))

@@ -1,4 +1,6 @@
-"""How many pages there are: what is wished for, what full slots need, or what half of the memory that is left has room for."""
+"""How many pages there are: what is wished for, what full slots need, or what half of the memory that is left has room
+for.
+"""
 
 import jax.numpy as jnp
 import pytest

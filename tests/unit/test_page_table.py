@@ -13,7 +13,9 @@ SIZE = 4
 
 
 def counted(table: PageAllocator, chains) -> None:
-    """Every page is either free, idle or used, by as many sequences as the table says; none is lost, none is there twice."""
+    """Every page is either free, idle or used, by as many sequences as the table says; none is lost, none is there
+    twice.
+    """
     used = Counter(page for chain in chains for page in chain.pages)
     assert dict(used) == {page: n for page, n in table._ref_counts.items() if n}
     everywhere = [*table._free, *table._idle, *used]
@@ -66,7 +68,9 @@ class Keyed(PageAllocator):
 
 
 class Model:
-    """A cache as a dict: what stands at each place of each page. Sequences write their tokens and read all of them back."""
+    """A cache as a dict: what stands at each place of each page. Sequences write their tokens and read all of them
+    back.
+    """
 
     def __init__(self, pages: int, kind=PageAllocator):
         self.table, self.places, self.sequences = kind(pages, SIZE), {}, []

@@ -28,7 +28,9 @@ def by_numpy(q_BHL, pool_NPL, table_BM, lengths_B, rank):
 
 @pytest.mark.parametrize("lengths", [[1, 12, 33, 40], [17], [40, 1], [20, 8, 32, 9]])
 def test_latents_are_attended_over_their_pages(lengths, monkeypatch):
-    """Blocks of two pages and a table of five: rows of one to three blocks, the last of them in part, in scattered pages."""
+    """Blocks of two pages and a table of five: rows of one to three blocks, the last of them in part, in scattered
+    pages.
+    """
     monkeypatch.setattr(paged_attention, "BLOCK_TOKENS", 16)
     B, H, L, rank, M, P = len(lengths), 4, 24, 16, 5, 8
     rng = np.random.default_rng(0)

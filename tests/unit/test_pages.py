@@ -64,7 +64,9 @@ def rows_and_hidden(name):
 
 
 class Paged:
-    """A paged cache in use, with pages handed out in a random order and every entry that nobody wrote a large number."""
+    """A paged cache in use, with pages handed out in a random order and every entry that nobody wrote a large
+    number.
+    """
 
     def __init__(self, model, size, *, scan=False, room=None):
         self.model, self.size, self.width = model, size, -(-T // size) + 1
@@ -110,8 +112,8 @@ class Paged:
 
 
 def decode(paged, rows):
-    """The states of A, B and C [3, T, E], 0 where they are not computed: A alone in two calls, B forked from it, C in two calls
-    with inactive rows, then all together, four tokens and then one at a time, C only up to its end."""
+    """The states of A, B and C [3, T, E], 0 where they are not computed: A alone in two calls, B forked from it, C in
+    two calls with inactive rows, then all together, four tokens and then one at a time, C only up to its end."""
     a, b, c, nobody = 2, 0, 3, 1
     result = np.zeros((3, T, paged.model.config.hidden_size), np.float32)
     paged.reserve(a)

@@ -1,4 +1,6 @@
-"""Which settings `rl plan` compiles: for a plan that does not fit, and in a search. What compiles is replaced by numbers."""
+"""Which settings `rl plan` compiles: for a plan that does not fit, and in a search. What compiles is replaced by
+numbers.
+"""
 
 import math
 import os
@@ -40,8 +42,9 @@ def report(needs, name="grpo: update"):
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Estimates and compiles by a rule: 100 bytes are held, and each row of a micro-batch takes 10, half of it under `full`, and
-    half of what is left for each further device that splits the rows. `wrong`: what a program takes over what is estimated."""
+    """Estimates and compiles by a rule: 100 bytes are held, and each row of a micro-batch takes 10, half of it under
+    `full`, and half of what is left for each further device that splits the rows. `wrong`: what a program takes over
+    what is estimated."""
     calls = []
 
     class Rule:

@@ -153,7 +153,8 @@ TEXT = """HloModule test
   %room = f32[64,16]{1,0} broadcast(%i), dimensions={}
   %n = s32[4]{0} iota(), iota_dimension=0
   %sent = f32[64,16]{1,0} ragged-all-to-all(%x, %room, %n, %n, %n, %n), channel_id=3, replica_groups={{0,1,2,3}}
-  %moved-start = (f32[8,16]{1,0}, f32[8,16]{1,0}, u32[], u32[]) collective-permute-start(%reduced), source_target_pairs={{0,1}}
+  %moved-start = (f32[8,16]{1,0}, f32[8,16]{1,0}, u32[], u32[]) collective-permute-start(%reduced), \
+source_target_pairs={{0,1}}
   %moved = f32[8,16]{1,0} collective-permute-done(%moved-start)
   ROOT %next = (s32[], f32[8,16]{1,0}) tuple(%i, %moved)
 }
@@ -227,7 +228,8 @@ def test_a_collective_that_goes_on_through_several_fusions_counts_once():
   %one = (f32[8,16]{1,0}, f32[8,128]{1,0}) fusion(%x), kind=kCustom, calls=%begins
   %p = f32[8,16]{1,0} get-tuple-element(%one), index=0
   %q = f32[8,128]{1,0} get-tuple-element(%one), index=1
-  %two = (f32[32]{0}, f32[8,16]{1,0}, f32[8,128]{1,0}, f32[8,128]{1,0}) fusion(%p, %q, %other), kind=kCustom, calls=%goes_on
+  %two = (f32[32]{0}, f32[8,16]{1,0}, f32[8,128]{1,0}, f32[8,128]{1,0}) fusion(%p, %q, %other), \
+kind=kCustom, calls=%goes_on
   %room = """
     program = Program(TEXT.replace("%body (", fusions).replace("  %room = ", calls))
     collected = [(each.bytes, each.times) for each in program.exchanged() if each.group == 8]

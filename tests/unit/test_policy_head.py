@@ -60,7 +60,9 @@ def test_values_and_gradients(chunk, temperature, monkeypatch):
 @pytest.mark.parametrize("tiles", [1, 2, 3, 8, 100])  # 13 rows: the last chunk of all but the first is filled up
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_any_number_of_tiles_gives_the_same(tiles, softcap):
-    """Also a loss that is no sum of logp and entropy, and several tokens asked about at one place, one of them twice."""
+    """Also a loss that is no sum of logp and entropy, and several tokens asked about at one place, one of them
+    twice.
+    """
     hidden, weight, a, b, _ = inputs()
     targets = jnp.asarray(np.random.default_rng(1).integers(0, V, (M, 3))).at[0].set(4)
 
@@ -138,8 +140,8 @@ def test_devices_exchange_weights_and_no_logits():
 
 
 def on_four_devices(V, softcap, **degrees):
-    """Rows, or the vocabulary, or both cut over four devices: the numbers of one device, no result of a collective is as large as
-    the logits of a chunk, and a weight that is cut along E is on no device in full."""
+    """Rows, or the vocabulary, or both cut over four devices: the numbers of one device, no result of a collective is
+    as large as the logits of a chunk, and a weight that is cut along E is on no device in full."""
     mesh, rng = layout(degrees), np.random.default_rng(0)
     hidden, weight = rng.normal(size=(4, 16, 8)).astype(np.float32), rng.normal(size=(V, 8)).astype(np.float32)
     targets, factor = jnp.asarray(rng.integers(0, V, (64, 2))), rng.normal(size=64).astype(np.float32)

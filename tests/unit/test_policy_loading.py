@@ -1,5 +1,5 @@
-"""What loading costs: host memory on one device, and the bytes that each of eight devices has read for it. Both are measured in
-a process of their own."""
+"""What loading costs: host memory on one device, and the bytes that each of eight devices has read for it. Both are
+measured in a process of their own."""
 
 import json
 import os
@@ -51,7 +51,9 @@ def memory_of_loading(directory) -> dict:
 
 
 def bytes_for_each_shard(directory) -> dict:
-    """mesh -> [bytes of a shard, bytes read for it] of every reading, and whether the weights are those of one device."""
+    """mesh -> [bytes of a shard, bytes read for it] of every reading, and whether the weights are those of one
+    device.
+    """
     expected = policy.load(directory)
     real_aligned, real_read, result = model_directory._aligned, TensorFiles.read, {}
     for name, degrees in MESHES.items():

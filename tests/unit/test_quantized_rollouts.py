@@ -53,7 +53,8 @@ def test_weights_are_rounded_with_a_scale_for_each_output_channel(kind):
     experts = "stacks.1.layers.0.feed_forward.expert_down_proj"
     X, F, E = model.params[experts].shape[1:]
     assert view[experts].scale.shape == (1, X, 1, E)
-    # Keys and values of latent attention are cut out of one weight: a scale belongs to a head and one of its dimensions.
+    # Keys and values of latent attention are cut out of one weight: a scale belongs to a head and one of its
+    # dimensions.
     c, H, D = model.params["stacks.0.layers.0.mixer.kv_b_proj"].shape[1:]
     assert view["stacks.0.layers.0.mixer.kv_b_proj"].scale.shape == (1, 1, H, D)
 
@@ -104,7 +105,9 @@ def test_a_view_is_made_again_in_its_own_buffers_when_the_weights_change_and_onl
 
 
 def test_a_view_lies_where_its_weights_do():
-    """On one device; `layout` drops an axis that does not divide, as for a scale that has length 1 where products sum."""
+    """On one device; `layout` drops an axis that does not divide, as for a scale that has length 1 where products
+    sum.
+    """
     graph = Graph(small("Llama"), Runtime(), _mesh())
     weights = RolloutWeights(graph, "int8")
     abstract = jax.eval_shape(weights._program.jitted, {path: graph.shapes[path] for path in graph.inputs}, None)
@@ -175,8 +178,8 @@ def test_a_latent_of_deepseek_v3_takes_576_bytes_and_nine_scales():
 
 
 def differences(model, options, seed=0) -> np.ndarray:
-    """|log-probability of the generator - of the trainer| of every token of some completions; prompts of many lengths, more than
-    there are slots, prefilled in chunks."""
+    """|log-probability of the generator - of the trainer| of every token of some completions; prompts of many lengths,
+    more than there are slots, prefilled in chunks."""
     rng, result = np.random.default_rng(seed), []
     prompts = [rng.integers(0, model.config.vocab_size, n).tolist() for n in (5, 9, 1, 20)]
     generator = Generator(model, max_length=32, slots=3, options=dataclasses.replace(options, prefill_chunk=8))
@@ -221,8 +224,8 @@ def test_a_quantised_generator_stays_near_the_trainer(family, weights, cache):
     ],
 )
 def test_with_a_training_rule_generator_and_trainer_compute_the_same(family, weights):
-    """To the last bits, though decoding takes other products with the latents. A number next to the middle of two others may round
-    apart, so not every token is held to it."""
+    """To the last bits, though decoding takes other products with the latents. A number next to the middle of two
+    others may round apart, so not every token is held to it."""
     model = random_model(small(family), runtime=Runtime(quantization="int8"))
     result = differences(model, GeneratorOptions(weights=weights))
     assert np.median(result) < 1e-6 and result.mean() < 1e-4

@@ -57,7 +57,9 @@ def test_scanned_layers_under_remat_are_unrolled_ones(kind, rule):
 
 @pytest.mark.slow
 def test_routers_norms_and_head_keep_their_bits():
-    """With weights of 0 where quantisation may act, it changes no number: all that is left are the products it may not touch."""
+    """With weights of 0 where quantisation may act, it changes no number: all that is left are the products it may not
+    touch.
+    """
     model = random_model(families.read(short("Mixtral")))
     model.params |= {path: jnp.zeros_like(model.params[path]) for path in model.graph.inputs}
     plain, ruled = logp_gradients(model), logp_gradients(model, quantization="int8")

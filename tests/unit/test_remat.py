@@ -1,4 +1,6 @@
-"""What each remat policy keeps for the backward pass and where, written out by hand; and that none changes a gradient."""
+"""What each remat policy keeps for the backward pass and where, written out by hand; and that none changes a
+gradient.
+"""
 
 import dataclasses
 import functools
@@ -37,8 +39,8 @@ KEEPS = {
     "qkv_proj_offloaded": (set(), QKV),
     "minimal_offloaded": (set(), MINIMAL),
 }
-# What of these a kind of layer has and its backward pass reads, for jax keeps nothing else: a dense feed-forward's `mlpwo` is
-# read only by a norm behind it, those of experts by the gradient of the router's weights.
+# What of these a kind of layer has and its backward pass reads, for jax keeps nothing else: a dense feed-forward's
+# `mlpwo` is read only by a norm behind it, those of experts by the gradient of the router's weights.
 READ = {
     "Llama": MINIMAL - {"mla_q", "mla_kv", "mlpwo"} | {"context"},
     "Gemma2": MINIMAL - {"mla_q", "mla_kv"} | {"context"},
@@ -59,8 +61,8 @@ def model_of(kind):
 
 
 def residuals(model, capsys, **runtime) -> list[tuple[str, bool, str | None]]:
-    """(shape, in host memory, name or None) of everything kept for the backward pass besides the arguments. Values in host memory
-    have no name."""
+    """(shape, in host memory, name or None) of everything kept for the backward pass besides the arguments. Values in
+    host memory have no name."""
     graph = Graph(model.config, Runtime(**runtime), model.graph.layout)
     row = jnp.asarray(tokens(2, 12))
 

@@ -16,7 +16,7 @@ import pytest
 
 from rl.commands import cli
 from rl.errors import ConfigError
-from rl.reporting.report import charts, read, samples, series, settings, summary, svg
+from rl.reporting.report import charts, read, samples, series, settings, svg
 
 EVIL = '</script><img src=x onerror="document.title=1"><!-- \u2028 \x00 & "quotes"'
 
@@ -151,21 +151,16 @@ def test_a_damaged_file_is_named(tmp_path, name, capsys):
     assert report(run)[0] == 3 and name in capsys.readouterr().err
 
 
-def test_events_of_other_kinds_are_skipped_and_ends_are_attempts(tmp_path):
-    events = [
-        *({"event": "start", "time": 50.0}, event("grpo", 1, loss=1.0), {"event": "end", "code": 75, "time": 100.0}),
-        *(event("grpo", 2, loss=1.0), {"event": "news", "text": "x"}, {"event": "end", "code": 0, "time": 200.0}),
-    ]
+def test_an_object_that_is_no_step_is_a_damaged_line(tmp_path):
+    events = [event("grpo", 1, loss=1.0), {"event": "news", "text": "x"}, event("grpo", 2, loss=1.0)]
     run = read.read_run(write_run(tmp_path, events))
-    assert run.damage == [] and [each.code for each in run.attempts] == [75, 0] and run.restarts == [("grpo", 2)]
-    assert summary.state(run) == ("good", "finished")
+    assert [each.line for each in run.damage] == [2] and run.steps == {"grpo": (1, 2)}
 
 
-def test_attempts_of_run_json_go_first(tmp_path):
-    run = write_run(tmp_path, [event("grpo", 1, loss=1.0), {"event": "end", "code": 1}])
-    (run / "run.json").write_text(
-        json.dumps({"weights": "random", "attempts": [{"start": 1.7e9, "end": 1.7e9 + 60, "code": 6}]})
-    )
+def test_attempts_are_those_of_run_json(tmp_path):
+    run = write_run(tmp_path, [event("grpo", 1, loss=1.0)])
+    attempt = {"start": 1.7e9, "end": 1.7e9 + 60, "exit_code": 6, "weights": "random"}
+    (run / "run.json").write_text(json.dumps({"attempts": [attempt]}))
     code, page = report(run)
     assert code == 0 and "exit 6: stopped by a reward" in page and "2023-11-14" in page and "random weights" in page
 
@@ -462,9 +457,8 @@ def test_output_numbers_and_browser(tmp_path, monkeypatch, capsys):
     assert "Choose another file with -o" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("events", [[], [{"event": "start"}]])
-def test_a_run_before_its_first_step(tmp_path, events):
-    code, page = report(write_run(tmp_path, events))
+def test_a_run_before_its_first_step(tmp_path):
+    code, page = report(write_run(tmp_path, []))
     assert code == 0 and "not finished" in page and 'id="charts"' not in page
 
 

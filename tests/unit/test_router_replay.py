@@ -353,8 +353,8 @@ def test_a_run_that_has_nothing_to_replay_is_refused(source, algorithm, exact, s
 def test_a_run_replays_what_it_sampled(tmp_path, monkeypatch):
     """Updates after the first of a step may disagree: the weights have moved."""
     monkeypatch.chdir(launch.ROOT)
-    grpo = "{algorithm: {name: grpo, kl_coef: 0.05}, steps: 2, prompts_per_step: 4, samples_per_prompt: 4, updates_per_step: 2, "
-    grpo += "optimizer: {learning_rate: 1e-3}, sampling: {max_new_tokens: 6}, router_replay: true}"
+    grpo = "{algorithm: {name: grpo, kl_coef: 0.05}, steps: 2, prompts_per_step: 4, samples_per_prompt: 4, "
+    grpo += "updates_per_step: 2, optimizer: {learning_rate: 1e-3}, sampling: {max_new_tokens: 6}, router_replay: true}"
     assert launch.train(tmp_path, "evaluation=null", "generator.strict_shapes=true", f"stages=[{grpo}]") == 0
     steps = [row["metrics"] for row in events.read(tmp_path / "events.jsonl") if row["step"]]
     assert len(steps) == 2

@@ -8,7 +8,8 @@ import pytest
 
 from rl.config.run import SampleRecords
 from rl.reporting import samples
-from rl.reporting.samples import SAMPLES, TOKEN, TOKENS, SampleLog
+from rl.reporting.run_files import SAMPLES, TOKENS, sample_files
+from rl.reporting.samples import TOKEN, SampleLog
 
 LINE_BYTES = 75
 
@@ -32,7 +33,7 @@ def write(log, steps):
 def check(directory, steps):
     """Every sample of these steps is there once, in order, with its tokens."""
     assert [(r["step"], r["sample"]) for r in samples.read(directory)] == [(s, n) for s in steps for n in range(2)]
-    for path in samples.files(directory):
+    for path in sample_files(directory):
         for record in map(json.loads, path.open()):
             np.testing.assert_array_equal(samples.read_tokens(path, record), tokens_of(record))
 
@@ -71,7 +72,7 @@ def test_a_cut_takes_lines_and_tokens_of_all_files_after_it(tmp_path, last):
 def test_a_cut_reads_only_the_newest_file(tmp_path):
     log = SampleLog(tmp_path, limit=3 * 2 * LINE_BYTES)
     write(log, range(1, 12))
-    (oldest, *_, newest) = samples.files(tmp_path)
+    (oldest, *_, newest) = sample_files(tmp_path)
     oldest.write_bytes(b"damaged\n" * 4)
     assert newest.name == SAMPLES and newest.stat().st_size
     log.truncate_after(keep_until(11))
@@ -119,7 +120,7 @@ def test_a_deleted_segment_moves_no_lines(tmp_path):
 def test_a_removal_that_was_cut_off_misplaces_nothing(tmp_path, monkeypatch, act):
     log = SampleLog(tmp_path, limit=2 * 2 * LINE_BYTES)
     write(log, range(1, 8))
-    (tmp_path / SAMPLES).write_bytes(b"") if not samples.files(tmp_path)[-1].stat().st_size else None
+    (tmp_path / SAMPLES).write_bytes(b"") if not sample_files(tmp_path)[-1].stat().st_size else None
     log._max_bytes, unlink, removed = 1, type(tmp_path).unlink, []
 
     def killed_at_the_second(path, missing_ok=False):

@@ -1,4 +1,6 @@
-"""Which tokens filters leave, and how often each is drawn. The oracles are plain numpy, and the processors of transformers."""
+"""Which tokens filters leave, and how often each is drawn. The oracles are plain numpy, and the processors of
+transformers.
+"""
 
 import jax
 import jax.numpy as jnp

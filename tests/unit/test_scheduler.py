@@ -1,6 +1,6 @@
-"""Scheduler, pages and batch under any order of arrivals, ends and cancellations. No model and no device: the runner is a
-simulation whose cache remembers which tokens each row holds, so that a row that is read before it is filled, or after another
-request has taken it, fails the test."""
+"""Scheduler, pages and batch under any order of arrivals, ends and cancellations. No model and no device: the runner is
+a simulation whose cache remembers which tokens each row holds, so that a row that is read before it is filled, or after
+another request has taken it, fails the test."""
 
 from dataclasses import dataclass
 
@@ -38,8 +38,8 @@ def written(request: Request) -> list[int]:
 
 
 class Simulation:
-    """A model runner over a cache that is a tuple of rows, each the tokens that it holds. Without `supports_truncation` a row can
-    only be used as far as it is filled, as with states of fixed size."""
+    """A model runner over a cache that is a tuple of rows, each the tokens that it holds. Without `supports_truncation`
+    a row can only be used as far as it is filled, as with states of fixed size."""
 
     lookahead_tokens, chunk, records_routes = 0, CHUNK, True
     vocab_size = max_length = 1000
@@ -480,7 +480,9 @@ class Hidden(Request):
 
 @pytest.mark.parametrize("decode_steps", [16, 128])
 def test_nine_of_ten_rows_make_a_token_where_lengths_have_a_long_tail(decode_steps):
-    """Log-normal with mean 32, at most 256; 256 requests over 32 slots. Slots that are only refilled reach 55 to 57% of these."""
+    """Log-normal with mean 32, at most 256; 256 requests over 32 slots. Slots that are only refilled reach 55 to 57% of
+    these.
+    """
     for seed in range(2):
         (engine, _), queue = engine_of(32, budget=1024, decode_steps=decode_steps), Queue()
         drawn = np.random.default_rng(seed).lognormal(np.log(32) - 0.5, 1.0, 256)

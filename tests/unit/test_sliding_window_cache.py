@@ -21,7 +21,9 @@ MODELS = tiny.GENERATED | {"llama4": ("Llama4", KINDS["Llama4"].standard | KINDS
 
 
 def called(cache, positions, segments=None):
-    """(entries [B, C] by the token that each holds, positions and segments [B, C], cache); token p of row b is 100 b + p."""
+    """(entries [B, C] by the token that each holds, positions and segments [B, C], cache); token p of row b is 100 b +
+    p.
+    """
     positions = np.asarray(positions)
     segments = np.ones_like(positions) if segments is None else np.asarray(segments)
     step = Step(jnp.asarray(positions), jnp.asarray(segments))

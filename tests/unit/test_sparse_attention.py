@@ -1,4 +1,6 @@
-"""Attention over selected keys: which are selected, that only their latents are read, and what the indexer learns from."""
+"""Attention over selected keys: which are selected, that only their latents are read, and what the indexer learns
+from.
+"""
 
 import dataclasses
 

@@ -1,4 +1,6 @@
-"""Log-probabilities before an update, of batches with tokens that an older policy has sampled: both kinds side by side."""
+"""Log-probabilities before an update, of batches with tokens that an older policy has sampled: both kinds side by
+side.
+"""
 
 import contextlib
 import dataclasses

@@ -19,7 +19,8 @@ from policy.modes import make_step
 from policy.ops.dropout import Dropout, row_seeds
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-# Norms on one side and on both, a parallel block, layer norms with biases, no residual at all, hybrids, experts; and the options.
+# Norms on one side and on both, a parallel block, layer norms with biases, no residual at all, hybrids, experts; and
+# the options.
 KINDS = {
     "Llama": {"streams": 4, "norm_weight": True},
     "DeepseekV3": {"streams": 2, "reduce": "head", "sinkhorn_iterations": 3},

@@ -1,4 +1,6 @@
-"""Updates: what they compute does not depend on how the rows are cut, they happen in place, and they do what is promised."""
+"""Updates: what they compute does not depend on how the rows are cut, they happen in place, and they do what is
+promised.
+"""
 
 import dataclasses
 import subprocess
@@ -178,10 +180,12 @@ def test_an_update_that_is_not_finite_changes_no_bit_and_is_counted():
     poisoned = data.replace(advantages=np.full_like(data.advantages, np.inf))
     state, metrics = trainer.update(state, poisoned)
     assert metrics["optim/skipped"] == 1 and not np.isfinite(metrics["optim/grad_norm"])
+    assert metrics["optim/update_norm"] == 0
     assert same_bits(host(state), before)
     state, metrics = trainer.update(state, data)
     assert metrics["optim/skipped"] == 0 and not same_bits(host(state), before)
-    # The learning rate is that of the updates made, whatever was skipped: count 1 of this constant schedule with warm-up.
+    # The learning rate is that of the updates made, whatever was skipped: count 1 of this constant schedule with
+    # warm-up.
     assert metrics["optim/lr"] == np.float32(1e-2)
 
 
@@ -193,7 +197,11 @@ def test_equal_rewards_leave_everything_as_it_was():
     before = host(state)
     silent = data.replace(advantages=trainer.algorithm.advantages(np.full((4, 2), 0.7)).reshape(-1).astype(np.float32))
     state, metrics = trainer.update(state, silent)
-    assert metrics["optim/grad_norm"] == 0 and metrics["loss"] == 0 and metrics["optim/skipped"] == 0
+    assert (
+        metrics["optim/grad_norm"] == 0
+        and metrics["loss"] == 0
+        and metrics["optim/skipped"] == metrics["optim/update_norm"] == 0
+    )
     assert same_bits(host(state), before)
     state, _ = trainer.update(state, data)
     assert not same_bits(host(state), before)
@@ -404,7 +412,9 @@ def test_a_value_head_on_the_policys_states_learns_from_them_and_leaves_them_alo
 
 @pytest.mark.slow
 def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
-    """In an update of both from packed rows in micro-batches: the head as if the policy stayed, the policy as if the head did."""
+    """In an update of both from packed rows in micro-batches: the head as if the policy stayed, the policy as if the
+    head did.
+    """
     model, data = learners.dense(), batch()
     options = stage({"name": "ppo", "critic_trunk": "policy", "value_init_std": 1.0}, micro_batch=3)
     trainer, state = begin(model, options)

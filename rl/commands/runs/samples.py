@@ -64,10 +64,10 @@ def _rewards(source: str, directory: str) -> tuple[Callable[[str], RunnerOptions
     from rl.errors import ConfigError
 
     if not source.endswith((".yml", ".yaml")) and not Path(source).is_dir():
-        from rl.reporting.viewer.tokens import saved_config
+        from rl.reporting.run_files import read_config
 
         options = RunnerOptions(((source, 1.0, {}),))
-        return lambda stage: options, _limits(saved_config(Path(directory)))
+        return lambda stage: options, _limits(read_config(Path(directory), []))
     from rl.run.load import load
 
     config = load([source])
@@ -84,14 +84,12 @@ def _rewards(source: str, directory: str) -> tuple[Callable[[str], RunnerOptions
 
 
 def _limits(config: dict[str, Any]) -> dict[str, int]:
-    """Returns stage -> max_new_tokens of a configuration, stages named as `RunConfig.stage_names` does."""
+    """Returns stage -> max_new_tokens of a configuration."""
+    from rl.config.stage_names import stage_names
+
     result: dict[str, int] = {}
-    stages = config.get("stages")
-    for stage in stages if isinstance(stages, list) else ():
+    for name, stage in zip(stage_names(config), config.get("stages") or (), strict=False):
         sampling = stage.get("sampling") if isinstance(stage, dict) else None
         if isinstance(sampling, dict) and isinstance(sampling.get("max_new_tokens"), int):
-            algorithm = stage.get("algorithm")
-            name = str(algorithm.get("name") if isinstance(algorithm, dict) else algorithm)
-            number = sum(each == name or each.startswith(f"{name}-") for each in result) + 1
-            result[name if number == 1 else f"{name}-{number}"] = sampling["max_new_tokens"]
+            result[name] = sampling["max_new_tokens"]
     return result

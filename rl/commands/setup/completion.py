@@ -144,4 +144,5 @@ def _mark(parser: argparse.ArgumentParser, shtab: Any) -> None:
             if action.dest == "config" and "KEY=VALUE" in name:
                 action.complete = _CALL  # pyright: ignore[reportAttributeAccessIssue]
             elif kind := _KINDS.get(name):
-                action.complete = {"file": shtab.FILE, "directory": shtab.DIRECTORY}[kind]  # pyright: ignore[reportAttributeAccessIssue]
+                call = {"file": shtab.FILE, "directory": shtab.DIRECTORY}[kind]
+                action.complete = call  # pyright: ignore[reportAttributeAccessIssue]

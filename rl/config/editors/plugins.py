@@ -1,4 +1,6 @@
-"""Writes the JSON Schema of what a configuration names: rewards and tasks, with the options of those that are built in."""
+"""Writes the JSON Schema of what a configuration names: rewards and tasks, with the options of those that are built
+in.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ def ends_trained(stage: StageRows) -> Iterator[Finding]:
         "refuse" if everywhere else "warn",
         f"{len(endless)} of {len(trained)} rows do not train a stop as their last token, but {last!r} "
         f"({endless[0].example.where})" + (": the policy never learns to end" if everywhere else ""),
-        f"Make the chat template end the assistant's turn with a stop, or add its end to {stage.path}.sampling.stop_token_ids",
+        "Make the chat template end the assistant's turn with a stop, or add its end to "
+        f"{stage.path}.sampling.stop_token_ids",
         stage.name,
     )
 
@@ -94,7 +95,8 @@ def lengths(stage: StageRows) -> Iterator[Finding]:
     yield Finding(
         10,
         "refuse",
-        f"{len(long)} of {len(stage.rows)} {what} ({limit} tokens), first {long[0].example.where} with {len(long[0].ids)}",
+        f"{len(long)} of {len(stage.rows)} {what} ({limit} tokens), first {long[0].example.where} with "
+        f"{len(long[0].ids)}",
         f"max_length={fitting} fits {FIT:.0%} of them, max_length={sizes[-1] + stage.max_new_tokens} all",
         stage.name,
     )
@@ -142,7 +144,8 @@ def duplicates(stage: StageRows) -> Iterator[Finding]:
         yield Finding(
             12,
             "warn",
-            f"{shared} training prompts are in the evaluation ({len(held_out & prompts.keys())} of its {len(held_out)})",
+            f"{shared} training prompts are in the evaluation ({len(held_out & prompts.keys())} of its "
+            f"{len(held_out)})",
             "The evaluation then measures memory; remove them from the training data",
             stage.name,
         )
@@ -182,7 +185,8 @@ def _special_texts(stage: StageRows, examples: Sequence[Any]) -> Iterator[Findin
         yield Finding(
             14,
             "warn",
-            f"{len(hits)} of {len(examples)} rows contain special tokens as text, first {hits[0][0].where}: {hits[0][1]!r}",
+            f"{len(hits)} of {len(examples)} rows contain special tokens as text, first {hits[0][0].where}: "
+            f"{hits[0][1]!r}",
             "They are read as control tokens; remove them from the text",
             stage.name,
         )

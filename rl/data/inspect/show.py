@@ -65,7 +65,8 @@ def page(inspection: Inspection, rows: int) -> str:
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>rl inspect</title>'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<style>body{{font-family:sans-serif;max-width:70rem;margin:2rem auto}}pre{{white-space:pre-wrap;line-height:1.6}}"
+        f"<style>body{{font-family:sans-serif;max-width:70rem;margin:2rem "
+        f"auto}}pre{{white-space:pre-wrap;line-height:1.6}}"
         f"pre span{{border-right:1px solid #ddd}}{css}</style><body>{''.join(parts)}</body></html>\n"
     )
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import rl.algorithms
 from policy.huggingface import sources
-from rewards import RewardError, registry
 from rl.config.data import DataOptions
 from rl.config.run import RunConfig
 from rl.data import datasets, models
 from rl.data.datasets import Example
+from rl.data.hub import hub_name
 from rl.data.inspect.checks import check_stages, in_order
 from rl.data.inspect.finding import Finding
 from rl.data.inspect.reward_check import demonstrations_score
 from rl.data.inspect.stage_rows import Encoded, StageRows
-from rl.data.rows import is_hub_name
 from rl.data.tokenizer import read_tokenizer
 from rl.errors import DataError, DuetError
 from rollout.text import chat
@@ -78,7 +77,7 @@ def inspect(config: RunConfig, only: str | None = None, rewards: bool = True) ->
 def random_weights(config: RunConfig) -> bool:
     """Tells whether a run starts from random weights: its model is the name of an architecture, or holds no weights."""
     directory = Path(config.model.source)
-    return not models.is_hub_name(config.model.source) and not any(directory.glob("*.safetensors"))
+    return hub_name(config.model.source) is None and not any(directory.glob("*.safetensors"))
 
 
 def declared_stops(config: RunConfig) -> dict[str, list[int]]:
@@ -184,13 +183,13 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     """Reads the tokenizer and the first rows of each dataset, as a quick check. Scores nothing.
 
     Returns notes about what was not read: datasets of the hub, which would be downloaded. Raises ConfigError for a
-    tokenizer, file or task that cannot be used, DataError for findings that refuse a run, and for a column that a reward
-    needs and the rows do not have.
+    tokenizer, file or task that cannot be used, DataError for findings that refuse a run, and for a column that a
+    reward needs and the rows do not have.
     """
     notes: list[str] = []
 
     def first(options: DataOptions | None) -> DataOptions | None:
-        if options is None or options.path is None or not is_hub_name(str(options.path)) or Path(options.path).exists():
+        if options is None or options.path is None or hub_name(options.path, alone=True) is None:
             return options and options.model_copy(update={"limit": min(count, options.limit or count)})
         notes.append(f"{options.path} is a dataset of the hub: its rows were not read (rl inspect reads them)")
         return None
@@ -204,18 +203,9 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     names = [name for name, stage in zip(config.stage_names, stages, strict=True) if stage.data is not None]
     inspections = [inspect(short, name, rewards=False) for name in names]
     refused = [each.line() for inspection in inspections for each in inspection.findings if each.level == "refuse"]
-    refused += [text for inspection in inspections for stage in inspection.stages for text in _columns(config, stage)]
+    for stage in (stage for inspection in inspections for stage in inspection.stages if stage.samples):
+        if (settings := config.stages[int(stage.path.split(".")[1])].rewards or config.rewards) is not None:
+            refused += datasets.missing_columns(settings, (row.example for row in stage.rows))
     if refused:
         raise DataError("\n".join(dict.fromkeys(refused)))
     return list(dict.fromkeys(notes))
-
-
-def _columns(config: RunConfig, stage: StageRows) -> Iterator[str]:
-    """Yields the columns that rewards of a sampling stage need and its first row does not have."""
-    settings = config.stages[int(stage.path.split(".")[1])].rewards or config.rewards
-    for function in settings.functions if settings is not None and stage.samples and stage.rows else ():
-        example = stage.rows[0].example
-        try:
-            registry.check(function.name, function.options, frozenset(example.columns))
-        except RewardError as error:
-            yield f"{example.where}: {error}"

@@ -32,7 +32,9 @@ class Encoded:
         return self.mask.index(1) if 1 in self.mask else len(self.ids)
 
     def kinds(self, stops: Sequence[int]) -> list[Kind]:
-        """Returns what each token is for the run: part of the prompt, trained on, ignored, or a stop that is trained on."""
+        """Returns what each token is for the run: part of the prompt, trained on, ignored, or a stop that is trained
+        on.
+        """
         first = self.n_prompt
         result: list[Kind] = []
         for place, (token, trained) in enumerate(zip(self.ids, self.mask, strict=True)):

@@ -24,7 +24,8 @@ def beginnings(stage: StageRows) -> Iterator[Finding]:
         yield Finding(
             1,
             "refuse",
-            f"{len(inside)} of {len(stage.rows)} rows have a beginning of sequence ({tokenizer.convert_ids_to_tokens(bos)}) after "
+            f"{len(inside)} of {len(stage.rows)} rows have a beginning of sequence "
+            f"({tokenizer.convert_ids_to_tokens(bos)}) after "
             f"their first token, first {inside[0].example.where}",
             "Remove it from the chat template or from the text",
             stage.name,
@@ -34,8 +35,8 @@ def beginnings(stage: StageRows) -> Iterator[Finding]:
 def end_of_turn(tokenizer: Any) -> tuple[int | None, str]:
     """Returns (the token that follows the content of an assistant's turn in the chat template, its text).
 
-    The token is None where the template writes nothing there but white space. Raises ChatError for a template that cannot
-    render a turn.
+    The token is None where the template writes nothing there but white space. Raises ChatError for a template that
+    cannot render a turn.
     """
     messages = [{"role": "user", "content": "DuetQuestion"}, {"role": "assistant", "content": _CONTENT}]
     text = _rendered(tokenizer, messages)
@@ -63,7 +64,8 @@ def end_of_turn_problem(tokenizer: Any, stops: Sequence[int]) -> str | None:
         return str(error)
     names = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in stops)
     if token is None:
-        return f"the chat template writes no token after an assistant's turn, so nothing says that it ends (stops: {names})"
+        text = "the chat template writes no token after an assistant's turn, so nothing says that it ends"
+        return f"{text} (stops: {names})"
     if token in stops:
         return None
     return f"the chat template ends an assistant's turn with {text!r} ({token}), which is no stop of the run ({names})"
@@ -212,9 +214,11 @@ def sampled_form(stage: StageRows) -> Iterator[Finding]:
         yield Finding(
             7,
             "warn",
-            f"{row.example.where}: the answer as sampled differs from the template's conversation at token {place}: {ours} when "
+            f"{row.example.where}: the answer as sampled differs from the template's conversation at token {place}: "
+            f"{ours} when "
             f"sampled, {theirs} in the conversation",
-            "The template adds or changes something around the answer (a space, an empty think block); make its generation "
+            "The template adds or changes something around the answer (a space, an empty think block); make its "
+            "generation "
             "prompt the same",
             stage.name,
         )

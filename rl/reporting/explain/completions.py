@@ -17,7 +17,8 @@ LENGTH_PAID = 0.5
 NEVER_ENDS = 0.98
 MARKER_SHARE = 0.2
 MARKERS = re.compile(
-    r"<\|(?:user|assistant|system|end|im_start|im_end|start_header_id|eot_id|endoftext)\|>|\[/?INST\]|<(?:start|end)_of_turn>"
+    r"<\|(?:user|assistant|system|end|im_start|im_end|start_header_id|eot_id|endoftext)\|>|\[/?INST\]"
+    r"|<(?:start|end)_of_turn>"
     r"|\n(?:User|Human|Assistant|Question|Q):|### (?:Instruction|Response)"
 )
 """Marks of a turn in chat templates, and in plain prompts that imitate one."""
@@ -91,9 +92,11 @@ def truncated(stage: StageRecord) -> Iterator[Finding]:
             "wrong template or stop token",
             f"{cut.last:.0%} of the completions run into max_new_tokens ({limit})"
             + (f", and {marked:.0%} go on with a marker of another turn" if marked >= MARKER_SHARE else ""),
-            "The policy's end of turn is no stop, the prompt is not rendered by the template it was trained with, or it "
+            "The policy's end of turn is no stop, the prompt is not rendered by the template it was trained with, or "
+            "it "
             "never learned to end",
-            f"Run `rl inspect {stage.run.path}`; set {stage.key('sampling.stop_token_ids')}, tokenizer.chat_template or data.chat",
+            f"Run `rl inspect {stage.run.path}`; set {stage.key('sampling.stop_token_ids')}, tokenizer.chat_template "
+            "or data.chat",
             stage.name,
             cut.steps[0],
             severity=0.88,

@@ -23,7 +23,8 @@ def mask(stage: StageRecord) -> Iterator[Finding]:
     share = stage.series("batch/trained_share")
     learns_from_answers = not stage.samples_completions and stage.steps >= MIN_STEPS
     everything = stage.algorithm.get("train_on") == "all"
-    change = f"Set {stage.key('algorithm.train_on')}: assistant; see the mask of each token with `rl inspect {stage.run.path}`"
+    see = f"see the mask of each token with `rl inspect {stage.run.path}`"
+    change = f"Set {stage.key('algorithm.train_on')}: assistant; {see}"
     if learns_from_answers and (everything or _prompts_are_trained_on(stage)):
         shown = (
             f"{share.typical:.0%} of the tokens are trained on" if share else "every token but the first is trained on"
@@ -63,7 +64,9 @@ def mask(stage: StageRecord) -> Iterator[Finding]:
 
 
 def _prompts_are_trained_on(stage: StageRecord) -> bool:
-    """Tells whether at most UNTRAINED_TOKENS of a sequence are left out in an SFT: its first token has no prediction."""
+    """Tells whether at most UNTRAINED_TOKENS of a sequence are left out in an SFT: its first token has no
+    prediction.
+    """
     share, tokens = stage.series("batch/trained_share"), stage.series("perf/step_tokens")
     if stage.algorithm.get("name") != "sft" or not share or not tokens:
         return False
@@ -114,7 +117,8 @@ def training_below_evaluation(stage: StageRecord) -> Iterator[Finding]:
         "wrong template",
         f"reward/mean is {reward.values[0]:.2g} at step {reward.steps[0]}, eval/reward_mean {start:.2g} before it",
         "The same weights do far worse on the training prompts, which are rendered in another form, or are harder",
-        f"Compare both with `rl inspect {stage.run.path}`; set {stage.setting('data')[1]}.chat, system or prompt_template",
+        f"Compare both with `rl inspect {stage.run.path}`; set {stage.setting('data')[1]}.chat, system or "
+        "prompt_template",
         stage.name,
         reward.steps[0],
         severity=0.92,

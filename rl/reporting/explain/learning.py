@@ -12,7 +12,9 @@ from rl.reporting.explain.series import Series
 MIN_STEPS = 3
 """Fewest steps for a rule about a level: configs/tiny.yml makes two, of random weights."""
 WEIGHT_STD = 0.02
-"""`initializer_range` of the Hugging Face configurations: AdamW moves each weight by about the learning rate per update."""
+"""`initializer_range` of the Hugging Face configurations: AdamW moves each weight by about the learning rate per
+update.
+"""
 LOSS_RISE = 1.25
 REWARD_LOSS = 0.5
 KL_LEVEL, KL_RISING, KL_UPDATE = 1.0, 0.3, 0.1
@@ -22,8 +24,8 @@ ENTROPY_LEFT, ENTROPY_FAST_STEPS, ENTROPY_NONE = 0.25, 25, 0.02
 
 @stage_rule
 def learning_rate(stage: StageRecord) -> Iterator[Finding]:
-    """Names a learning rate that destroys the policy: updates that are not finite, a loss that rises, a reward that falls,
-    or steps as large as the weights."""
+    """Names a learning rate that destroys the policy: updates that are not finite, a loss that rises, a reward that
+    falls, or steps as large as the weights."""
     if stage.steps < MIN_STEPS:
         return
     evidence = (

@@ -14,9 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rl.config import yaml_tree
+from rl.config.stage_names import stage_names
 from rl.errors import ConfigError
 from rl.reporting.explain.series import Series
+from rl.reporting.run_files import Damage, attempts, check_run, read_config, read_json, sample_files, steps
 
 SAMPLE_BYTES = 2 * 2**20
 """Bytes of samples that are read, from the end of the newest file."""
@@ -89,7 +90,9 @@ class StageRecord:
 
     @property
     def improved(self) -> bool | None:
-        """Whether the evaluation got better over the stage, by more than its sampling error; None without two of them."""
+        """Whether the evaluation got better over the stage, by more than its sampling error; None without two of
+        them.
+        """
         accuracy = self.evaluated("eval/greedy_accuracy")
         if len(accuracy) < 2:
             return None
@@ -131,12 +134,13 @@ class StageRecord:
 
     @cached_property
     def epochs(self) -> float:
-        """How often the stage has gone over its data, at least; 0 where the number of rows is unknown."""
-        recorded = self.series("data/epoch")
-        if recorded:
-            return recorded.values[-1]
-        rows = self._rows_of_data()
-        return self.steps * int(self.option("prompts_per_step", 32)) / rows if rows else 0.0
+        """How often the stage has gone over its data, at least; 0 where the number of rows is unknown.
+
+        Rows that repeat each other count once, as far as the samples show it; `data/epoch` counts them all.
+        """
+        recorded, rows = self.series("data/epoch"), self._rows_of_data()
+        distinct = self.steps * int(self.option("prompts_per_step", 32)) / rows if rows else 0.0
+        return max([distinct, *recorded.values[-1:]])
 
     def step_of_epoch(self, epochs: float) -> int | None:
         """Returns the step at which the stage had gone over its data `epochs` times."""
@@ -164,8 +168,8 @@ class RunRecord:
     """A run as its folder shows it.
 
     config: config.yml as plain values; {} if it cannot be read. damaged: numbers of the lines of events.jsonl that
-    cannot be read. ends: exit codes of the attempts that ended, as far as they are recorded. inspection: findings of the
-    checks at the start of the run. probed: the probe before the first step.
+    cannot be read. ends: exit codes of the attempts that ended, as far as they are recorded. inspection: findings of
+    the checks at the start of the run. probed: the probe before the first step.
     """
 
     path: Path
@@ -194,50 +198,37 @@ class RunRecord:
 
 def read(directory: str | Path) -> RunRecord:
     """Reads the folder of a run. Raises ConfigError if there is no run, or no event of it."""
-    path = Path(directory)
-    if not (path / "events.jsonl").is_file():
-        raise ConfigError(f"{path}: no run here (no events.jsonl); name the folder of a run, such as runs/quickstart")
+    path, damage = Path(directory), list[Damage]()
+    check_run(path)
+    read_steps = steps(path, damage)
+    if not read_steps:
+        raise ConfigError(f"{path}: the run has no event yet; wait for its first step")
     record = RunRecord(
         path,
-        _config(path / "config.yml"),
-        inspection=_json(path / "inspection.json").get("findings", []),
-        probed=_json(path / "probe.json"),
+        read_config(path, []),
+        damaged=[each.line for each in damage],
+        inspection=read_json(path / "inspection.json", []).get("findings", []),
+        probed=read_json(path / "probe.json", []),
     )
-    record.ends.extend(_exit_codes(_json(path / "run.json")))
+    last = attempts(path, [])[-1:]
+    record.ends.extend(each.code for each in last if each.code is not None)
     by_stage: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
-    for number, row in _rows(path / "events.jsonl"):
-        if row is None:
-            record.damaged.append(number)
-        elif isinstance(row.get("metrics"), dict) and "stage" in row:
-            by_stage.setdefault(str(row["stage"]), []).append((int(row.get("step") or 0), row["metrics"]))
-    names = _stage_names(record.config)
+    for (stage, number), step in read_steps.items():
+        by_stage.setdefault(stage, []).append((number, step.metrics))
+    names = stage_names(record.config)
     for name, rows in by_stage.items():
         index = names.index(name) if name in names else len(record.stages)
         options = record.config["stages"][index] if name in names else {}
         evaluations = [each for each in rows if any(key.startswith("eval/") for key in each[1])]
         record.stages.append(StageRecord(name, index, options, [r for r in rows if r[0] > 0], evaluations, record))
-    if not by_stage:
-        raise ConfigError(f"{path}: the run has no event yet; wait for its first step")
     return record
 
 
-def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yields (line number, object, or None where the line is damaged). A torn last line is left out."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                if line.endswith(b"\n"):
-                    yield number, None
-                continue
-            yield number, row if isinstance(row, dict) else None
-
-
 def _newest_samples(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the samples at the end of the newest file: samples.jsonl, or the last segment samples/*.jsonl before it."""
-    segments = sorted((path / "samples").glob("*.jsonl")) if (path / "samples").is_dir() else []
-    files = [file for file in (*segments, path / "samples.jsonl") if file.is_file() and file.stat().st_size]
+    """Yields the samples at the end of the newest file: samples.jsonl, or the last segment samples/*.jsonl before
+    it.
+    """
+    files = [file for file in sample_files(path) if file.stat().st_size]
     if not files:
         return
     with files[-1].open("rb") as file:
@@ -266,37 +257,3 @@ def lookup(tree: Mapping[str, Any], dotted: str, default: Any) -> Any:
     for part in dotted.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return default if value is None else value
-
-
-def _config(file: Path) -> Mapping[str, Any]:
-    try:
-        tree = yaml_tree.plain(yaml_tree.parse(file.read_text(encoding="utf-8"), lambda line: f"{file}:{line}"))
-    except (OSError, UnicodeDecodeError, ConfigError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _exit_codes(info: Mapping[str, Any]) -> list[int]:
-    """Returns the exit code of the last attempt that run.json holds, if it has ended."""
-    attempts = info.get("attempts")
-    last = attempts[-1] if isinstance(attempts, list) and attempts else None
-    code = last.get("exit_code") if isinstance(last, dict) else None
-    return [code] if isinstance(code, int) else []
-
-
-def _stage_names(config: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the stages as events have them: the algorithm, and a number from its second use on."""
-    kinds = []
-    for stage in config.get("stages") or []:
-        algorithm = stage.get("algorithm") if isinstance(stage, dict) else None
-        kinds.append(str(algorithm.get("name") if isinstance(algorithm, dict) else algorithm))
-    counts = [kinds[: number + 1].count(kind) for number, kind in enumerate(kinds)]
-    return [kind if count == 1 else f"{kind}-{count}" for kind, count in zip(kinds, counts, strict=True)]

@@ -73,6 +73,7 @@ def equal_rewards(stage: StageRecord) -> Iterator[Finding]:
     if not constant and (not grouped or step is None or equal.last < EQUAL_SHARE or stage.solved):
         return
     reward = stage.series("reward/mean")
+    dynamic = "" if stage.algorithm.get("dynamic_batches") else ", or algorithm.dynamic_batches"
     level = f", reward/mean {reward.last:.3g}" if reward else ""
     yield Finding(
         "equal rewards",
@@ -83,7 +84,7 @@ def equal_rewards(stage: StageRecord) -> Iterator[Finding]:
         (
             f"Test {_functions(stage)} with `rl reward test`, and its column with `rl inspect`"
             if constant
-            else f"Use other problems, a finer reward, more {stage.key('samples_per_prompt')}, or algorithm.dynamic_batches"
+            else f"Use other problems, a finer reward, or more {stage.key('samples_per_prompt')}{dynamic}"
         ),
         stage.name,
         equal.steps[0] if constant else step,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 
 TREND_STEPS = 6
-"""Fewest values that have a trend. A rank correlation of 0.6 or more occurs by chance in 1 of 8 series of 6, and in 1 of 400
-series of 20; so a trend alone never raises an alarm, and every rule also asks for a size."""
+"""Fewest values that have a trend. A rank correlation of 0.6 or more occurs by chance in 1 of 8 series of 6, and in 1
+of 400 series of 20; so a trend alone never raises an alarm, and every rule also asks for a size."""
 
 
 @dataclass(frozen=True)

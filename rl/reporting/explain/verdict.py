@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rl.reporting.explain import completions, data, learning, scores, system  # noqa: F401  registers the rules
+from rl.reporting.explain import (  # noqa: F401  registers the rules
+    completions,
+    data,
+    learning,
+    scores,
+    standstill,
+    system,
+)
 from rl.reporting.explain.finding import RUN_RULES, STAGE_RULES, Finding
 from rl.reporting.explain.learning import MIN_STEPS
 from rl.reporting.explain.record import RunRecord, read
@@ -22,7 +29,8 @@ def findings(run_dir: str | Path) -> list[Finding]:
 
 
 def verdict(run_dir: str | Path) -> list[str]:
-    """Returns at most eight lines about a run: a summary, then its illnesses with step, number, cause and key to change.
+    """Returns at most eight lines about a run: a summary, then its illnesses with step, number, cause and key to
+    change.
 
     Raises ConfigError if there is no run or no event of it.
     """

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from rl.errors import ConfigError, DataError, DuetError, ResourceError
 from rl.reporting.report import page, samples, series, summary
-from rl.reporting.report.read import Damage, Part, Run, check_steps, damage_text, read_run
+from rl.reporting.report.read import Part, Run, check_steps, damage_text, read_run
+from rl.reporting.run_files import Damage
 
 
 @dataclass(frozen=True)

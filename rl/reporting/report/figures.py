@@ -21,8 +21,8 @@ _TOOLS = """<div class="tools" hidden><label>smoothing
 <label>scale <select id="scale"><option value="auto">automatic</option><option value="log">logarithmic</option>
 <option value="linear">linear</option></select></label>
 <span>drag over a chart to zoom</span><button id="reset" hidden>show all steps</button></div>"""
-_BANDS = """<p class="about lead">A point of a curve is the mean of up to {count:,} steps. The band around it reaches from
-their lowest to their highest value.</p>"""
+_BANDS = """<p class="about lead">A point of a curve is the mean of up to {count:,} steps. The band around it reaches
+from their lowest to their highest value.</p>"""
 
 
 @dataclass(frozen=True)

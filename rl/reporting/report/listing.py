@@ -44,7 +44,8 @@ def listing(runs: Sequence[Run], chosen: Sequence[samples.Chosen], room: int) ->
     total = sum(each.total for each in chosen)
     return (
         f'<section id="samples"><h2>Samples</h2><p class="about">{len(items)} of {total:,} recorded completions'
-        f'{partial}: {_EXPLAINED}.</p><div class="tools" hidden><button data-kind="" aria-pressed="true">all {len(items)}</button>'
+        f'{partial}: {_EXPLAINED}.</p><div class="tools" hidden><button data-kind="" aria-pressed="true">all '
+        f"{len(items)}</button>"
         f'{buttons}<input type="search" id="words" placeholder="text in a sample" aria-label="text in a sample"></div>'
         f'<div class="samples">{"".join(items)}</div></section>'
     )

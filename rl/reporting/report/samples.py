@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rl.reporting import samples as sample_files
-from rl.reporting.report.read import Damage, Part
+from rl.reporting.report.read import Part
+from rl.reporting.run_files import Damage, sample_files, tokens_file
 from rl.reporting.samples import TOKEN, TRAINED
 
 KINDS = ("best", "worst", "gap", "longest", "cut off", "faulted", "random")
@@ -61,7 +61,7 @@ def choose(directory: Path, count: int, part: Part, damage: list[Damage], seed: 
 
     Appends damaged lines to `damage`.
     """
-    files = sample_files.files(directory)
+    files = sample_files(directory)
     sizes = [file.stat().st_size for file in files]
     if count <= 0 or not sum(sizes):
         return Chosen()
@@ -275,7 +275,7 @@ def _gaps(index: _Index, files: Sequence[Path]) -> np.ndarray:
     result = np.full(len(index.file), np.nan)
     of_file, at = np.asarray(index.file, np.int64), np.asarray(index.at, np.int64)
     for number, file in enumerate(files):
-        binary = sample_files.tokens_file(file)
+        binary = tokens_file(file)
         rows = np.flatnonzero((of_file == number) & (at >= 0))
         if not len(rows) or not binary.is_file() or binary.stat().st_size < TOKEN.itemsize:
             continue

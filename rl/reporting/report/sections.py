@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rl.config.stage_names import stage_names
 from rl.reporting.report import settings, summary
 from rl.reporting.report.plans import ACCURACY
 from rl.reporting.report.read import Run
@@ -58,12 +59,9 @@ def about(run: Run) -> str:
 
 def device_text(run: Run) -> str:
     """Returns the devices of the run, e.g. `8 x TPU v5p`; the platform of the configuration if they are unknown."""
-    inner = run.info.get("devices")
-    info = inner if isinstance(inner, dict) else run.info
-    kind = next((info[key] for key in ("device_kind", "kind", "device") if isinstance(info.get(key), str)), None)
-    count = next((info[key] for key in ("device_count", "count", "devices") if isinstance(info.get(key), int)), None)
-    if kind:
-        return f"{count} x {kind}" if count else kind
+    devices = run.info.get("devices")
+    if isinstance(devices, dict) and "kind" in devices:
+        return f"{devices.get('count', 1)} x {devices['kind']}"
     platform = run.config.get("platform")
     return platform if isinstance(platform, str) and platform != "auto" else ""
 
@@ -154,7 +152,7 @@ def stages(runs: Sequence[Run]) -> str:
 def _stage_rows(run: Run) -> list[list[str]]:
     entries, rows = run.config.get("stages"), []
     planned = entries if isinstance(entries, list) else []
-    for number, name in enumerate(_stage_names(run, planned)):
+    for number, name in enumerate(_stage_names(run)):
         entry = planned[number] if number < len(planned) and isinstance(planned[number], dict) else {}
         _, last = run.steps.get(name, (0, 0))
         spent = [run.seconds[place] for place in run.seconds if place[0] == name]
@@ -175,14 +173,9 @@ def _attempt_rows(run: Run) -> list[list[str]]:
     return rows[-50:]
 
 
-def _stage_names(run: Run, planned: Sequence[Any]) -> list[str]:
+def _stage_names(run: Run) -> list[str]:
     """Returns the stages of the run, those that have not begun included."""
-    kinds = [
-        str((each.get("algorithm") or {}).get("name")) if isinstance(each.get("algorithm"), dict) else str(each)
-        for each in planned
-        if isinstance(each, dict)
-    ]
-    names = [k if kinds[: n + 1].count(k) == 1 else f"{k}-{kinds[: n + 1].count(k)}" for n, k in enumerate(kinds)]
+    names = stage_names(run.config)
     return names if set(run.stages) <= set(names) else run.stages
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from rl.reporting import samples as sample_files
 from rl.reporting.report.samples import sample_length
+from rl.reporting.run_files import SEGMENTS, sample_files, tokens_file
 from rl.reporting.samples import TOKEN, TRAINED
 
 INDEX = "index.npz"
@@ -56,7 +56,9 @@ _CHUNK = 8 << 20  # bytes of lines that are indexed before others may look
 
 @dataclass
 class Segment:
-    """The index of one file. rows: ROW[n]; scores: function -> float32[n], NaN where there is none; end: indexed bytes."""
+    """The index of one file. rows: ROW[n]; scores: function -> float32[n], NaN where there is none; end: indexed
+    bytes.
+    """
 
     path: Path
     key: str
@@ -102,7 +104,7 @@ class Index:
         Stops after `seconds`, and continues at the next call.
         """
         deadline, segments = time.monotonic() + seconds, []
-        for path in sample_files.files(self.directory):
+        for path in sample_files(self.directory):
             with contextlib.suppress(OSError):  # the run has moved or removed it; the next call sees the new name
                 if (segment := self._opened(path)) is not None:
                     segments.append(segment)
@@ -124,7 +126,7 @@ class Index:
 
     def save(self) -> None:
         """Writes samples/index.npz in one step. Does nothing where it cannot be written."""
-        folder = self.directory / sample_files.SEGMENTS
+        folder = self.directory / SEGMENTS
         arrays: dict[str, np.ndarray] = {}
         about: list[dict[str, Any]] = []
         for number, each in enumerate(self.segments):
@@ -145,7 +147,7 @@ class Index:
                 temporary.unlink(missing_ok=True)
 
     def _load(self) -> None:
-        file = self.directory / sample_files.SEGMENTS / INDEX
+        file = self.directory / SEGMENTS / INDEX
         try:
             with np.load(file, allow_pickle=False) as arrays:
                 header = json.loads(arrays["header"].tobytes())
@@ -273,7 +275,7 @@ class Index:
 
     def _set_gaps(self, segment: Segment, rows: np.ndarray) -> None:
         """Reads the tokens of the rows, and sets their gaps."""
-        binary = sample_files.tokens_file(segment.path)
+        binary = tokens_file(segment.path)
         known = np.flatnonzero(rows["at"] >= 0)
         if not len(known) or not binary.is_file():
             return

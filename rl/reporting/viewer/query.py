@@ -71,7 +71,9 @@ class Word:
 
 @dataclass(frozen=True)
 class Flag:
-    """eval: of an evaluation; fault: a function gave no score; unscored: no reward; signal: an advantage other than 0."""
+    """eval: of an evaluation; fault: a function gave no score; unscored: no reward; signal: an advantage other than
+    0.
+    """
 
     name: str
     negated: bool = False

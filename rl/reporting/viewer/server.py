@@ -25,6 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rl.errors import ConfigError
+from rl.reporting.run_files import EVENTS
 from rl.reporting.viewer import records, search
 from rl.reporting.viewer.index import Index
 from rl.reporting.viewer.tokens import TokenTexts
@@ -132,7 +133,7 @@ class Viewer:
         Begins anew behind the end of the file: a run that continues truncates it.
         """
         try:
-            with (self.directory / "events.jsonl").open("rb") as file:
+            with (self.directory / EVENTS).open("rb") as file:
                 after = after if after <= os.fstat(file.fileno()).st_size else 0
                 file.seek(after)
                 data = file.read(_EVENTS)

@@ -1,4 +1,5 @@
-"""Writes the page of `rl view` as a folder that any file server shows: lists and samples as JSON files of a size to load.
+"""Writes the page of `rl view` as a folder that any file server shows: lists and samples as JSON files of a size to
+load.
 
 The page asks for complete files only, so the server needs no byte ranges.
 """

@@ -19,6 +19,7 @@ from rewards import RunnerOptions
 from rewards.text import for_terminal
 from rl.errors import ConfigError, DataError
 from rl.reporting.report.samples import messages
+from rl.reporting.run_files import check_run, sample_files
 from rl.reporting.viewer import query, records, rescore, search
 from rl.reporting.viewer.index import Index
 from rl.reporting.viewer.tokens import TokenTexts, flag_text, numbers
@@ -55,11 +56,8 @@ def opened(directory: str) -> Index:
 
 def check(path: Path) -> None:
     """Raises ConfigError if a folder is no run."""
-    if (path / "samples.jsonl").is_file() or (path / "samples").is_dir():
-        return
-    from rl.reporting.report.read import read_run
-
-    read_run(path)  # it says what is wrong, and which runs are near
+    if not sample_files(path):
+        check_run(path)
 
 
 def show(directory: str, options: Options) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rl.errors import ConfigError
+from rl.data.hub import cached_snapshots, hub_name
+from rl.reporting.run_files import read_config
 from rl.reporting.samples import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, STOP, TRAINED
 
 FLAGS = {TRAINED: "trained", STOP: "stop", CLIPPED_LOW: "clipped low", CLIPPED_HIGH: "clipped high", DROPPED: "dropped"}
@@ -53,28 +53,15 @@ class TokenTexts:
     def _sources(self) -> list[tuple[Any, ...]]:
         """Lists what may be the tokenizer: the exported one, that of config.yml, that of the model."""
         result: list[tuple[Any, ...]] = [(self._directory / "export",)]
-        config = saved_config(self._directory)
+        config = read_config(self._directory, [])
         named = config.get("tokenizer")
         if isinstance(named, dict) and isinstance(named.get("source"), str):
-            result.append((named["source"], named.get("alphabet")))
+            result += [(each, named.get("alphabet")) for each in _places(named["source"])]
         model = config.get("model")
         source = model.get("source") if isinstance(model, dict) else None
         if isinstance(source, str):
-            result.append((source,))
-            result += [(folder,) for folder in _cached(source)]
+            result += [(each,) for each in _places(source)]
         return result
-
-
-def saved_config(directory: Path) -> dict[str, Any]:
-    """Returns the saved configuration of a run; {} if there is none, or a damaged one."""
-    from rl.config import yaml_tree
-
-    try:
-        text = (directory / "config.yml").read_text(encoding="utf-8")
-        value = yaml_tree.plain(yaml_tree.parse(text, lambda line: f"config.yml:{line}"))
-    except (OSError, ValueError, ConfigError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def numbers(tokens: np.ndarray) -> dict[str, list[Any]]:
@@ -105,9 +92,7 @@ def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
     return pieces
 
 
-def _cached(source: str) -> list[Path]:
-    """Lists folders of the model in the local cache of huggingface_hub, without the network."""
-    name = source.removeprefix("hf://").partition("@")[0]
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    return sorted((cache / f"models--{name.replace('/', '--')}" / "snapshots").glob("*")) if "/" in name else []
+def _places(source: str) -> list[str | Path]:
+    """Lists a directory, or the folders of a name on the hub in the local cache. Downloads nothing."""
+    repository = hub_name(source)
+    return [source] if repository is None else [*cached_snapshots(repository)]

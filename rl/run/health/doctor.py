@@ -44,8 +44,8 @@ class Line:
 def machine(runs: Path, cache: Path | None) -> list[Line]:
     """Returns facts about this machine.
 
-    runs: folder for runs. cache: folder of compiled programs; None: none is kept. Looks at the devices with jax, which takes
-    seconds.
+    runs: folder for runs. cache: folder of compiled programs; None: none is kept. Looks at the devices with jax, which
+    takes seconds.
     """
     return [
         *_versions(),

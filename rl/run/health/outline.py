@@ -1,4 +1,5 @@
-"""Explains a configuration: the loss of each stage with its numbers, batch arithmetic, and what differs from the defaults.
+"""Explains a configuration: the loss of each stage with its numbers, batch arithmetic, and what differs from the
+defaults.
 
 Imports no jax.
 """
@@ -66,7 +67,9 @@ def _stage(config: RunConfig, index: int) -> Iterator[str]:
 
 
 def _loss(algorithm: Any, temperature: float) -> Iterator[str]:
-    """Yields the loss as a formula where it is the standard one, otherwise the description of the algorithm's options."""
+    """Yields the loss as a formula where it is the standard one, otherwise the description of the algorithm's
+    options.
+    """
     if algorithm.name == "sft" and algorithm.loss_type == "nll":
         yield "loss     L = mean of -log p(token) over the tokens that are trained on"
         return
@@ -84,7 +87,8 @@ def _loss(algorithm: Any, temperature: float) -> Iterator[str]:
     low, high = algorithm.epsilon, algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
     kl = f" + {algorithm.kl_coef:g} KL" if algorithm.kl_coef else ""
     entropy = f" - {algorithm.entropy_coef:g} H" if algorithm.entropy_coef else ""
-    yield f"loss     L = -min(R A, clip(R, {1 - low:g}, {1 + high:g}) A){kl}{entropy}, {_AGGREGATION[algorithm.aggregation]}"
+    mean = _AGGREGATION[algorithm.aggregation]
+    yield f"loss     L = -min(R A, clip(R, {1 - low:g}, {1 + high:g}) A){kl}{entropy}, {mean}"
     ratio = "of a token" if algorithm.ratio == "token" else f"({algorithm.ratio})"
     yield f"         R = exp(log p - old log p) {ratio}, at temperature {temperature:g}"
     if algorithm.combine == "sum":

@@ -21,7 +21,6 @@ from rl.run.prepare import prepare
 from rl.run.state import Run
 from rl.stages import rollouts as stage_rollouts
 from rl.stages.stage import StageKind
-from rollout import Generator
 from rollout.collect import Rollouts, Source, collect
 
 FILE = "probe.json"
@@ -33,7 +32,8 @@ _COMPARED = 8
 def before_first_step(run: Run, stage: StageKind) -> None:
     """Probes the first stage of a run that samples, as `run.probe` says, and notes the result.
 
-    Raises DataError for a stage that cannot learn from what it samples, where `run.probe` is a number. Unset, the run goes
+    Raises DataError for a stage that cannot learn from what it samples, where `run.probe` is a number. Unset, the run
+    goes
     on with a warning: it probes DEFAULT prompts if its weights were read, and none if they are random.
     """
     asked = run.config.run.probe
@@ -57,7 +57,8 @@ def before_first_step(run: Run, stage: StageKind) -> None:
 def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> ProbeResult:
     """Builds the model of a configuration and probes a stage with its starting weights, without a run.
 
-    count: number of prompts. name: the stage; None: the first one that samples. Raises ConfigError without such a stage.
+    count: number of prompts. name: the stage; None: the first one that samples. Raises ConfigError without such a
+    stage.
     """
     prepared = prepare(config)
     try:
@@ -65,14 +66,8 @@ def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> Pro
         if stage is None:
             raise ConfigError(f"--probe: {name or 'no stage of this run'} samples nothing")
         model = build.model(config, prepared, with_weights=True)
-        generator = Generator(
-            model,
-            max_length=config.max_length,
-            slots=config.generator.slots,
-            seed=config.seed,
-            tokenizer=prepared.tokenizer,
-            options=replace(build.generator_options(config), record_values=False, record_routes=False),
-        )
+        options = replace(build.generator_options(config), record_values=False, record_routes=False)
+        generator = build.generator(config, model, prepared.tokenizer, options)
         if stage.runner.sources:
             raise ConfigError("--probe: reward models are loaded in a run only; set run.probe, or leave them out")
         source = Source(generator, stage.runner)

@@ -1,4 +1,6 @@
-"""Samples a few prompts with the settings of a stage before its first step, and tells whether it can learn from them."""
+"""Samples a few prompts with the settings of a stage before its first step, and tells whether it can learn from
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ class ProbeResult:
     """What the completions of a probe show.
 
     cut: share that ran into max_new_tokens. stops: share that ended with each stop. reward_mean, reward_std: over the
-    scored completions; None without one. scored: share with a score. signal: share of groups whose rewards differ; None for
-    groups of one. faults: failed scores. seconds: time of the probe. gap: mean difference of the log-probabilities of
-    generator and trainer; None where it was not measured.
+    scored completions; None without one. scored: share with a score. signal: share of groups whose rewards differ; None
+    for groups of one. faults: failed scores. seconds: time of the probe. gap: mean difference of the log-probabilities
+    of generator and trainer; None where it was not measured.
     """
 
     stage: str
@@ -53,8 +55,10 @@ class ProbeResult:
         signal = "" if self.signal is None else f", {self.signal:.0%} of the groups differ"
         gap = "" if self.gap is None else f"; generator against trainer {self.gap:.2g} per token"
         return [
-            f"probe of {self.stage}: {self.prompts} prompts, {self.completions} completions in {self.seconds:.1f} s{gap}",
-            f"  ended by {ends}; {self.cut:.0%} cut off at {self.max_new_tokens} tokens; mean length {self.mean_length:.1f}",
+            f"probe of {self.stage}: {self.prompts} prompts, {self.completions} completions in {self.seconds:.1f} "
+            f"s{gap}",
+            f"  ended by {ends}; {self.cut:.0%} cut off at {self.max_new_tokens} tokens; mean length "
+            f"{self.mean_length:.1f}",
             f"  reward {reward}{signal}; {self.scored:.0%} have a score, {self.faults} faults",
         ]
 
@@ -73,7 +77,8 @@ class ProbeResult:
             result.append(
                 (
                     "reward faults" if self.faults else "no scores",
-                    f"{1 - self.scored:.0%} of the completions have no score ({self.faults} faults): read the tracebacks above, "
+                    f"{1 - self.scored:.0%} of the completions have no score ({self.faults} faults): read the "
+                    "tracebacks above, "
                     "then `rl reward test FUNCTION`",
                 )
             )
