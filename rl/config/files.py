@@ -109,7 +109,8 @@ def _read(path: str | Path, is_run: bool = False) -> Item:
     except FileNotFoundError:
         if str(path).partition(".")[0] in RunConfig.model_fields:
             raise ConfigError(f"{path}: no such file; an override has a value: {path}=VALUE") from None
-        raise ConfigError(f"{path}: no such file{nearest(Path(path).name, run_names())}") from None
+        what = "no such file" if Path(path).suffix else "no such file, and no directory of a run"
+        raise ConfigError(f"{path}: {what}{nearest(Path(path).name, run_names())}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 (byte {error.start}); save the file as UTF-8") from None
     except OSError as error:
