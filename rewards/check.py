@@ -94,7 +94,7 @@ def run_examples(spec: str, options: dict | None = None, timeout_s: float = 1.0)
 
 
 def main(spec: str, options: dict | None = None, timeout_s: float = 1.0) -> int:
-    """Prints the outcome of every example. Returns 0 if all passed, 1 if not, 2 if the reward cannot be used or called."""
+    """Prints the outcome of every example. Returns 0 if all passed, 1 if not, 2 if the reward cannot be called."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

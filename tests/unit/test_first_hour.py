@@ -1,4 +1,4 @@
-"""A newcomer's mistakes with the files of docs/start.md: each ends with its exit code and says what, where, what to type."""
+"""A newcomer's mistakes with the files of docs/start.md: each has its exit code, and says what, where, what to type."""
 
 import json
 import re
@@ -40,8 +40,8 @@ def test_the_page_as_it_stands_passes(folder, capsys):
         (b"", "grpo: data.jsonl: the dataset has no rows"),
         (b'{"prompt": "caf\xe9", "answer": "1"}\n', "data.jsonl:1: not UTF-8: invalid continuation byte at byte 15"),
         (b'{"prompt": "a", "answer": "1"}\n{"prompt": 1+1}\n', "data.jsonl:2: not valid JSON"),
-        (b'{"question": "a", "answer": "1"}\n', "no column `prompt` (columns: `question`, `answer`); set data.columns.prompt="),
-        (b'{"prompt": "a", "right": "1"}\n', "it needs 'answer', which is neither a column of the data (columns: right) nor"),
+        (b'{"question": "a", "answer": "1"}\n', "(columns: `question`, `answer`); set data.columns.prompt=COLUMN"),
+        (b'{"prompt": "a", "right": "1"}\n', "needs 'answer', which is neither a column of the data (columns: right) nor"),
         (b'{"prompt": 7, "answer": "1"}\n', "data.jsonl:1: `prompt` must be a text or a list of messages, got int"),
     ],
 )  # fmt: skip

@@ -184,8 +184,8 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     """Reads the tokenizer and the first rows of each dataset, as a quick check. Scores nothing.
 
     Returns notes about what was not read: datasets of the hub, which would be downloaded. Raises ConfigError for a
-    tokenizer, file or task that cannot be used, ModelError for a config.json that cannot be used, DataError for findings
-    that refuse a run, and for a column that a reward needs and the rows do not have.
+    tokenizer, file or task that cannot be used, ModelError for such a config.json, DataError for findings that refuse a
+    run, and for a column that a reward needs and the rows do not have.
     """
     try:
         if (directory := models.directory(config.model.source)) is not None:

@@ -89,7 +89,7 @@ def _before(report: Report) -> str:
 
 
 def _verdict(run: Run, lines: Sequence[str], name: str) -> str:
-    """Returns the card of the verdict: the summary as a sentence, without the folder that it starts with, then a list."""
+    """Returns the card of the verdict: the summary without the folder that it starts with, then a list."""
     summary, *findings = lines
     items = "".join(f"<li>{esc(line)}</li>" for line in findings)
     body = f"<p>{esc(summary.removeprefix(f'{run.path}: '))}</p>" + (f"<ul>{items}</ul>" if items else "")
