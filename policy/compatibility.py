@@ -18,6 +18,7 @@ RECURRENT, CAPACITY = "a gated delta net", "stages.N.router.capacity_factor"
 WARMUP, MODULES = "stages.N.indexer.training: dense_warmup", "stages.N.mtp"
 EXPLICIT, FEW_BITS = "mesh.shard_mode: explicit", "model.quantization"
 WEIGHTS_AWAY, KEPT_AWAY = "model.host_parameters", "a policy of model.remat that offloads"
+EMBEDDINGS, TABLES_AWAY = "embeddings for each layer", "model.table_memory: host"
 
 # Unordered pairs of features that are refused, and the reason.
 INCOMPATIBLE: dict[tuple[str, str], str] = {
@@ -29,6 +30,7 @@ INCOMPATIBLE: dict[tuple[str, str], str] = {
     (RING, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
     (ULYSSES, INDEXER): "an indexer chooses among all keys of a row at once; use all_gather",
     (ULYSSES, BALANCE): "every device has full sequences of some heads, so the loads are even without it",
+    (HYPER, EMBEDDINGS): "a layer adds to one residual vector of a token; to which of several is not defined",
     (BALANCE, INDEXER): "among keys with equal scores an indexer takes those that are earlier in the row",
     (BALANCE, RECURRENT): "its state passes through the tokens in order",
     (BALANCE, ENGRAM): "its n-grams and its convolution read neighbouring tokens",
@@ -39,6 +41,7 @@ INCOMPATIBLE: dict[tuple[str, str], str] = {
     (EXPLICIT, FEW_BITS): "qwix does not declare the sharding of its products; use auto",
     (EXPLICIT, WEIGHTS_AWAY): "shardings cannot be declared for arrays in host memory; use auto",
     (EXPLICIT, KEPT_AWAY): "shardings cannot be declared for arrays in host memory; use auto",
+    (EXPLICIT, TABLES_AWAY): "shardings cannot be declared for arrays in host memory; use auto",
 }
 
 
@@ -55,6 +58,8 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False)
         GRADIENTS: runtime.expert_gradients is not None,
         HYPER: config.hyper_connections is not None,
         ENGRAM: any(spec.engram is not None for spec in config.layers),
+        EMBEDDINGS: config.layer_embedding is not None,
+        TABLES_AWAY: config.layer_embedding is not None and runtime.table_memory == "host",
         INDEXER: any(
             isinstance(spec.mixer, LatentAttention) and spec.mixer.indexer is not None for spec in config.layers
         ),

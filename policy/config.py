@@ -21,6 +21,7 @@ from policy.specs import (
     GatedDeltaNet,
     Indexer,
     LatentAttention,
+    LayerEmbedding,
     LayerNorm,
     LinearScaling,
     Llama3Scaling,
@@ -49,6 +50,7 @@ __all__ = [
     "HyperConnections",
     "Indexer",
     "LatentAttention",
+    "LayerEmbedding",
     "LayerNorm",
     "LayerSpec",
     "LearnedPositions",
@@ -90,7 +92,8 @@ class LayerSpec:
     input_layernorm stands before the mixer and post_attention_layernorm on its output; pre_ and
     post_feedforward_layernorm do the same for the feed-forward. `parallel`: both parts read the same normed input, x +=
     mixer(h) + feed_forward(h). Without `residual` a part's output replaces x. `scalar`: the result is multiplied by one
-    stored number, which is not trained. The output of the n-gram lookup `engram` is added to x first.
+    stored number, which is not trained. The output of the n-gram lookup `engram` is added to x first, and what
+    `layer_embedding` makes of x after the feed-forward.
     """
 
     mixer: Attention | LatentAttention | GatedDeltaNet | None
@@ -100,6 +103,13 @@ class LayerSpec:
     residual: bool = True
     scalar: bool = False
     engram: Engram | None = None
+    layer_embedding: LayerEmbedding | None = None
+
+    @property
+    def shares(self) -> str | None:
+        """Returns the name of the keys and values of an earlier layer that the mixer attends to, if it has none of its
+        own."""
+        return self.mixer.shares if isinstance(self.mixer, Attention) else None
 
     @property
     def moe(self) -> Moe | None:
@@ -219,6 +229,16 @@ class DecoderConfig:
     hyper_connections: HyperConnections | None = None
     multi_token_prediction: MultiTokenPrediction | None = None
 
+    def __post_init__(self):
+        kept: set[str] = set()
+        for number, spec in enumerate(self.layers):
+            if spec.shares is not None and spec.shares not in kept:
+                raise ValueError(f"layer {number} shares the keys {spec.shares!r}, which no layer before it keeps")
+            if isinstance(spec.mixer, Attention) and (name := spec.mixer.keeps) is not None:
+                if name in kept:
+                    raise ValueError(f"layer {number} keeps the keys {name!r}, as a layer before it does")
+                kept.add(name)
+
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
         """Returns the layers one by one, from the embedding to the final norm."""
@@ -230,6 +250,11 @@ class DecoderConfig:
         before, stack = self.stacks[: int(s)], self.stacks[int(s)]
         first = sum(len(each.pattern) * each.repeats for each in before) + int(i)
         return [first + r * len(stack.pattern) for r in range(stack.repeats)]
+
+    @property
+    def layer_embedding(self) -> LayerEmbedding | None:
+        """Returns the embeddings for each layer, which all layers have or none."""
+        return self.layers[0].layer_embedding
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

@@ -26,7 +26,9 @@ from policy.intermediates import Aux, LayerAux
 from policy.layers import batch_split
 from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
+from policy.layers.layer_embeddings import LayerEmbeddings
 from policy.layers.prediction_module import PredictionModule
+from policy.layers.shared_keys import hand_on
 from policy.mesh.explicit import in_explicit_mode, with_explicit_axes
 from policy.mesh.sharding import Layout, axes_of, constrain, decoded, own_rows
 from policy.ops.dropout import drop
@@ -49,13 +51,14 @@ class LayerStack(nnx.Module):
         """Returns (x_BTE, cache parts or None, a LayerAux with arrays [R, ...] for each layer of the pattern).
         `step.routes` has one entry for each layer of the pattern, which may be None."""
         graph, weights = nnx.split(self.layers)
-        step, routes = replace(step, routes=None), step.routes
+        routes, embeddings = step.routes, self._own_embeddings(step)
+        step = replace(step, routes=None, layer_embeddings=None)
         split = cache is None and batch_split.applies(self.layers, x_BTE.shape, runtime)
         x_BTE = batch_split.split(x_BTE, runtime) if split else x_BTE
 
-        def repeat(x, part, repeat_weights, r, index):
+        def repeat(x, part, repeat_weights, embeddings, r, index):
             """Computes repeat number `r` of the pattern. `part` holds the cache arrays of one or all repeats; this
-            repeat's are at `index`."""
+            repeat's are at `index`. `embeddings`: of each layer of the pattern."""
             outputs, arrays = [], []
             for i, layer in enumerate(nnx.merge(graph, fetch_layer(repeat_weights, runtime))):
                 view = None if part is None else LayerCache.of(part[i], index, step, runtime.layout)
@@ -65,6 +68,8 @@ class LayerStack(nnx.Module):
                     layer_step = replace(
                         layer_step, routes=jax.lax.dynamic_index_in_dim(routes[i], r, axis=2, keepdims=False)
                     )
+                if embeddings is not None:
+                    layer_step = replace(layer_step, layer_embeddings=embeddings[i])
                 x = jax.tree.map(lambda a: checkpoint_name(a, "decoder_layer_input"), x)
                 x, view, aux = (
                     batch_split.run(layer, x, layer_step, runtime) if split else layer(x, layer_step, view, runtime)
@@ -78,28 +83,36 @@ class LayerStack(nnx.Module):
             repeat = checkpointed(repeat, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan)
         unrolled = not runtime.scan if cache is None else len(cache) == self.repeats  # a scanned cache has one part
         if unrolled:
-            x_BTE, cache, outputs = self._unrolled(x_BTE, cache, weights, repeat)
+            x_BTE, cache, outputs = self._unrolled(x_BTE, cache, (weights, embeddings), repeat)
             return batch_split.merge(x_BTE) if split else x_BTE, cache, outputs
 
         def body(carry, xs):
-            (x, part), (repeat_weights, r) = carry, xs
+            (x, part), (repeat_weights, embeddings, r) = carry, xs
             if cache is not None:
                 repeat_weights = _as_stored(repeat_weights, runtime)
-            x, part, outputs = repeat(x, part, repeat_weights, r, r)
+            x, part, outputs = repeat(x, part, repeat_weights, embeddings, r, r)
             return (x, part), outputs
 
         carry = (x_BTE, None if cache is None else cache[0])
-        (x, part), outputs = jax.lax.scan(body, carry, (weights, jnp.arange(self.repeats)))
+        (x, part), outputs = jax.lax.scan(body, carry, (weights, embeddings, jnp.arange(self.repeats)))
         return batch_split.merge(x) if split else x, None if cache is None else (part,), outputs
 
-    def _unrolled(self, x_BTE, cache, weights, repeat):
+    def _own_embeddings(self, step: Step) -> tuple[jax.Array, ...] | None:
+        """Returns the embeddings for each layer of the pattern, [R, B, T, n]."""
+        if step.layer_embeddings is None:
+            return None
+        period = len(self.layers)
+        end = self.first + self.repeats * period
+        return tuple(step.layer_embeddings[self.first + i : end : period] for i in range(period))
+
+    def _unrolled(self, x_BTE, cache, inputs, repeat):
         """Computes the repeats one after the other, each with a cache part of its own. With a cache they are traced
         once; in training each is traced, since remat policies do not see names inside a nested program."""
         parts, outputs = [], []
         repeat = repeat if cache is None else jax.jit(repeat, static_argnames="index")
         for r in range(self.repeats):
-            repeat_weights = jax.tree.map(lambda a, r=r: a[r], weights)
-            x_BTE, part, aux = repeat(x_BTE, None if cache is None else cache[r], repeat_weights, r, index=0)
+            own = jax.tree.map(lambda a, r=r: a[r], inputs)
+            x_BTE, part, aux = repeat(x_BTE, None if cache is None else cache[r], *own, r, index=0)
             parts.append(part)
             outputs.append(aux)
         stacked_outputs = jax.tree.map(lambda *a: jnp.stack(a), *outputs)
@@ -191,6 +204,8 @@ class Decoder(nnx.Module):
             table = (config.max_positions, config.hidden_size)
             self.embed_positions = weight(rngs, table, (None, "embed_vocab"), normal(config.initializer_range))
         first = list(accumulate((len(stack.pattern) * stack.repeats for stack in config.stacks), initial=0))
+        if config.layer_embedding is not None:
+            self.layer_embeddings = LayerEmbeddings(config.layer_embedding, config, rngs)
         self.stacks = nnx.List(
             [LayerStack(stack, n, config, rngs) for stack, n in zip(config.stacks, first, strict=False)]
         )
@@ -263,7 +278,10 @@ class Decoder(nnx.Module):
                 step, rotations={name: materialized(table) for name, table in (step.rotations or {}).items()}
             )
         step = _decode_rotations(step, runtime)
-        x = drop(self.embed(step, runtime), step.dropout)
+        x = self.embed(step, runtime)
+        if self.config.layer_embedding is not None:
+            step = replace(step, layer_embeddings=self.layer_embeddings(x, step, runtime))
+        x = drop(x, step.dropout)
         x = x if self.streams is None else self.streams.expand(x)
         x = x if cache is not None else along_length(x, runtime)
         caches, layers = [], {}
@@ -271,6 +289,7 @@ class Decoder(nnx.Module):
             paths = [f"stacks.{s}.layers.{i}" for i in range(len(stack.layers))]
             stack_step = replace(step, routes=[(step.routes or {}).get(path) for path in paths])
             x, part, outputs = stack(x, stack_step, None if cache is None else cache[s], runtime)
+            step, outputs = hand_on(step, outputs, part, layout)
             caches.append(part)
             layers |= dict(zip(paths, outputs, strict=True))
         x = x if self.streams is None else self.streams.reduce(x)

@@ -77,7 +77,9 @@ class LayerAux:
     residual; None without a mixer. `selection` int32[B, T, k]: the keys that an indexer selected for each query, by
     column (with a cache: by position), -1 where there are fewer. `routes` int32[B, T, k]: the experts that computed
     each token. These four and `activations` are set if `Runtime.record` names them. `states`: the layer's states of
-    fixed size after each token of a tentative call (policy/cache/cache.py), [B, T, K, C, D] by entry.
+    fixed size after each token of a tentative call (policy/cache/cache.py), [B, T, K, C, D] by entry. `kept`: keys and
+    values [B, K, T, D] by the name under which the mixer keeps them for later layers; the decoder takes them out of its
+    Aux.
     """
 
     routing: Routing | None = None
@@ -88,6 +90,7 @@ class LayerAux:
     selection: jax.Array | None = None
     routes: jax.Array | None = None
     states: dict[str, jax.Array] | None = None
+    kept: dict[str, tuple[jax.Array, jax.Array]] | None = None
 
     def merge(self, other: LayerAux) -> LayerAux:
         """Returns this with the fields that `other` has in place of its own, and the states of fixed size of both."""

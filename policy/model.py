@@ -104,8 +104,10 @@ class Graph:
 
     def decoder(self, params: dict[str, jax.Array]) -> Decoder:
         """Returns the module with these arrays; to be called inside a jitted function. Weights in host memory and
-        outside the stacks are fetched to the device here; a stack fetches its own, one repeat at a time."""
-        params = {path: array if path.startswith("stacks.") else fetch(array) for path, array in params.items()}
+        outside the stacks are fetched to the device here, except tables; a stack fetches its own, one repeat at a
+        time."""
+        stay = self.tables
+        params = {p: array if p.startswith("stacks.") or p in stay else fetch(array) for p, array in params.items()}
         return nnx.merge(self._definition, jax.tree.unflatten(self._treedef, [params[path] for path in self.paths]))
 
     def cast_for_products(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:

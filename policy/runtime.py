@@ -28,7 +28,8 @@ class Runtime:
     Memory. `remat` is "none" or a policy of policy/remat.py; "custom" keeps `remat_tensors`, pairs (name, memory).
     `scan` runs the repeats of a stack in a loop. More than `attention_chunk` queries are taken in chunks.
     `host_parameters`: trained weights live in host memory (policy/ops/host_memory.py). `table_memory`: n-gram tables
-    live in the memory of the device or of its host; with "host" only the rows that are looked up reach the device.
+    and the table of the embeddings for each layer live in the memory of the device or of its host; with "host" only
+    the rows that are looked up reach the device. `train_layer_embeddings`: that table is trained.
     `num_vocab_tiling`: number of chunks of tokens whose logits are computed one after the other (policy/heads/head.py);
     None: chosen by size.
 
@@ -51,7 +52,7 @@ class Runtime:
     param_dtype: Literal["float32", "bfloat16"] = option("float32", description="dtype in which weights are stored")
     remat: str = option(
         "full",
-        description="which activations are recomputed: full keeps only the input of each layer, none keeps all; "
+        description="what the backward pass computes again: full saves only the input of each layer, none saves all; "
         "docs/memory.md describes the others",
     )
     remat_tensors: tuple[tuple[str, str], ...] = option(
@@ -66,7 +67,13 @@ class Runtime:
     tentative: bool = False
     table_memory: Literal["device", "host"] = option(
         "device",
-        description="where n-gram tables live; host: only the rows that are looked up are copied to the device",
+        description="where n-gram tables and the table of Gemma 4's embeddings for each layer live; host: only the "
+        "rows that are looked up are copied to the device",
+    )
+    train_layer_embeddings: bool = option(
+        False,
+        description="whether the table of Gemma 4's embeddings for each layer is trained; it is most of the weights of "
+        "a small Gemma 4",
     )
     host_parameters: bool = option(
         False, description="weights live in host memory; one layer at a time is on the device"

@@ -94,6 +94,10 @@ class Attention:
     bounds scores by c tanh(s / c). `sinks`: one learned score for each head that takes part in the softmax and stands
     for no token. `gate`: the output is multiplied by a sigmoid of a second query projection. `values_are_keys`: there
     is no value projection; values are the projected keys before their norm and rotation.
+
+    `keeps` names the keys and values of the layer for later layers. A layer that `shares` a name has no keys and values
+    of its own: it attends to those that an earlier layer keeps under the name, after their norms and rotation, and it
+    stores nothing in a cache.
     """
 
     heads: int
@@ -113,6 +117,8 @@ class Attention:
     sinks: bool = False
     gate: bool = False
     temperature: QueryTemperature | None = None
+    keeps: str | None = None
+    shares: str | None = None
 
 
 @dataclass(frozen=True)
@@ -247,6 +253,20 @@ class DenseAndExperts:
     dense: Mlp
     experts: Moe
     norm: Norm
+
+
+@dataclass(frozen=True)
+class LayerEmbedding:
+    """Embeddings for each layer (Gemma 4): `dim` = n numbers e_l that layer l reads besides its residual stream.
+
+    With x the embedding of a token: e_l = (sqrt(n) table_l[token] + norm(P_l x / sqrt(hidden size))) / sqrt(2). After
+    its feed-forward, layer l adds norm(W (activation(G x) * e_l)) to its x. The table has `vocab_size` rows of n
+    numbers for each layer. The norms are the decoder's.
+    """
+
+    dim: int
+    vocab_size: int
+    activation: Activation
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ B rows, T queries, C visible keys, H query heads, K key-value heads, G = H / K, 
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,7 +16,7 @@ from policy.attention import flash_attention, paged_attention
 from policy.attention.attention_plan import Keys
 from policy.attention.context_parallel import applies, attend_cut
 from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
-from policy.cache.layer_cache import LayerCache, extend, row_layout
+from policy.cache.layer_cache import LayerCache, extend, row_layout, visible
 from policy.cache.step import Step
 from policy.config import Attention, DecoderConfig, QueryTemperature, Runtime
 from policy.intermediates import LayerAux
@@ -29,7 +31,7 @@ class GroupedQueryAttention(nnx.Module):
     """Computes grouped-query attention: query head h reads key-value head h // G.
 
     Weights: q_proj [E, H, D] ([E, H, 2D] with a gate: per head query, then gate), k_proj and v_proj [E, K, D], o_proj
-    [H, D, E].
+    [H, D, E]. A layer that shares keys and values has no k_proj, v_proj and k_norm.
     """
 
     def __init__(self, spec: Attention, config: DecoderConfig, rngs: nnx.Rngs):
@@ -41,7 +43,7 @@ class GroupedQueryAttention(nnx.Module):
             ("k", K, D, "kv_heads"),
             ("v", K, D, "kv_heads"),
         ):
-            if name == "v" and spec.values_are_keys:
+            if (name == "v" and spec.values_are_keys) or (name != "q" and spec.shares):
                 continue
             setattr(self, f"{name}_proj", weight(rngs, (E, heads, dim), ("embed", axis, "kv"), init, inputs=(0,)))
             if spec.bias:
@@ -52,33 +54,42 @@ class GroupedQueryAttention(nnx.Module):
         if spec.qk_norm:
             together = spec.qk_norm_over == "all_heads"
             self.q_norm = RMSNorm(H * D if together else D, spec.qk_norm, rngs)
-            self.k_norm = RMSNorm(K * D if together else D, spec.qk_norm, rngs)
-        if spec.v_norm:
+            if not spec.shares:
+                self.k_norm = RMSNorm(K * D if together else D, spec.qk_norm, rngs)
+        if spec.v_norm and not spec.shares:
             self.v_norm = RMSNorm(D, spec.v_norm, rngs)
         if spec.sinks:
             self.sinks = weight(rngs, (H,), ("q_heads",), init)
 
     def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
         """Returns (x_BTE, cache, LayerAux)."""
-        spec = self.spec
-        q, k = self._project(x_BTE, "q", step, runtime), self._project(x_BTE, "k", step, runtime)
-        v = k if spec.values_are_keys else self._project(x_BTE, "v", step, runtime)
+        spec, shares = self.spec, self.spec.shares
+        own = shares is None
+        q, k = self._project(x_BTE, "q", step, runtime), self._project(x_BTE, "k", step, runtime) if own else None
+        v = k if spec.values_are_keys or not own else self._project(x_BTE, "v", step, runtime)
         q, gate = jnp.split(q, 2, axis=-1) if spec.gate else (q, None)
         q, k = self._place(q, k, step)
-        if spec.v_norm:
+        if spec.v_norm and v is not None:
             v = self.v_norm(v)
         if spec.temperature:
             q = (q * temperature(spec.temperature, step.positions)).astype(q.dtype)
-        q, k, v = (checkpoint_name(a, name) for a, name in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
-        q, k, v = (to_cache(a, row_layout(cache, runtime.layout)) for a in (q, k, v))
+        named = {"query_proj": q, "key_proj": k, "value_proj": v}
+        parts = [None if a is None else checkpoint_name(a, name) for name, a in named.items()]
+        layout = row_layout(cache, runtime.layout)
+        q, k, v = cast(Any, [None if a is None else to_cache(a, layout) for a in parts])
         lookback = min((tokens for tokens in (spec.window, spec.chunk) if tokens), default=None)
-        visible, cache = extend(cache, step, lookback=lookback, k=k, v=v)
-        keys, values = visible.arrays["k"], visible.arrays["v"]
-        mask = Mask(step, visible, spec.window, spec.chunk)
+        if shares is None:
+            seen, cache = extend(cache, step, lookback=lookback, k=k, v=v)
+            entries = cache
+        else:
+            k, v, entries = step.keys(shares)
+            seen = visible(entries, step, lookback=lookback, k=k, v=v)
+        keys, values = seen.arrays["k"], seen.arrays["v"]
+        mask = Mask(step, seen, spec.window, spec.chunk)
         sinks = self.sinks[...] if spec.sinks else None
-        out = paged_attention.decode(q * spec.scale, cache, step, spec, runtime)
+        out = paged_attention.decode(q * spec.scale, entries, step, spec, runtime)
         bounds = AttentionBounds(spec.window, spec.chunk, spec.softcap)
-        if applies(cache, step, runtime):
+        if applies(entries, step, runtime):
             out = attend_cut(q * spec.scale, Keys((k, v)), step, runtime, bounds, sinks)
         elif out is None:
             out = flash_attention.attend(q * spec.scale, k, v, step, runtime, bounds, sinks)
@@ -91,7 +102,8 @@ class GroupedQueryAttention(nnx.Module):
         out = linear("bhtd,hde->bte", out, self.o_proj[...], runtime)
         if spec.out_bias:
             out = out + self.o_bias[...].astype(x_BTE.dtype)
-        return checkpoint_name(out, "out_proj"), cache, LayerAux()
+        aux = LayerAux() if spec.keeps is None else LayerAux(kept={spec.keeps: (k, v)})
+        return checkpoint_name(out, "out_proj"), cache, aux
 
     def _project(self, x_BTE: jax.Array, name: str, step: Step, runtime: Runtime) -> jax.Array:
         out = linear("bte,ehd->bhtd", x_BTE, getattr(self, f"{name}_proj")[...], runtime)
@@ -100,24 +112,24 @@ class GroupedQueryAttention(nnx.Module):
             out = out + getattr(self, f"{name}_bias")[...].astype(x_BTE.dtype)[None, :, None]
         return out
 
-    def _place(self, q_BHTD: jax.Array, k_BKTD: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-        """Norms and rotates queries and keys, in the order that `qk_norm_over` says."""
+    def _place(self, q_BHTD: jax.Array, k_BKTD: jax.Array | None, step: Step) -> tuple[jax.Array, jax.Array | None]:
+        """Norms and rotates queries and keys, in the order that `qk_norm_over` says. The keys may be None."""
         spec = self.spec
 
         def norm(q, k):
             if spec.qk_norm_over == "all_heads":
-                return _over_all_heads(self.q_norm, q), _over_all_heads(self.k_norm, k)
-            return self.q_norm(q), self.k_norm(k)
+                return _over_all_heads(self.q_norm, q), None if k is None else _over_all_heads(self.k_norm, k)
+            return self.q_norm(q), None if k is None else self.k_norm(k)
 
         q, k = q_BHTD, k_BKTD
         if spec.qk_norm and spec.qk_norm_over != "rotated_head":
             q, k = norm(q, k)
         if spec.rope:
             table = step.rotation(spec.rope)
-            q, k = rotate(q, spec.rope, table), rotate(k, spec.rope, table)
+            q, k = (None if a is None else rotate(a, spec.rope, table) for a in (q, k))
         if spec.qk_norm and spec.qk_norm_over == "rotated_head":
             q, k = norm(q, k)
-        return q, k
+        return cast(jax.Array, q), k
 
 
 def _over_all_heads(norm: RMSNorm, x_BHTD: jax.Array) -> jax.Array:

@@ -71,6 +71,8 @@ def _engram_entries(engram: Engram | None, config: DecoderConfig) -> dict[str, E
 
 def _mixer_entries(spec: LayerSpec) -> dict[str, Entry]:
     match spec.mixer:
+        case Attention(shares=str()):
+            return {}
         case Attention(kv_heads=heads, head_dim=dim, window=window, chunk=chunk):
             back = min((w for w in (window, chunk) if w), default=None)
             return {name: Entry(heads, dim, tile=dim, window=back) for name in "kv"}

@@ -92,16 +92,13 @@ def extend(
     if cache is None:
         return Visible(new, step.positions, step.segments), None
     arrays: dict[str, CacheArray] = {}
-    visible: dict[str, jax.Array] = {}
+    entries: dict[str, jax.Array] = {}
     B, T = step.positions.shape
     rows = jnp.arange(B)[:, None]
     # XLA makes a slice update of a scatter of one entry, which on CPU costs three copies of the array in every step of
     # a loop. A second entry, past the end, keeps it a scatter in place.
     pad_index = B * T == 1 and isinstance(cache.index, int)
-    read_cache, first_position = cache, 0
-    if cache.table is not None and lookback is not None and isinstance(pool := cache.arrays[next(iter(new))], Pool):
-        table, first_position = pages.visible_table(cache.table, step, lookback, pool.array.shape[3])
-        read_cache = replace(cache, table=table)
+    read_cache, first_position = _narrowed(cache, step, lookback, next(iter(new)))
     for name, value in new.items():
         for stored_name, written in _stored_form(cache.arrays, name, value).items():
             array = cache.arrays[stored_name]
@@ -116,13 +113,39 @@ def extend(
             arrays[stored_name] = array.at[cache.index, rows, :, positions].set(
                 written, mode="drop", unique_indices=True
             )
-        visible[name] = read(arrays, name, partial(_all_entries, read_cache), value.dtype)
-    length, cache = next(iter(visible.values())).shape[2], replace(cache, arrays=cache.arrays | arrays)
+        entries[name] = read(arrays, name, partial(_all_entries, read_cache), value.dtype)
+    return _with_positions(entries, arrays, step, first_position), replace(cache, arrays=cache.arrays | arrays)
+
+
+def visible(cache: LayerCache | None, step: Step, *, lookback: int | None = None, **new: jax.Array) -> Visible:
+    """Returns everything visible to a layer that reads the cache of another layer, which holds `new` already; without a
+    cache `new` itself. `lookback` as in `extend`."""
+    if cache is None:
+        return Visible(new, step.positions, step.segments)
+    read_cache, first_position = _narrowed(cache, step, lookback, next(iter(new)))
+    pick = partial(_all_entries, read_cache)
+    entries = {name: read(cache.arrays, name, pick, value.dtype) for name, value in new.items()}
+    return _with_positions(entries, {name: cache.arrays[name] for name in new}, step, first_position)
+
+
+def _narrowed(cache: LayerCache, step: Step, lookback: int | None, name: str) -> tuple[LayerCache, jax.Array | int]:
+    """Returns (the cache with the pages alone that queries see, the position of their first entry)."""
+    if cache.table is None or lookback is None or not isinstance(pool := cache.arrays[name], Pool):
+        return cache, 0
+    table, first_position = pages.visible_table(cache.table, step, lookback, pool.array.shape[3])
+    return replace(cache, table=table), first_position
+
+
+def _with_positions(
+    entries: dict[str, jax.Array], arrays: dict[str, CacheArray], step: Step, first_position: jax.Array | int
+) -> Visible:
+    """Adds positions and segments to the entries that were read from `arrays`."""
+    B, length = step.positions.shape[0], next(iter(entries.values())).shape[2]
     if isinstance(next(iter(arrays.values())), WindowEntries):
         positions = sliding_window.positions(step, length)
-        return Visible(visible, positions, (positions >= 0).astype(jnp.int32)), cache
+        return Visible(entries, positions, (positions >= 0).astype(jnp.int32))
     positions = first_position + jnp.broadcast_to(jnp.arange(length), (B, length))
-    return Visible(visible, positions, jnp.ones_like(positions)), cache
+    return Visible(entries, positions, jnp.ones_like(positions))
 
 
 def write_routes(cache: LayerCache | None, step: Step, routes_BTK: jax.Array | None) -> LayerCache | None:

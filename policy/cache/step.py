@@ -26,6 +26,8 @@ class Step:
     pages: int32[B, M], the pages of each row in a paged cache.
     routes: the experts that tokens are sent to, -1 where unknown, int[B, T, R, k] by path of the layer; inside a layer
         its own int[B, T, k]. None: routers choose.
+    layer_embeddings: the embeddings for each layer, [L, B, T, n] for L layers; inside a layer its own [B, T, n].
+    shared: the keys and values that layers before this one keep (policy/layers/shared_keys.py), by name.
 
     Three flags are static, known when a program is compiled:
     contiguous: queries look at nothing before this call, and each segment is one run of tokens whose positions count by
@@ -43,6 +45,8 @@ class Step:
     dropout: Dropout | None = None
     pages: jax.Array | None = None
     routes: Any = None
+    layer_embeddings: jax.Array | None = None
+    shared: dict[str, Any] | None = None
     contiguous: bool = field(default=False, metadata={"static": True})
     balanced: bool = field(default=False, metadata={"static": True})
     anywhere: bool = field(default=False, metadata={"static": True})
@@ -51,6 +55,11 @@ class Step:
         """Returns the (cos, sin) tables of one rotary embedding."""
         assert self.rotations is not None, "the decoder fills in the rotations"
         return self.rotations[str(rope)]
+
+    def keys(self, name: str) -> Any:
+        """Returns the keys and values that an earlier layer keeps under `name`."""
+        assert self.shared is not None, "the decoder hands on what a layer keeps"
+        return self.shared[name]
 
     def at(self, layer: jax.Array | int) -> Step:
         """Returns the step of layer number `layer`. Needs `dropout`."""

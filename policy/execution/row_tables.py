@@ -1,4 +1,5 @@
-"""Gradients of tables in host memory from which a call reads a few rows (policy/ops/parameter.py, RowTable).
+"""Gradients of tables in host memory from which a call reads a few rows (policy/ops/parameter.py, RowTable): n-gram
+tables, which are stacked as the layers are, and the table of the embeddings for each layer, of which there is one.
 
 The rows are read before the loss is computed and replace their table, so that the loss has a gradient with respect to
 these rows; only the host sums it into the table's shape. XLA passes the result of one host computation to another
@@ -10,12 +11,14 @@ M calls, R repeats of a stack, B rows of tokens, T tokens, H heads, D numbers in
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 
 from policy import modes
+from policy.layers import layer_embeddings
 from policy.layers.engram import look_up, ngram_rows
 from policy.mesh.sharding import constrain
 from policy.model import Graph
@@ -25,7 +28,8 @@ from policy.ops.host_memory import to_host
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RowGradient:
-    """The gradient of a table of `shape` [R, rows, D] with respect to the rows that M calls read.
+    """The gradient of a table of `shape` [R, rows, D], or [rows, D] with R = 1, with respect to the rows that M calls
+    read.
 
     rows: int32[M, R, B, T, H]. row_grads: [M, R, B, T, H, D], the gradient of each row read. A single call has no
     axis M.
@@ -37,9 +41,10 @@ class RowGradient:
     shape: tuple[int, ...] = field(metadata={"static": True})
 
     def summed(self) -> jax.Array:
-        """Sums the gradients of each row: float32[R, rows, D]."""
-        zeros, row_grads = to_host(jnp.zeros(self.shape[1:], jnp.float32)), self.row_grads.astype(jnp.float32)
-        return jnp.stack([zeros.at[self.rows[:, r]].add(row_grads[:, r]) for r in range(self.shape[0])])
+        """Sums the gradients of each row: float32 of `shape`."""
+        zeros, row_grads = to_host(jnp.zeros(self.shape[-2:], jnp.float32)), self.row_grads.astype(jnp.float32)
+        each = [zeros.at[self.rows[:, r]].add(row_grads[:, r]) for r in range(self.rows.shape[1])]
+        return jnp.stack(each) if len(self.shape) == 3 else each[0]
 
 
 def summed(grads: dict[str, jax.Array | RowGradient]) -> dict[str, jax.Array]:
@@ -48,15 +53,21 @@ def summed(grads: dict[str, jax.Array | RowGradient]) -> dict[str, jax.Array]:
 
 
 def read_rows(
-    graph: Graph, params: dict[str, jax.Array], tokens_BT: jax.Array, segments_BT: jax.Array
+    graph: Graph, params: dict[str, jax.Array], tokens_BT: jax.Array, segments_BT: jax.Array, paths: Iterable[str]
 ) -> tuple[dict, dict]:
-    """Returns (rows, values) by the path of each table in host memory.
+    """Returns (rows, values) by the path of each of these tables in host memory.
 
     rows: the rows that the tokens look up, int32[R, B, T, H]. values: the contents of these rows on the device,
-    [R, B, T, H, D], which replace the table in a forward pass over the tokens.
+    [R, B, T, H, D], or [B, T, H, D] of a table that is not stacked. They replace the table in a forward pass over the
+    tokens.
     """
     step, rows, values = replace(modes.make_step(tokens_BT, segments=segments_BT), tokens=tokens_BT), {}, {}
-    for path in graph.tables:
+    for path in paths:
+        if path == layer_embeddings.TABLE:
+            row_numbers = layer_embeddings.table_rows(step)
+            values[path] = look_up(params[path], row_numbers, graph.runtime.dtype, graph.runtime)
+            rows[path] = row_numbers[None]
+            continue
         layer, repeats = path.removesuffix(".lookup.table"), range(graph.shapes[path].shape[0])
         spec, classes = graph.config.layers[graph.config.numbers(layer)[0]].engram, params[f"{layer}.lookup.classes"]
         assert spec is not None, "a table belongs to a layer with n-gram tables"
@@ -72,11 +83,8 @@ def gradients(graph: Graph, rows: dict[str, jax.Array], row_grads: dict[str, jax
     """Returns the gradients of one call, in host memory. Each piece of a table gets the row numbers of all tokens."""
 
     def gradient(path):
-        row_numbers = constrain(rows[path], (None,) * 4, graph.layout)
-        return RowGradient(
-            row_numbers,
-            constrain(row_grads[path], (*(None,) * 4, "engram_row"), graph.layout),
-            graph.shapes[path].shape,
-        )
+        row_numbers, shape = constrain(rows[path], (None,) * 4, graph.layout), graph.shapes[path].shape
+        grads = row_grads[path] if len(shape) == 3 else row_grads[path][None]
+        return RowGradient(row_numbers, constrain(grads, (*(None,) * 4, "engram_row"), graph.layout), shape)
 
     return to_host({path: gradient(path) for path in rows})

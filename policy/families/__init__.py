@@ -12,6 +12,7 @@ Optional:
 - SKIP: patterns of stored tensors that are not read.
 - SKIP_EXTRA_LAYERS: True if layers past num_hidden_layers are not read either.
 - PASSED_OVER: a pattern for the start of the names of such layers that transformers ignores in a file.
+- `unread(config)`: patterns of stored tensors that are not read, for names that depend on the configuration.
 - `empty_tensors(hf)`: names and shapes of tensors without elements that transformers expects.
 
 A multimodal configuration (with a `text_config`) is read as its text model. ARCHITECTURES then also holds the wrapper's

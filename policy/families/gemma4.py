@@ -1,13 +1,18 @@
-"""Gemma 4, text model of the larger sizes: Gemma 3's pattern with a wider head on the full layers, keys that are values
-there, and, in the sparse models, experts in parallel to the dense feed-forward of every layer."""
+"""Gemma 4, text model: Gemma 3's pattern with a wider head on the full layers. In the larger sizes keys are values
+there, and the sparse models have experts in parallel to the dense feed-forward of every layer. In the small sizes (E2B,
+E4B) every layer reads embeddings of its own, and the last layers share the keys and values of earlier ones."""
 
 from __future__ import annotations
+
+import re
+from dataclasses import replace
 
 from policy.config import (
     SANDWICH_NORM,
     Attention,
     DecoderConfig,
     DenseAndExperts,
+    LayerEmbedding,
     LayerSpec,
     Mlp,
     Moe,
@@ -31,6 +36,9 @@ NAMES = (
     | names.joined(_EXPERTS, ("expert_gate_proj", "expert_up_proj"), "experts.gate_up_proj", "x f+ e -> x e f")
     | {
         "scalar": Stored("layer_scalar"),
+        "layer_embedding.gate": Stored("per_layer_input_gate.weight", "o i -> i o"),
+        "layer_embedding.projection": Stored("per_layer_projection.weight", "o i -> i o"),
+        "layer_embedding.norm.weight": Stored("post_per_layer_input_norm.weight"),
         "feed_forward.dense_input_norm.weight": Stored("pre_feedforward_layernorm.weight"),
         "feed_forward.dense_output_norm.weight": Stored("post_feedforward_layernorm_1.weight"),
         "feed_forward.experts_input_norm.weight": Stored("pre_feedforward_layernorm_2.weight"),
@@ -41,6 +49,11 @@ NAMES = (
         _EXPERTS + "router.expert_scale": Stored("router.per_expert_scale"),
     }
 )
+TOP = names.TOP | {
+    "layer_embeddings.table": Stored("model.embed_tokens_per_layer.weight"),
+    "layer_embeddings.projection": Stored("model.per_layer_model_projection.weight", "(l n) e -> e l n"),
+    "layer_embeddings.norm.weight": Stored("model.per_layer_projection_norm.weight"),
+}
 
 # The values of absent keys, by the class of transformers.
 DEFAULTS = {
@@ -58,8 +71,10 @@ DEFAULTS = {
     "final_logit_softcapping": None,
     "use_bidirectional_attention": None,
     "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
     "attention_k_eq_v": False,
     "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
     "enable_moe_block": False,
     "global_head_dim": 512,
     "num_global_key_value_heads": None,
@@ -83,26 +98,27 @@ def read(stored: dict) -> DecoderConfig:
     if isinstance(feed_forward, DenseAndExperts):  # whose parts have norms of their own
         norms = tuple(name for name in SANDWICH_NORM if name != "pre_feedforward_layernorm")
     mixers = [_mixer(hf, kind, heads) for kind, heads in zip(kinds, _head_shapes(hf, kinds), strict=True)]
+    layer = LayerSpec(None, feed_forward, norms, scalar=True, layer_embedding=_layer_embedding(hf))
     return decoder(
         "gemma4",
         stored,
         hf,
-        [LayerSpec(mixer, feed_forward, norms, scalar=True) for mixer in mixers],
+        [_layer(hf, layer, mixer) for mixer in _with_shared_keys(hf, kinds, mixers)],
         norm=norm,
         embedding_scale=hf["hidden_size"] ** 0.5,
         logit_softcap=hf["final_logit_softcapping"],
     )
 
 
+def unread(config: DecoderConfig) -> tuple[str, ...]:
+    """Returns patterns of stored tensors that are not read: released files hold keys and values of layers that share
+    those of others, and transformers passes over them too."""
+    numbers = [str(number) for number, spec in enumerate(config.layers) if spec.shares is not None]
+    prefix = re.escape(names.LAYER_PREFIX).replace(r"\{n\}", f"({'|'.join(numbers)})")
+    return (rf"{prefix}self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",) if numbers else ()
+
+
 def _refuse(hf: dict) -> None:
-    """Refuses the extra parts of the small models. `use_double_wide_mlp` widens only layers with shared keys."""
-    reasons = {
-        "hidden_size_per_layer_input": "embeddings of each layer",
-        "num_kv_shared_layers": "keys and values shared between layers",
-    }
-    for key, meaning in reasons.items():
-        if hf[key]:
-            raise UnsupportedModel(f"gemma4: {key} {hf[key]!r}: {meaning} are not supported; it must be 0")
     if hf["use_bidirectional_attention"] == "all":
         raise UnsupportedModel("gemma4: use_bidirectional_attention 'all' is not supported: the decoder is causal")
 
@@ -144,6 +160,56 @@ def _mixer(hf: dict, kind: str, shape: tuple[int, int]) -> Attention:
         values_are_keys=bool(hf["attention_k_eq_v"]) and not sliding,
         window=hf["sliding_window"] if sliding else None,
     )
+
+
+def _with_shared_keys(hf: dict, kinds: list[str], mixers: list[Attention]) -> list[Attention]:
+    """Returns the mixers with names for shared keys: each of the last `num_kv_shared_layers` layers shares the keys of
+    the last layer of its kind before all of these."""
+    sharers = hf["num_kv_shared_layers"]
+    if not 0 <= sharers < len(kinds):
+        raise UnsupportedModel(f"gemma4: num_kv_shared_layers {sharers}: it must be from 0 to {len(kinds) - 1}")
+    own = len(kinds) - sharers
+    if absent := set(kinds[own:]) - set(kinds[:own]):
+        raise UnsupportedModel(
+            f"gemma4: num_kv_shared_layers {sharers}: no {min(absent)} layer comes before the last {sharers} layers"
+        )
+    keepers = {kind: own - 1 - kinds[:own][::-1].index(kind) for kind in set(kinds[own:])}
+    result = list(mixers)
+    for kind, number in keepers.items():
+        result[number] = replace(mixers[number], keeps=kind)
+    for number in range(own, len(kinds)):
+        if mixers[number] != (keeper := mixers[keepers[kinds[number]]]):
+            shapes = " and ".join(f"{each.kv_heads} heads of {each.head_dim}" for each in (keeper, mixers[number]))
+            raise UnsupportedModel(f"gemma4: layer {number} cannot share keys and values of another shape: {shapes}")
+        result[number] = replace(mixers[number], shares=kinds[number])
+    return result
+
+
+def _layer(hf: dict, layer: LayerSpec, mixer: Attention) -> LayerSpec:
+    """Returns `layer` with this mixer. `use_double_wide_mlp` widens only layers with shared keys."""
+    dense = layer.feed_forward
+    if not (mixer.shares and hf["use_double_wide_mlp"]):
+        return replace(layer, mixer=mixer)
+    if isinstance(dense, DenseAndExperts):
+        return replace(layer, mixer=mixer, feed_forward=replace(dense, dense=_wide(dense.dense)))
+    assert isinstance(dense, Mlp)
+    return replace(layer, mixer=mixer, feed_forward=_wide(dense))
+
+
+def _wide(mlp: Mlp) -> Mlp:
+    return replace(mlp, width=2 * mlp.width)
+
+
+def _layer_embedding(hf: dict) -> LayerEmbedding | None:
+    if not hf["hidden_size_per_layer_input"]:
+        return None
+    rows, needed = hf["vocab_size_per_layer_input"], hf["vocab_size"]
+    if rows < needed:
+        raise UnsupportedModel(
+            f"gemma4: vocab_size_per_layer_input {rows}: it must be at least vocab_size, {needed}, since every token "
+            "looks up a row"
+        )
+    return LayerEmbedding(hf["hidden_size_per_layer_input"], rows, activation(hf, "hidden_activation"))
 
 
 def _feed_forward(hf: dict, norm: Norm) -> Mlp | DenseAndExperts:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from policy.config import DecoderConfig, HyperConnections, MultiTokenPrediction
+from policy.config import Attention, DecoderConfig, HyperConnections, MultiTokenPrediction
 from policy.huggingface import ngrams
 from policy.huggingface.config_fields import UnsupportedModel
 from policy.huggingface.names import Stored, Table
@@ -91,8 +91,11 @@ def _engram(config: DecoderConfig, section: dict) -> DecoderConfig:
 
 
 def _multi_token_prediction(config: DecoderConfig, section: dict) -> DecoderConfig:
-    """Adds prediction modules whose layer is the decoder's last one, without an n-gram table."""
-    layer = replace(config.layers[-1], engram=None)
+    """Adds prediction modules whose layer is the decoder's last one, without an n-gram table and without embeddings of
+    its own, and with keys of its own."""
+    last = config.layers[-1]
+    mixer = replace(last.mixer, keeps=None, shares=None) if isinstance(last.mixer, Attention) else last.mixer
+    layer = replace(last, mixer=mixer, engram=None, layer_embedding=None)
     return replace(
         config, multi_token_prediction=_read("multi_token_prediction", section, MultiTokenPrediction, layer=layer)
     )

@@ -238,7 +238,8 @@ def _renamed(family: ModuleType) -> Callable[[str], str]:
 
 def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | None) -> None:
     family = families.get(config.family)
-    skip = [*SKIP, *getattr(family, "SKIP", ()), *(scheme.skip if scheme else ())]
+    unread = getattr(family, "unread", lambda config: ())(config)
+    skip = [*SKIP, *getattr(family, "SKIP", ()), *unread, *(scheme.skip if scheme else ())]
     if config.tied_head:
         skip.append(re.escape(names.TOP["lm_head"].name))  # accepted, whatever the family calls its own top
 

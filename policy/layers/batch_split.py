@@ -91,7 +91,8 @@ def applies(layers: Sequence[Any], shape_BTE: tuple[int, int, int], runtime: Run
 
 def _fits(spec: LayerSpec) -> bool:
     indexed = getattr(spec.mixer, "indexer", None) is not None
-    return isinstance(spec.feed_forward, Moe) and spec.mixer is not None and not indexed and not spec.scalar
+    further = spec.scalar or spec.layer_embedding is not None or spec.shares is not None
+    return isinstance(spec.feed_forward, Moe) and spec.mixer is not None and not indexed and not further
 
 
 def _plain(layer) -> bool:

@@ -29,6 +29,7 @@ from policy.experts.moe import MixtureOfExperts
 from policy.intermediates import LayerAux, observe
 from policy.layers.delta_net import DeltaNet
 from policy.layers.engram import NgramLookup
+from policy.layers.layer_embeddings import LayerEmbeddingReader
 from policy.layers.residual import residual
 from policy.mesh.sharding import decoded
 from policy.ops.dropout import drop
@@ -40,8 +41,8 @@ FEED_FORWARDS = {Mlp: FeedForward, Matrix: SquareMatrix, Moe: MixtureOfExperts, 
 
 
 class Layer(nnx.Module):
-    """x += lookup(x); x += mixer(x); x += feed_forward(x), with the norms and in the form that LayerSpec describes; an
-    absent part adds nothing."""
+    """x += lookup(x); x += mixer(x); x += feed_forward(x); x += layer_embedding(x), with the norms and in the form that
+    LayerSpec describes; an absent part adds nothing."""
 
     def __init__(self, spec: LayerSpec, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
@@ -58,6 +59,8 @@ class Layer(nnx.Module):
             self.scalar = Constant(ones(rngs.params(), (1,)), out_sharding=(None,))
         if spec.engram is not None:
             self.lookup = NgramLookup(spec.engram, config, rngs)
+        if spec.layer_embedding is not None:
+            self.layer_embedding = LayerEmbeddingReader(spec.layer_embedding, config, rngs)
 
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
@@ -74,6 +77,8 @@ class Layer(nnx.Module):
             fed, fed_aux = self.feed_forward(decoded(normed, step, runtime.layout), step, runtime)
             x_BTE, aux = decoded(self.leave(x_BTE, fed, step, mix), step, runtime.layout), aux.merge(fed_aux)
             cache = write_routes(cache, step, fed_aux.routes)
+        if spec.layer_embedding is not None:
+            x_BTE = decoded(x_BTE + self.layer_embedding(x_BTE, step, runtime), step, runtime.layout)
         if spec.scalar:
             x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
         return x_BTE, cache, aux.merge(observe(x_BTE, step.segments, runtime.record))
