@@ -23,6 +23,7 @@ from functools import cached_property
 
 import jax.numpy as jnp
 
+from policy.layers.layer_embeddings import TABLE
 from policy.mesh.sharding import axes_of
 from policy.model import Graph
 from rl.config.run import RunConfig
@@ -31,6 +32,7 @@ from rl.reporting import chips
 from rl.reporting.program_memory import RESHARD
 from rl.run import build
 from rl.training.flops import Operations
+from rl.training.trainable import trained_paths
 from rollout.engine.exact import CHECKS
 
 # Kept numbers by remat policy, over the product outputs of a layer. `none` keeps norms, activations and attention too.
@@ -54,18 +56,21 @@ class Cost:
 class Weights:
     """Sizes of a graph per device, in numbers.
 
-    local: stored weights; largest: the largest stored array. assembled: weights as its products read them, after the
-    all-gather; layer: the same of the largest layer. outputs: product outputs per token in all layers; widest: in the
-    largest layer; qkv: for attention. parts: shards of the tokens; the other mesh axes shard products.
+    local: stored weights, and trained: those with a gradient; largest: the largest stored array. assembled: weights as
+    its products read them, after the all-gather; layer: the same of the largest layer. outputs: product outputs per
+    token in all layers; widest: in the largest layer; qkv: for attention. parts: shards of the tokens; the other mesh
+    axes shard products. Tables in host memory count nothing, and of a table on the device only rows are read.
     """
 
     def __init__(self, graph: Graph):
         mesh, self.graph, rules = graph.layout.mesh.shape, graph, dict(graph.layout.rules)
         rows = {*rules["batch"], *rules["length"]}
         self.parts, self.operations = math.prod(mesh[axis] for axis in rows), Operations(graph)
-        self.local = self.largest = self.assembled = self.outputs = self.qkv = 0.0
-        layers, outputs = {}, {}
+        self.local = self.trained = self.largest = self.assembled = self.outputs = self.qkv = 0.0
+        layers, outputs, trained = {}, {}, trained_paths(graph.shapes, graph.runtime)
         for path, shape in graph.shapes.items():
+            if path in graph.tables:
+                continue
             axes, sizes = graph.axes[path], shape.shape
             spec = [axes_of(dims) for dims in graph.layout.spec(axes, sizes)]
             parts = [math.prod(mesh[axis] for axis in dims) for dims in spec]
@@ -74,8 +79,9 @@ class Weights:
             )
             numbers, repeats = math.prod(sizes), sizes[0] if axes[0] == "layers" else 1
             self.local += numbers / math.prod(parts)
+            self.trained += numbers / math.prod(parts) * (path in trained)
             self.largest = max(self.largest, numbers / math.prod(parts))
-            self.assembled += numbers / cut
+            self.assembled += numbers / (math.prod(parts) if path == TABLE else cut)
             layer = ".".join(path.split(".")[:4])
             if axes[0] == "layers":
                 layers[layer] = layers.get(layer, 0.0) + numbers / cut / repeats
@@ -180,12 +186,12 @@ class Estimator:
         logits = 8.0 * min(_LOGITS, tokens * config.vocab_size / mesh.shape["tensor"])
         temporaries = item * (3 * tokens * weights.widest + 2 * weights.layer) + logits
         if update:
-            temporaries += 4 * weights.local + item * tokens * (E * layers + kept)
+            temporaries += 4 * weights.trained + item * tokens * (E * layers + kept)
         passes = 3.0 + again if update else 1.0
         work = passes * weights.operations.forward([length] * (numbers // length)) / mesh.size
         moved = (
             passes * item * (weights.assembled + 4 * tokens * weights.outputs)
-            + update * 24 * weights.local / planned.trip_count
+            + update * 24 * weights.trained / planned.trip_count
         )
         exchanged = (2 + (again > 0) if update else 1) * item * (weights.assembled - weights.local)
         exchanged += update * 4 * (weights.assembled - weights.local)

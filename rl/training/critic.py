@@ -11,8 +11,8 @@ from policy.cache.step import Step
 from policy.intermediates import Aux
 from policy.model import Graph
 from policy.modes import VALUE_HEAD, first_of_segment
-from policy.ops.host_memory import fetch
 from rl.training.flops import Operations
+from rl.training.host_memory import copied
 
 
 class Critic:
@@ -44,8 +44,8 @@ class Critic:
 
         def create(params, key):
             head = std * jax.random.normal(key, (self.trunk.config.hidden_size,), jnp.float32)
-            copied = () if self.shared else self.trunk.paths
-            return {path: jnp.copy(fetch(params[path])) for path in copied} | {VALUE_HEAD: head}
+            paths = () if self.shared else self.trunk.paths
+            return copied({path: params[path] for path in paths}, self.tables) | {VALUE_HEAD: head}
 
         return jax.jit(create, out_shardings=self.shardings)(params, jax.random.key(seed))
 

@@ -18,7 +18,7 @@ PARTS = {
     "experts": (".expert_", ".experts.", ".shared.", ".shared_gate"),
     "feed_forward": (".feed_forward.",),
     "mixer": (".mixer.",),
-    "embedding": ("embed_",),
+    "embedding": ("embed_", "layer_embedding"),
     "head": ("lm_head", "value_head"),
     "norms": ("norm.", "layernorm."),
 }

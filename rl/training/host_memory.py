@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from policy.ops.host_memory import on_host
+from policy.ops.host_memory import fetch, on_host
 
 
 def _is_dict(node: Any) -> bool:
@@ -35,6 +36,29 @@ def on_each_memory(function: Callable, paths: frozenset[str], *trees: Any) -> li
         return [function(*trees)]
     device_part, host_part = ([_select(tree, paths, listed) for tree in trees] for listed in (False, True))
     return [function(*device_part), on_host(function, *host_part)]
+
+
+def fetched_except(tables: frozenset[str], params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Fetches weights in host memory to the device, but not the tables."""
+    return {path: array if path in tables else fetch(array) for path, array in params.items()}
+
+
+def copied(params: dict[str, jax.Array], tables: frozenset[str]) -> dict[str, jax.Array]:
+    """Returns copies of weights. The host copies the tables at these paths, in host memory."""
+
+    def copies(weights):
+        return jax.tree.map(jnp.copy, weights)
+
+    return joined(on_each_memory(copies, tables, fetched_except(tables, params)))
+
+
+def mixed(reference: dict, params: dict, mix: jax.Array, tables: frozenset[str]) -> dict[str, jax.Array]:
+    """Returns mix * params + (1 - mix) * reference. The host mixes the tables at these paths, in host memory."""
+
+    def mixture(reference, params, mix):
+        return jax.tree.map(lambda r, p: (mix * p + (1 - mix) * r).astype(r.dtype), reference, params)
+
+    return joined(on_each_memory(mixture, tables, reference, fetched_except(tables, params), mix))
 
 
 def joined(parts: Sequence[Any]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from policy.config import Runtime
+from policy.layers.layer_embeddings import TABLE
 
 INDEXER = ".indexer."
 """Is part of the path of every weight of a key indexer (policy/attention/indexer.py)."""
@@ -19,11 +20,14 @@ def trained_paths(paths: Iterable[str], runtime: Runtime) -> frozenset[str]:
     """Returns the paths of the weights that are trained.
 
     Indexers and prediction modules are trained only by their own losses, so without these losses they stay as they are.
-    During dense warm-up only indexers are trained.
+    During dense warm-up only indexers are trained. The table of the embeddings for each layer is trained if the runtime
+    says so.
     """
 
     def is_trained(path: str) -> bool:
         if path.startswith(MODULES) and runtime.mtp is None:
+            return False
+        if path == TABLE and not runtime.train_layer_embeddings:
             return False
         return runtime.indexer != ("off" if INDEXER in path else "dense_warmup")
 

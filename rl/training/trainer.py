@@ -24,13 +24,13 @@ from policy.mesh.sharding import Layout, block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.modes import VALUE_HEAD
 from policy.ops.dropout import Dropout
-from policy.ops.host_memory import fetch
 from rl.algorithms import PolicyInputs
 from rl.config.stage import StageOptions
 from rl.errors import ModelError
 from rl.training.batch import Batch
 from rl.training.critic import Critic
 from rl.training.flops import Operations, lengths
+from rl.training.host_memory import copied, mixed
 from rl.training.packing import Packing, plan_packing, row_counts
 from rl.training.updater import OptimizerStep, ParamState, updates_made
 
@@ -237,7 +237,8 @@ class Trainer(BatchUpdates):
         """Returns the state at the beginning of the stage. Owns `params`; reference and critic are copies."""
         reference = critic = None
         if self._has_reference:
-            reference = jax.jit(lambda a: jax.tree.map(jnp.copy, fetch(a)), out_shardings=self.graph.shardings)(params)
+            copies = partial(copied, tables=self.graph.tables)
+            reference = jax.jit(copies, out_shardings=self.graph.shardings)(params)
         if self.critic:
             critic = self.critic.start(self.value_model.init(params, self.algorithm.value_init_std, seed))
         return block_on_cpu_mesh(RunState(self.policy.start(params), reference, critic), self.graph.layout)
@@ -251,10 +252,8 @@ class Trainer(BatchUpdates):
 
     @cached_property
     def _renewed(self):
-        def mixed(reference, params, mix):
-            return jax.tree.map(lambda r, p: (mix * p + (1 - mix) * r).astype(r.dtype), reference, fetch(params))
-
-        return jax.jit(mixed, donate_argnums=0, out_shardings=self.graph.shardings)
+        mixture = partial(mixed, tables=self.graph.tables)
+        return jax.jit(mixture, donate_argnums=0, out_shardings=self.graph.shardings)
 
     def abstract(self) -> RunState:
         """Returns the shapes and shardings of the state, for a checkpoint to be read into."""

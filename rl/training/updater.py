@@ -98,6 +98,7 @@ class OptimizerStep:
         """
         self.model, self._loss, self._options, self._stage, self.value_head = model, loss, options, stage, value_head
         self._trained_paths = trained_paths(model.axes, model.runtime)
+        self._tables = model.tables & self._trained_paths
         self._seed = seed if stage.dropout else None
         self._diagnostics = stage.diagnostics and isinstance(model, Graph)
         self._graph = model if isinstance(model, Graph) else model.trunk
@@ -227,7 +228,7 @@ class OptimizerStep:
     def apply(self, learner: ParamState, grads: dict, loss: jax.Array, routing: dict) -> tuple[ParamState, dict]:
         """Returns (learner after a step by these gradients, metrics), in a jitted function. routing: router loads."""
         trained, others = self._split(learner.params)
-        squares = to_device(joined(on_each_memory(_squares, self.model.tables, grads)))
+        squares = to_device(joined(on_each_memory(_squares, self._tables, grads)))
         part_norms = gradient_norms(squares) if self._diagnostics else {}
         mtp = self._stage.mtp
         detach = mtp is not None and mtp.detach
@@ -236,9 +237,7 @@ class OptimizerStep:
         # A gradient of 0, as from equal rewards, changes nothing: otherwise the old moments would change the weights.
         good = finite & (sum(squares.values()) > 0)
         arguments = grads, factors, learner.optimizer, trained, good
-        weights, states, changes = zip(
-            *on_each_memory(self._apply_optimizer, self.model.tables, *arguments), strict=True
-        )
+        weights, states, changes = zip(*on_each_memory(self._apply_optimizer, self._tables, *arguments), strict=True)
         biases = {path: array for path, array in others.items() if path in self._trained_paths}
         new_biases = updated_biases(biases, routing, self._stage.router.bias_rate)
         others = others | jax.tree.map(lambda a, b: jnp.where(good, a, b), new_biases, biases)
@@ -254,7 +253,7 @@ class OptimizerStep:
 
     def _apply_optimizer(self, grads, factors, state, weights, good):
         """Returns (weights, optimizer state, norm of the change) after a step. Tables in host memory stay there."""
-        step = by_layer if self._in_host_memory and not weights.keys() <= self.model.tables else at_once
+        step = by_layer if self._in_host_memory and not weights.keys() <= self._tables else at_once
         grads = jax.tree.map(jnp.multiply, row_tables.summed(grads), factors)
         weights = self._shard_as_moments(weights) if step is at_once else weights
         return step(self._transform, grads, state, weights, good)
@@ -297,19 +296,20 @@ class OptimizerStep:
                 tokens,
             )
 
-        dense = {path: weight for path, weight in trained.items() if path not in self.model.tables}
+        dense = {path: weight for path, weight in trained.items() if path not in self._tables}
         multiplied = self._graph.cast_for_products(dense)
 
         def micro_step(total, xs):
             rows, looked_up = {}, {}
-            if self.model.tables:
-                rows, looked_up = row_tables.read_rows(self._graph, trained | constants, xs[0].tokens, xs[0].segments)
+            if self._tables:
+                inputs = xs[0].tokens, xs[0].segments
+                rows, looked_up = row_tables.read_rows(self._graph, trained | constants, *inputs, self._tables)
             (loss, rest), grads = jax.value_and_grad(objective, has_aux=True)(multiplied | looked_up, *xs)
             table_grads = row_tables.gradients(self._graph, rows, {path: grads.pop(path) for path in looked_up})
             return _accumulated(total, self._shard_as_moments(fetch(grads))), (table_grads, (loss, *rest))
 
         # Gradients of tables in host memory stay in host memory. There, only a scan can stack arrays.
-        scan = jax.lax.scan if self._graph.tables else partial(_scan_first, count=_num_filled(micros[0].segments))
+        scan = jax.lax.scan if self._tables else partial(_scan_first, count=_num_filled(micros[0].segments))
         grads, (table_grads, outputs) = scan(micro_step, self._shard_as_moments(_zeros(dense)), micros)
         loss, metrics, routing, activations, head_gradients, tokens = outputs
         metrics = rl.algorithms.reduce_metrics(metrics)
