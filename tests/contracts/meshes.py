@@ -50,6 +50,7 @@ MODELS = {
         configuration("Llama", num_hidden_layers=2) | {"duet": {"hyper_connections": {"reduce": "head"}}}
     ),
     "square": lambda: short("Simple"),
+    "shared_keys": lambda: short("Gemma4Small"),
 }
 
 

@@ -42,7 +42,7 @@ def computed(mesh, memory):
         return logp.sum(), logp
 
     def gradient(params):
-        at, result = row_tables.read_rows(graph, params, rows, segments)
+        at, result = row_tables.read_rows(graph, params, rows, segments, graph.tables)
         grads, logp = jax.grad(loss, has_aux=True)(weights | result)
         slopes = row_tables.gradients(graph, at, {path: grads.pop(path) for path in result})
         return grads | on_host(lambda one: row_tables.summed(jax.tree.map(lambda a: a[None], one)), slopes), logp

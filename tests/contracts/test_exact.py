@@ -20,8 +20,11 @@ from rollout.request import Request
 pytestmark = pytest.mark.xdist_group("exact")
 
 WIDTH, NEW = 80, 20
-# Full attention; windows, latents with experts, a recurrent state.
-EACH = ["Llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Gemma3", "DeepseekV3", "Qwen3Next"))]
+# Full attention; windows, latents with experts, a recurrent state, shared keys.
+EACH = [
+    "Llama",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Gemma3", "DeepseekV3", "Qwen3Next", "Gemma4Small")),
+]
 # Completions on either side of token 64, where another program begins, and across it.
 PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, VOCAB, n)] for n in (55, 1, 30, 60)]
 PLAIN = SamplingParams(max_new_tokens=NEW)

@@ -219,6 +219,11 @@ WAYS = {
         {"slots": 1, "tokens_per_dispatch": 5},
         {"sliding_window_cache": True, "prefill_chunk": 7},
     ],
+    "gemma4_small": [  # layers that read the cache of another layer
+        FEW_PAGES | {"sliding_window_cache": True},
+        FEW_PAGES,
+        {"sliding_window_cache": True, "prefill_chunk": 7, "slots": 16},
+    ],
 }
 MORE_WAYS = [
     {"slots": 3, "tokens_per_dispatch": 5, "prefill_chunk": 1},

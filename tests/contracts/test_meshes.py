@@ -103,7 +103,7 @@ def test_attention_of_every_kind():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["dense", "experts", "latent", "recurrent"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "latent", "recurrent", "shared_keys"])
 def test_every_mesh_of_the_list(kind, mode):
     check(*(["decoder", kind, in_mode(mode, degrees), {}] for degrees in MESHES.values()))
 
@@ -120,7 +120,7 @@ def test_explicit_shardings_of_other_decoders():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [(kind, "auto") for kind in ("dense", "windows", "sinks", "latent", "indexed", "recurrent")]
+    [(kind, "auto") for kind in ("dense", "windows", "sinks", "latent", "indexed", "recurrent", "shared_keys")]
     + [(kind, "explicit") for kind in ("windows", "sinks", "latent")],
 )
 def test_every_way_of_attention(kind, mode):

@@ -25,6 +25,7 @@ WITHOUT_GRADIENT = (
     "mixer.indexer.k_norm.bias",
     "mixer.indexer.weights_proj",
     "scalar",
+    "layer_embeddings.table",  # frozen by default
 )
 
 

@@ -23,7 +23,7 @@ def multimodal(kind, keys):
     """(the model with a vision tower around the text model of `kind`, that text model with its head)."""
     import transformers
 
-    family = kind.removesuffix("Moe")
+    family = kind.removesuffix("Moe").removesuffix("Small")
     vision = _VISION | (
         {"image_size": 28, "patch_size": 14}
         if family == "Gemma3"
@@ -46,6 +46,7 @@ def multimodal(kind, keys):
         ("Gemma3", {"final_logit_softcapping": None}),
         ("Gemma4", {"pad_token_id": 0}),
         pytest.param("Gemma4Moe", {"pad_token_id": 0}, marks=pytest.mark.slow),
+        ("Gemma4Small", {"pad_token_id": 0} | KINDS["Gemma4Small"].short),
     ],
 )
 def test_the_text_model_of_a_multimodal_one_is_read_alone(kind, keys, tmp_path):
@@ -142,8 +143,13 @@ def test_both_spellings_of_the_head_shapes_of_gemma4_are_read(k_is_v, tmp_path):
 
 
 REFUSED = {
-    "hidden_size_per_layer_input": ("Gemma4", {"hidden_size_per_layer_input": 8}),
-    "num_kv_shared_layers": ("Gemma4", {"num_kv_shared_layers": 2}),
+    "vocab_size_per_layer_input 159: it must be at least": ("Gemma4Small", {"vocab_size_per_layer_input": 159}),
+    "num_kv_shared_layers 8: it must be from 0 to 7": ("Gemma4Small", {"num_kv_shared_layers": 8}),
+    "num_kv_shared_layers 5: no full_attention layer comes": ("Gemma4Small", {"num_kv_shared_layers": 5}),
+    "layer 7 cannot share keys and values of another shape: 2 heads of 4 and 1 heads of 8": (
+        "Gemma4Small",
+        {"per_layer_config": {"7": {"head_dim": 8, "num_key_value_heads": 1}}},
+    ),
     "use_bidirectional_attention 'all'": ("Gemma4", {"use_bidirectional_attention": "all"}),
     "per_layer_config.1: intermediate_size": ("Gemma4", {"per_layer_config": {"1": {"intermediate_size": 8}}}),
     "per_layer_config.6: there are 6 layers": ("Gemma4", {"per_layer_config": {"6": {"head_dim": 8}}}),

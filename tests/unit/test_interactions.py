@@ -22,6 +22,12 @@ ON = {
     compatibility.HYPER: ({"hyper_connections": {}}, {}, {}),
     compatibility.ENGRAM: ({"engram": ENGRAM}, {}, {}),
     compatibility.INDEXER: ({"source": "tiny-deepseek-v32"}, {}, {}),
+    compatibility.EMBEDDINGS: ({"source": "gemma4-e2b"}, {}, {}),
+    compatibility.TABLES_AWAY: (
+        {"source": "gemma4-e2b", "table_memory": "host"},
+        {},
+        {"table_memory": "host"},
+    ),
     compatibility.RING: ({"context_parallel": "ring"}, {}, {"context_parallel": "ring"}),
     compatibility.ULYSSES: ({"context_parallel": "ulysses"}, {}, {"context_parallel": "ulysses"}),
     compatibility.BALANCE: ({"context_load_balance": True}, {}, {"context_load_balance": True}),
