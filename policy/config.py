@@ -90,7 +90,8 @@ class LayerSpec:
     input_layernorm stands before the mixer and post_attention_layernorm on its output; pre_ and
     post_feedforward_layernorm do the same for the feed-forward. `parallel`: both parts read the same normed input, x +=
     mixer(h) + feed_forward(h). Without `residual` a part's output replaces x. `scalar`: the result is multiplied by one
-    stored number, which is not trained. The output of the n-gram lookup `engram` is added to x first.
+    stored number, which is not trained. The output of the n-gram lookup `engram` is added to x first. `deepstack`: at
+    the tokens of pictures, a feature of the tower is added to the result; the first layers of a decoder have it.
     """
 
     mixer: Attention | LatentAttention | GatedDeltaNet | None
@@ -100,6 +101,7 @@ class LayerSpec:
     residual: bool = True
     scalar: bool = False
     engram: Engram | None = None
+    deepstack: bool = False
 
     @property
     def moe(self) -> Moe | None:
@@ -203,7 +205,8 @@ class SinusoidPositions:
 @dataclass(frozen=True)
 class DecoderConfig:
     """A complete decoder. `family` names the file in policy/families/, and `hf` is the Hugging Face configuration as
-    JSON. `logit_softcap` c bounds logits by c tanh(z / c), before any temperature."""
+    JSON. `logit_softcap` c bounds logits by c tanh(z / c), before any temperature. `image` and `audio` describe the
+    towers whose outputs stand in the place of token embeddings."""
 
     vocab_size: int
     hidden_size: int
@@ -218,6 +221,8 @@ class DecoderConfig:
     initializer_range: float = 0.02
     hyper_connections: HyperConnections | None = None
     multi_token_prediction: MultiTokenPrediction | None = None
+    image: object | None = None
+    audio: object | None = None
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

@@ -74,10 +74,10 @@ class GroupedQueryAttention(nnx.Module):
         lookback = min((tokens for tokens in (spec.window, spec.chunk) if tokens), default=None)
         visible, cache = extend(cache, step, lookback=lookback, k=k, v=v)
         keys, values = visible.arrays["k"], visible.arrays["v"]
-        mask = Mask(step, visible, spec.window, spec.chunk)
+        mask = Mask(step, visible, spec.window, spec.chunk, spec.looks_ahead)
         sinks = self.sinks[...] if spec.sinks else None
         out = paged_attention.decode(q * spec.scale, cache, step, spec, runtime)
-        bounds = AttentionBounds(spec.window, spec.chunk, spec.softcap)
+        bounds = AttentionBounds(spec.window, spec.chunk, spec.softcap, spec.looks_ahead and step.until is not None)
         if applies(cache, step, runtime):
             out = attend_cut(q * spec.scale, Keys((k, v)), step, runtime, bounds, sinks)
         elif out is None:
