@@ -57,9 +57,7 @@ class Conflict(ValueError):
     """Two features are incompatible; the message names both and gives the reason."""
 
 
-def features(
-    config: DecoderConfig, runtime: Runtime, *, explicit: bool = False, media: bool = False
-) -> frozenset[str]:
+def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False, media: bool = False) -> frozenset[str]:
     """Returns the names of the features that are on. `explicit`: shardings will be explicit, whatever the layout of
     `runtime` says. `media`: calls will have pictures or sounds."""
     on = {
@@ -90,9 +88,7 @@ def features(
     return frozenset(name for name, is_on in on.items() if is_on)
 
 
-def conflicts(
-    config: DecoderConfig, runtime: Runtime, *, explicit: bool = False, media: bool = False
-) -> Iterator[str]:
+def conflicts(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False, media: bool = False) -> Iterator[str]:
     """Yields one message for each incompatible pair of features that is on."""
     on = features(config, runtime, explicit=explicit, media=media)
     for (one, other), reason in INCOMPATIBLE.items():

@@ -81,9 +81,7 @@ class AttentionPlan:
     def mask(self, queries: TokenPositions, keys: TokenPositions) -> Mask:
         """Returns the mask between tokens at these positions."""
         bounds, step = self.bounds, Step(queries.positions, queries.segments, until=queries.until)
-        return Mask(
-            step, Visible({}, keys.positions, keys.segments), bounds.window, bounds.chunk, bounds.looks_ahead
-        )
+        return Mask(step, Visible({}, keys.positions, keys.segments), bounds.window, bounds.chunk, bounds.looks_ahead)
 
     def attend(
         self,

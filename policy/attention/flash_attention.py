@@ -167,8 +167,10 @@ class CutQueries:
         """Returns None where no kernel serves the call. The tokens of a device have to fill its blocks."""
         assert runtime.layout is not None
         T, devices = step.segments.shape[1], runtime.layout.mesh.shape[axis]
-        if bounds.looks_ahead or T % (devices * LANES) or not served(
-            replace(step, contiguous=step.contiguous or step.balanced), dtype, runtime
+        if (
+            bounds.looks_ahead
+            or T % (devices * LANES)
+            or not served(replace(step, contiguous=step.contiguous or step.balanced), dtype, runtime)
         ):
             return None
         return cls(axis, devices, tuple(range(T)) if places is None else tuple(places.tolist()), bounds)

@@ -93,7 +93,6 @@ class Place:
             integers = np.issubdtype(out.dtype, np.integer)
             target[...] = block.finish(files.read(self.name(stored, layer, expert), block.shape, block.index, integers))
 
-
     def _spelling(self, files: TensorFiles, layer: int | None) -> names.Stored:
         """Returns the spelling of which the files have the tensor. Of several with one name, the first whose shape is
         that of the tensor."""

@@ -56,9 +56,7 @@ def _yarn(base: np.ndarray, rope: Rope, s: YarnScaling) -> np.ndarray:
     return base * (1 - ramp) + base / s.factor * ramp
 
 
-def rotation(
-    rope: Rope, positions_BT: jax.Array, turns_BT3: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def rotation(rope: Rope, positions_BT: jax.Array, turns_BT3: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Computes the rotation table of these positions: (cos, sin), float32[B, T, dim / 2]. A rotary embedding with
     sections turns by `turns`, if they are given."""
     positions = positions_BT[..., None]
