@@ -236,12 +236,15 @@ def places(kind: str, texts: tuple[int, ...], seed: int) -> tuple[np.ndarray, li
     return np.asarray(tokens), shapes, media
 
 
-def document(kind: str, model, texts: tuple[int, ...] = (4, 3, 5), seed: int = 1) -> Document:
-    """A document of texts of these lengths with pictures of noise between them, with the rows of the oracle's tower."""
+def document(
+    kind: str, model, texts: tuple[int, ...] = (4, 3, 5), seed: int = 1, pictures: int | None = None
+) -> Document:
+    """A document of texts of these lengths with pictures of noise between them, with the rows of the oracle's tower. `pictures`:
+    the seed of the pictures, by default that of the texts."""
     import torch
 
     tokens, shapes, media = places(kind, texts, seed)
-    inputs = _pictures(kind, shapes, torch.Generator().manual_seed(seed))
+    inputs = _pictures(kind, shapes, torch.Generator().manual_seed(seed if pictures is None else pictures))
     is_picture = torch.tensor(media.index[None] >= 0).long()
     if kind == "Gemma3":
         inputs["token_type_ids"] = is_picture

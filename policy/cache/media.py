@@ -70,8 +70,8 @@ class DocumentMedia:
     until: np.ndarray | None = None
     delta: int = 0
 
-    def problem(self, T: int) -> str | None:
-        """Returns what is wrong with this as the media of a prompt of T tokens, or None."""
+    def refusal(self, T: int) -> str | None:
+        """Returns why a prompt of T tokens cannot have this, as the end of a sentence; None: it can."""
         rows = len(self.table.rows)
         for name, array, shape in (
             ("index", self.index, (T,)),

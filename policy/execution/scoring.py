@@ -163,8 +163,11 @@ class Scorer:
                 tokens_RL, lengths_R = np.zeros((R, L), np.int32), np.zeros(R, np.int32)
                 for row, (_, tokens) in enumerate(batch):
                     tokens_RL[row, : len(tokens)], lengths_R[row] = tokens, len(tokens)
-                numbers = [number for number, _ in batch]
-                inputs = None if table is None else media_inputs([media[n] for n in numbers], [0] * len(batch), (R, L))
+                numbers, inputs = [number for number, _ in batch], None
+                if table is not None:
+                    inputs = media_inputs([media[number] for number in numbers], [0] * len(batch), (R, L))
+                    assert inputs.media is not None
+                    tokens_RL = np.where(inputs.media.index >= 0, 0, tokens_RL)  # ids may lie outside the vocabulary
                 yield numbers, tokens_RL, lengths_R, inputs
 
     def logprobs(
@@ -183,8 +186,6 @@ class Scorer:
             first = self.first(L)
             for numbers, tokens_RL, lengths_R, inputs in self.tiles(enumerate(documents), L, media):
                 hidden = self.hidden(params, tokens_RL, lengths_R, inputs)
-                if inputs is not None and inputs.media is not None:
-                    tokens_RL = np.where(inputs.media.index >= 0, 0, tokens_RL)
                 logp_and_entropy = np.stack(self.score(params, hidden, tokens_RL[:, first:], temperature))
                 for r, number in enumerate(numbers):
                     row, start, _ = spans[number]

@@ -96,10 +96,10 @@ class Place:
     def _spelling(self, files: TensorFiles, layer: int | None) -> names.Stored:
         """Returns the spelling of which the files have the tensor. Of several with one name, the first whose shape is
         that of the tensor."""
-        found = [s for s in (self.stored, *self.stored.also) if self.name(s, layer) in files]
-        same_name = [s for s in found if s.name == found[0].name]
+        present = [s for s in (self.stored, *self.stored.also) if self.name(s, layer) in files]
+        same_name = [s for s in present if s.name == present[0].name]
         if len(same_name) < 2:
-            return (found or [self.stored])[0]
+            return (present or [self.stored])[0]
 
         def fits(stored: names.Stored) -> bool:
             parts = self.parts(stored)
