@@ -244,11 +244,18 @@ class Model:
         return jnp.asarray(logp), jnp.asarray(entropy)
 
     def hidden_states(
-        self, tokens: ArrayLike, positions: ArrayLike | None = None, segments: ArrayLike | None = None
+        self,
+        tokens: ArrayLike,
+        positions: ArrayLike | None = None,
+        segments: ArrayLike | None = None,
+        *,
+        media: Media | None = None,
+        turns: ArrayLike | None = None,
+        until: ArrayLike | None = None,
     ) -> jax.Array:
-        """Computes the output of each layer, before the final norm: [L, B, T, E] (hyper-connections: [L, B, T, streams,
-        E])."""
-        return self._hidden(self.params, *self._arguments(tokens, positions, segments))
+        """Computes the output of each layer, before the final norm and before deepstack features are added: [L, B, T,
+        E] (hyper-connections: [L, B, T, streams, E]). `media`, `turns` and `until` are those of `logits`."""
+        return self._hidden(self.params, *self._arguments(tokens, positions, segments, (media, turns, until)))
 
     def _arguments(self, tokens, positions, segments, media_fields: tuple = (None, None, None)):
         tokens = jnp.asarray(tokens, jnp.int32)

@@ -113,3 +113,116 @@ def test_greedy_tokens_are_those_of_transformers_for_every_cut(kind, options, ca
     assert tokens(gen.generate([prompts[1]], GREEDY)) == [other]
     assert tokens(gen.generate([prompts[0]], GREEDY)) == [want]
     assert gen.engine.counts["prefill"] - prefilled <= 2 * (len(first) - 1)
+
+
+def test_exact_completions_have_the_bits_of_log_probabilities(case):
+    """Also the samples of one prompt, of a text beside it, and whatever the cache: exact completions are a function of the
+    prompt."""
+    model, (first, second), _ = case("Qwen3VLMoe")
+    text = media_oracles.plain("Qwen3VLMoe", 7).tokens.tolist()
+    params = SamplingParams(n=2, max_new_tokens=NEW, temperature=0.8)
+    outputs = [
+        generator(model, exact=True, **options).generate([prompt_of(first), text, prompt_of(second, "b")], params)
+        for options in ({"prefill_chunk": 5}, {"prefill_chunk": 64, "cache": "paged"})
+    ]
+    assert [[c.tokens for c in group] for group in outputs[0]] == [[c.tokens for c in group] for group in outputs[1]]
+    for document, group in ((first, outputs[0][0]), (second, outputs[0][2])):
+        for completion in group:
+            row, media = extended(document, completion.tokens)
+            logp = np.asarray(model.logprobs(row[None], temperature=0.8, **media)[0])[0]
+            np.testing.assert_array_equal(np.float32(completion.logprobs), logp[len(document) :])
+    assert outputs[0][0] != outputs[0][2]
+
+
+def extended(document, completion):
+    """(tokens, media keywords) of a document and what follows it."""
+    end = len(document) + len(completion)
+    index, turns, until = document.media.span(0, end)
+    media = media_oracles.Media(index[None], *document.media.table)
+    row = np.concatenate([document.tokens, completion]).astype(int)
+    arrays = {"turns": turns, "until": until}
+    return row, {"media": media} | {name: None if a is None else a[None] for name, a in arrays.items()}
+
+
+@pytest.mark.parametrize("options", [{"kv_cache": "int8"}, {"record_routes": True}, {"weights": "int8"}], ids=str)
+def test_options_of_the_generator_go_with_pictures(options, case):
+    """Two pictures in each prompt; quantised entries and weights move log-probabilities a little, recorded routes not at all."""
+    model, documents, wanted = case("Qwen3VLMoe")
+    prompts = [prompt_of(each, str(n)) for n, each in enumerate(documents)]
+    out = generator(model, prefill_chunk=8, **options).generate(prompts, GREEDY)
+    for (completion,), document, want in zip(out, documents, wanted, strict=True):
+        row, media = extended(document, completion.tokens)
+        logp = np.asarray(model.logprobs(row[None], **media)[0])[0, len(document) :]
+        np.testing.assert_allclose(completion.logprobs, logp, atol=1e-5 if "record_routes" in options else 0.5, rtol=0)
+        if "record_routes" in options:
+            assert completion.tokens == want
+            assert {len(routes) for routes in completion.routes.values()} == {len(document) + NEW - 1}
+
+
+def test_a_sampled_placeholder_is_a_token_like_any_other(case):
+    """The policy is made to sample the placeholder id. Decoding feeds its embedding, as the full forward pass does."""
+    model, (first, _), _ = case("Qwen3VL")
+    params = dict(model.params)
+    head = np.array(params["lm_head"])
+    row, media = extended(first, [])
+    hidden = np.asarray(model.hidden_states(row[None], **media))[-1, 0, -1]
+    head[media_oracles.IMAGE] += 20 * hidden / np.square(hidden).sum()
+    pushed = type(model)(model.graph, params | {"lm_head": head})
+    (completion,) = generator(pushed, prefill_chunk=8).generate([prompt_of(first)], GREEDY)[0]
+    assert completion.tokens[0] == media_oracles.IMAGE
+    row, media = extended(first, completion.tokens)
+    logp = np.asarray(pushed.logprobs(row[None], **media)[0])[0, len(first) :]
+    np.testing.assert_allclose(completion.logprobs, logp, atol=1e-5, rtol=0)
+    again = generator(pushed, prefill_chunk=5, cache="paged").generate([prompt_of(first)], GREEDY)
+    assert tokens(again) == [completion.tokens]
+
+
+def test_samples_of_a_prompt_share_its_entries_and_a_preempted_one_is_prefilled_again(case):
+    model, (first, second), (want, other) = case("Qwen3VLMoe")
+    gen = generator(model, cache="paged", pages=2 + 16, prefill_chunk=8)
+    out = gen.generate([prompt_of(first), prompt_of(second, "b")], dataclasses.replace(GREEDY, n=3))
+    assert [[c.tokens for c in group] for group in out] == [[want] * 3, [other] * 3]
+    assert gen.engine.counts["prefill"] < 6 * (len(first) - 1)
+
+
+def test_programs_of_prompts_with_pictures_are_compiled_ahead(case):
+    model, (first, second), (want, other) = case("Qwen3VLMoe")
+    gen = generator(model, prefill_chunk=8)
+    gen.compile_ahead(len(first), [GREEDY], [len(first.media.table.rows)], strict=True)
+    assert tokens(gen.generate([prompt_of(first), prompt_of(second, "b")], GREEDY)) == [want, other]
+
+
+def test_what_a_prompt_cannot_have_is_refused_by_name(case):
+    model, (first, _), _ = case("Qwen3VLMoe")
+    gen, prompt, media = generator(model), prompt_of(first), first.media
+    rows, n = media.table.rows, len(first)
+    cut = dataclasses.replace(media, index=media.index[:8], turns=media.turns[:8])
+    for wrong, message in (
+        (MediaPrompt(prompt.tokens[:8], cut, prompt.keys[:8]), "ends with a picture"),
+        (MediaPrompt(prompt.tokens, media, prompt.keys[:-1]), "no key for each token"),
+        (MediaPrompt(prompt.tokens[1:], media, prompt.keys[1:]), rf"index has shape \[{n}\]"),
+        (MediaPrompt(prompt.tokens, dataclasses.replace(media, index=media.index + 99), prompt.keys), "outside -1"),
+        (
+            MediaPrompt(
+                prompt.tokens, dataclasses.replace(media, table=media.table._replace(rows=rows.astype("f2"))), prompt.keys
+            ),
+            "computes in float32",
+        ),
+        (MediaPrompt((999, *prompt.tokens[1:]), media, prompt.keys), "holds a token id outside"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gen.generate([wrong], GREEDY)
+    outside = tuple(10**6 if row >= 0 else token for token, row in zip(prompt.tokens, media.index.tolist(), strict=True))
+    assert gen.submit(rollout_request(MediaPrompt(outside, media, prompt.keys))).finish is None
+
+
+def rollout_request(prompt):
+    from rollout.request import Request
+
+    return Request(prompt.tokens, GREEDY, media=prompt.media, keys=prompt.keys)
+
+
+def test_a_picture_longer_than_a_call_is_refused_where_it_sees_itself(case):
+    model, (first, _), _ = case("Gemma3")
+    with pytest.raises(ValueError, match="prefill_chunk to at least 9"):
+        generator(model, prefill_chunk=8).generate([prompt_of(first)], GREEDY)
