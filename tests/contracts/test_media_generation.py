@@ -204,7 +204,9 @@ def test_what_a_prompt_cannot_have_is_refused_by_name(case):
         (MediaPrompt(prompt.tokens, dataclasses.replace(media, index=media.index + 99), prompt.keys), "outside -1"),
         (
             MediaPrompt(
-                prompt.tokens, dataclasses.replace(media, table=media.table._replace(rows=rows.astype("f2"))), prompt.keys
+                prompt.tokens,
+                dataclasses.replace(media, table=media.table._replace(rows=rows.astype("f2"))),
+                prompt.keys,
             ),
             "computes in float32",
         ),
@@ -212,7 +214,9 @@ def test_what_a_prompt_cannot_have_is_refused_by_name(case):
     ):
         with pytest.raises(ValueError, match=message):
             gen.generate([wrong], GREEDY)
-    outside = tuple(10**6 if row >= 0 else token for token, row in zip(prompt.tokens, media.index.tolist(), strict=True))
+    outside = tuple(
+        10**6 if row >= 0 else token for token, row in zip(prompt.tokens, media.index.tolist(), strict=True)
+    )
     assert gen.submit(rollout_request(MediaPrompt(outside, media, prompt.keys))).finish is None
 
 
