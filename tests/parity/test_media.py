@@ -15,6 +15,7 @@ from oracles import by_kind
 import policy
 from policy.cache.media import Media, MediaInputs
 from policy.modes import make_step
+from policy.ops.dropout import Dropout
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -118,6 +119,21 @@ def test_deepstack_under_scan_equals_unrolled_to_the_bit(pair, all_optimizations
     for a, b in zip(scanned, unrolled, strict=True):
         assert np.abs(np.asarray(a)).max() > 0.01
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.slow
+def test_dropout_of_rows_with_pictures_does_not_depend_on_how_layers_are_computed(pair):
+    tokens, segments, media = media_oracles.batch([pair("Qwen3VL").documents], WIDTH)
+
+    def logp(model, rate):
+        inputs = MediaInputs(*jax.tree.map(jnp.asarray, tuple(media.values())))
+        step = make_step(jnp.asarray(tokens), None, segments, inputs)
+        step = dataclasses.replace(step, dropout=Dropout(jnp.asarray([7], jnp.uint32), rate=rate))
+        return np.asarray(jax.jit(model.graph.logprobs)(model.params, jnp.asarray(tokens), step, 1.0)[0])
+
+    scanned, unrolled = (logp(with_runtime(pair("Qwen3VL").ours, scan=scan), 0.2) for scan in (True, False))
+    np.testing.assert_allclose(scanned, unrolled, atol=1e-5, rtol=0)
+    assert np.abs(scanned - logp(pair("Qwen3VL").ours, 0.0)).max() > 0.1
 
 
 @pytest.mark.parametrize("kind", by_kind(("Qwen3VLMoe", "Gemma3"), always=("Qwen3VLMoe", "Gemma3")))
