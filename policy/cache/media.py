@@ -28,9 +28,9 @@ class Media:
     deep: [D, M, E], what is added to the outputs of the first D layers at such tokens; None: nothing.
     """
 
-    index: jax.Array
-    table: jax.Array
-    deep: jax.Array | None = None
+    index: Any
+    table: Any
+    deep: Any = None
 
     def text_tokens(self, tokens_BT: jax.Array) -> jax.Array:
         """Returns the tokens with 0 in the place of placeholders, whose ids may lie outside the vocabulary."""

@@ -31,8 +31,8 @@ DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "attention_bias": False,
+    "rope_theta": 500000.0,
 }
-THETA = 500000.0
 SECTIONS = (24, 20, 20)
 # After which layers of the tower a feature is taken; as many layers of the decoder receive one.
 DEEPSTACK = (8, 16, 24)
@@ -40,7 +40,7 @@ DEEPSTACK = (8, 16, 24)
 
 def read(stored: dict) -> DecoderConfig:
     """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
-    hf = {"rope_theta": THETA} | DEFAULTS | unwrapped(stored)
+    hf = DEFAULTS | unwrapped(stored)
     rotary = rope_by_sections(rope(hf, head_dim(hf)), hf, SECTIONS)
     mixer = attention(hf, rope=rotary, qk_norm=Norm(eps=hf["rms_norm_eps"]))
     mlp, features = Mlp(hf["intermediate_size"], activation(hf)), deepstack_layers(stored, DEEPSTACK)

@@ -58,13 +58,13 @@ DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
     "attention_bias": False,
+    "rope_theta": 500000.0,
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
     "moe_intermediate_size": 1408,
     "num_experts_per_tok": 4,
 }
 EXPERTS = 60
-THETA = 500000.0
 SECTIONS = (24, 20, 20)
 # After which layers of the tower a feature is taken; as many layers of the decoder receive one.
 DEEPSTACK = (8, 16, 24)
@@ -72,7 +72,7 @@ DEEPSTACK = (8, 16, 24)
 
 def read(stored: dict) -> DecoderConfig:
     """Reads the decoder of a stored configuration; raises UnsupportedModel for what the decoder does not compute."""
-    hf = {"rope_theta": THETA} | DEFAULTS | unwrapped(stored)
+    hf = DEFAULTS | unwrapped(stored)
     rotary, features = rope_by_sections(rope(hf, head_dim(hf)), hf, SECTIONS), deepstack_layers(stored, DEEPSTACK)
     mixer = attention(hf, rope=rotary, qk_norm=Norm(eps=hf["rms_norm_eps"]))
     experts = first(hf, "num_experts", "num_local_experts", "n_routed_experts", default=EXPERTS)

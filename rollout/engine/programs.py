@@ -170,9 +170,9 @@ class DecoderPrograms:
         """Returns why a prompt cannot have these pictures and sounds, as the end of a sentence; None: it can."""
         if self.drafts:
             return f"has {compatibility.MEDIA}, which speculative decoding does not go with: a module embeds the next token"
-        dtype, wanted = jnp.dtype(media.table.rows.dtype), jnp.dtype(self.graph.runtime.dtype)
-        if dtype != wanted:
-            return f"has a table of {dtype} rows; this model computes in {wanted}"
+        dtype, own = jnp.dtype(media.table.rows.dtype), jnp.dtype(self.graph.runtime.dtype)
+        if dtype != own:
+            return f"has a table of {dtype} rows; this model computes in {own}"
         if (block := media.longest_block) > self.chunk:
             return (
                 f"has a picture of {block} tokens that see each other, longer than a call of prefill_chunk {self.chunk}; "

@@ -165,7 +165,7 @@ class ModelRunner:
         (rows, pages_PM), (tokens_PC, starts, lengths, _, media) = places, inputs
         arguments = params, cache, rows, tokens_PC, starts, lengths, pages_PM
         name, shape = "prefill" if first_chunk else "extend", tokens_PC.shape
-        if media is None:
+        if media is None or media.media is None:
             return self._run(name, shape, *arguments)
         return self._run(name, (*shape, len(media.media.table)), *arguments, media)
 

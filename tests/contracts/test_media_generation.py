@@ -88,9 +88,9 @@ def generator(model, **options):
     return Generator(model, max_length=WIDTH, slots=2, seed=5, options=options)
 
 
-def assert_greedy(out, wanted):
+def assert_greedy(out, expected):
     """The tokens of transformers, with log-probabilities within the tolerance of logits."""
-    for (completion,), want in zip(out, wanted, strict=True):
+    for (completion,), want in zip(out, expected, strict=True):
         assert completion.tokens == want.tokens
         np.testing.assert_allclose(completion.logprobs, want.logprobs, atol=1e-4, rtol=0)
 
@@ -166,10 +166,10 @@ def extended(document, completion):
 @pytest.mark.parametrize("options", [{"kv_cache": "int8"}, {"record_routes": True}, {"weights": "int8"}], ids=str)
 def test_options_of_the_generator_go_with_pictures(options, case):
     """Two pictures in each prompt; quantised entries and weights move log-probabilities a little, recorded routes not at all."""
-    model, documents, wanted = case("Qwen3VLMoe")
+    model, documents, expected = case("Qwen3VLMoe")
     prompts = [prompt_of(each, str(n)) for n, each in enumerate(documents)]
     out = generator(model, prefill_chunk=8, **options).generate(prompts, GREEDY)
-    for (completion,), document, want in zip(out, documents, wanted, strict=True):
+    for (completion,), document, want in zip(out, documents, expected, strict=True):
         row, media = extended(document, completion.tokens)
         logp = np.asarray(model.logprobs(row[None], **media)[0])[0, len(document) :]
         np.testing.assert_allclose(completion.logprobs, logp, atol=1e-5 if "record_routes" in options else 0.5, rtol=0)

@@ -13,8 +13,8 @@ CUT = {"fsdp": 2, "context": 4}
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Qwen3VLMoe", "Gemma3"])
 def test_pictures_on_meshes(kind):
-    """Tensor parallel and sharded weights, with completions over pages; sequences that are cut, by both schemes that keep
-    pictures whole."""
+    """Tensor parallel and sharded weights, with completions over pages; sequences that are cut, by both schemes that
+    do not cut pictures."""
     cases = [[kind, SHARDED, {}], [kind, CUT, {}], [kind, {"fsdp": 4, "context": 2}, {"context_parallel": "ulysses"}]]
     if kind == "Qwen3VLMoe":
         cases.append([kind, CUT, {"context_parallel": "ring", "context_load_balance": True}])
