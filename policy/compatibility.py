@@ -81,7 +81,7 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False,
         WEIGHTS_AWAY: runtime.host_parameters,
         KEPT_AWAY: runtime.remat.endswith("_offloaded") or "offload" in dict(runtime.remat_tensors).values(),
         MEDIA: media,
-        LOOKS_AHEAD: media and any(getattr(spec.mixer, "looks_ahead", False) for spec in config.layers),
+        LOOKS_AHEAD: media and config.looks_ahead,
         DEEPSTACK: media and any(spec.deepstack for spec in config.layers),
         PROCESSES: runtime.layout is not None and runtime.layout.processes > 1,
     }

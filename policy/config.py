@@ -243,6 +243,16 @@ class DecoderConfig:
         return tuple(dict.fromkeys(rope for spec in specs for rope in spec.ropes))
 
     @property
+    def has_sections(self) -> bool:
+        """Whether tokens of pictures turn by three positions."""
+        return any(rope.sections is not None for rope in self.ropes)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the tokens of a picture see each other in some layer."""
+        return any(isinstance(spec.mixer, Attention) and spec.mixer.looks_ahead for spec in self.layers)
+
+    @property
     def max_positions(self) -> int | None:
         """Returns the number of positions with a trained vector; None: the decoder has no such limit."""
         return next((table.length for table in self.positions if isinstance(table, LearnedPositions)), None)

@@ -70,7 +70,8 @@ class LayerStack(nnx.Module):
                     batch_split.run(layer, x, layer_step, runtime) if split else layer(x, layer_step, view, runtime)
                 )
                 if step.media is not None and layer.spec.deepstack:
-                    x = media_rows.add_deep(x, step.media, self.first + r * len(self.layers) + i, runtime.layout)
+                    number = self.first + r * len(self.layers) + i
+                    x = media_rows.add_deep(cast(jax.Array, x), step.media, number, runtime.layout)
                 x = x if cache is not None else jax.tree.map(lambda a: along_length(a, runtime), x)
                 outputs.append(aux)
                 arrays.append(None if view is None else view.arrays)

@@ -169,16 +169,27 @@ class DecoderPrograms:
     def media_refusal(self, media: DocumentMedia) -> str | None:
         """Returns why a prompt cannot have these pictures and sounds, as the end of a sentence; None: it can."""
         if self.drafts:
-            return f"has {compatibility.MEDIA}, which speculative decoding does not go with: a module embeds the next token"
+            return (
+                f"has {compatibility.MEDIA}; they do not go with generator.speculative: a module embeds the next token"
+            )
         dtype, own = jnp.dtype(media.table.rows.dtype), jnp.dtype(self.graph.runtime.dtype)
         if dtype != own:
             return f"has a table of {dtype} rows; this model computes in {own}"
+        config = self.graph.config
+        for name, array, is_read in (
+            ("turns", media.turns, config.has_sections),
+            ("until", media.until, config.looks_ahead),
+        ):
+            if is_read and array is None:
+                return f"has media without {name}, which this model needs"
+            if array is not None and not is_read:
+                return f"has media with {name}, which this model does not read; leave it out"
         if (block := media.longest_block) > self.chunk:
             return (
                 f"has a picture of {block} tokens that see each other, longer than a call of prefill_chunk {self.chunk}; "
                 f"set prefill_chunk to at least {block}"
             )
-        return next(compatibility.conflicts(self.graph.config, self.graph.runtime, media=True), None)
+        return next(compatibility.conflicts(config, self.graph.runtime, media=True), None)
 
     @property
     def supports_truncation(self) -> bool:

@@ -29,7 +29,6 @@ import numpy as np
 from policy import modes
 from policy.cache import cache as caches
 from policy.cache.media import Media, MediaInputs
-from policy.config import DecoderConfig
 from policy.execution.compiled_cache import CompiledCache, Memory
 from policy.mesh import processes
 from policy.mesh.sharding import Layout, block_on_cpu_mesh
@@ -320,7 +319,7 @@ def program_inputs(
             state = _state(runner, s, stops)
             inputs = params | _value_head(runner), decoded_cache(s)
             yield ("decode", s, stops), (*inputs, state, _int32(2))
-            if media_rows and has_sections(runner.graph.config):
+            if media_rows and runner.graph.config.has_sections:
                 yield ("decode", s, stops, DELTAS), (*inputs, replace(state, deltas=state.token), _int32(2))
     entries = longest - 1  # the last token of a prompt is not prefilled: decoding feeds it
     # "extend" computes what follows a first chunk or a shared prefix, which have at least so many entries.
@@ -349,19 +348,15 @@ def program_inputs(
     yield ("empty",), ()
 
 
-def has_sections(config: DecoderConfig) -> bool:
-    """Returns whether pictures turn by three positions in this decoder."""
-    return any(rope.sections is not None for rope in config.ropes)
-
-
 def _media(runner: ModelRunner, P: int, C: int, M: int) -> MediaInputs:
     """Returns the abstract pictures and sounds of a prefill call with a table of M rows."""
     config, dtype = runner.graph.config, jnp.dtype(runner.graph.runtime.dtype)
     table, features = (M, config.hidden_size), sum(spec.deepstack for spec in config.layers)
     deep = jax.ShapeDtypeStruct((features, *table), dtype) if features else None
     media = Media(_int32(P, C), jax.ShapeDtypeStruct(table, dtype), deep)
-    looks_ahead = any(getattr(spec.mixer, "looks_ahead", False) for spec in config.layers)
-    return MediaInputs(media, _int32(P, C, 3) if has_sections(config) else None, _int32(P, C) if looks_ahead else None)
+    return MediaInputs(
+        media, _int32(P, C, 3) if config.has_sections else None, _int32(P, C) if config.looks_ahead else None
+    )
 
 
 def _value_head(runner: ModelRunner) -> dict[str, jax.ShapeDtypeStruct]:

@@ -5,9 +5,11 @@ import functools
 
 import media_oracles
 import numpy as np
+import oracles
 import pytest
 
 import policy
+from policy import families
 from rollout import Generator, GeneratorOptions, MediaPrompt, SamplingParams
 from rollout.request import prefix_keys
 
@@ -134,7 +136,7 @@ def test_greedy_tokens_are_those_of_transformers_for_every_cut(kind, options, ca
 
 @pytest.mark.slow
 def test_exact_completions_have_the_bits_of_log_probabilities(case):
-    """Also the samples of one prompt, of a text beside it, and whatever the cache: exact completions are a function of the
+    """Also the samples of one prompt, of a text next to it, and whatever the cache: exact completions are a function of the
     prompt."""
     model, (first, second), _ = case("Qwen3VLMoe")
     text = media_oracles.plain("Qwen3VLMoe", 7).tokens.tolist()
@@ -196,6 +198,7 @@ def test_a_sampled_placeholder_is_a_token_like_any_other(case):
     assert again.tokens == completion.tokens
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt_share_its_entries_and_a_preempted_one_is_prefilled_again(case):
     model, (first, second), (want, other) = case("Qwen3VLMoe")
     gen = generator(model, cache="paged", pages=2 + 16, prefill_chunk=8)
@@ -230,6 +233,11 @@ def test_what_a_prompt_cannot_have_is_refused_by_name(case):
             ),
             "computes in float32",
         ),
+        (MediaPrompt(prompt.tokens, dataclasses.replace(media, turns=None), prompt.keys), "media without turns"),
+        (
+            MediaPrompt(prompt.tokens, dataclasses.replace(media, until=np.arange(n)), prompt.keys),
+            "media with until, which this model does not read",
+        ),
         (MediaPrompt((999, *prompt.tokens[1:]), media, prompt.keys), "holds a token id outside"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -238,6 +246,14 @@ def test_what_a_prompt_cannot_have_is_refused_by_name(case):
         10**6 if row >= 0 else token for token, row in zip(prompt.tokens, media.index.tolist(), strict=True)
     )
     assert gen.submit(rollout_request(MediaPrompt(outside, media, prompt.keys))).finish is None
+
+
+def test_drafts_and_pictures_are_refused(case):
+    _, (first, _), _ = case("Qwen3VLMoe")
+    section = {"duet": {"multi_token_prediction": {"depth": 1}}}
+    model = oracles.random_model(families.read(oracles.short("Qwen3VLMoe") | section))
+    with pytest.raises(ValueError, match=r"do not go with generator\.speculative"):
+        generator(model, speculative=1).submit(rollout_request(prompt_of(first)))
 
 
 def rollout_request(prompt):
