@@ -186,7 +186,7 @@ class DecoderPrograms:
                 return f"has media with {name}, which this model does not read; leave it out"
         if (block := media.longest_block) > self.chunk:
             return (
-                f"has a picture of {block} tokens that see each other, longer than a call of prefill_chunk {self.chunk}; "
+                f"has a picture of {block} tokens that see each other, longer than a call of {self.chunk} tokens; "
                 f"set prefill_chunk to at least {block}"
             )
         return next(compatibility.conflicts(config, self.graph.runtime, media=True), None)
