@@ -60,8 +60,8 @@ def test_a_span_past_the_prompt_is_text_at_shifted_positions():
     ],
 )
 def test_media_that_do_not_fit_a_prompt_are_named(change, message):
-    assert MEDIA.problem(9) is None
-    assert re.search(message, dataclasses.replace(MEDIA, **change).problem(9))
+    assert MEDIA.refusal(9) is None
+    assert re.search(message, dataclasses.replace(MEDIA, **change).refusal(9))
 
 
 def test_keys_tell_pictures_and_their_parts_apart():

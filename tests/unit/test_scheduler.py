@@ -62,8 +62,8 @@ class Simulation:
     def empty(self):
         return ((),) * self.slots
 
-    def problem(self, request):
-        return request.problem(self.vocab_size, self.max_length)
+    def refusal(self, request):
+        return request.refusal(self.vocab_size, self.max_length)
 
     def prefill_inputs(self, requests, P, C):
         return PrefillInputs.of(requests, P, C, self.lookahead_tokens)
