@@ -275,14 +275,11 @@ class Generator:
 
     def _encode(self, i: int, prompt, params: SamplingParams) -> tuple:
         """Returns (token ids, media or None, keys or None) of a prompt."""
-        media = keys = None
-        if isinstance(prompt, MediaPrompt):
-            prompt, media, keys = prompt.tokens, prompt.media, prompt.keys
-        elif isinstance(prompt, str):
+        if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"generate: prompt {i} is a string; pass a tokenizer to Generator, or token ids")
             prompt = render_prompt(self.tokenizer, prompt)
-        prompt = tuple(int(token) for token in prompt)
+        prompt, media, keys = _parts(prompt)
         if refusal := self.engine.runner.refusal(Request(prompt, params, media=media, keys=keys)):
             raise ValueError(f"generate: prompt {i} {refusal}")
         return prompt, media, keys
@@ -291,3 +288,10 @@ class Generator:
     def _params(self) -> dict:
         """Returns the model's current weights, with copies where the options ask for them."""
         return self.weights.with_copies(self.model.params) if self.weights else self.model.params
+
+
+def _parts(prompt: Sequence[int] | MediaPrompt) -> tuple[tuple[int, ...], Any, tuple[int, ...] | None]:
+    """Returns (token ids, media or None, keys or None)."""
+    if isinstance(prompt, MediaPrompt):
+        return tuple(map(int, prompt.tokens)), prompt.media, prompt.keys
+    return tuple(map(int, prompt)), None, None
