@@ -274,7 +274,6 @@ class Generator:
         return Completion(request.tokens, request.logprobs, request.finish, text, steps, routes, values)
 
     def _encode(self, i: int, prompt, params: SamplingParams) -> tuple:
-        """Returns (token ids, media or None, keys or None) of a prompt."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"generate: prompt {i} is a string; pass a tokenizer to Generator, or token ids")
