@@ -19,6 +19,8 @@ WARMUP, MODULES = "stages.N.indexer.training: dense_warmup", "stages.N.mtp"
 EXPLICIT, FEW_BITS = "mesh.shard_mode: explicit", "model.quantization"
 WEIGHTS_AWAY, KEPT_AWAY = "model.host_parameters", "a policy of model.remat that offloads"
 EMBEDDINGS, TABLES_AWAY = "embeddings for each layer", "model.table_memory: host"
+MEDIA, LOOKS_AHEAD, DEEPSTACK = "pictures or sounds", "attention to later parts of a picture", "deepstack features"
+PROCESSES = "several processes"
 
 # Unordered pairs of features that are refused, and the reason.
 INCOMPATIBLE: dict[tuple[str, str], str] = {
@@ -42,6 +44,15 @@ INCOMPATIBLE: dict[tuple[str, str], str] = {
     (EXPLICIT, WEIGHTS_AWAY): "shardings cannot be declared for arrays in host memory; use auto",
     (EXPLICIT, KEPT_AWAY): "shardings cannot be declared for arrays in host memory; use auto",
     (EXPLICIT, TABLES_AWAY): "shardings cannot be declared for arrays in host memory; use auto",
+    (MEDIA, MODULES): "a prediction module embeds the next token, which may stand for a part of a picture",
+    (MEDIA, ENGRAM): "n-grams of placeholders say nothing about a picture",
+    (MEDIA, INDEXER): "no decoder with an indexer was trained on pictures or sounds",
+    (MEDIA, SPLIT): "the schedule halves the rows of arrays, and the table of pictures has no rows of the batch",
+    (MEDIA, EXPLICIT): "reads of the table of pictures declare no shardings; use auto",
+    (MEDIA, PROCESSES): "the table of pictures is not sent between processes",
+    (DEEPSTACK, HYPER): "which of the residual streams gets the features is not defined",
+    (LOOKS_AHEAD, RING): "a picture may be cut between devices; use all_gather or ulysses",
+    (LOOKS_AHEAD, BALANCE): "a picture may be cut between early and late parts of a sequence",
 }
 
 
@@ -49,9 +60,9 @@ class Conflict(ValueError):
     """Two features are incompatible; the message names both and gives the reason."""
 
 
-def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False) -> frozenset[str]:
+def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False, media: bool = False) -> frozenset[str]:
     """Returns the names of the features that are on. `explicit`: shardings will be explicit, whatever the layout of
-    `runtime` says."""
+    `runtime` says. `media`: calls will have pictures or sounds."""
     on = {
         SPLIT: runtime.batch_split,
         EXCHANGE: runtime.expert_parallel == "all_to_all",
@@ -74,19 +85,23 @@ def features(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False)
         FEW_BITS: runtime.quantization is not None,
         WEIGHTS_AWAY: runtime.host_parameters,
         KEPT_AWAY: runtime.remat.endswith("_offloaded") or "offload" in dict(runtime.remat_tensors).values(),
+        MEDIA: media,
+        LOOKS_AHEAD: media and config.looks_ahead,
+        DEEPSTACK: media and any(spec.deepstack for spec in config.layers),
+        PROCESSES: runtime.layout is not None and runtime.layout.processes > 1,
     }
     return frozenset(name for name, is_on in on.items() if is_on)
 
 
-def conflicts(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False) -> Iterator[str]:
+def conflicts(config: DecoderConfig, runtime: Runtime, *, explicit: bool = False, media: bool = False) -> Iterator[str]:
     """Yields one message for each incompatible pair of features that is on."""
-    on = features(config, runtime, explicit=explicit)
+    on = features(config, runtime, explicit=explicit, media=media)
     for (one, other), reason in INCOMPATIBLE.items():
         if {one, other} <= on:
             yield f"{one} does not go with {other}: {reason}"
 
 
-def check(config: DecoderConfig, runtime: Runtime) -> None:
-    """Raises Conflict for the first incompatible pair."""
-    for text in conflicts(config, runtime):
+def check(config: DecoderConfig, runtime: Runtime, *, media: bool = False) -> None:
+    """Raises Conflict for the first incompatible pair. `media`: calls will have pictures or sounds."""
+    for text in conflicts(config, runtime, media=media):
         raise Conflict(text)

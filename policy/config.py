@@ -93,7 +93,8 @@ class LayerSpec:
     post_feedforward_layernorm do the same for the feed-forward. `parallel`: both parts read the same normed input, x +=
     mixer(h) + feed_forward(h). Without `residual` a part's output replaces x. `scalar`: the result is multiplied by one
     stored number, which is not trained. The output of the n-gram lookup `engram` is added to x first, and what
-    `layer_embedding` makes of x after the feed-forward.
+    `layer_embedding` makes of x after the feed-forward. `deepstack`: at the tokens of pictures, a feature of the tower
+    is added to the result; the first layers of a decoder have it.
     """
 
     mixer: Attention | LatentAttention | GatedDeltaNet | None
@@ -104,6 +105,7 @@ class LayerSpec:
     scalar: bool = False
     engram: Engram | None = None
     layer_embedding: LayerEmbedding | None = None
+    deepstack: bool = False
 
     @property
     def shares(self) -> str | None:
@@ -213,7 +215,8 @@ class SinusoidPositions:
 @dataclass(frozen=True)
 class DecoderConfig:
     """A complete decoder. `family` names the file in policy/families/, and `hf` is the Hugging Face configuration as
-    JSON. `logit_softcap` c bounds logits by c tanh(z / c), before any temperature."""
+    JSON. `logit_softcap` c bounds logits by c tanh(z / c), before any temperature. `image` and `audio` describe the
+    towers whose outputs stand in the place of token embeddings."""
 
     vocab_size: int
     hidden_size: int
@@ -228,6 +231,8 @@ class DecoderConfig:
     initializer_range: float = 0.02
     hyper_connections: HyperConnections | None = None
     multi_token_prediction: MultiTokenPrediction | None = None
+    image: object | None = None
+    audio: object | None = None
 
     def __post_init__(self):
         kept: set[str] = set()
@@ -261,6 +266,16 @@ class DecoderConfig:
         """Returns every rotary embedding that some layer uses, once."""
         specs = (*self.layers, *([self.multi_token_prediction.layer] if self.multi_token_prediction else []))
         return tuple(dict.fromkeys(rope for spec in specs for rope in spec.ropes))
+
+    @property
+    def has_sections(self) -> bool:
+        """Whether tokens of pictures turn by three positions."""
+        return any(rope.sections is not None for rope in self.ropes)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the tokens of a picture see each other in some layer."""
+        return any(isinstance(spec.mixer, Attention) and spec.mixer.looks_ahead for spec in self.layers)
 
     @property
     def max_positions(self) -> int | None:

@@ -23,7 +23,7 @@ from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import DecoderConfig, LearnedPositions, Runtime, Stack
 from policy.intermediates import Aux, LayerAux
-from policy.layers import batch_split
+from policy.layers import batch_split, media_rows
 from policy.layers.hyper_connections import streams
 from policy.layers.layer import Layer
 from policy.layers.layer_embeddings import LayerEmbeddings
@@ -74,6 +74,9 @@ class LayerStack(nnx.Module):
                 x, view, aux = (
                     batch_split.run(layer, x, layer_step, runtime) if split else layer(x, layer_step, view, runtime)
                 )
+                if step.media is not None and layer.spec.deepstack:
+                    number = self.first + r * len(self.layers) + i
+                    x = media_rows.add_deep(cast(jax.Array, x), step.media, number, runtime.layout)
                 x = x if cache is not None else jax.tree.map(lambda a: along_length(a, runtime), x)
                 outputs.append(aux)
                 arrays.append(None if view is None else view.arrays)
@@ -298,18 +301,21 @@ class Decoder(nnx.Module):
     def complete_step(self, tokens_BT: jax.Array, step: Step) -> Step:
         """Returns `step` (of policy/modes.py) with these tokens and the tables of all rotary embeddings at its
         positions."""
-        return replace(
-            step, tokens=tokens_BT, rotations={str(rope): rotation(rope, step.positions) for rope in self.config.ropes}
-        )
+        if step.media is not None:
+            media_rows.check(self.config, step.media)
+            tokens_BT = step.media.text_tokens(tokens_BT)
+        tables = {str(rope): rotation(rope, step.positions, step.turns) for rope in self.config.ropes}
+        return replace(step, tokens=tokens_BT, rotations=tables)
 
     def embed(self, step: Step, runtime: Runtime) -> jax.Array:
-        """Returns the embedding [B, T, E] of the step's tokens, plus the embedding of their positions if the
-        configuration has one."""
+        """Returns the embedding [B, T, E] of the step's tokens with its rows of pictures and sounds in their places,
+        plus the embedding of positions if the configuration has one."""
         config = self.config
         assert step.tokens is not None
         x = _look_up(self.embed_tokens[...], step.tokens, runtime)
         if config.embedding_scale != 1.0:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        x = x if step.media is None else media_rows.place(x, step.media, runtime.layout)
         return x + self._position_embedding(step.positions, runtime.layout).astype(x.dtype) if config.positions else x
 
     def _position_embedding(self, positions_BT: jax.Array, layout: Layout | None) -> jax.Array:

@@ -19,10 +19,11 @@ from jax.typing import ArrayLike
 from policy import compatibility, modes
 from policy.attention import context_parallel
 from policy.attention.sequence_shards import AXIS
+from policy.cache.media import Media, MediaInputs
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Runtime
 from policy.decoder import Decoder
-from policy.execution.scoring import Scorer, documents
+from policy.execution.scoring import Scorer, documents, media_of
 from policy.experts import expert_parallel
 from policy.heads import features, head
 from policy.intermediates import Aux
@@ -192,14 +193,22 @@ class Model:
         return self.graph.config
 
     def logits(
-        self, tokens: ArrayLike, positions: ArrayLike | None = None, segments: ArrayLike | None = None
+        self,
+        tokens: ArrayLike,
+        positions: ArrayLike | None = None,
+        segments: ArrayLike | None = None,
+        *,
+        media: Media | None = None,
+        turns: ArrayLike | None = None,
+        until: ArrayLike | None = None,
     ) -> jax.Array:
         """Computes the logits of the token after each: int[B, T] -> float32[B, T, V].
 
-        Segment 0 is padding; None: one full segment per row. By default positions count from 0 in each segment. Raises
-        ValueError as `logprobs` does.
+        Segment 0 is padding; None: one full segment per row. By default positions count from 0 in each segment.
+        `media`: the rows of pictures and sounds that stand in the place of tokens. `turns` int[B, T, 3] and `until`
+        int[B, T] are explained by policy.cache.step.Step. Raises ValueError as `logprobs` does.
         """
-        return self._logits(self.params, *self._arguments(tokens, positions, segments))
+        return self._logits(self.params, *self._arguments(tokens, positions, segments, (media, turns, until)))
 
     def logprobs(
         self,
@@ -207,8 +216,12 @@ class Model:
         positions: ArrayLike | None = None,
         segments: ArrayLike | None = None,
         temperature: float | jax.Array = 1.0,
+        *,
+        media: Media | None = None,
+        turns: ArrayLike | None = None,
+        until: ArrayLike | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes (logp, entropy), float32[B, T].
+        """Computes (logp, entropy), float32[B, T]. `media`, `turns` and `until` are those of `logits`.
 
         logp[t] is the log-probability of token t given the tokens before it, at logits / temperature; entropy[t] is the
         entropy of that distribution. Both are 0 at the first token of a segment and on padding.
@@ -219,26 +232,34 @@ class Model:
         the shape that they have.
 
         Raises ValueError if `tokens` are not two-dimensional, if another array has another shape, or if a full row is
-        longer than the model's trained positions.
+        longer than the model's trained positions; compatibility.Conflict if pictures do not go with the runtime.
         """
-        tokens, step = self._arguments(tokens, positions, segments)
-        inputs = (tokens, step.segments, step.positions, temperature, *self.params.values())
+        tokens, step = self._arguments(tokens, positions, segments, (media, turns, until))
+        inputs = (tokens, temperature, *jax.tree.leaves(step), *self.params.values())
         spans = None
         if not any(isinstance(a, Tracer) for a in inputs):
             spans = documents(np.asarray(step.segments), np.asarray(step.positions), self.config.max_positions)
         if spans is None:
             return self._logprobs(self.params, tokens, step, jnp.float32(temperature))
-        logp, entropy = self.scorer.logprobs(self.params, np.asarray(tokens), spans, float(temperature))
+        numbers = np.asarray(tokens), spans, float(temperature)
+        logp, entropy = self.scorer.logprobs(self.params, *numbers, media_of(step, spans))
         return jnp.asarray(logp), jnp.asarray(entropy)
 
     def hidden_states(
-        self, tokens: ArrayLike, positions: ArrayLike | None = None, segments: ArrayLike | None = None
+        self,
+        tokens: ArrayLike,
+        positions: ArrayLike | None = None,
+        segments: ArrayLike | None = None,
+        *,
+        media: Media | None = None,
+        turns: ArrayLike | None = None,
+        until: ArrayLike | None = None,
     ) -> jax.Array:
-        """Computes the output of each layer, before the final norm: [L, B, T, E] (hyper-connections: [L, B, T, streams,
-        E])."""
-        return self._hidden(self.params, *self._arguments(tokens, positions, segments))
+        """Computes the output of each layer, before the final norm and before deepstack features are added: [L, B, T,
+        E] (hyper-connections: [L, B, T, streams, E]). `media`, `turns` and `until` are those of `logits`."""
+        return self._hidden(self.params, *self._arguments(tokens, positions, segments, (media, turns, until)))
 
-    def _arguments(self, tokens, positions, segments):
+    def _arguments(self, tokens, positions, segments, media_fields: tuple = (None, None, None)):
         tokens = jnp.asarray(tokens, jnp.int32)
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [rows, length], got shape {tokens.shape}")
@@ -249,11 +270,21 @@ class Model:
             and tokens.shape[1] > limit
         ):
             raise ValueError(f"tokens have length {tokens.shape[1]}, this model has {limit} positions")
-        for name, array in (("positions", positions), ("segments", segments)):
+        media, turns, until = media_fields
+        for name, array in (
+            ("positions", positions),
+            ("segments", segments),
+            ("until", until),
+            ("media.index", None if media is None else media.index),
+        ):
             if array is not None and jnp.shape(array) != tokens.shape:
                 raise ValueError(f"{name} must have the shape of tokens, {tokens.shape}, got {jnp.shape(array)}")
-        step = modes.make_step(tokens, positions, segments)
-        return tokens, step
+        if turns is not None and jnp.shape(turns) != (*tokens.shape, 3):
+            raise ValueError(f"turns must have the shape {(*tokens.shape, 3)}, got {jnp.shape(turns)}")
+        if media is not None:
+            compatibility.check(self.config, self.graph.runtime, media=True)
+        inputs = MediaInputs(*jax.tree.map(jnp.asarray, (media, turns, until)))
+        return tokens, modes.make_step(tokens, positions, segments, inputs)
 
     @cached_property
     def _logits(self):

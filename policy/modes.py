@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from policy.attention.sequence_shards import Rows
+from policy.cache.media import MediaInputs
 from policy.cache.step import Step
 from policy.config import Runtime
 from policy.decoder import Decoder
@@ -22,11 +23,18 @@ from policy.intermediates import Aux
 from policy.mesh.sharding import constrain
 
 
-def make_step(tokens_BT: jax.Array, positions: ArrayLike | None = None, segments: ArrayLike | None = None) -> Step:
+def make_step(
+    tokens_BT: jax.Array,
+    positions: ArrayLike | None = None,
+    segments: ArrayLike | None = None,
+    inputs: MediaInputs | None = None,
+) -> Step:
     """Returns the `Step` (positions, segments: the metadata of a forward pass) of tokens without a cache.
 
     Without `segments` each row is one full segment; without `positions` they count from 0 inside each segment, which
     must be contiguous.
+
+    `inputs`: the pictures and sounds of the tokens.
     """
     contiguous = positions is None
     segments = jnp.ones(tokens_BT.shape, jnp.int32) if segments is None else jnp.asarray(segments, jnp.int32)
@@ -34,7 +42,8 @@ def make_step(tokens_BT: jax.Array, positions: ArrayLike | None = None, segments
         index = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         start = jnp.where(first_of_segment(segments), index, 0)
         positions = index - jax.lax.cummax(start, axis=1)
-    return Step(positions=jnp.asarray(positions, jnp.int32), segments=segments, contiguous=contiguous)
+    step = Step(positions=jnp.asarray(positions, jnp.int32), segments=segments, contiguous=contiguous)
+    return step.with_media(inputs)
 
 
 # Key of the optional value head (float32[E]) among the weights.
@@ -56,6 +65,7 @@ def train(
     entropy of that distribution. Both are 0 at the first token of a segment and on padding.
     """
     hidden, _, aux = decoder(tokens_BT, step, None, runtime)
+    tokens_BT = tokens_BT if step.media is None else step.media.text_tokens(tokens_BT)
     if runtime.mtp is not None:
         aux = predictions(decoder, tokens_BT, step, hidden, aux, temperature, runtime)
     logp, entropy = logprobs_of_states(decoder, shift_right(hidden), tokens_BT, temperature, runtime)
@@ -87,14 +97,22 @@ def prefill(decoder: Decoder, tokens_BT: jax.Array, step: Step, cache: tuple, ru
     return cast(tuple, decoder(tokens_BT, step, cache, runtime)[1])
 
 
-def next_token_step(lengths_B: jax.Array, active_B: jax.Array, pages_BM: jax.Array | None = None) -> Step:
+def next_token_step(
+    lengths_B: jax.Array, active_B: jax.Array, pages_BM: jax.Array | None = None, deltas_B: jax.Array | None = None
+) -> Step:
     """Returns the `Step` of one token for every row.
 
     `lengths` counts the tokens in the cache, so it is the position of the new token. A row that is not active leaves
     the cache unchanged. `pages` int32[B, M]: the page table of each row of a paged cache.
+
+    `deltas`: the rotary position of each row's next token, less its position, after prompts with pictures; None: there
+    are none.
     """
     segments = active_B[:, None].astype(jnp.int32)  # one segment per row, 0 (padding) where the row is not active
-    return Step(positions=lengths_B[:, None], segments=segments, pages=pages_BM)
+    step = Step(positions=lengths_B[:, None], segments=segments, pages=pages_BM)
+    if deltas_B is None:
+        return step
+    return replace(step, turns=jnp.broadcast_to((lengths_B + deltas_B)[:, None, None], (len(lengths_B), 1, 3)))
 
 
 def next_token_states(

@@ -31,12 +31,16 @@ class LayerNorm:
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding over the first `dim` dimensions: base frequencies theta^(-2i/dim), rescaled by
-    `scaling`. `interleaved` rotates the pairs (2i, 2i+1), otherwise (i, i + dim/2)."""
+    `scaling`. `interleaved` rotates the pairs (2i, 2i+1), otherwise (i, i + dim/2).
+
+    With `sections` (s0, s1, s2), tokens of pictures turn by three positions: frequency i by the height if i % 3 = 1 and
+    i < 3 s1, by the width if i % 3 = 2 and i < 3 s2, otherwise by the time. Text has three equal positions."""
 
     dim: int
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling | None = None
     interleaved: bool = False
+    sections: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,8 @@ class Attention:
     acts on each head before rotation, on all heads of a token together, or on each head after rotation. `softcap` c
     bounds scores by c tanh(s / c). `sinks`: one learned score for each head that takes part in the softmax and stands
     for no token. `gate`: the output is multiplied by a sigmoid of a second query projection. `values_are_keys`: there
-    is no value projection; values are the projected keys before their norm and rotation.
+    is no value projection; values are the projected keys before their norm and rotation. `looks_ahead`: the tokens of
+    one picture see each other, within the window.
 
     `keeps` names the keys and values of the layer for later layers. A layer that `shares` a name has no keys and values
     of its own: it attends to those that an earlier layer keeps under the name, after their norms and rotation, and it
@@ -119,6 +124,7 @@ class Attention:
     temperature: QueryTemperature | None = None
     keeps: str | None = None
     shares: str | None = None
+    looks_ahead: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rollout.generator import Generator
+    from rollout.request import MediaPrompt
     from rollout.types import Completion, GeneratorOptions, SamplingParams
 
 _HOME = {
     "Generator": "generator",
     "GeneratorOptions": "types",
     "Completion": "types",
+    "MediaPrompt": "request",
     "SamplingParams": "types",
 }
-__all__ = ["Completion", "Generator", "GeneratorOptions", "SamplingParams"]
+__all__ = ["Completion", "Generator", "GeneratorOptions", "MediaPrompt", "SamplingParams"]
 
 
 def __getattr__(name: str):

@@ -20,7 +20,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.exact import Verifier
 from rollout.engine.runner import ModelRunner
 from rollout.engine.weights import RolloutWeights
-from rollout.request import Queue, Request
+from rollout.request import MediaPrompt, Queue, Request
 from rollout.text.chat import render_prompt
 from rollout.text.tokenizer import first_stop
 from rollout.types import Completion, GeneratorOptions, SamplingParams
@@ -84,15 +84,16 @@ class Generator:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int] | str],
+        prompts: Sequence[Sequence[int] | str | MediaPrompt],
         params: SamplingParams = SamplingParams(),
         ids: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """Samples `params.n` completions of each prompt; returns them as [prompt][sample].
 
-        Prompts are lists of token ids, or strings with a tokenizer. `ids` are the prompt ids of the random draw, by
-        default range(len(prompts)), so that equal calls give equal tokens. A string is encoded as training encodes
-        prompts: with the special tokens that the tokenizer puts in front, without an end of sequence.
+        Prompts are lists of token ids, strings with a tokenizer, or prompts with pictures or sounds. `ids` are the
+        prompt ids of the random draw, by default range(len(prompts)), so that equal calls give equal tokens. A string
+        is encoded as training encodes prompts: with the special tokens that the tokenizer puts in front, without an
+        end of sequence.
 
         Raises ValueError, before anything is computed, for an empty prompt, for token ids outside the vocabulary, for
         a prompt that with max_new_tokens is longer than max_length (naming the prompt), for strings without a
@@ -105,7 +106,7 @@ class Generator:
 
     def stream(
         self,
-        prompts: Sequence[Sequence[int] | str],
+        prompts: Sequence[Sequence[int] | str | MediaPrompt],
         params: SamplingParams = SamplingParams(),
         ids: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, int, Completion]]:
@@ -126,8 +127,8 @@ class Generator:
         if wrong := [i for i in ids if not 0 <= i < 2**31]:
             raise ValueError(f"generate: prompt id {wrong[0]} is outside 0..{2**31 - 1}")
         return [
-            Request(prompt, params, int(prompt_id), sample, i)
-            for i, (prompt, prompt_id) in enumerate(zip(encoded, ids, strict=True))
+            Request(prompt, params, int(prompt_id), sample, i, media=media, keys=keys)
+            for i, ((prompt, media, keys), prompt_id) in enumerate(zip(encoded, ids, strict=True))
             for sample in range(params.n)
         ]
 
@@ -182,10 +183,13 @@ class Generator:
         """Clears the prefix cache, so that later calls do not depend on what ran before."""
         self.engine.reset_prefix_cache()
 
-    def compile_ahead(self, longest: int, params: Iterable[SamplingParams], *, strict: bool = False) -> int:
+    def compile_ahead(
+        self, longest: int, params: Iterable[SamplingParams], media_rows: Sequence[int] = (), *, strict: bool = False
+    ) -> int:
         """Compiles every program that prompts of up to `longest` tokens and these parameters need, in parallel;
         returns their number. A program that is needed later and not compiled then logs a warning, or raises
-        rollout.engine.runner.LateCompilation if `strict`."""
+        rollout.engine.runner.LateCompilation if `strict`. `media_rows`: numbers of rows of the tables of pictures and
+        sounds that prompts will have."""
         widths = sorted({stop_width(len(each.stop_token_ids)) for each in params})
         longest = self.max_length if self.options.prefills_completions else longest
         weights, count = self.model.params, 0
@@ -194,7 +198,7 @@ class Generator:
             weights, count = weights | self.weights.abstract, int(bool(self.weights.paths))
         elif self.weights:
             weights = self._params
-        count += self.engine.runner.compile_ahead(weights, longest, widths, strict=strict)
+        count += self.engine.runner.compile_ahead(weights, longest, widths, media_rows, strict=strict)
         return count + (self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0)
 
     def reshard_for_rollout(self) -> None:
@@ -269,17 +273,24 @@ class Generator:
         values = request.values if self.options.record_values else None
         return Completion(request.tokens, request.logprobs, request.finish, text, steps, routes, values)
 
-    def _encode(self, i: int, prompt, params: SamplingParams) -> tuple[int, ...]:
+    def _encode(self, i: int, prompt, params: SamplingParams) -> tuple:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"generate: prompt {i} is a string; pass a tokenizer to Generator, or token ids")
             prompt = render_prompt(self.tokenizer, prompt)
-        prompt = tuple(int(token) for token in prompt)
-        if refusal := Request(prompt, params).refusal(self.model.config.vocab_size, self.max_length):
+        prompt, media, keys = _parts(prompt)
+        if refusal := self.engine.runner.refusal(Request(prompt, params, media=media, keys=keys)):
             raise ValueError(f"generate: prompt {i} {refusal}")
-        return prompt
+        return prompt, media, keys
 
     @property
     def _params(self) -> dict:
         """Returns the model's current weights, with copies where the options ask for them."""
         return self.weights.with_copies(self.model.params) if self.weights else self.model.params
+
+
+def _parts(prompt: Sequence[int] | MediaPrompt) -> tuple[tuple[int, ...], Any, tuple[int, ...] | None]:
+    """Returns (token ids, media or None, keys or None)."""
+    if isinstance(prompt, MediaPrompt):
+        return tuple(map(int, prompt.tokens)), prompt.media, prompt.keys
+    return tuple(map(int, prompt)), None, None

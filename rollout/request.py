@@ -16,12 +16,40 @@ also a part of the completion if the request was preempted or continues.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout.types import SamplingParams
+
+if TYPE_CHECKING:
+    from policy.cache.media import DocumentMedia
+
+
+@dataclass(frozen=True, eq=False)
+class MediaPrompt:
+    """A prompt with pictures or sounds: its token ids, the rows that stand in the place of some of them, and its keys
+    (`prefix_keys`)."""
+
+    tokens: tuple[int, ...]
+    media: DocumentMedia
+    keys: tuple[int, ...]
+
+
+def prefix_keys(tokens: Sequence[int], parts: Sequence[tuple[str, int] | None]) -> tuple[int, ...]:
+    """Returns the tokens of a prompt with a number below 0 in the place of each one that stands for a part of a
+    picture or sound. The number follows from (digest, number of the part), parts[t] of token t; None: token t is text.
+
+    Equal prompts have equal keys only if they show equal pictures, so prefixes are compared by them.
+    """
+    return tuple(
+        int(token)
+        if part is None
+        else -1 - int.from_bytes(hashlib.blake2b(repr(part).encode(), digest_size=8).digest())
+        for token, part in zip(tokens, parts, strict=True)
+    )
 
 
 @dataclass(eq=False)
@@ -46,6 +74,8 @@ class Request:
     GeneratorOptions.exact (rollout/engine/exact.py).
     routes: where they are recorded, once the request has ended: the experts of its entries, the first `needed` rows of
     int[C, R, k], by path of the layer.
+    media: the pictures and sounds of the prompt; None: it is text.
+    keys: what prefixes are compared by, one number for each token of the prompt; None: its tokens.
     """
 
     prompt: tuple[int, ...]
@@ -61,6 +91,8 @@ class Request:
     cached: int = 0
     verified_tokens: int = 0
     routes: dict[str, Any] | None = None
+    media: DocumentMedia | None = None
+    keys: tuple[int, ...] | None = None
 
     @property
     def needed(self) -> int:
@@ -85,13 +117,30 @@ class Request:
 
     @property
     def cacheable(self) -> tuple[int, ...]:
-        """Returns the first `needed` tokens. Other requests can share their entries."""
-        return self.span(0, self.needed)
+        """Returns the keys of the first `needed` tokens. Other requests can share their entries."""
+        return self.shared_keys(self.needed)
 
     def span(self, start: int, end: int) -> tuple[int, ...]:
         """Returns tokens start .. end - 1 of prompt and completion."""
         n = len(self.prompt)
         return (*self.prompt[start:end], *self.tokens[max(0, start - n) : max(0, end - n)])
+
+    def shared_keys(self, end: int) -> tuple[int, ...]:
+        """Returns the keys of the tokens before `end` of prompt and completion."""
+        keys = self.prompt if self.keys is None else self.keys
+        return (*keys[:end], *self.tokens[: max(0, end - len(keys))])
+
+    def call_end(self, tokens: int) -> int:
+        """Returns where the next prefill call of so many tokens ends: `needed` at the latest, and in no block of a
+        picture that sees itself."""
+        end = min(self.needed, self.cached + tokens)
+        return end if self.media is None else self.media.call_end(end)
+
+    @property
+    def table(self) -> Any:
+        """Returns the table of the rows of its pictures and sounds; None: it has none. Requests with different tables
+        are not prefilled in one call."""
+        return None if self.media is None else self.media.table
 
     def refusal(self, vocab_size: int, max_length: int) -> str | None:
         """Returns why a cache of `max_length` tokens per slot cannot take the prompt, as the end of a sentence.
@@ -100,7 +149,14 @@ class Request:
         """
         if not self.prompt:
             return "is empty"
-        if min(self.prompt) < 0 or max(self.prompt) >= vocab_size:
+        text = self.prompt
+        if self.media is not None:
+            if refusal := self.media.refusal(len(self.prompt)):
+                return refusal
+            if self.keys is None or len(self.keys) != len(self.prompt):
+                return "has pictures or sounds and no key for each token; make them with prefix_keys"
+            text = [token for token, row in zip(self.prompt, self.media.index.tolist(), strict=True) if row < 0]
+        if min(text, default=0) < 0 or max(text, default=0) >= vocab_size:
             return f"holds a token id outside 0..{vocab_size - 1}"
         if len(self.prompt) + self.params.max_new_tokens > max_length:
             return (

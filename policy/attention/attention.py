@@ -85,10 +85,10 @@ class GroupedQueryAttention(nnx.Module):
             k, v, entries = step.keys(shares)
             seen = visible(entries, step, lookback=lookback, k=k, v=v)
         keys, values = seen.arrays["k"], seen.arrays["v"]
-        mask = Mask(step, seen, spec.window, spec.chunk)
+        mask = Mask(step, seen, spec.window, spec.chunk, spec.looks_ahead)
         sinks = self.sinks[...] if spec.sinks else None
         out = paged_attention.decode(q * spec.scale, entries, step, spec, runtime)
-        bounds = AttentionBounds(spec.window, spec.chunk, spec.softcap)
+        bounds = AttentionBounds(spec.window, spec.chunk, spec.softcap, spec.looks_ahead and step.until is not None)
         if applies(entries, step, runtime):
             out = attend_cut(q * spec.scale, Keys((k, v)), step, runtime, bounds, sinks)
         elif out is None:

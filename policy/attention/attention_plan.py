@@ -23,10 +23,12 @@ from policy.config import Runtime
 
 
 class TokenPositions(NamedTuple):
-    """The position in its document and the segment of each token, int32[b, t]."""
+    """The position in its document and the segment of each token, int32[b, t], and `Step.until`, which is None where
+    no layer looks ahead."""
 
     positions: jax.Array
     segments: jax.Array
+    until: jax.Array | None = None
 
 
 def _unchanged(parts, weights):
@@ -78,7 +80,8 @@ class AttentionPlan:
 
     def mask(self, queries: TokenPositions, keys: TokenPositions) -> Mask:
         """Returns the mask between tokens at these positions."""
-        return Mask(Step(*queries), Visible({}, *keys), self.bounds.window, self.bounds.chunk)
+        bounds, step = self.bounds, Step(queries.positions, queries.segments, until=queries.until)
+        return Mask(step, Visible({}, keys.positions, keys.segments), bounds.window, bounds.chunk, bounds.looks_ahead)
 
     def attend(
         self,

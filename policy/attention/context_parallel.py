@@ -94,16 +94,17 @@ def attend_cut(
         heads = layout.sharding(QUERIES, q_BHTD.shape).shard_shape(q_BHTD.shape)[1]
         kernel, kernel_spec = plan.kernel.build(heads, layout)
     token = cast(Any, layout.spec(("batch", "length"), step.segments.shape))
+    where = TokenPositions(step.positions, step.segments, step.until if bounds.looks_ahead else None)
     specs = (
         q_spec,
-        TokenPositions(token, token),
+        jax.tree.map(lambda _: token, where),
         tuple(layout.spec(KEYS, a.shape) for a in keys.parts),
         tuple(layout.spec((None, "heads", None), a.shape) for a in keys.weights),
         PartitionSpec(q_spec[1]),
         kernel_spec,
     )
     run = over_devices(partial(local, plan), layout.mesh, specs, q_spec, check_vma=False)
-    return run(q_BHTD, TokenPositions(step.positions, step.segments), keys.parts, keys.weights, sinks_H, kernel)
+    return run(q_BHTD, where, keys.parts, keys.weights, sinks_H, kernel)
 
 
 def _all_gather_tree(tree, axis: int):

@@ -20,23 +20,32 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 class AttentionBounds(NamedTuple):
-    """Bounds of attention besides segments and order; `Mask` explains `window` and `chunk`, `attend` explains
-    `softcap`."""
+    """Bounds of attention besides segments and order; `Mask` explains `window`, `chunk` and `looks_ahead`, `attend`
+    explains `softcap`."""
 
     window: int | None = None
     chunk: int | None = None
     softcap: float | None = None
+    looks_ahead: bool = False
 
 
 class Mask:
     """Allows keys of the same document that are not padding and not in the future.
 
     window: a query looks back at most so many tokens, itself included. chunk: key and query lie in the same chunk of
-    positions.
+    positions. looks_ahead: where the step has blocks (`Step.until`), a query sees keys up to the end of its block.
     """
 
-    def __init__(self, step: Step, visible: Visible, window: int | None = None, chunk: int | None = None):
-        self.queries = (step.positions, step.segments)
+    def __init__(
+        self,
+        step: Step,
+        visible: Visible,
+        window: int | None = None,
+        chunk: int | None = None,
+        looks_ahead: bool = False,
+    ):
+        ahead = (step.until,) if looks_ahead and step.until is not None else ()
+        self.queries = (step.positions, step.segments, *ahead)
         self.keys = (visible.positions, visible.segments)
         self.window, self.chunk = window, chunk
 
@@ -46,12 +55,13 @@ class Mask:
         other.queries, other.keys = queries, keys
         return other
 
-    def of(self, positions_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
+    def of(self, positions_BT: jax.Array, segments_BT: jax.Array, until_BT: jax.Array | None = None) -> jax.Array:
         """Returns the mask bool[B, T, C] of some queries. The arguments are the arrays of `queries`, cut along T."""
         k_positions, k_segments = (a[:, None, :] for a in self.keys)
         positions, segments = positions_BT[..., None], segments_BT[..., None]
         back = positions - k_positions
-        allowed = (back >= 0) & (segments == k_segments) & (segments != 0)
+        seen = back >= 0 if until_BT is None else k_positions <= until_BT[..., None]
+        allowed = seen & (segments == k_segments) & (segments != 0)
         if self.window:
             allowed &= back < self.window
         if self.chunk:

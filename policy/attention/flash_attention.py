@@ -63,7 +63,7 @@ def attend(
     """
     layout, plain = runtime.layout, bounds == AttentionBounds() and sinks_H is None
     dtype, dims = q_BHTD.dtype, (q_BHTD.shape[-1], v_BKTV.shape[-1])
-    if bounds.chunk is not None:
+    if bounds.chunk is not None or bounds.looks_ahead:
         return None
     if served(step, dtype, runtime):
         kernel = partial(splash_attention, bounds=bounds)
@@ -167,8 +167,10 @@ class CutQueries:
         """Returns None where no kernel serves the call. The tokens of a device have to fill its blocks."""
         assert runtime.layout is not None
         T, devices = step.segments.shape[1], runtime.layout.mesh.shape[axis]
-        if T % (devices * LANES) or not served(
-            replace(step, contiguous=step.contiguous or step.balanced), dtype, runtime
+        if (
+            bounds.looks_ahead
+            or T % (devices * LANES)
+            or not served(replace(step, contiguous=step.contiguous or step.balanced), dtype, runtime)
         ):
             return None
         return cls(axis, devices, tuple(range(T)) if places is None else tuple(places.tolist()), bounds)

@@ -144,7 +144,7 @@ def _added(plan: AttentionPlan, q, here: TokenPositions, state, make, parts, wei
         values = jnp.einsum("bkgtc,bkcd->bkgtd", e.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return new, total * shrunk + e.sum(axis=-1), out * shrunk[..., None] + values
 
-    return _by_chunks(plan, some, q, *here, *state)
+    return _by_chunks(plan, some, q, here.positions, here.segments, *state)
 
 
 def _around_forward(plan: AttentionPlan, q, where, parts, weights, sinks):
@@ -210,7 +210,7 @@ def _surrogate(plan: AttentionPlan, here: TokenPositions, there: TokenPositions,
         towards = jnp.einsum("bkgtd,bkcd->bkgtc", g, v, preferred_element_type=jnp.float32)
         return jnp.sum(jnp.exp(scores - lse[..., None]) * (towards - delta[..., None]), axis=-1)
 
-    return _by_chunks(plan, some, q, *here, *known, remat=True).sum()
+    return _by_chunks(plan, some, q, here.positions, here.segments, *known, remat=True).sum()
 
 
 _around.defvjp(_around_forward, _around_backward)

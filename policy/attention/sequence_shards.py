@@ -97,6 +97,11 @@ class Order:
         changes: dict[str, Any] = {"positions": reorder(step.positions), "segments": reorder(step.segments)}
         if step.routes is not None:
             changes["routes"] = {path: reorder(each, UNKNOWN) for path, each in step.routes.items()}
+        if step.media is not None:
+            changes["media"] = replace(step.media, index=reorder(step.media.index, -1))
+        for name in ("turns", "until"):
+            if (array := getattr(step, name)) is not None:
+                changes[name] = reorder(array)
         if self.balanced:
             changes |= {"contiguous": False, "balanced": True}
         if self.balanced and step.dropout is not None:

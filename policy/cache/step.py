@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from policy.cache.media import Media, MediaInputs
 from policy.config import Rope
 from policy.ops.dropout import Dropout
 
@@ -29,6 +30,13 @@ class Step:
     layer_embeddings: the embeddings for each layer, [L, B, T, n] for L layers; inside a layer its own [B, T, n].
     shared: the keys and values that layers before this one keep (policy/layers/shared_keys.py), by name.
 
+    Three fields are None in calls without pictures and sounds (policy/cache/media.py):
+    media: the rows that stand in the place of token embeddings.
+    turns: int32[B, T, 3], the positions by time, height and width that rotary embeddings with sections turn by. Order
+        and masks go by `positions`.
+    until: int32[B, T], the position of the last token of each token's block, its own outside of blocks. Layers that
+        look ahead see keys up to there. No call ends inside a block.
+
     Three flags are static, known when a program is compiled:
     contiguous: queries look at nothing before this call, and each segment is one run of tokens whose positions count by
         one. Order and segments alone then decide which keys a query sees.
@@ -47,6 +55,9 @@ class Step:
     routes: Any = None
     layer_embeddings: jax.Array | None = None
     shared: dict[str, Any] | None = None
+    media: Media | None = None
+    turns: jax.Array | None = None
+    until: jax.Array | None = None
     contiguous: bool = field(default=False, metadata={"static": True})
     balanced: bool = field(default=False, metadata={"static": True})
     anywhere: bool = field(default=False, metadata={"static": True})
@@ -60,6 +71,10 @@ class Step:
         """Returns the keys and values that an earlier layer keeps under `name`."""
         assert self.shared is not None, "the decoder hands on what a layer keeps"
         return self.shared[name]
+
+    def with_media(self, inputs: MediaInputs | None) -> Step:
+        """Returns the step with these pictures and sounds; None: the step as it is."""
+        return self if inputs is None else replace(self, **inputs._asdict())
 
     def at(self, layer: jax.Array | int) -> Step:
         """Returns the step of layer number `layer`. Needs `dropout`."""

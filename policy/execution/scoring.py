@@ -14,7 +14,8 @@ R rows, L tokens of a row, T = L - `first(L)` of them scored, E hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy import modes
+from policy.cache.media import DocumentMedia, Media, MediaInputs, MediaTable, media_inputs
+from policy.cache.step import Step
 from policy.execution.compiled_cache import CompiledCache
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 
@@ -31,6 +34,7 @@ Params = dict[str, jax.Array]
 SHORTEST = 128
 # Tokens of all rows of a program, unless one row has more: on CPU a product of more than 512 rows is no faster per row.
 TOKENS = 512
+NO_MEDIA: Mapping[int, DocumentMedia] = MappingProxyType({})
 
 
 class Document(NamedTuple):
@@ -61,8 +65,33 @@ def documents(segments_BT: np.ndarray, positions_BT: np.ndarray, limit: int | No
     return spans
 
 
+def media_of(step: Step, spans: list[Document]) -> dict[int, DocumentMedia]:
+    """Returns the pictures and sounds of the documents of a batch, by number of the document; documents of text are
+    left out."""
+    if step.media is None and step.turns is None and step.until is None:
+        return {}
+    positions = np.asarray(step.positions)
+    media = step.media or Media(np.full(positions.shape, -1, np.int32), np.zeros((1, 1), np.float32))
+    table, index = MediaTable(media.table, media.deep), np.asarray(media.index)
+    turns, until = (None if a is None else np.asarray(a) for a in (step.turns, step.until))
+    result = {}
+    for number, (row, start, end) in enumerate(spans):
+        part, own = (row, slice(start, end)), positions[row, start:end]
+        plain = (
+            np.all(index[part] < 0)
+            and (turns is None or np.all(turns[part] == own[:, None]))
+            and (until is None or np.all(until[part] == own))
+        )
+        if not plain:
+            result[number] = DocumentMedia(
+                index[part], table, None if turns is None else turns[part], None if until is None else until[part]
+            )
+    return result
+
+
 class Scorer:
-    """Scores documents by two programs of fixed shapes: `states` runs the decoder and `scores` the head."""
+    """Scores documents by two programs of fixed shapes: `states` runs the decoder and `scores` the head. Documents with
+    pictures or sounds have programs of their own."""
 
     def __init__(self, graph: Any):
         self.graph, self._limit = graph, graph.config.max_positions
@@ -92,12 +121,15 @@ class Scorer:
         num_row_shards = int(np.prod([mesh.shape[axis] for axis in dict(self.graph.layout.rules)["batch"]]))
         return -(-rows // num_row_shards) * num_row_shards
 
-    def hidden(self, params: Params, tokens_RL: np.ndarray, lengths_R: np.ndarray) -> jax.Array:
+    def hidden(
+        self, params: Params, tokens_RL: np.ndarray, lengths_R: np.ndarray, inputs: MediaInputs | None = None
+    ) -> jax.Array:
         """Returns the state that predicts each token, which is the state of the token before it, [R, T, E].
 
-        Row r holds a document of lengths[r] tokens.
+        Row r holds a document of lengths[r] tokens. inputs: the pictures and sounds of the rows.
         """
-        return block_on_cpu_mesh(self.states(params, tokens_RL, lengths_R), self.graph.layout)
+        more = () if inputs is None else (inputs,)
+        return block_on_cpu_mesh(self.states(params, tokens_RL, lengths_R, *more), self.graph.layout)
 
     def score(
         self, params: Params, hidden_RTE: jax.Array, tokens_RT: np.ndarray, temperature: float
@@ -111,32 +143,49 @@ class Scorer:
         return np.asarray(logp), np.asarray(entropy)
 
     def tiles(
-        self, rows: Iterable[tuple[int, np.ndarray]], L: int
-    ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-        """Yields (numbers, tokens int32[R, L], lengths int32[R]), the inputs of the programs of this length.
+        self, rows: Iterable[tuple[int, np.ndarray]], L: int, media: Mapping[int, DocumentMedia] = NO_MEDIA
+    ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray, MediaInputs | None]]:
+        """Yields (numbers, tokens int32[R, L], lengths int32[R], MediaInputs or None), the inputs of the programs of
+        this length.
 
-        rows: numbered documents. Documents without a token to score at this length are skipped.
+        rows: numbered documents. Documents without a token to score at this length are skipped. media: the pictures and
+        sounds of documents, by number. Rows of one call have one table, or none.
         """
-        documents = [(number, tokens[:L]) for number, tokens in rows if len(tokens) > self.first(L)]
+        groups: dict[int | None, list[tuple[int, np.ndarray]]] = {}
+        for number, tokens in rows:
+            if len(tokens) > self.first(L):
+                table = id(media[number].table) if number in media else None
+                groups.setdefault(table, []).append((number, tokens[:L]))
         R = self.rows(L)
-        for i in range(0, len(documents), R):
-            batch = documents[i : i + R]
-            tokens_RL, lengths_R = np.zeros((R, L), np.int32), np.zeros(R, np.int32)
-            for row, (_, tokens) in enumerate(batch):
-                tokens_RL[row, : len(tokens)], lengths_R[row] = tokens, len(tokens)
-            yield [number for number, _ in batch], tokens_RL, lengths_R
+        for table, documents in groups.items():
+            for i in range(0, len(documents), R):
+                batch = documents[i : i + R]
+                tokens_RL, lengths_R = np.zeros((R, L), np.int32), np.zeros(R, np.int32)
+                for row, (_, tokens) in enumerate(batch):
+                    tokens_RL[row, : len(tokens)], lengths_R[row] = tokens, len(tokens)
+                numbers, inputs = [number for number, _ in batch], None
+                if table is not None:
+                    inputs = media_inputs([media[number] for number in numbers], [0] * len(batch), (R, L))
+                    assert inputs.media is not None
+                    tokens_RL = np.where(inputs.media.index >= 0, 0, tokens_RL)  # ids may lie outside the vocabulary
+                yield numbers, tokens_RL, lengths_R, inputs
 
     def logprobs(
-        self, params: Params, tokens_BT: np.ndarray, spans: list[Document], temperature: float
+        self,
+        params: Params,
+        tokens_BT: np.ndarray,
+        spans: list[Document],
+        temperature: float,
+        media: Mapping[int, DocumentMedia] = NO_MEDIA,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (logp, entropy), float32[B, T]; both are 0 at the first token of a document and outside of
-        documents."""
+        """Returns (logp, entropy), float32[B, T]; both are 0 at the first token of a document and outside of documents.
+        media: the pictures and sounds of documents, by number."""
         out = np.zeros((2, *tokens_BT.shape), np.float32)
         documents = [tokens_BT[span.row, span.start : span.end] for span in spans]
         for L in self.lengths(max(map(len, documents), default=0)):
             first = self.first(L)
-            for numbers, tokens_RL, lengths_R in self.tiles(enumerate(documents), L):
-                hidden = self.hidden(params, tokens_RL, lengths_R)
+            for numbers, tokens_RL, lengths_R, inputs in self.tiles(enumerate(documents), L, media):
+                hidden = self.hidden(params, tokens_RL, lengths_R, inputs)
                 logp_and_entropy = np.stack(self.score(params, hidden, tokens_RL[:, first:], temperature))
                 for r, number in enumerate(numbers):
                     row, start, _ = spans[number]
@@ -146,13 +195,13 @@ class Scorer:
                     ]
         return out[0], out[1]
 
-    def _states_program(self, params, tokens_RL, lengths_R):
+    def _states_program(self, params, tokens_RL, lengths_R, inputs=None):
         L, layout = tokens_RL.shape[1], self.graph.layout
         segments = (jnp.arange(L) < lengths_R[:, None]).astype(jnp.int32)
         tokens, segments = (constrain(a, ("batch", None), layout) for a in (tokens_RL, segments))
         with self.graph.precision():
             hidden, _, _ = self.graph.decoder(params)(
-                tokens, modes.make_step(tokens, segments=segments), None, self.graph.runtime
+                tokens, modes.make_step(tokens, segments=segments, inputs=inputs), None, self.graph.runtime
             )
         return modes.shift_right(hidden)[:, self.first(L) :]
 

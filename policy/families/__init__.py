@@ -14,9 +14,11 @@ Optional:
 - PASSED_OVER: a pattern for the start of the names of such layers that transformers ignores in a file.
 - `unread(config)`: patterns of stored tensors that are not read, for names that depend on the configuration.
 - `empty_tensors(hf)`: names and shapes of tensors without elements that transformers expects.
+- WRAPPED: pair of a prefix in the tables and its replacement in the files of a multimodal model. `read` then gets the
+  complete multimodal configuration, which is also written.
 
-A multimodal configuration (with a `text_config`) is read as its text model. ARCHITECTURES then also holds the wrapper's
-class, after the text classes, which are in the order of their MODEL_TYPES.
+A multimodal configuration (with a `text_config`) of another family is read as its text model. ARCHITECTURES then also
+holds the wrapper's class, after the text classes, which are in the order of their MODEL_TYPES.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def find(hf: dict) -> ModuleType:
 
 
 def text_model(hf: dict) -> dict:
-    """Returns the configuration of the text model inside a multimodal one; any other configuration unchanged."""
+    """Returns the configuration of the text model inside a multimodal one; any other configuration unchanged, and the
+    multimodal ones of families that read them."""
     inner = hf.get("text_config")
     if not isinstance(inner, dict):
         return hf
@@ -69,6 +72,8 @@ def text_model(hf: dict) -> dict:
             family = find(inner)
         except UnsupportedModel:
             raise unknown from None
+    if hasattr(family, "WRAPPED"):
+        return hf
     kind = inner.get("model_type")
     number = family.MODEL_TYPES.index(kind) if kind in family.MODEL_TYPES else 0
     outer = {extensions.KEY: hf[extensions.KEY]} if extensions.KEY in hf else {}

@@ -69,6 +69,7 @@ def _mixer(hf: dict, kind: str) -> Attention:
         rope=rope(hf | _rope_parameters(hf), head_dim(hf), layer_type=kind),
         qk_norm=Norm(hf["rms_norm_eps"], "zero_centred"),
         window=hf["sliding_window"] if kind == "sliding_attention" else None,
+        looks_ahead=True,
     )
 
 

@@ -159,6 +159,7 @@ def _mixer(hf: dict, kind: str, shape: tuple[int, int]) -> Attention:
         v_norm=Norm(hf["rms_norm_eps"], "none"),
         values_are_keys=bool(hf["attention_k_eq_v"]) and not sliding,
         window=hf["sliding_window"] if sliding else None,
+        looks_ahead=sliding and hf["use_bidirectional_attention"] == "vision",
     )
 
 

@@ -57,6 +57,7 @@ MOE = _DEFAULTS | {
     "num_experts_per_tok": 8,
 }
 EXPERTS = 256
+SECTIONS = (11, 11, 10)
 
 
 def read(stored: dict) -> DecoderConfig:
@@ -65,7 +66,7 @@ def read(stored: dict) -> DecoderConfig:
     is_moe = "Moe" in named[0] if named else "moe" in stored["model_type"]
     hf = (MOE if is_moe else DENSE) | stored
     feed_forward = _experts(hf) if is_moe else Mlp(hf["intermediate_size"], activation(hf))
-    layers = [LayerSpec(mixer, feed_forward) for mixer in hybrid_mixers(hf)]
+    layers = [LayerSpec(mixer, feed_forward) for mixer in hybrid_mixers(hf, SECTIONS)]
     return decoder("qwen3_5", stored, hf, layers, norm=Norm(hf["rms_norm_eps"], "zero_centred"))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 from policy.config import (
@@ -120,6 +121,31 @@ def rope(hf: dict, dim: int, *, layer_type: str | None = None, interleaved: bool
     return rope_from_settings(settings, dim, interleaved=interleaved)
 
 
+def rope_by_sections(rope: Rope, hf: dict, default: tuple[int, int, int]) -> Rope:
+    """Adds the sections of `mrope_section` to a rotary embedding. The classes of transformers that read the key always
+    interleave the sections."""
+    time, height, width = first(rope_parameters(hf), "mrope_section", default=default)
+    return replace(rope, sections=(int(time), int(height), int(width)))
+
+
+def unwrapped(stored: dict) -> dict:
+    """Returns the keys of the text model in a multimodal configuration, or the configuration of a text model as it is.
+    The wrapper says whether the head is tied: transformers also writes the default of the text class, which no class
+    reads."""
+    inner = stored.get("text_config")
+    if not isinstance(inner, dict):
+        return stored
+    return inner | {"tie_word_embeddings": first(stored, "tie_word_embeddings", default=False)}
+
+
+def deepstack_layers(stored: dict, default: tuple[int, ...]) -> int:
+    """Returns how many of the first layers receive features of the vision tower: as many as `deepstack_visual_indexes`
+    of a multimodal configuration lists; 0 for a text model."""
+    if "text_config" not in stored:
+        return 0
+    return len(first(stored.get("vision_config") or {}, "deepstack_visual_indexes", default=default))
+
+
 def rope_from_settings(s: dict, dim: int, *, interleaved: bool = False) -> Rope:
     """Creates the rotary embedding from the result of `rope_parameters`; `partial_rotary_factor` of a head rotates."""
     partial = s["partial_rotary_factor"]
@@ -153,12 +179,14 @@ def rope_from_settings(s: dict, dim: int, *, interleaved: bool = False) -> Rope:
     return Rope(dim=int(dim * partial), theta=float(s["rope_theta"]), scaling=scaling, interleaved=interleaved)
 
 
-def hybrid_mixers(hf: dict) -> list[Attention | GatedDeltaNet]:
+def hybrid_mixers(hf: dict, sections: tuple[int, int, int] | None = None) -> list[Attention | GatedDeltaNet]:
     """Returns the mixer of each layer of a hybrid of gated delta nets (keys `linear_*`) and gated attention: every
-    `full_attention_interval`-th layer attends, unless `layer_types` says otherwise."""
+    `full_attention_interval`-th layer attends, unless `layer_types` says otherwise. `sections`: the default of
+    `mrope_section`; None: the family has no sections."""
+    rotary = rope_from_settings(rope_parameters(hf), hf["head_dim"])
     gated = attention(
         hf,
-        rope=rope_from_settings(rope_parameters(hf), hf["head_dim"]),
+        rope=rotary if sections is None else rope_by_sections(rotary, hf, sections),
         qk_norm=Norm(hf["rms_norm_eps"], "zero_centred"),
         gate=True,
     )

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -80,7 +80,7 @@ class Place:
 
     def read(self, files: TensorFiles, layer: int | None, index: tuple[slice, ...], out: np.ndarray) -> None:
         """Reads `index` of one layer of our weight into `out`."""
-        stored = next((s for s in (self.stored, *self.stored.also) if self.name(s, layer) in files), self.stored)
+        stored = self._spelling(files, layer)
         parts = self.parts(stored)
         shapes, part = [self.shape(path, stored) for path in parts], parts.index(self.path)
         if stored.numbered:
@@ -92,6 +92,22 @@ class Place:
             block = stored.block(shapes, part, piece)
             integers = np.issubdtype(out.dtype, np.integer)
             target[...] = block.finish(files.read(self.name(stored, layer, expert), block.shape, block.index, integers))
+
+    def _spelling(self, files: TensorFiles, layer: int | None) -> names.Stored:
+        """Returns the spelling of which the files have the tensor. Of several with one name, the first whose shape is
+        that of the tensor."""
+        present = [s for s in (self.stored, *self.stored.also) if self.name(s, layer) in files]
+        same_name = [s for s in present if s.name == present[0].name]
+        if len(same_name) < 2:
+            return (present or [self.stored])[0]
+
+        def fits(stored: names.Stored) -> bool:
+            parts = self.parts(stored)
+            shapes, part = [self.shape(path, stored) for path in parts], parts.index(self.path)
+            full = tuple(slice(0, n) for n in shapes[part])
+            return stored.block(shapes, part, full).shape == files.shape(self.name(stored, layer))
+
+        return next(filter(fits, same_name), same_name[0])
 
 
 def _pieces(index: tuple[slice, ...], out: np.ndarray, split: bool) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
@@ -311,7 +327,7 @@ def write(
         raise ValueError(
             "this DecoderConfig no longer matches its Hugging Face configuration; change keys there instead"
         )
-    every = itertools.chain(_stored(graph, params), (tensors or {}).items())
+    every = _wrapped(config, hf, itertools.chain(_stored(graph, params), (tensors or {}).items()))
     if not processes.first():
         for _ in every:  # all processes take part in the all-gather of each tensor
             pass
@@ -325,6 +341,16 @@ def write(
     hf.pop("torch_dtype", None)
     hf |= keys or {}
     (directory / "config.json").write_text(json.dumps(hf, indent=2))
+
+
+def _wrapped(
+    config: DecoderConfig, hf: dict, tensors: Iterable[tuple[str, np.ndarray]]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors under the names that they have in the files of the model that `hf` describes."""
+    inner, outer = getattr(families.get(config.family), "WRAPPED", ("", ""))
+    multimodal = "text_config" in hf
+    for name, array in tensors:
+        yield (outer + name.removeprefix(inner) if multimodal and name.startswith(inner) else name), array
 
 
 def _save_tensors(directory: Path, config: DecoderConfig, tensors: Iterator[tuple[str, np.ndarray]]) -> None:

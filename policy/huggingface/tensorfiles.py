@@ -87,6 +87,10 @@ class TensorFiles:
         """Returns the name of the tensor in its file."""
         return self._entries[name].name if name in self._entries else name
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Returns the shape of the tensor as it is stored; None if no tensor has exactly this name."""
+        return self._entries[name].shape if name in self._entries else None
+
     def empty(self, name: str) -> bool:
         """Returns whether the tensor has no elements."""
         return 0 in self._entries[name].shape

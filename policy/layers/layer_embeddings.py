@@ -26,9 +26,10 @@ TABLE = "layer_embeddings.table"
 
 
 def table_rows(step: Step) -> jax.Array:
-    """Returns int32[B, T, 1]: the rows of the table that the tokens of a step look up."""
+    """Returns int32[B, T, 1]: the rows of the table that the tokens of a step look up; pictures and sounds read row 0."""
     assert step.tokens is not None
-    return step.tokens[..., None]
+    tokens = step.tokens if step.media is None else jnp.where(step.media.index >= 0, 0, step.tokens)
+    return tokens[..., None]
 
 
 class LayerEmbeddings(nnx.Module):

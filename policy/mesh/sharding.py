@@ -107,6 +107,12 @@ class Layout:
         return replace(self, rules=tuple(sorted((dict(self.rules) | overrides).items())), decodes=True)
 
     @property
+    def processes(self) -> int:
+        """Returns the number of processes that the devices of the mesh belong to; 1 for an abstract mesh."""
+        devices = getattr(self.mesh, "devices", None)
+        return 1 if devices is None else len({device.process_index for device in devices.flat})
+
+    @property
     def rows_move(self) -> bool:
         """Tells whether rollouts shard the rows of a cache differently from rows of activations.
 

@@ -56,11 +56,22 @@ def _yarn(base: np.ndarray, rope: Rope, s: YarnScaling) -> np.ndarray:
     return base * (1 - ramp) + base / s.factor * ramp
 
 
-def rotation(rope: Rope, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes the rotation table of these positions: (cos, sin), float32[B, T, dim / 2]."""
-    angles = positions_BT[..., None].astype(jnp.float32) * frequencies(rope)
+def rotation(rope: Rope, positions_BT: jax.Array, turns_BT3: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Computes the rotation table of these positions: (cos, sin), float32[B, T, dim / 2]. A rotary embedding with
+    sections turns by `turns`, if they are given."""
+    positions = positions_BT[..., None]
+    if rope.sections is not None and turns_BT3 is not None:
+        positions = turns_BT3[..., _axes(rope.dim // 2, rope.sections)]
+    angles = positions.astype(jnp.float32) * frequencies(rope)
     factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def _axes(count: int, sections: tuple[int, int, int]) -> np.ndarray:
+    """Returns which position each frequency turns by, int[count]: 0 time, 1 height, 2 width."""
+    number = np.arange(count)
+    axis = number % 3
+    return np.where(number < 3 * np.asarray(sections)[axis], axis, 0)
 
 
 def materialized(table: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

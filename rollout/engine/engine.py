@@ -149,8 +149,9 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a prompt that is empty, too long with its completion, or not of this vocabulary, for
-        stop strings without a tokenizer, and for a request that has ended or runs already."""
-        if refusal := request.refusal(self.runner.vocab_size, self.runner.max_length):
+        pictures that do not fit the model or its options, for stop strings without a tokenizer, and for a request that
+        has ended or runs already."""
+        if refusal := self.runner.refusal(request):
             raise ValueError(f"the prompt of a request {refusal}")
         if request.params.stop and self._stop_string is None:
             raise ValueError(
@@ -235,30 +236,20 @@ class Engine:
 
     def _prefill(self, slots: list[int]) -> int:
         """Prefills the next chunk of these requests in one call. Returns P * C, the tokens that it computes with
-        padding.
-
-        tokens: int32[P, C + lookahead_tokens]. The prediction modules read `lookahead_tokens` tokens after the chunk
-        (rollout/engine/speculative.py); the call makes no entries for these. starts, lengths: int32[P], the entries
-        before the call, and the entries of the full prompt.
-        """
+        padding."""
         scheduler, runner, batch = self.scheduler, self.runner, self.batch
         requests = [scheduler.running[slot] for slot in slots]
         first_chunk, P = requests[0].cached == 0, prefill_rows(len(slots))
         longest = max(request.needed - request.cached for request in requests)
         C = prefill_lengths(longest, runner.chunk)[-1] if first_chunk else runner.chunk
         padded = [*slots, *[None] * (P - len(slots))]
-        tokens = np.zeros((P, C + runner.lookahead_tokens), np.int32)
-        starts, lengths = np.zeros(P, np.int32), np.zeros(P, np.int32)
-        for row, request in enumerate(requests):
-            span = request.span(request.cached, request.cached + C + runner.lookahead_tokens)
-            tokens[row, : len(span)] = span
-            starts[row], lengths[row] = request.cached, request.needed
-        inputs = batch.row_numbers(padded), tokens, starts, lengths, batch.page_tables(padded)
-        batch.replace_cache(runner.prefill(self._weights(), batch.full_cache(), *inputs, first_chunk=first_chunk))
-        for slot, request in zip(slots, requests, strict=True):
+        inputs, places = runner.prefill_inputs(requests, P, C), (batch.row_numbers(padded), batch.page_tables(padded))
+        cache = runner.prefill(self._weights(), batch.full_cache(), places, inputs, first_chunk=first_chunk)
+        batch.replace_cache(cache)
+        for slot, end in zip(slots, inputs.ends, strict=True):
             if slot not in scheduler.waiting_for_pages:  # an earlier request of this call may have taken its pages
-                scheduler.mark_prefilled(slot, min(request.needed, request.cached + C))
-        self.counts["prefill"] += int(sum(np.minimum(lengths - starts, C)))
+                scheduler.mark_prefilled(slot, end)
+        self.counts["prefill"] += int(sum(np.minimum(inputs.lengths - inputs.starts, C)))
         return P * C
 
     def _start_decode(self) -> None:

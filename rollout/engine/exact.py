@@ -140,6 +140,7 @@ class Verifier:
     def _compare(self, params, completions: list[_Unverified], temperature: float) -> None:
         """Verifies the tokens of each completion up to the first that is not the one drawn, which is replaced."""
         scorer = self.scorer
+        media = {i: each.request.media for i, each in enumerate(completions) if each.request.media is not None}
         for L in scorer.lengths(max(len(completion.tokens) for completion in completions)):
             first = scorer.first(L)
             rows = [
@@ -147,8 +148,8 @@ class Verifier:
                 for i, completion in enumerate(completions)
                 if completion.matches and completion.first_unverified < L
             ]
-            for numbers, tokens_RL, lengths_R in scorer.tiles(rows, L):
-                hidden = scorer.hidden(params, tokens_RL, lengths_R)
+            for numbers, tokens_RL, lengths_R, inputs in scorer.tiles(rows, L, media):
+                hidden = scorer.hidden(params, tokens_RL, lengths_R, inputs)
                 self.counts["scored"] += tokens_RL.size
                 logp, _ = scorer.score(params, hidden, tokens_RL[:, first:], temperature)
                 batch = [completions[i] for i in numbers]

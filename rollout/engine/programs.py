@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from policy import modes
+from policy import compatibility, modes
 from policy.cache import cache as caches
+from policy.cache.media import DocumentMedia, MediaInputs, media_inputs
 from policy.cache.pages import Pages
 from policy.cache.sliding_window import WithSlidingWindows
 from policy.cache.step import Step
@@ -33,6 +34,36 @@ from rollout.types import GeneratorOptions, SamplingParams
 UNROLLED_LAYERS = 32
 # The sampling parameters of a row without a request.
 IDLE = SamplingParams(temperature=0)
+
+
+class PrefillInputs(NamedTuple):
+    """What the engine gives to a prefill call of P rows and C tokens, and where the call ends for each request.
+
+    tokens: int32[P, C + lookahead_tokens]. The prediction modules read `lookahead_tokens` tokens after the chunk
+    (rollout/engine/speculative.py); the call makes no entries for these. starts, lengths: int32[P], the entries before
+    the call, and the entries that the prompt has at most after it. media: None for text.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    ends: list[int]
+    media: MediaInputs | None
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], P: int, C: int, lookahead_tokens: int) -> PrefillInputs:
+        """Builds the inputs, row i for request i. All requests have the same table of pictures, or none."""
+        tokens = np.zeros((P, C + lookahead_tokens), np.int32)
+        starts, lengths, ends = np.zeros(P, np.int32), np.zeros(P, np.int32), []
+        for row, request in enumerate(requests):
+            span = request.span(request.cached, request.cached + C + lookahead_tokens)
+            tokens[row, : len(span)] = span
+            end = request.call_end(C)
+            ends.append(end)
+            starts[row], lengths[row] = request.cached, request.needed if request.media is None else end
+        documents = [request.media for request in requests if request.media is not None]
+        media = media_inputs(documents, starts.tolist()[: len(requests)], (P, C)) if documents else None
+        return cls(tokens, starts, lengths, ends, media)
 
 
 class DecodeOutput(NamedTuple):
@@ -61,6 +92,7 @@ class DecodeState:
     number of tokens still to sample, the ids of the random draw, and 1 where the row is in use.
     stops: int32[s, W], the tokens that end a completion, -1 for none.
     draws: how tokens are drawn.
+    deltas: int32[s], `DocumentMedia.delta` of each row where one is not 0; None: rotary positions are positions.
     recent: int32[s, DecoderPrograms.recent], the last tokens of each row up to the one to feed, if the programs need
     them.
     rows, pages: over a paged cache int32[s], the slots (past the end: padding), and int32[s, M], their pages.
@@ -74,6 +106,7 @@ class DecodeState:
     active: Any
     stops: Any
     draws: Draws
+    deltas: Any = None
     recent: Any = None
     rows: Any = None
     pages: Any = None
@@ -96,7 +129,16 @@ class DecodeState:
                 tails[row, recent - len(last) :] = last
         names = ("token", "cached", "left", "prompt_id", "sample", "active")
         numbers: dict[str, Any] = dict(zip(names, columns, strict=True))
-        return cls(**numbers, stops=stops, draws=Draws.of(sampling, seed), recent=tails if recent else None)
+        media = [None if request is None else request.media for request in requests]
+        deltas = np.zeros(size, np.int32)
+        deltas[: len(media)] = [0 if each is None else each.delta for each in media]
+        return cls(
+            **numbers,
+            stops=stops,
+            draws=Draws.of(sampling, seed),
+            deltas=deltas if deltas.any() else None,
+            recent=tails if recent else None,
+        )
 
 
 class DecoderPrograms:
@@ -123,6 +165,31 @@ class DecoderPrograms:
         self.slots, self.max_length, self.decode_steps = slots, max_length, options.tokens_per_dispatch
         self.chunk = min(options.prefill_chunk, max_length)
         self.scan = graph.layout.platform != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
+
+    def media_refusal(self, media: DocumentMedia) -> str | None:
+        """Returns why a prompt cannot have these pictures and sounds, as the end of a sentence; None: it can."""
+        if self.drafts:
+            return (
+                f"has {compatibility.MEDIA}; they do not go with generator.speculative: a module embeds the next token"
+            )
+        dtype, own = jnp.dtype(media.table.rows.dtype), jnp.dtype(self.graph.runtime.dtype)
+        if dtype != own:
+            return f"has a table of {dtype} rows; this model computes in {own}"
+        config = self.graph.config
+        for name, array, is_read in (
+            ("turns", media.turns, config.has_sections),
+            ("until", media.until, config.looks_ahead),
+        ):
+            if is_read and array is None:
+                return f"has media without {name}, which this model needs"
+            if array is not None and not is_read:
+                return f"has media with {name}, which this model does not read; leave it out"
+        if (block := media.longest_block) > self.chunk:
+            return (
+                f"has a picture of {block} tokens that see each other, longer than a call of {self.chunk} tokens; "
+                f"set prefill_chunk to at least {block}"
+            )
+        return next(compatibility.conflicts(config, self.graph.runtime, media=True), None)
 
     @property
     def supports_truncation(self) -> bool:
@@ -152,21 +219,21 @@ class DecoderPrograms:
             self.graph.config, rows, length, dtype, scan=self.scan, quantization=kind, routes=self.records_routes
         )
 
-    def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
+    def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM, media=None):
         """Returns the cache after the first chunk of P prompts.
 
         Every start is 0, and earlier entries of the rows are ignored.
         """
         P, C = tokens_PC.shape[0], tokens_PC.shape[1] - self.lookahead_tokens
-        step = self._step(starts, lengths, C, pages_PM)
+        step = self._step(starts, lengths, C, pages_PM).with_media(media)
         prompt_cache = self._fill(
             params, self._empty_rows(P, C), tokens_PC, replace(step, pages=None, contiguous=True), lengths
         )
         return self.constrained(caches.insert(cache, prompt_cache, rows, step))
 
-    def extend(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM):
+    def extend(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM, media=None):
         """Returns the cache after a later chunk of P prompts."""
-        step = self._step(starts, lengths, tokens_PC.shape[1] - self.lookahead_tokens, pages_PM)
+        step = self._step(starts, lengths, tokens_PC.shape[1] - self.lookahead_tokens, pages_PM).with_media(media)
         row_cache = self._fill(params, caches.rows_of(cache, rows), tokens_PC, step, lengths)
         return self.constrained(caches.with_rows(cache, row_cache, rows))
 
@@ -228,7 +295,7 @@ class DecoderPrograms:
         def decode_step(carry):
             i, cache, token, cached, left, active, outputs = carry
             decoder, runtime = self.graph.decoder(params), self.graph.runtime
-            step = modes.next_token_step(cached, active, state.pages)
+            step = modes.next_token_step(cached, active, state.pages, state.deltas)
             states, cache = modes.next_token_states(decoder, token, step, cache, runtime)
             logits = modes.logits(decoder, states, runtime)
             new, logp = choose(logits, (state.prompt_id, state.sample, cached + 1), state.draws)

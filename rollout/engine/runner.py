@@ -28,6 +28,7 @@ import numpy as np
 
 from policy import modes
 from policy.cache import cache as caches
+from policy.cache.media import Media, MediaInputs
 from policy.execution.compiled_cache import CompiledCache, Memory
 from policy.mesh import processes
 from policy.mesh.sharding import Layout, block_on_cpu_mesh
@@ -36,13 +37,15 @@ from rollout.engine import prefix_index
 from rollout.engine.cache_manager import CacheGeometry, CacheManager, ContiguousCacheManager, PagedCacheManager
 from rollout.engine.page_allocator import PageAllocator, PageCopy
 from rollout.engine.page_budget import PageBudget, choose_page_budget
-from rollout.engine.programs import DecodeOutput, DecoderPrograms, DecodeState
+from rollout.engine.programs import DecodeOutput, DecoderPrograms, DecodeState, PrefillInputs
 from rollout.engine.scheduler import PREFILL_ROWS, SchedulerLimits, prefill_lengths, prefill_rows
 from rollout.engine.speculative import SpeculativePrograms
 from rollout.request import Request
 from rollout.types import GeneratorOptions
 
 _LOG = logging.getLogger("duet.generator")
+# Follows the shape of a decode whose rotary positions differ from positions (DecodeState.deltas).
+DELTAS = 1
 
 
 class LateCompilation(RuntimeError):
@@ -143,17 +146,27 @@ class ModelRunner:
         """Returns an empty cache of all slots."""
         return self._run("empty", ())
 
-    def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM, *, first_chunk: bool) -> Any:
-        """Prefills one chunk of each prompt; a row index >= S marks padding. Returns the cache.
+    def refusal(self, request: Request) -> str | None:
+        """Returns why the prompt of a request cannot be computed, as the end of a sentence; None: it can."""
+        refusal = request.refusal(self.vocab_size, self.max_length)
+        return refusal or (None if request.media is None else self.functions.media_refusal(request.media))
 
-        tokens_PC: int32[P, C + lookahead_tokens]. starts, lengths: int32[P]. The call makes the entries start ..
-        min(start + C, length) - 1 of each prompt.
+    def prefill_inputs(self, requests: Sequence[Request], P: int, C: int) -> PrefillInputs:
+        """Returns the inputs of a prefill call of P rows that computes C tokens of these requests."""
+        return PrefillInputs.of(requests, P, C, self.lookahead_tokens)
 
-        first_chunk: every start is 0, and earlier entries of the rows are ignored. pages_PM: the pages of the rows;
-        None if the cache is contiguous.
+    def prefill(self, params, cache, places: tuple, inputs: PrefillInputs, *, first_chunk: bool) -> Any:
+        """Prefills one chunk of each prompt, the entries start .. min(start + C, length) - 1. Returns the cache.
+
+        places: (rows int32[P], pages int32[P, M]); a row index >= S marks padding, and pages are None if the cache is
+        contiguous. first_chunk: every start is 0, and earlier entries of the rows are ignored.
         """
-        inputs = rows, tokens_PC, starts, lengths, pages_PM
-        return self._run("prefill" if first_chunk else "extend", tokens_PC.shape, params, cache, *inputs)
+        (rows, pages_PM), (tokens_PC, starts, lengths, _, media) = places, inputs
+        arguments = params, cache, rows, tokens_PC, starts, lengths, pages_PM
+        name, shape = "prefill" if first_chunk else "extend", tokens_PC.shape
+        if media is None or media.media is None:
+            return self._run(name, shape, *arguments)
+        return self._run(name, (*shape, len(media.media.table)), *arguments, media)
 
     def copy_rows(self, cache, pairs: Sequence[tuple[int, int]]) -> Any:
         """Returns the cache after copying the row of slot a to slot b for each pair (a, b), one after the other."""
@@ -206,7 +219,8 @@ class ModelRunner:
         limits: (the most decoding steps, the number of active rows at which the decode ends early).
         """
         head = {modes.VALUE_HEAD: self.value_head} if self.options.record_values else {}
-        return self._run("decode", state.stops.shape, params | head, cache, state, np.asarray(limits, np.int32))
+        shape = state.stops.shape if state.deltas is None else (*state.stops.shape, DELTAS)
+        return self._run("decode", shape, params | head, cache, state, np.asarray(limits, np.int32))
 
     def decode_state(self, requests: Sequence[Request | None], size: int, width: int, seed: int) -> DecodeState:
         """Returns the state of `size` rows, row i for request i. width: columns of the stop tokens."""
@@ -242,15 +256,24 @@ class ModelRunner:
         whose memory the compiler does not report (None)."""
         return {(name, *shape): m for name, each in self.executables.items() for shape, m in each.memory.items()}
 
-    def compile_ahead(self, params: dict[str, Any], longest: int, stop_widths: Iterable[int], *, strict: bool) -> int:
+    def compile_ahead(
+        self,
+        params: dict[str, Any],
+        longest: int,
+        stop_widths: Iterable[int],
+        media_rows: Sequence[int] = (),
+        *,
+        strict: bool,
+    ) -> int:
         """Compiles all programs that prompts of up to `longest` tokens need, in parallel threads, unless they are
         compiled. Returns how many programs are compiled now. From here on another program is a warning, or
         LateCompilation if `strict`.
 
-        stop_widths: numbers of columns of DecodeState.stops. One thread traces the programs, because tracing is
-        Python."""
+        stop_widths: numbers of columns of DecodeState.stops. media_rows: numbers of rows of the tables of pictures and
+        sounds. One thread traces the programs, because tracing is Python."""
         compiled = self.memory.keys()
-        missing = [each for each in program_inputs(self, params, longest, stop_widths) if each[0] not in compiled]
+        inputs = program_inputs(self, params, longest, stop_widths, media_rows)
+        missing = [each for each in inputs if each[0] not in compiled]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             lowered = ((key, inputs, self.executables[key[0]].lower(*inputs)) for key, inputs in missing)
             list(pool.map(lambda each: self.executables[each[0][0]].compile_shape(each[0][1:], *each[1:]), lowered))
@@ -273,10 +296,14 @@ def _abstract(cache: Any, layout: Layout) -> Any:
 
 
 def program_inputs(
-    runner: ModelRunner, params: dict[str, Any], longest: int, stop_widths: Iterable[int]
+    runner: ModelRunner,
+    params: dict[str, Any],
+    longest: int,
+    stop_widths: Iterable[int],
+    media_rows: Sequence[int] = (),
 ) -> Iterator[tuple[tuple, tuple]]:
     """Yields ((name, *shape), abstract arguments) of every program that prompts of up to `longest` tokens need, the
-    slowest to compile first. `params`: the weights, abstract or not.
+    slowest to compile first. `params`: the weights, abstract or not. `media_rows`: as in ModelRunner.compile_ahead.
     """
     cache, geometry = runner.abstract_cache, runner.geometry
     slots, width, page_size = geometry.slots, geometry.table_width, runner.options.page_size
@@ -289,10 +316,11 @@ def program_inputs(
 
     for s in geometry.batch_sizes:
         for stops in stop_widths:
-            yield (
-                ("decode", s, stops),
-                (params | _value_head(runner), decoded_cache(s), _state(runner, s, stops), _int32(2)),
-            )
+            state = _state(runner, s, stops)
+            inputs = params | _value_head(runner), decoded_cache(s)
+            yield ("decode", s, stops), (*inputs, state, _int32(2))
+            if media_rows and runner.graph.config.has_sections:
+                yield ("decode", s, stops, DELTAS), (*inputs, replace(state, deltas=state.token), _int32(2))
     entries = longest - 1  # the last token of a prompt is not prefilled: decoding feeds it
     # "extend" computes what follows a first chunk or a shared prefix, which have at least so many entries.
     shortest_start = min(prefix_index.MIN_SHARED_TOKENS, runner.chunk, *(() if width is None else (page_size,)))
@@ -302,7 +330,10 @@ def program_inputs(
         pages = None if width is None else _int32(P, width)
         for name, C in calls:
             shape = P, C + runner.lookahead_tokens
-            yield (name, *shape), (params, cache, _int32(P), _int32(*shape), _int32(P), _int32(P), pages)
+            inputs = params, cache, _int32(P), _int32(*shape), _int32(P), _int32(P), pages
+            yield (name, *shape), inputs
+            for M in media_rows:
+                yield (name, *shape, M), (*inputs, _media(runner, P, C, M))
     batches = geometry.batch_sizes[:-1] if geometry.copies_batch else ()
     for s in sorted({*batches, *(() if geometry.supports_truncation else (1,))}):
         yield ("gather", s), (cache, _int32(s))
@@ -315,6 +346,17 @@ def program_inputs(
         for s in geometry.batch_sizes if geometry.copies_batch else (slots,):
             yield ("routes", s), (decoded_cache(s), _int32(), None if width is None else _int32(width))
     yield ("empty",), ()
+
+
+def _media(runner: ModelRunner, P: int, C: int, M: int) -> MediaInputs:
+    """Returns the abstract pictures and sounds of a prefill call with a table of M rows."""
+    config, dtype = runner.graph.config, jnp.dtype(runner.graph.runtime.dtype)
+    table, features = (M, config.hidden_size), sum(spec.deepstack for spec in config.layers)
+    deep = jax.ShapeDtypeStruct((features, *table), dtype) if features else None
+    media = Media(_int32(P, C), jax.ShapeDtypeStruct(table, dtype), deep)
+    return MediaInputs(
+        media, _int32(P, C, 3) if config.has_sections else None, _int32(P, C) if config.looks_ahead else None
+    )
 
 
 def _value_head(runner: ModelRunner) -> dict[str, jax.ShapeDtypeStruct]:

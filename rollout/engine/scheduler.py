@@ -149,7 +149,7 @@ class Scheduler:
         # Later requests may begin with the entries of this one. A state of fixed size must not be reused if the host
         # ended the request (stop string, cancel): the device may have fed tokens that were then discarded.
         valid = self.cache_manager.supports_truncation or (request.finish is not None and not request.params.stop)
-        self.cache_manager.free(slot, request.span(0, request.cached) if valid else ())
+        self.cache_manager.free(slot, request.shared_keys(request.cached) if valid else ())
         self._readmit(waiters)
         return request
 
@@ -242,13 +242,14 @@ class Scheduler:
 
     def next_prefill(self) -> list[int]:
         """Returns the slots of the next prefill call. The oldest slot that can be prefilled decides whether the call is
-        for first or for later chunks, because these are two programs.
+        for first or for later chunks, and for which table of pictures if any, because these are other programs.
         """
         waiting = self.waiting_for_pages
         candidates = [slot for slot in self.prefilling if slot not in self._waiters and slot not in waiting]
         group = [slot for slot in candidates if self.running[slot].cached == 0]  # at their first chunk
         if group[:1] != candidates[:1]:
             group = [slot for slot in candidates if self.running[slot].cached]
+        group = [slot for slot in group if self.running[slot].table is self.running[group[0]].table]
         return group[: prefill_rows(len(group))]
 
     def mark_prefilled(self, slot: int, cached: int) -> None:

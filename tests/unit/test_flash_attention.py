@@ -67,8 +67,8 @@ def test_the_kernel_is_the_portable_form(case, monkeypatch):
 
 
 def test_calls_without_a_kernel(monkeypatch):
-    """Float32, tokens with positions of their own, short calls and a mesh that cuts heads unevenly get the portable
-    form.
+    """Float32, tokens with positions of their own, short calls, a mesh that cuts heads unevenly and pictures that see
+    themselves get the portable form.
     """
     monkeypatch.setattr(Layout, "platform", "tpu")
     tokens = jnp.zeros((2, 256), jnp.int32)
@@ -77,5 +77,7 @@ def test_calls_without_a_kernel(monkeypatch):
     assert not flash_attention.served(step, jnp.float32, runtime)
     assert not flash_attention.served(make_step(tokens, positions=step.positions), jnp.bfloat16, runtime)
     assert not flash_attention.served(make_step(tokens[:, :64]), jnp.bfloat16, runtime)
+    q = jnp.zeros((2, 1, 256, 8), jnp.bfloat16)
+    assert flash_attention.attend(q, q, q, step, runtime, AttentionBounds(looks_ahead=True)) is None
     monkeypatch.setattr(Layout, "platform", "cpu")
     assert not flash_attention.served(step, jnp.bfloat16, runtime)

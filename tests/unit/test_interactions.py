@@ -1,14 +1,19 @@
 """Features that do not go together are refused, by a run's file and by the model, with both names and the reason."""
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
+import numpy as np
+import oracles
 import pytest
 
 import policy
-from policy import compatibility
+from policy import compatibility, families
+from policy.cache.media import Media
 from policy.config import Runtime
-from policy.huggingface import sources
+from policy.huggingface import extensions, sources
 from policy.mesh.sharding import layout
 from rl.config.run import RunConfig
 from rl.run import checks
@@ -68,8 +73,25 @@ def runtime(*features: str) -> Runtime:
     return replace(Runtime(), **changes)
 
 
+# Features of calls that have pictures or sounds, by the decoder that has them; no key of a run's file switches them on.
+VISION = {"vision_config": {"deepstack_visual_indexes": [0]}}
+OF_CALLS = {
+    compatibility.MEDIA: lambda: decoder_of("Qwen3"),
+    compatibility.LOOKS_AHEAD: lambda: decoder_of("Gemma3"),
+    compatibility.DEEPSTACK: lambda: families.read(
+        VISION | {"model_type": "qwen3_vl", "text_config": oracles.short("Qwen3VL")}
+    ),
+}
+WITH_CALLS = [pair for pair in compatibility.INCOMPATIBLE if set(pair) & set(OF_CALLS)]
+OF_RUNS = [pair for pair in compatibility.INCOMPATIBLE if pair not in WITH_CALLS]
+
+
+def decoder_of(kind: str):
+    return families.read(oracles.short(kind))
+
+
 def test_every_feature_of_the_table_can_be_switched_on_alone():
-    assert {name for pair in compatibility.INCOMPATIBLE for name in pair} == set(ON)
+    assert {name for pair in OF_RUNS for name in pair} == set(ON)
     for feature in ON:
         config = run(feature)
         decoder = sources.preset(config.model.source, config.model.changes)
@@ -77,7 +99,7 @@ def test_every_feature_of_the_table_can_be_switched_on_alone():
         assert checks.problems(config) == []
 
 
-@pytest.mark.parametrize("pair", compatibility.INCOMPATIBLE, ids=" + ".join)
+@pytest.mark.parametrize("pair", OF_RUNS, ids=" + ".join)
 def test_a_pair_is_refused_with_both_names_and_the_reason(pair):
     config = run(*pair)
     said = [text for _, text in checks.problems(config)]
@@ -85,3 +107,36 @@ def test_a_pair_is_refused_with_both_names_and_the_reason(pair):
     decoder = sources.preset(config.model.source, config.model.changes)
     with pytest.raises(compatibility.Conflict, match=pair[0]):
         policy.create(decoder, runtime=runtime(*pair), mesh=runtime(*pair).layout)
+
+
+def with_feature(decoder, feature):
+    """(decoder, runtime) with one more feature."""
+    sections = {
+        compatibility.HYPER: ("hyper_connections", {}),
+        compatibility.ENGRAM: ("engram", ENGRAM),
+        compatibility.MODULES: ("multi_token_prediction", {"depth": 1}),
+    }
+    if feature == compatibility.INDEXER:
+        return sources.preset("tiny-deepseek-v32"), Runtime()
+    if feature == compatibility.PROCESSES:  # a mesh whose devices belong to two processes
+        return decoder, replace(Runtime(), layout=SimpleNamespace(explicit=False, processes=2))
+    if feature in sections:
+        name, section = sections[feature]
+        decoder = families.read(json.loads(decoder.hf) | {extensions.KEY: {name: section}})
+    return decoder, runtime(feature)
+
+
+@pytest.mark.parametrize("pair", WITH_CALLS, ids=" + ".join)
+def test_calls_with_pictures_refuse_a_pair_and_calls_of_text_do_not(pair):
+    of_calls, other = pair
+    decoder, how = with_feature(OF_CALLS[of_calls](), other)
+    text = f"{pair[0]} does not go with {pair[1]}: {compatibility.INCOMPATIBLE[pair]}"
+    assert text in list(compatibility.conflicts(decoder, how, media=True))
+    assert not {of_calls} & compatibility.features(decoder, how) and text not in compatibility.conflicts(decoder, how)
+    if other in (compatibility.SPLIT, compatibility.PROCESSES):  # needs experts; needs two processes
+        return
+    tokens = np.zeros((1, 4), np.int32)
+    index, table = np.full((1, 4), -1, np.int32), np.zeros((1, decoder.hidden_size), np.float32)
+    model = oracles.random_model(decoder, runtime=how, mesh=how.layout)
+    with pytest.raises(compatibility.Conflict, match=other):
+        model.logits(tokens, media=Media(index, table))

@@ -17,7 +17,7 @@ from rollout.engine.cache_manager import CacheGeometry, ContiguousCacheManager, 
 from rollout.engine.engine import Engine
 from rollout.engine.page_allocator import PageAllocator
 from rollout.engine.prefixes import Copies, PinStates, RestoreStates
-from rollout.engine.programs import DecodeOutput
+from rollout.engine.programs import DecodeOutput, PrefillInputs
 from rollout.engine.scheduler import Scheduler, SchedulerLimits
 from rollout.request import Queue, Request
 
@@ -62,7 +62,14 @@ class Simulation:
     def empty(self):
         return ((),) * self.slots
 
-    def prefill(self, params, cache, rows, tokens, starts, lengths, tables, *, first_chunk):
+    def refusal(self, request):
+        return request.refusal(self.vocab_size, self.max_length)
+
+    def prefill_inputs(self, requests, P, C):
+        return PrefillInputs.of(requests, P, C, self.lookahead_tokens)
+
+    def prefill(self, params, cache, places, inputs, *, first_chunk):
+        (rows, _), (tokens, starts, lengths, *_) = places, inputs
         cache = list(cache)
         for row, given_tokens, start, length in zip(rows, tokens.tolist(), starts, lengths, strict=True):
             if row >= self.slots:
@@ -165,7 +172,8 @@ class PagedSimulation(Simulation):
         assert page % (self.number // self.num_shards), "a page that is nobody's"
         return page, i % self.size
 
-    def prefill(self, params, cache, rows, tokens, starts, lengths, tables, *, first_chunk):
+    def prefill(self, params, cache, places, inputs, *, first_chunk):
+        (rows, tables), (tokens, starts, lengths, *_) = places, inputs
         for slot, given_tokens, start, length, table in zip(
             rows, tokens.tolist(), starts, lengths, tables, strict=True
         ):
