@@ -26,10 +26,9 @@ TABLE = "layer_embeddings.table"
 
 
 def table_rows(step: Step) -> jax.Array:
-    """Returns int32[B, T, 1]: the rows of the table that the tokens of a step look up; pictures and sounds read row 0."""
+    """Returns int32[B, T, 1]: the rows of the table that the tokens of a step look up."""
     assert step.tokens is not None
-    tokens = step.tokens if step.media is None else jnp.where(step.media.index >= 0, 0, step.tokens)
-    return tokens[..., None]
+    return step.tokens[..., None]
 
 
 class LayerEmbeddings(nnx.Module):
