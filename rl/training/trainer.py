@@ -30,13 +30,9 @@ from rl.errors import ModelError
 from rl.training.batch import Batch
 from rl.training.critic import Critic
 from rl.training.flops import Operations, lengths
-<<<<<<< HEAD
+from rl.training.host_memory import copied, mixed
 from rl.training.packing import Packing, TokenOutputs, plan_packing, row_counts
 from rl.training.teacher import Student, Teacher
-=======
-from rl.training.host_memory import copied, mixed
-from rl.training.packing import Packing, plan_packing, row_counts
->>>>>>> main
 from rl.training.updater import OptimizerStep, ParamState, updates_made
 
 # Target number of tokens in a default micro-batch on a CPU.

@@ -184,21 +184,10 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     """Reads the tokenizer and the first rows of each dataset, as a quick check. Scores nothing.
 
     Returns notes about what was not read: datasets of the hub, which would be downloaded. Raises ConfigError for a
-<<<<<<< HEAD
-    tokenizer, file, task or teacher that cannot be used, ModelError for such a config.json and for a teacher that is not
-    there, DataError for findings that refuse a run, and for a column that a reward needs and the rows do not have.
+    tokenizer, file, task or teacher that cannot be used, ModelError for a teacher that is not there, DataError for
+    findings that refuse a run, and for a column that a reward needs and the rows do not have.
     """
-    try:
-        if (directory := models.directory(config.model.source)) is not None:
-            sources.read_config(directory, config.model.sections)
-    except ValueError as error:
-        raise ModelError(f"model {config.model.source}: {error}") from None
     _check_teachers(config)
-=======
-    tokenizer, file or task that cannot be used, DataError for findings that refuse a run, and for a column that a
-    reward needs and the rows do not have.
-    """
->>>>>>> main
     notes: list[str] = []
 
     def first(options: DataOptions | None) -> DataOptions | None:
