@@ -18,6 +18,7 @@ from policy.cache.step import Step
 from policy.config import Runtime
 from policy.decoder import Decoder
 from policy.heads import head
+from policy.heads.divergence import Divergence, DivergenceOutputs, divergence
 from policy.heads.multi_token_prediction import predictions
 from policy.intermediates import Aux
 from policy.mesh.sharding import constrain
@@ -83,12 +84,37 @@ def logprobs_of_states(
     decoder: Decoder, states_BTE: jax.Array, tokens_BT: jax.Array, temperature: ArrayLike, runtime: Runtime
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp, entropy), float32[B, T], of tokens that are predicted from `states`, the states one token
-    earlier."""
-    rows = Rows(runtime.layout, *tokens_BT.shape)
+    earlier. For tokens [B, T, K], several in one place, logp has their shape."""
+    rows = Rows(runtime.layout, *tokens_BT.shape[:2])
     hidden, targets = rows.flat(states_BTE), rows.flat(tokens_BT)
     tiling, softcap = head.Tiling(runtime.num_vocab_tiling, rows.layout), decoder.config.logit_softcap
     logp, entropy = head.logprobs(hidden, decoder.head_weight, targets, temperature, softcap, tiling)
     return rows.back(logp), rows.back(entropy)
+
+
+def compare(
+    student: Decoder,
+    states_BTE: jax.Array,
+    teacher: Decoder,
+    teacher_states_BTD: jax.Array,
+    spec: Divergence,
+    temperature: ArrayLike,
+    runtime: Runtime,
+) -> DivergenceOutputs:
+    """Returns the divergence of the student's distribution of each token from the teacher's, with its metrics, float32[B,
+    T]. Both states are those one token earlier. `runtime` is the student's."""
+    rows = Rows(runtime.layout, *states_BTE.shape[:2])
+    outputs = divergence(
+        rows.flat(states_BTE),
+        student.head_weight,
+        rows.flat(teacher_states_BTD),
+        teacher.head_weight,
+        spec,
+        temperature,
+        (student.config.logit_softcap, teacher.config.logit_softcap),
+        head.Tiling(runtime.num_vocab_tiling, rows.layout),
+    )
+    return jax.tree.map(rows.back, outputs)
 
 
 def prefill(decoder: Decoder, tokens_BT: jax.Array, step: Step, cache: tuple, runtime: Runtime) -> tuple:

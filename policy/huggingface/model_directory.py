@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -161,11 +161,13 @@ def read_weights(
     ignore: tuple[str, ...] = (),
     missing: Missing = "refuse",
     seed: int = 0,
+    convert: Callable[[str, jax.Array], Any] = lambda path, array: array,
 ) -> tuple[dict[str, jax.Array], frozenset[str]]:
     """Reads the weights of `graph` from the safetensors of `directory`, each shard straight to its place on the mesh.
 
     Returns them with the paths of the weights that start, at least in part, as the random numbers of `seed`: prediction
-    modules that the files lack and that `missing` lets start fresh. `ignore` names tensors that the caller reads. The
+    modules that the files lack and that `missing` lets start fresh. `ignore` names tensors that the caller reads.
+    `convert` gets the path and the array of each weight as soon as it is read, and returns the array that is kept. The
     host holds the shards of one weight at a time, and the weights that live in host memory. Raises ModelFileError for
     tensors that are missing, unexpected or of the wrong shape.
     """
@@ -175,7 +177,9 @@ def read_weights(
     absent = _absent_modules(graph.config, files, missing)
     fresh = frozenset(path for path in graph.paths if absent and path.startswith(f"{MTP}."))
     start = graph.init(seed, fresh) if fresh else {}
-    params = {place.path: _on_mesh(graph, place, files, start.get(place.path), absent) for place in places(graph)}
+    params = {}
+    for place in places(graph):
+        params[place.path] = convert(place.path, _on_mesh(graph, place, files, start.get(place.path), absent))
     files.unread.difference_update(ignore)
     _refuse_unread(files, graph.config, scheme)
     return params, fresh

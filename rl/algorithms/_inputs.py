@@ -30,6 +30,9 @@ class PolicyInputs:
     entropy: jax.Array | None = None  # entropy of the distribution of token t, with gradient
     advantages: jax.Array | None = None  # [N] or [N,T]
     scores: jax.Array | None = None  # [N,T] output of a trained reward model for the text up to token t, with gradient
+    divergence: jax.Array | None = None  # from the teacher's distribution of token t, with gradient, at one temperature
+    features: jax.Array | None = None  # distance from the teacher's layers at the state that predicts t, with gradient
+    teacher: dict[str, jax.Array] | None = None  # [N,T] further numbers of that comparison, for metrics, by name
     margin: jax.Array | None = None  # score difference that a pair should have, read at the last token of an answer
     extra: dict[str, jax.Array] | None = None  # [N,T] further numbers of the data, by name
     segments: jax.Array | None = None  # int[N,T] in 0..T: sequence within the row, 0 is padding; None: one a row

@@ -14,6 +14,10 @@ class Supervised:
     adaptive_coefs: ClassVar[dict[str, float]] = {}
     first_update_metrics: ClassVar[frozenset[str]] = frozenset()
 
+    def scheduled_coefs(self, done: float) -> dict[str, float]:
+        """Returns the `adaptive_coefs` that follow from the share of the stage's steps that are done: none."""
+        return {}
+
     def adapt_after_update(self, coefs: dict[str, float], metrics: dict[str, float]) -> dict[str, float]:
         """Returns the values of `adaptive_coefs` for the next update: the same."""
         return coefs

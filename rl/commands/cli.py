@@ -25,7 +25,7 @@ VERBS = {
     path.rpartition(".")[2]: f"rl.commands.{path}"
     for path in (
         *("train", "plan", "setup.inspect", "runs.explain", "runs.report", "runs.compare", "runs.view"),
-        *("runs.samples", "generate", "chat", "reward", "setup.doctor", "setup.schema", "setup.completion"),
+        *("runs.samples", "generate", "chat", "teach", "reward", "setup.doctor", "setup.schema", "setup.completion"),
     )
 }
 """Verb -> its module, in the order of the help."""

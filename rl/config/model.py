@@ -1,4 +1,4 @@
-"""The sections `model` and `tokenizer` of a run's YAML file."""
+"""The sections `model`, `tokenizer` and `teacher` of a run's YAML file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from policy.config import HyperConnections, MultiTokenPrediction, Runtime
+from policy.config import HyperConnections, MultiTokenPrediction, Runtime, StoredType
 from policy.huggingface.ngrams import EngramSection
 from policy.remat import NAMES as REMAT_POLICIES
 from rl.config.schema import Section, Strict, fields_of
@@ -117,4 +117,34 @@ class TokenizerOptions(Strict):
     alphabet: str | None = Field(default=None, description="characters: the characters that exist")
     chat_template: str | None = Field(
         default=None, description="file of a jinja chat template that replaces the tokenizer's own"
+    )
+
+
+class TeacherOptions(Strict):
+    """A frozen model whose next-token distributions a stage learns from (`distill`), on the mesh of the run: `source`. Or
+    its likeliest tokens, which `rl teach` wrote: `files`."""
+
+    shorthand: ClassVar[str | None] = "source"
+    exactly_one: ClassVar[tuple[str, ...]] = ("source", "files")
+
+    source: str | None = Field(
+        default=None,
+        description="Hugging Face directory with the tokenizer of the run, the directory of a finished run, or a model on "
+        "the hub; or the name of a file in configs/models/ (random weights, to try a configuration)",
+    )
+    files: str | None = Field(
+        default=None, description="directory that `rl teach` wrote; the run then loads no teacher; see distillation.md"
+    )
+    overrides: dict[str, Any] = Field(
+        default={}, description="keys of the Hugging Face configuration to change; random weights only"
+    )
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None, description="type of its products and weights; null: model.dtype"
+    )
+    weights: StoredType | None = Field(
+        default=None,
+        description="type in which the weights of its products are stored, with a scale per output channel; null: dtype",
+    )
+    host_memory: bool = Field(
+        default=False, description="its weights live in host memory; one layer at a time is on the device"
     )

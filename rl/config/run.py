@@ -16,7 +16,7 @@ import rollout.types
 from policy.mesh.axes import STATIONARY_RULES
 from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.mesh import MeshOptions
-from rl.config.model import ModelOptions, TokenizerOptions
+from rl.config.model import ModelOptions, TeacherOptions, TokenizerOptions
 from rl.config.schema import Section, Strict, fields_of
 from rl.config.stage import StageOptions
 from rl.config.stage_names import numbered
@@ -137,6 +137,7 @@ class RunConfig(Strict):
     )
     data: DataOptions | None = Field(default=None, description="what all stages learn from")
     rewards: RewardSettings | None = Field(default=None, description="how completions are scored")
+    teacher: TeacherOptions | None = Field(default=None, description="the model that stages of `distill` learn from")
     evaluation: EvaluationOptions | None = Field(default=None, description="accuracy on held-out problems; null: none")
     stages: list[StageOptions] = Field(
         min_length=1, description="one after the other, each from the weights of the one before"

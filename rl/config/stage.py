@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 import rl.algorithms
 import rollout.types
 from rl.config.data import DataOptions, RewardSettings
+from rl.config.model import TeacherOptions
 from rl.config.schema import Section, Strict, accepted_types, as_integer, fields_of
 
 
@@ -175,6 +176,7 @@ class StageOptions(Strict):
     )
     data: DataOptions | None = Field(default=None, description="instead of the run's data")
     rewards: RewardSettings | None = Field(default=None, description="instead of the run's rewards")
+    teacher: TeacherOptions | None = Field(default=None, description="instead of the run's teacher (distill)")
 
     @property
     def runtime(self) -> dict[str, Any]:

@@ -22,6 +22,10 @@ class Shard:
     total: int
     examples: Sequence[Any] = ()
 
+    def numbered(self) -> dict[int, Any]:
+        """Returns the rows of this process by their number among all."""
+        return {processes.index() + i * processes.count(): row for i, row in enumerate(self.own)}
+
     def take(self, numbers: Sequence[int]) -> list[Any]:
         """Returns the rows with these numbers on all processes. All processes must call this with the same numbers."""
         index, count = processes.index(), processes.count()

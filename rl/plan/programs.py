@@ -118,15 +118,15 @@ def _occupancy(graph: Graph, planned: Planned) -> float:
 
 @dataclass
 class PlannedStage:
-    """A stage with a full batch. `bytes`: of its state and its reward models, per device."""
+    """A stage with a full batch. `bytes`: of its state, its reward models and its teacher, per
+    device."""
 
     stage: StageKind
     graph: Graph
 
     def __post_init__(self):
         self.state = self.stage.abstract()
-        scorers = self.stage.scorers.values()
-        self.bytes = on_a_device(self.state) + sum(on_a_device(scorer.abstract) for scorer in scorers)
+        self.bytes = on_a_device(self.state) + on_a_device(self.stage.frozen())
 
     @property
     def name(self) -> str:

@@ -21,6 +21,7 @@ from rl.config.data import DataOptions, EvaluationOptions, RewardSettings
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
 from rl.data import models
+from rl.data import teacher as teachers
 from rl.data.hub import hub_name
 from rl.errors import DuetError
 
@@ -65,6 +66,9 @@ def _problems(config: RunConfig) -> Iterator[tuple[tuple, str]]:
             yield from _rewards((*stage.path, "rewards"), stage.options.rewards)
         yield from stage.check()
         yield from _reward_models(config, stage, trained)
+        yield from _teacher(config, stage)
+    if config.teacher and not any(stage.teacher for stage in stages):
+        yield ("teacher",), "no stage learns from a teacher; leave it out, or add a stage of distill"
 
 
 def decoder_of(model: ModelOptions) -> DecoderConfig | None:
@@ -301,6 +305,19 @@ def _reward_models(config: RunConfig, stage: Any, trained: list[str]) -> Iterato
                 yield here, text
         else:
             yield from ((here, text) for text in _reward_model_directory(config, source, trained))
+
+
+def _teacher(config: RunConfig, stage: Any) -> Iterator[tuple[tuple, str]]:
+    """Checks the teacher of a stage, if it has one, against the policy."""
+    if stage.teacher is None:
+        return
+    path = (*stage.path, "teacher") if stage.options.teacher else ("teacher",)
+    if stage.teacher.weights and config.mesh.shard_mode == "explicit":
+        text = f"explicit sharding takes no weights of few bits, and these are {stage.teacher.weights}; leave one out"
+        yield (*path, "weights"), text
+    student = decoder_of(config.model)
+    for key, text in teachers.problems(stage.teacher, stage.algorithm, student, config.max_length):
+        yield (*path, key), text
 
 
 def _reward_model_directory(config: RunConfig, source: str, trained: list[str]) -> Iterator[str]:

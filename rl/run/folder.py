@@ -18,7 +18,7 @@ from rl.config.run import RunConfig
 from rl.errors import ConfigError, ResourceError, no_room
 from rl.reporting.run_files import EVENTS
 from rl.run.load import load
-from rl.stages import kind_of
+from rl.stages import algorithm_of, kind_of
 
 # Keys that may differ when a run is continued: they change output and storage, not numbers.
 _FREE = ("run", "profile")
@@ -139,10 +139,12 @@ class RunFolder:
         last, key = self._config.stages[-1], f"stages.{len(self._config.stages) - 1}.steps"
         if theirs | {key: last.steps} != ours or before.stages[-1].steps >= last.steps:
             return False
-        if any(each.schedule != "constant" for each in (last.optimizer, last.critic)):
+        coefs = getattr(algorithm_of(last), "scheduled_coefs", lambda done: {})
+        rate = any(each.schedule != "constant" for each in (last.optimizer, last.critic))
+        if rate or coefs(0.0) != coefs(1.0):
             raise ConfigError(
-                f"{key}: the learning rate follows a schedule over all steps, so the steps of {self.path} would have "
-                f"been others. Give {self.path}/export to a new run as `model`"
+                f"{key}: {'the learning rate' if rate else last.algorithm.name} follows a schedule over all steps, so the "
+                f"steps of {self.path} would have been others. Give {self.path}/export to a new run as `model`"
             )
         if not kind_of(last).trains_policy:
             raise ConfigError(f"{key}: a stage that trains a reward model cannot be extended; start a new run")

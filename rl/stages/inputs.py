@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from rewards import Scores
     from rollout.collect import Rollouts
 
-SAMPLING, MODEL_PASSES, REWARDS = "sampling", "model passes", "rewards"
+EXAMPLES, SAMPLING, MODEL_PASSES, REWARDS = "examples", "sampling", "model passes", "rewards"
 """When a provider runs.
 
+EXAMPLES: with the batch of a stage that draws examples from its data.
 SAMPLING: after the groups of the step, while the generator still has its weights, so that it can sample more.
 MODEL_PASSES: when the batch is made, before the step waits for the rewards. REWARDS: when the rewards are there.
 """
@@ -67,7 +68,7 @@ class StepData:
 class Input:
     """A provider and its requirements.
 
-    when: SAMPLING, MODEL_PASSES or REWARDS. fields: float32[N,T] fields of the batch that the input adds.
+    when: EXAMPLES, SAMPLING, MODEL_PASSES or REWARDS. fields: float32[N,T] fields of the batch that the input adds.
     The provider fills them, or the stage computes them later from what it provides (`returns`). state: the part of the
     RunState that the provider reads besides the policy. executable: the key of `Trainer.executables` that it calls.
     in_some_steps: whether only some steps call it. needed: returns whether a stage must run the provider; if not, the
@@ -114,8 +115,13 @@ def fields(stage: StageKind) -> list[str]:
     return list(dict.fromkeys(name for each in active_providers(stage) for name in each.fields))
 
 
+def any_at(stage: StageKind, when: str) -> bool:
+    """Whether a step of the stage runs a provider at this time."""
+    return any(each.when == when for each in active_providers(stage))
+
+
 def provide(stage: StageKind, data: StepData, when: str) -> None:
-    """Runs the providers of SAMPLING, MODEL_PASSES or REWARDS."""
+    """Runs the providers of EXAMPLES, SAMPLING, MODEL_PASSES or REWARDS."""
     for each in active_providers(stage):
         if each.when == when:
             each.provide(stage, data)
@@ -154,6 +160,13 @@ def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Prog
 
 
 # Providers.
+
+
+@provides("teacher", when=EXAMPLES, needed=lambda stage: stage.teacher.files is not None)
+def teacher(stage: StageKind, data: StepData) -> None:
+    """The likeliest tokens of a teacher, from files. A teacher that is a model runs inside the update."""
+    batch, rows = data.batch, cast(Any, stage).teacher_rows  # of a stage that draws examples
+    data.batch = batch.replace(**rows.arrays(stage.example_numbers, batch.mask, stage.algorithm.top_k))
 
 
 @provides("greedy_reward", when=SAMPLING)

@@ -101,6 +101,11 @@ class ConfiguredStage:
         return (self.options.rewards or self.config.rewards) if rewarded else None
 
     @property
+    def teacher(self) -> Any:
+        """Returns the TeacherOptions of the stage, or of the run; None where the algorithm has no teacher."""
+        return (self.options.teacher or self.config.teacher) if "teacher" in self.inputs else None
+
+    @property
     def optimizers(self) -> list[str]:
         """Keys of the stage that hold OptimizerOptions in use."""
         return ["optimizer", "critic"] if "values" in self.inputs else ["optimizer"]
@@ -138,6 +143,8 @@ class ConfiguredStage:
                 "only `model.expert_parallel: all_to_all` has this buffer, the scheme is "
                 f"{config.model.expert_parallel}",
             )
+        if stage.teacher and "teacher" not in self.inputs:
+            yield (*self.path, "teacher"), f"{name} learns from no teacher; leave it out, or use distill"
         if stage.micro_batch and stage.micro_batch > (rows := self.rows_per_update):
             text = f"{stage.micro_batch} rows, but one update has {rows}; leave it out or lower it"
             yield (*self.path, "micro_batch"), text
@@ -185,6 +192,7 @@ class StageKind(ConfiguredStage, ABC):
         super().__init__(config, index)
         self.runner: Any = None  # rewards.Runner, which calls the reward functions; None: nothing is rewarded
         self.rows_of_data = 0  # rows of the data of a stage that draws examples
+        self.example_numbers: list[int] = []  # in the data, of the examples of the current step
         self.scorers: dict[str, RewardModelScorer] = {}  # reward models, by the name in the rewards
         self.trainer: Any = None
 
@@ -243,6 +251,10 @@ class StageKind(ConfiguredStage, ABC):
             shape, lower = scorer.lowered(self.config.max_length)
             times = -(-completions // shape[0])
             yield Program(program_name(source), shape, lower, scorer.graph, scorer.abstract, times, rollout_memory=True)
+
+    def frozen(self) -> list[Any]:
+        """Returns the shapes and shardings of other models' weights that the stage keeps on the devices."""
+        return [scorer.abstract for scorer in self.scorers.values()]
 
     def with_options(self, options: StageOptions) -> StageKind:
         """Returns a copy of the stage with another micro-batch size, for a plan. Both share their programs."""
@@ -317,7 +329,8 @@ class StageKind(ConfiguredStage, ABC):
         start, seed = progress.examples_drawn, self.config.seed * 1000 + self.index
         progress.examples_drawn += count
         self.rows_of_data = total
-        return [datasets.order(seed, total, number) for number in range(start, start + count)]
+        self.example_numbers = [datasets.order(seed, total, number) for number in range(start, start + count)]
+        return self.example_numbers
 
     def update(self, state: Any, batch: Batch, **options: Any) -> tuple[Any, dict[str, float]]:
         """Makes `updates_per_step` updates, each on a mini-batch of equally many rows. `options`: for `Trainer.update`.

@@ -38,6 +38,11 @@ class Batch:
     entropy: Array | None = None  # at the old weights; gives the threshold of `top_entropy`
     advantages: Array | None = None  # float32[N] or [N, T]
     margin: Array | None = None  # float32[N, T], margin of the pair at each of its tokens
+    # int32[N, T, K] and float32[N, T, K]: the teacher's likeliest tokens in place of each token, likeliest first, and
+    # their log-probabilities; float32[N, T]: the log-probability of all others
+    teacher_ids: Array | None = None
+    teacher_top: Array | None = None
+    teacher_rest: Array | None = None
     extra: dict[str, Array] | None = None  # float32[N, T], further numbers of the data by name, at each token
     old_values: Array | None = None
     returns: Array | None = None

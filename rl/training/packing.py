@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from policy.cache.step import UNKNOWN
+from policy.mesh import processes
 from rl.training.batch import Batch
 
 # The most different numbers of packed rows without micro-batches. Each number is a shape that compiles.
@@ -25,11 +27,14 @@ PER_TOKEN_FIELDS = (
     "ref_logp",
     "entropy",
     "margin",
+    "teacher_ids",
+    "teacher_top",
+    "teacher_rest",
     "old_values",
     "returns",
     "correct",
 )
-"""The fields of a batch that always have one value per token."""
+"""The fields of a batch that always have one value, or one vector, per token."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +67,11 @@ class Packing:
         return out
 
     def unpack(self, array_RT: np.ndarray) -> np.ndarray:
-        """Returns [N, T] from packed rows, 0 on padding."""
+        """Returns [N, T, ...] from packed rows, 0 on padding."""
         array = np.asarray(array_RT)
-        out = np.zeros(self.unpacked_shape, array.dtype)
-        out.reshape(-1)[self.source] = array.reshape(-1)[self.target]
+        trailing = array.shape[2:]
+        out = np.zeros((*self.unpacked_shape, *trailing), array.dtype)
+        out.reshape(-1, *trailing)[self.source] = array.reshape(-1, *trailing)[self.target]
         return out
 
     def pack_row_values(self, array_N: np.ndarray, fill: float = 0) -> np.ndarray:
@@ -91,6 +97,22 @@ class Packing:
         if batch.routes is None:
             return None
         return {path: self.pack(each, fill=UNKNOWN) for path, each in batch.routes.items()}
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What an update computed of each token before it changed the weights.
+
+    arrays: packed rows on the devices. logp, entropy: float32 under the current policy. flags: uint8, which tokens the
+    loss cuts off (rl/algorithms/_token_flags.py); absent for a loss that cuts off none.
+    """
+
+    arrays: dict[str, jax.Array]
+    packing: Packing
+
+    def on_host(self) -> dict[str, np.ndarray]:
+        """Waits for the update. Returns the arrays [N, T], one sequence per row, 0 on padding."""
+        return {name: self.packing.unpack(processes.on_host(array)) for name, array in self.arrays.items()}
 
 
 def plan_packing(segments_NT: np.ndarray, counts: Sequence[int], multiple: int = 1) -> Packing:

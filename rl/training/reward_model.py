@@ -93,6 +93,12 @@ class RewardModelTrainer(BatchUpdates):
             tokenizer.save_pretrained(directory)
 
 
+def rows_at_a_time(layout: Layout, T: int) -> int:
+    """Returns how many rows of T tokens a model that is not trained reads at a time."""
+    tokens = CPU_TOKENS if layout.platform == "cpu" else SCORED_TOKENS
+    return num_row_shards(layout) * max(1, tokens // T)
+
+
 class RewardModelScorer:
     """A reward model on the devices of the run, which scores sequences of token ids."""
 
@@ -121,8 +127,7 @@ class RewardModelScorer:
 
     def rows(self, T: int) -> int:
         """Returns how many rows of T tokens are scored at a time."""
-        tokens = CPU_TOKENS if self._layout.platform == "cpu" else SCORED_TOKENS
-        return num_row_shards(self._layout) * max(1, tokens // T)
+        return rows_at_a_time(self._layout, T)
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """Returns the score at the last token of each sequence. Sequences are packed."""

@@ -31,7 +31,8 @@ from rl.training.batch import Batch
 from rl.training.critic import Critic
 from rl.training.flops import Operations, lengths
 from rl.training.host_memory import copied, mixed
-from rl.training.packing import Packing, plan_packing, row_counts
+from rl.training.packing import Packing, TokenOutputs, plan_packing, row_counts
+from rl.training.teacher import Student, Teacher
 from rl.training.updater import OptimizerStep, ParamState, updates_made
 
 # Target number of tokens in a default micro-batch on a CPU.
@@ -50,22 +51,6 @@ class RunState:
     policy: ParamState
     reference: dict[str, jax.Array] | None
     critic: ParamState | None
-
-
-@dataclass(frozen=True)
-class TokenOutputs:
-    """What an update computed of each token before it changed the weights.
-
-    arrays: packed rows on the devices. logp, entropy: float32 under the current policy. flags: uint8, which tokens the
-    loss cuts off (rl/algorithms/_token_flags.py); absent for a loss that cuts off none.
-    """
-
-    arrays: dict[str, jax.Array]
-    packing: Packing
-
-    def on_host(self) -> dict[str, np.ndarray]:
-        """Waits for the update. Returns the arrays [N, T], one sequence per row, 0 on padding."""
-        return {name: self.packing.unpack(processes.on_host(array)) for name, array in self.arrays.items()}
 
 
 def num_row_shards(layout: Layout) -> int:
@@ -192,6 +177,7 @@ class Trainer(BatchUpdates):
         state: Collection[str] = (),
         temperature: float = 1.0,
         returns_tokens: bool = False,
+        teacher: Teacher | None = None,
     ):
         """Defines the functions; nothing compiles yet.
 
@@ -203,8 +189,12 @@ class Trainer(BatchUpdates):
           state: parts of a RunState besides the policy: "reference", "critic".
           temperature: logits are divided by it before log-probabilities are taken.
           returns_tokens: whether an update of the policy can report log-probability and entropy of each token.
+          teacher: the model, or its numbers in the batch, that an update compares the policy with.
         """
         super().__init__(graph, stage, algorithm)
+        self.teacher = teacher
+        if teacher is not None:
+            self._update_graph = teacher.recorded(self._update_graph)
         self.temperature, self._returns_tokens = np.float32(temperature), returns_tokens
         self._has_reference = "reference" in state
         loss = self._auxiliary_only_loss if stage.indexer.training == "dense_warmup" else self._policy_loss
@@ -289,6 +279,8 @@ class Trainer(BatchUpdates):
         separate_critic = state.critic is not None and (critic_only or not self.value_model.shared)
         if not critic_only:
             self.add_flops(self.flops, batch, passes=3)
+            if self.teacher is not None and self.teacher.flops is not None:
+                self.add_flops(self.teacher.flops, batch, passes=1)
         if separate_critic:
             self.add_flops(self.value_model.flops, batch, passes=1 if self.value_model.shared else 3)
         packing, R = self.packing_of(batch.segments)
@@ -302,8 +294,9 @@ class Trainer(BatchUpdates):
             del result["loss"]  # the sum of value/loss and value/moe/balance, which are both reported
             metrics |= {k if k.startswith("value/") else f"value/{k}": v for k, v in result.items()}
         if not critic_only:
+            frozen = None if self.teacher is None else self.teacher.params
             policy, value_head, result, tokens = self.policy(
-                policy, batch, inputs, R, value_head=None if separate_critic else critic
+                policy, batch, inputs, R, frozen, value_head=None if separate_critic else critic
             )
             critic = critic if separate_critic else value_head
             metrics |= result
@@ -316,8 +309,14 @@ class Trainer(BatchUpdates):
         return jnp.float32(0.0), {}, self._update_graph.aux(params, micro.tokens, self.step_of(micro)), None, {}
 
     def _policy_loss(self, params, micro: Batch, inputs: PolicyInputs):
+        frozen: dict[str, Any] = {}
+        if self.teacher is not None:
+            params, frozen = self.teacher.split(params)
         logp, entropy, aux = self._update_graph.logprobs(params, micro.tokens, self.step_of(micro), self.temperature)
-        loss, metrics = self.algorithm.loss(replace(inputs, logp=logp, entropy=entropy))
+        inputs = replace(inputs, logp=logp, entropy=entropy)
+        if self.teacher is not None:
+            inputs = self.teacher.compare(Student(self._update_graph, params, aux), micro, inputs, frozen)
+        loss, metrics = self.algorithm.loss(inputs)
         head_gradient = None
         if VALUE_HEAD in params:
             head_gradient, head_metrics = self._value_head_gradient(params[VALUE_HEAD], aux.states, micro, inputs)

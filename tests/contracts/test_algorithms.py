@@ -33,6 +33,7 @@ def batch(name):
         extra={"label": np.array([[1.0], [0.0], [1.0], [0.0]]) * mask, "kl": mask}
         if algorithm.stage == "unpaired"
         else None,
+        divergence=mask * 0.5 if "teacher" in algorithm.inputs else None,
         max_length=WIDTH,
         **arrays,
     )

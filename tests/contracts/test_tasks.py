@@ -22,6 +22,7 @@ OPTIONS = {
             "problems": 2000,
         },
         {"operations": ["+", "-", "*"], "terms": 4, "problems": 3000, "style": "reversed", "end": "."},
+        {"style": "reversed", "noise": 0.3},
         {"max_operand": 999_999, "terms": 8, "problems": 2000, "prompt": "What is {problem}?"},
     ]
 }

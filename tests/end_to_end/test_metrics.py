@@ -11,6 +11,7 @@ import pytest
 
 import rl.algorithms
 from rl.reporting import events
+from rl.training.teacher import COMPARED
 
 PREDICTION = ("mtp/loss", "mtp/acceptance", "mtp/grad_norm", "speculative/accepted_per_step")
 EXACT = ("generator/replaced_share",)
@@ -65,7 +66,9 @@ def of_the_losses() -> set[str]:
         mask=ones, entropy=ones, advantages=ones[:, 0], correct=ones, max_length=3, **arrays
     )
     others = [rl.algorithms.get(name) for name in rl.algorithms.known()]
-    inputs = dataclasses.replace(inputs, extra={"label": ones, "kl": ones})
+    others += [rl.algorithms.get("distill", divergence=kind, features_coef=1.0) for kind in ("reverse", "jsd")]
+    inputs = dataclasses.replace(inputs, extra={"label": ones, "kl": ones}, divergence=ones, features=ones)
+    inputs = dataclasses.replace(inputs, teacher=dict.fromkeys(COMPARED, ones))
     pairs = dataclasses.replace(inputs, segments=jnp.array([[1, 1, 2]] * 2), scores=ones)
     result = {
         name
@@ -74,6 +77,7 @@ def of_the_losses() -> set[str]:
     } | set(algorithm.loss(inputs)[1])
     result |= set(algorithm.value_loss(ones, ones, ones, inputs)[1])
     host = np.ones((2, 3))
+    result |= others[-1].adaptive_coefs.keys()
     return result | set(algorithm.advantages_per_token(np.ones(2), -host, -host, host, host)[2])
 
 

@@ -14,6 +14,7 @@ from policy.huggingface import sources
 from rl.config.data import DataOptions
 from rl.config.run import RunConfig
 from rl.data import datasets, models
+from rl.data import teacher as teachers
 from rl.data.datasets import Example
 from rl.data.hub import hub_name
 from rl.data.inspect.checks import check_stages, in_order
@@ -183,9 +184,10 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     """Reads the tokenizer and the first rows of each dataset, as a quick check. Scores nothing.
 
     Returns notes about what was not read: datasets of the hub, which would be downloaded. Raises ConfigError for a
-    tokenizer, file or task that cannot be used, DataError for findings that refuse a run, and for a column that a
-    reward needs and the rows do not have.
+    tokenizer, file, task or teacher that cannot be used, ModelError for a teacher that is not there, DataError for
+    findings that refuse a run, and for a column that a reward needs and the rows do not have.
     """
+    _check_teachers(config)
     notes: list[str] = []
 
     def first(options: DataOptions | None) -> DataOptions | None:
@@ -209,3 +211,13 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     if refused:
         raise DataError("\n".join(dict.fromkeys(refused)))
     return list(dict.fromkeys(notes))
+
+
+def _check_teachers(config: RunConfig) -> None:
+    """Raises ConfigError or ModelError for a teacher that does not read the ids of the run."""
+    for index, options in enumerate(config.stages):
+        algorithm = rl.algorithms.get(options.algorithm.name, **(options.algorithm.model_extra or {}))
+        chosen = options.teacher or config.teacher
+        if "teacher" in algorithm.inputs and chosen is not None and chosen.source is not None:
+            tokenizer, stops = read_tokenizer(config)
+            teachers.check_teacher(chosen, tokenizer, stage_rows(config, index, tokenizer, stops).stops)

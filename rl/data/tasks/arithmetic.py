@@ -39,6 +39,8 @@ class Options:
     """Text of the prompt."""
     end: str = ""
     """Text after the demonstration."""
+    noise: float = 0.0
+    """Share of the digits of training demonstrations that are wrong, chosen by a hash of the problem. `answer` stays right."""
     eval_share: float = 0.1
     """Share of the problems for evaluation, chosen by a hash of the problem."""
     problems: int = 50_000
@@ -64,6 +66,8 @@ class Options:
             raise ValueError(f"`prompt` must hold {{problem}} once, got {self.prompt!r}")
         if not isinstance(self.end, str):
             raise ValueError(f"`end` must be a text, got {self.end!r}")
+        if not isinstance(self.noise, (int, float)) or not 0 <= self.noise < 1:
+            raise ValueError(f"`noise` must be at least 0 and below 1, got {self.noise!r}")
         if not isinstance(self.eval_share, (int, float)) or not 0 < self.eval_share < 1:
             raise ValueError(f"`eval_share` must lie between 0 and 1, got {self.eval_share!r}")
         if self.problems < 10:
@@ -82,7 +86,7 @@ def problems(options: Options, split: Split) -> list[Problem]:
     chosen = [e for e in expressions if is_held_out(identity(e), options.eval_share) == (split == "eval")]
     if split == "eval":
         chosen.sort(key=lambda e: (hash_share(identity(e)), e))
-    return [_problem(e, options) for e in chosen]
+    return [_problem(e, options, noise=options.noise if split == "train" else 0.0) for e in chosen]
 
 
 def expression(number: int, options: Options) -> str:
@@ -122,10 +126,22 @@ def demonstration(text: str, style: str) -> str:
     return "=".join([_sum_text(step) for step in steps if len(step) > 1] + [answer])
 
 
-def _problem(text: str, options: Options) -> Problem:
+def _problem(text: str, options: Options, noise: float) -> Problem:
     answer = demonstration(text, "reversed" if options.style == "reversed" else "plain")
-    completion = demonstration(text, options.style) + options.end
+    completion = _with_noise(demonstration(text, options.style), text, noise) + options.end
     return Problem(options.prompt.replace("{problem}", text), completion, {"answer": answer, "problem": text})
+
+
+def _with_noise(demonstration: str, text: str, noise: float) -> str:
+    """Replaces a share of the digits by other digits, the same ones each time."""
+    if not noise:
+        return demonstration
+    result = ""
+    for place, sign in enumerate(demonstration):
+        chance = hash_share(f"{text} {place}")  # below `noise` it is uniform, so it also draws the wrong digit
+        wrong = sign.isdigit() and chance < noise
+        result += str((int(sign) + 1 + int(9 * chance / noise)) % 10) if wrong else sign
+    return result
 
 
 def _by_length(options: Options) -> list[Options]:

@@ -1,0 +1,49 @@
+"""Computes the loss of `distill`, on the device. N rows of T tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rl.algorithms._inputs import PolicyInputs, with_totals
+from rl.algorithms._losses import tokens_of
+
+_NAMES = {"forward": "distill/forward_kl", "reverse": "distill/reverse_kl", "jsd": "distill/jsd"}
+
+
+def distillation_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (scalar, metrics): alpha d + (1 - alpha) nll + features_coef f, means over the tokens of the batch.
+
+    An alpha that stays 0 or 1 leaves the other targets out, so that they cost no backward pass. Raises ValueError for an
+    input that is missing.
+    """
+    missing = [name for name in ("logp", "divergence") if getattr(inputs, name) is None]
+    if missing:
+        raise ValueError(f"PolicyInputs.{', '.join(missing)} missing: `distill` compares the policy with a teacher")
+    inputs, (alpha, temperature, features_coef) = with_totals(inputs), options.coefs_of(inputs)
+    tokens = tokens_of(inputs)
+    nll, soft = tokens.mean(-tokens.logp), tokens.mean(_float32(inputs.divergence))
+    metrics = {"nll": nll, _NAMES[options.divergence]: soft}
+    metrics |= {f"distill/{name}": tokens.mean(_float32(array)) for name, array in (inputs.teacher or {}).items()}
+    if tokens.entropy is not None:
+        metrics["entropy"] = tokens.mean(tokens.entropy)
+    if options.temperature_squared:
+        soft = soft * temperature**2
+    alphas = {options.alpha, options.alpha if options.alpha_end is None else options.alpha_end}
+    if alphas == {0.0}:
+        loss = nll
+    elif alphas == {1.0}:
+        loss = soft
+    else:
+        loss = alpha * soft + (1.0 - alpha) * nll
+    if inputs.features is not None:
+        features = tokens.mean(_float32(inputs.features))
+        metrics["distill/features"] = features
+        loss = loss + features_coef * features
+    return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
+
+
+def _float32(array: Any) -> jax.Array:
+    return jnp.asarray(array, jnp.float32)

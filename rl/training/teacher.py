@@ -1,0 +1,276 @@
+"""Teachers: the update of a policy compares its next-token distributions with those of a frozen model.
+
+`ModelTeacher` runs that model in the same program, on one micro-batch at a time, so that no states of it are kept and
+its logits exist for a chunk of tokens only. `StoredTeacher` reads the teacher's likeliest tokens from the batch.
+
+R rows, T tokens, E hidden of the policy, K likeliest tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import qwix
+
+from policy import modes
+from policy.attention.sequence_shards import Rows
+from policy.cache.step import Step
+from policy.config import StoredType
+from policy.execution.compiled_cache import CompiledCache
+from policy.heads import head
+from policy.heads.divergence import DivergenceOutputs, top_divergence
+from policy.heads.features import by_number, feature_loss
+from policy.huggingface import model_directory
+from policy.huggingface.config_fields import UnsupportedModel
+from policy.huggingface.tensorfiles import ModelFileError
+from policy.intermediates import Aux
+from policy.mesh import processes
+from policy.mesh.sharding import block_on_cpu_mesh, constrain
+from policy.model import Graph
+from policy.ops.host_memory import fetch, in_host_memory
+from policy.ops.quantization import TYPES, quantize
+from rl.algorithms import PolicyInputs
+from rl.errors import ModelError
+from rl.training.batch import Batch
+from rl.training.flops import Operations
+
+PREFIX = "teacher."
+"""Paths of a teacher's weights begin with it where they lie among the policy's."""
+COMPARED = ("student_entropy", "teacher_entropy", "agreement", "outside", "student_mass", "teacher_mass")
+"""Fields of DivergenceOutputs that are metrics of an update, as distill/<name>."""
+
+
+@dataclass(frozen=True)
+class Student:
+    """The policy of a micro-batch: its graph, its weights, and the outputs of its pass."""
+
+    graph: Graph
+    params: dict[str, jax.Array]
+    aux: Aux
+
+
+class Teacher(ABC):
+    """What an update compares the policy with.
+
+    flops: the operations of its pass; None: it has none. params: its weights, by path behind PREFIX, which no update
+    donates; there after `read`.
+    """
+
+    flops: Operations | None = None
+
+    def __init__(self, algorithm: Any):
+        self.algorithm = algorithm
+        self.params: dict[str, Any] = {}
+
+    @property
+    def abstract(self) -> Mapping[str, Any]:
+        """Returns the shapes and shardings of the weights."""
+        return {}
+
+    def read(self) -> None:
+        """Reads the weights. Raises ModelError."""
+        self.params = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        return {}
+
+    def recorded(self, graph: Graph) -> Graph:
+        """Returns the graph of the policy with the outputs that the comparison reads."""
+        return graph
+
+    @staticmethod
+    def split(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns (weights of the policy, weights of the teacher by its own paths)."""
+        own = {path: array for path, array in params.items() if not path.startswith(PREFIX)}
+        return own, {path.removeprefix(PREFIX): array for path, array in params.items() if path not in own}
+
+    def vocabulary(self, graph: Graph) -> int:
+        """Returns the number of ids that are compared with those of the policy: by default the policy's own."""
+        return graph.config.vocab_size
+
+    def outside(self, graph: Graph, params: dict[str, jax.Array], batch: Batch) -> float:
+        """Returns the probability that the policy gives to ids beyond `vocabulary`, the mean over the tokens that are
+        trained on."""
+        vocabulary = self.vocabulary(graph)
+
+        @jax.jit
+        def run(params, tokens, segments):
+            step = modes.make_step(tokens, segments=segments)
+            with graph.precision():
+                decoder = graph.decoder(params)
+                states = modes.shift_right(decoder(tokens, step, None, graph.runtime)[0])
+                logits = modes.logits(decoder, states, graph.runtime)
+                return 1.0 - jnp.exp(jax.nn.logsumexp(logits[..., :vocabulary], -1) - jax.nn.logsumexp(logits, -1))
+
+        total = 0.0
+        for row in range(len(batch.tokens)):  # one at a time: its logits are all there
+            arrays = batch.tokens[row : row + 1], batch.segments[row : row + 1]
+            mass = processes.on_host(block_on_cpu_mesh(run(params, *arrays), graph.layout))
+            total += float((mass * batch.mask[row]).sum())
+        return total / max(1, np.count_nonzero(batch.mask))
+
+    @abstractmethod
+    def compare(self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]) -> PolicyInputs:
+        """Returns the inputs with `divergence`, `features` and `teacher`. frozen: the teacher's weights."""
+
+    def _with(self, inputs: PolicyInputs, outputs: DivergenceOutputs, micro: Batch, **more: Any) -> PolicyInputs:
+        """Adds numbers per token, 0 at the first token of a segment and on padding, which nothing predicts."""
+        scored = _scored(micro)
+        numbers = {name: array for name in COMPARED if (array := getattr(outputs, name)) is not None}
+        numbers = {name: jax.lax.stop_gradient(jnp.where(scored, array, 0.0)) for name, array in numbers.items()}
+        divergence = jnp.where(scored, outputs.divergence, 0.0)
+        return replace(inputs, divergence=divergence, teacher=numbers, **more)
+
+
+class ModelTeacher(Teacher):
+    """A frozen model of any family on the mesh of the run."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        algorithm: Any,
+        directory: Path | None = None,
+        seed: int = 0,
+        weights: StoredType | None = None,
+    ):
+        """Reads nothing yet.
+
+        directory: of the weights; None: they are drawn from `seed`. weights: the type in which weights of products are
+        stored; None: the type of the graph.
+        """
+        super().__init__(algorithm)
+        self.graph = graph.at(record=("mixed",)) if algorithm.has_features else graph
+        self.flops, self._directory, self._seed, self._stored_type = Operations(graph), directory, seed, weights
+
+    @functools.cached_property
+    def abstract(self) -> Mapping[str, Any]:
+        return {PREFIX + path: self._abstract(path) for path in self.graph.paths}
+
+    def _abstract(self, path: str) -> Any:
+        shape, sharding, axes = self.graph.shapes[path], self.graph.sharding(path), self.graph.axes[path]
+        array = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+        if self._stored_type is None or path not in self.graph.inputs:
+            return array
+        inputs, qtype = self.graph.inputs[path], TYPES[self._stored_type]
+        made = jax.eval_shape(lambda a: quantize(a, qtype, inputs), shape)
+        # A scale has length 1, and so no axis, in the dimensions that products sum over. It is small: it stays on the
+        # device where the values live in host memory.
+        scale_axes = tuple(None if dim in inputs else axis for dim, axis in enumerate(axes))
+        values = self.graph.layout.sharding(axes, made.qvalue.shape)
+        values = in_host_memory(values) if path in self.graph.hosted else values
+        scale = self.graph.layout.sharding(scale_axes, made.scale.shape)
+        return replace(
+            made,
+            qvalue=jax.ShapeDtypeStruct(made.qvalue.shape, made.qvalue.dtype, sharding=values),
+            scale=jax.ShapeDtypeStruct(made.scale.shape, made.scale.dtype, sharding=scale),
+        )
+
+    def _read(self) -> dict[str, Any]:
+        if self._directory is None:
+            drawn = self.graph.init(self._seed)
+            params = {path: self._stored(path, drawn.pop(path)) for path in self.graph.paths}
+        else:
+            try:
+                params, _ = model_directory.read_weights(self._directory, self.graph, convert=self._stored)
+            except (ModelFileError, UnsupportedModel) as error:
+                raise ModelError(f"teacher {self._directory}: {error}") from None
+        return block_on_cpu_mesh({PREFIX + path: array for path, array in params.items()}, self.graph.layout)
+
+    def _stored(self, path: str, array: jax.Array) -> Any:
+        """Returns a weight in the form in which it is kept, so that only one is there as floats too."""
+        abstract = self.abstract[PREFIX + path]
+        if not isinstance(abstract, qwix.QArray):
+            return array
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        qtype, inputs = TYPES[cast(StoredType, self._stored_type)], self.graph.inputs[path]
+        return jax.jit(lambda a: quantize(fetch(a), qtype, inputs), out_shardings=shardings)(array)
+
+    def recorded(self, graph: Graph) -> Graph:
+        return graph.at(record=(*graph.runtime.record, "mixed")) if self.algorithm.has_features else graph
+
+    def states(self, frozen: dict[str, Any], tokens: jax.Array, step: Step) -> tuple[Any, jax.Array, Aux]:
+        """Returns (decoder, final states [R, T, D], Aux) of a pass without a head."""
+        decoder = self.graph.decoder(frozen)
+        hidden, _, aux = decoder(tokens, step, None, self.graph.runtime)
+        return decoder, hidden, aux
+
+    @functools.cache  # noqa: B019 - a teacher is made once for a stage
+    def top(self, k: int, vocab: int) -> CompiledCache:
+        """Returns the program (params, tokens, segments, None) -> (log-probabilities float32[R, T, k], ids int32[R, T, k],
+        logarithm of the probability of all others float32[R, T]) of the likeliest of the first `vocab` tokens in place of
+        each token, at temperature 1."""
+
+        def run(params, tokens, segments, _):
+            tokens = constrain(tokens, ("batch", None), self.graph.layout)
+            rows = Rows(self.graph.layout, *tokens.shape)
+            with self.graph.precision():
+                step = modes.make_step(tokens, segments=segments)
+                decoder, hidden, _ = self.states(self.split(params)[1], tokens, step)
+                states, tiling = rows.flat(modes.shift_right(hidden)), head.Tiling(None, rows.layout)
+                weight, softcap = decoder.head_weight, decoder.config.logit_softcap
+                return jax.tree.map(rows.back, head.top_and_rest(states, weight, k, 1.0, softcap, tiling, vocab))
+
+        return CompiledCache(jax.jit(run), self.graph.layout.platform)
+
+    def compare(self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]) -> PolicyInputs:
+        step = modes.make_step(micro.tokens, segments=micro.segments)  # its own routes, and no dropout
+        with self.graph.precision():
+            decoder, hidden, aux = self.states(frozen, micro.tokens, step)
+        with student.graph.precision():
+            assert student.aux.states is not None  # log-probabilities were computed from them
+            outputs = modes.compare(
+                student.graph.decoder(student.params),
+                modes.shift_right(student.aux.states),
+                decoder,
+                modes.shift_right(hidden),
+                self.algorithm.divergence_spec,
+                self.algorithm.temperature_of(inputs),
+                student.graph.runtime,
+            )
+        if student.graph.config.vocab_size <= self.graph.config.vocab_size:
+            outputs = replace(outputs, outside=None)
+        features = self._features(student, aux, micro) if self.algorithm.has_features else None
+        return self._with(inputs, outputs, micro, features=features)
+
+    def _features(self, student: Student, aux: Aux, micro: Batch) -> jax.Array:
+        """Returns the distance of the layers [R, T], at each token that of the state that predicts it."""
+        mine, theirs = by_number(student.aux, student.graph.config, "mixed"), by_number(aux, self.graph.config, "mixed")
+        pairs = self.algorithm.features_layers
+        pairs = None if pairs is None else [(n, m) for n, m in pairs]
+        distance = feature_loss(mine, theirs, micro.segments, self.algorithm.features_loss, pairs)
+        return jnp.where(_scored(micro), jnp.pad(distance[:, :-1], ((0, 0), (1, 0))), 0.0)
+
+    def vocabulary(self, graph: Graph) -> int:
+        return self.graph.config.vocab_size
+
+
+class StoredTeacher(Teacher):
+    """The likeliest tokens of a teacher, which `rl teach` wrote and the batch holds."""
+
+    def compare(self, student: Student, micro: Batch, inputs: PolicyInputs, frozen: dict[str, Any]) -> PolicyInputs:
+        graph, temperature = student.graph, self.algorithm.temperature_of(inputs)
+        rows, ids, top = Rows(graph.runtime.layout, *micro.tokens.shape), micro.teacher_ids, micro.teacher_top
+        assert ids is not None and top is not None and micro.teacher_rest is not None  # the stage adds them
+        with graph.precision():
+            assert student.aux.states is not None  # log-probabilities were computed from them
+            decoder, states = graph.decoder(student.params), modes.shift_right(student.aux.states)
+            mine, entropy = modes.logprobs_of_states(decoder, states, ids, temperature, graph.runtime)
+        teacher = rows.flat(top) / temperature  # up to a constant, which only `renormalise` takes
+        outputs = top_divergence(
+            rows.flat(mine), teacher, rows.flat(micro.teacher_rest), self.algorithm.divergence_spec
+        )
+        outputs = replace(jax.tree.map(rows.back, outputs), student_entropy=entropy)
+        return self._with(inputs, outputs, micro)
+
+
+def _scored(micro: Batch) -> jax.Array:
+    """Returns bool[R, T]: the tokens that a state before them predicts."""
+    return (micro.segments != 0) & ~modes.first_of_segment(micro.segments)

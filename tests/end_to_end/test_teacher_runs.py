@@ -1,0 +1,165 @@
+"""Runs of `distill`: from a teacher that is loaded, from files of `rl teach`, interrupted, and with teachers that do not fit."""
+
+import json
+import shutil
+
+import jax
+import launch
+import numpy as np
+import pytest
+from oracles import configuration, random_model
+
+import policy
+from policy import families
+from policy.ops.host_memory import on_a_device
+from rl.commands import cli
+from rl.plan import programs
+from rl.reporting import events
+from rl.run import build
+from rl.run.load import load
+from rollout.text.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.xdist_group("distillation")
+ALPHABET = "0123456789+-*= "
+RUN = """
+run: {checkpoint_every: 1, keep_checkpoints: 9}
+platform: cpu
+model: {source: MODEL, remat: none, scan: false}
+tokenizer: {source: characters, alphabet: "0123456789+-*= "}
+max_length: 16
+data: {task: arithmetic, options: {max_operand: 9}}
+teacher: TEACHER
+stages:
+  - algorithm: {name: distill, alpha: 1.0, alpha_end: 0.5}
+    steps: 4
+    prompts_per_step: 8
+    updates_per_step: 2
+    optimizer: {learning_rate: 1e-2}
+"""
+TEACHER = {"vocab_size": 24, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES = TEACHER | {"hidden_size": 16, "num_hidden_layers": 1}
+
+
+def saved(directory, sizes, seed, tokenizer=ALPHABET, **generation):
+    model = random_model(families.read(configuration("Llama", **sizes)), seed=seed)
+    policy.save(model, directory, generation=generation or None)
+    if tokenizer:
+        load_tokenizer("characters", tokenizer).save_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, quick_compilation):
+    """The folder of models and of a finished run."""
+    folder = tmp_path_factory.mktemp("distillation")
+    saved(folder / "student", SIZES, 1, tokenizer=None)
+    saved(folder / "teacher", TEACHER, 2)
+    text = RUN.replace("MODEL", str(folder / "student")).replace("TEACHER", str(folder / "teacher"))
+    (folder / "run.yml").write_text(text)
+    assert cli.train_main([str(folder / "run.yml"), f"run.dir={folder / 'run'}"]) == 0
+    return folder
+
+
+def metrics_of(run) -> list[dict]:
+    return [row["metrics"] for row in events.read(run / "events.jsonl")]
+
+
+def test_a_run_learns_from_its_teacher_by_the_schedule(finished):
+    rows = metrics_of(finished / "run")
+    assert [row["distill/alpha"] for row in rows] == [1.0, 0.875, 0.75, 0.625]
+    assert rows[-1]["distill/forward_kl"] < rows[0]["distill/forward_kl"]
+    assert {"distill/agreement", "distill/teacher_entropy", "distill/student_entropy", "nll"} <= rows[0].keys()
+    assert "time/logprob" not in rows[0] and rows[0]["perf/step_tflop"] > 0
+
+
+def test_a_run_that_is_cut_off_goes_on_to_the_same_bits(finished, tmp_path):
+    run = tmp_path / "again"
+    shutil.copytree(finished / "run", run)
+    shutil.rmtree(run / "export")
+    for made in sorted((run / "checkpoints").iterdir())[2:]:
+        shutil.rmtree(made)
+    assert cli.train_main([str(finished / "run.yml"), f"run.dir={run}"]) == 0
+    launch.assert_same_run(finished / "run", run)
+
+
+def test_files_with_all_tokens_are_the_teacher_and_a_stopped_command_goes_on(finished, tmp_path, capsys, monkeypatch):
+    files, teach = tmp_path / "files", ["teach", str(finished / "run.yml"), "--top", "24", "--dtype", "float32"]
+    assert cli.main([*teach, "--output", str(files), "--rows-per-file", "40"]) == 0
+    assert "90 rows, 24 tokens in each place" in capsys.readouterr().out
+    part = files / "part-00002.safetensors"
+    content = part.read_bytes()
+    (files / "teacher.json").rename(files / "partial.json")  # as a kill between two parts leaves it
+    stored = json.loads((files / "partial.json").read_text())
+    del stored["parts"]
+    (files / "partial.json").write_text(json.dumps(stored, indent=1))
+    part.unlink()
+    assert cli.main([*teach, "--output", str(files), "--rows-per-file", "40"]) == 0
+    out = capsys.readouterr().out
+    assert "part 3 of 3: 10 rows" in out and "part 1" not in out and part.read_bytes() == content
+    from_files = f"teacher={{source: null, files: {files}}}"
+    assert cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}", from_files]) == 0
+    for one, other in zip(metrics_of(tmp_path / "run"), metrics_of(finished / "run"), strict=True):
+        for name in ("loss", "nll", "distill/forward_kl", "optim/grad_norm"):
+            np.testing.assert_allclose(one[name], other[name], rtol=1e-4, err_msg=name)
+        assert one["distill/teacher_mass"] == pytest.approx(1.0)
+    # Rows of another dataset, and another tokenizer, are refused before a model is built.
+    for change, code, said in (
+        ("data.options.style=reversed", 3, "row 19 of the data has other tokens"),
+        ("tokenizer.alphabet='0123456789+-*= x'", 2, "was written with another tokenizer"),
+        ("stages.0.algorithm.top_k=25", 2, "holds 24 tokens in each place, top_k asks for 25"),
+        ("stages.0.sampling.stop_token_ids=[9]", 2, "ends a completion with 2 ('<eos>'), the run with 2"),
+    ):
+        refused = [str(finished / "run.yml"), f"run.dir={tmp_path / 'refused'}", from_files, change]
+        assert cli.train_main(refused) == code, change
+        assert said in " ".join(capsys.readouterr().err.split()), change
+
+
+def test_a_plan_counts_the_teacher(finished):
+    config = load([finished / "run.yml"], [f"run.dir={finished / 'run'}"])
+    sizes = {}
+    for weights in ("null", "int8"):
+        changed = load([finished / "run.yml"], [f"run.dir={finished}", f"teacher.weights={weights}"])
+        ((stage, _),) = programs.stages(changed, build.on_mesh(config, jax.devices()[:1]), None)
+        (update,) = [each for each in programs.planned(stage, None) if each.kind == "update"]
+        teacher = on_a_device(stage.stage.frozen())
+        assert update.resident == stage.bytes == on_a_device(stage.state) + teacher and update.non_argument == 0
+        sizes[weights] = teacher
+    assert sizes["null"] > 2 * sizes["int8"] > 0
+    update.lower()
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ("teacher=OTHER", 2, "was trained with another tokenizer"),
+        ("teacher=STOPS", 2, "ends a completion with 2 ('<eos>'), 7 ('<|end|>'), the run with 2 ('<eos>')"),
+        ("teacher=BARE", 2, "its tokenizer cannot be read, so nothing shows that it reads the ids of the run"),
+        ("teacher=nowhere", 4, "no directory with a config.json, no finished run"),
+        ("teacher=null", 2, "distill needs a teacher"),
+        ("teacher={source: null, files: x}", 2, "holds no teacher.json; `rl teach` writes one"),
+        ("teacher.weights=int8 mesh.shard_mode=explicit", 2, "explicit sharding takes no weights of few bits"),
+        ("teacher.overrides={hidden_size: 8}", 2, "only random weights take overrides"),
+        ("max_length=2000 teacher=gpt2", 2, "max_length 2000 is more than the 1024 positions of this teacher"),
+        ("stages.0.algorithm.features_coef=0.1", 2, "the policy has 16 and this teacher 24"),
+        ("stages.0.algorithm={name: sft, alpha: null, alpha_end: null}", 2, "no option"),
+        ("stages=[{algorithm: sft, steps: 1}]", 2, "no stage learns from a teacher"),
+        ("stages=[{algorithm: sft, steps: 1, teacher: TEACHER}]", 2, "sft learns from no teacher"),
+        ("model.source=WIDE", 4, "the policy 40, and gives those beyond a probability of 0."),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused(change, code, said, finished, tmp_path, capsys):
+    places = {name: tmp_path / name.lower() for name in ("OTHER", "STOPS", "BARE", "WIDE")}
+    name = next((name for name in places if name in change), None)
+    if name == "WIDE":
+        saved(places[name], SIZES | {"vocab_size": 40}, 3, tokenizer=None)
+    elif name:
+        alphabet = {"OTHER": "0123456789+-*/ ", "STOPS": ALPHABET, "BARE": None}[name]
+        saved(places[name], TEACHER, 2, alphabet, **({"eos_token_id": [2, 7]} if name == "STOPS" else {}))
+        change = change.replace(name, str(places[name]))
+    change = change.replace("WIDE", str(places["WIDE"])).replace("TEACHER", str(finished / "teacher"))
+    changes = change.split() if "{" not in change else [change]
+    assert cli.train_main([str(finished / "run.yml"), f"run.dir={tmp_path / 'run'}", *changes]) == code
+    assert said in " ".join(capsys.readouterr().err.split())
+    if name in ("OTHER", "STOPS", "BARE") or "nowhere" in change:  # before a run, too
+        assert cli.train_main([str(finished / "run.yml"), "--check", *changes]) == code
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run" / "checkpoints").exists() or not any((tmp_path / "run" / "checkpoints").iterdir())

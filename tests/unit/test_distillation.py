@@ -1,0 +1,243 @@
+"""Updates of `distill`: what the loss is, what it does not depend on, and that no logits of all tokens are there."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from learners import QUICK, VOCAB, batch, dense, experts, host, same_bits, stage
+from oracles import configuration, random_model
+
+import rl.algorithms
+from policy import families
+from policy.model import Graph, Model
+from rl.algorithms.distill import ALPHA, FEATURES, TEMPERATURE
+from rl.training.teacher import PREFIX, ModelTeacher, StoredTeacher
+from rl.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@functools.cache
+def wider():
+    """A llama of two layers with another width, and a vocabulary that is padded further."""
+    sizes = {"vocab_size": VOCAB + 8, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+    return random_model(families.read(configuration("Llama", **sizes)), runtime=QUICK)
+
+
+def learner(model, teacher, algorithm="distill", steps=10, **keys):
+    """(trainer, first state) of a stage whose teacher is this model."""
+    options = {"name": algorithm} | keys.pop("options", {})
+    made = stage(options, steps=steps, **keys)
+    loss = rl.algorithms.get(made.algorithm.name, **made.algorithm.model_extra)
+    frozen = None
+    if teacher is not None:
+        frozen = ModelTeacher(teacher.graph, loss)
+        frozen.params = {PREFIX + path: array for path, array in teacher.params.items()}
+    trainer = Trainer(model.graph, made, loss, teacher=frozen)
+    return trainer, trainer.start(jax.tree.map(lambda a: jax.device_put(np.array(a), a.sharding), model.params), seed=3)
+
+
+def updated(trainer, state, data, updates=1):
+    """(all arrays, metrics of the last update)."""
+    for _ in range(updates):
+        state, metrics = trainer.update(state, data, adaptive_coefs=trainer.algorithm.adaptive_coefs)
+    return host(state), {key: float(value) for key, value in metrics.items()}
+
+
+@functools.cache
+def reverse():
+    """A trainer of the reverse KL alone; tests set the teacher's weights."""
+    return learner(dense(), dense(), options={"divergence": "reverse", "alpha": 1.0}, optimizer={"learning_rate": 3e-2})
+
+
+def test_a_teacher_equal_to_the_policy_gives_no_divergence_and_no_gradient():
+    trainer, state = reverse()
+    before = host(trainer.policy.start(state.policy.params).params)
+    state = dataclasses.replace(state, policy=trainer.policy.start(jax.tree.map(np.array, dense().params)))
+    arrays, metrics = updated(trainer, state, batch())
+    assert abs(metrics["distill/reverse_kl"]) < 1e-6 and metrics["optim/grad_norm"] < 1e-6
+    assert metrics["distill/agreement"] == 1.0 and metrics["nll"] > 1
+    after = {path.removeprefix(".policy.params"): array for path, array in arrays.items() if ".policy.params" in path}
+    for path, array in before.items():
+        np.testing.assert_allclose(after[path], array, atol=1e-6)
+
+
+def test_the_policy_learns_one_batch_of_another_model():
+    """Until the reverse KL of each token is below a hundredth of a nat in the mean."""
+    trainer, _ = reverse()
+    other = Graph(dense().config, dense().graph.runtime, dense().graph.layout).init(7)
+    trainer.teacher.params = {PREFIX + path: array for path, array in other.items()}
+    state = trainer.start(jax.tree.map(np.array, dense().params), seed=3)
+    first = updated(trainer, state, batch())[1]["distill/reverse_kl"]
+    state = trainer.start(jax.tree.map(np.array, dense().params), seed=3)
+    last = updated(trainer, state, batch(), updates=300)[1]["distill/reverse_kl"]
+    assert first > 0.1 and last < 0.01, (first, last)
+
+
+def test_the_frozen_weights_stay_and_the_loss_is_that_of_the_formula():
+    """Against log-probabilities of both models over their shared tokens, in numpy."""
+    tau, alpha = 2.0, 0.25
+    options = {"divergence": "forward", "alpha": alpha, "temperature": tau, "temperature_squared": True}
+    trainer, state = learner(dense(), wider(), options=options)
+    data, before = batch(), host(trainer.teacher.params)
+    _, metrics = updated(trainer, state, data)
+    assert same_bits(before, host(trainer.teacher.params))
+
+    def log_softmax(z):
+        z = z - z.max(-1, keepdims=True)
+        return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+    logits = [
+        np.asarray(model.logits(data.tokens, segments=data.segments), np.float64)[:, :-1, :VOCAB]
+        for model in (dense(), wider())
+    ]
+    p, q = (log_softmax(z / tau) for z in logits)
+    mask = data.mask[:, 1:] * (data.segments[:, 1:] != 0)
+    soft = ((np.exp(q) * (q - p)).sum(-1) * mask).sum() / data.mask.sum()
+    nll = -(np.take_along_axis(log_softmax(logits[0]), data.tokens[:, 1:, None], -1)[..., 0] * mask).sum()
+    nll /= data.mask.sum()
+    np.testing.assert_allclose(metrics["distill/forward_kl"], soft, rtol=2e-5)
+    np.testing.assert_allclose(metrics["nll"], nll, rtol=2e-5)
+    np.testing.assert_allclose(metrics["loss"], alpha * tau**2 * soft + (1 - alpha) * nll, rtol=2e-5)
+    entropy = (-(np.exp(q) * q).sum(-1) * mask).sum() / data.mask.sum()
+    np.testing.assert_allclose(metrics["distill/teacher_entropy"], entropy, rtol=2e-5)
+
+
+def test_hard_targets_alone_are_sft():
+    """Up to the rounding of another program, which also computes the teacher."""
+    one, metrics = updated(*learner(dense(), dense(), options={"alpha": 0.0}), batch(), updates=2)
+    other, expected = updated(*learner(dense(), None, "sft"), batch(), updates=2)
+    for path, array in one.items():
+        np.testing.assert_allclose(array, other[path], atol=1e-6, err_msg=path)
+    assert metrics["loss"] == metrics["nll"] and metrics["distill/forward_kl"] > 0
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
+
+
+def test_rows_micro_batches_and_packing_change_nothing():
+    options = {"alpha": 0.5, "features_coef": 0.3}
+    data = batch(rows=6)
+    full, metrics = updated(*learner(dense(), dense(), options=options), data)
+    assert metrics["distill/features"] == pytest.approx(0.0, abs=1e-6) and metrics["nll"] > 1
+    shuffled = data.rows(np.array([3, 0, 5, 1, 4, 2]))
+    for rows, cut in ((shuffled, None), (data, 2)):
+        arrays, other = updated(*learner(dense(), dense(), options=options, micro_batch=cut), rows)
+        for path, array in arrays.items():
+            np.testing.assert_allclose(array, full[path], atol=1e-5, err_msg=path)
+        for name in ("loss", "nll", "distill/forward_kl", "distill/teacher_entropy", "distill/features"):
+            np.testing.assert_allclose(other[name], metrics[name], atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Llama", "DeepseekV3", "Qwen3Next"])
+def test_features_of_every_mixer_are_compared_whether_layers_are_scanned_or_not(kind):
+    """Attention, latent attention, and delta nets among attention; with the gradient that follows."""
+    config = families.read(configuration(kind, vocab_size=VOCAB))
+    results = []
+    for runtime in (QUICK, dataclasses.replace(QUICK, scan=True, remat="full")):
+        model = random_model(config, runtime=runtime)
+        frozen = Model(model.graph, model.graph.init(11))
+        options = {"alpha": 0.0, "features_coef": 1.0, "features_loss": "squared"}
+        arrays, metrics = updated(*learner(model, frozen, options=options), batch())
+        assert metrics["distill/features"] > 1e-4
+        np.testing.assert_allclose(metrics["loss"], metrics["nll"] + metrics["distill/features"], rtol=1e-5)
+        results.append((arrays, metrics))
+    (one, first), (other, second) = results
+    np.testing.assert_allclose(first["distill/features"], second["distill/features"], rtol=1e-4)
+    assert one.keys() == other.keys()
+    for path, array in one.items():
+        np.testing.assert_allclose(array, other[path], atol=5e-5, err_msg=path)
+
+
+def test_no_array_of_all_logits_is_there():
+    """Where one such array would take more memory than everything else."""
+    sizes = {"vocab_size": 20_000, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    runtime = dataclasses.replace(QUICK, num_vocab_tiling=64)
+    graph = random_model(families.read(configuration("Llama", **sizes)), runtime=runtime)
+    trainer, state = learner(graph, graph, options={"divergence": "jsd", "alpha": 1.0}, micro_batch=16)
+    data = dataclasses.replace(batch(rows=16, length=32), dropout=None)
+    updated(trainer, state, data)
+    (memory,) = trainer.policy.program.memory.values()
+    logits, head = 4 * 16 * 32 * 20_000, 4 * 20_000 * 8
+    assert memory.temporaries < logits / 2 + 4 * head, (memory.temporaries, logits)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"tail": "tail"}, {"top_k": 5, "divergence": "reverse", "tail": "tail"}],
+    ids=str,
+)
+def test_stored_numbers_are_those_of_the_live_teacher(options):
+    """All tokens of the vocabulary, and the five likeliest with a symbol for the others."""
+    keys = options | {"alpha": 1.0}
+    trainer, state = learner(dense(), wider(), options=keys)
+    data, k = batch(), keys.get("top_k", VOCAB)
+    program = trainer.teacher.top(k, VOCAB)
+    logp, ids, rest = (np.asarray(a) for a in program(trainer.teacher.params, data.tokens, data.segments, None))
+    stored = data.replace(teacher_ids=ids, teacher_top=logp, teacher_rest=np.maximum(rest, np.log(2.0**-23)))
+    one, expected = updated(trainer, state, data)
+    reader, state = learner(dense(), None, options=keys)
+    reader = Trainer(dense().graph, reader.stage, reader.algorithm, teacher=StoredTeacher(reader.algorithm))
+    other, metrics = updated(reader, reader.start(jax.tree.map(np.array, dense().params), 3), stored)
+    name = f"distill/{keys.get('divergence', 'forward')}_kl"
+    np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["distill/student_entropy"], expected["distill/student_entropy"], rtol=1e-5)
+    for path, array in one.items():
+        np.testing.assert_allclose(other[path], array, atol=1e-5, err_msg=path)
+
+
+def test_weights_of_few_bits_and_in_host_memory_compute_the_same_teacher():
+    data, results = batch(), {}
+    for weights, hosted in ((None, False), (None, True), ("int8", False), ("int8", True)):
+        runtime = dataclasses.replace(experts().graph.runtime, host_parameters=hosted, remat="full")
+        graph = Graph(experts().config, runtime, experts().graph.layout)
+        teacher = ModelTeacher(graph, rl.algorithms.get("distill"), seed=5, weights=weights)
+        teacher.read()
+        for path, abstract in teacher.abstract.items():
+            same = jax.tree.map(
+                lambda a, b: (a.shape, a.dtype, a.sharding.memory_kind) == (b.shape, b.dtype, b.sharding.memory_kind),
+                teacher.params[path],
+                abstract,
+            )
+            assert all(jax.tree.leaves(same)), path
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(teacher.params)}
+        assert ("pinned_host" in kinds) == hosted
+        logp, ids, _ = teacher.top(VOCAB, VOCAB)(teacher.params, data.tokens, data.segments, None)
+        in_order = np.take_along_axis(np.asarray(logp), np.argsort(np.asarray(ids), axis=-1), axis=-1)
+        results[weights, hosted] = in_order[data.segments != 0]
+    np.testing.assert_array_equal(results[None, True], results[None, False])
+    np.testing.assert_array_equal(results["int8", True], results["int8", False])
+    difference = np.abs(results["int8", False] - results[None, False])
+    assert 1e-5 < difference.max() < 0.3 and difference.mean() < 0.05, (difference.max(), difference.mean())
+
+
+def test_alpha_and_temperature_follow_their_schedules():
+    algorithm = rl.algorithms.get("distill", alpha=1.0, alpha_end=0.0, temperature=4.0, temperature_end=1.0)
+    assert algorithm.adaptive_coefs == {ALPHA: 1.0, TEMPERATURE: 4.0}
+    assert algorithm.scheduled_coefs(0.5) == {ALPHA: 0.5, TEMPERATURE: 2.5}
+    cosine = dataclasses.replace(algorithm, schedule="cosine", features_coef=2.0, features_coef_end=0.0)
+    np.testing.assert_allclose(list(cosine.scheduled_coefs(0.25).values())[0], 0.5 + np.cos(np.pi / 4) / 2)
+    assert cosine.scheduled_coefs(1.0) == {ALPHA: 0.0, TEMPERATURE: 1.0, FEATURES: 0.0}
+    trainer, state = learner(dense(), wider(), options={"alpha": 1.0, "alpha_end": 0.0})
+    data = batch()
+    for coef in (1.0, 0.25):
+        start = trainer.start(jax.tree.map(np.array, dense().params), seed=3)
+        coefs = trainer.algorithm.adaptive_coefs | {ALPHA: coef}
+        metrics = trainer.update(start, data, adaptive_coefs=coefs)[1]
+        expected = coef * metrics["distill/forward_kl"] + (1 - coef) * metrics["nll"]
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+
+
+def test_the_probability_of_ids_that_the_teacher_lacks_is_measured():
+    trainer, state = learner(wider(), dense(), options={"alpha": 1.0})
+    data = batch()
+    outside = trainer.teacher.outside(wider().graph, wider().params, data)
+    logits = np.asarray(wider().logits(data.tokens, segments=data.segments), np.float64)[:, :-1]
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    expected = (p[..., VOCAB:].sum(-1) * data.mask[:, 1:]).sum() / data.mask.sum()
+    np.testing.assert_allclose(outside, expected, rtol=1e-4)
+    assert trainer.teacher.vocabulary(wider().graph) == VOCAB
+    _, metrics = updated(trainer, state, data)
+    np.testing.assert_allclose(metrics["distill/outside"], expected, rtol=1e-4)
