@@ -158,7 +158,7 @@ def test_no_array_of_all_logits_is_there():
     trainer, state = learner(graph, graph, options={"divergence": "jsd", "alpha": 1.0}, micro_batch=16)
     data = dataclasses.replace(batch(rows=16, length=32), dropout=None)
     updated(trainer, state, data)
-    (memory,) = trainer.policy.program.memory.values()
+    (memory,) = trainer.policy.executable.memory.values()
     logits, head = 4 * 16 * 32 * 20_000, 4 * 20_000 * 8
     assert memory.temporaries < logits / 2 + 4 * head, (memory.temporaries, logits)
 
