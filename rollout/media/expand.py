@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.media.item import NOUNS, Extent, MediaError
+from rollout.media.item import KINDS, NOUNS, Extent, Kind, MediaError
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference
 from rollout.text.chat import Messages, render_text
@@ -73,7 +73,7 @@ def refuse_reserved(messages: Messages, processors: Processors) -> None:
                 if any(token in part for part in parts if part):
                     raise MediaError(
                         f"message {number} contains {token!r}, which stands for a {NOUNS[processor.kind]}; "
-                        "remove it from the text, or give the picture as a part of the message"
+                        f"remove it from the text, or give the {NOUNS[processor.kind]} as a part of the message"
                     )
 
 
@@ -111,8 +111,8 @@ def _replaced(
 
     Pieces alternate between text and the replacement of a marker.
     """
-    waiting = {kind: [r for r in references if r.kind == kind] for kind in ("image", "audio")}
-    markers = {processors.of(kind).marker: kind for kind, group in waiting.items() if group}
+    waiting: dict[Kind, list[Reference]] = {kind: [r for r in references if r.kind == kind] for kind in KINDS}
+    markers: dict[str, Kind] = {processors.of(kind).marker: kind for kind, group in waiting.items() if group}
     for processor in processors.all:
         kind, given = processor.kind, len(waiting[processor.kind])
         if (written := text.count(processor.marker)) != given:
@@ -139,7 +139,7 @@ def _replaced(
 def _index(tokenizer: Any, tokens: np.ndarray, items: Sequence[Extent], processors: Processors) -> np.ndarray:
     """Numbers the tokens of rows. Raises MediaError if they are not as many as the rows of the items."""
     index = np.full(len(tokens), -1, np.int32)
-    kinds = {item.kind for item in items}
+    kinds: set[Kind] = {item.kind for item in items}
     ids = {kind: tokenizer.convert_tokens_to_ids(processors.of(kind).row_token) for kind in kinds}
     at_row = np.isin(tokens, [i for i in ids.values() if i is not None])
     rows = sum(item.rows for item in items)
@@ -148,7 +148,7 @@ def _index(tokenizer: Any, tokens: np.ndarray, items: Sequence[Extent], processo
         names = " and ".join(repr(processors.of(kind).row_token) for kind in sorted(kinds))
         raise MediaError(
             f"{rows} rows of pictures and sounds, but {at_row.sum()} tokens {names} in the prompt: the tokenizer must "
-            "know them as one token each"
+            "know each as one token, and no text may contain one"
         )
     index[at_row] = np.arange(rows)
     return index

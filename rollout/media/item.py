@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 Kind = Literal["image", "audio"]
+KINDS: tuple[Kind, ...] = ("image", "audio")
 NOUNS: dict[str, str] = {"image": "picture", "audio": "sound"}
 """What messages call an item of a kind."""
 

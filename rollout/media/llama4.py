@@ -52,8 +52,8 @@ class Llama4(Processor):
     def shapes(self, size: tuple[int, int]) -> tuple[tuple[int, int], ...]:
         """Returns the square of patches, for each tile and the full picture."""
         high, wide = self._tiles(*size)
-        tiles = high * wide
-        return ((self.side // self.patch,) * 2,) * (tiles + (tiles > 1))
+        tiles, patches = high * wide, self.side // self.patch
+        return ((patches, patches),) * (tiles + (tiles > 1))
 
     def rows(self, shape: tuple[int, int]) -> int:
         """Returns `count`."""
@@ -72,8 +72,9 @@ class Llama4(Processor):
 
         The numbers are those of bfloat16, in which the reference computes.
         """
-        high, wide = self._tiles(*content.shape[:2])
-        height, width = self._resized(*content.shape[:2], high, wide)
+        height, width = content.shape[:2]
+        high, wide = self._tiles(height, width)
+        height, width = self._resized(height, width, high, wide)
         canvas = np.zeros((high * self.side, wide * self.side, 3), np.uint8)
         canvas[:height, :width] = picture.resize(content, height, width, self.resample)
         cut = canvas.reshape(high, self.side, wide, self.side, 3).swapaxes(1, 2).reshape(-1, self.side, self.side, 3)

@@ -139,8 +139,12 @@ def _of_text(kind: Kind, text: str, base: Path) -> Path | bytes:
     if scheme in ("http", "https", "ftp", "s3", "gs"):
         raise MediaError(f"{text[:100]} is an address of the network; download the {NOUNS[kind]} and give its path")
     path = base / (unquote(text[len("file://") :]) if scheme == "file" else text)
-    if not path.is_file():
-        raise MediaError(f"no such file: {path} (relative paths start from {base.absolute()})")
+    try:
+        exists = path.is_file()
+    except (OSError, ValueError):  # no name of a file: too long, or with a zero byte
+        exists = False
+    if not exists:
+        raise MediaError(f"no such file: {str(path)[:300]} (relative paths start from {base.absolute()})")
     return path
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rewards.suggest import nearest
-from rollout.media.item import NOUNS, Kind, MediaError
+from rollout.media.item import KINDS, NOUNS, Kind, MediaError
 from rollout.media.reference import Reference, refer
 
 _TYPES: dict[str, Kind] = {
@@ -69,7 +69,7 @@ def normalise(
 
     Raises MediaError for parts and columns that disagree, unknown parts, video, and contents that `refer` refuses.
     """
-    row = _Row({kind: _column(kind, columns) for kind in _COLUMNS})
+    row = _Row({kind: _column(kind, columns) for kind in KINDS})
     if any(_filled(columns.get(name)) for name in _VIDEO):
         raise MediaError("the row has a column of videos; only pictures and sounds are supported")
     if isinstance(prompt, str):
@@ -77,7 +77,7 @@ def normalise(
             return prompt, ()
         prompt = [{"role": "user", "content": prompt}]
     messages = [dict(message, content=_content(row, number, message)) for number, message in enumerate(prompt)]
-    for kind in reversed(_COLUMNS):
+    for kind in reversed(KINDS):
         _insert(row, kind, messages)
     return messages, _references(row, where, base)
 
@@ -163,7 +163,7 @@ def _insert(row: _Row, kind: Kind, messages: Messages) -> None:
     rest = user["content"]
     parts = [{"type": "text", "text": rest}] if isinstance(rest, str) else rest
     # No other part is of this kind, and `expand` counts each kind by itself.
-    row.payloads[:0] = [(kind, None)] * len(values)
+    row.payloads = [(kind, None) for _ in values] + row.payloads
     user["content"] = [{"type": kind} for _ in values] + parts
 
 

@@ -150,6 +150,8 @@ def test_pictures_with_too_many_pixels_are_refused(monkeypatch):
         ("https://example.org/a.png", "is an address of the network; download the picture and give its path"),
         ("HTTP://example.org/a.png", "is an address of the network"),
         ("gone.png", r"no such file: .*gone.png \(relative paths start from /"),
+        ("iVBOR" * 9999, "no such file: .*iVBOR"),
+        ("a\0.png", "no such file"),
         ("data:image/png;base64", "a data URI has the form"),
         ("data:image/png;base64,%%%", "not valid base64"),
         ({"path": None, "bytes": None}, "a picture without content"),
