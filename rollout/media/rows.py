@@ -163,7 +163,8 @@ def _insert(row: _Row, kind: Kind, messages: Messages) -> None:
     rest = user["content"]
     parts = [{"type": "text", "text": rest}] if isinstance(rest, str) else rest
     # No other part is of this kind, and `expand` counts each kind by itself.
-    row.payloads = [(kind, None) for _ in values] + row.payloads
+    first: list[tuple[Kind, Any]] = [(kind, None) for _ in values]
+    row.payloads = first + row.payloads
     user["content"] = [{"type": kind} for _ in values] + parts
 
 

@@ -97,8 +97,8 @@ def test_other_modes_become_rgb():
     assert (picture.decode(clear)[white] == 255).all() and white.any()
     cmyk = Image.fromarray(PIXELS).convert("CMYK")
     np.testing.assert_array_equal(picture.decode(encoded(cmyk, "TIFF")), np.asarray(cmyk.convert("RGB")))
-    deep = np.array([[0, 257, 65535, 32896]], np.uint16)
-    np.testing.assert_array_equal(picture.decode(encoded(Image.fromarray(deep)))[0, :, 0], [0, 1, 255, 128])
+    deep = np.array([[0, 257, 65535, 32896, 200]], np.uint16)
+    np.testing.assert_array_equal(picture.decode(encoded(Image.fromarray(deep)))[0, :, 0], [0, 1, 255, 128, 1])
     with pytest.raises(MediaError, match="32-bit grey levels have no known range"):
         picture.decode(encoded(Image.fromarray(np.ones((2, 2), np.float32)), "TIFF"))
 

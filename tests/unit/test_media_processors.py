@@ -1,6 +1,6 @@
 """Processors of each family against those of transformers.
 
-llama4_tiles.npz holds results of the processor of transformers, which needs torchvision: 24x24 tiles of three formulas, as
+llama4_tiles.npz holds results of the processor of transformers, which needs torchvision: 24x24 tiles of a formula on four sizes, as
 grey levels, and canvases of random sizes (transformers 5.23, torchvision 0.28; `Llama4ImageProcessor(max_patches=6,
 do_rescale=False, do_normalize=False)`, `get_best_fit`).
 """
@@ -128,7 +128,9 @@ def stored_tiles():
         return dict(file)
 
 
-@pytest.mark.parametrize("name, size", [("wide", (20, 61)), ("small", (9, 13)), ("tall", (70, 30))])
+@pytest.mark.parametrize(
+    "name, size", [("wide", (20, 61)), ("small", (9, 13)), ("tall", (70, 30)), ("loose", (20, 30))]
+)
 def test_llama4_tiles_are_those_of_transformers(tmp_path, stored_tiles, name, size):
     height, width = size
     y, x = np.mgrid[:height, :width]
