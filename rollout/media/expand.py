@@ -1,7 +1,7 @@
 """Prompts with pictures and sounds as tokens: each marker of the chat template becomes the tokens of the rows.
 
-The expansion is of text, before tokenizing, as transformers does it: line breaks around a picture merge with those of the
-text. Rows belong to positions by an index that is made here, never by the id of a token.
+The expansion is of text, before tokenizing, as transformers does it: line breaks around a picture merge with those of
+the text. Rows belong to positions by an index that is made here, never by the id of a token.
 
 Axes: T tokens of a prompt.
 """
@@ -80,8 +80,8 @@ def refuse_reserved(messages: Messages, processors: Processors) -> None:
 def expand_text(tokenizer: Any, text: str, references: Sequence[Reference], processors: Processors) -> Expanded:
     """Replaces the markers of a rendered text by the tokens of `references`, and tokenizes.
 
-    Raises MediaError if markers and references of a kind differ in number, if the model does not read a kind, for a size
-    that it cannot represent, and if the tokenizer does not know the token of a row.
+    Raises MediaError if markers and references of a kind differ in number, if the model does not read a kind, for a
+    size that it cannot represent, and if the tokenizer does not know the token of a row.
     """
     pieces, starts, ordered = _replaced(text, references, processors)
     extents: list[tuple[Extent, ...]] = []

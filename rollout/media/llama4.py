@@ -138,7 +138,7 @@ def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any
 
 
 def _canvases(most: int) -> list[tuple[int, int]]:
-    """Lists (rows, columns) of up to `most` tiles. Canvases of one ratio follow the first of them, from many tiles down."""
+    """Lists (rows, columns) of up to `most` tiles, from many down. Canvases of one ratio follow the first of them."""
     ratios: dict[float, list[tuple[int, int]]] = {}
     for tiles in range(most, 0, -1):
         for high in range(1, tiles + 1):

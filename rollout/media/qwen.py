@@ -1,6 +1,6 @@
 """Pictures of Qwen3-VL, Qwen3.5 and Qwen3-Omni: any grid of patches, merged in blocks to rows.
 
-Equal to `Qwen2VLImageProcessor` of transformers in its Pillow form, to the last bit. Without resizing it needs no Pillow.
+Equal to `Qwen2VLImageProcessor` of transformers in its Pillow form, to the last bit. Pillow is needed to resize only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class Qwen(Processor):
     table: np.ndarray = field(repr=False, compare=False)
 
     def shapes(self, size: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-        """Returns one shape, (height, width) in patches. Raises MediaError for a side 200 times longer than the other."""
+        """Returns one shape, (height, width) in patches.
+
+        Raises MediaError for a side that is over 200 times longer than the other.
+        """
         height, width = self._resized(*size)
         return ((height // self.patch, width // self.patch),)
 

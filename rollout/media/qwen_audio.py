@@ -1,7 +1,7 @@
 """Sounds of Qwen3-Omni: the log-mel frames of Whisper (arXiv 2212.04356), in numpy.
 
-`WhisperFeatureExtractor` of transformers computes with torch where torch is installed, and with other rounding without it.
-These frames are the same on every machine.
+`WhisperFeatureExtractor` of transformers computes with torch where torch is installed, and rounds in another way without.
+These frames do not depend on it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Processors of each family against those of transformers.
 
-llama4_tiles.npz holds results of the processor of transformers, which needs torchvision: 24x24 tiles of a formula on four
-sizes, as grey levels, and canvases of random sizes (transformers 5.23, torchvision 0.28; `get_best_fit`, and
+llama4_tiles.npz holds results of the processor of transformers, which needs torchvision: 24x24 tiles of a formula on
+four sizes, as grey levels, and canvases of random sizes (transformers 5.23, torchvision 0.28; `get_best_fit`, and
 `Llama4ImageProcessor(max_patches=6, do_rescale=False, do_normalize=False)`).
 """
 
