@@ -71,7 +71,7 @@ def from_array(pixels: np.ndarray) -> np.ndarray:
 
 
 def resize(pixels_HWC: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
-    """Returns uint8[height, width, C] by a filter of Pillow (2 bilinear, 3 bicubic); the same pixels for the same size."""
+    """Returns uint8[height, width, C] by a filter of Pillow (2 bilinear, 3 bicubic); unchanged if it has the size."""
     if pixels_HWC.shape[:2] == (height, width):
         return pixels_HWC
     pillow = require("PIL.Image", "vision", f"resizing a picture to {height}x{width} needs Pillow")

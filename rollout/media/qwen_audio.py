@@ -1,6 +1,6 @@
 """Sounds of Qwen3-Omni: the log-mel frames of Whisper (arXiv 2212.04356), in numpy.
 
-`WhisperFeatureExtractor` of transformers computes with torch where torch is installed, and rounds in another way without.
+`WhisperFeatureExtractor` of transformers computes with torch where torch is installed, and rounds differently without.
 These frames do not depend on it.
 """
 
