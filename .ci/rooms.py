@@ -24,7 +24,7 @@ ORDER = {
         *("fields", "families", "huggingface", "public"),
     ],
     "rewards": ["suggest", "text", "registry", "plugins", "workers", "runner", "check"],
-    "rollout": ["types", "request", "text", "engine", "generator", "collect"],
+    "rollout": ["types", "request", "text", "media", "engine", "generator", "collect"],
     "rl": [
         *("errors", "cluster", "algorithms", "tasks", "config", "data", "reporting", "training", "stages", "run"),
         *("plan", "commands"),

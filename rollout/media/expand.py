@@ -1,0 +1,200 @@
+"""Prompts with pictures and sounds as tokens: each marker of the chat template becomes the tokens of the rows.
+
+The expansion is of text, before tokenizing, as transformers does it: line breaks around a picture merge with those of
+the text. Rows belong to positions by an index that is made here, never by the id of a token.
+
+Axes: T tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollout.media.item import KINDS, NOUNS, Extent, Kind, MediaError
+from rollout.media.processors import Processors
+from rollout.media.reference import Reference
+from rollout.text.chat import Messages, render_text
+
+
+@dataclass(frozen=True, eq=False)
+class Expanded:
+    """A prompt as tokens.
+
+    tokens: int32[T].
+    index: int32[T], the number of the row among those of the prompt, -1 at text.
+    turns: int32[T, 3], rotary positions by (time, height, width); None if all three are the position.
+    until: int32[T], the position of the last token of the picture, the token's own elsewhere; None in causal families.
+    delta: rotary position of the next token less T.
+    items: pictures, tiles and clips in the order of their rows.
+    starts: int32[T], the character of the rendered text at which a token begins; all tokens of a picture begin at its
+        marker.
+    """
+
+    tokens: np.ndarray
+    index: np.ndarray
+    turns: np.ndarray | None
+    until: np.ndarray | None
+    delta: int
+    items: tuple[Extent, ...]
+    starts: np.ndarray
+
+
+def expand(
+    tokenizer: Any,
+    messages: Messages,
+    references: Sequence[Reference],
+    processors: Processors,
+    add_generation_prompt: bool = True,
+) -> Expanded:
+    """Renders messages with the chat template and expands their pictures and sounds.
+
+    messages: contents are texts or lists of parts; a part {"type": "image"} or {"type": "audio"} stands for the next of
+        `references`.
+
+    Raises MediaError as `expand_text`, and for a text of a message that contains a reserved token; ChatError as
+    `render_text`.
+    """
+    refuse_reserved(messages, processors)
+    return expand_text(tokenizer, render_text(tokenizer, messages, add_generation_prompt), references, processors)
+
+
+def refuse_reserved(messages: Messages, processors: Processors) -> None:
+    """Raises MediaError if a text of a message contains a token that stands for a picture or a sound."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        parts = [content] if isinstance(content, str) else [p.get("text") for p in content or ()]
+        for processor in processors.all:
+            for token in processor.reserved:
+                if any(token in part for part in parts if part):
+                    raise MediaError(
+                        f"message {number} contains {token!r}, which stands for a {NOUNS[processor.kind]}; "
+                        f"remove it from the text, or give the {NOUNS[processor.kind]} as a part of the message"
+                    )
+
+
+def expand_text(tokenizer: Any, text: str, references: Sequence[Reference], processors: Processors) -> Expanded:
+    """Replaces the markers of a rendered text by the tokens of `references`, and tokenizes.
+
+    Raises MediaError if markers and references of a kind differ in number, if the model does not read a kind, for a
+    size that it cannot represent, and if the tokenizer does not know the token of a row.
+    """
+    pieces, starts, ordered = _replaced(text, references, processors)
+    extents: list[tuple[Extent, ...]] = []
+    for reference in ordered:
+        extents.append(processors.of(reference.kind).extents(reference.digest, reference.size))
+    encoded = tokenizer("".join(pieces), add_special_tokens=False, return_offsets_mapping=True)
+    tokens = np.asarray(encoded["input_ids"], np.int32)
+    items = tuple(extent for group in extents for extent in group)
+    index = _index(tokenizer, tokens, items, processors)
+    where = {row: place for place, row in enumerate(index.tolist()) if row >= 0}
+    turns, after = _turns(index, items, where, processors)
+    return Expanded(
+        tokens=tokens,
+        index=index,
+        turns=turns,
+        until=_until(len(tokens), items, where, processors),
+        delta=after - len(tokens),
+        items=items,
+        starts=_origins(np.asarray([a for a, _ in encoded["offset_mapping"]], np.int64), pieces, starts),
+    )
+
+
+def _replaced(
+    text: str, references: Sequence[Reference], processors: Processors
+) -> tuple[list[str], list[int], list[Reference]]:
+    """Returns (pieces of the expanded text, the character of `text` where each begins, references in their order).
+
+    Pieces alternate between text and the replacement of a marker.
+    """
+    waiting: dict[Kind, list[Reference]] = {kind: [r for r in references if r.kind == kind] for kind in KINDS}
+    markers: dict[str, Kind] = {processors.of(kind).marker: kind for kind, group in waiting.items() if group}
+    for processor in processors.all:
+        kind, given = processor.kind, len(waiting[processor.kind])
+        if (written := text.count(processor.marker)) != given:
+            raise MediaError(
+                f"{given} {NOUNS[kind]}s, but the chat template wrote {written} times {processor.marker!r}; "
+                "each needs one part in the messages"
+            )
+    if not markers:
+        return [text], [0], []
+    pieces, starts, ordered, end = [], [], [], 0
+    for match in re.finditer("|".join(map(re.escape, markers)), text):
+        reference = waiting[markers[match[0]]].pop(0)
+        try:
+            replacement = processors.of(reference.kind).text(reference.size)
+        except MediaError as error:
+            raise MediaError(f"{reference.where}: {error}" if reference.where else str(error)) from None
+        pieces += [text[end : match.start()], replacement]
+        starts += [end, match.start()]
+        ordered.append(reference)
+        end = match.end()
+    return [*pieces, text[end:]], [*starts, end], ordered
+
+
+def _index(tokenizer: Any, tokens: np.ndarray, items: Sequence[Extent], processors: Processors) -> np.ndarray:
+    """Numbers the tokens of rows. Raises MediaError if they are not as many as the rows of the items."""
+    index = np.full(len(tokens), -1, np.int32)
+    kinds: set[Kind] = {item.kind for item in items}
+    ids = {kind: tokenizer.convert_tokens_to_ids(processors.of(kind).row_token) for kind in kinds}
+    at_row = np.isin(tokens, [i for i in ids.values() if i is not None])
+    rows = sum(item.rows for item in items)
+    expected = np.repeat([ids[item.kind] or -1 for item in items], [item.rows for item in items])
+    if at_row.sum() != rows or not np.array_equal(tokens[at_row], expected):
+        names = " and ".join(repr(processors.of(kind).row_token) for kind in sorted(kinds))
+        raise MediaError(
+            f"{rows} rows of pictures and sounds, but {at_row.sum()} tokens {names} in the prompt: the tokenizer must "
+            "know each as one token, and no text may contain one"
+        )
+    index[at_row] = np.arange(rows)
+    return index
+
+
+def _turns(
+    index: np.ndarray, items: Sequence[Extent], where: dict[int, int], processors: Processors
+) -> tuple[np.ndarray | None, int]:
+    """Returns (int32[T, 3] or None, rotary position after the last token).
+
+    A picture of h x w rows at position c has (c, c + y, c + x), and the next token has c + max(h, w).
+    """
+    if not any(item.kind == "image" and processors.of("image").sections for item in items):
+        return None, len(index)
+    merge = processors.of("image").merge
+    turns = np.zeros((len(index), 3), np.int32)
+    place = counter = row = 0
+    for item in items:
+        first = where[row]
+        row += item.rows
+        if item.kind != "image":
+            continue
+        turns[place:first] = np.arange(counter, counter + first - place)[:, None]
+        counter += first - place
+        high, wide = item.shape[0] // merge, item.shape[1] // merge
+        y, x = np.divmod(np.arange(high * wide), wide)
+        turns[first : first + high * wide] = counter + np.stack([np.zeros_like(y), y, x], axis=1)
+        place, counter = first + high * wide, counter + max(high, wide)
+    turns[place:] = np.arange(counter, counter + len(index) - place)[:, None]
+    return turns, counter + len(index) - place
+
+
+def _until(length: int, items: Sequence[Extent], where: dict[int, int], processors: Processors) -> np.ndarray | None:
+    if not any(processors.of(item.kind).looks_ahead for item in items):
+        return None
+    until, row = np.arange(length, dtype=np.int32), 0
+    for item in items:
+        first, row = where[row], row + item.rows
+        if processors.of(item.kind).looks_ahead:
+            until[first : first + item.rows] = first + item.rows - 1
+    return until
+
+
+def _origins(offsets: np.ndarray, pieces: Sequence[str], starts: Sequence[int]) -> np.ndarray:
+    """Maps characters of the expanded text to those of the rendered text."""
+    begins = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])[:-1]])
+    piece = np.searchsorted(begins, offsets, side="right") - 1
+    inside = np.where(piece % 2 == 0, offsets - begins[piece], 0)  # pieces with odd numbers replace a marker
+    return (np.asarray(starts)[piece] + inside).astype(np.int32)

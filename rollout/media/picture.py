@@ -1,0 +1,163 @@
+"""Pictures: the size from the header, pixels in RGB, and the steps that processors share.
+
+Axes: H and W sides in pixels, C channels (RGB), P side of a patch.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rollout.media.item import MediaError, require
+
+MAX_PIXELS = 89_478_485
+"""Pixels of the largest picture that is opened: from there on Pillow warns of decompression bombs."""
+_CHANNELS = (0, 3, 4)  # of arrays: grey without an axis of channels, RGB, RGB with opacity
+_TURNED = (5, 6, 7, 8)  # values of the EXIF orientation that swap the sides
+_ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 0x0100, 0x0101  # tags of EXIF and TIFF
+
+
+def size(content: bytes) -> tuple[int, int]:
+    """Returns (height, width) as displayed, from the header alone.
+
+    Raises MediaError for a file that is no picture, or has more than MAX_PIXELS.
+    """
+    image = _open(content)
+    # Pillow turns TIFF files by itself, and depending on its version their size says so already.
+    width, height = (image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]) if image.format == "TIFF" else image.size
+    return (width, height) if _orientation(image) in _TURNED else (height, width)
+
+
+def decode(content: bytes) -> np.ndarray:
+    """Decodes a picture to uint8[H, W, 3]: turned as its EXIF orientation says, RGB, opacity over white.
+
+    The first frame of an animation and the first page of a file with several are read.
+    Raises MediaError for a file that cannot be decoded.
+    """
+    return from_pillow(_open(content))
+
+
+def from_pillow(image: Any) -> np.ndarray:
+    """Converts a Pillow image to uint8[H, W, 3] as `decode`. Raises MediaError if its pixels cannot be read."""
+    modules = require("PIL.Image", "vision", "pictures need Pillow")
+    try:
+        # Before the pixels are read: PNG files may have another orientation after them, which `size` does not see.
+        turn = None if image.format == "TIFF" else _transposition(modules, _orientation(image))
+        image.load()
+        return _rgb(modules, image if turn is None else image.transpose(turn))
+    except MediaError:
+        raise
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, zlib.error, ...
+        raise MediaError(f"broken picture ({image.format or image.mode}): {error}") from None
+
+
+def from_array(pixels: np.ndarray) -> np.ndarray:
+    """Converts uint8[H, W], [H, W, 3] or [H, W, 4] to uint8[H, W, 3], opacity over white. Raises MediaError."""
+    channels = pixels.shape[2] if pixels.ndim == 3 else 0
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or channels not in _CHANNELS or not pixels.size:
+        raise MediaError(
+            f"an array of a picture must be uint8 of shape [height, width, 3], is {pixels.dtype}{list(pixels.shape)}"
+        )
+    _check_pixels(*pixels.shape[:2])
+    if channels == 0:
+        return np.repeat(pixels[:, :, None], 3, axis=2)
+    if channels == 3:
+        return pixels
+    opacity = pixels[..., 3:].astype(np.int32)
+    return ((pixels[..., :3] * opacity + 255 * (255 - opacity) + 127) // 255).astype(np.uint8)
+
+
+def resize(pixels_HWC: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
+    """Returns uint8[height, width, C] by a filter of Pillow (2 bilinear, 3 bicubic); unchanged if it has the size."""
+    if pixels_HWC.shape[:2] == (height, width):
+        return pixels_HWC
+    pillow = require("PIL.Image", "vision", f"resizing a picture to {height}x{width} needs Pillow")
+    return np.asarray(pillow.fromarray(pixels_HWC).resize((width, height), resample=resample))
+
+
+def levels(stored: Mapping[str, Any], mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
+    """Returns float32[C, 256]: the value of each grey level after `do_rescale` and `do_normalize` of a processor.
+
+    stored: its keys, of which absent ones default to 1/255, `mean` and `std`.
+    The arithmetic is that of transformers: float64 for the scale, float32 for mean and deviation.
+    """
+    table = np.tile(np.arange(256, dtype=np.float64), (3, 1))
+    if stored.get("do_rescale", True):
+        table = table * stored.get("rescale_factor", 1 / 255)
+    table = table.astype(np.float32)
+    if stored.get("do_normalize", True):
+        mean32 = np.asarray(stored.get("image_mean") or mean, np.float32)[:, None]
+        table = (table - mean32) / np.asarray(stored.get("image_std") or std, np.float32)[:, None]
+    return table
+
+
+def apply_levels(table_C256: np.ndarray, pixels_HWC: np.ndarray) -> np.ndarray:
+    """Returns float32[C, H, W]: each pixel replaced by its entry of the table of its channel."""
+    return np.stack([table[pixels_HWC[..., channel]] for channel, table in enumerate(table_C256)])
+
+
+def patches(values_CHW: np.ndarray, patch: int, channels_last: bool = False) -> np.ndarray:
+    """Cuts a picture into patches, row by row: float32[N, C*P*P], each flattened as (channel, y, x).
+
+    channels_last: flatten as (y, x, channel).
+    """
+    channels, height, width = values_CHW.shape
+    cut = values_CHW.reshape(channels, height // patch, patch, width // patch, patch)
+    order = (1, 3, 2, 4, 0) if channels_last else (1, 3, 0, 2, 4)
+    return np.ascontiguousarray(cut.transpose(order)).reshape(-1, channels * patch * patch)
+
+
+def _open(content: bytes) -> Any:
+    pillow = require("PIL.Image", "vision", "pictures in files need Pillow")
+    try:
+        image = pillow.open(io.BytesIO(content))
+    except (pillow.DecompressionBombError, pillow.DecompressionBombWarning):
+        raise MediaError(f"the picture has more than {MAX_PIXELS} pixels; scale it down") from None
+    except Exception:  # of the header: OSError, SyntaxError, struct.error, ...
+        begin = content[:8].hex(" ") or "nothing"
+        raise MediaError(f"not a picture that Pillow reads ({len(content)} bytes, beginning with {begin})") from None
+    _check_pixels(*image.size)
+    return image
+
+
+def _check_pixels(one: int, other: int) -> None:
+    if one * other > MAX_PIXELS:
+        raise MediaError(f"the picture has {one * other} pixels, more than {MAX_PIXELS}; scale it down")
+
+
+def _orientation(image: Any) -> int:
+    """Returns the EXIF orientation, 1 to 8. Reads no pixels: Pillow's own method for PNG files would decode them."""
+    pillow = require("PIL.Image", "vision", "pictures need Pillow")
+    try:
+        number = pillow.Image.getexif(image).get(_ORIENTATION, 1)
+    except Exception:  # a broken EXIF block does not make a picture unreadable
+        return 1
+    return number if number in range(1, 9) else 1
+
+
+def _transposition(pillow: Any, orientation: int) -> Any:
+    names = pillow.Transpose
+    return {
+        2: names.FLIP_LEFT_RIGHT,
+        3: names.ROTATE_180,
+        4: names.FLIP_TOP_BOTTOM,
+        5: names.TRANSPOSE,
+        6: names.ROTATE_270,
+        7: names.TRANSVERSE,
+        8: names.ROTATE_90,
+    }.get(orientation)
+
+
+def _rgb(pillow: Any, image: Any) -> np.ndarray:
+    if image.mode in ("I", "F"):
+        raise MediaError("32-bit grey levels have no known range; save the picture with 8 or 16 bits")
+    if image.mode.startswith("I;16"):  # Pillow would cut every level above 255
+        deep = np.asarray(image).astype(np.int64)
+        return from_array(((deep + 128) // 257).astype(np.uint8))
+    if image.has_transparency_data:
+        over = image.convert("RGBA")
+        image = pillow.alpha_composite(pillow.new("RGBA", over.size, "white"), over)
+    return np.asarray(image.convert("RGB"))
