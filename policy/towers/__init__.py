@@ -1,0 +1,22 @@
+"""Towers: pictures and sounds to rows that stand in the place of token embeddings. One file a kind, and
+policy/media.py describes each as data.
+
+A module is created by `(spec, out_width, rngs)`. A call takes values float32[R, N, K], the inputs of R items padded to
+N, and shapes int32[R, 2], (height, width) in patches or (frames, 1). It returns rows [R, M, E] and deepstack features
+[S, R, M, E] or None. The first `policy.media.rows_of(spec, shape)` rows of an item are its own; the others stand for
+padding. Padding changes no row of an item, nor does another item.
+"""
+
+from __future__ import annotations
+
+from flax import nnx
+
+from policy.media import GridVision, Tower
+from policy.towers.grid_vision import GridVisionTower
+
+MODULES: dict[type, type[nnx.Module]] = {GridVision: GridVisionTower}
+
+
+def create(spec: Tower, out_width: int, rngs: nnx.Rngs) -> nnx.Module:
+    """Creates the tower that `spec` describes, with rows of `out_width`."""
+    return MODULES[type(spec)](spec, out_width, rngs)

@@ -1,0 +1,268 @@
+"""Tiny towers of transformers, as oracles of ours: their modules with every number perturbed, and ours with the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from policy.huggingface import towers
+from policy.media import rows_of
+
+VISION = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
+GRID = {
+    "depth": 3,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 2],
+}
+E = 32  # hidden size of the decoder
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kind:
+    """A tower: how it is read, its name table, how transformers makes it, calls it (items -> rows of each, deepstack features of
+    each or None), and which items it is tried on: their shapes."""
+
+    config: dict
+    read: Callable
+    table: dict
+    build: Callable
+    call: Callable
+    shapes: tuple[tuple[int, int], ...]
+    padded: int  # inputs of an item, padding included
+
+
+def perturb(module, seed: int = 0):
+    """Moves every parameter and buffer of a module: norms, position tables and bounds start constant, zero or infinite."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(tensor, scale):
+        return torch.randn(tensor.shape, generator=generator) * scale
+
+    with torch.no_grad():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name.endswith(("_min", "_max")):  # some values are clipped, most are not
+                tensor.copy_((-1 if name.endswith("_min") else 1) * (1.0 + noise(tensor, 0.2).abs()))
+            elif "std_" in name:  # created empty
+                tensor.copy_(1.0 + noise(tensor, 0.3))
+            elif tensor.is_floating_point() and not any(
+                part in name for part in ("inv_", "freqs", "softcap", "positional_embedding.")
+            ):
+                tensor.add_(noise(tensor, 0.3 if tensor.dim() < 2 else 0.15))
+    return module.float().eval()
+
+
+def _eager(config):
+    config._attn_implementation = "eager"
+    return config
+
+
+# Grid vision.
+
+
+def build_grid(config):
+    from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen
+
+    return qwen.Qwen3VLVisionModel(_eager(qwen.Qwen3VLVisionConfig(**config)))
+
+
+def build_grid_of_omni(config):
+    from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni
+
+    return omni.Qwen3OmniMoeVisionEncoder(_eager(omni.Qwen3OmniMoeVisionEncoderConfig(**config)))
+
+
+def build_grid_of_qwen3_5(config):
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
+
+    return qwen.Qwen3_5VisionModel(_eager(qwen.Qwen3_5VisionConfig(**config)))
+
+
+def call_grid(module, items, shapes):
+    import torch
+
+    grid = torch.tensor([(1, *shape) for shape in shapes])
+    out = module(torch.cat([torch.tensor(item) for item in items]), grid_thw=grid)
+    sizes = [h * w // 4 for h, w in shapes]
+    deep = getattr(out, "deepstack_features", None)
+    deep = torch.stack(deep).split(sizes, dim=1) if deep else [None] * len(items)
+    return list(zip(out.pooler_output.split(sizes), deep, strict=True))
+
+
+_SHAPES = ((4, 6), (2, 2), (6, 4), (2, 10))
+KINDS = {
+    "grid": Kind(GRID, towers.grid_vision, towers.GRID_VISION, build_grid, call_grid, _SHAPES, 32),
+    "grid_of_omni": Kind(
+        GRID, towers.grid_vision, towers.GRID_VISION_OF_OMNI, build_grid_of_omni, call_grid, _SHAPES, 32
+    ),
+    "grid_of_qwen3_5": Kind(
+        {key: value for key, value in GRID.items() if key != "deepstack_visual_indexes"} | {"depth": 2},
+        towers.grid_vision,
+        towers.GRID_VISION,
+        build_grid_of_qwen3_5,
+        call_grid,
+        _SHAPES,
+        32,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pair:
+    """A tower of transformers, ours with its weights, the items float32[N, K] with their shapes, and the rows of theirs for each."""
+
+    kind: Kind
+    theirs: object
+    module: object
+    weights: dict
+    items: list
+    expected: list
+
+    @property
+    def spec(self):
+        return self.kind.read(self.kind.config)
+
+    def call(self, weights, values, shapes, runtime):
+        """(rows, features) of our tower with these weights."""
+        import jax
+        from flax import nnx
+
+        graph, state = nnx.split(self.module)
+        arrays = [weights[path] for path in paths(state)]
+        with jax.default_matmul_precision("highest"):
+            return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), arrays))(values, shapes, runtime)
+
+    @functools.cache
+    def program(self, **options):
+        """The compiled call, (values, shapes) -> (rows, features)."""
+        import jax
+
+        from policy.runtime import Runtime
+
+        forward = jax.jit(lambda *args: self.call(*args, Runtime(**options)))
+        return lambda values, shapes: forward(self.weights, values, shapes)
+
+    def gradients(self, factors, deep_factors, **options):
+        """Of sum(rows * factors) + sum(features * deep_factors) over all items, by path of our weights."""
+        import jax
+
+        from policy.runtime import Runtime
+
+        values, shapes = self.inputs()
+
+        def loss(weights):
+            rows, features = self.call(weights, values, shapes, Runtime(**options))
+            total = 0.0
+            for at in range(len(self.items)):
+                count = rows_of(self.spec, self.kind.shapes[at])
+                total += (rows[at, :count] * factors[at]).sum()
+                total += 0.0 if features is None else (features[:, at, :count] * deep_factors[at]).sum()
+            return total
+
+        return jax.jit(jax.grad(loss))(self.weights)
+
+    def their_gradients(self, factors, deep_factors):
+        """The same by torch, by path of our weights; of None where torch has none."""
+        import torch
+
+        self.theirs.zero_grad()
+        total = 0.0
+        for (rows, deep), factor, deep_factor in zip(
+            self.kind.call(self.theirs, self.items, self.kind.shapes), factors, deep_factors, strict=True
+        ):
+            total = total + (rows * torch.tensor(factor)).sum()
+            total = total if deep is None else total + (deep * torch.tensor(deep_factor)).sum()
+        total.backward()
+        buffers = {name: np.zeros(tuple(t.shape), np.float32) for name, t in self.theirs.named_buffers()}
+        grads = {name: p.grad.numpy() for name, p in self.theirs.named_parameters()}
+        return read_weights(self.kind, self.module, {n: (buffers | grads)[n] for n in self.theirs.state_dict()})
+
+    def inputs(self, chosen=None, length=None, seed=9):
+        """(values [R, N, K], shapes [R, 2]) of the items with these numbers, padded with noise."""
+        chosen = range(len(self.items)) if chosen is None else chosen
+        length = length or self.kind.padded
+        rng, first = np.random.default_rng(seed), self.items[0]
+        values = rng.normal(size=(len(chosen), length, first.shape[1])).astype(np.float32)
+        for at, number in enumerate(chosen):
+            values[at, : len(self.items[number])] = self.items[number]
+        return values, np.asarray([self.kind.shapes[number] for number in chosen], np.int32)
+
+    def own(self, rows, features, at, number):
+        """The rows and features of item `number`, which is at place `at` of a batch."""
+        count = rows_of(self.spec, self.kind.shapes[number])
+        assert len(self.expected[number][0]) == count
+        return np.asarray(rows[at, :count]), None if features is None else np.asarray(features[:, at, :count])
+
+
+def paths(state) -> list[str]:
+    from flax import nnx
+
+    return [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+
+
+def stacked(path: str) -> bool:
+    return path.startswith(("blocks.", "deepstack."))
+
+
+def read_weights(kind: Kind, module, tensors: dict) -> dict:
+    """Our weights by path, from tensors by stored name; every tensor must be read."""
+    from flax import nnx
+
+    flat = {".".join(map(str, path)): v.shape for path, v in nnx.to_flat_state(nnx.state(module))}
+    weights, unread = {}, set(tensors)
+    for path, shape in flat.items():
+        place, skip = kind.table[path], int(stacked(path))
+        root = path.rpartition(".")[0]
+        parts = [f"{root}.{part}" if root else part for part in place.parts] or [path]
+        shapes = [flat[part][skip:] for part in parts]
+        everything = tuple(slice(0, n) for n in shape[skip:])
+        block, pieces = place.block(shapes, parts.index(path), everything), []
+        for n in range(shape[0] if skip else 1):
+            name = place.name.format(n=n)
+            pieces.append(block.finish(tensors[name].reshape(block.shape)[block.index]))
+            assert tensors[name].shape == block.shape, name
+            unread.discard(name)
+        weights[path] = np.stack(pieces) if skip else pieces[0]
+    assert not unread, sorted(unread)
+    return weights
+
+
+@functools.cache
+def pair(name: str) -> Pair:
+    """The models of a kind; made once in a process."""
+    import torch
+    from flax import nnx
+
+    from policy import towers as modules
+    from policy.media import input_width
+
+    kind = KINDS[name]
+    torch.manual_seed(0)
+    theirs = perturb(kind.build(kind.config))
+    spec = kind.read(kind.config)
+    with nnx.use_eager_sharding(False):
+        module = nnx.eval_shape(lambda: modules.create(spec, E, nnx.Rngs(0)))
+    tensors = {key: value.detach().numpy() for key, value in theirs.state_dict().items()}
+    rng, lengths = np.random.default_rng(1), [h * w for h, w in kind.shapes]
+    items = [rng.normal(size=(n, input_width(spec))).astype(np.float32) for n in lengths]
+    with torch.no_grad():
+        expected = [
+            tuple(None if each is None else each.numpy() for each in rows)
+            for rows in kind.call(theirs, items, kind.shapes)
+        ]
+    return Pair(kind, theirs, module, read_weights(kind, module, tensors), items, expected)
