@@ -104,6 +104,100 @@ def call_grid(module, items, shapes):
     return list(zip(out.pooler_output.split(sizes), deep, strict=True))
 
 
+# SigLIP with the projector of Gemma 3.
+
+
+def build_siglip(config):
+    import torch
+    from transformers.models.gemma3 import modeling_gemma3 as gemma
+    from transformers.models.siglip import modeling_siglip as siglip
+
+    vision = _eager(siglip.SiglipVisionConfig(**config, vision_use_head=False))
+    text = gemma.Gemma3TextConfig(hidden_size=E, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    whole = gemma.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=9)
+    return torch.nn.ModuleDict(
+        {
+            "vision_tower": siglip.SiglipVisionModel(vision),
+            "multi_modal_projector": gemma.Gemma3MultiModalProjector(whole),
+        }
+    )
+
+
+def _squares(items, side, patch):
+    """Patches (channel, y, x), row by row, as pictures [R, 3, H, W]."""
+    import torch
+
+    grid = np.stack(items).reshape(len(items), side, side, 3, patch, patch)
+    return torch.tensor(grid.transpose(0, 3, 1, 4, 2, 5).reshape(len(items), 3, side * patch, side * patch))
+
+
+def call_siglip(module, items, shapes):
+    out = module["vision_tower"](_squares(items, 6, 4)).last_hidden_state
+    return [(rows, None) for rows in module["multi_modal_projector"](out)]
+
+
+# Tiles of Llama 4.
+
+
+def build_tiles(config):
+    import torch
+    from transformers.models.llama4 import modeling_llama4 as llama
+
+    vision = _eager(llama.Llama4VisionConfig(**config))
+    whole = llama.Llama4Config(text_config={"hidden_size": E}, vision_config=config)
+    return torch.nn.ModuleDict(
+        {
+            "vision_model": llama.Llama4VisionModel(vision),
+            "multi_modal_projector": llama.Llama4MultiModalProjector(whole),
+        }
+    )
+
+
+def call_tiles(module, items, shapes):
+    out = module["vision_model"](_squares(items, 6, 4)).last_hidden_state
+    return [(rows, None) for rows in module["multi_modal_projector"](out)]
+
+
+# Vision of Gemma 4.
+
+
+def build_pooled(config):
+    import torch
+    from transformers.models.gemma4 import modeling_gemma4 as gemma
+
+    vision = _eager(gemma.Gemma4VisionConfig(**config))
+    text = gemma.Gemma4TextConfig(hidden_size=E)
+    return torch.nn.ModuleDict(
+        {"vision_tower": gemma.Gemma4VisionModel(vision), "embed_vision": gemma.Gemma4MultimodalEmbedder(vision, text)}
+    )
+
+
+def call_pooled(module, items, shapes):
+    import torch
+
+    rows = []
+    for item, (h, w) in zip(items, shapes, strict=True):
+        at = torch.tensor([[(x, y) for y in range(h) for x in range(w)]])
+        out = module["vision_tower"](torch.tensor(item[None]), pixel_position_ids=at).last_hidden_state
+        rows.append((module["embed_vision"](inputs_embeds=out), None))
+    return rows
+
+
+TILES = VISION | {
+    "intermediate_size": 96,
+    "num_attention_heads": 3,
+    "image_size": 24,
+    "vision_output_dim": 20,
+    "projector_input_dim": 20,
+    "projector_output_dim": 20,
+}
+POOLED = VISION | {
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 16,
+    "standardize": True,
+}
 _SHAPES = ((4, 6), (2, 2), (6, 4), (2, 10))
 KINDS = {
     "grid": Kind(GRID, towers.grid_vision, towers.GRID_VISION, build_grid, call_grid, _SHAPES, 32),
@@ -116,6 +210,26 @@ KINDS = {
         towers.GRID_VISION,
         build_grid_of_qwen3_5,
         call_grid,
+        _SHAPES,
+        32,
+    ),
+    "siglip": Kind(
+        VISION | {"image_size": 24},
+        functools.partial(towers.siglip, rows=9),
+        towers.SIGLIP,
+        build_siglip,
+        call_siglip,
+        ((6, 6),) * 3,
+        40,
+    ),
+    "tiles": Kind(TILES, towers.tile_vision, towers.TILE_VISION, build_tiles, call_tiles, ((6, 6),) * 3, 40),
+    "pooled": Kind(POOLED, towers.pooled_vision, towers.POOLED_VISION, build_pooled, call_pooled, _SHAPES, 32),
+    "pooled_clipped": Kind(
+        POOLED | {"standardize": False, "use_clipped_linears": True},
+        towers.pooled_vision,
+        towers.POOLED_VISION,
+        build_pooled,
+        call_pooled,
         _SHAPES,
         32,
     ),
@@ -146,16 +260,6 @@ class Pair:
         arrays = [weights[path] for path in paths(state)]
         with jax.default_matmul_precision("highest"):
             return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), arrays))(values, shapes, runtime)
-
-    @functools.cache
-    def program(self, **options):
-        """The compiled call, (values, shapes) -> (rows, features)."""
-        import jax
-
-        from policy.runtime import Runtime
-
-        forward = jax.jit(lambda *args: self.call(*args, Runtime(**options)))
-        return lambda values, shapes: forward(self.weights, values, shapes)
 
     def gradients(self, factors, deep_factors, **options):
         """Of sum(rows * factors) + sum(features * deep_factors) over all items, by path of our weights."""
@@ -266,3 +370,14 @@ def pair(name: str) -> Pair:
             for rows in kind.call(theirs, items, kind.shapes)
         ]
     return Pair(kind, theirs, module, read_weights(kind, module, tensors), items, expected)
+
+
+@functools.cache
+def program(name: str, **options):
+    """The compiled call of our tower, (values, shapes) -> (rows, features)."""
+    import jax
+
+    from policy.runtime import Runtime
+
+    forward = jax.jit(lambda *args: pair(name).call(*args, Runtime(**options)))
+    return lambda values, shapes: forward(pair(name).weights, values, shapes)

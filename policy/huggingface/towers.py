@@ -12,7 +12,7 @@ from typing import Any
 
 from policy.huggingface.config_fields import UnsupportedModel, activation, first
 from policy.huggingface.names import Stored, Table
-from policy.media import Encoder, GridVision
+from policy.media import Encoder, GridVision, PooledVision, Siglip, TileVision
 
 
 def _linear(ours: str, stored: str, layout: str = "o i -> i o", bias: str = "") -> Table:
@@ -104,6 +104,172 @@ def grid_vision(config: dict, deepstack: tuple[int, ...] = ()) -> GridVision:
         channels=hf["in_channels"],
         frames=_side(hf, "temporal_patch_size"),
         theta=_theta(hf, 1e4),
+    )
+
+
+def _separate(stored: str, out: str) -> Table:
+    """Returns the entries of attention whose queries, keys and values are separate layers with biases."""
+    table = {}
+    for name in "qkv":
+        table |= _linear(f"blocks.{name}", f"{stored}.{name}_proj", "(h d) e -> e h d", "(h d) -> h d")
+    return table | _linear("blocks.o", f"{stored}.{out}", "e (h d) -> h d e")
+
+
+SIGLIP: Table = (
+    _linear("patch", "vision_tower.embeddings.patch_embedding", "d c y x -> c y x d")
+    | {"positions": Stored("vision_tower.embeddings.position_embedding.weight")}
+    | _norm("blocks.input_norm", "vision_tower.encoder.layers.{n}.layer_norm1")
+    | _norm("blocks.mlp_norm", "vision_tower.encoder.layers.{n}.layer_norm2")
+    | _separate("vision_tower.encoder.layers.{n}.self_attn", "out_proj")
+    | _linear("blocks.up", "vision_tower.encoder.layers.{n}.mlp.fc1")
+    | _linear("blocks.down", "vision_tower.encoder.layers.{n}.mlp.fc2")
+    | _norm("norm", "vision_tower.post_layernorm")
+    | {
+        "row_norm.weight": Stored("multi_modal_projector.mm_soft_emb_norm.weight"),
+        "out_proj": Stored("multi_modal_projector.mm_input_projection_weight"),
+    }
+)
+TILE_VISION: Table = (
+    {
+        "patch_proj": Stored("vision_model.patch_embedding.linear.weight", "d (c y x) -> c y x d"),
+        "class_token": Stored("vision_model.class_embedding"),
+        "positions": Stored("vision_model.positional_embedding_vlm"),
+    }
+    | _norm("first_norm", "vision_model.layernorm_pre")
+    | _norm("blocks.input_norm", "vision_model.model.layers.{n}.input_layernorm")
+    | _norm("blocks.mlp_norm", "vision_model.model.layers.{n}.post_attention_layernorm")
+    | _separate("vision_model.model.layers.{n}.self_attn", "o_proj")
+    | _linear("blocks.up", "vision_model.model.layers.{n}.mlp.fc1")
+    | _linear("blocks.down", "vision_model.model.layers.{n}.mlp.fc2")
+    | _norm("norm", "vision_model.layernorm_post")
+    | {
+        "up_proj": Stored("vision_model.vision_adapter.mlp.fc1.weight", "o i -> i o"),
+        "down_proj": Stored("vision_model.vision_adapter.mlp.fc2.weight", "o i -> i o"),
+        "out_proj": Stored("multi_modal_projector.linear_1.weight", "o i -> i o"),
+    }
+)
+
+
+def _clipped(ours: str, stored: str, layout: str = "o i -> i o") -> Table:
+    """Returns the entries of a linear layer of Gemma 4 and its bounds."""
+    bounds = ("input_min", "input_max", "output_min", "output_max")
+    return {f"{ours}_proj": Stored(f"{stored}.linear.weight", layout)} | {
+        f"{ours}_{bound}": Stored(f"{stored}.{bound}") for bound in bounds
+    }
+
+
+_GEMMA4_BLOCK = "vision_tower.encoder.layers.{n}."
+POOLED_VISION: Table = {
+    "patch_proj": Stored("vision_tower.patch_embedder.input_proj.weight", "d (y x c) -> y x c d"),
+    "positions": Stored("vision_tower.patch_embedder.position_embedding_table"),
+    "shift": Stored("vision_tower.std_bias"),
+    "scale": Stored("vision_tower.std_scale"),
+    "out_proj": Stored("embed_vision.embedding_projection.weight", "o i -> i o"),
+    "blocks.input_norm.weight": Stored(_GEMMA4_BLOCK + "input_layernorm.weight"),
+    "blocks.attention_norm.weight": Stored(_GEMMA4_BLOCK + "post_attention_layernorm.weight"),
+    "blocks.mlp_norm.weight": Stored(_GEMMA4_BLOCK + "pre_feedforward_layernorm.weight"),
+    "blocks.output_norm.weight": Stored(_GEMMA4_BLOCK + "post_feedforward_layernorm.weight"),
+    "blocks.q_norm.weight": Stored(_GEMMA4_BLOCK + "self_attn.q_norm.weight"),
+    "blocks.k_norm.weight": Stored(_GEMMA4_BLOCK + "self_attn.k_norm.weight"),
+} | _clipped("blocks.o", _GEMMA4_BLOCK + "self_attn.o_proj", "e (h d) -> h d e")
+for _name in "qkv":
+    POOLED_VISION |= _clipped(f"blocks.{_name}", f"{_GEMMA4_BLOCK}self_attn.{_name}_proj", "(h d) e -> e h d")
+for _name in ("gate", "up", "down"):
+    POOLED_VISION |= _clipped(f"blocks.{_name}", f"{_GEMMA4_BLOCK}mlp.{_name}_proj")
+
+
+def siglip(config: dict, rows: int = 256) -> Siglip:
+    """Reads the `vision_config` of Gemma 3. `rows`: the wrapper's `mm_tokens_per_image`."""
+    hf: dict[str, Any] = {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_channels": 3,
+        "image_size": 224,
+        "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
+    } | config
+    encoder = _encoder(hf, "num_hidden_layers", "num_attention_heads", hf["layer_norm_eps"])
+    side, cells = _side(hf, "image_size") // _side(hf, "patch_size"), math.isqrt(rows)
+    if cells**2 != rows or side % cells:
+        raise UnsupportedModel(
+            f"mm_tokens_per_image {rows}: must be the square of a number that divides the {side} patches of a side"
+        )
+    return Siglip(encoder, _side(hf, "patch_size"), side, side // cells, hf["num_channels"])
+
+
+def tile_vision(config: dict) -> TileVision:
+    """Reads the `vision_config` of Llama 4."""
+    hf: dict[str, Any] = {
+        "hidden_size": 768,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "intermediate_size": 5632,
+        "vision_output_dim": 7680,
+        "image_size": 448,
+        "patch_size": 14,
+        "pixel_shuffle_ratio": 0.5,
+        "projector_input_dim": 4096,
+        "projector_output_dim": 4096,
+        # The class computes exact GELU and 1e-5 whatever `hidden_act` and `norm_eps` say.
+        "hidden_act": "gelu",
+    } | config
+    encoder = _encoder(hf | {"hidden_act": "gelu"}, "num_hidden_layers", "num_attention_heads", 1e-5)
+    merge = round(1 / hf["pixel_shuffle_ratio"])
+    side = _side(hf, "image_size") // _side(hf, "patch_size")
+    joined, out = merge**2 * encoder.width, hf["projector_output_dim"]
+    if (
+        side % merge
+        or hf["intermediate_size"] != joined
+        or not hf["projector_input_dim"] == out == hf["vision_output_dim"]
+    ):
+        raise UnsupportedModel(
+            f"vision_config: of a side of {side} patches {merge} are joined, so intermediate_size must be {joined}, "
+            "and projector_input_dim, projector_output_dim and vision_output_dim must be equal"
+        )
+    if encoder.head_dim % 4:
+        raise UnsupportedModel(f"vision_config: heads of {encoder.head_dim} cannot turn by rows and columns")
+    return TileVision(encoder, _side(hf, "patch_size"), side, merge, out, out, hf["num_channels"], _theta(hf, 1e4))
+
+
+def pooled_vision(config: dict) -> PooledVision:
+    """Reads the `vision_config` of Gemma 4."""
+    hf: dict[str, Any] = {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "pooling_kernel_size": 3,
+        "patch_size": 16,
+        "position_embedding_size": 10240,
+        "use_clipped_linears": False,
+        "standardize": False,
+    } | config
+    if hf["head_dim"] % 4:
+        raise UnsupportedModel(f"vision_config: heads of {hf['head_dim']} cannot turn by rows and columns")
+    return PooledVision(
+        depth=hf["num_hidden_layers"],
+        width=hf["hidden_size"],
+        heads=hf["num_attention_heads"],
+        kv_heads=hf["num_key_value_heads"],
+        head_dim=hf["head_dim"],
+        mlp_width=hf["intermediate_size"],
+        activation=activation(hf, "hidden_activation"),
+        eps=hf["rms_norm_eps"],
+        patch=_side(hf, "patch_size"),
+        pool=hf["pooling_kernel_size"],
+        positions=hf["position_embedding_size"],
+        theta=_theta(hf, 100.0),
+        clipped=bool(hf["use_clipped_linears"]),
+        standardized=bool(hf["standardize"]),
     )
 
 

@@ -11,10 +11,18 @@ from __future__ import annotations
 
 from flax import nnx
 
-from policy.media import GridVision, Tower
+from policy.media import GridVision, PooledVision, Siglip, TileVision, Tower
 from policy.towers.grid_vision import GridVisionTower
+from policy.towers.pooled_vision import PooledVisionTower
+from policy.towers.siglip import SiglipTower
+from policy.towers.tile_vision import TileVisionTower
 
-MODULES: dict[type, type[nnx.Module]] = {GridVision: GridVisionTower}
+MODULES: dict[type, type[nnx.Module]] = {
+    GridVision: GridVisionTower,
+    Siglip: SiglipTower,
+    TileVision: TileVisionTower,
+    PooledVision: PooledVisionTower,
+}
 
 
 def create(spec: Tower, out_width: int, rngs: nnx.Rngs) -> nnx.Module:

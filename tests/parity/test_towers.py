@@ -20,7 +20,7 @@ def kinds(always=ALWAYS):
 def test_rows(kind):
     """All items in one batch, with noise as padding, against transformers."""
     pair = towers.pair(kind)
-    rows, features = pair.program(attention_chunk=CHUNK)(*pair.inputs())
+    rows, features = towers.program(kind, attention_chunk=CHUNK)(*pair.inputs())
     for number, (expected, deep) in enumerate(pair.expected):
         own, own_deep = pair.own(rows, features, number, number)
         np.testing.assert_allclose(own, expected, atol=BOUND, rtol=0, err_msg=f"item {number}")
@@ -33,7 +33,7 @@ def test_rows(kind):
 def test_neighbours_and_padding_change_no_bit(kind):
     """In one program: each item at another place, beside other items and other padding, and one place is empty."""
     pair = towers.pair(kind)
-    program, count = pair.program(attention_chunk=CHUNK), len(pair.items)
+    program, count = towers.program(kind, attention_chunk=CHUNK), len(pair.items)
     first = program(*pair.inputs())
     chosen = [*range(1, count), 0]
     values, shapes = pair.inputs(chosen, seed=10)
@@ -49,8 +49,8 @@ def test_neighbours_and_padding_change_no_bit(kind):
 def test_programs_of_other_sizes(kind):
     """An item alone in a longer program, and unrolled."""
     pair = towers.pair(kind)
-    first = pair.program(attention_chunk=CHUNK)(*pair.inputs())
-    second = pair.program(scan=False, remat="none")(*pair.inputs([1], 2 * pair.kind.padded))
+    first = towers.program(kind, attention_chunk=CHUNK)(*pair.inputs())
+    second = towers.program(kind, scan=False, remat="none")(*pair.inputs([1], 2 * pair.kind.padded))
     for a, b in zip(pair.own(*first, 1, 1), pair.own(*second, 0, 1), strict=True):
         if a is not None:
             np.testing.assert_allclose(a, b, atol=BOUND / 4, rtol=0)
@@ -65,6 +65,7 @@ def test_gradients(kind):
     ours, theirs = pair.gradients(factors, deep, attention_chunk=CHUNK), pair.their_gradients(factors, deep)
     trained = [path for path in theirs if theirs[path].any()]
     assert len(trained) > 10
-    for path in trained:
-        bound = 1e-4 * np.abs(theirs[path]).max()
+    largest = max(np.abs(gradient).max() for gradient in theirs.values())
+    for path in trained:  # some are 0 but for rounding, like those of key biases where nothing turns
+        bound = 1e-4 * np.abs(theirs[path]).max() + 1e-7 * largest
         np.testing.assert_allclose(ours[path], theirs[path], atol=bound, rtol=0, err_msg=path)
