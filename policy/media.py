@@ -153,7 +153,7 @@ class ChunkedAudio:
     @property
     def chunk_rows(self) -> int:
         """Returns the rows of a full chunk."""
-        return _halved(self.chunk, 3)
+        return halved(self.chunk, 3)
 
 
 Tower = GridVision | Siglip | TileVision | PooledVision | Conformer | ChunkedAudio
@@ -168,9 +168,9 @@ def rows_of(spec: Tower, shape: tuple[int, int]) -> int:
         case Siglip(side=side, pool=k) | TileVision(side=side, merge=k):
             return (side // k) ** 2
         case Conformer():
-            return _halved(height, 2)
+            return halved(height, 2)
         case ChunkedAudio():
-            return spec.chunk_rows * (height // spec.chunk) + _halved(height % spec.chunk, 3)
+            return spec.chunk_rows * (height // spec.chunk) + halved(height % spec.chunk, 3)
 
 
 def input_width(spec: Tower) -> int:
@@ -180,8 +180,8 @@ def input_width(spec: Tower) -> int:
     return spec.channels * spec.patch**2 * (spec.frames if isinstance(spec, GridVision) else 1)
 
 
-def _halved(length: int, times: int) -> int:
-    """Returns the length after so many convolutions of stride 2."""
+def halved(length, times: int):
+    """Returns the length after so many convolutions of stride 2; of integers or arrays of integers."""
     for _ in range(times):
         length = (length + 1) // 2
     return length

@@ -183,6 +183,74 @@ def call_pooled(module, items, shapes):
     return rows
 
 
+# Sounds of Omni and of Gemma 4.
+
+
+def build_chunked(config):
+    from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni
+
+    return omni.Qwen3OmniMoeAudioEncoder(_eager(omni.Qwen3OmniMoeAudioEncoderConfig(**config)))
+
+
+def call_chunked(module, items, shapes):
+    """All clips in one call, since the class pads chunks to the longest of a call; every clip has a full one."""
+    import torch
+
+    lengths = torch.tensor([frames for frames, _ in shapes])
+    out = module(torch.tensor(np.concatenate(items).T.copy()), feature_lens=lengths).last_hidden_state
+    sizes = [int(n) for n in _omni_rows(lengths)]
+    return [(rows, None) for rows in out.split(sizes)]
+
+
+def _omni_rows(lengths):
+    from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni
+
+    return omni._get_feat_extract_output_lengths(lengths)
+
+
+def build_conformer(config):
+    import torch
+    from transformers.models.gemma4 import modeling_gemma4 as gemma
+
+    audio = _eager(gemma.Gemma4AudioConfig(**config))
+    text = gemma.Gemma4TextConfig(hidden_size=E)
+    return torch.nn.ModuleDict(
+        {"audio_tower": gemma.Gemma4AudioModel(audio), "embed_audio": gemma.Gemma4MultimodalEmbedder(audio, text)}
+    )
+
+
+def call_conformer(module, items, shapes):
+    import torch
+
+    rows = []
+    for item in items:
+        full = torch.ones((1, len(item)), dtype=torch.bool)
+        out = module["audio_tower"](torch.tensor(item[None]), full).last_hidden_state
+        rows.append((module["embed_audio"](inputs_embeds=out)[0], None))
+    return rows
+
+
+CHUNKED = {
+    "d_model": 24,
+    "encoder_ffn_dim": 40,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "num_mel_bins": 16,
+    "downsample_hidden_size": 6,
+    "n_window": 50,
+    "n_window_infer": 200,
+    "output_dim": 32,
+}
+CONFORMER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "subsampling_conv_channels": [16, 4],
+    "conv_kernel_size": 3,
+    "attention_chunk_size": 4,
+    "attention_context_left": 5,
+    "output_proj_dims": 20,
+}
 TILES = VISION | {
     "intermediate_size": 96,
     "num_attention_heads": 3,
@@ -233,12 +301,30 @@ KINDS = {
         _SHAPES,
         32,
     ),
+    "chunked": Kind(
+        CHUNKED,
+        towers.chunked_audio,
+        towers.CHUNKED_AUDIO,
+        build_chunked,
+        call_chunked,
+        ((150, 1), (100, 1), (333, 1)),
+        400,
+    ),
+    "conformer": Kind(
+        CONFORMER,
+        towers.conformer,
+        towers.CONFORMER,
+        build_conformer,
+        call_conformer,
+        ((37, 1), (64, 1), (9, 1)),
+        64,
+    ),
 }
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pair:
-    """A tower of transformers, ours with its weights, the items float32[N, K] with their shapes, and the rows of theirs for each."""
+    """A tower of transformers, ours with its weights, the items float32[N, K], and what theirs returns for each."""
 
     kind: Kind
     theirs: object

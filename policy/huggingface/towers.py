@@ -12,7 +12,7 @@ from typing import Any
 
 from policy.huggingface.config_fields import UnsupportedModel, activation, first
 from policy.huggingface.names import Stored, Table
-from policy.media import Encoder, GridVision, PooledVision, Siglip, TileVision
+from policy.media import ChunkedAudio, Conformer, Encoder, GridVision, PooledVision, Siglip, TileVision
 
 
 def _linear(ours: str, stored: str, layout: str = "o i -> i o", bias: str = "") -> Table:
@@ -178,6 +178,65 @@ for _name in ("gate", "up", "down"):
     POOLED_VISION |= _clipped(f"blocks.{_name}", f"{_GEMMA4_BLOCK}mlp.{_name}_proj")
 
 
+CHUNKED_AUDIO: Table = {
+    "frame_proj": Stored("conv_out.weight", "d (c f) -> f c d"),
+}
+for _name, _stored in (("first", "conv2d1"), ("second", "conv2d2"), ("third", "conv2d3")):
+    CHUNKED_AUDIO |= {
+        f"{_name}_conv": Stored(f"{_stored}.weight", "o i f t -> t f i o"),
+        f"{_name}_bias": Stored(f"{_stored}.bias"),
+    }
+CHUNKED_AUDIO |= (
+    _norm("blocks.input_norm", "layers.{n}.self_attn_layer_norm")
+    | _norm("blocks.mlp_norm", "layers.{n}.final_layer_norm")
+    | _separate("layers.{n}.self_attn", "out_proj")
+    | _linear("blocks.up", "layers.{n}.fc1")
+    | _linear("blocks.down", "layers.{n}.fc2")
+    | _norm("norm", "ln_post")
+    | _linear("up", "proj1")
+    | _linear("down", "proj2")
+)
+
+CONFORMER: Table = {
+    "frame_proj": Stored("audio_tower.subsample_conv_projection.input_proj_linear.weight", "d (f c) -> f c d"),
+    "out_proj": Stored("embed_audio.embedding_projection.weight", "o i -> i o"),
+} | _linear("inner", "audio_tower.output_proj")
+for _name, _stored in (("first", "layer0"), ("second", "layer1")):
+    _stored = f"audio_tower.subsample_conv_projection.{_stored}"
+    CONFORMER |= {
+        f"{_name}_conv": Stored(f"{_stored}.conv.weight", "o i t f -> t f i o"),
+        f"{_name}_norm.weight": Stored(f"{_stored}.norm.weight"),
+    }
+for _name, _stored in (("first", "feed_forward1"), ("second", "feed_forward2")):
+    _ours, _stored = f"blocks.{_name}", f"audio_tower.layers.{{n}}.{_stored}"
+    CONFORMER |= (
+        _clipped(f"{_ours}.up", f"{_stored}.ffw_layer_1")
+        | _clipped(f"{_ours}.down", f"{_stored}.ffw_layer_2")
+        | {f"{_ours}.input_norm.weight": Stored(f"{_stored}.pre_layer_norm.weight")}
+        | {f"{_ours}.output_norm.weight": Stored(f"{_stored}.post_layer_norm.weight")}
+    )
+_CONFORMER_BLOCK = "audio_tower.layers.{n}."
+for _name in "qkv":
+    CONFORMER |= _clipped(f"blocks.attention.{_name}", f"{_CONFORMER_BLOCK}self_attn.{_name}_proj", "(h d) e -> e h d")
+CONFORMER |= (
+    _clipped("blocks.attention.o", _CONFORMER_BLOCK + "self_attn.post")
+    | _clipped("blocks.convolution.up", _CONFORMER_BLOCK + "lconv1d.linear_start")
+    | _clipped("blocks.convolution.down", _CONFORMER_BLOCK + "lconv1d.linear_end")
+    | {
+        "blocks.attention.distance_proj": Stored(
+            _CONFORMER_BLOCK + "self_attn.relative_k_proj.weight", "(h d) e -> e h d"
+        ),
+        "blocks.attention.scale": Stored(_CONFORMER_BLOCK + "self_attn.per_dim_scale"),
+        "blocks.convolution.conv": Stored(_CONFORMER_BLOCK + "lconv1d.depthwise_conv1d.weight", "d 1 w -> w d"),
+        "blocks.convolution.input_norm.weight": Stored(_CONFORMER_BLOCK + "lconv1d.pre_layer_norm.weight"),
+        "blocks.convolution.norm.weight": Stored(_CONFORMER_BLOCK + "lconv1d.conv_norm.weight"),
+        "blocks.input_norm.weight": Stored(_CONFORMER_BLOCK + "norm_pre_attn.weight"),
+        "blocks.attention_norm.weight": Stored(_CONFORMER_BLOCK + "norm_post_attn.weight"),
+        "blocks.output_norm.weight": Stored(_CONFORMER_BLOCK + "norm_out.weight"),
+    }
+)
+
+
 def siglip(config: dict, rows: int = 256) -> Siglip:
     """Reads the `vision_config` of Gemma 3. `rows`: the wrapper's `mm_tokens_per_image`."""
     hf: dict[str, Any] = {
@@ -270,6 +329,78 @@ def pooled_vision(config: dict) -> PooledVision:
         theta=_theta(hf, 100.0),
         clipped=bool(hf["use_clipped_linears"]),
         standardized=bool(hf["standardize"]),
+    )
+
+
+def chunked_audio(config: dict) -> ChunkedAudio:
+    """Reads the `audio_config` of Qwen3-Omni."""
+    hf: dict[str, Any] = {
+        "num_mel_bins": 128,
+        "encoder_layers": 32,
+        "encoder_attention_heads": 20,
+        "encoder_ffn_dim": 5120,
+        "d_model": 1280,
+        "activation_function": "gelu",
+        "n_window": 50,
+        "n_window_infer": 800,
+        "downsample_hidden_size": 480,
+    } | config
+    if hf["n_window"] != 50 or hf["n_window_infer"] % 100:
+        raise UnsupportedModel(
+            f"audio_config: n_window {hf['n_window']} must be 50, of which the number of rows is a function, and "
+            f"n_window_infer {hf['n_window_infer']} a multiple of 100"
+        )
+    shared = {"hidden_size": "d_model", "intermediate_size": "encoder_ffn_dim", "hidden_act": "activation_function"}
+    encoder = _encoder(
+        hf | {ours: hf[key] for ours, key in shared.items()}, "encoder_layers", "encoder_attention_heads", 1e-5
+    )
+    return ChunkedAudio(encoder, hf["num_mel_bins"], hf["downsample_hidden_size"], hf["n_window_infer"] // 100)
+
+
+def conformer(config: dict) -> Conformer:
+    """Reads the `audio_config` of Gemma 4."""
+    hf: dict[str, Any] = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "hidden_act": "silu",
+        "subsampling_conv_channels": (128, 32),
+        "conv_kernel_size": 5,
+        "residual_weight": 0.5,
+        "attention_chunk_size": 12,
+        "attention_context_left": 13,
+        "attention_context_right": 0,
+        "attention_logit_cap": 50.0,
+        "use_clipped_linears": True,
+        "rms_norm_eps": 1e-6,
+        "output_proj_dims": 1536,
+    } | config
+    chunk, left, right = (hf[f"attention_{key}"] for key in ("chunk_size", "context_left", "context_right"))
+    # Elsewhere the table of distances that the class shifts belongs to other distances than those of its keys.
+    if right or chunk != left - 1:
+        raise UnsupportedModel(
+            f"audio_config: attention_chunk_size {chunk} must be attention_context_left {left} less 1, and "
+            f"attention_context_right {right} must be 0"
+        )
+    if hf["hidden_size"] % hf["num_attention_heads"]:
+        raise UnsupportedModel(
+            f"audio_config: hidden_size {hf['hidden_size']} is not a multiple of its {hf['num_attention_heads']} heads"
+        )
+    first_channels, second_channels = hf["subsampling_conv_channels"]
+    return Conformer(
+        depth=hf["num_hidden_layers"],
+        width=hf["hidden_size"],
+        heads=hf["num_attention_heads"],
+        mels=first_channels,  # the class has as many mel bins as channels of the first convolution
+        channels=(first_channels, second_channels),
+        kernel=hf["conv_kernel_size"],
+        context=left - 1,
+        out=hf["output_proj_dims"],
+        activation=activation(hf),
+        cap=hf["attention_logit_cap"],
+        residual=hf["residual_weight"],
+        eps=hf["rms_norm_eps"],
+        clipped=bool(hf["use_clipped_linears"]),
     )
 
 

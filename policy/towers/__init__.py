@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from flax import nnx
 
-from policy.media import GridVision, PooledVision, Siglip, TileVision, Tower
+from policy.media import ChunkedAudio, Conformer, GridVision, PooledVision, Siglip, TileVision, Tower
+from policy.towers.chunked_audio import ChunkedAudioTower
+from policy.towers.conformer import ConformerTower
 from policy.towers.grid_vision import GridVisionTower
 from policy.towers.pooled_vision import PooledVisionTower
 from policy.towers.siglip import SiglipTower
@@ -22,6 +24,8 @@ MODULES: dict[type, type[nnx.Module]] = {
     Siglip: SiglipTower,
     TileVision: TileVisionTower,
     PooledVision: PooledVisionTower,
+    Conformer: ConformerTower,
+    ChunkedAudio: ChunkedAudioTower,
 }
 
 

@@ -149,6 +149,14 @@ def turn_by(angles_RNd: jax.Array, *, interleaved: bool = False) -> Callable[[ja
     return lambda x: rotate(x, rope, table)
 
 
+def convolved(x_RTFC: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Computes a convolution of stride 2 over time and frequency with a kernel [3, 3, C, channels] and zeros around."""
+    dims = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        x_RTFC, kernel.astype(x_RTFC.dtype), (2, 2), ((1, 1), (1, 1)), dimension_numbers=dims
+    )
+
+
 def for_towers(runtime: Runtime) -> Runtime:
     """Returns the runtime of a tower, whose products are not quantised."""
     return replace(runtime, quantization=None)
