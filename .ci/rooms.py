@@ -29,13 +29,12 @@ ORDER = {
         *("plan", "commands"),
     ],
 }
+FIELDS = ("names", "config_fields", "extensions", "ngrams", "tower_names", "tower_fields")
 # Modules that form a room of their own below a folder: tasks are lower than the configuration, families are lower than
 # the directories that they describe, and a model holds its scoring programs.
 DEEPER = {
     "rl.data.tasks": "tasks",
-    **dict.fromkeys(
-        (f"policy.huggingface.{n}" for n in ("names", "config_fields", "extensions", "ngrams", "towers")), "fields"
-    ),
+    **dict.fromkeys((f"policy.huggingface.{n}" for n in FIELDS), "fields"),
     **dict.fromkeys(("policy.execution.compiled_cache", "policy.execution.scoring"), "programs"),
 }
 _START, _END = "<!-- rooms: {} -->", "<!-- end of rooms: {} -->"

@@ -8,6 +8,7 @@ inputs, and makes fewer rows of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from policy.specs import Activation
 
@@ -180,7 +181,7 @@ def input_width(spec: Tower) -> int:
     return spec.channels * spec.patch**2 * (spec.frames if isinstance(spec, GridVision) else 1)
 
 
-def halved(length, times: int):
+def halved(length: Any, times: int) -> Any:
     """Returns the length after so many convolutions of stride 2; of integers or arrays of integers."""
     for _ in range(times):
         length = (length + 1) // 2

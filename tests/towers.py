@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from policy.huggingface import towers
+from policy.huggingface import tower_fields as fields
+from policy.huggingface import tower_names as names
 from policy.media import rows_of
 
 VISION = {
@@ -114,11 +115,11 @@ def build_siglip(config):
 
     vision = _eager(siglip.SiglipVisionConfig(**config, vision_use_head=False))
     text = gemma.Gemma3TextConfig(hidden_size=E, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
-    whole = gemma.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=9)
+    wrapper = gemma.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=9)
     return torch.nn.ModuleDict(
         {
             "vision_tower": siglip.SiglipVisionModel(vision),
-            "multi_modal_projector": gemma.Gemma3MultiModalProjector(whole),
+            "multi_modal_projector": gemma.Gemma3MultiModalProjector(wrapper),
         }
     )
 
@@ -144,11 +145,11 @@ def build_tiles(config):
     from transformers.models.llama4 import modeling_llama4 as llama
 
     vision = _eager(llama.Llama4VisionConfig(**config))
-    whole = llama.Llama4Config(text_config={"hidden_size": E}, vision_config=config)
+    wrapper = llama.Llama4Config(text_config={"hidden_size": E}, vision_config=config)
     return torch.nn.ModuleDict(
         {
             "vision_model": llama.Llama4VisionModel(vision),
-            "multi_modal_projector": llama.Llama4MultiModalProjector(whole),
+            "multi_modal_projector": llama.Llama4MultiModalProjector(wrapper),
         }
     )
 
@@ -268,14 +269,14 @@ POOLED = VISION | {
 }
 _SHAPES = ((4, 6), (2, 2), (6, 4), (2, 10))
 KINDS = {
-    "grid": Kind(GRID, towers.grid_vision, towers.GRID_VISION, build_grid, call_grid, _SHAPES, 32),
+    "grid": Kind(GRID, fields.grid_vision, names.GRID_VISION, build_grid, call_grid, _SHAPES, 32),
     "grid_of_omni": Kind(
-        GRID, towers.grid_vision, towers.GRID_VISION_OF_OMNI, build_grid_of_omni, call_grid, _SHAPES, 32
+        GRID, fields.grid_vision, names.GRID_VISION_OF_OMNI, build_grid_of_omni, call_grid, _SHAPES, 32
     ),
     "grid_of_qwen3_5": Kind(
         {key: value for key, value in GRID.items() if key != "deepstack_visual_indexes"} | {"depth": 2},
-        towers.grid_vision,
-        towers.GRID_VISION,
+        fields.grid_vision,
+        names.GRID_VISION,
         build_grid_of_qwen3_5,
         call_grid,
         _SHAPES,
@@ -283,19 +284,19 @@ KINDS = {
     ),
     "siglip": Kind(
         VISION | {"image_size": 24},
-        functools.partial(towers.siglip, rows=9),
-        towers.SIGLIP,
+        functools.partial(fields.siglip, rows=9),
+        names.SIGLIP,
         build_siglip,
         call_siglip,
         ((6, 6),) * 3,
         40,
     ),
-    "tiles": Kind(TILES, towers.tile_vision, towers.TILE_VISION, build_tiles, call_tiles, ((6, 6),) * 3, 40),
-    "pooled": Kind(POOLED, towers.pooled_vision, towers.POOLED_VISION, build_pooled, call_pooled, _SHAPES, 32),
+    "tiles": Kind(TILES, fields.tile_vision, names.TILE_VISION, build_tiles, call_tiles, ((6, 6),) * 3, 40),
+    "pooled": Kind(POOLED, fields.pooled_vision, names.POOLED_VISION, build_pooled, call_pooled, _SHAPES, 32),
     "pooled_clipped": Kind(
         POOLED | {"standardize": False, "use_clipped_linears": True},
-        towers.pooled_vision,
-        towers.POOLED_VISION,
+        fields.pooled_vision,
+        names.POOLED_VISION,
         build_pooled,
         call_pooled,
         _SHAPES,
@@ -303,8 +304,8 @@ KINDS = {
     ),
     "chunked": Kind(
         CHUNKED,
-        towers.chunked_audio,
-        towers.CHUNKED_AUDIO,
+        fields.chunked_audio,
+        names.CHUNKED_AUDIO,
         build_chunked,
         call_chunked,
         ((150, 1), (100, 1), (333, 1)),
@@ -312,8 +313,8 @@ KINDS = {
     ),
     "conformer": Kind(
         CONFORMER,
-        towers.conformer,
-        towers.CONFORMER,
+        fields.conformer,
+        names.CONFORMER,
         build_conformer,
         call_conformer,
         ((37, 1), (64, 1), (9, 1)),

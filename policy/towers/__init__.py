@@ -9,6 +9,8 @@ padding. Padding changes no row of an item, nor does another item.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flax import nnx
 
 from policy.media import ChunkedAudio, Conformer, GridVision, PooledVision, Siglip, TileVision, Tower
@@ -19,7 +21,7 @@ from policy.towers.pooled_vision import PooledVisionTower
 from policy.towers.siglip import SiglipTower
 from policy.towers.tile_vision import TileVisionTower
 
-MODULES: dict[type, type[nnx.Module]] = {
+MODULES: dict[type, Callable[..., nnx.Module]] = {
     GridVision: GridVisionTower,
     Siglip: SiglipTower,
     TileVision: TileVisionTower,

@@ -54,8 +54,8 @@ class GridVisionTower(Projections):
 
     def __init__(self, spec: GridVision, out_width: int, rngs: nnx.Rngs):
         self.spec, D = spec, spec.encoder.width
-        patch = (spec.channels, spec.frames, spec.patch, spec.patch)
-        self.add(rngs, "patch", (patch, (D,)), ((None,) * 4, ("embed",)), bias=True)
+        self.patch_shape = (spec.channels, spec.frames, spec.patch, spec.patch)
+        self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 4, ("embed",)), bias=True)
         self.positions = weight(rngs, (spec.side**2, D), (None, "embed"), normal(STD))
         self.blocks = stacked(partial(Block, spec.encoder), rngs, spec.encoder.depth)
         self.merger = Merger(spec, out_width, False, rngs)
@@ -71,7 +71,7 @@ class GridVisionTower(Projections):
         N = values_RNK.shape[1]
         real = real_inputs(shape_R2, N)
         row, column = grid_positions(shape_R2, N, spec.merge)
-        x = prepared(values_RNK, real, runtime).reshape(*values_RNK.shape[:2], *self.patch_proj.shape[:4])
+        x = prepared(values_RNK, real, runtime).reshape(*values_RNK.shape[:2], *self.patch_shape)
         x = self.project(x, "patch", runtime, over=4)
         x = x + self._positions(row, column, shape_R2).astype(x.dtype)
         axis = spec.encoder.head_dim // 2

@@ -35,14 +35,14 @@ from policy.towers.blocks import (
 
 
 class PooledBlock(Projections):
-    """A block between norms, like those of Gemma 4's text model, with attention to the whole picture. Scores are not
+    """A block between norms, like those of Gemma 4's text model, with attention to all of the picture. Scores are not
     scaled, since queries and keys are normed."""
 
     def __init__(self, spec: PooledVision, rngs: nnx.Rngs):
         self.spec = spec
         D, d, I, norm = spec.width, spec.head_dim, spec.mlp_width, Norm(spec.eps, "before_cast")
-        for name in ("input_norm", "attention_norm", "mlp_norm", "output_norm"):
-            setattr(self, name, RMSNorm(D, norm, rngs))
+        self.input_norm, self.attention_norm = RMSNorm(D, norm, rngs), RMSNorm(D, norm, rngs)
+        self.mlp_norm, self.output_norm = RMSNorm(D, norm, rngs), RMSNorm(D, norm, rngs)
         for name, heads in (("q", spec.heads), ("k", spec.kv_heads), ("v", spec.kv_heads)):
             axes = ("embed",), ("heads", "kv")
             self.add(rngs, name, ((D,), (heads, d)), axes, clipped=spec.clipped)
@@ -76,8 +76,8 @@ class PooledVisionTower(Projections):
 
     def __init__(self, spec: PooledVision, out_width: int, rngs: nnx.Rngs):
         self.spec, D = spec, spec.width
-        patch = (spec.patch, spec.patch, spec.channels)
-        self.add(rngs, "patch", (patch, (D,)), ((None,) * 3, ("embed",)))
+        self.patch_shape = (spec.patch, spec.patch, spec.channels)
+        self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 3, ("embed",)))
         self.positions = weight(rngs, (2, spec.positions, D), (None, None, "embed"), normal(STD))
         self.blocks = stacked(partial(PooledBlock, spec), rngs, spec.depth)
         if spec.standardized:
@@ -93,7 +93,7 @@ class PooledVisionTower(Projections):
         N = values_RNK.shape[1]
         real, (row, column) = real_inputs(shape_R2, N), grid_positions(shape_R2, N)
         x = prepared(2 * (values_RNK - 0.5), real, runtime)
-        x = self.project(x.reshape(*x.shape[:2], *self.patch_proj.shape[:3]), "patch", runtime, over=3)
+        x = self.project(x.reshape(*x.shape[:2], *self.patch_shape), "patch", runtime, over=3)
         across, down = self.positions[...].astype(x.dtype)
         x = x + across[jnp.minimum(column, spec.positions - 1)] + down[jnp.minimum(row, spec.positions - 1)]
         dim = spec.head_dim // 2

@@ -23,8 +23,8 @@ class SiglipTower(Projections):
 
     def __init__(self, spec: Siglip, out_width: int, rngs: nnx.Rngs):
         self.spec, D, eps = spec, spec.encoder.width, spec.encoder.eps
-        patch = (spec.channels, spec.patch, spec.patch)
-        self.add(rngs, "patch", (patch, (D,)), ((None,) * 3, ("embed",)), bias=True)
+        self.patch_shape = (spec.channels, spec.patch, spec.patch)
+        self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 3, ("embed",)), bias=True)
         self.positions = weight(rngs, (spec.side**2, D), (None, "embed"), normal(STD))
         self.blocks = stacked(partial(Block, spec.encoder), rngs, spec.encoder.depth)
         self.norm = MeanNorm(D, LayerNorm(eps), rngs)
@@ -36,7 +36,7 @@ class SiglipTower(Projections):
         padding."""
         spec, runtime = self.spec, for_towers(runtime)
         R, side, cells = len(values_RNK), spec.side, spec.side // spec.pool
-        x = prepared(values_RNK[:, : side**2], None, runtime).reshape(R, side**2, *self.patch_proj.shape[:3])
+        x = prepared(values_RNK[:, : side**2], None, runtime).reshape(R, side**2, *self.patch_shape)
         x = self.project(x, "patch", runtime, over=3)
         x = x + self.positions[...].astype(x.dtype)
         mask = within(jnp.ones(x.shape[:2], jnp.int32))

@@ -34,8 +34,8 @@ class TileVisionTower(Projections):
 
     def __init__(self, spec: TileVision, out_width: int, rngs: nnx.Rngs):
         self.spec, D = spec, spec.encoder.width
-        patch, joined = (spec.channels, spec.patch, spec.patch), spec.merge**2 * D
-        self.add(rngs, "patch", (patch, (D,)), ((None,) * 3, ("embed",)))
+        self.patch_shape, joined = (spec.channels, spec.patch, spec.patch), spec.merge**2 * D
+        self.add(rngs, "patch", (self.patch_shape, (D,)), ((None,) * 3, ("embed",)))
         self.class_token = weight(rngs, (D,), ("norm",), normal(STD))
         self.positions = weight(rngs, (spec.side**2 + 1, D), (None, "embed"), normal(STD))
         self.first_norm = MeanNorm(D, LayerNorm(spec.encoder.eps), rngs)
@@ -49,7 +49,7 @@ class TileVisionTower(Projections):
         """Returns (rows [R, M, E], None). Every tile has all `side` x `side` patches; inputs past them are padding."""
         spec, runtime = self.spec, for_towers(runtime)
         R, side = len(values_RNK), spec.side
-        x = prepared(values_RNK[:, : side**2], None, runtime).reshape(R, side**2, *self.patch_proj.shape[:3])
+        x = prepared(values_RNK[:, : side**2], None, runtime).reshape(R, side**2, *self.patch_shape)
         x = self.project(x, "patch", runtime, over=3)
         last = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (R, 1, x.shape[-1]))
         x = jnp.concatenate([x, last], axis=1) + self.positions[...].astype(x.dtype)

@@ -31,7 +31,7 @@ def test_rows(kind):
 
 @pytest.mark.parametrize("kind", kinds())
 def test_neighbours_and_padding_change_no_bit(kind):
-    """In one program: each item at another place, beside other items and other padding, and one place is empty."""
+    """In one program: each item at another place, among other items and other padding, and one place is empty."""
     pair = towers.pair(kind)
     program, count = towers.program(kind, attention_chunk=CHUNK), len(pair.items)
     first = program(*pair.inputs())
