@@ -69,3 +69,14 @@ def test_gradients(kind):
     for path in trained:  # some are 0 but for rounding, like those of key biases where nothing turns
         bound = 1e-4 * np.abs(theirs[path]).max() + 1e-7 * largest
         np.testing.assert_allclose(ours[path], theirs[path], atol=bound, rtol=0, err_msg=path)
+
+
+def test_axes_of_stacked_bounds():
+    """Every dimension of every weight has an axis, also where numbers without one are stacked."""
+    from flax import nnx
+
+    for kind in ("pooled_clipped", "conformer"):
+        for path, variable in nnx.to_flat_state(nnx.state(towers.pair(kind).module)):
+            axes = variable.get_metadata("out_sharding")
+            assert len(axes) == len(variable.shape), path
+            assert (axes[:1] == ("layers",)) == (path[0] == "blocks"), path
