@@ -1,11 +1,13 @@
 """Directories of multimodal models: text and towers are read, compute what transformers computes from pictures, and are written
 so that transformers reads them again."""
 
+import copy
 import json
 
 import media_oracles
 import numpy as np
 import pytest
+import towers
 
 import policy
 from policy.media import rows_of
@@ -106,3 +108,29 @@ def test_released_names_of_siglip(tmp_path):
     save_file(released, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"missing tensor vision_tower\.post_layernorm\.bias"):
         policy.load(tmp_path, media=True)
+
+
+@pytest.mark.every_family
+def test_sounds_and_clip_bounds_of_gemma4(tmp_path, monkeypatch):
+    import torch
+
+    text, vision, keys = copy.deepcopy(media_oracles.MODELS["Gemma4"])
+    vision |= {"use_clipped_linears": True, "standardize": False}
+    keys["audio_config"] = dict(towers.CONFORMER)
+    monkeypatch.setitem(media_oracles.MODELS, "Gemma4", (text, vision, keys))
+    theirs = media_oracles.build("Gemma4")
+    towers.perturb(theirs.model.audio_tower)
+    theirs.save_pretrained(tmp_path / "theirs")
+    theirs = type(theirs).from_pretrained(tmp_path / "theirs", dtype="auto")  # wavelengths, not stored, as they are
+    ours = policy.load(tmp_path / "theirs", media=True)
+    frames = np.random.default_rng(0).normal(size=(1, 37, 16)).astype(np.float32)
+    with torch.no_grad():
+        full = torch.ones((1, 37), dtype=torch.bool)
+        expected = theirs.model.get_audio_features(torch.tensor(frames), full).pooler_output.numpy()
+    rows, _ = ours.encode("audio", frames, [[37, 1]])
+    np.testing.assert_allclose(rows, expected, atol=2e-5, rtol=0)
+    policy.save(ours, tmp_path / "ours")
+    again, info = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True, dtype="auto")
+    assert {key: list(value) for key, value in info.items() if value} == {}
+    for name, tensor in theirs.state_dict().items():
+        np.testing.assert_array_equal(again.state_dict()[name].numpy(), tensor.numpy(), err_msg=name)
