@@ -18,10 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = {
     "policy": [
-        *("options", "mesh", "runtime", "specs", "config", "intermediates", "ops", "cache", "attention", "experts"),
-        *("layers", "remat", "compatibility", "decoder", "heads", "modes", "programs", "model", "execution"),
-        "hook",
-        *("fields", "families", "huggingface", "public"),
+        *("options", "mesh", "runtime", "specs", "media", "config", "intermediates", "ops", "cache", "attention"),
+        *("experts", "layers", "remat", "towers", "compatibility", "decoder", "heads", "modes", "programs", "model"),
+        *("execution", "hook", "fields", "families", "huggingface", "public"),
     ],
     "rewards": ["suggest", "text", "registry", "plugins", "workers", "runner", "check"],
     "rollout": ["types", "request", "text", "media", "engine", "generator", "collect"],
@@ -30,11 +29,12 @@ ORDER = {
         *("plan", "commands"),
     ],
 }
+FIELDS = ("names", "config_fields", "extensions", "ngrams", "tower_names", "tower_fields")
 # Modules that form a room of their own below a folder: tasks are lower than the configuration, families are lower than
 # the directories that they describe, and a model holds its scoring programs.
 DEEPER = {
     "rl.data.tasks": "tasks",
-    **dict.fromkeys((f"policy.huggingface.{n}" for n in ("names", "config_fields", "extensions", "ngrams")), "fields"),
+    **dict.fromkeys((f"policy.huggingface.{n}" for n in FIELDS), "fields"),
     **dict.fromkeys(("policy.execution.compiled_cache", "policy.execution.scoring"), "programs"),
 }
 _START, _END = "<!-- rooms: {} -->", "<!-- end of rooms: {} -->"

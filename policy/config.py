@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from policy.media import Tower
 from policy.options import option
 from policy.runtime import Quantization, Runtime, StoredType
 from policy.specs import (
@@ -231,8 +232,8 @@ class DecoderConfig:
     initializer_range: float = 0.02
     hyper_connections: HyperConnections | None = None
     multi_token_prediction: MultiTokenPrediction | None = None
-    image: object | None = None
-    audio: object | None = None
+    image: Tower | None = None
+    audio: Tower | None = None
 
     def __post_init__(self):
         kept: set[str] = set()

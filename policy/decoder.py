@@ -18,6 +18,7 @@ from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
+from policy import towers
 from policy.attention.sequence_shards import Order, along_length
 from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
@@ -219,6 +220,10 @@ class Decoder(nnx.Module):
         if config.multi_token_prediction is not None:
             create = partial(PredictionModule, config.multi_token_prediction, config)
             self.mtp = stacked(create, rngs, config.multi_token_prediction.depth)
+        if config.image is not None:
+            self.image = towers.create(config.image, config.hidden_size, rngs)
+        if config.audio is not None:
+            self.audio = towers.create(config.audio, config.hidden_size, rngs)
 
     def __call__(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
         """Returns (hidden [B, T, E], cache, Aux). `cache` comes from policy.cache.cache.create; None: tokens see the

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from policy.experts import expert_parallel
 from policy.heads import features, head
 from policy.intermediates import Aux
 from policy.layers import batch_split
+from policy.media import input_width
 from policy.mesh.sharding import Layout
 from policy.ops.host_memory import belongs_there, fetch, in_host_memory
 from policy.ops.parameter import Constant, RowTable
@@ -149,6 +151,14 @@ class Graph:
         with self.precision():
             return modes.train(self.decoder(params), tokens_BT, step, temperature, self.runtime)
 
+    def encode(
+        self, params: dict[str, jax.Array], kind: Literal["image", "audio"], values_RNK: jax.Array, shape_R2: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Runs the tower of pictures or of sounds: (rows [R, M, E], features [S, R, M, E] or None), as policy/towers
+        says."""
+        with self.precision():
+            return getattr(self.decoder(params), kind)(values_RNK, shape_R2, self.runtime)
+
     def aux(self, params: dict[str, jax.Array], tokens_BT: jax.Array, step: Step) -> Aux:
         """Runs the layers without a head and returns their outputs besides hidden states."""
         with self.precision():
@@ -245,6 +255,26 @@ class Model:
         logp, entropy = self.scorer.logprobs(self.params, *numbers, media_of(step, spans))
         return jnp.asarray(logp), jnp.asarray(entropy)
 
+    def encode(
+        self, kind: Literal["image", "audio"], values: ArrayLike, shapes: ArrayLike
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Computes the rows of pictures or sounds: (rows [R, M, E], features [S, R, M, E] or None).
+
+        `values` [R, N, K] are the inputs of R items in the order of the tower (policy/media.py), padded to N, `shapes`
+        int[R, 2] are (height, width) in patches or (frames, 1). The first `policy.media.rows_of` rows of an item are
+        its own. Raises ValueError if the model was loaded without such a tower or an array has another shape.
+        """
+        spec = getattr(self.config, kind)
+        if spec is None:
+            raise ValueError(f"this model has no tower for {kind}; load it with policy.load(directory, media=True)")
+        values, shapes = jnp.asarray(values, jnp.float32), jnp.asarray(shapes, jnp.int32)
+        if values.ndim != 3 or values.shape[2] != input_width(spec) or shapes.shape != (len(values), 2):
+            raise ValueError(
+                f"values must be [items, inputs, {input_width(spec)}] and shapes [items, 2], got {values.shape} and "
+                f"{shapes.shape}"
+            )
+        return self._encode(self.params, kind, values, shapes)
+
     def hidden_states(
         self,
         tokens: ArrayLike,
@@ -285,6 +315,10 @@ class Model:
             compatibility.check(self.config, self.graph.runtime, media=True)
         inputs = MediaInputs(*jax.tree.map(jnp.asarray, (media, turns, until)))
         return tokens, modes.make_step(tokens, positions, segments, inputs)
+
+    @cached_property
+    def _encode(self):
+        return jax.jit(self.graph.encode, static_argnums=1)
 
     @cached_property
     def _logits(self):

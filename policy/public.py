@@ -46,6 +46,7 @@ def load(
     sections: dict | None = None,
     seed: int = 0,
     missing: Literal["refuse", "fresh"] = "refuse",
+    media: bool = False,
 ) -> Model:
     """Loads the model of a Hugging Face directory (config.json and safetensors).
 
@@ -53,12 +54,14 @@ def load(
     `{"multi_token_prediction": {"depth": 1}}` loads the prediction module that files of DeepSeek-V3 hold as layer 61.
     If config.json announces no such modules and no file holds a part of one, they start fresh, as `create` draws them
     with `seed`. With `missing` "fresh" modules that are announced, or that follow those in the files, start fresh too.
-    `dtype`, `runtime` and `mesh` are as for `create`. Raises UnsupportedModel for a configuration that the decoder does
-    not compute and ModelFileError for files that are damaged, lack a tensor or hold an unexpected one.
+    `dtype`, `runtime` and `mesh` are as for `create`. `media`: with the towers of a multimodal model, which make the
+    rows of pictures and sounds (Model.encode); such a model is saved as a multimodal one. Raises UnsupportedModel for a
+    configuration that the decoder does not compute and ModelFileError for files that are damaged, lack a tensor or hold
+    an unexpected one.
     """
     from policy.huggingface import model_directory
 
-    config = sources.read_config(directory, sections)
+    config = sources.read_config(directory, sections, media=media)
     graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
     params, newly_initialized = model_directory.read_weights(directory, graph, missing=missing, seed=seed)
     return Model(graph, params, newly_initialized)

@@ -16,6 +16,9 @@ Optional:
 - `empty_tensors(hf)`: names and shapes of tensors without elements that transformers expects.
 - WRAPPED: pair of a prefix in the tables and its replacement in the files of a multimodal model. `read` then gets the
   complete multimodal configuration, which is also written.
+- `towers(stored)`: the towers of a complete multimodal configuration, by field of DecoderConfig, "image" or "audio".
+- TOWERS: the name table of each tower, by that field.
+- MULTIMODAL: pairs as in WRAPPED, for the files of a model with its towers; the first that fits is taken.
 
 A multimodal configuration (with a `text_config`) of another family is read as its text model. ARCHITECTURES then also
 holds the wrapper's class, after the text classes, which are in the order of their MODEL_TYPES.
@@ -24,7 +27,9 @@ holds the wrapper's class, after the text classes, which are in the order of the
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
+from dataclasses import replace
 from types import ModuleType
 
 from policy.config import DecoderConfig
@@ -84,12 +89,18 @@ def text_model(hf: dict) -> dict:
     return outer | inner | tied | names
 
 
-def read(hf: dict) -> DecoderConfig:
+def read(hf: dict, *, media: bool = False) -> DecoderConfig:
     """Reads the decoder that a Hugging Face configuration describes, with the parts that
-    policy/huggingface/extensions.py adds. Raises UnsupportedModel with the key that is missing or unknown."""
-    hf = text_model(hf)
-    module = find(hf)
+    policy/huggingface/extensions.py adds. `media`: with the towers of a multimodal one. Raises UnsupportedModel with
+    the key that is missing or unknown, and if there is no tower to read."""
+    text = text_model(hf)
+    module = find(text)
     try:
-        return extensions.extend(module.read(hf), hf)
+        config = extensions.extend(module.read(text), text)
+        if not media:
+            return config
+        if not (isinstance(hf.get("text_config"), dict) and hasattr(module, "towers")):
+            raise UnsupportedModel(f"{hf.get('model_type')}: a model without towers for pictures and sounds")
+        return replace(config, hf=json.dumps(hf, sort_keys=True), **module.towers(hf))
     except KeyError as missing:
-        raise UnsupportedModel(f"{hf.get('model_type')}: the configuration lacks {missing}") from None
+        raise UnsupportedModel(f"{text.get('model_type')}: the configuration lacks {missing}") from None

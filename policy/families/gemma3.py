@@ -3,8 +3,10 @@ keys."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from policy.config import SANDWICH_NORM, Attention, DecoderConfig, LayerSpec, Mlp, Norm
-from policy.huggingface import names
+from policy.huggingface import names, tower_fields, tower_names
 from policy.huggingface.config_fields import (
     UnsupportedModel,
     activation,
@@ -19,6 +21,9 @@ from policy.huggingface.config_fields import (
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 MODEL_TYPES = ("gemma3_text", "gemma3")
 KINDS = ("full_attention", "sliding_attention")
+MULTIMODAL = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
+PREFIXES = (("vision_tower.vision_model.", "vision_tower."),)  # the spelling of released files
+TOWERS = {"image": tower_names.SIGLIP}
 NAMES = names.ATTENTION | names.MLP | names.NORMS_BY_ROLE
 
 # The values of absent keys, by the class of transformers. Files of multimodal models leave many out.
@@ -90,3 +95,8 @@ def _rope_parameters(hf: dict) -> dict:
     full.setdefault("rope_theta", first(hf, "rope_theta", default=1_000_000.0))
     sliding.setdefault("rope_theta", first(hf, "rope_local_base_freq", default=10_000.0))
     return {"rope_parameters": dict(zip(KINDS, (full, sliding), strict=True)), "rope_scaling": None}
+
+
+def towers(stored: dict) -> dict[str, Any]:
+    """Reads the vision tower of a complete configuration."""
+    return {"image": tower_fields.siglip(stored["vision_config"], first(stored, "mm_tokens_per_image", default=256))}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 from policy.config import (
     SANDWICH_NORM,
@@ -20,13 +21,16 @@ from policy.config import (
     NormName,
     Router,
 )
-from policy.huggingface import names
+from policy.huggingface import names, tower_fields, tower_names
 from policy.huggingface.config_fields import UnsupportedModel, activation, attention, decoder, first, layer_types, rope
 from policy.huggingface.names import Stored
 
 ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 MODEL_TYPES = ("gemma4_text", "gemma4")
 KINDS = ("full_attention", "sliding_attention")
+_TOWERS = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
+MULTIMODAL = (*((name, f"model.{name}") for name in _TOWERS), ("model.", "model.language_model."))
+TOWERS = {"image": tower_names.POOLED_VISION, "audio": tower_names.CONFORMER}
 _EXPERTS = "feed_forward.experts."
 NAMES = (
     names.ATTENTION
@@ -222,3 +226,12 @@ def _feed_forward(hf: dict, norm: Norm) -> Mlp | DenseAndExperts:
         raise UnsupportedModel(f"gemma4: enable_moe_block needs {', '.join(absent)}")
     router = Router(hf["num_experts"], hf["top_k_experts"], input_norm=norm, expert_scale=True)
     return DenseAndExperts(dense, Moe(router, hf["moe_intermediate_size"], activation=act), norm)
+
+
+def towers(stored: dict) -> dict[str, Any]:
+    """Reads the towers of a complete configuration, which may lack one."""
+    readers = {
+        "vision_config": ("image", tower_fields.pooled_vision),
+        "audio_config": ("audio", tower_fields.conformer),
+    }
+    return {field: read(stored[key]) for key, (field, read) in readers.items() if stored.get(key) is not None}

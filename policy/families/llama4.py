@@ -6,8 +6,10 @@ positions.
 
 from __future__ import annotations
 
+from typing import Any
+
 from policy.config import Attention, DecoderConfig, LayerSpec, Mlp, Moe, Norm, QueryTemperature, Router
-from policy.huggingface import names
+from policy.huggingface import names, tower_fields, tower_names
 from policy.huggingface.config_fields import (
     UnsupportedModel,
     activation,
@@ -35,6 +37,8 @@ NAMES = (
     }
 )
 
+MULTIMODAL = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
+TOWERS = {"image": tower_names.TILE_VISION}
 KINDS = ("chunked_attention", "full_attention")
 # The values of absent keys, by the class of transformers.
 DEFAULTS = {
@@ -102,3 +106,8 @@ def _experts(hf: dict) -> Moe:
         renormalize=False,
     )
     return Moe(router, width, shared=Mlp(width, activation(hf)), activation=activation(hf), weigh="input")
+
+
+def towers(stored: dict) -> dict[str, Any]:
+    """Reads the vision tower of a complete configuration."""
+    return {"image": tower_fields.tile_vision(stored["vision_config"])}

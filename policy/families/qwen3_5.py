@@ -3,8 +3,10 @@ multimodal ones: three gated delta nets to one gated attention."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.huggingface import names
+from policy.huggingface import names, tower_fields, tower_names
 from policy.huggingface.config_fields import activation, decoder, first, hybrid_mixers
 
 ARCHITECTURES = (
@@ -58,6 +60,8 @@ MOE = _DEFAULTS | {
 }
 EXPERTS = 256
 SECTIONS = (11, 11, 10)
+MULTIMODAL = (("visual.", "model.visual."), ("model.", "model.language_model."))
+TOWERS = {"image": names.moved(tower_names.GRID_VISION, ("", ""), ("", "visual."))}
 
 
 def read(stored: dict) -> DecoderConfig:
@@ -77,3 +81,8 @@ def _experts(hf: dict) -> Moe:
     shared = Mlp(hf["shared_expert_intermediate_size"], act)
     router = Router(experts, hf["num_experts_per_tok"])
     return Moe(router, hf["moe_intermediate_size"], shared=shared, activation=act, shared_gate=True)
+
+
+def towers(stored: dict) -> dict[str, Any]:
+    """Reads the vision tower of a complete configuration."""
+    return {"image": tower_fields.grid_vision(stored["vision_config"])}

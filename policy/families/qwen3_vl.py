@@ -3,8 +3,10 @@ deepstack features of the vision tower."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from policy.config import DecoderConfig, LayerSpec, Mlp, Norm
-from policy.huggingface import names
+from policy.huggingface import names, tower_fields, tower_names
 from policy.huggingface.config_fields import (
     activation,
     attention,
@@ -19,6 +21,8 @@ from policy.huggingface.config_fields import (
 ARCHITECTURES = ("Qwen3VLForConditionalGeneration",)
 MODEL_TYPES = ("qwen3_vl", "qwen3_vl_text")
 WRAPPED = ("model.", "model.language_model.")
+MULTIMODAL = (("visual.", "model.visual."), WRAPPED)
+TOWERS = {"image": names.moved(tower_names.GRID_VISION, ("", ""), ("", "visual."))}
 NAMES = names.ATTENTION | names.MLP
 
 # The values of absent keys, by the class of transformers.
@@ -46,3 +50,8 @@ def read(stored: dict) -> DecoderConfig:
     mlp, features = Mlp(hf["intermediate_size"], activation(hf)), deepstack_layers(stored, DEEPSTACK)
     layers = [LayerSpec(mixer, mlp, deepstack=n < features) for n in range(hf["num_hidden_layers"])]
     return decoder("qwen3_vl", stored, hf, layers)
+
+
+def towers(stored: dict) -> dict[str, Any]:
+    """Reads the vision tower of a complete configuration."""
+    return {"image": tower_fields.grid_vision(stored["vision_config"], DEEPSTACK)}

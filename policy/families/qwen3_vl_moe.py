@@ -4,9 +4,10 @@ whose chosen weights always sum to 1."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from policy.config import DecoderConfig, LayerSpec, Mlp, Moe, Norm, Router
-from policy.huggingface import names
+from policy.huggingface import names, tower_fields, tower_names
 from policy.huggingface.config_fields import (
     activation,
     attention,
@@ -24,6 +25,8 @@ from policy.huggingface.names import Stored, Table
 ARCHITECTURES = ("Qwen3VLMoeForConditionalGeneration",)
 MODEL_TYPES = ("qwen3_vl_moe", "qwen3_vl_moe_text")
 WRAPPED = ("model.", "model.language_model.")
+MULTIMODAL = (("visual.", "model.visual."), WRAPPED)
+TOWERS = {"image": names.moved(tower_names.GRID_VISION, ("", ""), ("", "visual."))}
 
 
 def _either(written: Table, released: Table) -> Table:
@@ -84,3 +87,8 @@ def read(stored: dict) -> DecoderConfig:
         for n, sparse in enumerate(sparse_layers(hf, experts))
     ]
     return decoder("qwen3_vl_moe", stored, hf, layers)
+
+
+def towers(stored: dict) -> dict[str, Any]:
+    """Reads the vision tower of a complete configuration."""
+    return {"image": tower_fields.grid_vision(stored["vision_config"], DEEPSTACK)}

@@ -43,14 +43,11 @@ PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 )
-# Tensors that a text model does not need: the towers of other modalities, heads that predict further tokens, copies of
-# embedding and head in prediction modules, and tables of old files that follow from the configuration.
-SKIP = (
-    r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*",
-    r"mtp\..*",
-    r".*\.\d+\.(embed_tokens|shared_head\.head)\.weight",
-    r".*rotary_emb\.inv_freq",
-)
+# Tensors that a text model does not need: the towers of other modalities (TOWERS, unless they are read), heads that
+# predict further tokens, copies of embedding and head in prediction modules, and tables of old files that follow from
+# the configuration.
+TOWERS = r"(model\.)?(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*"
+SKIP = (r"mtp\..*", r".*\.\d+\.(embed_tokens|shared_head\.head)\.weight", r".*rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Place:
 
     def name(self, stored: names.Stored, layer: int | None, expert: int = 0) -> str:
         """Returns the name of the stored tensor that holds a layer and expert."""
-        return self.prefix.format(n=layer) + stored.name.format(e=expert)
+        return (self.prefix + stored.name).format(n=layer, e=expert)
 
     def parts(self, stored: names.Stored) -> tuple[str, ...]:
         """Returns the paths of our weights that share the stored tensor, in order, this one included."""
@@ -130,6 +127,10 @@ def places(graph: Graph) -> Iterator[Place]:
     top, prefix = getattr(family, "TOP", names.TOP), getattr(family, "LAYER_PREFIX", names.LAYER_PREFIX)
     start = np.cumsum([0, *(len(stack.pattern) * stack.repeats for stack in config.stacks)])
     for path in graph.paths:
+        if match := re.fullmatch(r"(image|audio)\.(.+)", path):
+            stacked = range(graph.shapes[path].shape[0]) if graph.axes[path][:1] == ("layers",) else None
+            yield Place(graph, path, family.TOWERS[match[1]][match[2]], None if stacked is None else tuple(stacked))
+            continue
         if match := re.fullmatch(rf"{MTP}\.(.+)", path):
             part, count = config.multi_token_prediction, len(config.layers)
             assert part is not None  # a graph has such weights only with prediction modules
@@ -247,7 +248,8 @@ def _aligned(shape: list[int], dtype) -> np.ndarray:
 def _renamed(family: ModuleType) -> Callable[[str], str]:
     """Returns a function from stored names to the names of the tables, without the prefixes of multimodal wrappers and
     of the family."""
-    prefixes = (*getattr(family, "PREFIXES", ()), *PREFIXES)
+    multimodal = ((stored, ours) for ours, stored in getattr(family, "MULTIMODAL", ()))
+    prefixes = (*getattr(family, "PREFIXES", ()), *multimodal, *PREFIXES)
 
     def rename(name: str) -> str:
         old, new = next(((old, new) for old, new in prefixes if name.startswith(old)), ("", ""))
@@ -260,6 +262,7 @@ def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | N
     family = families.get(config.family)
     unread = getattr(family, "unread", lambda config: ())(config)
     skip = [*SKIP, *getattr(family, "SKIP", ()), *unread, *(scheme.skip if scheme else ())]
+    skip += [] if _with_towers(config) else [TOWERS]
     if config.tied_head:
         skip.append(re.escape(names.TOP["lm_head"].name))  # accepted, whatever the family calls its own top
 
@@ -327,7 +330,7 @@ def write(
     """
     config = graph.config
     hf = json.loads(config.hf)
-    if families.read(hf) != config:
+    if families.read(hf, media=_with_towers(config)) != config:
         raise ValueError(
             "this DecoderConfig no longer matches its Hugging Face configuration; change keys there instead"
         )
@@ -347,14 +350,20 @@ def write(
     (directory / "config.json").write_text(json.dumps(hf, indent=2))
 
 
+def _with_towers(config: DecoderConfig) -> bool:
+    return config.image is not None or config.audio is not None
+
+
 def _wrapped(
     config: DecoderConfig, hf: dict, tensors: Iterable[tuple[str, np.ndarray]]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors under the names that they have in the files of the model that `hf` describes."""
-    inner, outer = getattr(families.get(config.family), "WRAPPED", ("", ""))
-    multimodal = "text_config" in hf
+    family = families.get(config.family)
+    pairs = family.MULTIMODAL if _with_towers(config) else [family.WRAPPED] if hasattr(family, "WRAPPED") else []
     for name, array in tensors:
-        yield (outer + name.removeprefix(inner) if multimodal and name.startswith(inner) else name), array
+        fits = (pair for pair in pairs if "text_config" in hf and name.startswith(pair[0]))
+        inner, outer = next(fits, ("", ""))
+        yield outer + name.removeprefix(inner), array
 
 
 def _save_tensors(directory: Path, config: DecoderConfig, tensors: Iterator[tuple[str, np.ndarray]]) -> None:

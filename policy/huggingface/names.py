@@ -93,7 +93,7 @@ class Stored:
     def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Builds the stored tensor from all its parts in order."""
         if not self.layout:
-            return np.ascontiguousarray(arrays[0])
+            return np.ascontiguousarray(arrays[0]).reshape(arrays[0].shape)  # which numpy gives an axis if it has none
         shapes = [array.shape for array in arrays]
         blocks = [self.block(shapes, part, (slice(None),) * array.ndim) for part, array in enumerate(arrays)]
         stored = np.empty(blocks[0].shape, arrays[0].dtype)

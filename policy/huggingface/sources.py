@@ -86,13 +86,13 @@ def read_hf(directory: str | os.PathLike) -> dict:
     return hf
 
 
-def read_config(directory: str | os.PathLike, sections: dict | None = None) -> DecoderConfig:
+def read_config(directory: str | os.PathLike, sections: dict | None = None, *, media: bool = False) -> DecoderConfig:
     """Reads the decoder of a model directory; `sections` (policy/huggingface/extensions.py) replace sections of its
-    config.json."""
+    config.json. `media`: with its towers."""
     hf = read_hf(directory)
     if sections:
         hf[extensions.KEY] = hf.get(extensions.KEY, {}) | sections
-    return families.read(hf)
+    return families.read(hf, media=media)
 
 
 def classifier(directory: str | os.PathLike) -> DecoderConfig:

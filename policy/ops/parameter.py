@@ -50,7 +50,11 @@ def stacked(create: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs, repeats: int) -> 
     def each(rngs):
         return create(rngs)
 
-    return each(rngs)
+    module = each(rngs)
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Variable) and node.get_metadata("out_sharding", None) == ():
+            node.set_metadata(out_sharding=("layers",))  # of a number without axes, which flax passes over
+    return module
 
 
 def split_module(module: nnx.Module) -> tuple[list[jax.Array], Callable[[list[jax.Array]], nnx.Module]]:

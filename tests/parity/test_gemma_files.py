@@ -179,5 +179,9 @@ def test_what_the_decoder_does_not_compute_is_refused_by_name(message):
 
 def test_keys_of_gemma4_without_effect_here_are_accepted():
     hf = TINY["Gemma4"] | {"model_type": "gemma4_text"}
-    same = {"use_double_wide_mlp": True, "use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 7}
+    same = {"use_double_wide_mlp": True, "vocab_size_per_layer_input": 7}
     assert families.read(hf | same).stacks == families.read(hf).stacks
+    mixers = [spec.mixer for spec in families.read(hf | {"use_bidirectional_attention": "vision"}).layers]
+    # Only the sliding layers look ahead, within a picture.
+    assert [mixer.looks_ahead for mixer in mixers] == [mixer.window is not None for mixer in mixers]
+    assert not any(spec.mixer.looks_ahead for spec in families.read(hf).layers)

@@ -1,0 +1,186 @@
+"""What towers share: projections, attention among the inputs of one item, the loop over blocks.
+
+R items, N inputs of an item, D width of the tower, H heads, d their dimension, L blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from policy.attention.dot_product_attention import Mask, attend
+from policy.cache.layer_cache import Visible
+from policy.cache.step import Step
+from policy.config import LayerNorm, Rope, Runtime
+from policy.experts.mlp import ACTIVATIONS
+from policy.media import Encoder
+from policy.mesh.sharding import constrain
+from policy.ops.linear import linear
+from policy.ops.norms import MeanNorm
+from policy.ops.parameter import Constant, normal, weight, zeros
+from policy.ops.rope import rotate
+from policy.remat import checkpointed, saved
+
+STD = 0.02  # of initial weights, the default of every configuration class
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+Table = tuple[jax.Array, jax.Array]
+
+
+class Projections(nnx.Module):
+    """A module with linear layers by name: NAME_proj [inputs, outputs], and NAME_bias where there is one.
+
+    The weights of a tower are never quantised: its rows enter every layer of the decoder.
+    """
+
+    def add(
+        self,
+        rngs: nnx.Rngs,
+        name: str,
+        shape: tuple[tuple[int, ...], tuple[int, ...]],
+        axes: tuple[tuple[str | None, ...], tuple[str | None, ...]],
+        *,
+        bias: bool = False,
+        clipped: bool = False,
+    ) -> None:
+        """Declares the layer `name` that maps dimensions shape[0] to shape[1], with their logical axes. `clipped`: four
+        stored numbers, NAME_input_min and so on, bound its inputs and outputs."""
+        (inputs, outputs), (rows, columns) = shape, axes
+        setattr(self, f"{name}_proj", weight(rngs, inputs + outputs, rows + columns, normal(STD)))
+        if bias:
+            named = tuple("norm" if axis == "embed" else axis for axis in columns)
+            setattr(self, f"{name}_bias", weight(rngs, outputs, named, zeros))
+        for bound in BOUNDS if clipped else ():
+            infinite = jnp.float32(-np.inf if bound.endswith("min") else np.inf)
+            setattr(self, f"{name}_{bound}", Constant(infinite, out_sharding=()))
+
+    def project(self, x: jax.Array, name: str, runtime: Runtime, over: int = 1) -> jax.Array:
+        """Maps the last `over` dimensions of x by the layer `name`, in x's dtype."""
+        array = getattr(self, f"{name}_proj")[...]
+        bias, clipped = getattr(self, f"{name}_bias", None), hasattr(self, f"{name}_input_min")
+        i, o = "abcd"[:over], "uvw"[: array.ndim - over]
+        x = self._bounded(x, name, "input") if clipped else x
+        y = linear(f"...{i},{i}{o}->...{o}", x, array, runtime)
+        y = y if bias is None else y + bias[...].astype(x.dtype)
+        return self._bounded(y, name, "output") if clipped else y
+
+    def _bounded(self, x: jax.Array, name: str, side: str) -> jax.Array:
+        low, high = (getattr(self, f"{name}_{side}_{end}")[...].astype(x.dtype) for end in ("min", "max"))
+        return jnp.clip(x, low, high)
+
+
+class Block(Projections):
+    """A pre-norm transformer block with biases, as SigLIP, Whisper and the towers of Qwen and Llama have."""
+
+    def __init__(self, spec: Encoder, rngs: nnx.Rngs):
+        self.spec = spec
+        D, H, d, I = spec.width, spec.heads, spec.head_dim, spec.mlp_width
+        self.input_norm = MeanNorm(D, LayerNorm(spec.eps), rngs)
+        for name in "qkv":
+            self.add(rngs, name, ((D,), (H, d)), (("embed",), ("heads", "kv")), bias=True)
+        self.add(rngs, "o", ((H, d), (D,)), (("heads", "kv"), ("embed",)), bias=True)
+        self.mlp_norm = MeanNorm(D, LayerNorm(spec.eps), rngs)
+        self.add(rngs, "up", ((D,), (I,)), (("embed",), ("mlp",)), bias=True)
+        self.add(rngs, "down", ((I,), (D,)), (("mlp",), ("embed",)), bias=True)
+
+    def __call__(self, x_RND: jax.Array, mask: Mask, turn: Callable | None, runtime: Runtime) -> jax.Array:
+        """Returns x_RND after the block. `turn` rotates queries and keys [R, H, N, d]."""
+        h = self.input_norm(x_RND)
+        q, k, v = (jnp.swapaxes(self.project(h, name, runtime), 1, 2) for name in "qkv")
+        q, k = (a if turn is None else turn(a) for a in (q, k))
+        h = attention(q * self.spec.head_dim**-0.5, k, v, mask, runtime)
+        x_RND = x_RND + checkpoint_name(self.project(h, "o", runtime, over=2), "out_proj")
+        h = checkpoint_name(self.project(self.mlp_norm(x_RND), "up", runtime), "mlpwi_0")
+        h = self.project(ACTIVATIONS[self.spec.activation](h), "down", runtime)
+        return x_RND + checkpoint_name(h, "mlpwo")
+
+
+def attention(q_RHNd: jax.Array, k_RKNd: jax.Array, v_RKNd: jax.Array, mask: Mask, runtime: Runtime) -> jax.Array:
+    """Computes softmax attention [R, N, H, d] with the scale already in q. Queries are taken in chunks of
+    `runtime.attention_chunk`, so that memory grows with N, not with N^2."""
+    q, k, v = (
+        checkpoint_name(a, name) for a, name in ((q_RHNd, "query_proj"), (k_RKNd, "key_proj"), (v_RKNd, "value_proj"))
+    )
+    out = checkpoint_name(attend(q, k, v, mask, runtime.attention_chunk), "context")
+    return jnp.swapaxes(out, 1, 2)
+
+
+def within(groups_RN: jax.Array) -> Mask:
+    """Returns the mask that lets the inputs of an item see all inputs of their group; group 0 is padding. Groups are
+    the segments of the decoder's mask, and equal positions switch off its order."""
+    nowhere = jnp.zeros_like(groups_RN)
+    return Mask(Step(nowhere, groups_RN), Visible({}, nowhere, groups_RN))
+
+
+def real_inputs(shape_R2: jax.Array, length: int) -> jax.Array:
+    """Returns bool[R, N]: which inputs are not padding, by the shapes of the items."""
+    return jnp.arange(length) < jnp.prod(shape_R2, axis=1)[:, None]
+
+
+def prepared(values_RNK: jax.Array, real_RN: jax.Array | None, runtime: Runtime) -> jax.Array:
+    """Returns the inputs, sharded by items, in the dtype of the activations, with zeros for padding."""
+    x = values_RNK if real_RN is None else jnp.where(real_RN[..., None], values_RNK, 0)
+    return constrain(x.astype(runtime.dtype), ("batch", None, None), runtime.layout)
+
+
+def grid_positions(shape_R2: jax.Array, length: int, merge: int = 1) -> tuple[jax.Array, jax.Array]:
+    """Returns (row, column) of each patch, int32[R, N]. Patches are in the order of the blocks of `merge` x `merge`
+    patches; 1: row by row."""
+    number, across = jnp.arange(length), jnp.maximum(shape_R2[:, 1:] // merge, 1)
+    block, inside = number // merge**2, number % merge**2
+    return block // across * merge + inside // merge, block % across * merge + inside % merge
+
+
+def axis_angles(positions_RN: jax.Array, dim: int, theta: float) -> jax.Array:
+    """Computes position * theta^(-2i/dim), float32[R, N, dim / 2]: the angles of one axis of a grid."""
+    frequencies = (theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)).astype(np.float32)
+    return positions_RN[..., None].astype(jnp.float32) * frequencies
+
+
+def turn_by(angles_RNd: jax.Array, *, interleaved: bool = False) -> Callable[[jax.Array], jax.Array]:
+    """Returns the rotation of [R, H, N, d] by angles [R, N, d / 2], of the pairs (2i, 2i+1) or (i, i + d/2)."""
+    rope = Rope(2 * angles_RNd.shape[-1], 1.0, interleaved=interleaved)
+    table: Table = (jnp.cos(angles_RNd), jnp.sin(angles_RNd))
+    return lambda x: rotate(x, rope, table)
+
+
+def convolved(x_RTFC: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Computes a convolution of stride 2 over time and frequency with a kernel [3, 3, C, channels] and zeros around."""
+    dims = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        x_RTFC, kernel.astype(x_RTFC.dtype), (2, 2), ((1, 1), (1, 1)), dimension_numbers=dims
+    )
+
+
+def for_towers(runtime: Runtime) -> Runtime:
+    """Returns the runtime of a tower, whose products are not quantised."""
+    return replace(runtime, quantization=None)
+
+
+def run(
+    blocks: nnx.Module, x: jax.Array, apply: Callable, runtime: Runtime, after: Sequence[int] = ()
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Runs stacked blocks: x <- apply(block, x) for each, as a scan or unrolled, with remat as `runtime` says. Returns
+    (x, [x after each block number in `after`, ascending])."""
+    graph, weights = nnx.split(blocks)
+
+    def body(x, block_weights):
+        return apply(nnx.merge(graph, block_weights), checkpoint_name(x, "decoder_layer_input"))
+
+    if runtime.remat != "none":
+        body = checkpointed(body, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan)
+    depth, start, kept = len(jax.tree.leaves(weights)[0]), 0, []
+    for end in (*(number + 1 for number in after), depth):
+        if runtime.scan and end > start:
+            part = jax.tree.map(lambda a, start=start, end=end: a[start:end], weights)
+            x, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, part)
+        for number in range(start, end) if not runtime.scan else ():
+            x = body(x, jax.tree.map(lambda a, number=number: a[number], weights))
+        kept.append(x)
+        start = end
+    return x, kept[:-1]

@@ -1,0 +1,15 @@
+"""Towers with sharded weights and pictures on several devices give the numbers of one device."""
+
+import json
+from pathlib import Path
+
+import pytest
+from devices import on_devices
+
+
+@pytest.mark.slow
+def test_towers_on_meshes():
+    cases = [["Qwen3VL", {"fsdp": 2, "tensor": 2}], ["Gemma4", {"fsdp": 2, "tensor": 2}], ["Gemma3", {"data": 4}]]
+    results = on_devices(4, Path(__file__).with_name("towers_on_mesh.py"), json.dumps(cases))
+    for case, result in zip(cases, results, strict=True):
+        assert result["rows"] < 2e-5 and result["gradient"] < 2e-5, (case, result)

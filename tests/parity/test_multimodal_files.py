@@ -1,0 +1,136 @@
+"""Directories of multimodal models: text and towers are read, compute what transformers computes from pictures, and are written
+so that transformers reads them again."""
+
+import copy
+import json
+
+import media_oracles
+import numpy as np
+import pytest
+import towers
+
+import policy
+from policy.media import rows_of
+
+pytest.importorskip("torch", reason="the oracle is transformers on torch: pip install 'duet-rl[test]'")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+KINDS = [
+    pytest.param(kind, marks=() if kind in ("Qwen3VL", "Gemma3") else pytest.mark.every_family)
+    for kind in media_oracles.MODELS
+]
+
+
+def pictures(kind, inputs):
+    """(values [R, N, K], shapes [R, 2]) of what the oracle was given."""
+    pixels = inputs["pixel_values"].numpy()
+    if kind == "Gemma4":
+        at = inputs["image_position_ids"].numpy()
+        return pixels, at[:, -1, ::-1] + 1
+    if kind in ("Gemma3", "Llama4"):
+        R = len(pixels)
+        grid = pixels.reshape(R, 3, 6, 4, 6, 4).transpose(0, 2, 4, 1, 3, 5)
+        return grid.reshape(R, 36, 48), np.full((R, 2), 6)
+    shapes = inputs["image_grid_thw"].numpy()[:, 1:]
+    sizes = shapes.prod(-1)
+    values = np.zeros((len(shapes), max(sizes), pixels.shape[1]), np.float32)
+    for row, item in zip(values, np.split(pixels, np.cumsum(sizes)[:-1]), strict=True):
+        row[: len(item)] = item
+    return values, shapes
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, tmp_path_factory):
+    """(kind, the model of transformers, ours, read from its directory)."""
+    kind, directory = request.param, tmp_path_factory.mktemp("multimodal")
+    theirs = media_oracles.build(kind)
+    theirs.save_pretrained(directory)
+    return kind, theirs, policy.load(directory, media=True)
+
+
+def test_logits_of_a_document_with_pictures(model):
+    kind, theirs, ours = model
+    document = media_oracles.document(kind, theirs)
+    values, shapes = pictures(kind, document.inputs)
+    rows, deep = ours.encode("image", values, shapes)
+    own = [slice(rows_of(ours.config.image, tuple(shape))) for shape in shapes]
+    table = np.concatenate([np.asarray(rows[r, part]) for r, part in enumerate(own)])
+    np.testing.assert_allclose(table, document.media.table.rows, atol=2e-5, rtol=0)
+    if deep is not None:
+        deep = np.concatenate([np.asarray(deep[:, r, part]) for r, part in enumerate(own)], axis=1)
+        np.testing.assert_allclose(deep, document.media.table.deep, atol=2e-5, rtol=0)
+    tokens, segments, keywords = media_oracles.batch([[document]], len(document))
+    keywords["media"] = type(keywords["media"])(keywords["media"].index, table, deep)
+    logits = ours.logits(tokens, segments=segments, **keywords)[0]
+    np.testing.assert_allclose(logits, document.logits, atol=1e-4, rtol=0)
+
+
+def test_written_directory(model, tmp_path):
+    """transformers reads it with every tensor, to the last bit, and no other; we do, too."""
+    kind, theirs, ours = model
+    policy.save(ours, tmp_path)
+    again, info = type(theirs).from_pretrained(tmp_path, output_loading_info=True, dtype="auto")
+    assert {key: list(value) for key, value in info.items() if value} == {}
+    expected, result = theirs.state_dict(), again.state_dict()
+    assert expected.keys() == result.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(result[name].numpy(), tensor.numpy(), err_msg=name)
+    assert "vision_config" in json.loads((tmp_path / "config.json").read_text())
+    params = policy.load(tmp_path, media=True).params
+    assert params.keys() == ours.params.keys()
+
+
+def test_text_alone_is_read_without_towers(model, tmp_path):
+    kind, theirs, ours = model
+    policy.save(ours, tmp_path)
+    text = policy.load(tmp_path)
+    assert text.config.image is None
+    assert set(text.params) == {path for path in ours.params if not path.startswith("image.")}
+    with pytest.raises(ValueError, match="media=True"):
+        text.encode("image", np.zeros((1, 1, 1)), np.zeros((1, 2)))
+
+
+def test_released_names_of_siglip(tmp_path):
+    """Released files of Gemma 3 have one more word in the names of the tower than transformers 5 writes."""
+    from safetensors.numpy import load_file, save_file
+
+    theirs = media_oracles.build("Gemma3")
+    theirs.save_pretrained(tmp_path)
+    expected, path = policy.load(tmp_path, media=True).params, tmp_path / "model.safetensors"
+    released = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in load_file(path).items()
+    }
+    save_file(released, path, metadata={"format": "pt"})
+    params = policy.load(tmp_path, media=True).params
+    for name, array in expected.items():
+        np.testing.assert_array_equal(params[name], array, err_msg=name)
+    del released["vision_tower.vision_model.post_layernorm.bias"]
+    save_file(released, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing tensor vision_tower\.post_layernorm\.bias"):
+        policy.load(tmp_path, media=True)
+
+
+@pytest.mark.every_family
+def test_sounds_and_clip_bounds_of_gemma4(tmp_path, monkeypatch):
+    import torch
+
+    text, vision, keys = copy.deepcopy(media_oracles.MODELS["Gemma4"])
+    vision |= {"use_clipped_linears": True, "standardize": False}
+    keys["audio_config"] = dict(towers.CONFORMER)
+    monkeypatch.setitem(media_oracles.MODELS, "Gemma4", (text, vision, keys))
+    theirs = media_oracles.build("Gemma4")
+    towers.perturb(theirs.model.audio_tower)
+    theirs.save_pretrained(tmp_path / "theirs")
+    theirs = type(theirs).from_pretrained(tmp_path / "theirs", dtype="auto")  # wavelengths, not stored, as they are
+    ours = policy.load(tmp_path / "theirs", media=True)
+    frames = np.random.default_rng(0).normal(size=(1, 37, 16)).astype(np.float32)
+    with torch.no_grad():
+        full = torch.ones((1, 37), dtype=torch.bool)
+        expected = theirs.model.get_audio_features(torch.tensor(frames), full).pooler_output.numpy()
+    rows, _ = ours.encode("audio", frames, [[37, 1]])
+    np.testing.assert_allclose(rows, expected, atol=2e-5, rtol=0)
+    policy.save(ours, tmp_path / "ours")
+    again, info = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True, dtype="auto")
+    assert {key: list(value) for key, value in info.items() if value} == {}
+    for name, tensor in theirs.state_dict().items():
+        np.testing.assert_array_equal(again.state_dict()[name].numpy(), tensor.numpy(), err_msg=name)
