@@ -109,8 +109,9 @@ class Layout:
     @property
     def processes(self) -> int:
         """Returns the number of processes that the devices of the mesh belong to; 1 for an abstract mesh."""
-        devices = getattr(self.mesh, "devices", None)
-        return 1 if devices is None else len({device.process_index for device in devices.flat})
+        if not isinstance(self.mesh, Mesh):
+            return 1
+        return len({device.process_index for device in self.mesh.devices.flat})
 
     @property
     def rows_move(self) -> bool:

@@ -16,7 +16,17 @@ from rl.algorithms import _policy_gradient
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROWS, WIDTH = 6, 5
-PER_TOKEN = ("logp", "old_logp", "sampler_logp", "ref_logp", "entropy", "advantages", "correct")
+PER_TOKEN = (
+    "logp",
+    "old_logp",
+    "sampler_logp",
+    "ref_logp",
+    "entropy",
+    "advantages",
+    "correct",
+    "divergence",
+    "features",
+)
 # Together every aggregation, correction and rejection.
 OPTIONS = [
     {"aggregation": "token", "kl_coef": 0.1, "entropy_coef": 0.05, "rejection": "token_k2", "rejection_max": 0.02},
