@@ -71,7 +71,7 @@ NOT_RUN = {
     "rl-train configs/grpo_deepseek.yml configs/tiny.yml",
     "rl-train my_run.yml",
     "rl generate runs/quickstart --prompts prompts.txt",
-    "chromium --headless --hide-scrollbars --window-size=1280,1008 --screenshot=docs/pictures/report.png "
+    "chromium --headless --hide-scrollbars --window-size=1280,1110 --screenshot=docs/pictures/report.png "
     "runs/quickstart/report.html",
     "rl compare runs/a runs/b",
     "rl compare runs/a runs/b --text",
